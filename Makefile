@@ -1,0 +1,20 @@
+# Two commands: `make demo` trains a BERT with two processes, `make test` passes the tests.
+# Each sets up what it needs in .venv first; a second call finds it there.
+
+.PHONY: demo test check setup clean
+
+demo:
+	@scripts/setup demo
+	@.venv/bin/paceline demo
+
+test:
+	@scripts/setup dev
+	@scripts/check
+	@scripts/test
+
+check:
+	@scripts/setup dev
+	@scripts/check
+
+clean:
+	rm -rf .venv

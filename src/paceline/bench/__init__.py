@@ -1,0 +1,1 @@
+"""Measures Paceline against what else there is, side by side in one run."""

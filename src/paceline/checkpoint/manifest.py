@@ -1,0 +1,158 @@
+"""The manifest: what a checkpoint holds, and the hashes that prove it. No torch: commands read it too.
+
+checkpoints/
+  step-00000020/
+    manifest.json            written last; without it, there is no checkpoint
+    rank-00000.safetensors   its share of the replicated tensors, and its own state
+    rank-00001.safetensors
+  .partial-step-00000040/    being written, or left by a job that was killed: never read
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from paceline.nouns.errors import CheckpointError, PacelineError
+
+FORMAT, VERSION = "paceline-checkpoint", 1
+MANIFEST = "manifest.json"
+PARTIAL = ".partial-"
+_NEEDED = ("step", "position", "world_size", "files", "tensors", "optimizer", "scheduler")
+_CHUNK_BYTES = 2**22
+
+
+def file_name(rank: int) -> str:
+    """The file of one rank's tensors."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+def folder_name(step: int) -> str:
+    """The folder of the checkpoint after `step` steps."""
+    return f"step-{step:08d}"
+
+
+def file_hash(path: Path) -> str:
+    """SHA-256 of a file, as hex."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Read a checkpoint's manifest and check its form, not yet its files.
+
+    Raises:
+        CheckpointError: it is missing, not JSON, or not of this format.
+    """
+    path = folder / MANIFEST
+    try:
+        manifest = json.loads(path.read_text())
+    except OSError as error:
+        raise _bad(folder, f"{MANIFEST} can't be read ({error.strerror})") from None
+    except ValueError:
+        raise _bad(folder, f"{MANIFEST} is not JSON") from None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise _bad(folder, f"{MANIFEST} is not one of Paceline")
+    if manifest.get("version") != VERSION:
+        raise _bad(folder, f"it is of version {manifest.get('version')}, this Paceline reads {VERSION}")
+    missing = [key for key in _NEEDED if key not in manifest]
+    if missing:
+        raise _bad(folder, f"{MANIFEST} lacks {', '.join(missing)}")
+    names = [entry.get("name") if isinstance(entry, dict) else None for entry in manifest["files"]]
+    if names != [file_name(rank) for rank in range(len(names))]:
+        raise _bad(folder, f"{MANIFEST} names the files {names}")
+    return manifest
+
+
+def check_files(folder: Path, manifest: dict[str, Any]) -> None:
+    """Raise CheckpointError unless every file has the manifest's size and SHA-256."""
+    for entry in manifest["files"]:
+        path = folder / str(entry["name"])
+        if not path.is_file():
+            raise _bad(folder, f"{path.name} is missing")
+        if path.stat().st_size != entry["bytes"]:
+            raise _bad(folder, f"{path.name} has {path.stat().st_size} bytes, not the {entry['bytes']} written")
+        if file_hash(path) != entry["sha256"]:
+            raise _bad(folder, f"{path.name} was altered: its SHA-256 is not the manifest's")
+
+
+def find_good(path: Path, report: Callable[[str], None]) -> Path:
+    """The checkpoint to read at `path`: itself, or the newest good one in the folder.
+
+    Args:
+        path: a checkpoint, or a folder of checkpoints such as `runs/JOB/checkpoints`.
+        report: told, in a sentence, of every checkpoint that is passed over.
+
+    Raises:
+        CheckpointError: there is none that is whole.
+    """
+    if (path / MANIFEST).exists():
+        check_files(path, read_manifest(path))
+        return path
+    candidates = list_checkpoints(path)
+    for candidate in candidates:
+        try:
+            check_files(candidate, read_manifest(candidate))
+        except CheckpointError as error:
+            report(f"{candidate.name} is passed over: {error.found}")
+        else:
+            return candidate
+    raise no_checkpoint(path, len(candidates))
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints in `folder`, newest first, good or not."""
+    return sorted((p for p in folder.glob("step-*") if p.is_dir()), reverse=True) if folder.is_dir() else []
+
+
+def remove_old(folder: Path, keep: int) -> None:
+    """Remove all but the newest `keep` checkpoints."""
+    for old in list_checkpoints(folder)[keep:]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def remove_partial(folder: Path) -> None:
+    """Remove what a killed job was writing."""
+    for left in folder.glob(PARTIAL + "*"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """Write a file and wait until the disk has it."""
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """Wait until the disk has the folder's entries."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def no_checkpoint(path: Path, looked_at: int) -> PacelineError:
+    """The error of a folder without a whole checkpoint."""
+    found = f"none of the {looked_at} there is whole" if looked_at else "there is none"
+    return CheckpointError(
+        f"a checkpoint in {path}", found, "name another run or checkpoint, or start without --resume"
+    )
+
+
+def _bad(folder: Path, found: str) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint {folder} should be whole",
+        found,
+        "use an earlier one: `paceline run --resume` takes the newest that is whole",
+    )

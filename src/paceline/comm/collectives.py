@@ -1,0 +1,196 @@
+"""all_reduce and its kin on one mesh axis, each entered in the ledger.
+
+A rank talks only through an `AxisComm`. An axis of one rank sends nothing and enters nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from paceline.comm.ledger import Ledger
+from paceline.nouns.errors import CollectiveError, PeerLostError, UsageError, did_you_mean
+from paceline.nouns.mesh import AXES, Mesh
+
+OPS = ("sum", "mean", "min", "max", "product")
+_REDUCE = {"min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX, "product": dist.ReduceOp.PRODUCT}
+# What Gloo and NCCL say when the other end of a connection has gone.
+_LOST = ("closed by peer", "reset by peer", "broken pipe", "connection refused", "remote process exited", "aborted")
+
+
+class Pending(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> None:
+        """Block until the result stands in the tensor."""
+
+
+class Done:
+    """A collective that had nothing to do."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+@dataclass(slots=True)
+class _Work:
+    work: dist.Work
+    axis: str
+
+    def wait(self) -> None:
+        with named_failure("all_reduce", self.axis):
+            self.work.wait()
+
+
+@dataclass(slots=True)
+class AxisComm:
+    """This rank's place on one axis, and the process group of its peers there.
+
+    `rank` is the index on the axis, `peers` the world's ranks in axis order; `root` arguments are indices
+    on the axis.
+    """
+
+    axis: str
+    rank: int
+    peers: tuple[int, ...]
+    group: dist.ProcessGroup | None
+    ledger: Ledger
+
+    @property
+    def size(self) -> int:
+        """Ranks on the axis."""
+        return len(self.peers)
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
+        """Replace `tensor` (any shape, contiguous) on every rank by its sum, mean, min, max or product."""
+        if self.size > 1:
+            self._enter("all_reduce", tensor)
+            with named_failure("all_reduce", self.axis):
+                dist.all_reduce(tensor, _REDUCE.get(op, dist.ReduceOp.SUM), group=self.group)
+        if op == "mean":
+            tensor /= self.size
+
+    def begin_all_reduce(self, tensor: torch.Tensor) -> Pending:
+        """Start summing `tensor` in place; it may be touched again after `wait`."""
+        if self.size == 1:
+            return Done()
+        self._enter("all_reduce", tensor)
+        with named_failure("all_reduce", self.axis):
+            work = dist.all_reduce(tensor, group=self.group, async_op=True)
+        return _Work(work, self.axis)
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Every rank's `tensor`, in axis order. First dims may differ, the others must be equal."""
+        if self.size == 1:
+            return [tensor]
+        rows = self._gather_even(torch.tensor([tensor.shape[0]], dtype=torch.int64, device=tensor.device))
+        lengths = [int(row) for row in rows]
+        padded = tensor.contiguous()
+        if max(lengths) > tensor.shape[0]:
+            padded = tensor.new_zeros((max(lengths), *tensor.shape[1:]))
+            padded[: tensor.shape[0]] = tensor
+        parts = self._gather_even(padded)
+        return [part[:length] for part, length in zip(parts, lengths, strict=True)]
+
+    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
+        """Replace `tensor` by that of the rank with index `root`, in place."""
+        if self.size > 1:
+            self._enter("broadcast", tensor)
+            with named_failure("broadcast", self.axis):
+                dist.broadcast(tensor, self.peers[root], group=self.group)
+
+    def reduce_scatter(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        """This rank's rows of the sum or mean of `tensor`; the first ranks get the rows left over."""
+        if self.size == 1:
+            return tensor.clone()
+        rows = split_rows(tensor.shape[0], self.size)
+        self._enter("reduce_scatter", tensor)
+        with named_failure("reduce_scatter", self.axis):
+            parts = self._exchange(tensor, rows, [rows[self.rank]] * self.size)
+        mine = parts.view(self.size, rows[self.rank], *tensor.shape[1:]).sum(0, dtype=tensor.dtype)
+        return mine / self.size if op == "mean" else mine
+
+    def all_to_all(self, tensor: torch.Tensor, splits: Sequence[int]) -> tuple[torch.Tensor, list[int]]:
+        """Send `splits[i]` rows to rank i; the rows received, in rank order, and how many from each."""
+        if self.size == 1:
+            return tensor.clone(), list(splits)
+        sent = torch.tensor(list(splits), dtype=torch.int64, device=tensor.device)
+        self._enter("all_to_all", sent)
+        self._enter("all_to_all", tensor)
+        with named_failure("all_to_all", self.axis):
+            received = self._exchange(sent, [1] * self.size, [1] * self.size).tolist()
+            return self._exchange(tensor, list(splits), received), received
+
+    def barrier(self) -> None:
+        """Wait until every rank of the axis is here."""
+        if self.size > 1:
+            self.ledger.add("barrier", self.axis, 0)
+            with named_failure("barrier", self.axis):
+                dist.barrier(group=self.group)
+
+    def _enter(self, collective: str, tensor: torch.Tensor) -> None:
+        self.ledger.add(collective, self.axis, tensor.nbytes)
+
+    def _gather_even(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        self._enter("all_gather", tensor)
+        with named_failure("all_gather", self.axis):
+            dist.all_gather(parts, tensor, group=self.group)
+        return parts
+
+    def _exchange(self, tensor: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
+        out = tensor.new_empty((sum(receive), *tensor.shape[1:]))
+        dist.all_to_all_single(out, tensor.contiguous(), receive, send, group=self.group)
+        return out
+
+
+def split_rows(rows: int, parts: int) -> list[int]:
+    """`rows` over `parts`, as evenly as can be; the first parts take the rest (as Horovod splits)."""
+    return [rows // parts + (part < rows % parts) for part in range(parts)]
+
+
+def check_op(op: str, choices: Sequence[str] = OPS) -> None:
+    """Raise UsageError unless `op` is one of `choices`."""
+    if op not in choices:
+        raise UsageError(
+            f"a reduction by {op!r}", f"there are {', '.join(choices)}", did_you_mean(op, choices, "write sum")
+        )
+
+
+def open_axes(mesh: Mesh, rank: int, ledger: Ledger) -> dict[str, AxisComm]:
+    """Open the process groups of `mesh` for this rank. Every rank must call this, in the same order."""
+    comms = {}
+    for axis in AXES:
+        groups = sorted({mesh.peers(other, axis) for other in range(mesh.world_size)})
+        mine = mesh.peers(rank, axis)
+        group = None
+        if len(groups) > 1 and len(mine) > 1:
+            opened = {peers: dist.new_group(list(peers)) for peers in groups}
+            group = opened[mine]
+        comms[axis] = AxisComm(axis, mine.index(rank), mine, group, ledger)
+    return comms
+
+
+@contextmanager
+def named_failure(collective: str, axis: str) -> Iterator[None]:
+    """Turn the transport's error into one that says which collective failed and whether a peer is gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if any(mark in said.lower() for mark in _LOST):
+            raise PeerLostError(
+                f"{collective} on the axis {axis} waits for its peers",
+                f"one of them has gone ({said})",
+                "look for the rank that failed first; start again with --resume",
+            ) from error
+        raise CollectiveError(
+            f"{collective} on the axis {axis} should run on all its ranks",
+            f"the transport failed: {said}",
+            "check that every rank makes the same calls with the same shapes and dtypes",
+        ) from error

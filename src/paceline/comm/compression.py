@@ -1,0 +1,192 @@
+"""Smaller wires: half precision, the largest entries, or low-rank factors of each gradient.
+
+They trade exactness for bytes: replicas stay equal bit for bit, but no longer equal one process. What
+top-k and PowerSGD leave out is kept and added to the next step's gradient (error feedback). The last
+`tail` entries of a wire are bookkeeping and always travel exactly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from paceline.comm.collectives import AxisComm
+from paceline.comm.wire import Wire
+
+TOP_K_FRACTION = 0.01  # of the entries; Lin et al. 2018 (Deep Gradient Compression) go to 0.001
+POWER_SGD_RANK = 4  # Vogels et al. 2019, table 3: rank 4 keeps the accuracy of their language model
+
+
+@dataclass(slots=True)
+class CastWire:
+    """Summed in a narrower dtype (bf16, fp16) by the wire inside; half the bytes of float32."""
+
+    outbox: torch.Tensor
+    inside: Wire
+
+    @property
+    def inboxes(self) -> list[torch.Tensor]:
+        """The full-precision tensor."""
+        return [self.outbox]
+
+    @property
+    def turn(self) -> int:
+        """Always the one inbox."""
+        return 0
+
+    def begin(self) -> None:
+        """Round, then start."""
+        self.inside.inboxes[self.inside.turn].copy_(self.outbox)
+        self.inside.begin()
+
+    @property
+    def is_scaled_first(self) -> bool:
+        """A sum over a batch can leave float16's range; a mean does not."""
+        return True
+
+    def finish(self, scale: torch.Tensor) -> None:
+        """Wait, then widen. The scale is already in."""
+        self.inside.finish(torch.ones_like(scale))
+        self.outbox.copy_(self.inside.outbox)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Nothing is carried over."""
+        return {}
+
+
+@dataclass(slots=True)
+class TopKWire:
+    """The largest entries of each rank, by all_gather of indices and values, with error feedback.
+
+    Source: Stich, Cordonnier and Jaggi 2018, Sparsified SGD with memory.
+    """
+
+    comm: AxisComm
+    outbox: torch.Tensor
+    tail: int
+    error: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.error = torch.zeros_like(self.outbox[: self.outbox.numel() - self.tail])
+
+    @property
+    def inboxes(self) -> list[torch.Tensor]:
+        """The full tensor."""
+        return [self.outbox]
+
+    @property
+    def turn(self) -> int:
+        """Always the one inbox."""
+        return 0
+
+    def begin(self) -> None:
+        """Nothing can start before all gradients are here."""
+
+    @property
+    def is_scaled_first(self) -> bool:
+        """What one step leaves out is sent in the next, so both must have the same scale."""
+        return True
+
+    def finish(self, scale: torch.Tensor) -> None:
+        """Exchange the largest entries; keep the rest for the next step."""
+        body = self.outbox[: self.error.numel()]
+        self.error += body
+        count = math.ceil(body.numel() * TOP_K_FRACTION)
+        places = self.error.abs().topk(count).indices.sort().values
+        values = self.error[places]
+        self.error[places] = 0
+        all_places = self.comm.all_gather(places.to(torch.int32))
+        all_values = self.comm.all_gather(values)
+        body.zero_()
+        for there, value in zip(all_places, all_values, strict=True):
+            body.index_add_(0, there.to(torch.int64), value)
+        _exact(self.comm, [self.outbox[self.error.numel() :]])
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """The entries not sent yet."""
+        return {"error": self.error}
+
+
+@dataclass(slots=True)
+class PowerSGDWire:
+    """Each matrix as two thin factors, warm-started, with error feedback; vectors travel exactly.
+
+    Source: Vogels, Karimireddy and Jaggi 2019, PowerSGD: Practical low-rank gradient compression.
+    """
+
+    comm: AxisComm
+    outbox: torch.Tensor
+    shapes: Sequence[torch.Size]
+    error: torch.Tensor = field(init=False)
+    bases: list[torch.Tensor] = field(init=False)  # Q of each matrix, (columns, rank)
+    places: list[tuple[int, torch.Size]] = field(init=False)  # of each matrix: offset, shape as 2-D
+
+    def __post_init__(self) -> None:
+        self.error = torch.zeros_like(self.outbox)
+        self.bases, self.places, offset = [], [], 0
+        random = torch.Generator().manual_seed(0)
+        for shape in self.shapes:
+            rows, columns = (shape[0], shape.numel() // max(shape[0], 1)) if len(shape) > 1 else (1, 1)
+            if POWER_SGD_RANK * (rows + columns) < rows * columns:
+                self.places.append((offset, torch.Size((rows, columns))))
+                basis = torch.randn(columns, POWER_SGD_RANK, generator=random, dtype=torch.float32)
+                self.bases.append(basis.to(self.outbox.device, self.outbox.dtype))
+            offset += shape.numel()
+
+    @property
+    def inboxes(self) -> list[torch.Tensor]:
+        """The full tensor."""
+        return [self.outbox]
+
+    @property
+    def turn(self) -> int:
+        """Always the one inbox."""
+        return 0
+
+    def begin(self) -> None:
+        """Nothing can start before all gradients are here."""
+
+    @property
+    def is_scaled_first(self) -> bool:
+        """What one step leaves out is sent in the next, so both must have the same scale."""
+        return True
+
+    def finish(self, scale: torch.Tensor) -> None:
+        """One step of subspace iteration on every matrix at once: two all_reduces of thin factors."""
+        matrices = [self.outbox[at : at + shape.numel()].view(shape) for at, shape in self.places]
+        errors = [self.error[at : at + shape.numel()].view(shape) for at, shape in self.places]
+        for matrix, error in zip(matrices, errors, strict=True):
+            error += matrix  # from here `error` holds what should be sent
+        lefts = [error @ basis for error, basis in zip(errors, self.bases, strict=True)]
+        _exact(self.comm, [*lefts, *self._rest()])
+        lefts = [torch.linalg.qr(left)[0] for left in lefts]
+        rights = [error.T @ left for error, left in zip(errors, lefts, strict=True)]
+        own = [right.clone() for right in rights]
+        _exact(self.comm, rights)
+        for number, (matrix, error, left) in enumerate(zip(matrices, errors, lefts, strict=True)):
+            error -= left @ own[number].T
+            torch.matmul(left, rights[number].T, out=matrix)
+            self.bases[number].copy_(rights[number])
+
+    def _rest(self) -> list[torch.Tensor]:
+        """The stretches of the outbox that no matrix covers."""
+        ends = [0, *(at + shape.numel() for at, shape in self.places)]
+        starts = [*(at for at, _ in self.places), self.outbox.numel()]
+        return [self.outbox[end:start] for end, start in zip(ends, starts, strict=True) if end < start]
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """The error not sent yet and the warm start."""
+        return {"error": self.error, **{f"basis{number}": basis for number, basis in enumerate(self.bases)}}
+
+
+def _exact(comm: AxisComm, tensors: list[torch.Tensor]) -> None:
+    """Sum several tensors in place by one all_reduce."""
+    if not tensors:
+        return
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    comm.all_reduce(flat)
+    for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(part.view_as(tensor))

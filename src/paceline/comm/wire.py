@@ -1,0 +1,128 @@
+"""How one flat tensor is summed over an axis: by the process group, through shared memory, or smaller.
+
+A wire has one or two *inboxes*, filled in turn, and gives back an *outbox*. `begin` and `finish` are
+apart so that the sum runs while the backward pass goes on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from paceline.comm.collectives import AxisComm, Done, Pending
+from paceline.comm.shared_memory import SharedMemory, Slot, open_slot
+
+
+class Wire(Protocol):
+    """One flat tensor's way to its sum."""
+
+    @property
+    def inboxes(self) -> list[torch.Tensor]:
+        """Flat tensors to fill, in turn."""
+
+    @property
+    def outbox(self) -> torch.Tensor:
+        """Where the sum will stand."""
+
+    @property
+    def turn(self) -> int:
+        """Which inbox is filled next."""
+
+    def begin(self) -> None:
+        """The inbox is filled: start."""
+
+    def finish(self, scale: torch.Tensor) -> None:
+        """Wait until the sum, times `scale` (a scalar), stands in the outbox."""
+
+    @property
+    def is_scaled_first(self) -> bool:
+        """Whether the inbox must be filled with numbers times the scale already, to stay in range."""
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """What the next sums depend on, such as the error that compression left."""
+
+
+@dataclass(slots=True)
+class GroupWire:
+    """Summed in place by the process group (NCCL, Gloo). Exact."""
+
+    comm: AxisComm
+    outbox: torch.Tensor
+    pending: Pending = field(default_factory=Done)
+
+    @property
+    def inboxes(self) -> list[torch.Tensor]:
+        """The tensor itself."""
+        return [self.outbox]
+
+    @property
+    def turn(self) -> int:
+        """Always the one inbox."""
+        return 0
+
+    def begin(self) -> None:
+        """Start the all_reduce."""
+        self.pending = self.comm.begin_all_reduce(self.outbox)
+
+    def finish(self, scale: torch.Tensor) -> None:
+        """Wait for the all_reduce."""
+        self.pending.wait()
+        self.outbox *= scale
+
+    @property
+    def is_scaled_first(self) -> bool:
+        """Exact, so afterwards will do."""
+        return False
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Nothing is carried over."""
+        return {}
+
+
+@dataclass(slots=True)
+class SharedWire:
+    """Summed through memory that the ranks of one host share. Exact."""
+
+    slot: Slot
+    outbox: torch.Tensor
+
+    @property
+    def inboxes(self) -> list[torch.Tensor]:
+        """Two halves of shared memory."""
+        return self.slot.inboxes
+
+    @property
+    def turn(self) -> int:
+        """Which half is filled next."""
+        return self.slot.turn % 2
+
+    def begin(self) -> None:
+        """Tell the others; the ledger counts it as the all_reduce that it is."""
+        comm = self.slot.shared.comm
+        comm.ledger.add("all_reduce", comm.axis, self.outbox.nbytes)
+        self.slot.begin()
+
+    def finish(self, scale: torch.Tensor) -> None:
+        """Add up all ranks' halves."""
+        self.slot.finish(self.outbox, scale)
+
+    @property
+    def is_scaled_first(self) -> bool:
+        """Exact, so afterwards will do."""
+        return False
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Nothing is carried over."""
+        return {}
+
+
+def exact_wire(
+    comm: AxisComm, shared: SharedMemory | None, numel: int, dtype: torch.dtype, device: torch.device
+) -> Wire:
+    """The wire without compression: shared memory where it is open and the tensor is on the CPU."""
+    outbox = torch.zeros(numel, dtype=dtype, device=device)
+    if shared is not None and device.type == "cpu":
+        return SharedWire(open_slot(shared, numel, dtype), outbox)
+    return GroupWire(comm, outbox)

@@ -1,0 +1,165 @@
+"""The MPI words on all ranks: what `paceline.init`, `paceline.rank`, `paceline.all_reduce` ... are.
+
+They are Horovod's ideas under torch's spelling. Tensors are not changed in place: each call returns its
+result. Every rank must make the same calls in the same order, with equal shapes but for first dims.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from paceline.comm.collectives import AxisComm, check_op, split_rows
+from paceline.comm.ledger import Ledger
+from paceline.comm.process_group import Place, close_world, find_place, open_world
+from paceline.nouns.errors import UsageError
+
+
+@dataclass(slots=True)
+class World:
+    """All ranks as one axis, named "world" in the ledger."""
+
+    place: Place
+    comm: AxisComm
+
+
+_world: list[World] = []  # empty before init; a list, so that no function needs `global`
+
+
+def init() -> None:
+    """Join the ranks that the launcher started; alone, be a world of one. Calling it again does nothing.
+
+    Raises:
+        UsageError: the launcher's variables contradict each other.
+    """
+    if _world:
+        return
+    place = find_place(os.environ)
+    open_world(place)
+    _world.append(World(place, AxisComm("world", place.rank, tuple(range(place.size)), None, Ledger())))
+    atexit.register(shutdown)
+
+
+def shutdown() -> None:
+    """Leave the ranks. `init` may follow only in a world of one."""
+    if _world:
+        _world.clear()
+        close_world()
+
+
+def is_initialized() -> bool:
+    """Whether `init` has been called."""
+    return bool(_world)
+
+
+def world() -> World:
+    """The world that `init` joined.
+
+    Raises:
+        UsageError: `init` has not been called.
+    """
+    if not _world:
+        raise UsageError(
+            "this process's place among the ranks", "paceline.init() has not been called", "call paceline.init() first"
+        )
+    return _world[0]
+
+
+def rank() -> int:
+    """This process's number among all ranks, from 0."""
+    return world().place.rank
+
+
+def size() -> int:
+    """How many ranks there are."""
+    return world().place.size
+
+
+def local_rank() -> int:
+    """This process's number among the ranks of its host, from 0."""
+    return world().place.local_rank
+
+
+def local_size() -> int:
+    """How many ranks this host has."""
+    return world().place.local_size
+
+
+def cross_rank() -> int:
+    """The number of this host among the hosts, from 0."""
+    return world().place.cross_rank
+
+
+def all_reduce(tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+    """The sum, mean, min, max or product of every rank's `tensor` (equal shapes).
+
+    Raises:
+        UsageError: `op` is unknown.
+        PeerLostError: a rank has gone.
+    """
+    check_op(op)
+    result = tensor.detach().clone(memory_format=torch.contiguous_format)
+    world().comm.all_reduce(result, op)
+    return result
+
+
+def all_gather(tensor: torch.Tensor) -> torch.Tensor:
+    """Every rank's rows, joined on dim 0 in rank order; ranks may hold different numbers of rows."""
+    _check_rows("all_gather", tensor)
+    return torch.cat(world().comm.all_gather(tensor.detach()))
+
+
+def broadcast(tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
+    """The `tensor` of rank `root`, on every rank (equal shapes).
+
+    Raises:
+        UsageError: there is no rank `root`.
+    """
+    if not 0 <= root < size():
+        raise UsageError(f"a broadcast from rank {root}", f"the ranks are 0 to {size() - 1}", "name one of them")
+    result = tensor.detach().clone(memory_format=torch.contiguous_format)
+    world().comm.broadcast(result, root)
+    return result
+
+
+def reduce_scatter(tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+    """This rank's rows of the sum or mean over ranks; the first `rows % size` ranks get one row more."""
+    check_op(op, ("sum", "mean"))
+    _check_rows("reduce_scatter", tensor)
+    return world().comm.reduce_scatter(tensor.detach(), op)
+
+
+def all_to_all(tensor: torch.Tensor, splits: Sequence[int] | None = None) -> tuple[torch.Tensor, list[int]]:
+    """Send `splits[i]` rows of `tensor` to rank i, in order.
+
+    Returns:
+        The rows received, in rank order, and how many came from each rank. Without `splits` every rank
+        gets the same number.
+
+    Raises:
+        UsageError: `splits` has not one count per rank, or does not add up to the rows.
+    """
+    _check_rows("all_to_all", tensor)
+    counts = list(splits) if splits is not None else split_rows(tensor.shape[0], size())
+    uneven = splits is None and tensor.shape[0] % size()
+    if len(counts) != size() or sum(counts) != tensor.shape[0] or min(counts) < 0 or uneven:
+        raise UsageError(
+            f"all_to_all of {tensor.shape[0]} rows over {size()} ranks",
+            f"the splits are {splits}",
+            "give one count per rank that add up to the rows",
+        )
+    return world().comm.all_to_all(tensor.detach(), counts)
+
+
+def barrier() -> None:
+    """Wait until every rank is here."""
+    world().comm.barrier()
+
+
+def _check_rows(collective: str, tensor: torch.Tensor) -> None:
+    if tensor.dim() == 0:
+        raise UsageError(f"{collective} joins or splits rows", "the tensor is a scalar", "hand in tensor.reshape(1)")

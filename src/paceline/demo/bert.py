@@ -1,0 +1,158 @@
+"""BERT for masked language modelling (Devlin et al. 2019), as a plain torch module.
+
+Parameter names and numerics are those of transformers' BertForMaskedLM, so what is trained here loads
+there; a test holds the two against each other. The head runs on masked positions alone, as Google's
+original does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True, slots=True)
+class BertConfig:
+    """Sizes, named as transformers names them. The demo's BERT has 4.5 million parameters."""
+
+    vocab_size: int = 4096
+    hidden_size: int = 256
+    num_hidden_layers: int = 4
+    num_attention_heads: int = 4
+    intermediate_size: int = 1024
+    max_position_embeddings: int = 128
+    type_vocab_size: int = 2
+    layer_norm_eps: float = 1e-12
+    initializer_range: float = 0.02
+
+
+class Embeddings(nn.Module):
+    """Token, position and segment embeddings, added and normalised: (batch, length) to (batch, length, hidden)."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.position_embeddings = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+        self.token_type_embeddings = nn.Embedding(config.type_vocab_size, config.hidden_size)
+        self.LayerNorm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Embed one segment."""
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+        embedded = self.word_embeddings(input_ids) + self.position_embeddings(positions)
+        return self.LayerNorm(embedded + self.token_type_embeddings.weight[0])  # type: ignore[no-any-return]
+
+
+class SelfAttention(nn.Module):
+    """Multi-head attention over the whole sequence."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.heads = config.num_attention_heads
+        self.query = nn.Linear(config.hidden_size, config.hidden_size)
+        self.key = nn.Linear(config.hidden_size, config.hidden_size)
+        self.value = nn.Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(batch, length, hidden) to the same shape."""
+        batch, length, width = hidden.shape
+        query, key, value = (
+            projection(hidden).view(batch, length, self.heads, -1).transpose(1, 2)
+            for projection in (self.query, self.key, self.value)
+        )
+        mixed = F.scaled_dot_product_attention(query, key, value)
+        return mixed.transpose(1, 2).reshape(batch, length, width)
+
+
+class Output(nn.Module):
+    """A linear layer, the residual, and the norm after it."""
+
+    def __init__(self, config: BertConfig, width: int) -> None:
+        super().__init__()
+        self.dense = nn.Linear(width, config.hidden_size)
+        self.LayerNorm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
+
+    def forward(self, hidden: Tensor, residual: Tensor) -> Tensor:
+        """(batch, length, width) and (batch, length, hidden) to the latter's shape."""
+        return self.LayerNorm(self.dense(hidden) + residual)  # type: ignore[no-any-return]
+
+
+class Layer(nn.Module):
+    """One encoder layer: attention, then two linear layers."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.attention = nn.ModuleDict({"self": SelfAttention(config), "output": Output(config, config.hidden_size)})
+        self.intermediate = nn.ModuleDict({"dense": nn.Linear(config.hidden_size, config.intermediate_size)})
+        self.output = Output(config, config.intermediate_size)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(batch, length, hidden) to the same shape."""
+        attended = self.attention["output"](self.attention["self"](hidden), hidden)
+        return self.output(F.gelu(self.intermediate["dense"](attended)), attended)  # type: ignore[no-any-return]
+
+
+class Transform(nn.Module):
+    """The head's own layer before the vocabulary."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.LayerNorm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(positions, hidden) to the same shape."""
+        return self.LayerNorm(F.gelu(self.dense(hidden)))  # type: ignore[no-any-return]
+
+
+class Predictions(nn.Module):
+    """Scores over the vocabulary by the token embeddings themselves (tied)."""
+
+    def __init__(self, config: BertConfig, embeddings: nn.Embedding) -> None:
+        super().__init__()
+        self.transform = Transform(config)
+        self.decoder = nn.Linear(config.hidden_size, config.vocab_size)
+        self.decoder.weight = embeddings.weight
+        self.bias = self.decoder.bias
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(positions, hidden) to (positions, vocabulary)."""
+        return self.decoder(self.transform(hidden))  # type: ignore[no-any-return]
+
+
+class Bert(nn.Module):
+    """BERT with its masked-language-modelling head."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        layers = nn.ModuleList([Layer(config) for _ in range(config.num_hidden_layers)])
+        embeddings = Embeddings(config)
+        self.config = config
+        self.bert = nn.ModuleDict({"embeddings": embeddings, "encoder": nn.ModuleDict({"layer": layers})})
+        self.cls = nn.ModuleDict({"predictions": Predictions(config, embeddings.word_embeddings)})
+        self.apply(self._initialise)
+
+    def forward(self, input_ids: Tensor, chosen: Tensor | None = None) -> Tensor:
+        """Scores over the vocabulary.
+
+        Args:
+            input_ids: (batch, length) token numbers.
+            chosen: (batch, length) bool; scores are made for these positions only, for all where None.
+
+        Returns:
+            (positions, vocabulary), positions in reading order.
+        """
+        hidden = self.bert["embeddings"](input_ids)
+        for layer in self.bert["encoder"]["layer"]:  # type: ignore[index]
+            hidden = layer(hidden)
+        picked = hidden.flatten(0, 1) if chosen is None else hidden[chosen]
+        return self.cls["predictions"](picked)  # type: ignore[no-any-return]
+
+    def _initialise(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=self.config.initializer_range)
+        if isinstance(module, nn.Linear):
+            nn.init.zeros_(module.bias)

@@ -1,0 +1,138 @@
+"""The demo's workload and loop. `paceline run -n 2 .../demo/workload.py DATA` is what `paceline demo` runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import safetensors.torch
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import paceline
+from paceline.demo.bert import Bert, BertConfig
+from paceline.demo.corpus import CLS, MASK, PAD, SEP, SPECIAL, VOCABULARY
+
+MASKED = 0.15  # of the tokens; of these 80 % become [MASK], 10 % another token, 10 % stay (Devlin et al. 2019)
+EVALUATED = 512  # held-out sequences
+
+
+class MaskedSequences(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Sequences with some tokens hidden. Which ones depends on the seed and the position alone."""
+
+    def __init__(self, path: Path, limit: int | None = None) -> None:
+        self.rows = np.load(path, mmap_mode="r")[:limit]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        labels = torch.from_numpy(self.rows[index].astype(np.int64))
+        ordinary = (labels != CLS) & (labels != SEP) & (labels != PAD)
+        chosen = ordinary & (torch.rand(labels.shape) < MASKED)
+        fate = torch.rand(labels.shape)
+        other = torch.randint(len(SPECIAL), VOCABULARY, labels.shape)
+        hidden = torch.where(fate < 0.8, MASK, torch.where(fate < 0.9, other, labels))
+        return {"input_ids": torch.where(chosen, hidden, labels), "labels": labels, "chosen": chosen}
+
+
+def loss(model: torch.nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Cross entropy of the hidden tokens, added up, and how many there are."""
+    scores = model(batch["input_ids"], batch["chosen"])
+    return F.cross_entropy(scores, batch["labels"][batch["chosen"]], reduction="sum"), batch["chosen"].sum()
+
+
+def score_against(frequent: int) -> Any:
+    """The held-out loss, the accuracy, and that of always guessing the most frequent token."""
+
+    def score(model: torch.nn.Module, batch: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+        scores = model(batch["input_ids"], batch["chosen"])
+        labels, count = batch["labels"][batch["chosen"]], batch["chosen"].sum()
+        return {
+            "loss": (F.cross_entropy(scores, labels, reduction="sum"), count),
+            "accuracy": ((scores.argmax(-1) == labels).sum().float(), count),
+            "baseline": ((labels == frequent).sum().float(), count),
+        }
+
+    return score
+
+
+def make_workload(data: Path, steps: int, batch_size: int = 32, **parts: Any) -> paceline.Workload:
+    """The demo's workload on prepared text in `data`; `parts` replace or add parts."""
+    corpus = json.loads((data / "corpus.json").read_text())
+    warm_up = max(1, steps // 10)
+
+    def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        return torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: min((step + 1) / warm_up, max(0.02, (steps - step) / max(1, steps - warm_up)))
+        )
+
+    return paceline.Workload(
+        **{
+            "model": lambda: Bert(BertConfig()),
+            "loss": loss,
+            "optimizer": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01),
+            "scheduler": schedule,
+            "data": lambda: MaskedSequences(data / "train.npy"),
+            "evaluation": lambda: MaskedSequences(data / "held_out.npy", EVALUATED),
+            "score": score_against(corpus["most_frequent_id"]),
+            "batch_size": batch_size,
+            "steps": steps,
+            "clip_norm": 1.0,
+            **parts,
+        }
+    )
+
+
+def save_for_transformers(model: Bert, data: Path, folder: Path) -> None:
+    """Write config, weights and vocabulary as transformers' BertForMaskedLM reads them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {name: p.detach().cpu().contiguous() for name, p in model.named_parameters()}
+    bias = next(
+        name
+        for name in weights
+        if name.startswith("cls.predictions.") and weights[name].shape == (model.config.vocab_size,)
+    )
+    weights["cls.predictions.bias"] = weights.pop(bias)
+    safetensors.torch.save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    config = {
+        "architectures": ["BertForMaskedLM"],
+        "model_type": "bert",
+        "hidden_act": "gelu",
+        "pad_token_id": PAD,
+        **asdict(model.config),
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    (folder / "vocab.txt").write_text((data / "vocab.txt").read_text())
+    settings = {"tokenizer_class": "BertTokenizer", "do_lower_case": True}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings) + "\n")
+
+
+def main() -> None:
+    """Train, looking at held-out text now and then."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("data", type=Path)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--evaluate-every", type=int, default=0)
+    parser.add_argument("--save", type=Path)
+    arguments = parser.parse_args()
+    job = paceline.distribute(make_workload(arguments.data, arguments.steps, arguments.batch_size))
+    every = arguments.evaluate_every
+    if every and job.step_number == 0:
+        job.evaluate()
+    for batch in job.batches():
+        job.step(batch)
+        if every and (job.step_number % every == 0 or job.step_number == job.total_steps):
+            job.evaluate()
+    if arguments.save and job.rank == 0:
+        save_for_transformers(cast(Bert, job.model), arguments.data, arguments.save)
+
+
+if __name__ == "__main__":
+    main()

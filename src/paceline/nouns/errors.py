@@ -1,0 +1,102 @@
+"""What can go wrong, as one tree.
+
+    PacelineError
+    ├── UsageError        a command or call asks for something that is not there
+    ├── MeshError         the mesh does not fit the ranks
+    ├── PlanError         the plan contradicts itself or what it is run on
+    ├── WorkloadError     the workload lacks a part, or one of its parts does not fit
+    ├── LossError         the loss has the wrong form, or is not finite
+    ├── DataError         a row or a sample can't be read
+    ├── CheckpointError   a checkpoint is missing, torn, altered or of another model
+    ├── CollectiveError   ranks disagreed inside one collective
+    └── PeerLostError     another rank has gone; the cause is that rank's, not this one's
+
+A message has three parts: what was asked, what was found, what to do. Any rank can raise one,
+so `rank` and `step` are fields, filled in by whoever knows them, and shown in front.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+MEETS_NOT = 2  # the exit code of a request that can't be met
+
+
+class PacelineError(Exception):
+    """Catch this to catch everything Paceline raises on purpose.
+
+    Args:
+        asked: what was asked for, as the start of a sentence.
+        found: what was found instead; it follows ", but ".
+        fix: what to do, as an imperative.
+    """
+
+    exit_code = 1
+
+    def __init__(self, asked: str, found: str, fix: str) -> None:
+        super().__init__(asked, found, fix)
+        self.asked, self.found, self.fix = asked, found, fix
+        self.rank: int | None = None
+        self.step: int | None = None
+
+    def at(self, rank: int | None = None, step: int | None = None) -> PacelineError:
+        """This error with the rank and step where it happened, for `raise error.at(rank=3)`."""
+        self.rank = self.rank if rank is None else rank
+        self.step = self.step if step is None else step
+        return self
+
+    def __str__(self) -> str:
+        where = [f"{name} {at}" for name, at in (("rank", self.rank), ("step", self.step)) if at is not None]
+        prefix = f"[{', '.join(where)}] " if where else ""
+        return f"{prefix}{self.asked}, but {self.found}.\n  Fix: {self.fix}."
+
+
+class UsageError(PacelineError):
+    """A command or call asks for something that is not there."""
+
+    exit_code = MEETS_NOT
+
+
+class MeshError(PacelineError):
+    """The mesh does not fit the ranks."""
+
+    exit_code = MEETS_NOT
+
+
+class PlanError(PacelineError):
+    """The plan contradicts itself or what it is run on."""
+
+    exit_code = MEETS_NOT
+
+
+class WorkloadError(PacelineError):
+    """The workload lacks a part, or one of its parts does not fit."""
+
+    exit_code = MEETS_NOT
+
+
+class LossError(PacelineError):
+    """The loss has the wrong form, or is not finite."""
+
+
+class DataError(PacelineError):
+    """A row or a sample can't be read."""
+
+
+class CheckpointError(PacelineError):
+    """A checkpoint is missing, torn, altered or of another model."""
+
+
+class CollectiveError(PacelineError):
+    """Ranks disagreed inside one collective."""
+
+
+class PeerLostError(PacelineError):
+    """Another rank has gone; the cause is that rank's, not this one's."""
+
+
+def did_you_mean(word: str, choices: Iterable[str], otherwise: str) -> str:
+    """The fix for a misspelt word: the nearest choice, or `otherwise` when none is near."""
+    near = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.5)
+    return f"did you mean {near[0]!r}? Write that" if near else otherwise

@@ -1,0 +1,95 @@
+"""The data order: one integer, the position, says where training is.
+
+The position counts samples taken since the start. Epoch e is a permutation of the data set that
+depends on (seed, e) alone, so ranks, loader workers and resizes can't change which sample comes when.
+The permutation is a keyed Feistel network with cycle walking (Black and Rogaway 2002, Ciphers with
+arbitrary finite domains): any place of it is computed on its own, nothing of the data set's length is
+held in memory, and no random generator's version can change it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+_MASK = (1 << 64) - 1
+_ROUNDS = 6
+
+
+def mix(*numbers: int) -> int:
+    """Hash whole numbers to 64 bits; near inputs give unrelated outputs.
+
+    Source: the finalizer of splitmix64 (Steele, Lea and Flood 2014), chained over the numbers.
+    """
+    state = 0x9E3779B97F4A7C15
+    for number in numbers:
+        state = (state ^ (number & _MASK)) & _MASK
+        state = (state + 0x9E3779B97F4A7C15) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state
+
+
+@dataclass(frozen=True, slots=True)
+class DataOrder:
+    """The order in which `samples` samples are visited, epoch after epoch, in batches of `batch_size`.
+
+    The last batch of an epoch is short where the sizes don't divide; no batch crosses an epoch's end.
+    """
+
+    seed: int
+    samples: int
+    batch_size: int
+    shuffle: bool = True
+
+    def index(self, position: int) -> int:
+        """The data set's index of the sample at `position`."""
+        epoch, place = divmod(position, self.samples)
+        return _permuted(place, self.samples, mix(self.seed, epoch)) if self.shuffle else place
+
+    def batch_at(self, position: int) -> range:
+        """The positions of the global batch that starts at `position`."""
+        end_of_epoch = (position // self.samples + 1) * self.samples
+        return range(position, min(position + self.batch_size, end_of_epoch))
+
+    def batches(self, position: int, end: int) -> Iterator[range]:
+        """The global batches from `position` up to `end`, in order."""
+        while position < end:
+            batch = self.batch_at(position)
+            yield batch
+            position = batch.stop
+
+    def position_after(self, steps: int) -> int:
+        """The position after `steps` steps from the start."""
+        per_epoch = -(-self.samples // self.batch_size)
+        epochs, rest = divmod(steps, per_epoch)
+        return epochs * self.samples + min(rest * self.batch_size, self.samples)
+
+
+def share(batch: range, part: int, parts: int) -> range:
+    """The contiguous piece of `batch` that belongs to `part` of `parts`; the first pieces take the rest."""
+    small, rest = divmod(len(batch), parts)
+    start = batch.start + part * small + min(part, rest)
+    return range(start, start + small + (part < rest))
+
+
+def cut(piece: range, size: int) -> list[range]:
+    """`piece` in consecutive micro-batches of at most `size`."""
+    return [range(at, min(at + size, piece.stop)) for at in range(piece.start, piece.stop, size)]
+
+
+def _permuted(place: int, domain: int, key: int) -> int:
+    half_bits = max(1, ((domain - 1).bit_length() + 1) // 2)
+    while True:
+        place = _feistel(place, half_bits, key)
+        if place < domain:  # cycle walking: outside values are sent through again
+            return place
+
+
+def _feistel(value: int, half_bits: int, key: int) -> int:
+    mask = (1 << half_bits) - 1
+    left, right = value >> half_bits, value & mask
+    for number in range(_ROUNDS):
+        left, right = right, left ^ (mix(key, number, right) & mask)
+    return left << half_bits | right

@@ -1,0 +1,97 @@
+"""The plan: everything that is decided before the first step. The command writes it, a job obeys it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from paceline.nouns.errors import PlanError, did_you_mean
+from paceline.nouns.mesh import Mesh
+
+VERSION = 1
+COMPRESSIONS = ("none", "bf16", "fp16", "powersgd", "topk")
+TRANSPORTS = ("auto", "shared_memory", "gloo", "nccl")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a job runs: ranks on a mesh, what is on the wire, how often it is saved."""
+
+    mesh: str = "replicate=1"
+    transport: str = "auto"
+    compression: str = "none"
+    bucket_bytes: int = 25 * 2**20  # gradients of so many bytes travel together; DDP's default (Li et al. 2020)
+    checkpoint_every: int = 100  # steps; 0 saves at the end and when stopped, and at no other time
+    keep: int = 3  # newest checkpoints that stay
+    version: int = VERSION
+
+    def __post_init__(self) -> None:
+        Mesh.parse(self.mesh)
+        for name, value, choices in (
+            ("transport", self.transport, TRANSPORTS),
+            ("compression", self.compression, COMPRESSIONS),
+        ):
+            if value not in choices:
+                raise PlanError(
+                    f"the plan's {name} is {value!r}",
+                    f"there are {', '.join(choices)}",
+                    did_you_mean(value, choices, f"write {name}={choices[0]}"),
+                )
+        for name, number, least in (
+            ("bucket_bytes", self.bucket_bytes, 1),
+            ("checkpoint_every", self.checkpoint_every, 0),
+            ("keep", self.keep, 1),
+        ):
+            if not isinstance(number, int) or number < least:
+                raise PlanError(
+                    f"the plan's {name} should be a whole number of at least {least}",
+                    f"it is {number!r}",
+                    f"write {name}={max(least, 1)} or more",
+                )
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that the plan's mesh covers."""
+        return Mesh.parse(self.mesh).world_size
+
+    def write(self, path: Path) -> None:
+        """Write the plan as JSON."""
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+    @classmethod
+    def read(cls, path: Path) -> Plan:
+        """Read a plan.
+
+        Raises:
+            PlanError: the file is missing, is not JSON, or has a key that a plan does not have.
+        """
+        try:
+            values = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise PlanError(
+                f"the plan should be in {path}",
+                f"it can't be read ({error})",
+                "name a plan.json as `paceline run` writes it",
+            ) from None
+        return cls.of(values, str(path))
+
+    @classmethod
+    def of(cls, values: Any, source: str) -> Plan:
+        """A plan of decoded JSON; `source` is named in errors."""
+        names = [field.name for field in fields(cls)]
+        unknown = [key for key in values if key not in names] if isinstance(values, dict) else ["(no object)"]
+        if unknown:
+            raise PlanError(
+                f"the plan in {source} has {unknown[0]!r}",
+                f"a plan's keys are {', '.join(names)}",
+                did_you_mean(unknown[0], names, "leave it out"),
+            )
+        if values.get("version", VERSION) != VERSION:
+            raise PlanError(
+                f"the plan in {source} is of version {values['version']}",
+                f"this Paceline reads version {VERSION}",
+                "make it again with this Paceline",
+            )
+        return cls(**values)

@@ -1,0 +1,158 @@
+"""The workload: what a person declares in Python, once, for every command and every plan."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.nouns.errors import WorkloadError, did_you_mean
+
+PRECISIONS = ("float32", "bf16", "float64")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is to be trained. The loop stays the person's own: see `paceline.distribute`.
+
+    Args:
+        model: makes the model, e.g. `lambda: BertForMaskedLM(config)`. Called once per rank, after the
+            seed is set.
+        loss: `loss(model, batch)` runs the model on one micro-batch and returns `(sum, weight)`: the
+            losses of its samples or tokens added up, and how many there were. The mean is taken once,
+            over the whole global batch, so no split of it can change the result.
+        optimizer: `optimizer(model)` makes the optimizer, e.g. `lambda m: AdamW(m.parameters())`.
+        data: a data set with `len` and `[]`, or a function that makes one. Random numbers drawn in
+            `[]` (torch, random, numpy) depend on the seed and the sample's position alone.
+        batch_size: samples per optimizer step, over all ranks.
+        scheduler: `scheduler(optimizer)` makes a learning-rate scheduler; it steps after each update.
+        collate: makes a batch of a list of samples; torch's default where None.
+        evaluation: data set for `job.evaluate`, like `data`.
+        score: `score(model, batch)` returns a dict of `(sum, weight)`; `{"loss": loss(...)}` where None.
+        epochs: passes over the data; ignored where `steps` is given.
+        steps: optimizer steps.
+        micro_batch_size: samples that one rank takes through the model at a time; all where None.
+        precision: "float32", "bf16" (autocast; parameters stay float32) or "float64".
+        clip_norm: largest norm of the whole gradient; no clipping where None.
+        seed: of initial parameters, data order and dropout.
+        deterministic: ask torch for deterministic algorithms.
+        loader_workers: processes per rank that load samples ahead; 0 loads in the rank itself.
+
+    Raises:
+        WorkloadError: a part is missing, unknown or of the wrong kind.
+    """
+
+    model: Callable[[], Any]
+    loss: Callable[[Any, Any], tuple[Any, Any]]
+    optimizer: Callable[[Any], Any]
+    data: Any
+    batch_size: int
+    scheduler: Callable[[Any], Any] | None = None
+    collate: Callable[[list[Any]], Any] | None = None
+    evaluation: Any = None
+    score: Callable[[Any, Any], dict[str, tuple[Any, Any]]] | None = None
+    epochs: int = 1
+    steps: int | None = None
+    micro_batch_size: int | None = None
+    precision: str = "float32"
+    clip_norm: float | None = None
+    seed: int = 0
+    deterministic: bool = False
+    loader_workers: int = 0
+
+    def __new__(cls, *values: Any, **parts: Any) -> Workload:
+        """Check the names of the parts before Python does, so that the error can say what was meant."""
+        check_part_names([*PARTS[: len(values)], *parts])
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        for name in ("model", "loss", "optimizer", "scheduler", "collate", "score"):
+            value = getattr(self, name)
+            if not callable(value) and not (value is None and name not in NEEDED):
+                raise WorkloadError(
+                    f"the workload's {name} should be a function",
+                    f"it is {_shown(value)}",
+                    f"hand in a function that makes it, e.g. {name}=lambda ...: ..."
+                    if name != "loss"
+                    else "hand in loss(model, batch) that returns (sum, weight)",
+                )
+        for name in ("data", "evaluation"):
+            _check_data(name, getattr(self, name))
+        for name, least in (("batch_size", 1), ("epochs", 1), ("steps", 1), ("micro_batch_size", 1)):
+            _check_count(name, getattr(self, name), least, may_be_none=name in ("steps", "micro_batch_size"))
+        _check_count("loader_workers", self.loader_workers, 0)
+        _check_count("seed", self.seed, 0)
+        if self.precision not in PRECISIONS:
+            raise WorkloadError(
+                f"the workload's precision is {self.precision!r}",
+                f"there are {', '.join(PRECISIONS)}",
+                did_you_mean(str(self.precision), PRECISIONS, "write one of these"),
+            )
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise WorkloadError(
+                "the workload's clip_norm should be above 0",
+                f"it is {self.clip_norm!r}",
+                "leave it out for no clipping, or write e.g. clip_norm=1.0",
+            )
+
+    def check_ranks(self, ranks: int) -> None:
+        """Raise WorkloadError unless every one of `ranks` ranks gets a sample of a full batch."""
+        if self.batch_size < ranks:
+            raise too_small_batch(self.batch_size, ranks)
+
+
+PARTS = tuple(field.name for field in dataclasses.fields(Workload))
+NEEDED = tuple(f.name for f in dataclasses.fields(Workload) if f.default is dataclasses.MISSING)
+
+
+def check_part_names(given: list[str]) -> None:
+    """Raise WorkloadError when a needed part is missing or a name is none of a workload's parts."""
+    missing = [name for name in NEEDED if name not in given]
+    for name in given:
+        if name not in PARTS:
+            raise WorkloadError(
+                f"the workload has a part {name!r}",
+                f"a workload's parts are {', '.join(PARTS)}",
+                did_you_mean(name, missing or PARTS, did_you_mean(name, PARTS, f"leave {name!r} out")),
+            )
+    if missing:
+        raise WorkloadError(
+            f"a workload needs {', '.join(NEEDED)}",
+            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing",
+            f"add {', '.join(f'{name}=...' for name in missing)} to Workload(...)",
+        )
+
+
+def too_small_batch(batch_size: int, ranks: int) -> WorkloadError:
+    """The error of a global batch that can't give every rank a sample."""
+    return WorkloadError(
+        f"a batch of {batch_size} samples should be split over {ranks} ranks",
+        f"{ranks - batch_size} of them would get none",
+        f"raise batch_size to {ranks} or more, or start at most {batch_size} ranks with -n {batch_size}",
+    )
+
+
+def _check_count(name: str, value: object, least: int, may_be_none: bool = False) -> None:
+    if value is None and may_be_none:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise WorkloadError(
+            f"the workload's {name} should be a whole number of at least {least}",
+            f"it is {_shown(value)}",
+            f"write e.g. {name}={max(least, 32 if 'batch' in name else least)}",
+        )
+
+
+def _check_data(name: str, value: Any) -> None:
+    is_data = hasattr(value, "__getitem__") and hasattr(value, "__len__")
+    if not is_data and not callable(value) and not (value is None and name == "evaluation"):
+        raise WorkloadError(
+            f"the workload's {name} should be a data set with len() and [], or a function that makes one",
+            f"it is {_shown(value)}",
+            "hand in a torch Dataset, a list of samples, or a function that returns one",
+        )
+
+
+def _shown(value: object) -> str:
+    return f"{value!r:.60} of type {type(value).__name__}"

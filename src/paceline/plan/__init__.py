@@ -1,0 +1,1 @@
+"""Says what a plan sends and holds, without training and without torch."""

@@ -1,0 +1,94 @@
+"""The run directory: everything that others may read of a job.
+
+runs/JOB/plan.json  job.json  events.jsonl  failures/RANK.json  checkpoints/step-N/  result.json
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.checkpoint.manifest import find_good
+from paceline.nouns.errors import CheckpointError, UsageError
+from paceline.nouns.plan import Plan
+
+
+def new_run(runs: Path, job: str | None, script: Path) -> Path:
+    """A new run directory; named after the file and the time unless `job` says how.
+
+    Raises:
+        UsageError: the job exists, or the folder can't be made.
+    """
+    name = job or f"{script.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = runs / name
+    number = 1
+    while job is None and folder.exists():
+        number += 1
+        folder = runs / f"{name}-{number}"
+    if (folder / "plan.json").exists():
+        raise UsageError(
+            f"a new job {name!r} in {runs}",
+            "it exists",
+            f"write --resume to go on with it, or another --job than {name}",
+        )
+    try:
+        (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+        (folder / "failures").mkdir(exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(
+            f"a run directory in {runs}", f"it can't be written ({error.strerror})", "name another place with --runs"
+        ) from None
+    return folder
+
+
+def find_run(runs: Path, job: str | None, script: Path) -> Path:
+    """The run to resume: `job`, or the newest of this workload file.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if job is not None:
+        if (runs / job / "plan.json").exists():
+            return runs / job
+        raise UsageError(
+            f"to resume the job {job!r} in {runs}", "there is no such job", "look at the names in that folder"
+        )
+    known = sorted(runs.glob("*/job.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in known:
+        if json.loads(path.read_text()).get("script") == str(script.resolve()):
+            return path.parent
+    raise UsageError(f"to resume the last job of {script}", f"{runs} has none", "start it without --resume")
+
+
+def find_resume_point(folder: Path, report: Callable[[str], None]) -> Path | None:
+    """The checkpoint to go on from; None when the job ended before its first.
+
+    Raises:
+        CheckpointError: there are checkpoints, but none is whole.
+    """
+    checkpoints = folder / "checkpoints"
+    if not any(checkpoints.glob("step-*")):
+        report("the job has no checkpoint yet: it starts at step 0")
+        return None
+    try:
+        return find_good(checkpoints, report)
+    except CheckpointError as error:
+        error.exit_code = 2
+        raise
+
+
+def write_start(folder: Path, plan: Plan, script: Path, arguments: Sequence[str]) -> None:
+    """Write what was decided, and clear the failures of an earlier attempt."""
+    plan.write(folder / "plan.json")
+    for old in [*(folder / "failures").glob("*.json"), folder / "result.json"]:
+        old.unlink(missing_ok=True)
+    job = {"script": str(script.resolve()), "arguments": list(arguments), "ranks": plan.world_size}
+    write_json(folder / "job.json", job)
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write a JSON object, readable."""
+    path.write_text(json.dumps(content, indent=1) + "\n")

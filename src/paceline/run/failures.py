@@ -1,0 +1,72 @@
+"""Which failure came first, and how it is told: once, with its traceback, the others as a count."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def silent_death(rank: int, status: int, at: float) -> dict[str, Any]:
+    """The failure of a rank whose process ended without a word.
+
+    Args:
+        rank: which.
+        status: its exit code; below 0 the signal that ended it.
+        at: when the supervisor heard of it, seconds since the epoch.
+    """
+    if status < 0:
+        name = signal.Signals(-status).name
+        fix = {
+            "SIGKILL": "was it the kernel for want of memory (see `dmesg`), or somebody's kill -9?",
+            "SIGSEGV": "native code crashed; PYTHONFAULTHANDLER=1 shows where",
+        }.get(name, "look at its last output above")
+        message = f"rank {rank}'s process was ended by {name}: {fix}"
+    else:
+        message = f"rank {rank}'s process ended with exit code {status} without an error; did the file call os._exit?"
+    return {
+        "rank": rank,
+        "step": None,
+        "at": at,
+        "type": "ProcessDied",
+        "message": message,
+        "is_peer_loss": False,
+        "is_paceline": False,
+        "where": None,
+        "traceback": "",
+        "exit_code": 1,
+    }
+
+
+def read_failures(folder: Path) -> dict[int, dict[str, Any]]:
+    """What the ranks wrote down before they ended, by the rank whose file it is."""
+    found = {}
+    for path in (folder / "failures").glob("*.json"):
+        found[int(path.stem)] = json.loads(path.read_text())
+    return found
+
+
+def first_cause(failures: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
+    """The failure that the others follow from: the earliest that is not the loss of a peer."""
+    return min(failures.values(), key=lambda failure: (failure["is_peer_loss"], failure["at"]))
+
+
+def told(cause: Mapping[str, Any], others: int) -> str:
+    """The failure as people read it. An error that says what to do needs no traceback of ours."""
+    lines = []
+    if cause["traceback"] and not cause["is_paceline"]:
+        lines.append(cause["traceback"].rstrip())
+    step = f", step {cause['step']}" if cause["step"] is not None else ""
+    if cause["is_paceline"]:
+        lines.append(cause["message"])
+        if cause["where"]:
+            lines.append(f"  At: {cause['where']}")
+    elif cause["traceback"]:
+        lines.append(f"rank {cause['rank']}{step} failed first: {cause['type']}: {cause['message'].splitlines()[0]}")
+    else:
+        lines.append(cause["message"] + (step and f" ({step[2:]})"))
+    if others:
+        lines.append(f"  (and {others} {'rank' if others == 1 else 'ranks'} that ended with it)")
+    return "\n".join(lines)

@@ -1,0 +1,140 @@
+"""The process that imports torch once and becomes every rank. `python -m paceline.run.forkserver FD`.
+
+It reads its settings from the socket FD, starts the ranks, and says over the socket who has started and
+who has ended and how. When the supervisor goes, the socket closes and every rank is killed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def main() -> None:
+    """Serve one job."""
+    control = socket.socket(fileno=int(sys.argv[1]))
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    settings = json.loads(control.makefile().readline())
+    if settings["is_forking"]:
+        preload(settings["preload"])
+    wake_read, wake_write = os.pipe()
+    os.set_blocking(wake_write, False)
+    pids = {}
+    for rank in range(settings["ranks"]):
+        pids[_start(rank, settings, control, (wake_read, wake_write))] = rank
+    for output in settings["outputs"]:
+        os.close(output)
+    _send(control, {"started": {rank: pid for pid, rank in pids.items()}})
+    signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    _watch(control, wake_read, pids)
+
+
+def preload(modules: list[str]) -> None:
+    """Import torch and what the workload file imports; a module that fails will fail, and be told, in the ranks."""
+    for name in ["torch.utils.data", "paceline.train.job", "paceline.run.worker", *modules]:
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # the ranks share these objects' pages as long as nobody writes to them
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to kill this process when its parent ends, however that happens (Linux)."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _start(rank: int, settings: dict[str, Any], control: socket.socket, wake: tuple[int, int]) -> int:
+    environment = {
+        "PACELINE_RANK": str(rank),
+        "PACELINE_WORLD_SIZE": str(settings["ranks"]),
+        "PACELINE_LOCAL_RANK": str(rank),
+        "PACELINE_LOCAL_SIZE": str(settings["ranks"]),
+        "PACELINE_RENDEZVOUS": settings["rendezvous"],
+        "PACELINE_RUN_DIR": settings["run_dir"],
+    }
+    if settings["resume"]:
+        environment["PACELINE_RESUME"] = settings["resume"]
+    output = settings["outputs"][rank]
+    if not settings["is_forking"]:
+        command = [sys.executable, "-m", "paceline.run.worker", settings["script"], *settings["arguments"]]
+        process = subprocess.Popen(
+            command, env={**os.environ, **environment}, stdout=output, stderr=output, process_group=0
+        )
+        return process.pid
+    pid = os.fork()
+    if pid:
+        with contextlib.suppress(OSError):
+            os.setpgid(pid, pid)
+        return pid
+    _become_rank(output, environment, settings, [control.fileno(), *wake])
+    return 0  # not reached: the rank has ended
+
+
+def _become_rank(output: int, environment: dict[str, str], settings: dict[str, Any], close: list[int]) -> None:
+    code = 1
+    try:
+        die_with_parent()
+        os.setpgid(0, 0)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        for descriptor in {*close, *settings["outputs"]}:
+            os.close(descriptor)
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        os.environ.update(environment)
+        from paceline.run.worker import run_rank
+
+        code = run_rank(settings["script"], settings["arguments"])
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
+def _watch(control: socket.socket, wake: int, pids: dict[int, int]) -> None:
+    while True:
+        _reap(control, pids)
+        if not pids:
+            return
+        ready, _, _ = select.select([control.fileno(), wake], [], [])
+        if wake in ready:
+            os.read(wake, 4096)
+        if control.fileno() in ready:  # the supervisor says nothing more, so this is its end
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
+            return
+
+
+def _reap(control: socket.socket, pids: dict[int, int]) -> None:
+    while pids:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == 0:
+            return
+        if pid in pids:
+            _send(control, {"ended": pids.pop(pid), "status": os.waitstatus_to_exitcode(status)})
+
+
+def _send(control: socket.socket, message: dict[str, Any]) -> None:
+    with contextlib.suppress(BrokenPipeError):
+        control.sendall(json.dumps(message).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    main()

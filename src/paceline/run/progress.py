@@ -1,0 +1,142 @@
+"""The progress line: step, loss, samples per second, time left, memory; read from the job's events."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from pathlib import Path
+from typing import Any, TextIO
+
+_WINDOW = 50  # steps over which the speed is taken
+
+
+class Progress:
+    """Follows `events.jsonl`, from its present end."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.path = run_dir / "events.jsonl"
+        self.offset = self.path.stat().st_size if self.path.exists() else 0
+        self.total_steps, self.samples = 0, 0
+        self.records: deque[dict[str, Any]] = deque(maxlen=_WINDOW)
+        self.first: dict[str, Any] | None = None
+        self.started: dict[str, Any] = {}
+        self.checkpoint: str | None = None
+        self.has_stopped = False
+        self.evaluation: dict[str, Any] | None = None
+        self.steps_seen = 0
+
+    def read(self) -> bool:
+        """Take in what the job has written since; whether there was anything."""
+        if not self.path.exists():
+            return False
+        with self.path.open("rb") as file:
+            file.seek(self.offset)
+            content = file.read()
+        whole = content[: content.rfind(b"\n") + 1]
+        self.offset += len(whole)
+        for line in whole.splitlines():
+            self._take(json.loads(line))
+        return bool(whole)
+
+    def _take(self, event: dict[str, Any]) -> None:
+        kind = event["event"]
+        if kind == "start":
+            self.started, self.total_steps = event, event["total_steps"]
+        elif kind == "step":
+            self.first = self.first or event
+            self.records.append(event)
+            self.steps_seen += 1
+            self.samples += event["samples"]
+        elif kind == "checkpoint":
+            self.checkpoint = event["path"]
+        elif kind == "stopped":
+            self.has_stopped = True
+        elif kind == "evaluation":
+            self.evaluation = event
+
+    @property
+    def last(self) -> dict[str, Any] | None:
+        """The last step's record."""
+        return self.records[-1] if self.records else None
+
+    def samples_per_s(self) -> float | None:
+        """Speed over the last steps, or over the whole run where `whole`; None before the second step."""
+        return speed(list(self.records))
+
+    def line(self) -> str:
+        """The line, or what the job is doing before its first step."""
+        last = self.last
+        if last is None:
+            return "starting" if not self.started else "first step"
+        parts = [f"step {last['step']}/{self.total_steps}", f"loss {last['loss']:.4f}"]
+        rate = self.samples_per_s()
+        if rate:
+            left = max(0, self.total_steps - last["step"])
+            seconds = (self.records[-1]["at"] - self.records[0]["at"]) / (len(self.records) - 1) * left
+            parts += [f"{rate:.1f} samples/s", f"{duration(seconds)} left"]
+        return "  ".join([*parts, f"{last['memory_bytes'] / 2**20:.0f} MiB/rank"])
+
+
+def speed(records: list[dict[str, Any]]) -> float | None:
+    """Samples per second between the first and the last of some step records."""
+    if len(records) < 2 or records[-1]["at"] <= records[0]["at"]:
+        return None
+    return float(sum(r["samples"] for r in records[1:]) / (records[-1]["at"] - records[0]["at"]))
+
+
+def duration(seconds: float) -> str:
+    """`73` as `1:13`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+class Screen:
+    """Shows rank output with its prefix, and on a terminal one progress line under it.
+
+    Args:
+        out: where ranks' output goes.
+        status: where the progress line goes; redrawn in place if it is a terminal.
+        every_s: how often a line is printed where it can't be redrawn.
+    """
+
+    def __init__(self, out: TextIO, status: TextIO, every_s: float = 10.0) -> None:
+        self.out, self.status, self.every_s = out, status, every_s
+        self.is_live = status.isatty()
+        self.shown, self.printed_at_s = "", float("-inf")
+
+    def show_output(self, rank: int, text: str) -> None:
+        """Print one line that a rank wrote."""
+        self._clear()
+        print(f"[{rank}] {text}", file=self.out, flush=True)
+        self._draw()
+
+    def say(self, text: str) -> None:
+        """Print a line of the supervisor's own."""
+        self._clear()
+        print(text, file=self.status, flush=True)
+        self._draw()
+
+    def show_progress(self, line: str, now_s: float) -> None:
+        """Redraw the progress line, or print it now and then."""
+        if self.is_live:
+            self._clear()
+            self.shown = line
+            self._draw()
+        elif now_s - self.printed_at_s >= self.every_s and line != self.shown:
+            self.shown, self.printed_at_s = line, now_s
+            print(line, file=self.status, flush=True)
+
+    def end(self) -> None:
+        """Leave the last progress line standing."""
+        if self.is_live and self.shown:
+            print(file=self.status, flush=True)
+        self.shown = ""
+
+    def _clear(self) -> None:
+        if self.is_live and self.shown:
+            print("\r\x1b[K", end="", file=self.status, flush=True)
+
+    def _draw(self) -> None:
+        if self.is_live and self.shown:
+            print(self.shown, end="", file=self.status, flush=True)

@@ -1,0 +1,207 @@
+"""Starts a job's ranks, shows what they say, ends them all when one fails, and tells the first cause."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline.launch.local import ForkServer, start_ranks
+from paceline.nouns.clock import Clock, WallClock
+from paceline.run.failures import first_cause, read_failures, silent_death
+from paceline.run.progress import Progress, Screen
+
+SETTLE_S = 0.5  # after the first death the others may write down what they saw, then they are killed
+GRACE_S = 30.0  # for a checkpoint after Ctrl-C or SIGTERM
+_TICK_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class JobRequest:
+    """A job to run: its file, its ranks, its folder."""
+
+    script: Path
+    arguments: Sequence[str]
+    ranks: int
+    run_dir: Path
+    resume: Path | None = None
+    preload: Sequence[str] = ()
+    grace_s: float = GRACE_S
+
+
+@dataclass(slots=True)
+class Ending:
+    """How a job ended. `status` is "done", "stopped" or "failed"."""
+
+    status: str
+    exit_code: int
+    cause: dict[str, Any] | None = None
+    others: int = 0
+    signal: int | None = None
+
+
+@dataclass(slots=True)
+class Supervisor:
+    """One job, from its start to its end."""
+
+    request: JobRequest
+    screen: Screen
+    clock: Clock = field(default_factory=WallClock)
+    alive: dict[int, int] = field(default_factory=dict)  # rank: process
+    ended: dict[int, int] = field(default_factory=dict)  # rank: exit code, below 0 the signal
+    deaths: dict[int, dict[str, Any]] = field(default_factory=dict)
+    kill_at_s: float | None = None
+    asked_to_stop: list[int] = field(default_factory=list)
+    has_told_ranks: bool = False
+    lost_server: bool = False
+    waiting: list[int] = field(default_factory=list)
+    selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
+
+    def run(self) -> tuple[Ending, Progress]:
+        """Run the job to its end. Nothing is left behind: no process, no file outside the run directory."""
+        private = Path(tempfile.mkdtemp(prefix="paceline-"))  # only this user can enter it
+        progress = Progress(self.request.run_dir)
+        request = self.request
+        restore = self._catch_signals()
+        server = start_ranks(
+            request.script,
+            request.arguments,
+            request.ranks,
+            (request.run_dir, private),
+            request.resume,
+            request.preload,
+        )
+        try:
+            self._listen(server)
+            while self.waiting:
+                self._turn(progress)
+        finally:
+            self._kill()
+            server.control.close()
+            server.process.wait()
+            restore()
+            shutil.rmtree(private, ignore_errors=True)
+            self.selector.close()
+        progress.read()
+        if progress.last is not None:
+            self.screen.show_progress(progress.line(), float("inf"))
+        self.screen.end()
+        return self._ending(progress), progress
+
+    def _listen(self, server: ForkServer) -> None:
+        self.waiting = [*server.outputs, server.control.fileno()]
+        lines = _Lines(server.control.fileno(), self._told)
+        self.selector.register(server.control, selectors.EVENT_READ, lines)
+        for rank, output in enumerate(server.outputs):
+            show = _Lines(output, lambda text, rank=rank: self.screen.show_output(rank, text))  # type: ignore[misc]
+            self.selector.register(output, selectors.EVENT_READ, show)
+
+    def _turn(self, progress: Progress) -> None:
+        for key, _ in self.selector.select(_TICK_S):
+            if not key.data.read():
+                self.selector.unregister(key.fileobj)
+                self.waiting.remove(key.fd)
+                if isinstance(key.fileobj, socket.socket):
+                    self.lost_server = bool(self.alive)
+                    self._kill()
+                else:
+                    os.close(key.fd)
+        now_s = self.clock.now_s()
+        self._pass_on_stop(now_s)
+        if self.kill_at_s is not None and now_s >= self.kill_at_s:
+            self._kill()
+        if progress.read():
+            self.screen.show_progress(progress.line(), now_s)
+
+    def _told(self, text: str) -> None:
+        message = json.loads(text)
+        if "started" in message:
+            self.alive = {int(rank): pid for rank, pid in message["started"].items()}
+            return
+        rank, status = message["ended"], message["status"]
+        self.alive.pop(rank, None)
+        self.ended[rank] = status
+        if status != 0:
+            self.deaths.setdefault(rank, silent_death(rank, status, time.time_ns() / 1e9))
+            if self.kill_at_s is None or not self.asked_to_stop:
+                self.kill_at_s = min(self.kill_at_s or float("inf"), self.clock.now_s() + SETTLE_S)
+
+    def _catch_signals(self) -> Callable[[], None]:
+        def note(number: int, _: object) -> None:
+            self.asked_to_stop.append(number)
+
+        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+
+        def restore() -> None:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+        return restore
+
+    def _pass_on_stop(self, now_s: float) -> None:
+        if not self.asked_to_stop or (self.has_told_ranks and len(self.asked_to_stop) < 2) or not self.alive:
+            return
+        if len(self.asked_to_stop) >= 2:
+            self._kill()
+        elif not self.has_told_ranks:
+            self.has_told_ranks = True
+            self.kill_at_s = now_s + self.request.grace_s
+            self.screen.say("stopping: finishing the step and saving; once more to kill")
+            for pid in self.alive.values():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
+
+    def _kill(self) -> None:
+        for pid in self.alive.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+
+    def _ending(self, progress: Progress) -> Ending:
+        was_asked = self.asked_to_stop[0] if self.asked_to_stop else None
+        # A stop before the first step, or one that had to be forced, kills ranks on purpose.
+        if was_asked and (progress.has_stopped or not self._has_errors()):
+            code = 130 if was_asked == signal.SIGINT else 0
+            return Ending("stopped", code if progress.has_stopped else 128 + was_asked, signal=was_asked)
+        if len(self.ended) == self.request.ranks and not any(self.ended.values()):
+            return Ending("done", 0)
+        failures = {**self.deaths, **read_failures(self.request.run_dir)}
+        if not failures:
+            failures = {0: silent_death(0, -signal.SIGKILL, time.time_ns() / 1e9)}
+        for failure in failures.values():
+            if failure["step"] is None and progress.last is not None:
+                failure["step"] = progress.last["step"] + 1
+        cause = first_cause(failures)
+        return Ending("failed", cause["exit_code"], cause, self.request.ranks - 1)
+
+    def _has_errors(self) -> bool:
+        return any(not failure["is_peer_loss"] for failure in read_failures(self.request.run_dir).values())
+
+
+class _Lines:
+    """Splits what comes from a descriptor into lines."""
+
+    def __init__(self, descriptor: int, take: Callable[[str], None]) -> None:
+        self.descriptor, self.take, self.rest = descriptor, take, b""
+
+    def read(self) -> bool:
+        """Take what is there; False at the end."""
+        try:
+            content = os.read(self.descriptor, 2**16)
+        except ConnectionResetError:
+            content = b""
+        *lines, self.rest = (self.rest + content).split(b"\n")
+        if not content and self.rest:
+            lines, self.rest = [self.rest], b""
+        for line in lines:
+            self.take(line.decode(errors="replace"))
+        return bool(content)

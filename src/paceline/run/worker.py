@@ -1,0 +1,93 @@
+"""What a rank's process runs: the person's file, then the end of its jobs. Failures go to the run directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from paceline.comm import words
+from paceline.nouns.errors import PacelineError, PeerLostError, WorkloadError
+from paceline.run.forkserver import die_with_parent
+from paceline.train import job as jobs
+from paceline.train import loop
+
+
+def run_rank(script: str, arguments: list[str]) -> int:
+    """Run `script` as `__main__`; the exit code. A file that only declares `workload` gets the plain loop."""
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, str(Path(script).parent))
+    try:
+        names = runpy.run_path(script, run_name="__main__")
+        if not jobs.was_any_made():
+            loop.train(_workload(script, names))
+        jobs.close_open_jobs()
+    except jobs.Stopped:
+        jobs.close_open_jobs()
+    except SystemExit as exit_:
+        if exit_.code not in (None, 0):
+            return _failed(exit_)
+        jobs.close_open_jobs()
+    except BaseException as error:
+        return _failed(error)
+    words.shutdown()
+    return 0
+
+
+def _workload(script: str, names: dict[str, Any]) -> Any:
+    from paceline.nouns.workload import Workload
+
+    workload = names.get("workload")
+    if isinstance(workload, Workload):
+        return workload
+    if words.is_initialized():
+        return None  # it used the MPI words alone
+    raise WorkloadError(
+        f"{script} should train something",
+        "it made no job and has no variable `workload`",
+        "declare workload = paceline.Workload(...), and call paceline.distribute(workload) in a loop of your own",
+    )
+
+
+def _failed(error: BaseException) -> int:
+    """Write what happened where the supervisor looks, and return the exit code."""
+    code = error.exit_code if isinstance(error, PacelineError) else 1
+    rank = int(os.environ.get("PACELINE_RANK", "0"))
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_persons(frame.filename)]
+    failure = {
+        "rank": error.rank if isinstance(error, PacelineError) and error.rank is not None else rank,
+        "step": error.step if isinstance(error, PacelineError) else _step(),
+        "at": time.time_ns() / 1e9,
+        "type": type(error).__name__,
+        "message": str(error),
+        "is_peer_loss": isinstance(error, PeerLostError),
+        "is_paceline": isinstance(error, PacelineError),
+        "where": f"{own[-1].filename}:{own[-1].lineno}" if own else None,
+        "traceback": "".join(traceback.format_exception(error)),
+        "exit_code": code,
+    }
+    folder = Path(os.environ["PACELINE_RUN_DIR"], "failures")
+    folder.mkdir(exist_ok=True)
+    draft = folder / f".{rank}.draft"
+    draft.write_text(json.dumps(failure))
+    draft.rename(folder / f"{rank}.json")
+    return code
+
+
+def _is_persons(file: str) -> bool:
+    return "site-packages" not in file and f"{os.sep}paceline{os.sep}" not in file and not file.startswith("<")
+
+
+def _step() -> int | None:
+    step = jobs.current_step()
+    return None if step is None else step + 1
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    sys.exit(run_rank(sys.argv[1], sys.argv[2:]))

@@ -1,0 +1,90 @@
+"""The model's sizes as JSON, for commands that start without torch. `python -m paceline.train.describe FILE ...`.
+
+It runs in a child process: the person's file is loaded, its loop is not, and the model is made on the meta
+device, so that no weights are held.
+"""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.nouns.errors import PacelineError, WorkloadError
+from paceline.nouns.workload import Workload
+from paceline.parallel.replicate import sparse_names
+
+
+def main() -> int:
+    """Print one JSON object: the description, or the error."""
+    script = sys.argv[1]
+    sys.argv = sys.argv[1:]
+    sys.path.insert(0, str(Path(script).parent))
+    try:
+        answer = {"model": describe(find_workload(script))}
+    except PacelineError as error:
+        answer = {"error": {"asked": error.asked, "found": error.found, "fix": error.fix}}
+    print(json.dumps(answer))
+    return 0
+
+
+def find_workload(script: str) -> Workload:
+    """The `workload` that the file declares at its top level.
+
+    Raises:
+        WorkloadError: it declares none, or fails when it is loaded.
+    """
+    try:
+        names = runpy.run_path(script, run_name="paceline_workload")
+    except PacelineError:
+        raise
+    except BaseException as error:
+        raise WorkloadError(
+            f"to load {script}", f"it raised {type(error).__name__}: {error}", "mend it; `python FILE` shows more"
+        ) from error
+    workload = names.get("workload")
+    if not isinstance(workload, Workload):
+        raise WorkloadError(
+            f"{script} should declare its workload at the top level",
+            "it has no variable `workload` that is a paceline.Workload",
+            "write workload = paceline.Workload(...) outside of functions",
+        )
+    return workload
+
+
+def describe(workload: Workload) -> dict[str, Any]:
+    """Names, shapes and dtypes of everything the model holds."""
+    with torch.device("meta"):
+        model = workload.model()
+    if workload.precision == "float64":
+        model = model.double()
+    sparse = sparse_names(model)
+    return {
+        "parameters": [
+            {**_sizes(name, tensor), "is_sparse": name in sparse}
+            for name, tensor in model.named_parameters()
+            if tensor.requires_grad
+        ],
+        "frozen": [_sizes(name, p) for name, p in model.named_parameters() if not p.requires_grad],
+        "buffers": [_sizes(name, tensor) for name, tensor in model.named_buffers()],
+        "batch_size": workload.batch_size,
+        "micro_batch_size": workload.micro_batch_size,
+    }
+
+
+def _sizes(name: str, tensor: torch.Tensor) -> dict[str, Any]:
+    return {
+        "name": name,
+        "shape": list(tensor.shape),
+        "dtype": str(tensor.dtype)[6:],
+        "numel": tensor.numel(),
+        "item_bytes": tensor.dtype.itemsize,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,306 @@
+"""The Job: what `paceline.distribute(workload)` returns, and what a person's own loop drives."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from paceline.checkpoint.load import check_same_model, read_checkpoint
+from paceline.checkpoint.manifest import find_good, folder_name, remove_partial
+from paceline.checkpoint.save import Writer
+from paceline.comm import words
+from paceline.comm.collectives import open_axes
+from paceline.nouns.clock import Clock, WallClock
+from paceline.nouns.errors import PacelineError
+from paceline.nouns.mesh import Mesh
+from paceline.nouns.plan import Plan
+from paceline.nouns.record import StepRecord
+from paceline.nouns.workload import Workload
+from paceline.parallel.apply import parallelize
+from paceline.train import evaluate as evaluation
+from paceline.train import prepare, snapshot
+from paceline.train.data import Batch, RankLoader, moved, open_data
+from paceline.train.events import Events, peak_memory_bytes
+from paceline.train.seed import random_state, restore_random_state, seed_everything
+from paceline.train.step import train_step
+
+
+class Stopped(SystemExit):
+    """Raised out of `job.step` once every rank has saved: the job was asked to stop (Ctrl-C, SIGTERM)."""
+
+
+def distribute(workload: Workload) -> Job:
+    """Make this process one rank of the job that trains `workload`; alone, it is the only one.
+
+    The plan comes from the launcher: `paceline run` writes it, under torchrun it is `replicate=WORLD_SIZE`.
+
+    Raises:
+        WorkloadError: a part of the workload does not fit the others or the plan.
+        PlanError: the plan can't be met.
+        CheckpointError: the job resumes, and its checkpoint can't be used.
+    """
+    words.init()
+    try:
+        return Job(workload, prepare.read_plan(os.environ, words.size()))
+    except PacelineError as error:
+        raise error.at(rank=error.rank if error.rank is not None else words.rank()) from error.__cause__
+
+
+class Job:
+    """One rank of a training job. Every rank calls the same methods in the same order.
+
+    Attributes:
+        model: the person's model, on this rank's device. Call it as ever.
+        optimizer, scheduler: as the workload made them.
+        step_number: optimizer steps done.
+        position: samples taken from the global order; with the seed it says all about the data.
+        last: the record of the last step.
+        rank, size, device: this rank's place.
+    """
+
+    def __init__(self, workload: Workload, plan: Plan, clock: Clock | None = None) -> None:
+        world = words.world()
+        self.workload, self.plan, self.clock = workload, plan, clock or WallClock()
+        self.rank, self.size, self.device = world.place.rank, world.place.size, world.place.device
+        self.ledger = world.comm.ledger
+        workload.check_ranks(self.size)
+        mesh = Mesh.parse(plan.mesh)
+        mesh.check_fits(self.size)
+        self.comm = open_axes(mesh, self.rank, self.ledger)["replicate"]
+        self.run_dir = prepare.run_dir(os.environ)
+        if workload.deterministic:
+            prepare.be_deterministic()
+        seed_everything(workload.seed)
+        self.model = prepare.make_model(workload, self.device, self.comm)
+        self.parallel = parallelize(self.model, workload, {"replicate": self.comm}, plan, self.device)
+        self.optimizer = prepare.make_optimizer(workload, self.model)
+        self.scheduler = prepare.make_scheduler(workload, self.optimizer)
+        seed_everything(workload.seed, 1 + self.rank)  # from here: dropout, different on every rank
+        self.loader = RankLoader(open_data("data", workload.data), workload, self.rank, self.size, self.device)
+        order = self.loader.order(workload.batch_size)
+        steps_per_epoch = -(-order.samples // order.batch_size)
+        self.total_steps = workload.steps or workload.epochs * steps_per_epoch
+        self.end = order.position_after(self.total_steps)
+        self.step_number, self.position, self.saved_step = 0, 0, -1
+        self.last: StepRecord | None = None
+        self.is_stopping = threading.Event()
+        self._begin_run()
+
+    def batches(self) -> Iterator[Batch]:
+        """This rank's part of every global batch from here to the last step; hand each to `step`."""
+        self.model.train()
+        yield from self.loader.training(self.position, self.end)
+
+    def step(self, batch: Any) -> float:
+        """One optimizer step; the mean loss of the global batch, the same on every rank.
+
+        Args:
+            batch: from `batches`; or one micro-batch of your own, then the data order is yours too.
+
+        Raises:
+            LossError: the loss has the wrong form or is not finite; the model is as it was.
+            PeerLostError: another rank has gone.
+            Stopped: the job was asked to stop; it has been saved.
+        """
+        began_s, sent_before = self.clock.now_s(), self.ledger.total_bytes
+        own = isinstance(batch, Batch)
+        double = self.workload.precision == "float64"
+        microbatches = batch.microbatches if own else [moved(batch, self.device, double)]
+        try:
+            sums, norm = train_step(
+                microbatches, self.parallel, self.optimizer, self.workload.clip_norm, self.is_stopping.is_set()
+            )
+        except PacelineError as error:
+            raise error.at(
+                rank=self.rank if error.rank is None else error.rank, step=self.step_number + 1
+            ) from error.__cause__
+        if self.scheduler is not None:
+            self.scheduler.step()
+        self.step_number += 1
+        samples = len(batch.positions) if own else 0
+        self.position = batch.positions.stop if own else self.position
+        self.last = StepRecord(
+            self.step_number,
+            self.position,
+            sums.mean,
+            sums.weight,
+            samples,
+            round(self.clock.now_s() - began_s, 6),
+            self.ledger.total_bytes - sent_before,
+            norm,
+            peak_memory_bytes(),
+        )
+        self.events.write(self.last.to_json())
+        self._save_if_due(sums.is_stopping)
+        return sums.mean
+
+    def evaluate(self, data: Any = None, score: evaluation.Score | None = None, metrics: Any = None) -> dict[str, Any]:
+        """Evaluate over all ranks, each sample once.
+
+        Args:
+            data: a data set; the workload's `evaluation` where None.
+            score: `score(model, batch)` returns a dict of (sum, weight); the workload's where None.
+            metrics: a torchmetrics Metric or MetricCollection that `score` updates; computed from the counts
+                of all ranks.
+
+        Returns:
+            The ratio of every name, and under "metrics" what `metrics` computed. The same on every rank.
+
+        Raises:
+            WorkloadError: there is no data set for evaluation.
+        """
+        data = prepare.evaluation_data(self.workload, data)
+        loader = RankLoader(data, self.workload, self.rank, self.size, self.device)
+        batches = (micro for batch in loader.evaluation() for micro in batch.microbatches)
+        score = score or self.workload.score or (lambda model, batch: {"loss": self.workload.loss(model, batch)})
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.workload.precision == "bf16"):
+            result: dict[str, Any] = evaluation.evaluate(self.model, batches, score, self.comm, self.device)
+        self.events.write({"event": "evaluation", "step": self.step_number, **result})
+        if metrics is not None:
+            result["metrics"] = evaluation.reduce_metric(metrics, self.comm)
+        return result
+
+    def save(self, path: str | Path) -> None:
+        """Write a checkpoint to the folder `path` and wait until it is on the disk.
+
+        Raises:
+            CheckpointError: `path` holds something else, or can't be written.
+        """
+        folder = Path(path)
+        prepare.check_may_write(folder)
+        if self.rank == 0:
+            remove_partial(folder.parent)
+        self.comm.barrier()
+        self._begin_save(folder, keep=0)
+        failure = self.writer.wait()
+        self.comm.barrier()
+        if failure:
+            raise failure
+
+    def load(self, path: str | Path) -> None:
+        """Go back to the checkpoint at `path`, or to the newest whole one in that folder.
+
+        Any number of ranks may have saved it. With as many as now, every random state is restored too and
+        training goes on bit for bit.
+
+        Raises:
+            CheckpointError: none is whole, or it is of another model, optimizer or data set.
+        """
+        folder = find_good(Path(path), self._notice)
+        manifest, shared, own = read_checkpoint(folder, self.rank)
+        prepare.check_same_job(folder, manifest, self.workload, len(self.loader.data))
+        tensors = snapshot.model_tensors(self.model)
+        check_same_model(folder, *(snapshot.part(part, snapshot.MODEL) for part in (shared, tensors)))
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                tensor.copy_(shared[name])
+        saved_optimizer = {n: t for n, t in shared.items() if n.startswith(snapshot.OPTIMIZER)}
+        snapshot.restore_optimizer(self.model, self.optimizer, saved_optimizer, manifest["optimizer"])
+        if self.scheduler is not None and manifest["scheduler"] is not None:
+            self.scheduler.load_state_dict(manifest["scheduler"])
+        self.step_number, self.position, self.saved_step = manifest["step"], manifest["position"], manifest["step"]
+        if manifest["world_size"] == self.size:
+            restore_random_state(snapshot.part(own, "random/"), self.device)
+            for name, tensor in self.parallel.replicate.state().items():
+                tensor.copy_(own[f"wire/{name}"])
+        else:
+            seed_everything(self.workload.seed, 1 + self.rank, self.position)
+            self._notice(f"{manifest['world_size']} ranks saved {folder.name}, {self.size} go on: dropout draws anew")
+        self.events.write(
+            {"event": "resumed", "step": self.step_number, "position": self.position, "path": str(folder)}
+        )
+
+    def close(self, save: bool = True) -> None:
+        """End the job: save the last step if it runs under `paceline run`, and finish writing."""
+        if save and self.run_dir is not None and self.step_number != self.saved_step:
+            self._begin_save(self._checkpoint_folder(), self.plan.keep)
+        self._report_failed_save(self.writer.wait())
+        self.events.write({"event": "end", "step": self.step_number, "ledger": self.ledger.rows()})
+        self.events.close()
+        self.parallel.replicate.close()
+
+    def _begin_run(self) -> None:
+        _made[:] = [self]
+        self.events = Events(self.run_dir if self.rank == 0 else None)
+        self.writer = Writer(self.rank, self.size, self.events.write)
+        start = {"event": "start", "total_steps": self.total_steps, "samples": len(self.loader.data)}
+        self.events.write({**start, "batch_size": self.workload.batch_size, "world_size": self.size})
+        if self.run_dir is not None:
+            _open_jobs.append(self)
+            prepare.check_space(self.run_dir, self.model)
+            signal.signal(signal.SIGTERM, self._asked_to_stop)
+            if "PACELINE_RESUME" in os.environ:
+                self.load(os.environ["PACELINE_RESUME"])
+
+    def _asked_to_stop(self, number: int, frame: FrameType | None) -> None:
+        self.is_stopping.set()
+
+    def _save_if_due(self, is_stopping: bool) -> None:
+        if self.run_dir is None:
+            return
+        every = self.plan.checkpoint_every
+        if is_stopping or (every and self.step_number % every == 0):
+            self._begin_save(self._checkpoint_folder(), self.plan.keep)
+        if is_stopping:
+            self._report_failed_save(self.writer.wait())
+            self.events.write({"event": "stopped", "step": self.step_number})
+            raise Stopped(0)
+
+    def _checkpoint_folder(self) -> Path:
+        return Path(str(self.run_dir), "checkpoints", folder_name(self.step_number))
+
+    def _begin_save(self, folder: Path, keep: int) -> None:
+        self._report_failed_save(self.writer.wait())
+        tensors, optimizer = snapshot.optimizer_state(self.model, self.optimizer)
+        scheduler = self.scheduler.state_dict() if self.scheduler is not None else None
+        facts = {
+            "step": self.step_number,
+            "position": self.position,
+            "seed": self.workload.seed,
+            "samples": len(self.loader.data),
+            "batch_size": self.workload.batch_size,
+            "world_size": self.size,
+            "mesh": self.plan.mesh,
+            "optimizer": optimizer,
+            "scheduler": snapshot.as_json("the scheduler's state", scheduler),
+            "torch": torch.__version__,
+        }
+        shared = {**snapshot.model_tensors(self.model), **tensors}
+        own = snapshot.own_tensors(random_state(self.device), self.parallel.replicate.state())
+        self.writer.begin(folder, shared, own, facts, keep)
+        self.saved_step = self.step_number
+
+    def _report_failed_save(self, failure: PacelineError | None) -> None:
+        if failure is not None:
+            self._notice(str(failure), everywhere=True)
+
+    def _notice(self, text: str, everywhere: bool = False) -> None:
+        if self.rank == 0 or everywhere:
+            print(f"paceline: {text}", flush=True)
+
+
+_open_jobs: list[Job] = []
+_made: list[Job] = []
+
+
+def was_any_made() -> bool:
+    """Whether this process has made a job."""
+    return bool(_made)
+
+
+def current_step() -> int | None:
+    """Steps done by the newest job of this process; None before there is one."""
+    return _made[-1].step_number if _made else None
+
+
+def close_open_jobs() -> None:
+    """End the jobs that the person's file left open; the worker calls this after it."""
+    while _open_jobs:
+        _open_jobs.pop().close()

@@ -1,0 +1,159 @@
+"""What a job needs before its first step, each part checked as it is made."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.checkpoint.manifest import MANIFEST, remove_partial
+from paceline.comm.collectives import AxisComm
+from paceline.nouns.errors import CheckpointError, WorkloadError
+from paceline.nouns.plan import Plan
+from paceline.nouns.workload import Workload
+from paceline.train.agree import check_same_model_everywhere
+from paceline.train.data import open_data
+from paceline.train.snapshot import parameter_names
+
+_STATES = 3  # a parameter and Adam's two moments: what a checkpoint holds at most of usual optimizers
+
+
+def run_dir(environment: Mapping[str, str]) -> Path | None:
+    """The folder of this run, when `paceline run` started it."""
+    text = environment.get("PACELINE_RUN_DIR")
+    return Path(text) if text else None
+
+
+def read_plan(environment: Mapping[str, str], size: int) -> Plan:
+    """The launcher's plan, or replication over all ranks."""
+    folder = run_dir(environment)
+    return Plan.read(folder / "plan.json") if folder else Plan(mesh=f"replicate={size}")
+
+
+def be_deterministic() -> None:
+    """Ask torch for deterministic algorithms on every device."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+
+
+def make_model(workload: Workload, device: torch.device, comm: AxisComm) -> torch.nn.Module:
+    """The model on its device and in its precision, the same on every rank.
+
+    Raises:
+        WorkloadError: the factory returns no module, one without parameters, or not the same everywhere.
+    """
+    model = workload.model()
+    if not isinstance(model, torch.nn.Module):
+        raise WorkloadError(
+            "the workload's model should make a torch.nn.Module",
+            f"it made a {type(model).__name__}",
+            "return the module",
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise WorkloadError(
+            "a model to train", "it has no parameter that wants a gradient", "set requires_grad on some"
+        )
+    check_same_model_everywhere(model, comm)
+    return model.to(device, torch.float64 if workload.precision == "float64" else None).train()
+
+
+def make_optimizer(workload: Workload, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """The optimizer, over parameters of the model only.
+
+    Raises:
+        WorkloadError: it is none, is one that needs a closure, or holds other parameters.
+    """
+    optimizer = workload.optimizer(model)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise WorkloadError(
+            "the workload's optimizer should make a torch.optim.Optimizer",
+            f"it made a {type(optimizer).__name__}",
+            "return e.g. torch.optim.AdamW(model.parameters())",
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise WorkloadError(
+            "an optimizer that updates once per step",
+            "LBFGS evaluates the loss several times in a step",
+            "use a first-order optimizer such as AdamW",
+        )
+    parameter_names(model, optimizer)
+    return optimizer
+
+
+def make_scheduler(workload: Workload, optimizer: torch.optim.Optimizer) -> Any:
+    """The learning-rate scheduler, or None.
+
+    Raises:
+        WorkloadError: it has no `step`.
+    """
+    if workload.scheduler is None:
+        return None
+    scheduler = workload.scheduler(optimizer)
+    if not callable(getattr(scheduler, "step", None)) or not callable(getattr(scheduler, "state_dict", None)):
+        raise WorkloadError(
+            "the workload's scheduler should make a learning-rate scheduler",
+            f"it made a {type(scheduler).__name__}",
+            "return one of torch.optim.lr_scheduler",
+        )
+    return scheduler
+
+
+def evaluation_data(workload: Workload, data: Any) -> Any:
+    """The data set to evaluate on.
+
+    Raises:
+        WorkloadError: neither the call nor the workload names one.
+    """
+    if data is None and workload.evaluation is None:
+        raise WorkloadError(
+            "a data set to evaluate on",
+            "the workload has no evaluation and the call named none",
+            "write evaluation=... in the Workload, or job.evaluate(data)",
+        )
+    return open_data("evaluation", workload.evaluation if data is None else data)
+
+
+def check_space(folder: Path, model: torch.nn.Module) -> None:
+    """Raise CheckpointError unless a checkpoint fits where it will be written; clear what a killed job left."""
+    folder = folder / "checkpoints"
+    if os.environ.get("PACELINE_RANK", "0") != "0":
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        remove_partial(folder)
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        raise CheckpointError(
+            f"checkpoints in {folder}", f"it can't be written ({error.strerror})", "name another place with --runs"
+        ) from None
+    needed = _STATES * sum(parameter.nbytes for parameter in model.parameters())
+    if free < needed:
+        raise CheckpointError(
+            f"a checkpoint of about {needed / 2**20:.0f} MiB in {folder}",
+            f"{free / 2**20:.0f} MiB are free there",
+            "free space, or name another place with --runs",
+        )
+
+
+def check_may_write(folder: Path) -> None:
+    """Raise CheckpointError when `folder` holds something that is no checkpoint."""
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not (folder / MANIFEST).exists()):
+        raise CheckpointError(
+            f"a checkpoint in {folder}", "there is something else", "name a new folder; nothing was written"
+        )
+
+
+def check_same_job(folder: Path, manifest: dict[str, Any], workload: Workload, samples: int) -> None:
+    """Raise CheckpointError when the checkpoint's data order is not this workload's."""
+    for name, here in (("seed", workload.seed), ("samples", samples)):
+        if manifest.get(name, here) != here:
+            raise CheckpointError(
+                f"the checkpoint {folder} should go on in the same data order",
+                f"it was saved with {name}={manifest[name]}, the workload has {name}={here}",
+                "resume with the seed and data it was trained on, or start a new job",
+            )

@@ -1,0 +1,241 @@
+"""The promise: R ranks on the split batch end where one rank on the whole batch does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import paceline
+from paceline.comm import words
+from paceline.demo.bert import Bert, BertConfig
+from paceline.nouns.plan import Plan
+from paceline.train.job import Job
+from ranks import run_ranks
+
+STEPS = 20
+TINY = BertConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
+
+
+class BertWithUnused(Bert):
+    """A BERT with one parameter that no rank ever uses, and one that only some batches use."""
+
+    def __init__(self) -> None:
+        super().__init__(TINY)
+        self.never = nn.Parameter(torch.ones(3))
+        self.sometimes = nn.Parameter(torch.ones(5))
+
+
+def masked_rows(count: int) -> list[dict[str, torch.Tensor]]:
+    """Sequences of different numbers of hidden tokens, so that ranks' weights differ."""
+    random = torch.Generator().manual_seed(3)
+    rows = []
+    for index in range(count):
+        labels = torch.randint(5, 97, (16,), generator=random)
+        chosen = torch.rand(16, generator=random) < 0.1 + 0.05 * (index % 7)
+        chosen[index % 16] = True
+        rows.append(
+            {"ids": torch.where(chosen, 4, labels), "labels": labels, "chosen": chosen, "index": torch.tensor(index)}
+        )
+    return rows
+
+
+def masked_loss(model, batch):
+    scores = model(batch["ids"], batch["chosen"])
+    total = F.cross_entropy(scores, batch["labels"][batch["chosen"]], reduction="sum")
+    if hasattr(model, "sometimes") and (batch["index"] == 3).any():
+        total = total + (model.sometimes**2).sum()
+    return total, batch["chosen"].sum()
+
+
+def bert_workload(**parts):
+    return paceline.Workload(
+        **{
+            "model": BertWithUnused,
+            "loss": masked_loss,
+            "optimizer": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
+            "scheduler": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5),
+            "data": masked_rows(45),  # of 45, batches of 10: the last of an epoch has 5
+            "batch_size": 10,
+            "steps": STEPS,
+            "precision": "float64",
+            "clip_norm": 0.5,
+            **parts,
+        }
+    )
+
+
+def train(rank, make, parts, plan_parts):
+    """Train; losses, norms and the state by name."""
+    words.init()
+    job = Job(make(**parts), Plan(mesh=f"replicate={words.size()}", **plan_parts))
+    losses = [job.step(batch) for batch in job.batches()]
+    state = {name: tensor.clone() for name, tensor in job.model.state_dict().items()}
+    return losses, job.last.gradient_norm, state
+
+
+def alone(make, parts, plan_parts=None):
+    return run_ranks(1, train, make, parts, plan_parts or {})[0]
+
+
+def assert_equal_up_to(one, other, tolerance):
+    assert one.keys() == other.keys()
+    worst = max(float((one[name] - other[name]).abs().max()) for name in one)
+    assert worst <= tolerance, f"parameters differ by {worst}"
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
+@pytest.mark.parametrize(("ranks", "micro"), [(2, None), (2, 3), (4, 1)])
+def test_ranks_equal_one_rank(ranks, micro, transport):
+    losses, norm, state = alone(bert_workload, {})
+    results = run_ranks(
+        ranks, train, bert_workload, {"micro_batch_size": micro}, {"transport": transport, "bucket_bytes": 20_000}
+    )
+    for other_losses, other_norm, other in results:
+        assert other_losses == pytest.approx(losses, rel=1e-12)
+        assert other_norm == pytest.approx(norm, rel=1e-12)
+        assert_equal_up_to(state, other, 1e-12)
+        assert all(torch.equal(other[name], results[0][2][name]) for name in other), "replicas differ"
+    assert torch.equal(state["never"], torch.ones(3, dtype=torch.float64)), "AdamW decayed a parameter nobody used"
+    assert not torch.equal(state["sometimes"], torch.ones(5, dtype=torch.float64))
+
+
+def test_accumulation_equals_the_whole_batch():
+    _, _, whole = alone(bert_workload, {})
+    _, _, cut = alone(bert_workload, {"micro_batch_size": 3})
+    assert_equal_up_to(whole, cut, 1e-12)
+    assert not all(torch.equal(whole[name], cut[name]) for name in whole), "nothing was cut: the test is void"
+
+
+class SparseModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(50, 8, sparse=True)
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.out(self.words(x).mean(1))
+
+
+def sparse_workload(**parts):
+    random = torch.Generator().manual_seed(1)
+    data = [(torch.randint(50, (4,), generator=random), index % 3) for index in range(21)]
+    return paceline.Workload(
+        model=SparseModel,
+        loss=lambda model, batch: (F.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[1])),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.5),
+        data=data,
+        batch_size=6,
+        epochs=3,
+        precision="float64",
+        **parts,
+    )
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_sparse_gradients_equal_one_rank(clip):
+    losses, _, state = alone(sparse_workload, {"clip_norm": clip})
+    for other_losses, _, other in run_ranks(3, train, sparse_workload, {"clip_norm": clip}, {}):
+        assert other_losses == pytest.approx(losses, rel=1e-12)
+        assert_equal_up_to(state, other, 1e-12)
+
+
+def norm_workload(**parts):
+    data = [(torch.randn(4, generator=torch.Generator().manual_seed(i)), float(i)) for i in range(9)]
+    return paceline.Workload(
+        model=lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)),
+        loss=lambda model, batch: (
+            F.mse_loss(model(batch[0])[:, 0], batch[1].to(batch[0].dtype), reduction="sum"),
+            len(batch[1]),
+        ),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.01),
+        data=data,
+        batch_size=8,
+        epochs=1,
+        steps=1,
+        precision="float64",
+        **parts,
+    )
+
+
+def test_buffers_become_the_mean_over_ranks():
+    (_, _, state), (_, _, other) = run_ranks(2, train, norm_workload, {}, {})
+    assert all(torch.equal(state[name], other[name]) for name in state)
+    halves = run_ranks(2, running_means, norm_workload)
+    assert not torch.equal(*halves), "both ranks saw the same: the test is void"
+    torch.testing.assert_close(state["1.running_mean"], (halves[0] + halves[1]) / 2, rtol=0, atol=1e-15)
+    assert int(state["1.num_batches_tracked"]) == 1
+
+
+def running_means(rank, make):
+    """What the running mean becomes on this rank's half alone."""
+    words.init()
+    job = Job(make(), Plan(mesh=f"replicate={words.size()}"))
+    for batch in next(job.batches()).microbatches:
+        job.workload.loss(job.model, batch)
+    return job.model[1].running_mean
+
+
+@pytest.mark.parametrize("compression", ["bf16", "fp16", "powersgd", "topk"])
+def test_compressed_replicas_stay_equal_and_learn(compression):
+    exact, _, _ = alone(bert_workload, {})
+    results = run_ranks(2, train, bert_workload, {"precision": "float32"}, {"compression": compression})
+    losses, _, state = results[0]
+    assert all(torch.equal(state[name], results[1][2][name]) for name in state)
+    assert losses[0] == pytest.approx(exact[0], rel=1e-5)
+    assert losses[-1] < losses[0]
+    assert losses[1:] != pytest.approx(exact[1:], rel=1e-12), "nothing was compressed: the test is void"
+
+
+def short_last_batch(**parts):
+    return bert_workload(data=masked_rows(9), batch_size=4, steps=6, **parts)
+
+
+def test_a_rank_without_samples_takes_part():
+    losses, _, state = alone(short_last_batch, {})
+    for other_losses, _, other in run_ranks(4, train, short_last_batch, {}, {}):
+        assert other_losses == pytest.approx(losses, rel=1e-12)
+        assert_equal_up_to(state, other, 1e-12)
+
+
+def nan_on_rank_one(**parts):
+    def loss(model, batch):
+        total, weight = masked_loss(model, batch)
+        return total * (float("nan") if words.rank() == 1 else 1.0), weight
+
+    return bert_workload(loss=loss, **parts)
+
+
+def first_error(rank, make):
+    words.init()
+    job = Job(make(), Plan(mesh=f"replicate={words.size()}"))
+    before = {name: tensor.clone() for name, tensor in job.model.state_dict().items()}
+    try:
+        job.step(next(job.batches()))
+    except paceline.PacelineError as error:
+        return str(error), all(torch.equal(before[n], t) for n, t in job.model.state_dict().items())
+    return "no error", False
+
+
+def test_a_nan_names_rank_and_step_and_leaves_the_model():
+    for text, is_untouched in run_ranks(2, first_error, nan_on_rank_one):
+        assert text.startswith("[rank 1, step 1] the loss should be a finite number")
+        assert is_untouched
+
+
+def different_models(**parts):
+    return bert_workload(model=lambda: nn.Linear(3, 4 + words.rank()), **parts)
+
+
+def make_only(rank, make):
+    try:
+        paceline.distribute(make())
+    except paceline.PacelineError as error:
+        return str(error)
+    return "no error"
+
+
+def test_models_that_differ_between_ranks_are_refused():
+    for text in run_ranks(2, make_only, different_models):
+        assert "rank 0 has weight (4, 3) torch.float32 where rank 1 has weight (5, 3) torch.float32" in text
