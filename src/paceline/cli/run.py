@@ -22,8 +22,9 @@ from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import COMPRESSIONS, TRANSPORTS, Plan
 from paceline.run import directory
 from paceline.run.failures import told
-from paceline.run.progress import Progress, Screen, speed
-from paceline.run.supervisor import GRACE_S, Ending, JobRequest, Supervisor
+from paceline.run.job import run_job
+from paceline.run.progress import Progress, Screen
+from paceline.run.supervisor import GRACE_S, Ending, JobRequest
 
 PLAN_FLAGS = ("transport", "compression", "bucket_bytes", "checkpoint_every", "keep")
 
@@ -117,35 +118,12 @@ def run(arguments: argparse.Namespace) -> int:
         screen.say(f"paceline: {folder.name} goes on" + (f" at {resume.name}" if resume else ""))
     else:
         folder = directory.new_run(arguments.runs, arguments.job, file.path)
-    directory.write_start(folder, plan, file.path, arguments.arguments)
     request = JobRequest(file.path, arguments.arguments, plan.world_size, folder, resume, file.imports, arguments.grace)
-    ending, progress = Supervisor(request, screen).run()
-    result = result_of(folder, ending, progress)
-    directory.write_json(folder / "result.json", result)
+    ending, progress, result = run_job(plan, request, screen)
     _tell(folder, ending, progress)
     if arguments.json:
         print(json.dumps(result))
     return ending.exit_code
-
-
-def result_of(folder: Path, ending: Ending, progress: Progress) -> dict[str, Any]:
-    """The job's end as a JSON object."""
-    last, first = progress.last, progress.first
-    rate = speed(list(progress.records))
-    return {
-        "job": folder.name,
-        "status": ending.status,
-        "exit_code": ending.exit_code,
-        "run_dir": str(folder),
-        "steps": last["step"] if last else 0,
-        "position": last["position"] if last else 0,
-        "loss_first": first["loss"] if first else None,
-        "loss_last": last["loss"] if last else None,
-        "samples_per_s": round(rate, 3) if rate else None,
-        "evaluation": progress.evaluation,
-        "checkpoint": progress.checkpoint,
-        "failure": ending.cause,
-    }
 
 
 def _tell(folder: Path, ending: Ending, progress: Progress) -> None:

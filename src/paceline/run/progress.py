@@ -131,7 +131,7 @@ class Screen:
         """Leave the last progress line standing."""
         if self.is_live and self.shown:
             print(file=self.status, flush=True)
-        self.shown = ""
+        self.shown, self.printed_at_s = "", float("-inf")
 
     def _clear(self) -> None:
         if self.is_live and self.shown:

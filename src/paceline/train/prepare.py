@@ -16,6 +16,7 @@ from paceline.nouns.errors import CheckpointError, WorkloadError
 from paceline.nouns.plan import Plan
 from paceline.nouns.workload import Workload
 from paceline.train.agree import check_same_model_everywhere
+from paceline.train.compiler_import import defer_compiler_import
 from paceline.train.data import open_data
 from paceline.train.snapshot import parameter_names
 
@@ -68,6 +69,7 @@ def make_optimizer(workload: Workload, model: torch.nn.Module) -> torch.optim.Op
     Raises:
         WorkloadError: it is none, is one that needs a closure, or holds other parameters.
     """
+    defer_compiler_import()
     optimizer = workload.optimizer(model)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise WorkloadError(

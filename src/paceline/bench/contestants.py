@@ -1,0 +1,251 @@
+"""The processes that `bench step` times: the same BERT, data and optimizer under Paceline and under its peers.
+
+`python -m paceline.bench.contestants FOLDER NAME ...` imports torch once, forks each contestant's ranks, then
+reads names from stdin: for each it runs some steps and prints seconds per step as a line of JSON. Between
+its turns a contestant sleeps in a pipe.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+from paceline.comm import words
+from paceline.demo.bert import Bert, BertConfig
+from paceline.demo.workload import MaskedSequences, loss, make_workload
+from paceline.nouns.plan import Plan
+from paceline.train.job import Job
+
+BATCH, STEPS, WARM_UP, SEED = 16, 12, 3, 0  # samples of a process, steps of a turn
+Step = Callable[[], None]
+
+# Contestants and how many ranks each has.
+RANKS = {
+    "plain": 1,
+    "paceline_alone": 1,
+    "paceline": 2,
+    "paceline_gloo": 2,
+    "ddp": 2,
+    "flat_all_reduce": 2,
+    "no_communication": 2,
+    "accelerate": 2,
+    "lightning": 2,
+}
+
+
+def main() -> None:
+    """Serve turns until stdin ends."""
+    folder, names = Path(sys.argv[1]), sys.argv[2:]
+    pipes = {name: _start(name, folder) for name in names}
+    for name, ends in pipes.items():
+        for end in ends:
+            end.recv_bytes()  # ready
+        print(json.dumps({"ready": name}), flush=True)
+    for line in sys.stdin:
+        ends = pipes[line.strip()]
+        for end in ends:
+            end.send_bytes(b"go")
+        seconds = [float(end.recv_bytes()) for end in ends]
+        print(json.dumps({"name": line.strip(), "seconds": max(seconds) / STEPS}), flush=True)
+
+
+def _start(name: str, folder: Path) -> list[Connection[Any, Any]]:
+    ranks, port, ends = RANKS[name], _free_port(), []
+    for rank in range(ranks):
+        ours, theirs = Pipe()
+        if os.fork() == 0:
+            try:
+                ours.close()
+                _set_place(name, rank, ranks, port, folder)
+                _serve(CONTESTANTS[name](folder, rank, ranks), theirs, ranks)
+            except EOFError:
+                os._exit(0)
+            except BaseException as error:
+                print(f"{name}, rank {rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            os._exit(1)
+        theirs.close()
+        ends.append(ours)
+    return ends
+
+
+def _set_place(name: str, rank: int, ranks: int, port: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    if name.startswith("paceline"):
+        values = (rank, ranks, rank, ranks)
+        names = ("PACELINE_RANK", "PACELINE_WORLD_SIZE", "PACELINE_LOCAL_RANK", "PACELINE_LOCAL_SIZE")
+        os.environ.update({key: str(value) for key, value in zip(names, values, strict=True)})
+        os.environ["PACELINE_RENDEZVOUS"] = str(folder / f"rendezvous-{name}")
+        return
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GROUP_RANK="0", TORCHELASTIC_RUN_ID="bench")
+
+
+def _serve(step: Step, end: Connection[Any, Any], ranks: int) -> None:
+    for _ in range(WARM_UP):
+        step()
+    end.send_bytes(b"ready")
+    while end.recv_bytes():
+        _together(ranks)
+        step()
+        _together(ranks)
+        began = time.perf_counter()
+        for _ in range(STEPS):
+            step()
+        end.send_bytes(repr(time.perf_counter() - began).encode())
+
+
+def _together(ranks: int) -> None:
+    if ranks > 1:
+        dist.barrier()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _model() -> tuple[Bert, torch.optim.Optimizer]:
+    torch.manual_seed(SEED)
+    model = Bert(BertConfig())
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
+
+
+def _loader(folder: Path, rank: int, ranks: int) -> DataLoader[Any]:
+    data = MaskedSequences(folder / "train.npy")
+    sampler: Any = DistributedSampler(data, ranks, rank, seed=SEED)
+    return DataLoader(data, BATCH, sampler=sampler, drop_last=True)
+
+
+def _forever(loader: Any) -> Iterator[Any]:
+    while True:
+        yield from loader
+
+
+def _mean(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+    total, weight = loss(model, batch)
+    return total / weight
+
+
+def _loop(model: torch.nn.Module, optimizer: Any, batches: Iterator[Any], between: Step = lambda: None) -> Step:
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        _mean(model, next(batches)).backward()  # type: ignore[no-untyped-call]
+        between()
+        optimizer.step()
+
+    return step
+
+
+def _plain(folder: Path, rank: int, ranks: int) -> Step:
+    model, optimizer = _model()
+    return _loop(model, optimizer, _forever(_loader(folder, rank, ranks)))
+
+
+def _no_communication(folder: Path, rank: int, ranks: int) -> Step:
+    dist.init_process_group("gloo")
+    return _plain(folder, rank, ranks)
+
+
+def _flat_all_reduce(folder: Path, rank: int, ranks: int) -> Step:
+    dist.init_process_group("gloo")
+    model, optimizer = _model()
+
+    def between() -> None:
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        dist.all_reduce(flat)
+        flat /= ranks
+        for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+    return _loop(model, optimizer, _forever(_loader(folder, rank, ranks)), between)
+
+
+def _ddp(folder: Path, rank: int, ranks: int) -> Step:
+    dist.init_process_group("gloo")
+    model, optimizer = _model()
+    return _loop(DistributedDataParallel(model), optimizer, _forever(_loader(folder, rank, ranks)))
+
+
+def _accelerate(folder: Path, rank: int, ranks: int) -> Step:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    if accelerator.num_processes != ranks:
+        raise RuntimeError(f"Accelerate runs {accelerator.num_processes} processes, not {ranks}")
+    model, optimizer = _model()
+    loader = DataLoader(MaskedSequences(folder / "train.npy"), BATCH, shuffle=True, drop_last=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    batches = _forever(loader)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        accelerator.backward(_mean(model, next(batches)))
+        optimizer.step()
+
+    return step
+
+
+def _lightning(folder: Path, rank: int, ranks: int) -> Step:
+    from lightning.fabric import Fabric
+
+    fabric = Fabric(accelerator="cpu", devices=ranks, strategy="ddp")
+    fabric.launch()
+    if fabric.world_size != ranks:
+        raise RuntimeError(f"Fabric runs {fabric.world_size} processes, not {ranks}")
+    plain, plain_optimizer = _model()
+    model, optimizer = fabric.setup(plain, plain_optimizer)
+    loader = DataLoader(MaskedSequences(folder / "train.npy"), BATCH, shuffle=True, drop_last=True)
+    batches = _forever(fabric.setup_dataloaders(loader))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        fabric.backward(_mean(model, next(batches)))
+        optimizer.step()
+
+    return step
+
+
+def _paceline(folder: Path, ranks: int, transport: str) -> Step:
+    words.init()
+    parts: dict[str, Any] = {"scheduler": None, "clip_norm": None, "evaluation": None}
+    workload = make_workload(folder, 10**6, BATCH * ranks, **parts)
+    job = Job(workload, Plan(mesh=f"replicate={ranks}", transport=transport))
+    batches = job.batches()
+
+    def step() -> None:
+        job.step(next(batches))
+
+    return step
+
+
+CONTESTANTS: dict[str, Callable[[Path, int, int], Step]] = {
+    "plain": _plain,
+    "paceline_alone": lambda folder, rank, ranks: _paceline(folder, ranks, "auto"),
+    "paceline": lambda folder, rank, ranks: _paceline(folder, ranks, "auto"),
+    "paceline_gloo": lambda folder, rank, ranks: _paceline(folder, ranks, "gloo"),
+    "ddp": _ddp,
+    "flat_all_reduce": _flat_all_reduce,
+    "no_communication": _no_communication,
+    "accelerate": _accelerate,
+    "lightning": _lightning,
+}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""The demo from its first line to its table: prepare text, measure one process, train with two, report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.demo import report
+from paceline.demo.corpus import Corpus, prepare
+from paceline.nouns.plan import Plan
+from paceline.run import directory
+from paceline.run.failures import told
+from paceline.run.job import run_job
+from paceline.run.progress import Screen, speed
+from paceline.run.supervisor import JobRequest
+
+WORKLOAD = Path(__file__).with_name("workload.py")
+PRELOAD = ("numpy", "torch.utils.data", "paceline.demo.workload")
+_SPEED_STEPS, _WARM_UP = 16, 3
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the demo is to do."""
+
+    steps: int
+    batch_size: int
+    ranks: int
+    runs: Path
+
+
+class DemoFailed(Exception):
+    """A job of the demo did not end well; the supervisor's exit code is in it."""
+
+    def __init__(self, exit_code: int, text: str) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
+
+
+def run_demo(request: Request, say: Callable[[str], None], screen: Screen) -> dict[str, Any]:
+    """Run the demo.
+
+    Args:
+        request: its sizes.
+        say: shows a line.
+        screen: shows the jobs' progress.
+
+    Returns:
+        Everything in the table, and where the results lie.
+
+    Raises:
+        DemoFailed: a job failed or was stopped.
+        UsageError: the tokenizers library is missing.
+    """
+    began_s = time.monotonic()
+    folder = directory.new_run(request.runs, None, Path("demo"))
+    say("Paceline trains a small BERT to fill in hidden tokens, on text that every Python has:")
+    say("the source and docstrings of the standard library.")
+    say("")
+    say(f"1/3  preparing the text (once; kept in {request.runs / 'demo-text'})")
+    corpus = prepare(request.runs / "demo-text")
+    say(_about(corpus))
+    say(f"2/3  {_SPEED_STEPS} steps with one process, for its speed")
+    alone = _job(request, folder / "one-process", 1, ["--steps", str(_SPEED_STEPS)], screen, corpus)
+    say(
+        f"3/3  {request.steps} steps of {request.batch_size} samples with {request.ranks} processes; "
+        "held-out text is looked at now and then"
+    )
+    every = max(1, request.steps // 6)
+    words = ["--steps", str(request.steps), "--evaluate-every", str(every), "--save", str(folder / "model")]
+    trained = _job(request, folder, request.ranks, words, screen, corpus)
+    steps, evaluations = report.read_events(folder, "step"), report.read_events(folder, "evaluation")
+    speeds = {1: alone, request.ranks: trained} if request.ranks > 1 else {1: trained}
+    has_picture = report.draw_curve(steps, evaluations, folder / "loss.png")
+    rows = report.summary(evaluations[0], evaluations[-1], speeds, corpus.most_frequent)
+    minutes, seconds = divmod(round(time.monotonic() - began_s), 60)
+    rows += [
+        ("time in all", f"{minutes} min {seconds} s"),
+        ("run directory", str(folder)),
+        ("model for transformers", str(folder / "model")),
+    ]
+    if has_picture:
+        rows.append(("loss curve", str(folder / "loss.png")))
+    say("")
+    if report.can_show_blocks():
+        say(f"  loss  {report.terminal_curve([step['loss'] for step in steps])}")
+        say("")
+    say(report.table(rows))
+    return {
+        "run_dir": str(folder),
+        "steps": steps[-1]["step"],
+        "loss_first": evaluations[0]["loss"],
+        "loss_last": evaluations[-1]["loss"],
+        "accuracy": evaluations[-1]["accuracy"],
+        "baseline_accuracy": evaluations[-1]["baseline"],
+        "samples_per_s": {str(ranks): round(rate, 2) for ranks, rate in speeds.items()},
+        "model": str(folder / "model"),
+        "picture": str(folder / "loss.png") if has_picture else None,
+    }
+
+
+def _about(corpus: Corpus) -> str:
+    return (
+        f"     {corpus.files} files, {corpus.text_bytes / 1e6:.1f} MB; {corpus.sequences} sequences to train on, "
+        f"{corpus.held_out_sequences} from {corpus.held_out_files} held-out files"
+    )
+
+
+def _job(request: Request, folder: Path, ranks: int, words: Sequence[str], screen: Screen, corpus: Corpus) -> float:
+    """Run one job and return its samples per second."""
+    for name in ("checkpoints", "failures"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    arguments = [corpus.folder, *words, "--batch-size", str(request.batch_size)]
+    plan = Plan(mesh=f"replicate={ranks}")
+    ending, _, _ = run_job(plan, JobRequest(WORKLOAD, arguments, ranks, folder, preload=PRELOAD), screen)
+    if ending.status != "done":
+        text = told(ending.cause, ending.others) if ending.cause else f"the demo was stopped; {folder}"
+        raise DemoFailed(ending.exit_code or 1, text)
+    return _speed_of_steps(folder)
+
+
+def _speed_of_steps(folder: Path) -> float:
+    """Samples per second of the steps alone: evaluations and the first steps are left out."""
+    steps = report.read_events(folder, "step")[_WARM_UP:]
+    seconds = sum(step["seconds"] for step in steps)
+    return float(sum(step["samples"] for step in steps) / seconds) if steps else speed(steps) or 0.0

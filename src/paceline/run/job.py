@@ -1,0 +1,40 @@
+"""One job from its plan to its result, written to the run directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from paceline.nouns.plan import Plan
+from paceline.run import directory
+from paceline.run.progress import Progress, Screen, speed
+from paceline.run.supervisor import Ending, JobRequest, Supervisor
+
+
+def run_job(plan: Plan, request: JobRequest, screen: Screen) -> tuple[Ending, Progress, dict[str, Any]]:
+    """Run the job and write `result.json`: how it ended, what it did, and the result as JSON has it."""
+    directory.write_start(request.run_dir, plan, request.script, request.arguments)
+    ending, progress = Supervisor(request, screen).run()
+    result = result_of(request.run_dir, ending, progress)
+    directory.write_json(request.run_dir / "result.json", result)
+    return ending, progress, result
+
+
+def result_of(folder: Path, ending: Ending, progress: Progress) -> dict[str, Any]:
+    """The job's end as a JSON object."""
+    last, first = progress.last, progress.first
+    rate = speed(list(progress.records))
+    return {
+        "job": folder.name,
+        "status": ending.status,
+        "exit_code": ending.exit_code,
+        "run_dir": str(folder),
+        "steps": last["step"] if last else 0,
+        "position": last["position"] if last else 0,
+        "loss_first": first["loss"] if first else None,
+        "loss_last": last["loss"] if last else None,
+        "samples_per_s": round(rate, 3) if rate else None,
+        "evaluation": progress.evaluation,
+        "checkpoint": progress.checkpoint,
+        "failure": ending.cause,
+    }

@@ -1,0 +1,237 @@
+"""Whole jobs: they train, they fail as one, they stop when asked, they go on where they were."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+
+import pytest
+from jobs import STEPS, events, leftovers, losses, paceline, rank_pids, send, start, wait_for, write_workload
+
+pytestmark = pytest.mark.slow
+
+
+def run_of(tmp_path, name="a"):
+    return tmp_path / "runs" / name
+
+
+def test_the_same_file_runs_alone_and_as_a_job(tmp_path):
+    file = write_workload(tmp_path)
+    alone = subprocess.run([sys.executable, str(file)], cwd=tmp_path, capture_output=True, text=True)
+    assert alone.returncode == 0, alone.stderr
+    assert not (tmp_path / "runs").exists()
+    one = paceline(tmp_path, "run", "--job", "one", file)
+    two = paceline(tmp_path, "run", "-n", "2", "--job", "two", "--json", file)
+    assert (one.code, two.code) == (0, 0), one.err + two.err
+    first, second = losses(run_of(tmp_path, "one")), losses(run_of(tmp_path, "two"))
+    assert list(first) == list(range(1, STEPS + 1))
+    assert second == pytest.approx(first, rel=1e-12)
+    result = json.loads(two.out)
+    assert result["status"] == "done"
+    assert result["steps"] == STEPS
+    assert result["loss_last"] == second[STEPS]
+    assert {"plan.json", "events.jsonl", "result.json", "checkpoints"} <= {
+        path.name for path in run_of(tmp_path, "two").iterdir()
+    }
+
+
+def test_a_file_without_a_loop_gets_the_plain_one(tmp_path):
+    file = write_workload(tmp_path, loop="")
+    text = file.read_text().replace("hook(job if", "hook(None if").replace("if SEEN and", "if False and")
+    file.write_text(text)
+    assert paceline(tmp_path, "run", "-n", "2", "--job", "a", file).code == 0
+    assert len(losses(run_of(tmp_path))) == STEPS
+
+
+def test_output_is_prefixed_with_the_rank(tmp_path):
+    file = write_workload(tmp_path, loop="print('hello from', paceline.__version__)\npaceline.init()\n")
+    ended = paceline(tmp_path, "run", "-n", "2", file)
+    assert sorted(ended.out.split("\n")[:2]) == ["[0] hello from 0.1.0", "[1] hello from 0.1.0"]
+
+
+RAISE = "    if job and job.step_number == 6 and job.rank == 1: raise KeyError('the cause')\n"
+EXIT = "    if job and job.step_number == 6 and job.rank == 1: os._exit(7)\n"
+KILL = "    if job and job.step_number == 6 and job.rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n"
+CRASH = "    if job and job.step_number == 6 and job.rank == 1: os.kill(os.getpid(), signal.SIGSEGV)\n"
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
+@pytest.mark.parametrize(
+    ("hook", "said"),
+    [
+        (RAISE, "rank 1, step 7 failed first: KeyError: 'the cause'"),
+        (EXIT, "rank 1's process ended with exit code 7"),
+        (KILL, "rank 1's process was ended by SIGKILL"),
+        (CRASH, "rank 1's process was ended by SIGSEGV"),
+    ],
+    ids=["raise", "exit", "kill", "crash"],
+)
+def test_when_a_rank_dies_all_end_and_the_first_cause_is_told_once(tmp_path, hook, said, transport):
+    file = write_workload(tmp_path, hook)
+    ended = paceline(tmp_path, "run", "-n", "3", "--job", "a", "--transport", transport, "--json", file)
+    assert ended.code == 1
+    assert ended.err.count(said) == 1, ended.err
+    assert "(and 2 ranks that ended with it)" in ended.err
+    assert ended.err.count("Traceback (most recent call last)") == (hook is RAISE)
+    result = json.loads(ended.out)
+    assert result["failure"]["rank"] == 1
+    last = max(event["at"] for event in events(run_of(tmp_path), "step"))
+    written = (run_of(tmp_path) / "result.json").stat().st_mtime
+    assert written - last < 2, "the others lived on for more than 2 s"
+
+
+def test_nan_on_one_rank_names_rank_and_step(tmp_path):
+    hook = "    if job and job.step_number == 2 and job.rank == 1: model_is_bad = [p.data.fill_(float('nan')) for p in job.model.parameters()]\n"
+    ended = paceline(tmp_path, "run", "-n", "2", "--job", "a", write_workload(tmp_path, hook))
+    assert ended.code == 1
+    assert "[rank 1, step 3] the loss should be a finite number" in ended.err
+    assert "Fix: " in ended.err
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_stop_saves_and_resume_goes_on(tmp_path, number, code):
+    file = write_workload(tmp_path)
+    paceline(tmp_path, "run", "-n", "2", "--job", "whole", file)
+    job = start(tmp_path, "run", "-n", "2", "--job", "a", file, TEST_PAUSE="0.1")
+    assert wait_for(lambda: len(losses(run_of(tmp_path))) >= 4, 30)
+    send(job, number)
+    _, err = job.communicate(timeout=30)
+    assert job.returncode == code, err
+    assert "saved as" in err
+    assert wait_for(lambda: not leftovers(tmp_path))
+    done = len(losses(run_of(tmp_path)))
+    assert done < STEPS
+    assert paceline(tmp_path, "run", "-n", "2", "--resume", "--job", "a", file).code == 0
+    assert losses(run_of(tmp_path)) == losses(run_of(tmp_path, "whole")), "not bit for bit"
+    assert len(events(run_of(tmp_path), "step")) == STEPS, "a step was taken twice"
+
+
+def test_a_second_signal_kills_at_once(tmp_path):
+    hook = "    if job and job.step_number == 2: time.sleep(60)\n"
+    job = start(tmp_path, "run", "-n", "2", "--job", "a", write_workload(tmp_path, hook))
+    assert wait_for(lambda: len(losses(run_of(tmp_path))) >= 2, 30)
+    send(job, signal.SIGINT)
+    time.sleep(0.5)
+    send(job, signal.SIGINT)
+    began = time.monotonic()
+    job.communicate(timeout=10)
+    assert time.monotonic() - began < 2
+    assert job.returncode == 130
+    assert wait_for(lambda: not leftovers(tmp_path))
+
+
+def test_when_the_supervisor_is_killed_nothing_lives_on(tmp_path):
+    job = start(tmp_path, "run", "-n", "2", "--job", "a", write_workload(tmp_path), TEST_PAUSE="0.2")
+    assert wait_for(lambda: len(losses(run_of(tmp_path))) >= 2, 30)
+    ranks = rank_pids(job)
+    assert len(ranks) == 2
+    send(job, signal.SIGKILL)
+    job.communicate()
+    assert wait_for(lambda: not [one for one in leftovers(tmp_path) if "process" in one], 2)
+
+
+def test_when_the_fork_server_is_killed_the_job_fails(tmp_path):
+    import psutil
+
+    job = start(tmp_path, "run", "-n", "2", "--job", "a", write_workload(tmp_path), TEST_PAUSE="0.2")
+    assert wait_for(lambda: len(losses(run_of(tmp_path))) >= 2, 30)
+    psutil.Process(job.pid).children()[0].kill()
+    _, err = job.communicate(timeout=10)
+    assert job.returncode == 1, err
+    assert wait_for(lambda: not leftovers(tmp_path))
+
+
+@pytest.mark.parametrize("again", [1, 2, 4])
+def test_killed_at_a_random_step_and_resumed_with_other_ranks(tmp_path, again):
+    """Each sample is seen once per epoch and the losses are those of the run that nobody disturbed."""
+    dropout = {"TEST_DROPOUT": "0.2"} if again == 2 else {}  # equal ranks: bit for bit, dropout too
+    file = write_workload(tmp_path)
+    whole_seen, seen = tmp_path / "whole.txt", tmp_path / "seen.txt"
+    paceline(tmp_path, "run", "-n", "2", "--job", "whole", file, TEST_SEEN=str(whole_seen), **dropout)
+    kill_at = random.Random(again).randrange(5, STEPS - 1)
+    job = start(
+        tmp_path, "run", "-n", "2", "--job", "a", "--checkpoint-every", "2", file,
+        TEST_PAUSE="0.05", TEST_SEEN=str(seen), **dropout,
+    )  # fmt: skip
+    assert wait_for(lambda: len(losses(run_of(tmp_path))) >= kill_at, 30)
+    for pid in rank_pids(job):
+        import os
+
+        os.kill(pid, signal.SIGKILL)
+    job.communicate(timeout=10)
+    assert job.returncode == 1
+    ended = paceline(tmp_path, "run", "-n", str(again), "--resume", "--job", "a", file, TEST_SEEN=str(seen), **dropout)
+    assert ended.code == 0, ended.err
+    whole, resumed = losses(run_of(tmp_path, "whole")), losses(run_of(tmp_path))
+    if again == 2:
+        assert resumed == whole
+    else:
+        assert resumed == pytest.approx(whole, rel=1e-12)
+    assert steps_seen(seen) == steps_seen(whole_seen)
+    for epoch in range(4):
+        counts = Counter(i for step, i in steps_seen(seen) if (step - 1) // 5 == epoch)
+        assert counts == Counter(range(37))
+
+
+def steps_seen(path):
+    """(step, sample) pairs that went into the final model; a step done again after the kill counts once."""
+    return {tuple(map(int, line.split())) for line in path.read_text().splitlines()}
+
+
+def test_resume_falls_back_to_the_last_whole_checkpoint(tmp_path):
+    file = write_workload(tmp_path)
+    paceline(tmp_path, "run", "-n", "2", "--job", "a", "--checkpoint-every", "5", file)
+    before = losses(run_of(tmp_path))
+    newest = sorted((run_of(tmp_path) / "checkpoints").glob("step-*"))[-1]
+    data = newest / "rank-00001.safetensors"
+    data.write_bytes(data.read_bytes()[:-1])
+    ended = paceline(tmp_path, "run", "-n", "2", "--resume", "--job", "a", file)
+    assert ended.code == 0
+    assert f"{newest.name} is passed over: rank-00001.safetensors has" in ended.err
+    assert "goes on at step-00000015" in ended.err
+    assert losses(run_of(tmp_path)) == before
+
+
+def test_checkpoints_are_kept_to_the_last_few(tmp_path):
+    paceline(
+        tmp_path, "run", "-n", "2", "--job", "a", "--checkpoint-every", "3", "--keep", "2", write_workload(tmp_path)
+    )
+    names = sorted(path.name for path in (run_of(tmp_path) / "checkpoints").iterdir())
+    assert names == ["step-00000018", "step-00000020"]
+
+
+def test_torchrun_starts_the_same_file(tmp_path):
+    file = write_workload(tmp_path, loop='''
+if __name__ == "__main__":
+    job = paceline.distribute(workload)
+    total = [job.step(batch) for batch in job.batches()]
+    if job.rank == 0:
+        print("RESULT", job.size, total[-1])
+''')  # fmt: skip
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    direct = subprocess.run([*torchrun, str(file)], cwd=tmp_path, capture_output=True, text=True)
+    through = subprocess.run(
+        [*torchrun, "--no-python", sys.executable, "-m", "paceline.cli.main", "run", str(file)],
+        cwd=tmp_path, capture_output=True, text=True,
+    )  # fmt: skip
+    lines = [[line for line in done.stdout.splitlines() if "RESULT 2" in line] for done in (direct, through)]
+    assert lines[0], direct.stderr
+    assert lines[0] == lines[1], through.stderr
+
+
+def test_a_running_job_listens_on_loopback_alone(tmp_path):
+    import psutil
+
+    job = start(tmp_path, "run", "-n", "2", "--job", "a", write_workload(tmp_path), TEST_PAUSE="0.2")
+    assert wait_for(lambda: len(losses(run_of(tmp_path))) >= 2, 30)
+    own = {job.pid, *(child.pid for child in psutil.Process(job.pid).children(recursive=True))}
+    listening = [c.laddr.ip for c in psutil.net_connections() if c.status == psutil.CONN_LISTEN and c.pid in own]
+    send(job, signal.SIGTERM)
+    job.communicate(timeout=30)
+    assert set(listening) <= {"127.0.0.1", "::1"}, listening
+    assert listening, "gloo opened no socket: the test is void"

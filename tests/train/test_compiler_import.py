@@ -1,0 +1,42 @@
+"""The compiler stays unloaded in a job that does not compile, and works in one that does."""
+
+import subprocess
+import sys
+
+STEP = """
+import sys, torch
+from paceline.train.compiler_import import defer_compiler_import
+defer_compiler_import()
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.AdamW(model.parameters())
+torch.optim.lr_scheduler.StepLR(optimizer, 1)
+model(torch.ones(1, 2)).sum().backward()
+torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+optimizer.step()
+optimizer.zero_grad()
+"""
+LOADED = "any(name.startswith('torch._dynamo.') for name in sys.modules)"
+
+
+def run(code):
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_steps_without_the_compiler():
+    run(STEP + f"assert not {LOADED}, 'the compiler was imported'")
+
+
+def test_compiles_afterwards():
+    run(
+        STEP
+        + "compiled = torch.compile(model, backend='eager')\n"
+        + "assert torch.equal(compiled(torch.ones(1, 2)), model(torch.ones(1, 2)))\n"
+        + f"assert {LOADED}\n"
+        + "import torch._dynamo\nassert torch._dynamo.is_compiling() is False\n"
+        + "optimizer.step()\n"
+    )
+
+
+def test_imports_of_its_parts_get_the_real_one():
+    run(STEP + "from torch._dynamo import explain\nimport torch._dynamo.config\nassert callable(explain)\n")
