@@ -42,7 +42,12 @@ def hook(job):
 
 torch.manual_seed(0)
 workload = paceline.Workload(
-    model=lambda: torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Dropout(float(os.environ.get("TEST_DROPOUT", "0"))), torch.nn.Linear(8, 1)),
+    model=lambda: torch.nn.Sequential(
+        torch.nn.Linear(4, 8),
+        torch.nn.Tanh(),
+        torch.nn.Dropout(float(os.environ.get("TEST_DROPOUT", "0"))),
+        torch.nn.Linear(8, 1),
+    ),
     loss=loss,
     optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=0.01),
     scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9),

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 
 import pytest
+
 from jobs import STEPS, events, leftovers, losses, paceline, rank_pids, send, start, wait_for, write_workload
 
 pytestmark = pytest.mark.slow
@@ -86,7 +87,8 @@ def test_when_a_rank_dies_all_end_and_the_first_cause_is_told_once(tmp_path, hoo
 
 
 def test_nan_on_one_rank_names_rank_and_step(tmp_path):
-    hook = "    if job and job.step_number == 2 and job.rank == 1: model_is_bad = [p.data.fill_(float('nan')) for p in job.model.parameters()]\n"
+    bad = "[p.data.fill_(float('nan')) for p in job.model.parameters()]"
+    hook = f"    if job and job.step_number == 2 and job.rank == 1: {bad}\n"
     ended = paceline(tmp_path, "run", "-n", "2", "--job", "a", write_workload(tmp_path, hook))
     assert ended.code == 1
     assert "[rank 1, step 3] the loss should be a finite number" in ended.err
@@ -132,7 +134,7 @@ def test_when_the_supervisor_is_killed_nothing_lives_on(tmp_path):
     assert len(ranks) == 2
     send(job, signal.SIGKILL)
     job.communicate()
-    assert wait_for(lambda: not [one for one in leftovers(tmp_path) if "process" in one], 2)
+    assert wait_for(lambda: not leftovers(tmp_path), 2)
 
 
 def test_when_the_fork_server_is_killed_the_job_fails(tmp_path):

@@ -22,13 +22,15 @@ VERBS = {
 class Parser(argparse.ArgumentParser):
     """argparse, with errors of three parts."""
 
+    verbs: tuple[argparse.ArgumentParser, ...] = ()  # the parser of the command that was called
+
     def error(self, message: str) -> NoReturn:
         """Say what was asked, found and what to do, and exit with 2."""
         print(f"{self.prog}: {self._explained(message)}", file=sys.stderr)
         sys.exit(MEETS_NOT)
 
     def _explained(self, message: str) -> str:
-        flags = [flag for action in self._actions for flag in action.option_strings]
+        flags = [flag for parser in (self, *self.verbs) for action in parser._actions for flag in action.option_strings]
         marker = "unrecognized arguments: "
         if marker in message:
             word = message.split(marker)[1].split()[0]
@@ -45,17 +47,18 @@ def main(argv: list[str] | None = None) -> int:
         fix = did_you_mean(verb, VERBS, "see `paceline --help`")
         print(f"paceline: the command {verb!r}, but there are {', '.join(VERBS)}.\n  Fix: {fix}.", file=sys.stderr)
         return MEETS_NOT
-    parser = Parser(prog="paceline", description="Train one PyTorch model on many devices; the loop stays yours.")
+    parser = Parser(prog="paceline", allow_abbrev=False, description="Train one PyTorch model on many devices; the loop stays yours.")
     parser.add_argument("--version", action="version", version=_version())
     verbs = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, summary in VERBS.items():
-        subparser = verbs.add_parser(name, help=summary)
+        subparser = verbs.add_parser(name, help=summary, allow_abbrev=False)
         if name == verb:
             module = importlib.import_module(f"paceline.cli.{name}")
             subparser.description = module.__doc__
             subparser.formatter_class = argparse.RawDescriptionHelpFormatter
             module.add_arguments(subparser)
             subparser.set_defaults(run=module.run)
+            parser.verbs = (subparser,)
     parsed = parser.parse_args(arguments)
     try:
         return int(parsed.run(parsed))

@@ -38,7 +38,7 @@ def new_run(runs: Path, job: str | None, script: Path) -> Path:
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
         (folder / "failures").mkdir(exist_ok=True)
     except OSError as error:
-        raise CheckpointError(
+        raise UsageError(
             f"a run directory in {runs}", f"it can't be written ({error.strerror})", "name another place with --runs"
         ) from None
     return folder

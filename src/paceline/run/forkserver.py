@@ -14,10 +14,12 @@ import importlib
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -42,6 +44,8 @@ def main() -> None:
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     _watch(control, wake_read, pids)
+    if pids:  # the supervisor was killed, so its private folder is left to us
+        shutil.rmtree(Path(settings["rendezvous"]).parent, ignore_errors=True)
 
 
 def preload(modules: list[str]) -> None:

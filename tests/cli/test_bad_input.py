@@ -1,0 +1,188 @@
+"""Bad input: one error of three parts, before any rank starts where that can be, and nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+
+import pytest
+
+from jobs import LOOP, TINY, paceline, write_workload
+from paceline.cli.main import main
+
+THREE_PARTS = re.compile(r"^paceline( [a-z]+)?: .+, but .+\.\n  Fix: .+\.$", re.DOTALL | re.MULTILINE)
+GOOD = TINY + LOOP
+
+
+def file_with(tmp_path, old="", new="", name="tiny.py"):
+    assert old in GOOD
+    path = tmp_path / name
+    path.write_text(GOOD.replace(old, new, 1) if old else GOOD)
+    return str(path)
+
+
+# What the person wrote (a change of a good file), the command's words, and what the error must say.
+# Everything here is found by reading, so no rank and no fork server may start.
+BEFORE_ANY_PROCESS = {
+    "missing file": (None, ["missing.py"], "there is no such file"),
+    "misspelt file": (None, ["tinny.py"], "did you mean"),
+    "a folder": (None, ["."], "that is a folder"),
+    "not Python": (("import torch\n", "import torch oops\n"), ["tiny.py"], "line 3"),
+    "no paceline in it": ((GOOD, "print('hello')\n"), ["tiny.py"], "does not import paceline"),
+    "a part is missing": (("    data=Numbers(),\n", ""), ["tiny.py"], "data is missing"),
+    "two parts are missing": (("    data=Numbers(),\n    batch_size=8,\n", ""), ["tiny.py"], "data and batch_size are missing"),
+    "a part is misspelt": (("    batch_size=8", "    batchsize=8"), ["tiny.py"], "did you mean 'batch_size'"),
+    "a part is unknown": (("    epochs=4", "    colour=4"), ["tiny.py"], "'colour'"),
+    "batch below the ranks": ((), ["-n", "9", "tiny.py"], "1 of them would get none"),
+    "no rank": ((), ["-n", "0", "tiny.py"], "write -n 1 or more"),
+    "ranks below zero": ((), ["-n", "-3", "tiny.py"], "write -n 1 or more"),
+    "ranks not a number": ((), ["-n", "two", "tiny.py"], "invalid int value"),
+    "unknown flag": ((), ["--plann", "dp=2", "tiny.py"], "did you mean '--plan'"),
+    "unknown axis": ((), ["--plan", "replicat=2", "tiny.py"], "did you mean 'replicate'"),
+    "axis of another tool": ((), ["--plan", "zero=2", "tiny.py"], "the axes of this version are: replicate"),
+    "axis of size zero": ((), ["--plan", "replicate=0", "tiny.py"], "a size is a whole number above 0"),
+    "axis named twice": ((), ["--plan", "dp=2,replicate=2", "tiny.py"], "it names it twice"),
+    "mesh and ranks differ": ((), ["-n", "3", "--plan", "replicate=2", "tiny.py"], "covers 2 ranks, but the job has 3 ranks"),
+    "plan file is missing": ((), ["--plan", "plan.json", "tiny.py"], "the plan should be in plan.json"),
+    "unknown transport": ((), ["--transport", "glooo", "tiny.py"], "did you mean 'gloo'"),
+    "unknown compression": ((), ["--compression", "power", "tiny.py"], "did you mean 'powersgd'"),
+    "bucket of nothing": ((), ["--bucket-bytes", "0", "tiny.py"], "bucket_bytes should be a whole number of at least 1"),
+    "checkpoints below zero": ((), ["--checkpoint-every", "-1", "tiny.py"], "checkpoint_every"),
+    "keep nothing": ((), ["--keep", "0", "tiny.py"], "keep should be"),
+    "resume without a run": ((), ["--resume", "tiny.py"], "start it without --resume"),
+    "resume an unknown job": ((), ["--resume", "--job", "x", "tiny.py"], "there is no such job"),
+    "a run directory that can't be": ((), ["--runs", "tiny.py/runs", "tiny.py"], "it can't be written"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BEFORE_ANY_PROCESS)
+def test_before_any_process_starts(case, tmp_path, monkeypatch, capsys):
+    change, words, said = BEFORE_ANY_PROCESS[case]
+    if change is not None:
+        file_with(tmp_path, *change)
+    elif case == "misspelt file":
+        file_with(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("subprocess.Popen", refuse_to_start)
+    code = exit_code(["run", *words])
+    error = capsys.readouterr().err.strip()
+    assert code == 2
+    assert said in error
+    assert THREE_PARTS.match(error), error
+    assert error.count("Fix: ") == 1
+    assert not list(tmp_path.glob("runs/*/events.jsonl"))
+
+
+def refuse_to_start(*_, **__):
+    raise AssertionError("a process was started")
+
+
+def exit_code(words):
+    try:
+        return main(words)
+    except SystemExit as end:
+        return end.code
+
+
+def test_an_existing_job_is_not_written_over(tmp_path, monkeypatch, capsys):
+    file = file_with(tmp_path)
+    folder = tmp_path / "runs" / "a"
+    folder.mkdir(parents=True)
+    (folder / "plan.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    assert exit_code(["run", "--job", "a", file]) == 2
+    assert "write --resume to go on with it" in capsys.readouterr().err
+    assert (folder / "plan.json").read_text() == "{}"
+
+
+def test_a_plan_with_an_unknown_key_is_refused(tmp_path, monkeypatch, capsys):
+    file = file_with(tmp_path)
+    (tmp_path / "plan.json").write_text(json.dumps({"mesh": "replicate=2", "bucketbytes": 3}))
+    monkeypatch.chdir(tmp_path)
+    assert exit_code(["run", "--plan", "plan.json", file]) == 2
+    assert "did you mean 'bucket_bytes'" in capsys.readouterr().err
+
+
+def test_an_unknown_command(capsys):
+    assert main(["rnu"]) == 2
+    assert "did you mean 'run'" in capsys.readouterr().err
+
+
+# What only shows when the file runs: still one error, from the rank that has the cause, before step 1 where
+# that can be. The change, the exit code, and what the error must say.
+WHEN_IT_RUNS = {
+    "loss returns a mean only": ("return F.mse_loss(model(x)[:, 0], y, reduction=\"sum\"), len(y)", "return F.mse_loss(model(x)[:, 0], y)", 1, "a mean alone can't be split over ranks"),
+    "loss returns a vector": ("reduction=\"sum\"), len(y)", "reduction=\"none\"), len(y)", 1, "should be one floating-point number"),
+    "loss's weight is text": ("reduction=\"sum\"), len(y)", "reduction=\"sum\"), 'all'", 1, "the loss's weight should be a number"),
+    "loss weighs nothing": ("reduction=\"sum\"), len(y)", "reduction=\"sum\"), 0", 1, "its weights add up to 0"),
+    "loss is NaN": ("reduction=\"sum\"), len(y)", "reduction=\"sum\") * float('nan'), len(y)", 1, "[rank 0, step 1] the loss should be a finite number"),
+    "data set is empty": ("        return 37\n", "        return 0\n", 2, "it is empty"),
+    "data set is a stream": ("    data=Numbers(),", "    data=lambda: iter([1]),", 2, "map-style"),
+    "batch is no number": ("    batch_size=8", "    batch_size=2.5", 2, "batch_size should be a whole number"),
+    "computed batch below the ranks": ("    batch_size=8", "    batch_size=int('1')", 2, "1 of them would get none"),
+    "precision is unknown": ("precision=\"float64\"", "precision=\"fp64\"", 2, "did you mean 'float64'"),
+    "clip below zero": ("clip_norm=1.0", "clip_norm=-1.0", 2, "clip_norm should be above 0"),
+    "optimizer is a list": ("optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=0.01)", "optimizer=lambda model: []", 2, "it made a list"),
+    "optimizer of another model": ("torch.optim.AdamW(model.parameters(), lr=0.01)", "torch.optim.AdamW(torch.nn.Linear(2, 2).parameters())", 2, "is not the model's"),
+    "optimizer with a closure": ("torch.optim.AdamW(model.parameters(), lr=0.01)", "torch.optim.LBFGS(model.parameters())", 2, "LBFGS"),
+    "model is a function": ("model=lambda: torch.nn.Sequential(", "model=lambda: (lambda *layers: abs)(", 2, "it made a builtin_function_or_method"),
+    "model differs between ranks": ("torch.nn.Linear(4, 8)", "torch.nn.Linear(4, 8, bias=paceline.rank() == 0)", 2, "all ranks should make the same model"),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", WHEN_IT_RUNS)
+def test_when_it_runs(case, tmp_path):
+    old, new, code, said = WHEN_IT_RUNS[case]
+    ended = paceline(tmp_path, "run", "-n", "2", "--job", "a", file_with(tmp_path, old, new))
+    error = ended.err[ended.err.index("paceline run: ") :]
+    assert said in error, ended.err
+    assert ended.code == code, error
+    assert ended.err.count("Fix: ") == 1, "told more than once"
+    assert "Traceback" not in ended.err
+    assert not [line for line in events_of(tmp_path) if line["event"] == "step"], "a step was taken"
+
+
+def events_of(tmp_path):
+    path = tmp_path / "runs" / "a" / "events.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@pytest.mark.slow
+def test_no_space_for_a_checkpoint_is_told_before_the_first_step(tmp_path):
+    hook = "    pass\nimport shutil, collections\nshutil.disk_usage = lambda path: collections.namedtuple('U', 'total used free')(9, 9, 0)\n"
+    ended = paceline(tmp_path, "run", "-n", "2", "--job", "a", write_workload(tmp_path, hook))
+    assert ended.code == 1
+    assert "0 MiB are free there" in ended.err
+    assert not [line for line in events_of(tmp_path) if line["event"] == "step"]
+
+
+@pytest.mark.slow
+def test_resuming_with_another_model_names_the_first_difference(tmp_path):
+    file = write_workload(tmp_path)
+    assert paceline(tmp_path, "run", "-n", "2", "--job", "a", file).code == 0
+    file.write_text(file.read_text().replace("Linear(4, 8)", "Linear(4, 9)").replace("Linear(8, 1)", "Linear(9, 1)"))
+    ended = paceline(tmp_path, "run", "-n", "2", "--job", "a", "--resume", file)
+    assert ended.code == 2
+    assert "0.weight has the shape (8, 4) in it and (9, 4) in the model" in ended.err
+
+
+@pytest.mark.slow
+def test_all_checkpoints_damaged_is_refused_before_any_process(tmp_path):
+    file = write_workload(tmp_path)
+    assert paceline(tmp_path, "run", "--job", "a", file).code == 0
+    for path in (tmp_path / "runs" / "a" / "checkpoints").glob("*/*.safetensors"):
+        path.write_bytes(path.read_bytes()[:-1])
+    ended = paceline(tmp_path, "run", "--job", "a", "--resume", file)
+    assert ended.code == 2
+    assert "none of the 1 there is whole" in ended.err
+
+
+def test_more_ranks_than_cores_is_allowed_with_a_word(tmp_path):
+    ranks = (os.cpu_count() or 1) + 1
+    file = tmp_path / "words.py"
+    file.write_text("import paceline\npaceline.init()\npaceline.barrier()\n")
+    ended = paceline(tmp_path, "run", "-n", str(ranks), str(file))
+    assert ended.code == 0, ended.err
+    assert f"{ranks} ranks share {os.cpu_count()} cores" in ended.err

@@ -1,0 +1,141 @@
+"""The MPI words on real ranks, against what they mean."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import paceline
+from paceline.comm import words
+from paceline.comm.process_group import Place, find_place
+from paceline.nouns.errors import UsageError
+from ranks import run_ranks
+
+
+def every_word(rank):
+    paceline.init()
+    paceline.init()
+    mine = torch.arange(6, dtype=torch.float64).view(3, 2) + 10 * rank
+    kept = mine.clone()
+    rows = torch.full((rank + 1, 2), float(rank))
+    answers = {
+        "place": (
+            paceline.rank(),
+            paceline.size(),
+            paceline.local_rank(),
+            paceline.local_size(),
+            paceline.cross_rank(),
+        ),
+        "ops": {op: paceline.all_reduce(mine, op) for op in ("sum", "mean", "min", "max", "product")},
+        "strided": paceline.all_reduce(mine.T),
+        "gathered": paceline.all_gather(rows),
+        "sent": paceline.broadcast(mine, root=1),
+        "scattered": paceline.reduce_scatter(torch.cat([mine, mine]), "sum"),
+        "uneven": paceline.reduce_scatter(torch.arange(4.0) + rank, "mean"),
+        "exchanged": paceline.all_to_all(torch.arange(3.0) + 10 * rank, [0, 1, 2]),
+        "bf16": paceline.all_reduce(torch.ones(2, dtype=torch.bfloat16)),
+    }
+    paceline.barrier()
+    assert torch.equal(mine, kept), "an argument was changed"
+    answers["ledger"] = {key: words.world().comm.ledger.calls[key, "world"] for key in ("all_reduce", "barrier")}
+    return answers
+
+
+def test_words_mean_what_mpi_says():
+    ranks = run_ranks(3, every_word)
+    base = torch.arange(6, dtype=torch.float64).view(3, 2)
+    all_of_them = torch.stack([base, base + 10, base + 20])
+    expected = {
+        "sum": all_of_them.sum(0),
+        "mean": all_of_them.mean(0),
+        "min": base,
+        "max": base + 20,
+        "product": all_of_them.prod(0),
+    }
+    for rank, answers in enumerate(ranks):
+        assert answers["place"] == (rank, 3, rank, 3, 0)
+        for op, value in answers["ops"].items():
+            torch.testing.assert_close(value, expected[op])
+        torch.testing.assert_close(answers["strided"], expected["sum"].T)
+        assert answers["gathered"][:, 0].tolist() == [0, 1, 1, 2, 2, 2]
+        assert torch.equal(answers["sent"], base + 10)
+        whole = torch.cat([expected["sum"], expected["sum"]])
+        torch.testing.assert_close(answers["scattered"], whole[2 * rank : 2 * rank + 2])
+        assert answers["uneven"].tolist() == [[1.0, 2.0], [3.0], [4.0]][rank]
+        assert answers["exchanged"][1] == [rank] * 3
+        expected_rows = {0: [], 1: [0.0, 10.0, 20.0], 2: [1.0, 2.0, 11.0, 12.0, 21.0, 22.0]}
+        assert answers["exchanged"][0].tolist() == expected_rows[rank]
+        assert answers["bf16"].tolist() == [3.0, 3.0]
+        assert answers["ledger"] == {"all_reduce": 7, "barrier": 1}
+
+
+def test_a_world_of_one_needs_no_launcher():
+    answers = run_ranks(1, one_rank)[0]
+    assert answers == [1.0, 1.0, 1.0, 1.0, 1.0]
+
+
+def one_rank(rank):
+    paceline.init()
+    one = torch.ones(1)
+    results = [
+        paceline.all_reduce(one),
+        paceline.all_gather(one),
+        paceline.broadcast(one),
+        paceline.reduce_scatter(one),
+    ]
+    return [float(result) for result in [*results, paceline.all_to_all(one)[0]]]
+
+
+def wrong_calls(rank):
+    said = []
+    calls = [
+        lambda: paceline.rank(),
+        lambda: paceline.init() or paceline.all_reduce(torch.ones(1), "average"),
+        lambda: paceline.broadcast(torch.ones(1), root=5),
+        lambda: paceline.all_gather(torch.tensor(1.0)),
+        lambda: paceline.all_to_all(torch.ones(3), [3]),
+        lambda: paceline.all_to_all(torch.ones(3)),
+    ]
+    for call in calls:
+        try:
+            call()
+        except UsageError as error:
+            said.append(str(error))
+    return said
+
+
+def test_wrong_calls_say_what_to_do():
+    first, *others = run_ranks(2, wrong_calls)[0]
+    assert "call paceline.init() first" in first
+    for word, text in zip(["mean", "0 to 1", "reshape(1)", "splits", "splits"], others, strict=True):
+        assert word in text
+
+
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1"}
+OURS = {"PACELINE_RANK": "1", "PACELINE_WORLD_SIZE": "2", "PACELINE_LOCAL_RANK": "1", "PACELINE_LOCAL_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "place"),
+    [
+        ({}, Place()),
+        (TORCHRUN, Place(3, 4, 1, 2, 1)),
+        ({**OURS, "PACELINE_RENDEZVOUS": "x"}, Place(1, 2, 1, 2, 0, "x")),
+        ({**TORCHRUN, **OURS}, Place(1, 2, 1, 2, 1)),
+    ],
+)
+def test_a_place_is_read_from_the_launchers_variables(environment, place):
+    assert find_place(environment) == place
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({"PACELINE_RANK": "0"}, "only PACELINE_RANK is set"),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "it is 'x'"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "rank 2 of 2"),
+    ],
+)
+def test_contradicting_variables_are_refused(environment, said):
+    with pytest.raises(UsageError, match=said):
+        find_place(environment)

@@ -1,0 +1,83 @@
+"""What a sample is does not depend on ranks, micro-batches or loader workers; precision and devices are kept."""
+
+from __future__ import annotations
+
+import random
+from collections import namedtuple
+
+import numpy as np
+import pytest
+import torch
+
+from paceline.nouns.workload import Workload
+from paceline.train.data import RankLoader, moved
+from paceline.train.seed import random_state, restore_random_state, seed_everything
+from ranks import run_ranks
+
+
+class Noisy(torch.utils.data.Dataset):
+    """Samples with numbers of every random generator in them."""
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        return index, float(torch.rand(())), random.random(), float(np.random.rand())
+
+
+def loader(rank=0, size=1, **parts):
+    workload = Workload(
+        model=len, loss=len, optimizer=len, data=Noisy(), batch_size=6, collate=list, seed=4, **parts
+    )  # fmt: skip
+    return RankLoader(Noisy(), workload, rank, size, torch.device("cpu"))
+
+
+def samples_of(rank, size, parts):
+    batches = list(loader(rank, size, **parts).training(0, 40))
+    return [(batch.positions, [sample for micro in batch.microbatches for sample in micro]) for batch in batches]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("parts", [{}, {"micro_batch_size": 1}, {"loader_workers": 2}], ids=str)
+def test_the_same_samples_whatever_the_split(size, parts):
+    whole = samples_of(0, 1, {})
+    ranks = [run_ranks(1, samples_of_rank, rank, size, parts)[0] for rank in range(size)]
+    for number, (positions, samples) in enumerate(whole):
+        assert all(part[number][0] == positions for part in ranks)
+        assert [sample for part in ranks for sample in part[number][1]] == samples
+    noise = [sample[1] for _, samples in whole for sample in samples]
+    assert len(set(noise)) == 40, "a sample looked the same in both epochs"
+
+
+def samples_of_rank(_, rank, size, parts):
+    return samples_of(rank, size, parts)
+
+
+def test_loading_leaves_the_models_random_numbers_alone():
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    next(loader().training(0, 6))
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_random_states_come_back():
+    seed_everything(9)
+    kept = random_state(torch.device("cpu"))
+    drawn = torch.rand(2).tolist(), random.random(), np.random.rand()
+    restore_random_state(kept, torch.device("cpu"))
+    assert (torch.rand(2).tolist(), random.random(), np.random.rand()) == drawn
+
+
+Pair = namedtuple("Pair", "x y")
+
+
+def test_batches_of_any_shape_are_moved():
+    one = torch.ones(2)
+    batch = {"a": [one, (one.long(), "text")], "b": Pair(one, 3)}
+    double = moved(batch, torch.device("cpu"), to_float64=True)
+    assert double["a"][0].dtype == torch.float64
+    assert double["a"][1][0].dtype == torch.int64
+    assert double["a"][1][1] == "text"
+    assert isinstance(double["b"], Pair)
+    assert double["b"].y == 3

@@ -1,0 +1,90 @@
+"""Evaluation over ranks: each sample once, sums added up, counts before ratios."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from sklearn.metrics import f1_score, matthews_corrcoef
+from torch import nn
+
+import paceline
+from paceline.comm import words
+from paceline.nouns.errors import WorkloadError
+from paceline.nouns.plan import Plan
+from paceline.train.job import Job
+from ranks import run_ranks
+
+SAMPLES = 23
+
+
+def dataset():
+    random = torch.Generator().manual_seed(5)
+    return [(torch.randn(3, generator=random), index % 4 == 0) for index in range(SAMPLES)]
+
+
+def loss(model, batch):
+    return nn.functional.cross_entropy(model(batch[0]), batch[1].long(), reduction="sum"), len(batch[1])
+
+
+def workload():
+    return paceline.Workload(
+        model=lambda: nn.Linear(3, 2),
+        loss=loss,
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        data=dataset(),
+        evaluation=dataset(),
+        batch_size=8,
+        micro_batch_size=2,
+    )
+
+
+def evaluate(rank):
+    from torchmetrics.classification import BinaryF1Score, BinaryMatthewsCorrCoef
+
+    words.init()
+    job = Job(workload(), Plan(mesh=f"replicate={words.size()}"))
+    f1 = {"f1": BinaryF1Score(), "mcc": BinaryMatthewsCorrCoef()}
+    from torchmetrics import MetricCollection
+
+    collection = MetricCollection(f1)
+
+    def score(model, batch):
+        guess = model(batch[0]).argmax(-1)
+        collection.update(guess, batch[1].long())
+        return {
+            "accuracy": ((guess == batch[1]).sum().float(), len(guess)),
+            "seen": (torch.tensor(float(len(guess))), 1),
+        }
+
+    result = job.evaluate(score=score, metrics=collection)
+    again = job.evaluate(score=score, metrics=collection)
+    assert again == result, "counts of the first evaluation were kept"
+    assert job.model.training
+    guesses = job.model(torch.stack([x for x, _ in dataset()])).argmax(-1)
+    return result, job.evaluate()["loss"], guesses.tolist()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_measures_are_those_of_the_whole_set(ranks):
+    truth = [int(y) for _, y in dataset()]
+    alone = run_ranks(1, evaluate)[0]
+    for result, loss, guesses in run_ranks(ranks, evaluate):
+        assert guesses == alone[2]
+        assert result["accuracy"] == sum(g == t for g, t in zip(guesses, truth, strict=True)) / SAMPLES
+        assert float(result["metrics"]["f1"]) == pytest.approx(f1_score(truth, guesses), abs=1e-6)
+        assert float(result["metrics"]["mcc"]) == pytest.approx(matthews_corrcoef(truth, guesses), abs=1e-6)
+        assert loss == pytest.approx(alone[1], rel=1e-6)
+
+
+def nothing_to_evaluate_on(rank):
+    words.init()
+    plain = workload()
+    job = Job(paceline.Workload(plain.model, plain.loss, plain.optimizer, plain.data, 8), Plan())
+    with pytest.raises(WorkloadError, match="the call named none"):
+        job.evaluate()
+    with pytest.raises(WorkloadError, match="should return a dict"):
+        job.evaluate(dataset(), score=lambda model, batch: 1.0)
+
+
+def test_bad_evaluations_are_refused():
+    run_ranks(1, nothing_to_evaluate_on)
