@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import lzma
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +22,7 @@ SHARED = ROOT.parent / "shared" / "data"
 WORDS = "a the dog cat bird saw heard fed not never often old small red"
 VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS.split(), "."]
 TRAIN, DEV = 64, 37  # 37: the ranks' shares of the last batch differ
-SAME = ("--batch-size", "8", "--epochs", "3", "--lr", "3e-3", "--precision", "float64")
+SAME = ("--batch-size", "8", "--epochs", "6", "--lr", "1e-3", "--precision", "float64")
 
 
 def load(name: str) -> ModuleType:
@@ -37,18 +38,17 @@ tasks = load("tasks")
 
 
 def sentence(row: int) -> str:
-    """A made-up sentence, of 4 to 9 words."""
-    words = VOCABULARY[5:-1]
-    return " ".join(words[(row * 7 + place * (1 + row % 5)) % len(words)] for place in range(4 + row % 6)) + " ."
+    """A made-up sentence of 4 to 9 words, another for every row."""
+    return " ".join(random.Random(row).choices(WORDS.split(), k=4 + row % 6)) + " ."
 
 
-def is_negated(text: str) -> int:
-    """The label of a sentence: something to learn."""
-    return int("not" in text.split() or "never" in text.split())
+def label_of(row: int) -> int:
+    """Whether the sentence is negated: something to learn; one in seven labels is wrong, so that not all is right."""
+    return int(bool({"not", "never"} & {*sentence(row).split()}) != (row % 7 == 3))
 
 
 def cola_row(row: int) -> str:
-    return f"xx{row:02d}\t{is_negated(sentence(row))}\t\t{sentence(row)}\n"
+    return f"xx{row:02d}\t{label_of(row)}\t\t{sentence(row)}\n"
 
 
 def sts_row(row: int) -> str:
@@ -73,7 +73,9 @@ def data(tmp_path):
 
 
 def run(folder: Path, ranks: int, *words: str | Path, timeout: float = 240) -> Ended:
-    return paceline(folder, "run", "-n", str(ranks), EXAMPLE / "workload.py", *words, timeout=timeout)
+    """The example on `ranks` ranks. transformers loads torch's compiler, which makes its cache folder at once."""
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "compiler")}
+    return paceline(folder, "run", "-n", str(ranks), EXAMPLE / "workload.py", *words, timeout=timeout, **cache)
 
 
 def result_of(folder: Path, ranks: int, *words: str | Path) -> tuple[dict, list[list[float]]]:
@@ -290,13 +292,13 @@ def test_one_rank_and_two_report_the_same(data, tmp_path):
     words = ("--task", "CoLA", "--data", data, "--tokenizer", data / "vocab.txt", *SAME)
     one, rows_of_one = result_of(tmp_path, 1, *words)
     two, rows_of_two = result_of(tmp_path, 2, *words)
-    assert (one["ranks"], two["ranks"], one["steps"], two["steps"]) == (1, 2, 24, 24)
-    assert [int(label) for _, label, _ in rows_of_one] == [is_negated(sentence(TRAIN + row)) for row in range(DEV)]
+    assert (one["ranks"], two["ranks"], one["steps"], two["steps"]) == (1, 2, 48, 48)
+    assert [int(label) for _, label, _ in rows_of_one] == [label_of(TRAIN + row) for row in range(DEV)]
     assert rows_of_one == rows_of_two
     assert one["dev"].pop("loss") == pytest.approx(two["dev"].pop("loss"), rel=1e-10)
     assert one["dev"] == two["dev"]
-    assert two["dev"]["f1"] > 0.4, "it has learned something, so that the metrics' numbers say something"
-    assert 0 < two["dev"]["confusion"]["rows"][0][0] < DEV
+    (true_0, false_1), (false_0, true_1) = two["dev"]["confusion"]["rows"]
+    assert min(true_0, true_1) > 0 < false_0 + false_1, "it has learned something, but not all"
     check_classes(two, rows_of_two)
 
 
@@ -307,7 +309,7 @@ def test_a_regression_alone_and_on_two_ranks(data, tmp_path):
     alone = [sys.executable, EXAMPLE / "workload.py", *words, "--output", tmp_path / "alone.json"]
     done = subprocess.run(alone, cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("STS-B: 24 steps on 1 rank")
+    assert done.stdout.startswith("STS-B: 48 steps on 1 rank")
     one = json.loads((tmp_path / "alone.json").read_text())
     two, rows = result_of(tmp_path, 2, *words)
     _, labels, guesses = zip(*rows, strict=True)

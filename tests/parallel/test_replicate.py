@@ -239,3 +239,47 @@ def make_only(rank, make):
 def test_models_that_differ_between_ranks_are_refused():
     for text in run_ranks(2, make_only, different_models):
         assert "rank 0 has weight (4, 3) torch.float32 where rank 1 has weight (5, 3) torch.float32" in text
+
+
+def data_by_rank(rank, longer):
+    rows = masked_rows(20 + longer * rank)
+    rows[:] = rows if longer else [{**row, "index": row["index"] + rank} for row in rows]
+    return make_only(rank, lambda: bert_workload(data=rows))
+
+
+def test_data_sets_of_different_lengths_are_refused():
+    for text in run_ranks(2, data_by_rank, True):
+        assert "theirs hold 20, 21 samples" in text
+
+
+def test_data_sets_of_different_samples_get_a_word():
+    assert run_ranks(2, told_of_different_data)[0].count("begin with different samples") == 1
+
+
+def told_of_different_data(rank):
+    import contextlib
+    import io
+
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        data_by_rank(rank, False)
+    return said.getvalue()
+
+
+def model_of_its_rank():
+    model = nn.Linear(3, 2)
+    nn.init.constant_(model.weight, float(words.rank()) + 1)
+    model.register_buffer("count", torch.tensor(words.rank()))
+    return model
+
+
+def start_state(rank):
+    words.init()
+    workload = bert_workload(model=model_of_its_rank, precision="float32")
+    return Job(workload, Plan(mesh=f"replicate={words.size()}")).model.state_dict()
+
+
+def test_training_starts_from_rank_zeros_state():
+    for state in run_ranks(2, start_state):
+        assert state["weight"].eq(1).all()
+        assert int(state["count"]) == 0

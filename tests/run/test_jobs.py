@@ -86,6 +86,15 @@ def test_when_a_rank_dies_all_end_and_the_first_cause_is_told_once(tmp_path, hoo
     assert written - last < 2, "the others lived on for more than 2 s"
 
 
+def test_ranks_that_wait_for_something_else_are_ended_too(tmp_path):
+    hook = "    if job and job.step_number == 3:\n        time.sleep(60) if job.rank == 0 else job.no_such_thing\n"
+    ended = paceline(tmp_path, "run", "-n", "2", "--job", "a", write_workload(tmp_path, hook))
+    assert ended.code == 1
+    assert "rank 1, step 4 failed first: AttributeError" in ended.err
+    last = max(event["at"] for event in events(run_of(tmp_path), "step"))
+    assert (run_of(tmp_path) / "result.json").stat().st_mtime - last < 2
+
+
 def test_nan_on_one_rank_names_rank_and_step(tmp_path):
     bad = "[p.data.fill_(float('nan')) for p in job.model.parameters()]"
     hook = f"    if job and job.step_number == 2 and job.rank == 1: {bad}\n"

@@ -29,7 +29,7 @@ from paceline.demo.workload import MaskedSequences, loss, make_workload
 from paceline.nouns.plan import Plan
 from paceline.train.job import Job
 
-BATCH, STEPS, WARM_UP, SEED = 16, 12, 3, 0  # samples of a process, steps of a turn
+BATCH, STEPS, WARM_UP, SEED = 8, 4, 3, 0  # samples of a process, steps of a turn
 Step = Callable[[], None]
 
 # Contestants and how many ranks each has.

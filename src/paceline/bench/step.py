@@ -23,7 +23,8 @@ from paceline.launch.local import rank_environment
 from paceline.nouns.errors import UsageError
 
 SEQUENCES, LENGTH, VOCABULARY = 4096, 64, 4096
-BATCH = 16  # samples of a process and step
+BATCH = 8  # samples of a process and step
+SLICES = 5  # turns of a contestant in a round: short ones, so that all meet the same moods of the machine
 STOCK = "ddp_stock_allocator"  # DDP as torchrun starts it, without the allocator setting that all others get
 TWO_RANKS = ("paceline", "paceline_gloo", "ddp", "flat_all_reduce", "no_communication", "accelerate", "lightning")
 ONE_RANK = ("plain", "paceline_alone")
@@ -55,10 +56,15 @@ def run_bench(folder: Path, rounds: int, startup_rounds: int, tell: Callable[[st
     seconds: dict[str, list[float]] = {name: [] for name in [*names, STOCK]}
     try:
         for number in range(rounds):
-            for name in seconds:
-                tell(f"step, round {number + 1} of {rounds}: {name}")
-                pool = pools[name == STOCK]
-                seconds[name].append(pool.turn("ddp" if name == STOCK else name))
+            tell(f"step, round {number + 1} of {rounds}")
+            turns: dict[str, list[float]] = {name: [] for name in seconds}
+            for slice_ in range(SLICES):
+                # Forwards and backwards, so that nobody always follows the same neighbour.
+                for name in list(seconds)[:: 1 if slice_ % 2 == 0 else -1]:
+                    pool = pools[name == STOCK]
+                    turns[name].append(pool.turn("ddp" if name == STOCK else name))
+            for name, values in turns.items():
+                seconds[name].append(statistics.mean(values))
     finally:
         for pool in pools:
             pool.close()

@@ -47,7 +47,11 @@ def main(argv: list[str] | None = None) -> int:
         fix = did_you_mean(verb, VERBS, "see `paceline --help`")
         print(f"paceline: the command {verb!r}, but there are {', '.join(VERBS)}.\n  Fix: {fix}.", file=sys.stderr)
         return MEETS_NOT
-    parser = Parser(prog="paceline", allow_abbrev=False, description="Train one PyTorch model on many devices; the loop stays yours.")
+    parser = Parser(
+        prog="paceline",
+        allow_abbrev=False,
+        description="Train one PyTorch model on many devices; the loop stays yours.",
+    )
     parser.add_argument("--version", action="version", version=_version())
     verbs = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, summary in VERBS.items():

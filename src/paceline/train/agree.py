@@ -1,8 +1,10 @@
-"""Before the first step: do all ranks have the same model? If not, say where they first differ."""
+"""Before the first step: do all ranks have the same model and data? If not, say where they differ."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -34,3 +36,48 @@ def check_same_model_everywhere(model: torch.nn.Module, comm: AxisComm) -> None:
         f"rank {comm.peers[0]} has {here} where rank {comm.peers[other]} has {there}",
         "make the model without looking at the rank, the host or the time",
     )
+
+
+def check_same_data_everywhere(samples: int, first: Any, comm: AxisComm, warn: Callable[[str], None]) -> None:
+    """Raise WorkloadError unless all ranks' data sets are equally long; warn where their first samples differ.
+
+    A sample may differ for a good reason that only the person knows, a length may not.
+
+    Args:
+        samples: the length of this rank's data set.
+        first: its first sample.
+        comm: the axis over which the data is split.
+        warn: told, on every rank, of samples that differ.
+    """
+    if comm.size == 1:
+        return
+    digest = hashlib.sha256()
+    _digest(first, digest.update)
+    mine = torch.tensor([samples, int.from_bytes(digest.digest()[:7], "big")])
+    everybody = [tuple(one.tolist()) for one in comm.all_gather(mine)]
+    lengths = [length for length, _ in everybody]
+    if len(set(lengths)) > 1:
+        raise WorkloadError(
+            "all ranks should make the same data set",
+            f"theirs hold {', '.join(map(str, lengths))} samples",
+            "make it without looking at the rank, the host or the time",
+        )
+    if len(set(everybody)) > 1:
+        warn(
+            "the ranks' data sets begin with different samples: is the data made of random numbers "
+            "without a seed? Then no two ranks train on the same data"
+        )
+
+
+def _digest(sample: Any, update: Callable[[bytes], None]) -> None:
+    if isinstance(sample, torch.Tensor):
+        update(sample.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    elif isinstance(sample, dict):
+        for key in sorted(sample, key=str):
+            update(str(key).encode())
+            _digest(sample[key], update)
+    elif isinstance(sample, list | tuple):
+        for part in sample:
+            _digest(part, update)
+    elif isinstance(sample, str | bytes | int | float | bool):
+        update(repr(sample).encode())

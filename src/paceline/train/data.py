@@ -54,6 +54,11 @@ class RankLoader:
         """The global order of the data set."""
         return DataOrder(self.workload.seed, len(self.data), batch_size, shuffle)
 
+    def first_sample(self) -> Any:
+        """The sample at position 0, as every rank should find it."""
+        with kept_random_state():
+            return _Positioned(self.data, self.order(self.workload.batch_size))[0]
+
     def training(self, position: int, end: int) -> Iterator[Batch]:
         """Every global batch from `position` up to `end`: this rank's part of it."""
         order = self.order(self.workload.batch_size)

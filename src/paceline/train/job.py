@@ -26,6 +26,7 @@ from paceline.nouns.workload import Workload
 from paceline.parallel.apply import parallelize
 from paceline.train import evaluate as evaluation
 from paceline.train import prepare, snapshot
+from paceline.train.agree import check_same_data_everywhere
 from paceline.train.data import Batch, RankLoader, moved, open_data
 from paceline.train.events import Events, peak_memory_bytes
 from paceline.train.seed import random_state, restore_random_state, seed_everything
@@ -84,6 +85,9 @@ class Job:
         self.scheduler = prepare.make_scheduler(workload, self.optimizer)
         seed_everything(workload.seed, 1 + self.rank)  # from here: dropout, different on every rank
         self.loader = RankLoader(open_data("data", workload.data), workload, self.rank, self.size, self.device)
+        if self.size > 1:
+            first = self.loader.first_sample()
+            check_same_data_everywhere(len(self.loader.data), first, self.comm, self._notice)
         order = self.loader.order(workload.batch_size)
         steps_per_epoch = -(-order.samples // order.batch_size)
         self.total_steps = workload.steps or workload.epochs * steps_per_epoch
