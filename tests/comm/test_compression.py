@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ranks import run_ranks
 
 from paceline.comm import words
 from paceline.comm.compression import PowerSGDWire, TopKWire
+from ranks import run_ranks
 
 ROWS, COLUMNS, TAIL, TURNS = 40, 30, 2, 6
 

@@ -31,11 +31,11 @@ from paceline.train.job import Job
 
 BATCH, STEPS, WARM_UP, SEED = 8, 4, 3, 0  # samples of a process, steps of a turn
 Step = Callable[[], None]
+ALONE = ("plain", "paceline_alone")  # share a process and take turns step by step: 1 % is to be seen
 
 # Contestants and how many ranks each has.
 RANKS = {
-    "plain": 1,
-    "paceline_alone": 1,
+    "alone": 1,
     "paceline": 2,
     "paceline_gloo": 2,
     "ddp": 2,
@@ -58,8 +58,9 @@ def main() -> None:
         ends = pipes[line.strip()]
         for end in ends:
             end.send_bytes(b"go")
-        seconds = [float(end.recv_bytes()) for end in ends]
-        print(json.dumps({"name": line.strip(), "seconds": max(seconds) / STEPS}), flush=True)
+        answers = [json.loads(end.recv_bytes()) for end in ends]
+        slowest = {name: max(answer[name] for answer in answers) for name in answers[0]}
+        print(json.dumps({"seconds": slowest}), flush=True)
 
 
 def _start(name: str, folder: Path) -> list[Connection[Any, Any]]:
@@ -70,7 +71,9 @@ def _start(name: str, folder: Path) -> list[Connection[Any, Any]]:
             try:
                 ours.close()
                 _set_place(name, rank, ranks, port, folder)
-                _serve(CONTESTANTS[name](folder, rank, ranks), theirs, ranks)
+                if name == "alone":
+                    _serve_pair(_plain(folder, rank, ranks), _paceline(folder, ranks, "auto"), theirs)
+                _serve(name, CONTESTANTS[name](folder, rank, ranks), theirs, ranks)
             except EOFError:
                 os._exit(0)
             except BaseException as error:
@@ -84,7 +87,7 @@ def _start(name: str, folder: Path) -> list[Connection[Any, Any]]:
 def _set_place(name: str, rank: int, ranks: int, port: int, folder: Path) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    if name.startswith("paceline"):
+    if name.startswith("paceline") or name == "alone":
         values = (rank, ranks, rank, ranks)
         names = ("PACELINE_RANK", "PACELINE_WORLD_SIZE", "PACELINE_LOCAL_RANK", "PACELINE_LOCAL_SIZE")
         os.environ.update({key: str(value) for key, value in zip(names, values, strict=True)})
@@ -94,7 +97,23 @@ def _set_place(name: str, rank: int, ranks: int, port: int, folder: Path) -> Non
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GROUP_RANK="0", TORCHELASTIC_RUN_ID="bench")
 
 
-def _serve(step: Step, end: Connection[Any, Any], ranks: int) -> None:
+def _serve_pair(plain: Step, ours: Step, end: Connection[Any, Any]) -> None:
+    for step in (plain, ours) * WARM_UP:
+        step()
+    end.send_bytes(b"ready")
+    while end.recv_bytes():
+        plain()
+        seconds: dict[str, list[float]] = {name: [] for name in ALONE}
+        for number in range(STEPS):
+            pairs = list(zip(ALONE, (plain, ours), strict=True))
+            for name, step in pairs[:: 1 if number % 2 else -1]:
+                began = time.perf_counter()
+                step()
+                seconds[name].append(time.perf_counter() - began)
+        end.send_bytes(json.dumps({name: sum(values) / STEPS for name, values in seconds.items()}).encode())
+
+
+def _serve(name: str, step: Step, end: Connection[Any, Any], ranks: int) -> None:
     for _ in range(WARM_UP):
         step()
     end.send_bytes(b"ready")
@@ -105,7 +124,7 @@ def _serve(step: Step, end: Connection[Any, Any], ranks: int) -> None:
         began = time.perf_counter()
         for _ in range(STEPS):
             step()
-        end.send_bytes(repr(time.perf_counter() - began).encode())
+        end.send_bytes(json.dumps({name: (time.perf_counter() - began) / STEPS}).encode())
 
 
 def _together(ranks: int) -> None:
@@ -235,8 +254,6 @@ def _paceline(folder: Path, ranks: int, transport: str) -> Step:
 
 
 CONTESTANTS: dict[str, Callable[[Path, int, int], Step]] = {
-    "plain": _plain,
-    "paceline_alone": lambda folder, rank, ranks: _paceline(folder, ranks, "auto"),
     "paceline": lambda folder, rank, ranks: _paceline(folder, ranks, "auto"),
     "paceline_gloo": lambda folder, rank, ranks: _paceline(folder, ranks, "gloo"),
     "ddp": _ddp,

@@ -51,18 +51,19 @@ def run_bench(folder: Path, rounds: int, startup_rounds: int, tell: Callable[[st
             raise UsageError(f"to measure {name}", f"{package} is not installed", "pip install 'paceline[bench]'")
     make_data(folder)
     load_before = os.getloadavg()[0]
-    names = [*ONE_RANK, *TWO_RANKS]
+    names = ["alone", *TWO_RANKS]
     pools = [_Pool(folder, names, rank_environment(2)), _Pool(folder, ["ddp"], _stock_environment())]
-    seconds: dict[str, list[float]] = {name: [] for name in [*names, STOCK]}
+    seconds: dict[str, list[float]] = {name: [] for name in [*ONE_RANK, *TWO_RANKS, STOCK]}
     try:
         for number in range(rounds):
             tell(f"step, round {number + 1} of {rounds}")
             turns: dict[str, list[float]] = {name: [] for name in seconds}
             for slice_ in range(SLICES):
                 # Forwards and backwards, so that nobody always follows the same neighbour.
-                for name in list(seconds)[:: 1 if slice_ % 2 == 0 else -1]:
-                    pool = pools[name == STOCK]
-                    turns[name].append(pool.turn("ddp" if name == STOCK else name))
+                for name in [*names, STOCK][:: 1 if slice_ % 2 == 0 else -1]:
+                    answer = pools[name == STOCK].turn("ddp" if name == STOCK else name)
+                    for which, value in answer.items():
+                        turns[STOCK if name == STOCK else which].append(value)
             for name, values in turns.items():
                 seconds[name].append(statistics.mean(values))
     finally:
@@ -122,12 +123,12 @@ class _Pool:
         for _ in names:
             self._answer()
 
-    def turn(self, name: str) -> float:
-        """Seconds per step of one turn."""
+    def turn(self, name: str) -> dict[str, float]:
+        """Seconds per step of one turn, by contestant."""
         assert self.process.stdin is not None
         self.process.stdin.write(name + "\n")
         self.process.stdin.flush()
-        return float(self._answer()["seconds"])
+        return dict(self._answer()["seconds"])
 
     def close(self) -> None:
         """End the contestants: their pipes close with the pool."""
