@@ -69,7 +69,7 @@ def run_demo(request: Request, say: Callable[[str], None], screen: Screen) -> di
         f"3/3  {request.steps} steps of {request.batch_size} samples with {request.ranks} processes; "
         "held-out text is looked at now and then"
     )
-    every = max(1, request.steps // 6)
+    every = -(-request.steps // 6)
     words = ["--steps", str(request.steps), "--evaluate-every", str(every), "--save", str(folder / "model")]
     trained = _job(request, folder, request.ranks, words, screen, corpus)
     steps, evaluations = report.read_events(folder, "step"), report.read_events(folder, "evaluation")

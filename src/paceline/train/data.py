@@ -62,27 +62,26 @@ class RankLoader:
     def training(self, position: int, end: int) -> Iterator[Batch]:
         """Every global batch from `position` up to `end`: this rank's part of it."""
         order = self.order(self.workload.batch_size)
-        yield from self._load(order, order.batches(position, end))
+        yield from self._load(order, position, end)
 
     def evaluation(self) -> Iterator[Batch]:
         """Each sample once, in the data set's own order."""
         order = self.order(self.workload.batch_size, shuffle=False)
-        yield from self._load(order, order.batches(0, len(self.data)), _EVALUATION)
+        yield from self._load(order, 0, len(self.data), _EVALUATION)
 
-    def _load(self, order: DataOrder, batches: Iterator[range], *stream: int) -> Iterator[Batch]:
+    def _load(self, order: DataOrder, position: int, end: int, *stream: int) -> Iterator[Batch]:
         workers = self.workload.loader_workers
-        all_batches = list(batches)
-        pieces = [self._pieces(batch) for batch in all_batches]
         loader = DataLoader(
             _Positioned(self.data, order, *stream),
-            batch_sampler=[list(piece) for batch in pieces for piece in batch],
+            batch_sampler=_Pieces(self, order, position, end),  # type: ignore[arg-type]
             collate_fn=self.workload.collate,
             num_workers=workers,
             generator=torch.Generator(),  # its own, so that making a loader leaves the model's random numbers alone
             pin_memory=self.device.type == "cuda",
         )
         ready = iter(loader)
-        for batch, parts in zip(all_batches, pieces, strict=True):
+        for batch in order.batches(position, end):
+            parts = self.pieces(batch)
             if workers:
                 loaded = [next(ready) for _ in parts]
             else:
@@ -91,9 +90,25 @@ class RankLoader:
             double = self.workload.precision == "float64"
             yield Batch([moved(one, self.device, double) for one in loaded], batch)
 
-    def _pieces(self, batch: range) -> list[range]:
+    def pieces(self, batch: range) -> list[range]:
+        """The positions of this rank's micro-batches of a global batch."""
         mine = share(batch, self.rank, self.size)
         return cut(mine, self.workload.micro_batch_size or max(len(mine), 1))
+
+
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    """What the loader is to load next, made as it asks: a run may be a million steps long."""
+
+    loader: RankLoader
+    order: DataOrder
+    position: int
+    end: int
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in self.order.batches(self.position, self.end):
+            for piece in self.loader.pieces(batch):
+                yield list(piece)
 
 
 def moved(batch: Any, device: torch.device, to_float64: bool) -> Any:
