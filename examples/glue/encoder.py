@@ -166,15 +166,18 @@ def first_line(error: Exception) -> str:
 def _wordpiece(path: Path) -> Any:
     if not path.is_file():
         raise UsageError(f"--tokenizer {path}", "there is no such file", "name a BERT WordPiece vocab.txt")
-    tokenizer = BertWordPieceTokenizer(str(path), lowercase=True)
-    missing = [token for token in ("[PAD]", "[UNK]", "[CLS]", "[SEP]") if tokenizer.token_to_id(token) is None]
+    try:
+        vocabulary = {token: number for number, token in enumerate(path.read_text(encoding="utf-8").splitlines())}
+    except UnicodeDecodeError:
+        vocabulary = {}
+    missing = [token for token in ("[PAD]", "[UNK]", "[CLS]", "[SEP]") if token not in vocabulary]
     if missing:
         raise UsageError(
             f"a WordPiece vocabulary in --tokenizer {path}",
             f"it lacks {', '.join(missing)}",
             "name a vocab.txt with one token a line, such as bert-base-uncased has",
         )
-    return tokenizer
+    return BertWordPieceTokenizer(str(path), lowercase=True)
 
 
 def _own(folder: Path) -> Any:

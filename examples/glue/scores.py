@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,21 +46,17 @@ class Predictions(Metric):
 
     def __init__(self) -> None:
         super().__init__()
-        for name in ("rows", "labels", "guesses"):
-            self.add_state(name, default=[], dist_reduce_fx="cat")
+        self.add_state("table", default=[], dist_reduce_fx="cat")
+        self.set_dtype(torch.float64)  # one dtype on every rank, also on one that has met no row
 
     def update(self, preds: Tensor, target: Tensor, rows: Tensor) -> None:
         """Take in one micro-batch."""
-        for state, values in ((self.rows, rows), (self.labels, target), (self.guesses, preds)):
-            state.append(values)
+        self.table.append(torch.stack([rows.double(), target.double(), preds.double()], dim=1).flatten())
 
-    def compute(self) -> list[tuple[int, float, float]]:
-        """(row, label, prediction) of all ranks."""
-        columns = (torch.cat(list(state) if isinstance(state, list) else [state]).tolist() for state in self._states())
-        return sorted(zip(*columns, strict=True))
-
-    def _states(self) -> tuple[Any, Any, Any]:
-        return self.rows, self.labels, self.guesses
+    def compute(self) -> list[list[float]]:
+        """[row, label, prediction] of all ranks."""
+        parts = self.table if isinstance(self.table, list) else [self.table]
+        return sorted(torch.cat(parts).view(-1, 3).tolist())
 
 
 def make_metrics(is_regression: bool, device: torch.device) -> MetricCollection:
@@ -81,21 +78,27 @@ def make_metrics(is_regression: bool, device: torch.device) -> MetricCollection:
     return collection.set_dtype(torch.float64) if is_regression else collection
 
 
-def report(result: dict[str, Any], labels: tuple[str, ...]) -> tuple[dict[str, Any], list[tuple[int, float, float]]]:
-    """The evaluation as plain numbers, and the predictions.
+def report(result: dict[str, Any], labels: tuple[str, ...]) -> tuple[dict[str, Any], list[list[float]]]:
+    """The evaluation as plain numbers, and every row's number, label and prediction.
 
     Args:
         result: of `job.evaluate`.
         labels: of the classes; none for a regression.
     """
-    metrics = dict(result["metrics"])
-    predictions = metrics.pop("predictions")
-    confusion = metrics.pop("confusion", None)
+    metrics = result["metrics"]
+    predictions = metrics["predictions"]
     numbers: dict[str, Any] = {"samples": len(predictions), "loss": result["loss"]}
     numbers |= {name: float(metrics[name]) for name in ORDER if name in metrics}
-    if confusion is not None:
-        numbers["confusion"] = {"labels": list(labels), "rows": confusion.tolist()}
-    return numbers, predictions
+    if labels:
+        numbers["confusion"] = {"labels": list(labels), "rows": metrics["confusion"].tolist()}
+        predictions = [[int(value) for value in row] for row in predictions]
+    return numbers, [[int(row), label, guess] for row, label, guess in predictions]
+
+
+def write_predictions(path: Path, predictions: list[list[float]]) -> None:
+    """Write them as TSV; a number reads back as what it was."""
+    lines = ["row\tlabel\tprediction", *("\t".join(map(repr, row)) for row in predictions)]
+    path.write_text("\n".join(lines) + "\n")
 
 
 def table(numbers: dict[str, Any]) -> str:

@@ -249,7 +249,7 @@ def _lines(path: Path) -> Iterator[tuple[int, list[str]]]:
         except UnicodeDecodeError as error:
             raise DataError(
                 f"{path}, line {number}: text in UTF-8",
-                f"byte {error.start + 1} is none",
+                f"byte {error.start + 1} is no part of it",
                 "mend that line or take it out",
             ) from None
         yield number, text.removesuffix("\r").split("\t")

@@ -122,7 +122,7 @@ def make_optimizer(model: torch.nn.Module, peak: float) -> torch.optim.Optimizer
     return torch.optim.AdamW(groups, lr=peak)
 
 
-def evaluate(job: Any, task: tasks.Task) -> tuple[dict[str, Any], list[tuple[int, float, float]]]:
+def evaluate(job: Any, task: tasks.Task) -> tuple[dict[str, Any], list[list[float]]]:
     """The dev set's metrics over all ranks, and every row's prediction. Call it on every rank."""
     metrics = scores.make_metrics(task.is_regression, job.device)
 
@@ -162,8 +162,7 @@ def main() -> None:
     if arguments.output:
         arguments.output.write_text(json.dumps(result, indent=1) + "\n")
     if arguments.predictions:
-        lines = ("\t".join(map(repr, row)) for row in predictions)
-        arguments.predictions.write_text("row\tlabel\tprediction\n" + "".join(f"{line}\n" for line in lines))
+        scores.write_predictions(arguments.predictions, predictions)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from paceline.comm import words
 from paceline.nouns.errors import CheckpointError
 from paceline.nouns.plan import Plan
 from paceline.train.job import Job
+
 from ranks import run_ranks
 
 

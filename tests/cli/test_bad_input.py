@@ -8,8 +8,9 @@ import re
 
 import pytest
 
-from jobs import LOOP, TINY, paceline, write_workload
 from paceline.cli.main import main
+
+from jobs import LOOP, TINY, paceline, write_workload
 
 THREE_PARTS = re.compile(r"^paceline( [a-z]+)?: .+, but .+\.\n  Fix: .+\.$", re.DOTALL | re.MULTILINE)
 GOOD = TINY + LOOP

@@ -9,6 +9,7 @@ import paceline
 from paceline.comm import words
 from paceline.comm.process_group import Place, find_place
 from paceline.nouns.errors import UsageError
+
 from ranks import run_ranks
 
 

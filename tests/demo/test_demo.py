@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from jobs import paceline
 from paceline.demo.bert import Bert, BertConfig
 from paceline.demo.corpus import CLS, LENGTH, SEP, VOCABULARY, prepare
 from paceline.demo.report import summary, table, terminal_curve
 from paceline.demo.workload import MaskedSequences, save_for_transformers
+
+from jobs import paceline
 
 
 @pytest.fixture(scope="module")

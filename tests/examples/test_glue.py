@@ -13,8 +13,9 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from jobs import Ended, paceline
 from paceline.nouns.errors import DataError, UsageError
+
+from jobs import Ended, paceline
 
 ROOT = Path(__file__).parent.parent.parent
 EXAMPLE = ROOT / "examples" / "glue"

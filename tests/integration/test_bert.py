@@ -8,13 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from ranks import run_ranks
 
 from paceline.comm import words
 from paceline.demo.bert import Bert, BertConfig
 from paceline.demo.workload import loss, make_workload
 from paceline.nouns.plan import Plan
 from paceline.train.job import Job
+
+from ranks import run_ranks
 
 pytestmark = pytest.mark.integration
 

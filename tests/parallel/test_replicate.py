@@ -12,6 +12,7 @@ from paceline.comm import words
 from paceline.demo.bert import Bert, BertConfig
 from paceline.nouns.plan import Plan
 from paceline.train.job import Job
+
 from ranks import run_ranks
 
 STEPS = 20

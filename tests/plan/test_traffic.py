@@ -13,6 +13,7 @@ from paceline.nouns.plan import Plan
 from paceline.plan.traffic import Tensor, replicate
 from paceline.train.describe import describe
 from paceline.train.job import Job
+
 from ranks import run_ranks
 
 

@@ -12,6 +12,7 @@ import torch
 from paceline.nouns.workload import Workload
 from paceline.train.data import RankLoader, moved
 from paceline.train.seed import random_state, restore_random_state, seed_everything
+
 from ranks import run_ranks
 
 

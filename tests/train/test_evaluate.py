@@ -12,6 +12,7 @@ from paceline.comm import words
 from paceline.nouns.errors import WorkloadError
 from paceline.nouns.plan import Plan
 from paceline.train.job import Job
+
 from ranks import run_ranks
 
 SAMPLES = 23
