@@ -61,7 +61,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def check_arguments(arguments: argparse.Namespace) -> None:
     """Raise UsageError for what would else be found only after the training."""
-    for flag, least in (("max_length", 8), ("limit_train", 1)):
+    for flag, least in (("max_length", 8), ("limit_train", 1), ("batch_size", 1), ("epochs", 1), ("steps", 1)):
         value = getattr(arguments, flag)
         if value is not None and value < least:
             name = f"--{flag.replace('_', '-')}"

@@ -246,3 +246,19 @@ def test_a_running_job_listens_on_loopback_alone(tmp_path):
     job.communicate(timeout=30)
     assert set(listening) <= {"127.0.0.1", "::1"}, listening
     assert listening, "gloo opened no socket: the test is void"
+
+
+def test_where_forking_is_unsafe_ranks_are_fresh_interpreters(tmp_path, monkeypatch, capsys):
+    from paceline.cli.main import main
+
+    file = write_workload(tmp_path)
+    monkeypatch.setattr("paceline.launch.local.can_fork", lambda: False)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    assert main(["run", "-n", "2", "--runs", str(tmp_path / "runs"), "--job", "a", str(file)]) == 0
+    assert len(losses(run_of(tmp_path))) == STEPS
+    monkeypatch.setenv("TEST_PAUSE", "0.1")
+    file.write_text(
+        file.read_text().replace("    job.step(batch)", "    job.step(batch); job.step_number == 3 and 1 / 0")
+    )
+    assert main(["run", "-n", "2", "--runs", str(tmp_path / "runs"), "--job", "b", str(file)]) == 1
+    assert "ZeroDivisionError" in capsys.readouterr().err

@@ -1,0 +1,66 @@
+"""Switches of a workload, and a loop that brings its own batches."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import paceline
+from paceline.comm import words
+from paceline.nouns.plan import Plan
+from paceline.train.job import Job
+
+from ranks import run_ranks
+
+
+def workload(seen=None, **parts):
+    def loss(model, batch):
+        out = model(batch)
+        if seen is not None:
+            seen.append(out.dtype)
+        return out.float().square().sum(), len(batch)
+
+    return paceline.Workload(
+        model=lambda: nn.Linear(4, 2),
+        loss=loss,
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        data=list(torch.randn(16, 4, generator=torch.Generator().manual_seed(0))),
+        batch_size=4,
+        **parts,
+    )
+
+
+def one_step(rank, parts):
+    words.init()
+    seen = []
+    job = Job(workload(seen, **parts), Plan(mesh=f"replicate={words.size()}"))
+    job.step(next(job.batches()))
+    weight = job.model.weight
+    return seen[0], weight.dtype, weight.detach(), torch.are_deterministic_algorithms_enabled()
+
+
+def test_bf16_computes_in_bf16_and_keeps_float32_parameters():
+    for seen, kept, _, _ in run_ranks(2, one_step, {"precision": "bf16"}):
+        assert (seen, kept) == (torch.bfloat16, torch.float32)
+
+
+def test_the_determinism_switch():
+    assert not run_ranks(1, one_step, {})[0][3]
+    assert run_ranks(1, one_step, {"deterministic": True})[0][3]
+
+
+def own_batches(rank):
+    words.init()
+    job = Job(workload(), Plan(mesh=f"replicate={words.size()}"))
+    data = torch.stack(job.workload.data)
+    mine = [data[:3], data[3:4]][rank] if words.size() == 2 else data[:4]
+    mean = job.step(mine)
+    return mean, job.model.weight.detach(), job.position
+
+
+def test_a_persons_own_batches_are_averaged_by_their_weights():
+    (whole, weight, position), *_ = run_ranks(1, own_batches)
+    for mean, other, _ in run_ranks(2, own_batches):
+        assert abs(mean - whole) < 1e-6
+        torch.testing.assert_close(other, weight)
+    assert position == 0, "the order is the person's, so ours has not moved"
