@@ -12,7 +12,7 @@ from collections import Counter
 
 import pytest
 
-from jobs import STEPS, events, leftovers, losses, paceline, rank_pids, send, start, wait_for, write_workload
+from jobs import LOOP, STEPS, events, leftovers, losses, paceline, rank_pids, send, start, wait_for, write_workload
 
 pytestmark = pytest.mark.slow
 
@@ -93,6 +93,13 @@ def test_ranks_that_wait_for_something_else_are_ended_too(tmp_path):
     assert "rank 1, step 4 failed first: AttributeError" in ended.err
     last = max(event["at"] for event in events(run_of(tmp_path), "step"))
     assert (run_of(tmp_path) / "result.json").stat().st_mtime - last < 2
+
+
+def test_a_failure_between_steps_names_no_step(tmp_path):
+    file = write_workload(tmp_path, loop=LOOP + "    raise OSError('after the last step')\n")
+    ended = paceline(tmp_path, "run", "--job", "a", file)
+    assert ended.code == 1
+    assert "rank 0 failed first: OSError: after the last step" in ended.err
 
 
 def test_nan_on_one_rank_names_rank_and_step(tmp_path):

@@ -77,6 +77,16 @@ def test_measures_are_those_of_the_whole_set(ranks):
         assert loss == pytest.approx(alone[1], rel=1e-6)
 
 
+def fewer_samples_than_ranks(rank):
+    words.init()
+    return Job(workload(), Plan(mesh=f"replicate={words.size()}")).evaluate(dataset()[:1])["loss"]
+
+
+def test_a_rank_without_a_sample_takes_part():
+    alone = run_ranks(1, fewer_samples_than_ranks)[0]
+    assert run_ranks(3, fewer_samples_than_ranks) == [pytest.approx(alone, rel=1e-6)] * 3
+
+
 def nothing_to_evaluate_on(rank):
     words.init()
     plain = workload()

@@ -178,7 +178,7 @@ class Supervisor:
         if not failures:
             failures = {0: silent_death(0, -signal.SIGKILL, time.time_ns() / 1e9)}
         for failure in failures.values():
-            if failure["step"] is None and progress.last is not None:
+            if failure["type"] == "ProcessDied" and progress.last is not None:
                 failure["step"] = progress.last["step"] + 1
         cause = first_cause(failures)
         return Ending("failed", cause["exit_code"], cause, self.request.ranks - 1)

@@ -61,7 +61,7 @@ def _failed(error: BaseException) -> int:
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_persons(frame.filename)]
     failure = {
         "rank": error.rank if isinstance(error, PacelineError) and error.rank is not None else rank,
-        "step": error.step if isinstance(error, PacelineError) else _step(),
+        "step": error.step if isinstance(error, PacelineError) else jobs.current_step(),
         "at": time.time_ns() / 1e9,
         "type": type(error).__name__,
         "message": str(error),
@@ -81,11 +81,6 @@ def _failed(error: BaseException) -> int:
 
 def _is_persons(file: str) -> bool:
     return "site-packages" not in file and f"{os.sep}paceline{os.sep}" not in file and not file.startswith("<")
-
-
-def _step() -> int | None:
-    step = jobs.current_step()
-    return None if step is None else step + 1
 
 
 if __name__ == "__main__":

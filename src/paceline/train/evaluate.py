@@ -89,6 +89,6 @@ def _checked(result: Any) -> dict[str, Any]:
 
 def _names_everywhere(names: list[str], comm: AxisComm) -> list[str]:
     """The names that any rank has: a rank without a batch has none."""
-    packed = torch.frombuffer(bytearray("\n".join([*names, ""]).encode()), dtype=torch.uint8)
+    packed = torch.frombuffer(bytearray("\n".join(["", *names]).encode() or b"\n"), dtype=torch.uint8)
     gathered = comm.all_gather(packed)
     return sorted({name for part in gathered for name in bytes(part.tolist()).decode().split("\n") if name})

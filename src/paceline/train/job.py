@@ -95,6 +95,7 @@ class Job:
         self.step_number, self.position, self.saved_step = 0, 0, -1
         self.last: StepRecord | None = None
         self.is_stopping = threading.Event()
+        self.is_stepping = False  # stays set when a step fails
         self._begin_run()
 
     def batches(self) -> Iterator[Batch]:
@@ -114,6 +115,7 @@ class Job:
             Stopped: the job was asked to stop; it has been saved.
         """
         began_s, sent_before = self.clock.now_s(), self.ledger.total_bytes
+        self.is_stepping = True
         own = isinstance(batch, Batch)
         double = self.workload.precision == "float64"
         microbatches = batch.microbatches if own else [moved(batch, self.device, double)]
@@ -141,6 +143,7 @@ class Job:
             norm,
             peak_memory_bytes(),
         )
+        self.is_stepping = False
         self.events.write(self.last.to_json())
         self._save_if_due(sums.is_stopping)
         return sums.mean
@@ -300,8 +303,8 @@ def was_any_made() -> bool:
 
 
 def current_step() -> int | None:
-    """Steps done by the newest job of this process; None before there is one."""
-    return _made[-1].step_number if _made else None
+    """The step that this process's newest job is in, or failed in; None between steps."""
+    return _made[-1].step_number + 1 if _made and _made[-1].is_stepping else None
 
 
 def close_open_jobs() -> None:
