@@ -34,6 +34,7 @@ from paceline.nouns.errors import CheckpointError
 
 NOTES_TIMEOUT_S = 600  # for the slowest rank's file
 _POLL_S = 0.02
+_LAST_WORDS_S = 5
 
 
 @dataclass(slots=True)
@@ -114,6 +115,7 @@ class Writer:
         self.failure.append(failure)
         if self.rank == 0:
             self.report({"event": "checkpoint_failed", "path": str(folder), "found": found})
+            _let_others_finish(partial, self.size)
             shutil.rmtree(partial, ignore_errors=True)
         else:
             _leave_note(partial, self.rank, {"error": found})
@@ -160,6 +162,13 @@ def _wait_for_notes(partial: Path, size: int) -> list[dict[str, Any]]:
             raise _no_note(rank, note["error"])
         notes.append(note)
     return notes
+
+
+def _let_others_finish(partial: Path, size: int) -> None:
+    """Wait until the other ranks have written their notes, or long enough: one that is slower writes into nothing."""
+    deadline_s = time.monotonic() + _LAST_WORDS_S
+    while time.monotonic() < deadline_s and len(list(partial.glob("note-*.json"))) < size - 1:
+        time.sleep(_POLL_S)
 
 
 def _no_note(rank: int, found: str) -> CheckpointError:

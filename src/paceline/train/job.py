@@ -187,9 +187,12 @@ class Job:
         self.comm.barrier()
         self._begin_save(folder, keep=0)
         failure = self.writer.wait()
-        self.comm.barrier()
-        if failure:
-            raise failure
+        failed = torch.tensor([int(failure is not None)])
+        self.comm.all_reduce(failed, "max")
+        if int(failed):
+            if self.rank == 0:
+                remove_partial(folder.parent)  # now no rank is writing any more
+            raise failure or prepare.failed_elsewhere(folder)
 
     def load(self, path: str | Path) -> None:
         """Go back to the checkpoint at `path`, or to the newest whole one in that folder.

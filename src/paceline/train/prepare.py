@@ -150,6 +150,11 @@ def check_may_write(folder: Path) -> None:
         )
 
 
+def failed_elsewhere(folder: Path) -> CheckpointError:
+    """The error of a rank whose own part of a checkpoint was written, when another's was not."""
+    return CheckpointError(f"the checkpoint {folder}", "another rank could not write its part", "see that rank's error")
+
+
 def check_same_job(folder: Path, manifest: dict[str, Any], workload: Workload, samples: int) -> None:
     """Raise CheckpointError when the checkpoint's data order is not this workload's."""
     for name, here in (("seed", workload.seed), ("samples", samples)):
