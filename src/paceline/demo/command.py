@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -56,6 +57,8 @@ def run_demo(request: Request, say: Callable[[str], None], screen: Screen) -> di
         UsageError: the tokenizers library is missing.
     """
     began_s = time.monotonic()
+    cores = max(1, (os.cpu_count() or 1) // request.ranks)
+    os.environ.setdefault("OMP_NUM_THREADS", str(cores))  # the single process gets what each of the others will get
     folder = directory.new_run(request.runs, None, Path("demo"))
     say("Paceline trains a small BERT to fill in hidden tokens, on text that every Python has:")
     say("the source and docstrings of the standard library.")
@@ -63,7 +66,8 @@ def run_demo(request: Request, say: Callable[[str], None], screen: Screen) -> di
     say(f"1/3  preparing the text (once; kept in {request.runs / 'demo-text'})")
     corpus = prepare(request.runs / "demo-text")
     say(_about(corpus))
-    say(f"2/3  {_SPEED_STEPS} steps with one process, for its speed")
+    threads = os.environ["OMP_NUM_THREADS"]
+    say(f"2/3  {_SPEED_STEPS} steps with one process, for its speed ({threads} thread per process, here and below)")
     alone = _job(request, folder / "one-process", 1, ["--steps", str(_SPEED_STEPS)], screen, corpus)
     say(
         f"3/3  {request.steps} steps of {request.batch_size} samples with {request.ranks} processes; "
