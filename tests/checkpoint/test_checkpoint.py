@@ -19,6 +19,9 @@ from paceline.train.job import Job
 from ranks import run_ranks
 
 
+SLOW = pytest.mark.slow
+
+
 def make(width=8, seed=0, optimizer=torch.optim.AdamW, tied=False):
     def model():
         layers = nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width), nn.Dropout(0.3), nn.Linear(width, 4))
@@ -68,7 +71,11 @@ def load_and_go_on(rank, folder, tied, plan):
     return steps(job, 3), {name: t.clone() for name, t in job.model.state_dict().items()}
 
 
-@pytest.mark.parametrize("plan", [{}, {"compression": "topk"}, {"compression": "powersgd"}], ids=str)
+@pytest.mark.parametrize(
+    "plan",
+    [{}, pytest.param({"compression": "topk"}, marks=SLOW), pytest.param({"compression": "powersgd"}, marks=SLOW)],
+    ids=str,
+)
 @pytest.mark.parametrize("tied", [False, True])
 def test_loaded_by_as_many_ranks_it_goes_on_bit_for_bit(tmp_path, plan, tied):
     folder = str(tmp_path / "saved")

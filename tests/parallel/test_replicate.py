@@ -16,6 +16,7 @@ from paceline.train.job import Job
 from ranks import run_ranks
 
 STEPS = 20
+SLOW = pytest.mark.slow
 TINY = BertConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
 
 
@@ -87,7 +88,9 @@ def assert_equal_up_to(one, other, tolerance):
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
-@pytest.mark.parametrize(("ranks", "micro"), [(2, None), (2, 3), (4, 1)])
+@pytest.mark.parametrize(
+    ("ranks", "micro"), [(2, None), pytest.param(2, 3, marks=SLOW), pytest.param(4, 1, marks=SLOW)]
+)
 def test_ranks_equal_one_rank(ranks, micro, transport):
     losses, norm, state = alone(bert_workload, {})
     results = run_ranks(
@@ -178,6 +181,7 @@ def running_means(rank, make):
     return job.model[1].running_mean
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compression", ["bf16", "fp16", "powersgd", "topk"])
 def test_compressed_replicas_stay_equal_and_learn(compression):
     exact, _, _ = alone(bert_workload, {})

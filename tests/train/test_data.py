@@ -39,7 +39,9 @@ def samples_of(rank, size, parts):
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("parts", [{}, {"micro_batch_size": 1}, {"loader_workers": 2}], ids=str)
+@pytest.mark.parametrize(
+    "parts", [{}, {"micro_batch_size": 1}, pytest.param({"loader_workers": 2}, marks=pytest.mark.slow)], ids=str
+)
 def test_the_same_samples_whatever_the_split(size, parts):
     whole = samples_of(0, 1, {})
     ranks = [run_ranks(1, samples_of_rank, rank, size, parts)[0] for rank in range(size)]
