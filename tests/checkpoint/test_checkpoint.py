@@ -18,7 +18,6 @@ from paceline.train.job import Job
 
 from ranks import run_ranks
 
-
 SLOW = pytest.mark.slow
 
 
