@@ -28,11 +28,14 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 def main() -> None:
     """Serve one job."""
     control = socket.socket(fileno=int(sys.argv[1]))
-    die_with_parent()
+    # Not die_with_parent: when the supervisor is killed, somebody must still clear its private folder.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     settings = json.loads(control.makefile().readline())
     if settings["is_forking"]:
         preload(settings["preload"])
+    if _is_gone(control):
+        _clear(settings)
+        return
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_write, False)
     pids = {}
@@ -44,8 +47,8 @@ def main() -> None:
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     _watch(control, wake_read, pids)
-    if pids:  # the supervisor was killed, so its private folder is left to us
-        shutil.rmtree(Path(settings["rendezvous"]).parent, ignore_errors=True)
+    if pids:  # the supervisor was killed
+        _clear(settings)
 
 
 def preload(modules: list[str]) -> None:
@@ -109,6 +112,16 @@ def _become_rank(output: int, environment: dict[str, str], settings: dict[str, A
         sys.stderr.flush()
     finally:
         os._exit(code)
+
+
+def _clear(settings: dict[str, Any]) -> None:
+    """Remove the private folder that a killed supervisor left."""
+    shutil.rmtree(Path(settings["rendezvous"]).parent, ignore_errors=True)
+
+
+def _is_gone(control: socket.socket) -> bool:
+    """Whether the supervisor ended while torch was being imported."""
+    return bool(select.select([control.fileno()], [], [], 0)[0])
 
 
 def _watch(control: socket.socket, wake: int, pids: dict[int, int]) -> None:
