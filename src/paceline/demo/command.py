@@ -76,8 +76,15 @@ def run_demo(request: Request, say: Callable[[str], None], screen: Screen) -> di
     every = -(-request.steps // 6)
     words = ["--steps", str(request.steps), "--evaluate-every", str(every), "--save", str(folder / "model")]
     trained = _job(request, folder, request.ranks, words, screen, corpus)
-    steps, evaluations = report.read_events(folder, "step"), report.read_events(folder, "evaluation")
     speeds = {1: alone, request.ranks: trained} if request.ranks > 1 else {1: trained}
+    return _close(folder, speeds, corpus, began_s, say)
+
+
+def _close(
+    folder: Path, speeds: dict[int, float], corpus: Corpus, began_s: float, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Draw the curve, print the table, return what is in it."""
+    steps, evaluations = report.read_events(folder, "step"), report.read_events(folder, "evaluation")
     has_picture = report.draw_curve(steps, evaluations, folder / "loss.png")
     rows = report.summary(evaluations[0], evaluations[-1], speeds, corpus.most_frequent)
     minutes, seconds = divmod(round(time.monotonic() - began_s), 60)
