@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from paceline.nouns.errors import MeshError, did_you_mean
 
-AXES = ("replicate",)
-SHORT = {"dp": "replicate"}
+AXES = ("pipeline", "replicate", "shard", "tensor")
+SHORT = {"dp": "replicate", "fsdp": "shard", "tp": "tensor", "pp": "pipeline"}
+DATA_AXES = ("replicate", "shard")  # along these the batch is split; ranks along the others see the same samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,18 @@ class Mesh:
         first = rank - at[axis] * stride
         return tuple(first + i * stride for i in range(self.size(axis)))
 
+    @property
+    def data_size(self) -> int:
+        """Parts that the global batch is split into."""
+        return math.prod(self.size(axis) for axis in DATA_AXES)
+
+    def data_part(self, rank: int) -> int:
+        """Which of the `data_size` parts of a batch is `rank`'s."""
+        at, part = self.coordinate(rank), 0
+        for axis in DATA_AXES:
+            part = part * self.size(axis) + at[axis]
+        return part
+
     def check_fits(self, world_size: int) -> None:
         """Raise MeshError unless the mesh covers exactly `world_size` ranks."""
         if self.world_size != world_size:
@@ -71,7 +84,7 @@ class Mesh:
 
     def __str__(self) -> str:
         named = [f"{axis}={size}" for axis, size in zip(AXES, self.sizes, strict=True) if size > 1]
-        return ",".join(named) or f"{AXES[0]}=1"
+        return ",".join(named) or "replicate=1"
 
 
 def _ranks(count: int) -> str:
@@ -83,7 +96,7 @@ def _check_item(text: str, axis: str, size: str, seen: dict[str, int]) -> None:
         raise MeshError(
             f"the mesh {text!r} names the axis {axis!r}",
             f"the axes of this version are: {', '.join(AXES)}",
-            did_you_mean(axis, [*AXES, *SHORT], f"write {AXES[0]}=N"),
+            did_you_mean(axis, [*AXES, *SHORT], "write replicate=N"),
         )
     if not size.isdecimal() or int(size) < 1:
         raise MeshError(

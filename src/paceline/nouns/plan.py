@@ -13,6 +13,10 @@ from paceline.nouns.mesh import Mesh
 VERSION = 1
 COMPRESSIONS = ("none", "bf16", "fp16", "powersgd", "topk")
 TRANSPORTS = ("auto", "shared_memory", "gloo", "nccl")
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero_bubble")
+CHECKPOINTING = ("none", "selective", "full")
+SWITCH = ("off", "on")
+OPTIONS = ("zero", "offload", "sequence", "schedule", "micro_batches", "checkpointing", "compile")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +29,13 @@ class Plan:
     bucket_bytes: int = 25 * 2**20  # gradients of so many bytes travel together; DDP's default (Li et al. 2020)
     checkpoint_every: int = 100  # steps; 0 saves at the end and when stopped, and at no other time
     keep: int = 3  # newest checkpoints that stay
+    zero: int = 3  # what `shard` splits: 1 optimizer state, 2 also gradients, 3 also parameters
+    offload: str = "off"  # optimizer state of `shard` in host memory
+    sequence: str = "off"  # under `tensor`: norms and dropout split along the sequence
+    schedule: str = "1f1b"  # of `pipeline`
+    micro_batches: int = 0  # of `pipeline`, per step; 0 leaves it to micro_batch_size, else to the schedule
+    checkpointing: str = "none"  # of activations
+    compile: str = "off"  # torch.compile
     version: int = VERSION
 
     def __post_init__(self) -> None:
@@ -32,6 +43,9 @@ class Plan:
         for name, value, choices in (
             ("transport", self.transport, TRANSPORTS),
             ("compression", self.compression, COMPRESSIONS),
+            ("schedule", self.schedule, SCHEDULES),
+            ("checkpointing", self.checkpointing, CHECKPOINTING),
+            *((name, getattr(self, name), SWITCH) for name in ("offload", "sequence", "compile")),
         ):
             if value not in choices:
                 raise PlanError(
@@ -43,6 +57,8 @@ class Plan:
             ("bucket_bytes", self.bucket_bytes, 1),
             ("checkpoint_every", self.checkpoint_every, 0),
             ("keep", self.keep, 1),
+            ("zero", self.zero, 1),
+            ("micro_batches", self.micro_batches, 0),
         ):
             if not isinstance(number, int) or number < least:
                 raise PlanError(
@@ -50,6 +66,32 @@ class Plan:
                     f"it is {number!r}",
                     f"write {name}={max(least, 1)} or more",
                 )
+
+        if self.zero > 3:
+            raise PlanError(f"the plan's zero is {self.zero}", "there are 1, 2 and 3", "write zero=3")
+
+    @classmethod
+    def parse(cls, text: str, **values: Any) -> Plan:
+        """A plan of a line such as `shard=4,zero=2` or `pipeline=2,tensor=2,schedule=gpipe`.
+
+        Args:
+            text: axes with their sizes, and options with their values.
+            values: the plan's other fields.
+
+        Raises:
+            MeshError: an axis or option is unknown or named twice, or an axis has no size.
+            PlanError: an option has a value that it can't have.
+        """
+        axes = []
+        for item in text.split(","):
+            name, _, value = (part.strip() for part in item.partition("="))
+            if name not in OPTIONS:
+                axes.append(item)
+                continue
+            if name in values:
+                raise PlanError(f"the plan {text!r} should give {name} once", "it names it twice", "keep one of them")
+            values[name] = int(value) if value.isdecimal() else value
+        return cls(**{**values, "mesh": str(Mesh.parse(",".join(axes) or "replicate=1"))})
 
     @property
     def world_size(self) -> int:

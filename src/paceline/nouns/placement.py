@@ -1,0 +1,80 @@
+"""Which part of a full tensor a rank holds, as numbers, so that any mesh can read what another one wrote.
+
+A placement is a chain of cuts. Each cut takes what the one before left, divides a dimension into blocks,
+every block into `parts` pieces as `torch.chunk` does (all of the same size, the last ones smaller or
+empty), and keeps piece `part` of each block, one after another:
+
+    Cut(dim=0, blocks=(8,), part=1, parts=2)     of rows 0..7, rows 4..7
+    Cut(dim=0, blocks=(4, 4), part=1, parts=2)   rows 2, 3 and 6, 7: a fused matrix, each block split by itself
+    Cut(dim=FLAT, blocks=(24,), part=0, parts=4) elements 0..5 of the flattened tensor
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+FLAT = -1  # the cut's dim when it is made along the flattened tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """One cut; `blocks` are sizes that add up to the dimension's."""
+
+    dim: int
+    blocks: tuple[int, ...]
+    part: int
+    parts: int
+
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        """What is kept of the dimension: (start, stop) per block."""
+        ranges, at = [], 0
+        for block in self.blocks:
+            start, stop = chunk_range(block, self.part, self.parts)
+            ranges.append((at + start, at + stop))
+            at += block
+        return ranges
+
+    @property
+    def size(self) -> int:
+        """How much of the dimension is kept."""
+        return sum(stop - start for start, stop in self.ranges)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A rank's part of a tensor of the full `shape`; no cuts: all of it."""
+
+    shape: tuple[int, ...]
+    cuts: tuple[Cut, ...] = ()
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of this rank's part."""
+        shape = self.shape
+        for cut in self.cuts:
+            shape = (cut.size,) if cut.dim == FLAT else (*shape[: cut.dim], cut.size, *shape[cut.dim + 1 :])
+        return shape
+
+    @property
+    def numel(self) -> int:
+        """Elements of the full tensor."""
+        return math.prod(self.shape)
+
+    def to_json(self) -> dict[str, Any]:
+        """The placement as JSON."""
+        return {"shape": list(self.shape), "cuts": [[c.dim, list(c.blocks), c.part, c.parts] for c in self.cuts]}
+
+    @classmethod
+    def of_json(cls, value: dict[str, Any]) -> Placement:
+        """Read what `to_json` wrote."""
+        cuts = tuple(Cut(dim, tuple(blocks), part, parts) for dim, blocks, part, parts in value["cuts"])
+        return cls(tuple(value["shape"]), cuts)
+
+
+def chunk_range(size: int, part: int, parts: int) -> tuple[int, int]:
+    """Where piece `part` of `size` things in `parts` pieces begins and ends, as `torch.chunk` cuts."""
+    length = -(-size // parts)
+    return min(size, part * length), min(size, (part + 1) * length)
