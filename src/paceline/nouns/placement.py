@@ -78,3 +78,11 @@ def chunk_range(size: int, part: int, parts: int) -> tuple[int, int]:
     """Where piece `part` of `size` things in `parts` pieces begins and ends, as `torch.chunk` cuts."""
     length = -(-size // parts)
     return min(size, part * length), min(size, (part + 1) * length)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a rank holds of a tensor, and which ranks hold exactly the same."""
+
+    placement: Placement
+    holders: tuple[int, ...]  # ranks of the world in rising order, this one among them
