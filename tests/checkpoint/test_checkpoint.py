@@ -196,8 +196,10 @@ def test_something_else_is_never_overwritten(tmp_path):
     (tmp_path / "thesis.txt").write_text("years of work")
     assert "there is something else" in run_ranks(1, save_over, str(tmp_path))[0]
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
+    (tmp_path / ".partial-other").mkdir()
     assert run_ranks(1, save_over, str(tmp_path / "new"))[0] == "saved"
     assert run_ranks(1, save_over, str(tmp_path / "new"))[0] == "saved"
+    assert (tmp_path / ".partial-other").is_dir(), "what another job was writing was removed"
 
 
 def save_without_space(rank, folder):

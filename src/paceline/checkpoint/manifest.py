@@ -6,6 +6,7 @@ checkpoints/
     rank-00000.safetensors   its share of the replicated tensors, and its own state
     rank-00001.safetensors
   .partial-step-00000040/    being written, or left by a job that was killed: never read
+  .replaced-step-00000020/   the older of two, until the newer stands in its place; it counts where that is missing
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from paceline.nouns.errors import CheckpointError, PacelineError
 
 FORMAT, VERSION = "paceline-checkpoint", 1
 MANIFEST = "manifest.json"
-PARTIAL = ".partial-"
+_PARTIAL, _REPLACED = ".partial-", ".replaced-"
 _NEEDED = ("step", "position", "world_size", "files", "tensors", "optimizer", "scheduler")
 _CHUNK_BYTES = 2**22
 
@@ -35,6 +36,16 @@ def file_name(rank: int) -> str:
 def folder_name(step: int) -> str:
     """The folder of the checkpoint after `step` steps."""
     return f"step-{step:08d}"
+
+
+def partial_of(folder: Path) -> Path:
+    """Where the checkpoint `folder` is written before it is whole."""
+    return folder.parent / (_PARTIAL + folder.name)
+
+
+def replaced_by(folder: Path) -> Path:
+    """Where the checkpoint lies that `folder` is about to replace."""
+    return folder.parent / (_REPLACED + folder.name)
 
 
 def file_hash(path: Path) -> str:
@@ -94,9 +105,12 @@ def find_good(path: Path, report: Callable[[str], None]) -> Path:
     Raises:
         CheckpointError: there is none that is whole.
     """
-    if (path / MANIFEST).exists():
-        check_files(path, read_manifest(path))
-        return path
+    for folder in (path, replaced_by(path)):
+        if (folder / MANIFEST).exists():
+            if folder != path:
+                report(f"{path.name} was being replaced when its job ended: the copy before it is read")
+            check_files(folder, read_manifest(folder))
+            return folder
     candidates = list_checkpoints(path)
     for candidate in candidates:
         try:
@@ -109,8 +123,14 @@ def find_good(path: Path, report: Callable[[str], None]) -> Path:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in `folder`, newest first, good or not."""
-    return sorted((p for p in folder.glob("step-*") if p.is_dir()), reverse=True) if folder.is_dir() else []
+    """The checkpoints in `folder`, newest first, good or not; of one that was being replaced, the copy that is left."""
+    found = {
+        path.name.removeprefix(prefix): path
+        for prefix in (_REPLACED, "")
+        for path in folder.glob(f"{prefix}step-*")
+        if path.is_dir()
+    }
+    return [found[name] for name in sorted(found, reverse=True)]
 
 
 def remove_old(folder: Path, keep: int) -> None:
@@ -120,9 +140,17 @@ def remove_old(folder: Path, keep: int) -> None:
 
 
 def remove_partial(folder: Path) -> None:
-    """Remove what a killed job was writing."""
-    for left in folder.glob(PARTIAL + "*"):
-        shutil.rmtree(left, ignore_errors=True)
+    """Remove what a killed job left of its writing to the checkpoint `folder`, but never the last whole copy."""
+    shutil.rmtree(partial_of(folder), ignore_errors=True)
+    if (folder / MANIFEST).exists():
+        shutil.rmtree(replaced_by(folder), ignore_errors=True)
+
+
+def remove_partial_in(folder: Path) -> None:
+    """Do so for every checkpoint of `folder`, which is one job's own."""
+    for prefix in (_PARTIAL, _REPLACED):
+        for left in folder.glob(prefix + "*"):
+            remove_partial(folder / left.name.removeprefix(prefix))
 
 
 def write_durably(path: Path, content: bytes) -> None:
