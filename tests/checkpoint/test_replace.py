@@ -32,8 +32,9 @@ def publish(folder: Path, step: int) -> None:
     (partial / file_name(0)).write_bytes(content)
     files = [{"name": file_name(0), "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}]
     optimizer = {"class": "SGD", "groups": [], "numbers": {}}
-    facts = {"step": step, "position": 8 * step, "world_size": 1, "optimizer": optimizer, "scheduler": None}
-    save._publish(partial, folder, {"format": FORMAT, "version": VERSION, **facts, "files": files, "tensors": {}})
+    facts = {"step": step, "position": 8 * step, "seed": 0, "samples": 24, "world_size": 1}
+    state = {"files": files, "tensors": {}, "optimizer": optimizer, "scheduler": None}
+    save._publish(partial, folder, {"format": FORMAT, "version": VERSION, **facts, **state})
 
 
 def crash_between_the_renames(folder: Path, step: int, monkeypatch) -> None:

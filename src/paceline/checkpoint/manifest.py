@@ -1,4 +1,4 @@
-"""The manifest: what a checkpoint holds, and the hashes that prove it. No torch: commands read it too.
+"""The manifest: what a checkpoint holds, and the hashes that prove it, of itself too. No torch: commands read it too.
 
 checkpoints/
   step-00000020/
@@ -14,6 +14,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
+import reprlib
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -21,10 +23,10 @@ from typing import Any
 
 from paceline.nouns.errors import CheckpointError, PacelineError
 
-FORMAT, VERSION = "paceline-checkpoint", 1
+FORMAT, VERSION = "paceline-checkpoint", 2  # 2: the manifest has a hash of itself
 MANIFEST = "manifest.json"
 _PARTIAL, _REPLACED = ".partial-", ".replaced-"
-_NEEDED = ("step", "position", "world_size", "files", "tensors", "optimizer", "scheduler")
+_HASH = re.compile("[0-9a-f]{64}")
 _CHUNK_BYTES = 2**22
 
 
@@ -57,36 +59,111 @@ def file_hash(path: Path) -> str:
     return digest.hexdigest()
 
 
+def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
+    """The manifest as JSON keeps it, with the hash of all that it says."""
+    content = json.loads(json.dumps(manifest))
+    return {**content, "sha256": _own_hash(content)}
+
+
+def _own_hash(manifest: dict[str, Any]) -> str:
+    content = {key: value for key, value in manifest.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Read a checkpoint's manifest and check its form, not yet its files.
+    """Read a checkpoint's manifest and check its hash and its form, not yet its files.
 
     Raises:
-        CheckpointError: it is missing, not JSON, or not of this format.
+        CheckpointError: it is missing, not JSON, altered, or not of this format.
     """
     path = folder / MANIFEST
     try:
         manifest = json.loads(path.read_text())
     except OSError as error:
         raise _bad(folder, f"{MANIFEST} can't be read ({error.strerror})") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise _bad(folder, f"{MANIFEST} is not JSON") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise _bad(folder, f"{MANIFEST} is not one of Paceline")
     if manifest.get("version") != VERSION:
-        raise _bad(folder, f"it is of version {manifest.get('version')}, this Paceline reads {VERSION}")
-    missing = [key for key in _NEEDED if key not in manifest]
-    if missing:
-        raise _bad(folder, f"{MANIFEST} lacks {', '.join(missing)}")
-    names = [entry.get("name") if isinstance(entry, dict) else None for entry in manifest["files"]]
-    if names != [file_name(rank) for rank in range(len(names))]:
-        raise _bad(folder, f"{MANIFEST} names the files {names}")
+        raise _bad(folder, f"it is of version {_shown(manifest.get('version'))}, this Paceline reads {VERSION}")
+    if manifest.get("sha256") != _own_hash(manifest):
+        raise _bad(folder, f"{MANIFEST} was altered: its SHA-256 is not the one in it")
+    # The hash finds damage; somebody who writes a manifest can make it fit, so nothing in it is trusted yet.
+    for key, is_right in _FORM.items():
+        if key not in manifest:
+            raise _bad(folder, f"{MANIFEST} lacks {key}")
+        if not is_right(manifest[key]):
+            raise _bad(folder, f"{MANIFEST}'s {key} has the wrong form: {_shown(manifest[key])}")
+    names = [entry["name"] for entry in manifest["files"]]
+    if names != [file_name(rank) for rank in range(manifest["world_size"])]:
+        raise _bad(folder, f"{MANIFEST} names the files {_shown(names)} of {manifest['world_size']} ranks")
     return manifest
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0  # bool is an int, but no count
+
+
+def _is_list(value: Any, is_right: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list) and all(map(is_right, value))
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_file(entry: Any) -> bool:
+    return (
+        isinstance(entry, dict)
+        and entry.keys() == {"name", "bytes", "sha256"}
+        and _is_text(entry["name"])
+        and _is_count(entry["bytes"])
+        and _is_text(entry["sha256"])
+        and bool(_HASH.fullmatch(entry["sha256"]))
+    )
+
+
+def _is_tensor(entry: Any) -> bool:
+    return isinstance(entry, dict) and _is_list(entry.get("shape"), _is_count) and _is_text(entry.get("dtype"))
+
+
+def _is_group(group: Any) -> bool:
+    return isinstance(group, dict) and _is_list(group.get("parameters"), _is_text)
+
+
+def _is_optimizer(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and _is_text(value.get("class"))
+        and _is_list(value.get("groups"), _is_group)
+        and isinstance(value.get("numbers"), dict)
+    )
+
+
+# What a manifest must have, and whether a value of JSON is that.
+_FORM: dict[str, Callable[[Any], bool]] = {
+    "step": _is_count,
+    "position": _is_count,
+    "seed": lambda value: type(value) is int,
+    "samples": _is_count,
+    "world_size": lambda value: _is_count(value) and value > 0,
+    "files": lambda value: _is_list(value, _is_file),
+    "tensors": lambda value: isinstance(value, dict) and all(map(_is_tensor, value.values())),
+    "optimizer": _is_optimizer,
+    "scheduler": lambda value: value is None or isinstance(value, dict),
+}
+
+
+def _shown(value: Any) -> str:
+    """The value as an error shows it: not all of it where there is much."""
+    return reprlib.repr(value)
 
 
 def check_files(folder: Path, manifest: dict[str, Any]) -> None:
     """Raise CheckpointError unless every file has the manifest's size and SHA-256."""
     for entry in manifest["files"]:
-        path = folder / str(entry["name"])
+        path = folder / entry["name"]
         if not path.is_file():
             raise _bad(folder, f"{path.name} is missing")
         if path.stat().st_size != entry["bytes"]:

@@ -29,6 +29,7 @@ from paceline.checkpoint.manifest import (
     partial_of,
     remove_old,
     replaced_by,
+    sealed,
     sync_folder,
     write_durably,
 )
@@ -180,7 +181,7 @@ def _no_note(rank: int, found: str) -> CheckpointError:
 def _publish(partial: Path, folder: Path, manifest: dict[str, Any]) -> None:
     for note in partial.glob("note-*"):
         note.unlink()
-    write_durably(partial / MANIFEST, json.dumps(manifest).encode())
+    write_durably(partial / MANIFEST, json.dumps(sealed(manifest)).encode())
     sync_folder(partial)
     replaced = replaced_by(folder)
     with contextlib.suppress(OSError):
