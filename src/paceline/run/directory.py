@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint.manifest import find_good
+from paceline.checkpoint.manifest import find_good, list_checkpoints
 from paceline.nouns.errors import CheckpointError, UsageError
 from paceline.nouns.plan import Plan
 
@@ -58,7 +58,11 @@ def find_run(runs: Path, job: str | None, script: Path) -> Path:
         )
     known = sorted(runs.glob("*/job.json"), key=lambda path: path.stat().st_mtime, reverse=True)
     for path in known:
-        if json.loads(path.read_text()).get("script") == str(script.resolve()):
+        try:
+            known_job = json.loads(path.read_bytes())
+        except (OSError, ValueError):
+            continue  # cut off by a crash or a full disk
+        if isinstance(known_job, dict) and known_job.get("script") == str(script.resolve()):
             return path.parent
     raise UsageError(f"to resume the last job of {script}", f"{runs} has none", "start it without --resume")
 
@@ -70,7 +74,7 @@ def find_resume_point(folder: Path, report: Callable[[str], None]) -> Path | Non
         CheckpointError: there are checkpoints, but none is whole.
     """
     checkpoints = folder / "checkpoints"
-    if not any(checkpoints.glob("step-*")):
+    if not list_checkpoints(checkpoints):
         report("the job has no checkpoint yet: it starts at step 0")
         return None
     try:
