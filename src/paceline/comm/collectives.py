@@ -97,6 +97,29 @@ class AxisComm:
         parts = self._gather_even(padded)
         return [part[:length] for part, length in zip(parts, lengths, strict=True)]
 
+    def all_gather_along(self, tensor: torch.Tensor, lengths: Sequence[int], dim: int) -> list[torch.Tensor]:
+        """Every rank's `tensor`, whose sizes along `dim` are `lengths`, known everywhere: one call."""
+        longest = max(lengths)
+        padded = tensor.contiguous()
+        if tensor.shape[dim] < longest:
+            shape = list(tensor.shape)
+            shape[dim] = longest - tensor.shape[dim]
+            padded = torch.cat([tensor, tensor.new_zeros(shape)], dim)
+        parts = [torch.empty_like(padded) for _ in range(self.size)]
+        self._enter("all_gather", tensor)
+        with named_failure("all_gather", self.axis):
+            dist.all_gather(parts, padded, group=self.group)
+        return [part.narrow(dim, 0, length) for part, length in zip(parts, lengths, strict=True)]
+
+    def reduce_scatter_parts(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The sum over the ranks of their piece for this rank; `parts[i]` is for rank i."""
+        flat = torch.cat([part.reshape(-1) for part in parts])
+        self._enter("reduce_scatter", flat)
+        numel = parts[self.rank].numel()
+        with named_failure("reduce_scatter", self.axis):
+            received = self._exchange(flat, [part.numel() for part in parts], [numel] * self.size)
+        return received.view(self.size, *parts[self.rank].shape).sum(0, dtype=flat.dtype)
+
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
         """Replace `tensor` by that of the rank with index `root`, in place."""
         if self.size > 1:

@@ -1,0 +1,226 @@
+"""Collectives inside a model, each with the collective that its gradient takes back.
+
+    forward                           backward
+    share_whole    nothing            all_reduce        whole values whose gradients come in parts
+    add_parts      all_reduce         nothing           parts of a sum, gradients whole
+    gather         all_gather         keep own piece    a split value made whole, gradient whole
+    gather_parts   all_gather         reduce_scatter    a split value made whole, gradients in parts
+    scatter_parts  reduce_scatter     all_gather        parts of a sum, each rank one piece of it
+    keep_piece     nothing            all_gather        a whole value split, gradient whole
+    keep_of_parts  nothing            zeros elsewhere   the same where the gradient is in parts anyway
+
+Source: f and g of Shoeybi et al. 2019 (Megatron-LM), and their sequence-split kin, Korthikanti et al. 2022.
+All functions work on fake tensors too, where they only compute shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from paceline.comm.collectives import AxisComm
+from paceline.nouns.placement import chunk_range
+
+Pieces = tuple[int, tuple[int, ...]]  # the dimension that is split and its blocks
+
+
+def piece_ranges(blocks: tuple[int, ...], part: int, parts: int) -> list[tuple[int, int]]:
+    """Where in the whole dimension a rank's piece lies: (start, stop) per block."""
+    ranges, at = [], 0
+    for block in blocks:
+        start, stop = chunk_range(block, part, parts)
+        ranges.append((at + start, at + stop))
+        at += block
+    return ranges
+
+
+def take_piece(whole: torch.Tensor, pieces: Pieces, part: int, parts: int) -> torch.Tensor:
+    """A rank's piece of a whole tensor, a copy."""
+    dim, blocks = pieces
+    cut = [whole.narrow(dim, start, stop - start) for start, stop in piece_ranges(blocks, part, parts)]
+    return cut[0].contiguous() if len(cut) == 1 else torch.cat(cut, dim)
+
+
+def _all_gather(piece: torch.Tensor, pieces: Pieces, comm: AxisComm) -> torch.Tensor:
+    dim, blocks = pieces
+    shape = list(piece.shape)
+    shape[dim] = sum(blocks)
+    if isinstance(piece, FakeTensor):
+        comm.ledger.add("all_gather", comm.axis, piece.nbytes)
+        return piece.new_empty(shape)
+    parts = comm.all_gather_along(piece, [_length(blocks, part, comm.size) for part in range(comm.size)], dim)
+    if len(blocks) == 1:
+        return torch.cat(parts, dim)
+    whole = piece.new_empty(shape)
+    for part, values in enumerate(parts):
+        at = 0
+        for start, stop in piece_ranges(blocks, part, comm.size):
+            whole.narrow(dim, start, stop - start).copy_(values.narrow(dim, at, stop - start))
+            at += stop - start
+    return whole
+
+
+def _reduce_scatter(parts: torch.Tensor, pieces: Pieces, comm: AxisComm) -> torch.Tensor:
+    dim, blocks = pieces
+    if isinstance(parts, FakeTensor):
+        comm.ledger.add("reduce_scatter", comm.axis, parts.nbytes)
+        shape = list(parts.shape)
+        shape[dim] = _length(blocks, comm.rank, comm.size)
+        return parts.new_empty(shape)
+    return comm.reduce_scatter_parts([take_piece(parts, pieces, part, comm.size) for part in range(comm.size)])
+
+
+def _all_reduce(tensor: torch.Tensor, comm: AxisComm) -> torch.Tensor:
+    if isinstance(tensor, FakeTensor):
+        comm.ledger.add("all_reduce", comm.axis, tensor.nbytes)
+        return tensor.clone()
+    result = tensor.clone(memory_format=torch.contiguous_format)
+    comm.all_reduce(result)
+    return result
+
+
+def _length(blocks: tuple[int, ...], part: int, parts: int) -> int:
+    return sum(stop - start for start, stop in piece_ranges(blocks, part, parts))
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, forth: Any, back: Any) -> torch.Tensor:
+        ctx.back = back
+        result: torch.Tensor = forth(tensor)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return ctx.back(gradients[0]), None, None
+
+
+@dataclass(frozen=True, slots=True)
+class Exchanges:
+    """The differentiable collectives on one axis."""
+
+    comm: AxisComm
+
+    def share_whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Nothing; its gradients are added up over the ranks."""
+        return self._exchange(tensor, lambda x: x.view_as(x), lambda g: _all_reduce(g, self.comm))
+
+    def add_parts(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks."""
+        return self._exchange(tensor, lambda x: _all_reduce(x, self.comm), lambda g: g)
+
+    def gather(self, tensor: torch.Tensor, pieces: Pieces) -> torch.Tensor:
+        """The whole of a split tensor; every rank goes on alike."""
+        return self._exchange(tensor, lambda x: _all_gather(x, pieces, self.comm), lambda g: self._own(g, pieces))
+
+    def gather_parts(self, tensor: torch.Tensor, pieces: Pieces) -> torch.Tensor:
+        """The whole of a split tensor; ranks go on differently, so gradients are added up."""
+        return self._exchange(
+            tensor, lambda x: _all_gather(x, pieces, self.comm), lambda g: _reduce_scatter(g, pieces, self.comm)
+        )
+
+    def scatter_parts(self, tensor: torch.Tensor, pieces: Pieces) -> torch.Tensor:
+        """This rank's piece of the sum over the ranks."""
+        return self._exchange(
+            tensor, lambda x: _reduce_scatter(x, pieces, self.comm), lambda g: _all_gather(g, pieces, self.comm)
+        )
+
+    def keep_piece(self, tensor: torch.Tensor, pieces: Pieces) -> torch.Tensor:
+        """This rank's piece of a tensor that all ranks have."""
+        return self._exchange(tensor, lambda x: self._own(x, pieces), lambda g: _all_gather(g, pieces, self.comm))
+
+    def keep_of_parts(self, tensor: torch.Tensor, pieces: Pieces) -> torch.Tensor:
+        """This rank's piece of a tensor whose gradients are in parts."""
+        return take_piece(tensor, pieces, self.comm.rank, self.comm.size)
+
+    def _own(self, tensor: torch.Tensor, pieces: Pieces) -> torch.Tensor:
+        return take_piece(tensor, pieces, self.comm.rank, self.comm.size)
+
+    @staticmethod
+    def _exchange(tensor: torch.Tensor, forth: Callable[..., Any], back: Callable[..., Any]) -> torch.Tensor:
+        if tensor.requires_grad and torch.is_grad_enabled():
+            result: torch.Tensor = _Exchange.apply(tensor, forth, back)
+            return result
+        result = forth(tensor)
+        return result
+
+    def split_embedding(
+        self, weight: torch.Tensor, indices: torch.Tensor, rows: int, padding: int = -1
+    ) -> torch.Tensor:
+        """Rows of a table whose rows are split: this rank's, zeros for the others'; to be summed."""
+        start, stop = chunk_range(rows, self.comm.rank, self.comm.size)
+        is_own = (indices >= start) & (indices < stop)
+        local = torch.where(is_own, indices - start, 0)
+        found = torch.nn.functional.embedding(local, weight)
+        if 0 <= padding < rows:  # its row gets no gradient
+            found = torch.where((indices == padding).unsqueeze(-1), found.detach(), found)
+        return torch.where(is_own.unsqueeze(-1), found, found.new_zeros(()))
+
+    def split_cross_entropy(
+        self, scores: torch.Tensor, labels: torch.Tensor, classes: int, reduction: int, ignored: int
+    ) -> torch.Tensor:
+        """Cross entropy of rows of scores whose classes are split; the same on every rank."""
+        losses: torch.Tensor = _SplitCrossEntropy.apply(scores, labels, classes, ignored, self.comm)
+        if reduction == 0:
+            return losses
+        total = losses.sum()
+        return total / (labels != ignored).sum() if reduction == 1 else total
+
+
+class _SplitCrossEntropy(torch.autograd.Function):
+    """Shoeybi et al. 2019, section 3: two small sums instead of all scores."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, scores: torch.Tensor, labels: torch.Tensor, classes: int, ignored: int, comm: AxisComm
+    ) -> torch.Tensor:
+        start, stop = chunk_range(classes, comm.rank, comm.size)
+        wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        if isinstance(scores, FakeTensor):
+            largest, sums = wide.new_empty(len(labels)), wide.new_empty(2, len(labels))
+            comm.ledger.add("all_reduce", comm.axis, largest.nbytes)
+            comm.ledger.add("all_reduce", comm.axis, sums.nbytes)
+            ctx.save_for_backward(wide, labels, labels)
+            ctx.dtype, ctx.counts = scores.dtype, labels
+            return wide.new_empty(len(labels))
+        largest = wide.amax(1) if wide.shape[1] else wide.new_full((len(labels),), -torch.inf)
+        comm.all_reduce(largest, "max")
+        is_own = (labels >= start) & (labels < stop)
+        local = torch.where(is_own, labels - start, 0)
+        exponentials = torch.exp(wide - largest[:, None])
+        picked = wide.gather(1, local[:, None])[:, 0] - largest if wide.shape[1] else torch.zeros_like(largest)
+        sums = torch.stack([exponentials.sum(1), torch.where(is_own, picked, 0.0)])
+        comm.all_reduce(sums)
+        counts = labels != ignored
+        ctx.save_for_backward(exponentials.div_(sums[0][:, None]), local, is_own)
+        ctx.dtype, ctx.counts = scores.dtype, counts
+        return torch.where(counts, sums[0].log() - sums[1], 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        probabilities, local, is_own = ctx.saved_tensors
+        (gradient,) = gradients
+        if isinstance(gradient, FakeTensor):
+            return probabilities.to(ctx.dtype), None, None, None, None
+        result = probabilities.clone()
+        if result.shape[1]:
+            result.scatter_add_(1, local[:, None], -is_own.to(result.dtype)[:, None])
+        result *= (gradient * ctx.counts)[:, None]
+        return result.to(ctx.dtype), None, None, None, None
+
+
+def split_dropout(
+    tensor: torch.Tensor, share: float, is_training: bool, shape: tuple[int, ...], place: tuple[Pieces, int, int]
+) -> torch.Tensor:
+    """Dropout of a split tensor: draws for the whole `shape`, as one rank would, and uses its own piece."""
+    if not is_training or share == 0:
+        return tensor
+    if share == 1:
+        return tensor * 0
+    noise = torch.empty(shape, dtype=tensor.dtype, device=tensor.device).bernoulli_(1 - share).div_(1 - share)
+    pieces, part, parts = place
+    return tensor * take_piece(noise, pieces, part, parts)

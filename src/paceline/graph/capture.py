@@ -1,0 +1,267 @@
+"""Turn `function(model, batch)` into a graph of ATen operations, without running it on values.
+
+The model's code runs once on fake tensors, which know shape, dtype and device and hold nothing; every
+operation it performs, before autograd takes it apart, is written down (`make_fx`, pre-dispatch). What the graph
+then computes is what the model computes for every batch of the same shapes, provided that the code's path
+depends on shapes alone. Where it depends on values, fake tensors can't answer, and that is the refusal.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.func import functional_call
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+from paceline.graph.functional import drop_empty_parts, make_functional
+from paceline.graph.leaves import map_tensors, tensors_in
+from paceline.nouns.errors import WorkloadError
+
+Function = Callable[[torch.nn.Module, Any], Any]
+aten = torch.ops.aten
+
+
+@dataclass(slots=True)
+class Captured:
+    """A function of the model's state and a batch, as a graph.
+
+    Attributes:
+        graph: placeholders are the state tensors and then the batch's tensors; the output is a flat list.
+        states: placeholder of each state tensor that is used, by name.
+        inputs: placeholder of each of the batch's tensors.
+        constants: tensors that the code made of plain numbers, by the name of their `get_attr` node.
+        rebuild: puts the flat outputs back into what `function` returns.
+        place: path of the module that each node was computed in.
+        trained: names of the states that want a gradient.
+    """
+
+    graph: fx.Graph
+    states: dict[str, fx.Node]
+    inputs: list[fx.Node]
+    constants: dict[str, torch.Tensor]
+    rebuild: Callable[[list[Any]], Any]
+    place: dict[fx.Node, str]
+    trained: set[str]
+    no_grad: set[fx.Node] = field(default_factory=set)  # computed under torch.no_grad
+
+    @property
+    def output(self) -> list[Any]:
+        """The flat outputs: nodes or plain values."""
+        return list(next(iter(reversed(self.graph.nodes))).args[0])  # type: ignore[arg-type]
+
+
+def capture(model: torch.nn.Module, function: Function, batch: Any, device: torch.device) -> Captured:
+    """Write down what `function(model, batch)` computes.
+
+    Args:
+        model: its parameters and buffers give shapes and dtypes; they may be on the meta device.
+        function: e.g. a workload's loss.
+        batch: a batch of the shapes to capture for.
+        device: where the graph will run.
+
+    Raises:
+        WorkloadError: the code's path depends on values, draws from Python's or numpy's random numbers, or
+            replaces a buffer instead of writing into it.
+    """
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    trained = {name for name, tensor in tensors.items() if tensor.requires_grad}
+    with fake:
+        states = [_fake_like(tensor, device) for tensor in tensors.values()]
+        inputs = [_fake_like(tensor, device) for tensor in tensors_in(batch)]
+    call = _Call(model, function, batch, list(tensors))
+    state_before = _plain_random_state()
+    with _watched_modules(model) as entries, _refusals(call):
+        traced = make_fx(call, pre_dispatch=True)(states, inputs)
+    if _plain_random_state() != state_before:
+        raise WorkloadError(
+            "a model whose every step computes the same operations",
+            "it draws from Python's or numpy's random numbers, and the path it takes may depend on them",
+            "draw from torch, or train it by replicate or shard, which run the model's own code",
+        )
+    traced.graph.set_codegen(fx.graph.CodeGen())  # flat arguments, no trees
+    placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
+    captured = Captured(
+        graph=traced.graph,
+        states=dict(zip(tensors, placeholders, strict=False)),
+        inputs=placeholders[len(tensors) :],
+        constants={
+            str(node.target): getattr(traced, str(node.target)) for node in traced.graph.nodes if node.op == "get_attr"
+        },
+        rebuild=call.rebuild,
+        place=_places(traced.graph, entries),
+        trained=trained,
+    )
+    _take_out_grad_mode(captured)
+    drop_empty_parts(captured.graph)
+    captured.graph.eliminate_dead_code()
+    make_functional(captured.graph)
+    captured.graph.eliminate_dead_code()
+    _drop_unused(captured)
+    return captured
+
+
+class _Call:
+    """The function of (states, inputs) that is traced."""
+
+    def __init__(self, model: torch.nn.Module, function: Function, batch: Any, names: list[str]) -> None:
+        self.batch, self.names = batch, names
+        self.wrapper = _Wrapper(model, function)
+        self.result: Any = None
+
+    def __call__(self, states: list[torch.Tensor], inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        left = iter(inputs)
+        batch = map_tensors(self.batch, lambda _: next(left))
+        given = {f"model.{name}": tensor for name, tensor in zip(self.names, states, strict=True)}
+        self.wrapper.expected = given
+        self.result = functional_call(self.wrapper, given, (batch,))
+        return tensors_in(self.result)
+
+    def rebuild(self, outputs: list[Any]) -> Any:
+        """The flat outputs as `function` returned them."""
+        left = iter(outputs)
+        return map_tensors(self.result, lambda _: next(left))
+
+
+class _Wrapper(torch.nn.Module):
+    """Lets `functional_call` reach the model that a plain function calls."""
+
+    def __init__(self, model: torch.nn.Module, function: Function) -> None:
+        super().__init__()
+        self.model, self.function = model, function
+        self.expected: dict[str, torch.Tensor] = {}
+
+    def forward(self, batch: Any) -> Any:
+        """Call the function, and see that it left every buffer where it was."""
+        result = self.function(self.model, batch)
+        for name, tensor in self.model.named_buffers():
+            if tensor is not self.expected.get(f"model.{name}", tensor):
+                raise WorkloadError(
+                    "a model that writes its buffers in place",
+                    f"its forward puts another tensor in the place of {name}",
+                    f"write self.{name.rpartition('.')[2]}.copy_(...) instead of assigning it",
+                )
+        return result
+
+
+def _fake_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    return made.requires_grad_(tensor.requires_grad)
+
+
+def _plain_random_state() -> tuple[Any, ...]:
+    numpy: Any = sys.modules.get("numpy")
+    state = numpy.random.get_state() if numpy else (None, b"", 0)
+    return random.getstate(), state[2], bytes(state[1])
+
+
+@contextmanager
+def _watched_modules(model: torch.nn.Module) -> Iterator[list[tuple[int, str]]]:
+    """Note at which node of the graph each module begins, and where its caller goes on."""
+    names = {module: name for name, module in model.named_modules()}
+    entries: list[tuple[int, str]] = []
+    stack: list[str] = []
+
+    def note() -> None:
+        mode = get_proxy_mode()
+        if mode is not None:
+            entries.append((len(mode.tracer.graph.nodes), stack[-1] if stack else ""))
+
+    def enter(module: torch.nn.Module, arguments: Any) -> None:
+        stack.append(names.get(module, stack[-1] if stack else ""))
+        note()
+
+    def leave(module: torch.nn.Module, arguments: Any, result: Any) -> None:
+        stack.pop()
+        note()
+
+    handles = [
+        torch.nn.modules.module.register_module_forward_pre_hook(enter),
+        torch.nn.modules.module.register_module_forward_hook(leave, always_call=True),
+    ]
+    try:
+        yield entries
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _places(graph: fx.Graph, entries: list[tuple[int, str]]) -> dict[fx.Node, str]:
+    place, here, left = {}, "", iter([*entries, (sys.maxsize, "")])
+    following = next(left)
+    for index, node in enumerate(graph.nodes):
+        while following[0] <= index:
+            here = following[1]
+            following = next(left)
+        place[node] = here
+    return place
+
+
+@contextmanager
+def _refusals(call: _Call) -> Iterator[None]:
+    try:
+        yield
+    except (DataDependentOutputException, GuardOnDataDependentSymNode) as error:
+        raise WorkloadError(
+            "a model whose path depends on shapes alone, so that it can be split",
+            f"it looks at values: {_where(error)}",
+            "compute both sides and choose by torch.where, or train it by replicate or shard, "
+            "which run the model's own code",
+        ) from error
+
+
+def _where(error: BaseException) -> str:
+    """The line of the person's code that asked for a value."""
+    found, trace = str(error).splitlines()[0], error.__traceback__
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if "/torch/" not in file and "/paceline/graph/" not in file:
+            found = f"{file}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return found
+
+
+def _take_out_grad_mode(captured: Captured) -> None:
+    """Mark what ran under `torch.no_grad`, and take the switches out: a cut between two would lose them."""
+    is_off = False
+    for node in list(captured.graph.nodes):
+        if node.op == "call_function" and node.target is torch._C._set_grad_enabled:
+            is_off = not node.args[0]
+            captured.graph.erase_node(node)
+        elif is_off and node.op == "call_function":
+            captured.no_grad.add(node)
+
+
+def _drop_unused(captured: Captured) -> None:
+    nodes = set(captured.graph.nodes)
+    captured.place = {node: name for node, name in captured.place.items() if node in nodes}
+    captured.no_grad &= nodes
+    captured.constants = {
+        name: tensor
+        for name, tensor in captured.constants.items()
+        if any(node.op == "get_attr" and node.target == name for node in nodes)
+    }
+    for name, node in list(captured.states.items()):
+        if not node.users:
+            del captured.states[name]
+            captured.graph.erase_node(node)
+
+
+def skeleton(model: torch.nn.Module) -> torch.nn.Module:
+    """A copy of `model` whose parameters and buffers hold nothing; tied ones stay tied."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = torch.nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = buffer.detach().to("meta")
+    return copy.deepcopy(model, memo)

@@ -1,0 +1,209 @@
+"""The graph that one rank of the `tensor` axis runs: pieces of the weights, and collectives where lays change."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from paceline.comm.differentiable import Exchanges, Pieces, split_dropout
+from paceline.graph.capture import Captured
+from paceline.graph.choices import Choice
+from paceline.graph.functional import storage_of, written_input
+from paceline.graph.layout import Layout
+from paceline.graph.rules import spec_of, tensor_inputs
+from paceline.graph.split import Lay, Split
+from paceline.graph.views import is_rearrangement, local_arguments, shape_of
+
+aten = torch.ops.aten
+_RANDOM = (aten.dropout.default,)
+
+
+def emit(captured: Captured, layout: Layout, exchanges: Exchanges) -> Captured:
+    """The captured graph as `exchanges.comm.rank` runs it.
+
+    The new graph's placeholders have the old names and local shapes; `place` and `no_grad` are carried over.
+    """
+    return _Emitter(captured, layout, exchanges).run()
+
+
+@dataclass(slots=True)
+class _Emitter:
+    captured: Captured
+    layout: Layout
+    exchanges: Exchanges
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    made: dict[fx.Node, Any] = field(default_factory=dict)  # old node to new, lying as the layout says
+    lays: dict[fx.Node, Any] = field(default_factory=dict)
+    converted: dict[Any, fx.Node] = field(default_factory=dict)
+    place: dict[fx.Node, str] = field(default_factory=dict)
+    no_grad: set[fx.Node] = field(default_factory=set)
+    here: fx.Node | None = None
+
+    @property
+    def part(self) -> int:
+        return self.exchanges.comm.rank
+
+    @property
+    def parts(self) -> int:
+        return self.exchanges.comm.size
+
+    def run(self) -> Captured:
+        """Walk the old graph in order."""
+        for node in self.captured.graph.nodes:
+            self.here = node
+            if node.op in ("placeholder", "get_attr"):
+                self._keep(node, self.graph.node_copy(node, lambda old: self.made[old]), self._state_lay(node))
+            elif node.op == "output":
+                self.graph.output(fx.node.map_arg(node.args[0], lambda old: self._as(old, None, False)))
+            elif node.target is operator.getitem:
+                lays = self.lays.get(node.args[0])
+                lay = lays[node.args[1]] if isinstance(lays, tuple) else None
+                self._keep(node, self._call(operator.getitem, self.made[node.args[0]], node.args[1]), lay)
+            else:
+                self._emit(node, self.layout.choices[node])
+        old = self.captured
+        return Captured(
+            self.graph,
+            {name: self.made[node] for name, node in old.states.items()},
+            [self.made[node] for node in old.inputs],
+            old.constants,
+            old.rebuild,
+            self.place,
+            old.trained,
+            self.no_grad,
+        )
+
+    def _state_lay(self, node: fx.Node) -> Lay:
+        for name, state in self.captured.states.items():
+            if state is node:
+                return self.layout.lays[name]
+        return None
+
+    def _keep(self, old: fx.Node, new: Any, lay: Any) -> None:
+        self.made[old], self.lays[old] = new, lay
+        self._note(new)
+
+    def _note(self, new: Any) -> None:
+        if isinstance(new, fx.Node) and self.here is not None:
+            self.place[new] = self.captured.place.get(self.here, "")
+            if self.here in self.captured.no_grad:
+                self.no_grad.add(new)
+
+    def _call(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> fx.Node:
+        new = self.graph.call_function(function, arguments, named)
+        self._note(new)
+        return new
+
+    def _emit(self, node: fx.Node, choice: Choice) -> None:
+        sources: list[Any] = []
+        spec = spec_of(node) if choice.after is not None and choice.kind == "plain" else None
+        once = spec.bias if spec is not None else None
+
+        def bring(old: fx.Node) -> Any:
+            number = len(sources)
+            # A bias is added after the sum, by every rank alike, or by each to its part of a scattered sum.
+            for_parts = choice.is_split if number != once else choice.after == "scatter"
+            sources.append(self._as(old, choice.inputs[number], for_parts))
+            return sources[-1]
+
+        arguments, named = fx.node.map_arg((node.args, node.kwargs), bring)
+        if choice.kind == "vocabulary embedding":
+            rows = shape_of(tensor_inputs(node)[0])[0]
+            padding = arguments[2] if len(arguments) > 2 else -1
+            new = self._call(self.exchanges.split_embedding, sources[0], sources[1], rows, padding)
+        elif choice.kind == "vocabulary loss":
+            new = self._vocabulary_loss(node, sources)
+        elif choice.is_split and is_rearrangement(node):
+            lay = choice.inputs[0]
+            assert lay is not None
+            output = list(choice.output) if isinstance(choice.output, tuple) else choice.output
+            target, rest = local_arguments(node, lay, output, self.part, self.parts)
+            new = self._call(target, sources[0], *rest)
+        elif choice.is_split and node.target in _RANDOM:
+            assert isinstance(choice.output, Split)
+            place = (_pieces(choice.output), self.part, self.parts)
+            new = self._call(split_dropout, *arguments, shape_of(node), place)
+        elif choice.after is not None:
+            new = self._partial(node, arguments, named, sources)
+        else:
+            assert callable(node.target)
+            new = self._call(node.target, *arguments, **named)
+        self._keep(node, self._finish(node, choice, new, sources), choice.output)
+
+    def _vocabulary_loss(self, node: fx.Node, sources: list[Any]) -> fx.Node:
+        names = ("self", "target", "weight", "reduction", "ignore_index", "label_smoothing")
+        given = {"reduction": 1, "ignore_index": -100, **dict(zip(names, node.args, strict=False)), **node.kwargs}
+        classes = shape_of(tensor_inputs(node)[0])[1]
+        return self._call(
+            self.exchanges.split_cross_entropy, *sources, classes, given["reduction"], given["ignore_index"]
+        )
+
+    def _partial(self, node: fx.Node, arguments: Any, named: Any, sources: list[Any]) -> fx.Node:
+        """The product without its bias, which is added once, after the sum."""
+        spec = spec_of(node)
+        if spec is None or spec.bias is None:
+            return self._call(node.target, *arguments, **named)  # type: ignore[arg-type]
+        if node.target is aten.addmm.default:
+            return self._call(aten.mm.default, *arguments[1:3])
+        return self._call(node.target, *arguments[:2], *((None, *arguments[3:]) if len(arguments) > 3 else ()))  # type: ignore[arg-type]
+
+    def _finish(self, node: fx.Node, choice: Choice, new: fx.Node, sources: list[Any]) -> fx.Node:
+        if choice.after is None:
+            return new
+        pieces = _pieces(choice.output) if isinstance(choice.output, Split) else None
+        if choice.after == "sum":
+            new = self._call(self.exchanges.add_parts, new)
+        else:
+            new = self._call(self.exchanges.scatter_parts, new, pieces)
+        spec = spec_of(node) if choice.kind == "plain" else None
+        if spec is None or spec.bias is None:
+            return new
+        bias = sources[spec.bias]
+        room = len(shape_of(node)) - 2 if spec.inputs[0][0] == "n" and len(spec.inputs[1]) > 2 else 0
+        if room:
+            bias = self._call(aten.reshape.default, bias, [-1, *([1] * room)])
+        return self._call(aten.add.Tensor, new, bias)
+
+    def _as(self, old: fx.Node, wanted: Lay, for_parts: bool) -> Any:
+        """The value of `old`, lying as wanted; a whole one whose gradients come in parts where `for_parts`."""
+        now, value = self.lays.get(old), self.made[old]
+        if isinstance(now, tuple) or not isinstance(old.meta.get("val"), torch.Tensor):
+            return value
+        if now == wanted and (now is not None or not for_parts):
+            return value
+        key = (old, wanted, for_parts if wanted is None else True)
+        if key not in self.converted:
+            made = self._convert(old, value, now, wanted, for_parts)
+            if old in self.captured.no_grad or _is_written(old):
+                return made
+            self.converted[key] = made
+        return self.converted[key]
+
+    def _convert(self, old: fx.Node, value: fx.Node, now: Lay, wanted: Lay, for_parts: bool) -> fx.Node:
+        if wanted is None:
+            if now is None:
+                return self._call(self.exchanges.share_whole, value) if _is_float(old) else value
+            return self._call(self.exchanges.gather_parts if for_parts else self.exchanges.gather, value, _pieces(now))
+        if now is None:
+            return self._call(self.exchanges.keep_piece, value, _pieces(wanted))
+        whole = self._call(self.exchanges.gather_parts, value, _pieces(now))
+        return self._call(self.exchanges.keep_of_parts, whole, _pieces(wanted))
+
+
+def _pieces(split: Split) -> Pieces:
+    return split.dim, split.blocks
+
+
+def _is_float(node: fx.Node) -> bool:
+    value = node.meta["val"]
+    return bool(value.is_floating_point() or value.is_complex())
+
+
+def _is_written(node: fx.Node) -> bool:
+    shared = storage_of(node)
+    return any((source := written_input(user)) is not None and storage_of(source) == shared for user in node.users)

@@ -1,0 +1,218 @@
+"""Which weights are split, and how: the cheapest way to run the whole graph on the `tensor` axis.
+
+The graph is walked in order with a set of partial layouts. Two that leave all values still needed lying the
+same way are the same from there on, so only the cheaper one goes on (a shortest path over the frontier of
+live values, as Viterbi's; Alpa, Zheng et al. 2022, solves the same problem by an integer program). What the
+field does by hand for each model, columns then rows with one sum per block, comes out of the costs.
+"""
+
+from __future__ import annotations
+
+import operator
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from paceline.graph.capture import Captured
+from paceline.graph.choices import OPERATIONS_PER_BYTE, Choice, Options, choices, exchanged, size_bytes
+from paceline.graph.functional import written_groups
+from paceline.graph.rules import tensor_inputs
+from paceline.graph.split import Lay
+from paceline.graph.views import blocks_asked_for
+
+BEAM = 48  # partial layouts kept at a node; 8 gives the same layouts for the models of the tests
+
+State = dict[fx.Node, Any]  # how live values lie: Split, a tuple of lays, or _WHOLE for a decided weight
+_WHOLE = "whole"
+
+
+@dataclass(slots=True)
+class Layout:
+    """What was decided: a choice per operation, a lay per state."""
+
+    choices: dict[fx.Node, Choice]
+    lays: dict[str, Lay]
+    cost: float
+
+
+@dataclass(slots=True)
+class _Path:
+    cost: float
+    lays: State
+    paid: frozenset[tuple[fx.Node, Any]]  # conversions that exist already
+    before: _Path | None
+    choice: Choice | None
+    node: fx.Node | None
+    states: dict[fx.Node, Lay]  # states decided by this choice
+
+
+def gradients_of(captured: Captured) -> set[fx.Node]:
+    """Nodes through which a gradient flows back."""
+    found: set[fx.Node] = set()
+    trained = {captured.states[name] for name in captured.trained if name in captured.states}
+    for node in captured.graph.nodes:
+        if node in trained:
+            found.add(node)
+        elif node.op == "call_function" and node not in captured.no_grad:
+            values = node.meta.get("val")
+            values = values if isinstance(values, list | tuple) else [values]
+            is_float = any(isinstance(v, torch.Tensor) and v.is_floating_point() for v in values)
+            if is_float and node.target is not torch.ops.aten.detach.default:
+                if any(source in found for source in node.all_input_nodes):
+                    found.add(node)
+    return found
+
+
+def choose_layout(
+    captured: Captured, parts: int, decided: Mapping[str, Lay] | None = None, is_sequence_split: bool = False
+) -> Layout:
+    """The cheapest layout of the graph over `parts` ranks.
+
+    Args:
+        captured: the graph.
+        parts: ranks on the `tensor` axis.
+        decided: lays of states that an earlier graph of the same model fixed.
+        is_sequence_split: also split norms and dropout along the sequence (Korthikanti et al. 2022).
+    """
+    options = Options(
+        parts,
+        blocks_asked_for(captured.graph),
+        {node: name for name, node in captured.states.items()},
+        set(written_groups(captured.graph)),
+        gradients_of(captured),
+        is_sequence_split,
+    )
+    last_use = _last_uses(captured.graph)
+    start: State = {}
+    for name, lay in (decided or {}).items():
+        if name in captured.states:
+            start[captured.states[name]] = _WHOLE if lay is None else lay
+    paths = [_Path(0.0, start, frozenset(), None, None, None, {})]
+    for index, node in enumerate(captured.graph.nodes):
+        if node.op == "call_function":
+            paths = _step(paths, node, index, options, last_use)
+        elif node.op == "output":
+            paths = [_finish(path, node, options) for path in paths]
+    best = min(paths, key=lambda path: path.cost)
+    return _read_back(best, captured, decided or {})
+
+
+def _last_uses(graph: fx.Graph) -> dict[fx.Node, int]:
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    return {node: max((order[user] for user in node.users), default=index) for node, index in order.items()}
+
+
+def _step(
+    paths: list[_Path], node: fx.Node, index: int, options: Options, last_use: dict[fx.Node, int]
+) -> list[_Path]:
+    if node.target is operator.getitem:
+        return [_pick(path, node, last_use, index) for path in paths]
+    merged: dict[Any, _Path] = {}
+    inputs = tensor_inputs(node)
+    ending = [source for source in {*inputs} if last_use[source] <= index]
+    for path in paths:
+        lays = [_lay_of(path.lays, source) for source in inputs]
+        fixed = [source not in options.parameters or source in path.lays for source in inputs]
+        for choice in choices(node, lays, fixed, options):
+            following = _after(path, node, choice, inputs, lays, fixed, options)
+            for source in ending:
+                following.lays.pop(source, None)
+            gone = set(ending)
+            following.paid = frozenset(item for item in following.paid if item[0] not in gone)
+            key = (frozenset(following.lays.items()), following.paid)
+            if key not in merged or following.cost < merged[key].cost:
+                merged[key] = following
+    return sorted(merged.values(), key=lambda path: path.cost)[:BEAM]
+
+
+def _after(
+    path: _Path,
+    node: fx.Node,
+    choice: Choice,
+    inputs: list[fx.Node],
+    lays: list[Lay],
+    fixed: list[bool],
+    options: Options,
+) -> _Path:
+    cost, paid, live = path.cost + choice.cost, set(path.paid), dict(path.lays)
+    states: dict[fx.Node, Lay] = {}
+    for source, now, is_fixed, wanted in zip(inputs, lays, fixed, choice.inputs, strict=True):
+        if not is_fixed and source not in states:
+            states[source] = wanted
+            live[source] = _WHOLE if wanted is None else wanted
+            # A weight that stays whole is held and updated by every rank.
+            cost += OPERATIONS_PER_BYTE * size_bytes(source) / (options.parts if wanted is not None else 1)
+            now = wanted
+        elif not is_fixed:
+            now = states[source]
+        target = ("whole", choice.is_split) if wanted is None else wanted
+        if (now == wanted and (now is not None or not choice.is_split)) or (source, target) in paid:
+            continue
+        cost += conversion_cost(source, now, wanted, choice.is_split, source in options.with_gradient)
+        paid.add((source, target))
+    output = choice.output
+    if output is not None and (not isinstance(output, tuple) or any(lay is not None for lay in output)):
+        live[node] = output
+    return _Path(cost, live, frozenset(paid), path, choice, node, states)
+
+
+def conversion_cost(source: fx.Node, now: Lay, wanted: Lay, for_parts: bool, with_gradient: bool) -> float:
+    """What it costs to make a value lie otherwise, its gradient's way back included."""
+    if not isinstance(source.meta.get("val"), torch.Tensor):
+        return 0.0
+    back = 1.0 if with_gradient else 0.0
+    if wanted is None:
+        if now is None:
+            return exchanged(size_bytes(source), 2) if for_parts and with_gradient else 0.0
+        back = back if for_parts else 0
+        return exchanged(size_bytes(source), 1 + back, 1 + int(back))
+    if now is None:
+        return exchanged(size_bytes(source), 1) if with_gradient else 0.0
+    return exchanged(size_bytes(source), 1 + back, 1 + int(back))
+
+
+def _lay_of(lays: State, node: fx.Node) -> Any:
+    lay = lays.get(node)
+    return None if lay == _WHOLE else lay
+
+
+def _pick(path: _Path, node: fx.Node, last_use: dict[fx.Node, int], index: int) -> _Path:
+    source: Any = node.args[0]
+    lays = path.lays.get(source)
+    lay = lays[node.args[1]] if isinstance(lays, tuple) else None  # type: ignore[index]
+    live = dict(path.lays)
+    if lay is not None:
+        live[node] = lay
+    if last_use[source] <= index:
+        live.pop(source, None)
+    return _Path(path.cost, live, path.paid, path, Choice((), lay, False, 0.0), node, {})
+
+
+def _finish(path: _Path, output: fx.Node, options: Options) -> _Path:
+    """The outputs must be whole."""
+    cost = path.cost
+    for source in tensor_inputs(output):
+        lay = _lay_of(path.lays, source)
+        if lay is not None:
+            cost += conversion_cost(source, lay, None, False, source in options.with_gradient)
+    return _Path(cost, path.lays, path.paid, path, None, None, {})
+
+
+def _read_back(best: _Path, captured: Captured, decided: Mapping[str, Lay]) -> Layout:
+    made: dict[fx.Node, Choice] = {}
+    lays: dict[str, Lay] = {name: decided.get(name) for name in captured.states}
+    names = {node: name for name, node in captured.states.items()}
+    path: _Path | None = best
+    while path is not None:
+        if path.node is not None and path.choice is not None:
+            made[path.node] = path.choice
+        for node, lay in path.states.items():
+            lays[names[node]] = lay
+        path = path.before
+    return Layout(made, lays, best.cost)
+
+

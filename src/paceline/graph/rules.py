@@ -1,0 +1,312 @@
+"""What each operation does with each dimension, as labels.
+
+A dimension that keeps its label from an input to the output can be split there: every rank computes its piece.
+A label in `summed` is added up by the operation: pieces give parts of a sum. A dimension labelled None must
+be whole. An operation without a rule runs on whole inputs, which is always right.
+
+    linear      x (.. i)  w (o i)  b (o)   ->  (.. o)      free: o       summed: i
+    softmax     x (.. d)                   ->  (.. None)   free: ..
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from paceline.graph.views import shape_of
+
+aten = torch.ops.aten
+Label = str | None
+Labels = tuple[Label, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """Labels of the dimensions of every tensor input, in the order of `tensor_inputs`, and of the output."""
+
+    inputs: tuple[Labels, ...]
+    output: Labels
+    summed: frozenset[str] = frozenset()
+    heavy: bool = False  # a matrix product: what its weight is split by decides the layout
+    bias: int | None = None  # the input that is added once, after the sum
+
+    @property
+    def labels(self) -> list[str]:
+        """All labels, each once, in the order in which they are met."""
+        return list(dict.fromkeys(label for labels in (*self.inputs, self.output) for label in labels if label))
+
+
+def tensor_inputs(node: fx.Node) -> list[fx.Node]:
+    """The node's tensor inputs in the order of its arguments; one that is given twice stands twice."""
+    found: list[fx.Node] = []
+
+    def note(value: fx.Node) -> fx.Node:
+        found.append(value)
+        return value
+
+    fx.node.map_arg((node.args, node.kwargs), note)
+    return found
+
+
+def spec_of(node: fx.Node) -> Spec | None:
+    """The rule for this node, or None: then it runs on whole inputs."""
+    rule = _RULES.get(node.target)  # type: ignore[arg-type]
+    if rule is not None:
+        return rule(node)
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags:
+        return pointwise(node)
+    return None
+
+
+def pointwise(node: fx.Node) -> Spec | None:
+    """Element by element, inputs broadcast against each other."""
+    if not isinstance(node.meta.get("val"), torch.Tensor):
+        return None
+    out = shape_of(node)
+    names = [f"d{index}" for index in range(len(out))]
+    inputs = []
+    for source in tensor_inputs(node):
+        shape = shape_of(source)
+        if len(shape) > len(out):
+            return None
+        aligned = names[len(out) - len(shape) :]
+        wanted = out[len(out) - len(shape) :]
+        if any(size not in (1, full) for size, full in zip(shape, wanted, strict=True)):
+            return None
+        inputs.append(tuple(n if size != 1 else None for n, size in zip(aligned, shape, strict=True)))
+    return Spec(tuple(inputs), tuple(n if size != 1 else None for n, size in zip(names, out, strict=True)))
+
+
+def _argument(node: fx.Node, place: int, name: str, otherwise: Any = None) -> Any:
+    return node.args[place] if len(node.args) > place else node.kwargs.get(name, otherwise)
+
+
+def _outer(rank: int) -> Labels:
+    return tuple(f"b{index}" for index in range(rank))
+
+
+def _linear(node: fx.Node) -> Spec | None:
+    inputs = tensor_inputs(node)
+    outer = _outer(len(shape_of(inputs[0])) - 1)
+    if len(shape_of(inputs[1])) != 2:
+        return None
+    has_bias = len(inputs) == 3
+    weights: tuple[Labels, ...] = (("o", "i"), ("o",)) if has_bias else (("o", "i"),)
+    return Spec(((*outer, "i"), *weights), (*outer, "o"), frozenset("i"), True, 2 if has_bias else None)
+
+
+def _addmm(node: fx.Node) -> Spec | None:
+    if node.kwargs.get("beta", 1) != 1 or node.kwargs.get("alpha", 1) != 1:
+        return None
+    bias, *_ = tensor_inputs(node)
+    if shape_of(bias) != shape_of(node)[1:]:
+        return None
+    return Spec((("o",), ("n", "i"), ("i", "o")), ("n", "o"), frozenset("i"), True, 0)
+
+
+def _matmul(node: fx.Node) -> Spec | None:
+    left, right = (shape_of(source) for source in tensor_inputs(node)[:2])
+    if len(left) < 2 or len(right) < 2:
+        return None
+    rank = len(shape_of(node)) - 2
+    outer = _outer(rank)
+
+    def batch(shape: tuple[int, ...]) -> Labels:
+        names = outer[rank - (len(shape) - 2) :]
+        return tuple(name if size != 1 else None for name, size in zip(names, shape[:-2], strict=True))
+
+    shape = shape_of(node)
+    out = tuple(name if size != 1 else None for name, size in zip(outer, shape[:-2], strict=True))
+    return Spec(((*batch(left), "m", "i"), (*batch(right), "i", "o")), (*out, "m", "o"), frozenset("i"), True)
+
+
+def _baddbmm(node: fx.Node) -> Spec | None:
+    added, *_ = tensor_inputs(node)
+    names: Labels = ("b0", "m", "o")
+    kept = tuple(n if size != 1 else None for n, size in zip(names[-len(shape_of(added)) :], shape_of(added)))  # noqa: B905
+    return Spec((kept, ("b0", "m", None), ("b0", None, "o")), names)
+
+
+def _einsum(node: fx.Node) -> Spec | None:
+    equation = str(node.args[0]).replace(" ", "")
+    if "." in equation or "->" not in equation:
+        return None
+    left, out = equation.split("->")
+    inputs = [tuple(term) for term in left.split(",")]
+    if any(len(set(term)) != len(term) for term in inputs) or len(inputs) > 2:
+        return None
+    shapes = [shape_of(source) for source in tensor_inputs(node)]
+    kept = tuple(
+        tuple(label if size != 1 else None for label, size in zip(term, shape, strict=True))
+        for term, shape in zip(inputs, shapes, strict=True)
+    )
+    summed = {label for term in inputs for label in term if label not in out}
+    if any(sum(label in term for term in inputs) < len(inputs) for label in summed):
+        return None
+    return Spec(kept, tuple(out), frozenset(summed), True)
+
+
+def _conv(node: fx.Node) -> Spec | None:
+    inputs = tensor_inputs(node)
+    data, weight = shape_of(inputs[0]), shape_of(inputs[1])
+    if data[1] != weight[1] or len(data) != len(weight):  # groups, or no batch dimension
+        return None
+    room: Labels = (None,) * (len(data) - 2)
+    has_bias = len(inputs) == 3
+    weights: tuple[Labels, ...] = (("o", "i", *room), ("o",)) if has_bias else (("o", "i", *room),)
+    spec = (("n", "i", *room), *weights)
+    return Spec(spec, ("n", "o", *room), frozenset("i"), True, 2 if has_bias else None)
+
+
+def _attention(node: fx.Node) -> Spec | None:
+    inputs = tensor_inputs(node)
+    query, key, value = (shape_of(source) for source in inputs[:3])
+    rank = len(query) - 2
+    if rank < 1 or len(key) != len(query):
+        return None
+    outer = _outer(rank)
+    if query[: rank - 1] != key[: rank - 1]:
+        return None
+    labels: list[Labels] = [(*outer, None, None)] * 3
+    if len(inputs) == 4:
+        mask = shape_of(inputs[3])
+        names = outer[rank - (len(mask) - 2) :] if len(mask) > 2 else ()
+        labels.append((*(n if s != 1 else None for n, s in zip(names, mask[:-2], strict=True)), None, None))
+    return Spec(tuple(labels), (*outer, None, None), heavy=False)
+
+
+def _softmax(node: fx.Node) -> Spec:
+    return _whole_along(node, [int(node.args[1])])  # type: ignore[arg-type]
+
+
+def _whole_along(node: fx.Node, dims: Sequence[int]) -> Spec:
+    rank = len(shape_of(node))
+    whole = {dim % rank for dim in dims}
+    labels = tuple(None if dim in whole else f"d{dim}" for dim in range(rank))
+    return Spec((labels,), labels)
+
+
+def _norm(node: fx.Node) -> Spec:
+    inputs = tensor_inputs(node)
+    rank, normalized = len(shape_of(inputs[0])), len(node.args[1])  # type: ignore[arg-type]
+    labels = (*_outer(rank - normalized), *(None,) * normalized)
+    return Spec((labels, *((None,) * len(shape_of(source)) for source in inputs[1:])), labels)
+
+
+def _batch_norm(node: fx.Node) -> Spec:
+    inputs = tensor_inputs(node)
+    labels: Labels = (None, "c", *(None,) * (len(shape_of(inputs[0])) - 2))
+    return Spec((labels, *(("c",) for _ in inputs[1:])), labels)
+
+
+def _pool(node: fx.Node) -> Spec:
+    rank = len(shape_of(tensor_inputs(node)[0]))
+    labels: Labels = ("n", "c", *(None,) * (rank - 2))
+    return Spec((labels,), labels)
+
+
+def _reduce(node: fx.Node) -> Spec | None:
+    (source,) = tensor_inputs(node)
+    rank = len(shape_of(source))
+    asked = _argument(node, 1, "dim")
+    asked = [asked] if isinstance(asked, int) else asked
+    dims = {dim % rank for dim in asked} if asked else set(range(rank))
+    keep = bool(_argument(node, 2, "keepdim", False))
+    is_sum = node.target is aten.sum.dim_IntList
+    labels = tuple(f"d{dim}" if is_sum or dim not in dims else None for dim in range(rank))
+    out = tuple(None if dim in dims else f"d{dim}" for dim in range(rank) if keep or dim not in dims)
+    return Spec((labels,), out, frozenset(f"d{dim}" for dim in dims) if is_sum else frozenset())
+
+
+def _sum_all(node: fx.Node) -> Spec:
+    labels = tuple(f"d{dim}" for dim in range(len(shape_of(tensor_inputs(node)[0]))))
+    return Spec((labels,), (), frozenset(labels))
+
+
+def _embedding(node: fx.Node) -> Spec:
+    _, indices = tensor_inputs(node)
+    outer = _outer(len(shape_of(indices)))
+    return Spec(((None, "e"), outer), (*outer, "e"))
+
+
+def _cat(node: fx.Node) -> Spec | None:
+    inputs = tensor_inputs(node)
+    rank = len(shape_of(node))
+    dim = int(_argument(node, 1, "dim", 0)) % rank
+    if any(len(shape_of(source)) != rank for source in inputs):
+        return None
+    labels = tuple(None if index == dim else f"d{index}" for index in range(rank))
+    return Spec((labels,) * len(inputs), labels)
+
+
+def _stack(node: fx.Node) -> Spec:
+    inputs = tensor_inputs(node)
+    rank = len(shape_of(node))
+    dim = int(_argument(node, 1, "dim", 0)) % rank
+    labels = _outer(rank - 1)
+    return Spec((labels,) * len(inputs), (*labels[:dim], None, *labels[dim:]))
+
+
+def _cumulated(node: fx.Node) -> Spec:
+    return _whole_along(node, [int(node.args[1])])  # type: ignore[arg-type]
+
+
+_RULES: dict[Any, Callable[[fx.Node], Spec | None]] = {
+    aten.linear.default: _linear,
+    aten.addmm.default: _addmm,
+    aten.mm.default: _matmul,
+    aten.bmm.default: _matmul,
+    aten.matmul.default: _matmul,
+    aten.baddbmm.default: _baddbmm,
+    aten.einsum.default: _einsum,
+    aten.conv1d.default: _conv,
+    aten.conv2d.default: _conv,
+    aten.conv3d.default: _conv,
+    aten.scaled_dot_product_attention.default: _attention,
+    aten.softmax.int: _softmax,
+    aten._softmax.default: _softmax,
+    aten.log_softmax.int: _softmax,
+    aten._log_softmax.default: _softmax,
+    aten.layer_norm.default: _norm,
+    aten.rms_norm.default: _norm,
+    aten.batch_norm.default: _batch_norm,
+    aten.max_pool1d.default: _pool,
+    aten.max_pool2d.default: _pool,
+    aten.avg_pool1d.default: _pool,
+    aten.avg_pool2d.default: _pool,
+    aten.adaptive_avg_pool1d.default: _pool,
+    aten.adaptive_avg_pool2d.default: _pool,
+    aten.mean.dim: _reduce,
+    aten.sum.dim_IntList: _reduce,
+    aten.amax.default: _reduce,
+    aten.sum.default: _sum_all,
+    aten.embedding.default: _embedding,
+    aten.cat.default: _cat,
+    aten.stack.default: _stack,
+    aten.cumsum.default: _cumulated,
+    **dict.fromkeys(
+        (
+            aten.clone.default,
+            aten.contiguous.default,
+            aten.detach.default,
+            aten.alias.default,
+            aten.to.dtype,
+            aten.to.device,
+            aten.to.dtype_layout,
+            aten.to.other,
+            aten._to_copy.default,
+            aten.type_as.default,
+            aten.dropout.default,
+            aten.masked_fill.Scalar,
+            aten.masked_fill.Tensor,
+            aten.zeros_like.default,
+            aten.ones_like.default,
+        ),
+        pointwise,
+    ),
+}
