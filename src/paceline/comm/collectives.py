@@ -41,9 +41,11 @@ class Done:
 class _Work:
     work: dist.Work
     axis: str
+    collective: str = "all_reduce"
+    held: torch.Tensor | None = None  # kept alive while it is sent
 
     def wait(self) -> None:
-        with named_failure("all_reduce", self.axis):
+        with named_failure(self.collective, self.axis):
             self.work.wait()
 
 
@@ -149,6 +151,18 @@ class AxisComm:
             received = self._exchange(sent, [1] * self.size, [1] * self.size).tolist()
             return self._exchange(tensor, list(splits), received), received
 
+    def begin_send(self, tensor: torch.Tensor, to: int, tag: int) -> Pending:
+        """Start sending `tensor` to the rank with index `to`; it must not change before `wait`."""
+        self._enter("send", tensor)
+        with named_failure("send", self.axis):
+            work = dist.isend(tensor, self.peers[to], group=self.group, tag=tag)
+        return _Work(work, self.axis, "send", tensor)  # type: ignore[arg-type]
+
+    def receive(self, tensor: torch.Tensor, source: int, tag: int) -> None:
+        """Fill `tensor` with what the rank with index `source` sent under `tag`."""
+        with named_failure("receive", self.axis):
+            dist.recv(tensor, self.peers[source], group=self.group, tag=tag)
+
     def barrier(self) -> None:
         """Wait until every rank of the axis is here."""
         if self.size > 1:
@@ -187,16 +201,28 @@ def check_op(op: str, choices: Sequence[str] = OPS) -> None:
 
 def open_axes(mesh: Mesh, rank: int, ledger: Ledger) -> dict[str, AxisComm]:
     """Open the process groups of `mesh` for this rank. Every rank must call this, in the same order."""
-    comms = {}
-    for axis in AXES:
-        groups = sorted({mesh.peers(other, axis) for other in range(mesh.world_size)})
-        mine = mesh.peers(rank, axis)
-        group = None
-        if len(groups) > 1 and len(mine) > 1:
-            opened = {peers: dist.new_group(list(peers)) for peers in groups}
-            group = opened[mine]
-        comms[axis] = AxisComm(axis, mine.index(rank), mine, group, ledger)
-    return comms
+    return {axis: _open(axis, [axis], mesh, rank, ledger) for axis in AXES}
+
+
+def open_product(name: str, axes: Sequence[str], comms: dict[str, AxisComm], mesh: Mesh, rank: int) -> AxisComm:
+    """The ranks that differ from this one on any of `axes`: the one axis among them that has ranks, or a new group.
+
+    Every rank must call this, in the same order.
+    """
+    used = [axis for axis in axes if mesh.size(axis) > 1] or [axes[0]]
+    if len(used) == 1:
+        return comms[used[0]]
+    return _open(name, used, mesh, rank, comms[used[0]].ledger)
+
+
+def _open(name: str, axes: Sequence[str], mesh: Mesh, rank: int, ledger: Ledger) -> AxisComm:
+    groups = sorted({mesh.peers_on(other, axes) for other in range(mesh.world_size)})
+    mine = mesh.peers_on(rank, axes)
+    group = None
+    if len(groups) > 1 and len(mine) > 1:
+        opened = {peers: dist.new_group(list(peers)) for peers in groups}
+        group = opened[mine]
+    return AxisComm(name, mine.index(rank), mine, group, ledger)
 
 
 @contextmanager

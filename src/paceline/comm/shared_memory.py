@@ -89,7 +89,8 @@ def open_shared_memory(comm: AxisComm) -> SharedMemory | None:
             shared.from_peer[peer] = os.open(f"/proc/{pid}/fd/{their_ends[comm.rank]}", os.O_RDONLY | os.O_NONBLOCK)
         except OSError:
             met = False
-    comm.barrier()
+    # Whoever can't open a pipe closes its end of it: the others must know before they write into it.
+    met = _everybody(met, comm)
     for reading, _ in pipes.values():
         os.close(reading)
     if met:
@@ -97,12 +98,17 @@ def open_shared_memory(comm: AxisComm) -> SharedMemory | None:
         # A process of another container could have the same number: it would not know the nonce.
         for peer, end in shared.from_peer.items():
             met &= _read(end, _NONCE.size, _GREETING_S) == _NONCE.pack(cards[peer][0][1])
-    everybody = torch.tensor([int(met)])
-    comm.all_reduce(everybody, "min")
-    if not int(everybody):
+        met = _everybody(met, comm)
+    if not met:
         shared.close()
         return None
     return shared
+
+
+def _everybody(is_so: bool, comm: AxisComm) -> bool:
+    flag = torch.tensor([int(is_so)])
+    comm.all_reduce(flag, "min")
+    return bool(int(flag))
 
 
 @dataclass(slots=True)

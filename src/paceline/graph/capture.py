@@ -43,6 +43,7 @@ class Captured:
         rebuild: puts the flat outputs back into what `function` returns.
         place: path of the module that each node was computed in.
         trained: names of the states that want a gradient.
+        buffers: names of those that are no parameters.
     """
 
     graph: fx.Graph
@@ -52,6 +53,8 @@ class Captured:
     rebuild: Callable[[list[Any]], Any]
     place: dict[fx.Node, str]
     trained: set[str]
+    buffers: set[str]
+    device: torch.device
     no_grad: set[fx.Node] = field(default_factory=set)  # computed under torch.no_grad
 
     @property
@@ -101,6 +104,8 @@ def capture(model: torch.nn.Module, function: Function, batch: Any, device: torc
         rebuild=call.rebuild,
         place=_places(traced.graph, entries),
         trained=trained,
+        buffers={name for name, _ in model.named_buffers()},
+        device=device,
     )
     _take_out_grad_mode(captured)
     drop_empty_parts(captured.graph)
@@ -240,6 +245,14 @@ def _take_out_grad_mode(captured: Captured) -> None:
             captured.graph.erase_node(node)
         elif is_off and node.op == "call_function":
             captured.no_grad.add(node)
+    for node in captured.no_grad:
+        for source in node.all_input_nodes:
+            if source not in captured.no_grad and isinstance(source.meta.get("val"), torch.Tensor):
+                with captured.graph.inserting_before(node):
+                    cut = captured.graph.call_function(aten.detach.default, (source,))
+                cut.meta["val"] = source.meta["val"].detach()
+                captured.place[cut] = captured.place.get(node, "")
+                node.replace_input_with(source, cut)
 
 
 def _drop_unused(captured: Captured) -> None:
@@ -257,11 +270,21 @@ def _drop_unused(captured: Captured) -> None:
             captured.graph.erase_node(node)
 
 
-def skeleton(model: torch.nn.Module) -> torch.nn.Module:
-    """A copy of `model` whose parameters and buffers hold nothing; tied ones stay tied."""
+def skeleton(model: torch.nn.Module, dtype: torch.dtype | None = None) -> torch.nn.Module:
+    """A copy of `model` whose parameters and buffers hold nothing; tied ones stay tied.
+
+    Args:
+        model: its tensors may hold values or not.
+        dtype: of floating-point tensors, where it is to change.
+    """
+
+    def empty(tensor: torch.Tensor) -> torch.Tensor:
+        wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=wanted, device="meta")
+
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
-        memo[id(parameter)] = torch.nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+        memo[id(parameter)] = torch.nn.Parameter(empty(parameter), parameter.requires_grad)
     for buffer in model.buffers():
-        memo[id(buffer)] = buffer.detach().to("meta")
+        memo[id(buffer)] = empty(buffer)
     return copy.deepcopy(model, memo)

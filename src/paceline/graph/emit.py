@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,12 +23,16 @@ aten = torch.ops.aten
 _RANDOM = (aten.dropout.default,)
 
 
-def emit(captured: Captured, layout: Layout, exchanges: Exchanges) -> Captured:
-    """The captured graph as `exchanges.comm.rank` runs it.
+def emit(
+    captured: Captured, layout: Layout, exchanges: Exchanges, stages: Mapping[fx.Node, int] | None = None
+) -> tuple[Captured, dict[fx.Node, fx.Node]]:
+    """The captured graph as `exchanges.comm.rank` runs it, and of each new node the old one it was made for.
 
-    The new graph's placeholders have the old names and local shapes; `place` and `no_grad` are carried over.
+    The new graph's placeholders have the old names and local shapes. What `stages` keeps apart shares no
+    conversion.
     """
-    return _Emitter(captured, layout, exchanges).run()
+    emitter = _Emitter(captured, layout, exchanges, stages or {})
+    return emitter.run(), emitter.origin
 
 
 @dataclass(slots=True)
@@ -36,12 +40,14 @@ class _Emitter:
     captured: Captured
     layout: Layout
     exchanges: Exchanges
+    stages: Mapping[fx.Node, int]
     graph: fx.Graph = field(default_factory=fx.Graph)
     made: dict[fx.Node, Any] = field(default_factory=dict)  # old node to new, lying as the layout says
     lays: dict[fx.Node, Any] = field(default_factory=dict)
     converted: dict[Any, fx.Node] = field(default_factory=dict)
     place: dict[fx.Node, str] = field(default_factory=dict)
     no_grad: set[fx.Node] = field(default_factory=set)
+    origin: dict[fx.Node, fx.Node] = field(default_factory=dict)
     here: fx.Node | None = None
 
     @property
@@ -75,6 +81,8 @@ class _Emitter:
             old.rebuild,
             self.place,
             old.trained,
+            old.buffers,
+            old.device,
             self.no_grad,
         )
 
@@ -90,6 +98,7 @@ class _Emitter:
 
     def _note(self, new: Any) -> None:
         if isinstance(new, fx.Node) and self.here is not None:
+            self.origin[new] = self.here
             self.place[new] = self.captured.place.get(self.here, "")
             if self.here in self.captured.no_grad:
                 self.no_grad.add(new)
@@ -176,7 +185,8 @@ class _Emitter:
             return value
         if now == wanted and (now is not None or not for_parts):
             return value
-        key = (old, wanted, for_parts if wanted is None else True)
+        stage = self.stages.get(self.here) if self.here is not None else None
+        key = (old, wanted, for_parts if wanted is None else True, stage)
         if key not in self.converted:
             made = self._convert(old, value, now, wanted, for_parts)
             if old in self.captured.no_grad or _is_written(old):

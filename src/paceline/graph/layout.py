@@ -28,6 +28,7 @@ BEAM = 48  # partial layouts kept at a node; 8 gives the same layouts for the mo
 
 State = dict[fx.Node, Any]  # how live values lie: Split, a tuple of lays, or _WHOLE for a decided weight
 _WHOLE = "whole"
+_NARROWER = 1000.0
 
 
 @dataclass(slots=True)
@@ -81,7 +82,7 @@ def choose_layout(
     options = Options(
         parts,
         blocks_asked_for(captured.graph),
-        {node: name for name, node in captured.states.items()},
+        {node: name for name, node in captured.states.items() if node.meta["val"].is_floating_point()},
         set(written_groups(captured.graph)),
         gradients_of(captured),
         is_sequence_split,
@@ -152,7 +153,9 @@ def _after(
         target = ("whole", choice.is_split) if wanted is None else wanted
         if (now == wanted and (now is not None or not choice.is_split)) or (source, target) in paid:
             continue
-        cost += conversion_cost(source, now, wanted, choice.is_split, source in options.with_gradient)
+        price = conversion_cost(source, now, wanted, choice.is_split, source in options.with_gradient)
+        # Sums in a narrower dtype than the weights' would round where one rank does not.
+        cost += price * (_NARROWER if _is_narrower(source, options) else 1)
         paid.add((source, target))
     output = choice.output
     if output is not None and (not isinstance(output, tuple) or any(lay is not None for lay in output)):
@@ -173,6 +176,13 @@ def conversion_cost(source: fx.Node, now: Lay, wanted: Lay, for_parts: bool, wit
     if now is None:
         return exchanged(size_bytes(source), 1) if with_gradient else 0.0
     return exchanged(size_bytes(source), 1 + back, 1 + int(back))
+
+
+def _is_narrower(source: fx.Node, options: Options) -> bool:
+    value = source.meta.get("val")
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return False
+    return value.dtype.itemsize < max(node.meta["val"].dtype.itemsize for node in options.parameters)
 
 
 def _lay_of(lays: State, node: fx.Node) -> Any:

@@ -8,6 +8,7 @@ fastest links.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.nouns.errors import MeshError, did_you_mean
@@ -60,6 +61,15 @@ class Mesh:
         stride = math.prod(self.sizes[AXES.index(axis) + 1 :])
         first = rank - at[axis] * stride
         return tuple(first + i * stride for i in range(self.size(axis)))
+
+    def peers_on(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
+        """The ranks that share every coordinate with `rank` but those on `axes`, in rising order."""
+        at = self.coordinate(rank)
+        return tuple(
+            other
+            for other in range(self.world_size)
+            if all(there == at[axis] for axis, there in self.coordinate(other).items() if axis not in axes)
+        )
 
     @property
     def data_size(self) -> int:

@@ -1,8 +1,18 @@
-"""The one place where strategies meet: it says which strategy fills which moment of a step, in what order."""
+"""The one place where strategies meet: which of them fills which moment of a step, in what order.
+
+    gather        shard          parameters made whole for the step
+    forward,      tensor         inside every stage
+    backward      pipeline       micro-batches through the stages
+                  replicate      gradients leave as they come, where nothing else must happen to them first
+    reduce        pipeline       gradients of parameters that several stages hold
+                  shard          summed, each rank its rows
+                  replicate      summed
+                  (all)          divided by the global weight
+    clip          (all)          by the norm of the whole gradient
+"""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,49 +20,119 @@ from typing import Any
 import torch
 
 from paceline.comm.collectives import AxisComm
+from paceline.nouns.mesh import DATA_AXES, Mesh
+from paceline.nouns.placement import Held
 from paceline.nouns.plan import Plan
 from paceline.nouns.workload import Workload
-from paceline.parallel import local
+from paceline.parallel.buffers import Buffers
+from paceline.parallel.local import Moments
+from paceline.parallel.norm import global_norm, scale_gradients
+from paceline.parallel.placed import PlacedModel
 from paceline.parallel.replicate import Replicate
-from paceline.parallel.sums import Sums
+from paceline.parallel.sums import Sums, SumsWire
+
+Score = Callable[[Any, Any], Any]
 
 
 @dataclass(frozen=True, slots=True)
+class Comms:
+    """The axes of a mesh, and two made of several of them."""
+
+    axes: Mapping[str, AxisComm]
+    data: AxisComm  # ranks that see different samples: replicate times shard
+    step: AxisComm  # ranks that take a step together: all of them
+
+
 class Parallel:
-    """The moments of a step, as this rank's strategies fill them."""
+    """A step's moments, as this rank's strategies fill them.
 
-    replicate: Replicate
-    forward_backward: Callable[[Sequence[Any], bool], bool]
-    reduce_gradients: Callable[[bool], Sums]
-
-
-def parallelize(
-    model: torch.nn.Module,
-    workload: Workload,
-    comms: Mapping[str, AxisComm],
-    plan: Plan,
-    device: torch.device,
-) -> Parallel:
-    """Place the model on the mesh and say what each moment of a step is.
-
-    `forward_backward(microbatches, is_stopping)` returns whether gradients are those of the mean already;
-    `reduce_gradients` wants to know.
+    Args:
+        placed: the model as this rank holds it.
+        workload: loss and precision.
+        comms: the mesh's axes.
+        plan: the rest.
+        device: where this rank computes.
     """
-    replicate = Replicate(model, comms["replicate"], plan, device)
-    autocast = functools.partial(
-        torch.autocast, device.type, dtype=torch.bfloat16, enabled=workload.precision == "bf16"
-    )
 
-    def forward_backward(microbatches: Sequence[Any], is_stopping: bool) -> bool:
-        local.forward_backward(model, workload.loss, microbatches, replicate, autocast, is_stopping)
-        return local.is_scaled_before(replicate, microbatches)
+    def __init__(
+        self, placed: PlacedModel, workload: Workload, comms: Comms, plan: Plan, device: torch.device
+    ) -> None:
+        self.placed, self.workload, self.comms, self.plan, self.device = placed, workload, comms, plan, device
+        self.mesh = Mesh.parse(plan.mesh)
+        self.model = placed.model
+        self.buffers = Buffers(placed.model, comms.data)
+        self.replicate = Replicate(
+            placed.updated(),
+            placed.sparse(),
+            comms.axes["replicate"],
+            plan,
+            device,
+            overlaps=not placed.finishes_later,
+        )
+        shared = self.replicate.shared if comms.step.axis == "replicate" else None
+        self.sums = SumsWire(comms.step, shared, len(self.buffers.tensors), device, placed.counts_loss)
 
-    def reduce_gradients(is_mean: bool) -> Sums:
-        sums = replicate.reduce_gradients()
-        if replicate.comm.size == 1 and not is_mean and sums.weight:
-            for parameter in model.parameters():
-                if parameter.grad is not None:
-                    parameter.grad *= 1 / sums.weight
+    def forward_backward(self, microbatches: Sequence[Any], is_stopping: bool, longest: int = 1) -> None:
+        """Forward and backward passes over this rank's micro-batches.
+
+        Args:
+            microbatches: this rank's part of the batch, cut.
+            is_stopping: whether this rank was asked to stop.
+            longest: the most micro-batches that any rank has in this step.
+
+        Raises:
+            LossError: the loss has the wrong form.
+        """
+        self.sums.clear()
+        self.buffers.begin_step()
+        self.replicate.begin_step(self.sums.finish)
+        self.placed.begin_step()
+        self.is_mean = self.comms.step.size == 1 and len(microbatches) == 1 and self.placed.is_plain
+
+        def after_forwards() -> None:
+            self.sums.begin(is_stopping, self.buffers.find_changed())
+            self.replicate.begin_last_backward()
+
+        moments = Moments(self.sums.add, self.placed.before_backward, after_forwards, self.is_mean)
+        self.placed.forward_backward(self.workload.loss, microbatches, moments, longest)
+
+    def reduce_gradients(self) -> Sums:
+        """Make every gradient that of the global batch's mean loss."""
+        self.placed.finish_backward()
+        self.replicate.reduce_gradients()
+        scale = self.sums.finish()
+        sums = self.sums.read()
+        if self.replicate.comm.size == 1 and not self.is_mean and sums.weight:
+            scale_gradients(self.placed.updated().values(), scale)
+        copies = self.mesh.size("tensor")
+        self.buffers.reduce([ranks // copies for ranks in sums.changed])
         return sums
 
-    return Parallel(replicate, forward_backward, reduce_gradients)
+    def gradient_norm(self) -> torch.Tensor:
+        """The norm of the whole gradient, on every rank."""
+        spread = [self.comms.axes[axis] for axis in ("tensor", "shard", "pipeline") if self.mesh.size(axis) > 1]
+        return global_norm(self.placed.updated().values(), self.placed.counted(), spread)
+
+    def evaluate(self, name: str, score: Score, batch: Any) -> Any:
+        """What `score(model, batch)` returns."""
+        return self.placed.evaluate(name, score, batch)
+
+    def held(self) -> dict[str, Held]:
+        """Of every state tensor that is not whole on all ranks: this rank's part, and who else has the same."""
+        return self.placed.held()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """What compression carries from step to step, by name."""
+        return self.replicate.state()
+
+    def close(self) -> None:
+        """Let go of the other ranks."""
+        self.placed.close()
+        self.replicate.close()
+
+
+def data_axes(mesh: Mesh) -> list[str]:
+    """The axes of more than one rank along which the batch is split."""
+    return [axis for axis in DATA_AXES if mesh.size(axis) > 1]
+
+

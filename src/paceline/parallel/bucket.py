@@ -8,12 +8,14 @@ some rank used gets the sum of those that did.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
+from paceline.comm.distributed_tensor import like_parameter, local
 from paceline.comm.wire import Wire
 from paceline.nouns.buckets import group_parameters
+from paceline.nouns.errors import WorkloadError
 
 MakeWire = Callable[[Sequence[torch.Size], int, torch.dtype, torch.device], Wire]
 
@@ -26,7 +28,7 @@ class Bucket:
     wire: Wire
     slices: list[list[torch.Tensor]]  # by inbox, then by parameter: shaped like the parameter
     results: list[torch.Tensor]
-    filled: int = 0  # parameters whose gradient is in the inbox
+    filled: set[int] = field(default_factory=set)  # parameters whose gradient is in the inbox
     is_sent: bool = False
 
     @property
@@ -36,33 +38,36 @@ class Bucket:
 
     def clear(self) -> None:
         """Begin a step: nobody has a gradient yet."""
-        self.filled, self.is_sent = 0, False
-        self.wire.inboxes[self.wire.turn][self.flags :] = 0
+        self.filled.clear()
+        self.is_sent = False
 
     def fill(self, index: int, gradient: torch.Tensor, scale: torch.Tensor | None) -> None:
         """Copy a gradient in, times `scale` where the wire wants that first.
 
         Raises:
-            RuntimeError: the gradient came twice (re-entrant checkpointing), so the first was not all.
+            WorkloadError: the gradient came twice (re-entrant checkpointing), so the first was not all.
         """
-        inbox = self.wire.inboxes[self.wire.turn]
-        if self.is_sent or inbox[self.flags + index]:
-            raise RuntimeError("a gradient was accumulated twice in one backward pass")
+        if self.is_sent or index in self.filled:
+            raise WorkloadError(
+                "one gradient of each parameter in a backward pass",
+                f"one of shape {tuple(gradient.shape)} was accumulated twice",
+                "write torch.utils.checkpoint.checkpoint(..., use_reentrant=False)",
+            )
         place = self.slices[self.wire.turn][index]
         if scale is None:
             place.copy_(gradient)
         else:
             torch.mul(gradient, scale, out=place)
-        inbox[self.flags + index] = 1
-        self.filled += 1
+        self.filled.add(index)
 
     def send(self) -> None:
         """Zero what has no gradient on this rank, and start the sum."""
-        if self.filled < len(self.parameters):
-            inbox = self.wire.inboxes[self.wire.turn]
-            for index, has_gradient in enumerate(inbox[self.flags :].tolist()):
-                if not has_gradient:
-                    self.slices[self.wire.turn][index].zero_()
+        flags = torch.ones(len(self.parameters), dtype=self.wire.outbox.dtype)
+        for index in range(len(self.parameters)):
+            if index not in self.filled:
+                flags[index] = 0
+                self.slices[self.wire.turn][index].zero_()
+        self.wire.inboxes[self.wire.turn][self.flags :].copy_(flags, non_blocking=True)
         self.is_sent = True
         self.wire.begin()
 
@@ -72,12 +77,25 @@ class Bucket:
         for parameter, result, ranks in zip(
             self.parameters, self.results, self.wire.outbox[self.flags :].tolist(), strict=True
         ):
-            parameter.grad = result if ranks else None
+            set_local_gradient(parameter, result if ranks else None)
+
+
+def local_gradient(parameter: torch.nn.Parameter) -> torch.Tensor | None:
+    """This rank's part of a parameter's gradient."""
+    gradient = parameter.grad
+    return None if gradient is None else local(gradient)
+
+
+def set_local_gradient(parameter: torch.nn.Parameter, value: torch.Tensor | None) -> None:
+    """Put this rank's part of a gradient back."""
+    if value is not None and hasattr(parameter, "to_local"):
+        value = like_parameter(value, parameter)
+    parameter.grad = value
 
 
 def make_buckets(parameters: Sequence[torch.nn.Parameter], limit_bytes: int, make_wire: MakeWire) -> list[Bucket]:
     """Buckets of at most `limit_bytes` (or one larger parameter), last parameter first."""
-    groups = group_parameters([(p.nbytes, _kind(p)) for p in parameters], limit_bytes)
+    groups = group_parameters([(local(p).nbytes, _kind(p)) for p in parameters], limit_bytes)
     return [_bucket([parameters[index] for index in group], make_wire) for group in groups]
 
 
@@ -86,7 +104,7 @@ def _kind(parameter: torch.nn.Parameter) -> tuple[torch.dtype, torch.device]:
 
 
 def _bucket(parameters: list[torch.nn.Parameter], make_wire: MakeWire) -> Bucket:
-    shapes = [parameter.shape for parameter in parameters]
+    shapes = [local(parameter).shape for parameter in parameters]
     wire = make_wire(shapes, len(parameters), *_kind(parameters[0]))
     slices = [_slices(inbox, shapes) for inbox in wire.inboxes]
     return Bucket(list(parameters), wire, slices, _slices(wire.outbox, shapes))

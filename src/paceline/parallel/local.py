@@ -9,47 +9,58 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from paceline.nouns.errors import LossError
-from paceline.parallel.replicate import Replicate
-
-Loss = Callable[[Any, Any], tuple[Any, Any]]
 
 
-def forward_backward(
-    model: torch.nn.Module,
-    loss: Loss,
-    microbatches: Sequence[Any],
-    replicate: Replicate,
-    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    is_stopping: bool = False,
-) -> None:
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """What the strategies want to know of a step while it runs.
+
+    Attributes:
+        add: a micro-batch's loss sum and weight.
+        before_backward: a backward pass begins; whether it is the last.
+        after_forwards: the last forward pass is done.
+        takes_mean: gradients may be those of the mean at once: one micro-batch, and nobody to wait for.
+    """
+
+    add: Callable[[torch.Tensor, torch.Tensor | float], None]
+    before_backward: Callable[[bool], None]
+    after_forwards: Callable[[], None]
+    takes_mean: bool
+
+
+def forward_backward(loss: Callable[[Any], Any], microbatches: Sequence[Any], moments: Moments, padding: int = 0) -> None:
     """Add up the gradients of the loss sum over `microbatches`; a rank without any still takes part.
+
+    Args:
+        loss: of one micro-batch, with the model in it.
+        microbatches: this rank's.
+        moments: told how the step goes on.
+        padding: how many at the end of `microbatches` only keep step with ranks that have more: they count nothing.
 
     Raises:
         LossError: the loss has the wrong form.
     """
-    replicate.begin_step()
     for number, batch in enumerate(microbatches):
-        with autocast():
-            total, weight = checked_loss(loss(model, batch))
-        replicate.sums.add(total.detach(), weight)
-        if number == len(microbatches) - 1:
-            replicate.begin_last_backward(is_stopping)
-        if is_scaled_before(replicate, microbatches):
+        total, weight = checked_loss(loss(batch))
+        is_last = number == len(microbatches) - 1
+        if number < len(microbatches) - padding:
+            moments.add(total.detach(), weight)
+        else:
+            total = torch.where(torch.isfinite(total), total, 0.0) * 0.0
+        if is_last:
+            moments.after_forwards()
+        moments.before_backward(is_last)
+        if moments.takes_mean:
             total = total / weight
         total.backward()  # type: ignore[no-untyped-call]
     if not microbatches:
-        replicate.begin_last_backward(is_stopping)
-
-
-def is_scaled_before(replicate: Replicate, microbatches: Sequence[Any]) -> bool:
-    """Whether the mean can be taken before the backward pass: one rank, one micro-batch, nothing to wait for."""
-    return replicate.comm.size == 1 and len(microbatches) == 1
+        moments.after_forwards()
 
 
 def checked_loss(result: Any) -> tuple[torch.Tensor, torch.Tensor | float]:

@@ -19,10 +19,11 @@ against it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from paceline.comm.collectives import AxisComm
 from paceline.comm.compression import CastWire, PowerSGDWire, TopKWire
@@ -30,9 +31,7 @@ from paceline.comm.shared_memory import MAX_BYTES, SharedMemory, open_shared_mem
 from paceline.comm.wire import Wire, exact_wire
 from paceline.nouns.errors import PlanError, WorkloadError
 from paceline.nouns.plan import Plan
-from paceline.parallel.bucket import Bucket, make_buckets
-from paceline.parallel.buffers import Buffers
-from paceline.parallel.sums import Sums, SumsWire
+from paceline.parallel.bucket import Bucket, local_gradient, make_buckets
 
 _NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _BROADCAST_BYTES = 64 * 2**20  # copied together when the start state is sent
@@ -42,59 +41,68 @@ class Replicate:
     """The strategy on this rank.
 
     Args:
-        model: the model, on its device. Its parameters and buffers are overwritten by rank 0's.
+        parameters: what is trained here, by name: whole parameters, or this rank's parts of them.
+        sparse: names of those whose gradients are sparse.
         comm: the `replicate` axis.
         plan: transport, compression and bucket size.
         device: where the model is.
+        overlaps: whether gradients may be sent while the backward pass runs; otherwise all of them after it.
 
     Raises:
         PlanError: the plan's transport is not to be had here.
     """
 
-    def __init__(self, model: torch.nn.Module, comm: AxisComm, plan: Plan, device: torch.device) -> None:
-        self.comm, self.plan = comm, plan
-        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.sparse = {name: p for name, p in trained.items() if name in sparse_names(model)}
-        self.dense = {name: p for name, p in trained.items() if name not in self.sparse}
-        self.buffers = Buffers(model, comm)
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        sparse: set[str],
+        comm: AxisComm,
+        plan: Plan,
+        device: torch.device,
+        overlaps: bool = True,
+    ) -> None:
+        self.comm, self.plan, self.device, self.overlaps = comm, plan, device, overlaps
+        self.parameters, self.sparse_names = parameters, sparse
         self.shared = self._open_shared(device)
-        self._broadcast([*model.parameters(), *model.buffers()])
-        self.sums = SumsWire(comm, self.shared, len(self.buffers.tensors), device)
         self.buckets: list[Bucket] = []
-        self.place: dict[torch.nn.Parameter, tuple[int, int]] = {}
+        self.hooks: list[RemovableHandle] = []
+        self.trained: dict[str, bool] = {}
         self.is_last_backward, self.next_bucket = False, 0
-        self.scale: torch.Tensor | None = None
-        if comm.size > 1:
-            self._fill_buckets()
+        self.scale: Callable[[], torch.Tensor] = lambda: torch.ones(())
+        self._fill_buckets()
 
-    def begin_step(self) -> None:
-        """Forget the step before."""
-        self.sums.clear()
-        self.buffers.begin_step()
-        self.is_last_backward, self.next_bucket, self.scale = False, 0, None
+    def begin_step(self, scale: Callable[[], torch.Tensor]) -> None:
+        """Forget the step before.
+
+        Args:
+            scale: waits for, and returns, what gradients are multiplied by.
+        """
+        self.scale = scale
+        if {name: p.requires_grad for name, p in self.parameters.items()} != self.trained:
+            self._fill_buckets()  # some were frozen or set free since
+        self.is_last_backward, self.next_bucket = False, 0
         for bucket in self.buckets:
             bucket.clear()
 
-    def begin_last_backward(self, is_stopping: bool) -> None:
-        """All forward passes are done: send the sums, and from here on gradients as they come."""
-        self.sums.begin(is_stopping, self.buffers.find_changed())
-        self.is_last_backward = True
+    def begin_last_backward(self) -> None:
+        """From here on gradients are sent as they come."""
+        self.is_last_backward = self.overlaps
 
-    def reduce_gradients(self) -> Sums:
+    def reduce_gradients(self) -> None:
         """Make every gradient that of the global batch's mean loss; the same bits on every rank."""
+        if self.comm.size == 1:
+            return
         for bucket in self.buckets:
             for index, parameter in enumerate(bucket.parameters):
                 if parameter.grad is not None:  # accumulated earlier, but not reached by the last backward
                     self._fill(parameter, bucket, index)
         self._send_complete(all_of_them=True)
-        scale = self._scale()
+        scale = self.scale()
         for bucket in self.buckets:
             bucket.receive(scale)
-        for name, parameter in self.sparse.items() if self.comm.size > 1 else ():
-            self._gather_sparse(name, parameter, scale)
-        sums = self.sums.read()
-        self.buffers.reduce(sums.changed)
-        return sums
+        for name in sorted(self.sparse_names):
+            if self.parameters[name].requires_grad:
+                self._gather_sparse(name, self.parameters[name], scale)
 
     def state(self) -> dict[str, torch.Tensor]:
         """What compression carries from step to step, by name."""
@@ -112,7 +120,7 @@ class Replicate:
     def _open_shared(self, device: torch.device) -> SharedMemory | None:
         asked = self.plan.transport
         wanted = asked in ("auto", "shared_memory") and device.type == "cpu"
-        fits = 2 * sum(parameter.nbytes for parameter in self.dense.values()) <= MAX_BYTES
+        fits = 2 * sum(p.nbytes for name, p in self.parameters.items() if name not in self.sparse_names) <= MAX_BYTES
         shared = open_shared_memory(self.comm) if wanted and fits else None
         if self.comm.size > 1 and asked == "shared_memory" and shared is None:
             raise PlanError(
@@ -127,11 +135,19 @@ class Replicate:
         return shared
 
     def _fill_buckets(self) -> None:
-        self.buckets = make_buckets(list(self.dense.values()), self.plan.bucket_bytes, self._make_wire)
-        for number, bucket in enumerate(self.buckets):
-            for index, parameter in enumerate(bucket.parameters):
-                self.place[parameter] = number, index
-                parameter.register_post_accumulate_grad_hook(partial(self._gradient_is_here, bucket, index))
+        self.trained = {name: parameter.requires_grad for name, parameter in self.parameters.items()}
+        if self.comm.size == 1:
+            return
+        for hook in self.hooks:
+            hook.remove()
+        dense = [p for name, p in self.parameters.items() if p.requires_grad and name not in self.sparse_names]
+        self.buckets = make_buckets(dense, self.plan.bucket_bytes, self._make_wire)
+        self.hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(self._gradient_is_here, bucket, index))
+            for bucket in self.buckets
+            for index, parameter in enumerate(bucket.parameters)
+            if self.overlaps
+        ]
 
     def _make_wire(self, shapes: Sequence[torch.Size], flags: int, dtype: torch.dtype, device: torch.device) -> Wire:
         numel = sum(shape.numel() for shape in shapes) + flags
@@ -150,7 +166,7 @@ class Replicate:
             self._send_complete()
 
     def _fill(self, parameter: torch.nn.Parameter, bucket: Bucket, index: int) -> None:
-        gradient = parameter.grad
+        gradient = local_gradient(parameter)
         if gradient is None:
             return
         if gradient.is_sparse:
@@ -159,22 +175,17 @@ class Replicate:
                 f"parameter of shape {tuple(parameter.shape)} got a sparse one",
                 "only nn.Embedding and nn.EmbeddingBag with sparse=True may; set it on the module",
             )
-        bucket.fill(index, gradient, self._scale() if bucket.wire.is_scaled_first else None)
+        bucket.fill(index, gradient, self.scale() if bucket.wire.is_scaled_first else None)
         parameter.grad = None  # the bucket has it; free the memory before the rest of the backward pass
 
     def _send_complete(self, all_of_them: bool = False) -> None:
         # In the same order on every rank, so that sums meet.
         while self.next_bucket < len(self.buckets):
             bucket = self.buckets[self.next_bucket]
-            if not all_of_them and bucket.filled < len(bucket.parameters):
+            if not all_of_them and len(bucket.filled) < len(bucket.parameters):
                 return
             bucket.send()
             self.next_bucket += 1
-
-    def _scale(self) -> torch.Tensor:
-        if self.scale is None:
-            self.scale = self.sums.finish()
-        return self.scale
 
     def _gather_sparse(self, name: str, parameter: torch.nn.Parameter, scale: torch.Tensor) -> None:
         gradient = parameter.grad
@@ -194,25 +205,27 @@ class Replicate:
             summed = torch.sparse_coo_tensor(indices[None], values, parameter.shape, check_invariants=False)
             parameter.grad = summed.coalesce()
 
-    def _broadcast(self, tensors: list[torch.Tensor]) -> None:
-        """Rank 0's values, everywhere, several tensors in one message."""
-        if self.comm.size == 1:
-            return
-        batches: dict[torch.dtype, list[torch.Tensor]] = {}
-        with torch.no_grad():
-            for tensor in tensors:
-                batch = batches.setdefault(tensor.dtype, [])
-                batch.append(tensor)
-                if sum(t.nbytes for t in batch) >= _BROADCAST_BYTES:
-                    self._broadcast_flat(batches.pop(tensor.dtype))
-            for batch in batches.values():
-                self._broadcast_flat(batch)
 
-    def _broadcast_flat(self, batch: list[torch.Tensor]) -> None:
-        flat = torch.cat([tensor.detach().reshape(-1) for tensor in batch])
-        self.comm.broadcast(flat)
-        for tensor, part in zip(batch, flat.split([t.numel() for t in batch]), strict=True):
-            tensor.copy_(part.view_as(tensor))
+def broadcast_state(tensors: Sequence[torch.Tensor], comm: AxisComm) -> None:
+    """The axis' first rank's values, everywhere, several tensors in one message."""
+    if comm.size == 1:
+        return
+    batches: dict[torch.dtype, list[torch.Tensor]] = {}
+    with torch.no_grad():
+        for tensor in tensors:
+            batch = batches.setdefault(tensor.dtype, [])
+            batch.append(tensor)
+            if sum(t.nbytes for t in batch) >= _BROADCAST_BYTES:
+                _broadcast_flat(batches.pop(tensor.dtype), comm)
+        for batch in batches.values():
+            _broadcast_flat(batch, comm)
+
+
+def _broadcast_flat(batch: list[torch.Tensor], comm: AxisComm) -> None:
+    flat = torch.cat([tensor.detach().reshape(-1) for tensor in batch])
+    comm.broadcast(flat)
+    for tensor, part in zip(batch, flat.split([t.numel() for t in batch]), strict=True):
+        tensor.copy_(part.view_as(tensor))
 
 
 def sparse_names(model: torch.nn.Module) -> set[str]:

@@ -39,12 +39,16 @@ class SumsWire:
     Args:
         comm: the axis to sum over.
         shared: shared memory between the ranks, if it is open.
+        counts: whether this rank adds losses and weights; others take part with zeros.
         buffers: how many buffers the model has.
         device: where the losses are.
     """
 
-    def __init__(self, comm: AxisComm, shared: SharedMemory | None, buffers: int, device: torch.device) -> None:
-        self.comm, self.buffers = comm, buffers
+    def __init__(
+        self, comm: AxisComm, shared: SharedMemory | None, buffers: int, device: torch.device, counts: bool = True
+    ) -> None:
+        self.comm, self.buffers, self.counts = comm, buffers, counts
+        self.scale: torch.Tensor | None = None
         length = _FIRST_RANK + comm.size + buffers
         self.mine = torch.zeros(length, dtype=torch.float64, device=device)
         self.wire = exact_wire(comm, shared, length, torch.float64, device)
@@ -53,11 +57,16 @@ class SumsWire:
     def clear(self) -> None:
         """Begin a step with nothing."""
         self.mine.zero_()
+        self.scale = None
 
     def add(self, loss: torch.Tensor, weight: torch.Tensor | float) -> None:
-        """Add one micro-batch's loss sum and weight, without waiting for the device."""
-        self.mine[_LOSS] += loss
-        self.mine[_WEIGHT] += weight
+        """Add one micro-batch's loss sum and weight, without waiting for the device.
+
+        Of the ranks that see the same samples only one counts them.
+        """
+        if self.counts:
+            self.mine[_LOSS] += loss
+            self.mine[_WEIGHT] += weight
         self.mine[_FIRST_RANK + self.comm.rank] += ~torch.isfinite(loss)
 
     def begin(self, is_stopping: bool, changed: Sequence[bool]) -> None:
@@ -69,9 +78,11 @@ class SumsWire:
         self.wire.begin()
 
     def finish(self) -> torch.Tensor:
-        """Wait for the others; the scale that makes gradients of the sum those of the mean, a scalar."""
-        self.wire.finish(self.one)
-        return self.wire.outbox[_WEIGHT].reciprocal()
+        """Wait for the others, once; the scale that makes gradients of the sum those of the mean, a scalar."""
+        if self.scale is None:
+            self.wire.finish(self.one)
+            self.scale = self.wire.outbox[_WEIGHT].reciprocal()
+        return self.scale
 
     def read(self) -> Sums:
         """The numbers, after `finish`."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.parameter import UninitializedTensorMixin
 
 from paceline.checkpoint.manifest import MANIFEST, remove_partial_in
 from paceline.comm.collectives import AxisComm
@@ -64,6 +65,13 @@ def make_model(workload: Workload, device: torch.device, comm: AxisComm) -> torc
         WorkloadError: the factory returns no module, one without parameters, or not the same everywhere.
     """
     model = workload.model()
+    check_model(model)
+    check_same_model_everywhere(model, comm)
+    return model.to(device, torch.float64 if workload.precision == "float64" else None).train()
+
+
+def check_model(model: Any) -> None:
+    """Raise WorkloadError unless `model` is a module with something to train, all of it made."""
     if not isinstance(model, torch.nn.Module):
         raise WorkloadError(
             "the workload's model should make a torch.nn.Module",
@@ -74,8 +82,13 @@ def make_model(workload: Workload, device: torch.device, comm: AxisComm) -> torc
         raise WorkloadError(
             "a model to train", "it has no parameter that wants a gradient", "set requires_grad on some"
         )
-    check_same_model_everywhere(model, comm)
-    return model.to(device, torch.float64 if workload.precision == "float64" else None).train()
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if isinstance(tensor, UninitializedTensorMixin):
+            raise WorkloadError(
+                "a model whose parameters are made",
+                f"{name} has no shape before the first batch (a lazy module)",
+                "give the module its sizes, or run it on one sample in the factory",
+            )
 
 
 def make_optimizer(workload: Workload, model: torch.nn.Module) -> torch.optim.Optimizer:

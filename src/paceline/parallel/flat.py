@@ -1,0 +1,127 @@
+"""`shard` beside `tensor` or `pipeline`: parameters and optimizer state split between steps (ZeRO-1).
+
+FSDP2 gathers a module's parameters as the module's own code is called; a split model runs as graphs instead. Here
+each rank keeps rows of every parameter (of its piece of it) and their optimizer state; before a step all rows are
+gathered, after it gradients are summed and each rank keeps its rows' again.
+
+Needs: an optimizer that works element by element.
+Promises: the update is that of whole parameters; parameter names and dimensions stay.
+Traffic per step: one all_gather of this rank's rows and one reduce_scatter of all gradients per dtype; one
+all_reduce for parameters without dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from paceline.comm.collectives import AxisComm
+from paceline.nouns.placement import chunk_range
+
+
+@dataclass(slots=True)
+class Flat:
+    """The strategy on this rank.
+
+    Args:
+        whole: the parameters that the graphs read, by name; emptied between steps.
+        comm: the `shard` axis.
+    """
+
+    whole: Mapping[str, torch.nn.Parameter]
+    comm: AxisComm
+    rows: dict[str, torch.nn.Parameter] = field(default_factory=dict)
+    shapes: dict[str, torch.Size] = field(default_factory=dict)
+
+    def split(self) -> None:
+        """Keep this rank's rows, once the parameters have their values."""
+        for name, parameter in self.whole.items():
+            self.shapes[name] = parameter.shape
+            if parameter.dim() == 0:
+                self.rows[name] = parameter
+                continue
+            start, stop = chunk_range(parameter.shape[0], self.comm.rank, self.comm.size)
+            own = parameter.detach()[start:stop].clone()
+            self.rows[name] = torch.nn.Parameter(own, parameter.requires_grad)
+            _empty(parameter)
+
+    def gather(self) -> None:
+        """Make the parameters whole for a step."""
+        with torch.no_grad():
+            for names in self._by_dtype():
+                mine = torch.cat([self._padded(name).reshape(-1) for name in names])
+                parts = self.comm.all_gather_along(mine, [mine.numel()] * self.comm.size, 0)
+                at = 0
+                for name in names:
+                    shape = self.shapes[name]
+                    size = self._padded_rows(name) * _row_numel(shape)
+                    whole = torch.cat([part[at : at + size] for part in parts])[: shape.numel()]
+                    self.whole[name].data = whole.view(shape)
+                    at += size
+
+    def scatter(self) -> None:
+        """Sum the gradients and keep this rank's rows of them; let the whole parameters go."""
+        for names in self._by_dtype():
+            used = self._used(names)
+            parts = [
+                torch.cat([self._gradient_rows(name, rank).reshape(-1) for name in names])
+                for rank in range(self.comm.size)
+            ]
+            mine = self.comm.reduce_scatter_parts(parts)
+            at = 0
+            for name, is_used in zip(names, used, strict=True):
+                rows = self.rows[name]
+                rows.grad = mine[at : at + rows.numel()].view_as(rows) if is_used else None
+                at += rows.numel()
+                self.whole[name].grad = None
+                _empty(self.whole[name])
+        scalars = [p for p in self.whole.values() if p.dim() == 0 and p.requires_grad]
+        for scalar in scalars:
+            both = torch.stack([torch.zeros_like(scalar.detach()), torch.zeros_like(scalar.detach())])
+            if scalar.grad is not None:
+                both[0], both[1] = scalar.grad, 1
+            self.comm.all_reduce(both)
+            scalar.grad = both[0] if float(both[1]) else None
+
+    def release(self) -> None:
+        """Let the whole parameters go, after an evaluation."""
+        for name, parameter in self.whole.items():
+            if parameter.dim():
+                _empty(self.whole[name])
+
+    def _by_dtype(self) -> list[list[str]]:
+        groups: dict[torch.dtype, list[str]] = {}
+        for name, parameter in self.whole.items():
+            if parameter.dim():
+                groups.setdefault(parameter.dtype, []).append(name)
+        return list(groups.values())
+
+    def _used(self, names: list[str]) -> list[bool]:
+        flags = torch.tensor([self.whole[name].grad is not None for name in names], dtype=torch.int32)
+        self.comm.all_reduce(flags, "max")
+        return [bool(flag) for flag in flags.tolist()]
+
+    def _padded_rows(self, name: str) -> int:
+        return -(-self.shapes[name][0] // self.comm.size)
+
+    def _padded(self, name: str) -> torch.Tensor:
+        rows = self.rows[name].detach()
+        missing = self._padded_rows(name) - rows.shape[0]
+        return torch.cat([rows, rows.new_zeros((missing, *rows.shape[1:]))]) if missing else rows
+
+    def _gradient_rows(self, name: str, rank: int) -> torch.Tensor:
+        start, stop = chunk_range(self.shapes[name][0], rank, self.comm.size)
+        parameter = self.whole[name]
+        if parameter.grad is None:
+            return parameter.new_zeros((stop - start, *self.shapes[name][1:]))
+        return parameter.grad[start:stop]
+
+
+def _empty(parameter: torch.nn.Parameter) -> None:
+    parameter.data = parameter.data.new_empty(0)
+
+
+def _row_numel(shape: torch.Size) -> int:
+    return shape[1:].numel()

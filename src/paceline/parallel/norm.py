@@ -1,0 +1,48 @@
+"""The norm of the whole gradient, wherever its parts lie, and clipping by it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from paceline.comm.collectives import AxisComm
+from paceline.parallel.bucket import local_gradient
+
+
+def global_norm(
+    parameters: Iterable[torch.nn.Parameter], counted: Mapping[torch.nn.Parameter, bool], comms: Iterable[AxisComm]
+) -> torch.Tensor:
+    """The Euclidean norm of the gradient of all parameters, equal on every rank.
+
+    Args:
+        parameters: those with gradients here, whole or in part.
+        counted: whether this rank counts a parameter's part: of the ranks that hold the same part only one does.
+        comms: the axes over which parts are spread; empty where every rank has everything.
+    """
+    total = torch.zeros((), dtype=torch.float64)
+    for parameter in parameters:
+        gradient = local_gradient(parameter)
+        if gradient is None or not counted.get(parameter, True):
+            continue
+        values = gradient.coalesce().values() if gradient.is_sparse else gradient
+        total = total.to(values.device) + torch.linalg.vector_norm(values, dtype=_wide(values.dtype)).double() ** 2
+    for comm in comms:
+        total = total.reshape(1)
+        comm.all_reduce(total)
+    return total.reshape(()).sqrt()
+
+
+def scale_gradients(parameters: Iterable[torch.nn.Parameter], factor: torch.Tensor) -> None:
+    """Multiply every gradient by a scalar, in place."""
+    gradients = [gradient for p in parameters if (gradient := local_gradient(p)) is not None]
+    dense = [gradient for gradient in gradients if not gradient.is_sparse and gradient.numel()]
+    if dense:
+        torch._foreach_mul_(dense, factor.to(dense[0].device))
+    for gradient in gradients:
+        if gradient.is_sparse:
+            gradient.mul_(factor.to(gradient.dtype))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)

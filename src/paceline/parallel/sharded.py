@@ -1,0 +1,90 @@
+"""A model in FSDP2's shards, as `apply.py` drives it; `replicate` beside it sums the shards (HSDP)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from paceline.comm.collectives import AxisComm
+from paceline.nouns.mesh import Mesh
+from paceline.nouns.placement import Held
+from paceline.nouns.plan import Plan
+from paceline.parallel.local import Moments, forward_backward
+from paceline.parallel.placed import Autocast
+from paceline.parallel.shard import Shard
+
+
+class ShardedModel:
+    """The sharded model on this rank; its parameters wait for `fill`."""
+
+    is_plain, finishes_later, counts_loss = False, True, True
+
+    def __init__(
+        self, model: torch.nn.Module, axes: Mapping[str, AxisComm], plan: Plan, device: torch.device, autocast: Autocast
+    ) -> None:
+        self.model, self.axes, self.autocast = model, axes, autocast
+        self.mesh = Mesh.parse(plan.mesh)
+        self.shard = Shard(model, axes["shard"], plan, device)
+        self.parameters = dict(model.named_parameters())
+        self.is_padding = False
+
+    def fill(self, name: str, full: torch.Tensor) -> None:
+        """Take this rank's rows of a parameter, or a whole buffer."""
+        if name in self.parameters:
+            self.shard.fill(name, full)
+        else:
+            dict(self.model.named_buffers())[name].copy_(full)
+
+    def updated(self) -> Mapping[str, torch.nn.Parameter]:
+        """This rank's rows, as DTensors."""
+        return self.parameters
+
+    def sparse(self) -> set[str]:
+        """None: refused."""
+        return set()
+
+    def begin_step(self) -> None:
+        """Forget the step before."""
+        self.shard.begin_step()
+
+    def before_backward(self, is_last: bool) -> None:
+        """FSDP2 sums in this backward pass, or waits for the last."""
+        self.shard.begin_backward(is_last, self.is_padding)
+
+    def forward_backward(self, loss: Any, microbatches: Sequence[Any], moments: Moments, longest: int) -> None:
+        """As many micro-batches as every other rank of the axis, the last one again where there are fewer."""
+
+        def run(batch: Any) -> Any:
+            with self.autocast():
+                return self.shard.forward(loss, batch)
+
+        forward_backward(run, microbatches, moments)
+
+    def finish_backward(self) -> None:
+        """Let the last whole parameters go."""
+        self.shard.finish_backward()
+
+    def counted(self) -> Mapping[torch.nn.Parameter, bool]:
+        """Parts are all counted; what stays whole on the axis' first rank."""
+        first = self.axes["shard"].rank == 0
+        placements = self.shard.placements()
+        return {p: bool(placements[name].cuts) or first for name, p in self.parameters.items()}
+
+    def evaluate(self, name: str, score: Any, batch: Any) -> Any:
+        """The person's function; parameters are gathered as it runs."""
+        return self.shard.forward(score, batch)
+
+    def held(self) -> dict[str, Held]:
+        """Rows, and the replicas that hold the same."""
+        peers = self.axes["replicate"].peers
+        return {
+            name: Held(placement, tuple(sorted(peers)))
+            for name, placement in self.shard.placements().items()
+            if placement.cuts
+        }
+
+    def close(self) -> None:
+        """Let go of the other ranks."""
+        self.shard.close()

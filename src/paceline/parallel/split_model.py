@@ -1,0 +1,201 @@
+"""A person's model as the pieces that this rank holds, and the graphs that run on them.
+
+Used whenever the model itself is split, by `tensor` or by `pipeline`. The person's module stays what it is to the
+optimizer and to checkpoints: every parameter keeps its name, and is this rank's piece, or, when another stage holds
+it, has no storage (it is on the meta device). Its code no longer runs: captured graphs do, one per shape of batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from paceline.comm.collectives import AxisComm
+from paceline.comm.differentiable import Exchanges, take_piece
+from paceline.graph.capture import Captured, capture, skeleton
+from paceline.graph.dry_run import dry_run
+from paceline.graph.emit import emit
+from paceline.graph.functional import check_states_unwritten
+from paceline.graph.layout import choose_layout
+from paceline.graph.leaves import signature, tensors_in
+from paceline.graph.split import Lay
+from paceline.graph.stages import Assignment, Stage, assign_stages, assignment_of, computed_anew, cut_out
+from paceline.nouns.errors import PlanError, WorkloadError
+from paceline.nouns.placement import Placement
+from paceline.nouns.plan import Plan
+
+Function = Callable[[Any, Any], Any]
+
+
+@dataclass(slots=True)
+class StageProgram:
+    """One stage, ready to run on this rank."""
+
+    index: int
+    stage: Stage
+    module: fx.GraphModule
+    states: list[torch.Tensor]
+
+    def __call__(self, batch: Sequence[torch.Tensor], received: Sequence[torch.Tensor] = ()) -> list[Any]:
+        """Run it; the flat list that it sends on, or the function's flat result from the last stage."""
+        result: list[Any] = self.module(*self.states, *(batch[index] for index in self.stage.inputs), *received)
+        return result
+
+
+@dataclass(slots=True)
+class Program:
+    """A captured function for one shape of batch: this rank's stages of it, in order."""
+
+    captured: Captured
+    stages: list[StageProgram]
+    total_stages: int
+
+
+@dataclass(slots=True)
+class SplitModel:
+    """The model's pieces on this rank.
+
+    Args:
+        model: the person's model; its parameters' values, if it has them, are taken by `fill`.
+        tensor: the `tensor` axis.
+        pipeline: the `pipeline` axis.
+        plan: what else was decided.
+        device: where this rank computes.
+        stages: pipeline stages altogether.
+    """
+
+    model: torch.nn.Module
+    tensor: AxisComm
+    pipeline: AxisComm
+    plan: Plan
+    device: torch.device
+    stages: int = 1
+    form: torch.nn.Module = field(init=False)  # the model without values, for capturing
+    lays: dict[str, Lay] = field(default_factory=dict)
+    assignment: Assignment | None = None
+    local: dict[str, torch.Tensor] = field(default_factory=dict)
+    programs: dict[Hashable, Program] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.form = skeleton(self.model)
+
+    @property
+    def own_stages(self) -> range:
+        """The stages of this rank."""
+        return range(self.pipeline.rank, self.stages, self.pipeline.size)
+
+    def decide(self, function: Function, batch: Any) -> Captured:
+        """Choose layout and stages from one batch, and make room for this rank's pieces.
+
+        Raises:
+            WorkloadError: the model can't be captured.
+            PlanError: an axis is larger than what can be split.
+        """
+        captured = self._capture(function, batch)
+        check_states_unwritten(captured.graph, captured.states, captured.trained)
+        stages = assign_stages(captured, self.stages)
+        self.assignment = assignment_of(captured, stages)
+        if self.tensor.size > 1:
+            self.lays = choose_layout(captured, self.tensor.size, None, self.plan.sequence == "on").lays
+            if not any(lay is not None for lay in self.lays.values()):
+                raise PlanError(
+                    f"the model should be split over {self.tensor.size} ranks by tensor",
+                    f"no weight has a dimension that can be split in {self.tensor.size}",
+                    "use fewer ranks on that axis, or replicate, shard or pipeline",
+                )
+        self._make_room(captured)
+        return captured
+
+    def fill(self, name: str, full: torch.Tensor) -> None:
+        """Take this rank's piece of a full tensor."""
+        if name in self.local:
+            lay = self.lays.get(name)
+            piece = full if lay is None else take_piece(full, (lay.dim, lay.blocks), self.tensor.rank, self.tensor.size)
+            with torch.no_grad():
+                self.local[name].copy_(piece)
+
+    def owns(self, name: str) -> bool:
+        """Whether this rank holds (a piece of) the state."""
+        return any(stage in self.own_stages for stage in self.owners(name))
+
+    def owners(self, name: str) -> tuple[int, ...]:
+        """The stages that hold a state; one that no operation reads stays with the first."""
+        assert self.assignment is not None
+        return self.assignment.owners.get(name, (0,))
+
+    def placement(self, name: str) -> Placement:
+        """Which part of the state this rank holds."""
+        shape = tuple(dict([*self.form.named_parameters(), *self.form.named_buffers()])[name].shape)
+        lay = self.lays.get(name)
+        return Placement(shape) if lay is None else lay.placement(shape, self.tensor.rank, self.tensor.size)
+
+    def program(self, key: Hashable, function: Function, batch: Any, is_training: bool = True) -> Program:
+        """This rank's part of `function` for batches like `batch`; made once per shape."""
+        full_key = (key, is_training, signature(batch))
+        if full_key not in self.programs:
+            self.form.train(is_training)
+            self.programs[full_key] = self._build(self._capture(function, batch))
+        return self.programs[full_key]
+
+    def _capture(self, function: Function, batch: Any) -> Captured:
+        if not tensors_in(batch):
+            raise WorkloadError("a batch of tensors", f"it is a {type(batch).__name__}", "collate samples into tensors")
+        return capture(self.form, function, batch, self.device)
+
+    def _build(self, captured: Captured) -> Program:
+        stages = assign_stages(captured, self.stages, self.assignment)
+        if self.tensor.size > 1:
+            layout = choose_layout(captured, self.tensor.size, self._decided(captured), self.plan.sequence == "on")
+            emitted, origin = emit(captured, layout, Exchanges(self.tensor), stages)
+            shapes = {name: tuple(self.placement(name).local_shape) for name in emitted.states}
+            dry_run(emitted, shapes, self.tensor)
+            anew = computed_anew(emitted)
+            stages = {new: stages[old] for new, old in origin.items() if old in stages and new not in anew}
+            captured = emitted
+        made = []
+        for index, stage in enumerate(cut_out(captured, stages, self.stages)):
+            if index in self.own_stages:
+                constants = {name: tensor.to(self.device) for name, tensor in captured.constants.items()}
+                module = fx.GraphModule(constants, stage.graph)
+                states = [self.local[name] for name in stage.states]
+                made.append(StageProgram(index, stage, self._compiled(module), states))
+        return Program(captured, made, self.stages)
+
+    def _decided(self, captured: Captured) -> Mapping[str, Lay]:
+        return {name: self.lays.get(name) for name in captured.states}
+
+    def _compiled(self, module: fx.GraphModule) -> Any:
+        return torch.compile(module) if self.plan.compile == "on" else module
+
+    def _make_room(self, captured: Captured) -> None:
+        tied = {}
+        for name, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]:
+            if not self.owns(name):
+                made = tensor.detach().to("meta")
+            else:
+                shape = self.placement(name).local_shape
+                made = torch.empty(shape, dtype=tensor.dtype, device=self.device)
+                self.local[name] = made
+            if isinstance(tensor, torch.nn.Parameter):
+                made = torch.nn.Parameter(made, tensor.requires_grad)
+                if name in self.local:
+                    self.local[name] = made
+            tied[id(tensor)] = made
+        for module in self.model.modules():
+            for slots in (module._parameters, module._buffers):
+                for key, tensor in slots.items():
+                    if tensor is not None and id(tensor) in tied:
+                        slots[key] = tied[id(tensor)]
+        self.model.register_forward_pre_hook(_refuse_call)
+
+
+def _refuse_call(module: torch.nn.Module, arguments: Any) -> None:
+    raise WorkloadError(
+        "to call the model by itself",
+        "its parameters are split by tensor or pipeline, so its own code can't run on them",
+        "use job.evaluate with a score function, or export a checkpoint and load it in one process",
+    )

@@ -1,0 +1,48 @@
+"""Parameters that several pipeline stages hold, such as a tied embedding: their gradients are added up.
+
+Every holder sends its gradient to the others and adds all of them in stage order: the same bits everywhere, so the
+copies stay equal under the same update.
+
+Traffic per step: each holder sends the gradient once to every other holder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from paceline.comm.collectives import AxisComm
+
+_TAG = 1 << 20  # above the tags of micro-batches
+
+
+def add_tied_gradients(
+    parameters: Mapping[str, torch.Tensor], holders: Mapping[str, Sequence[int]], comm: AxisComm
+) -> None:
+    """Give every holder the sum of all holders' gradients; None where nobody has one.
+
+    Args:
+        parameters: this rank's.
+        holders: of each tied parameter the ranks on the pipeline axis that hold it, in rising order.
+        comm: the pipeline axis.
+    """
+    for number, (name, ranks) in enumerate(sorted(holders.items())):
+        if len(ranks) < 2 or comm.rank not in ranks:
+            continue
+        parameter = parameters[name]
+        mine = torch.zeros(parameter.numel() + 1, dtype=parameter.dtype, device=parameter.device)
+        if parameter.grad is not None:
+            mine[:-1] = parameter.grad.reshape(-1)
+            mine[-1] = 1  # somebody has one
+        sending = [comm.begin_send(mine, rank, _TAG + number) for rank in ranks if rank != comm.rank]
+        total = torch.zeros_like(mine)
+        for rank in ranks:
+            part = mine
+            if rank != comm.rank:
+                part = torch.empty_like(mine)
+                comm.receive(part, rank, _TAG + number)
+            total += part
+        for pending in sending:
+            pending.wait()
+        parameter.grad = total[:-1].view_as(parameter) if float(total[-1]) else None

@@ -1,0 +1,126 @@
+"""Make the person's model as this rank is to hold it: whole, sharded, or in pieces and stages.
+
+What splits a model imports much of torch, seconds of it; plans that only replicate never come to that.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from paceline.comm.collectives import AxisComm
+from paceline.nouns.errors import WorkloadError
+from paceline.nouns.mesh import Mesh
+from paceline.nouns.plan import Plan
+from paceline.nouns.schedule import STAGES_PER_RANK
+from paceline.nouns.workload import Workload
+from paceline.parallel.apply import Comms
+from paceline.parallel.placed import EagerModel, PlacedModel
+from paceline.parallel.replicate import broadcast_state
+from paceline.train import prepare
+
+
+def place_model(workload: Workload, comms: Comms, plan: Plan, device: torch.device, example: Any) -> PlacedModel:
+    """The model as the plan wants it on this rank.
+
+    Args:
+        workload: makes the model.
+        comms: the mesh's axes.
+        plan: its mesh and options.
+        device: where this rank computes.
+        example: a micro-batch, from which the shapes that a split model is captured for are known.
+
+    Raises:
+        WorkloadError, PlanError: the model can't be split so.
+    """
+    mesh = Mesh.parse(plan.mesh)
+    autocast = functools.partial(
+        torch.autocast, device.type, dtype=torch.bfloat16, enabled=workload.precision == "bf16"
+    )
+    if mesh.size("tensor") * mesh.size("pipeline") > 1:
+        return _split(workload, comms, plan, device, example, autocast)
+    if mesh.size("shard") > 1:
+        return _sharded(workload, comms, plan, device, autocast)
+    model = prepare.make_model(workload, device, comms.data)
+    broadcast_state([*model.parameters(), *model.buffers()], comms.data)
+    return EagerModel(model, autocast)
+
+
+def _split(workload: Workload, comms: Comms, plan: Plan, device: torch.device, example: Any, autocast: Any) -> Any:
+    from paceline.graph.capture import skeleton
+    from paceline.parallel.split import SplitPlaced
+    from paceline.parallel.split_model import SplitModel
+
+    pipeline = comms.axes["pipeline"]
+    stages = pipeline.size * (STAGES_PER_RANK[plan.schedule] if pipeline.size > 1 else 1)
+    values, made = _values(workload)
+    prepare.check_model(made)
+    model = skeleton(made, _dtype(workload))
+    split = SplitModel(model, comms.axes["tensor"], pipeline, plan, device, stages)
+    model.train()
+    split.decide(workload.loss, example)
+    digests = []
+    for name, tensor in values:
+        split.fill(name, tensor)
+        digests.append(_digest(tensor))
+    _check_same_everywhere(digests, comms.step)
+    return SplitPlaced(split, comms.axes, plan, comms.step.peers[comms.step.rank], autocast)
+
+
+def _sharded(workload: Workload, comms: Comms, plan: Plan, device: torch.device, autocast: Any) -> Any:
+    from paceline.graph.capture import skeleton
+    from paceline.parallel.sharded import ShardedModel
+
+    values, made = _values(workload)
+    prepare.check_model(made)
+    model = skeleton(made, _dtype(workload)).train()
+    sharded = ShardedModel(model, comms.axes, plan, device, autocast)
+    digests = []
+    for name, tensor in values:
+        sharded.fill(name, tensor)
+        digests.append(_digest(tensor))
+    _check_same_everywhere(digests, comms.step)
+    return sharded
+
+
+def _values(workload: Workload) -> tuple[Iterator[tuple[str, torch.Tensor]], torch.nn.Module]:
+    """The model's tensors, one at a time where its factory can be deferred, and its form."""
+    from paceline.parallel.deferred import CantDefer, defer
+
+    state = torch.get_rng_state()
+    try:
+        deferred = defer(workload.model)
+    except CantDefer:
+        torch.set_rng_state(state)
+        model = workload.model()
+        prepare.check_model(model)
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        return iter([(name, tensor.detach()) for name, tensor in tensors]), model
+    prepare.check_model(deferred.model)
+    names = [name for name, _ in [*deferred.model.named_parameters(), *deferred.model.named_buffers()]]
+    return deferred.tensors(names), deferred.model
+
+
+def _dtype(workload: Workload) -> torch.dtype | None:
+    return torch.float64 if workload.precision == "float64" else None
+
+
+def _digest(tensor: torch.Tensor) -> float:
+    return float(tensor.detach().double().sum()) + tensor.numel()
+
+
+def _check_same_everywhere(digests: list[float], comm: AxisComm) -> None:
+    """Raise WorkloadError unless the factory made the same values on every rank: nobody has all of them to send."""
+    mine = torch.tensor(digests, dtype=torch.float64).nan_to_num(0.5)
+    everybody = comm.all_gather(mine)
+    for rank, other in enumerate(everybody):
+        if len(other) != len(everybody[0]) or not torch.equal(other, everybody[0]):
+            raise WorkloadError(
+                "every rank should make the same initial parameters, of which it keeps its part",
+                f"those of rank {comm.peers[rank]} are not those of rank {comm.peers[0]}",
+                "let the model's factory draw from torch's random numbers, which the workload's seed sets, "
+                "and not look at the rank or the time",
+            )
