@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import paceline
-from paceline.checkpoint.manifest import check_files, find_good, read_manifest
+from paceline.checkpoint.manifest import check_files, file_hash, find_good, read_manifest, sealed
 from paceline.comm import words
 from paceline.nouns.errors import CheckpointError
 from paceline.nouns.plan import Plan
@@ -129,7 +129,20 @@ def remove_a_shard(folder):
 def escape_the_folder(folder):
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["files"][0]["name"] = "../rank-00000.safetensors"
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    (folder / "manifest.json").write_text(json.dumps(sealed(manifest)))
+
+
+def change_the_manifest(folder):
+    path = folder / "manifest.json"
+    path.write_text(path.read_text().replace('"position": 40', '"position": 48'))
+
+
+def hash_what_is_no_tensor(folder):
+    path = folder / "rank-00000.safetensors"
+    path.write_bytes(b"no tensor at all")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"][0].update(bytes=16, sha256=file_hash(path))
+    (folder / "manifest.json").write_text(json.dumps(sealed(manifest)))
 
 
 DAMAGES = {
@@ -137,6 +150,7 @@ DAMAGES = {
     flip_a_bit: "rank-00000.safetensors was altered",
     remove_a_shard: "rank-00001.safetensors is missing",
     escape_the_folder: "names the files",
+    change_the_manifest: "manifest.json was altered",
     lambda folder: (folder / "manifest.json").write_text("{"): "is not JSON",
     lambda folder: (folder / "manifest.json").write_text('{"format": "else"}'): "is not one of Paceline",
     lambda folder: (folder / "manifest.json").unlink(): "can't be read",
@@ -177,6 +191,12 @@ def test_a_checkpoint_of_something_else_is_refused(saved, options, said):
     assert said in run_ranks(1, load_only, str(saved), options)[0]
 
 
+def test_a_file_of_no_tensors_with_the_right_hash_is_refused(saved, tmp_path):
+    bad = copy_of(saved, tmp_path)
+    hash_what_is_no_tensor(bad)
+    assert "rank-00000.safetensors should hold tensors, but it is" in run_ranks(1, load_only, str(bad), {})[0]
+
+
 def test_no_checkpoint_is_one_error(tmp_path):
     with pytest.raises(CheckpointError, match="there is none"):
         find_good(tmp_path, print)
@@ -196,8 +216,10 @@ def test_something_else_is_never_overwritten(tmp_path):
     (tmp_path / "thesis.txt").write_text("years of work")
     assert "there is something else" in run_ranks(1, save_over, str(tmp_path))[0]
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
+    (tmp_path / ".partial-other").mkdir()
     assert run_ranks(1, save_over, str(tmp_path / "new"))[0] == "saved"
     assert run_ranks(1, save_over, str(tmp_path / "new"))[0] == "saved"
+    assert (tmp_path / ".partial-other").is_dir(), "what another job was writing was removed"
 
 
 def save_without_space(rank, folder):

@@ -86,6 +86,18 @@ def test_when_a_rank_dies_all_end_and_the_first_cause_is_told_once(tmp_path, hoo
     assert written - last < 2, "the others lived on for more than 2 s"
 
 
+def test_a_rank_that_the_supervisor_kills_is_not_the_cause(tmp_path):
+    hook = (
+        "    if job and job.step_number == 3 and job.rank == 1: os._exit(0)\n"
+        "    if job and job.step_number == 3 and job.rank == 2: time.sleep(60)\n"
+    )
+    file = write_workload(tmp_path, hook)
+    ended = paceline(tmp_path, "run", "-n", "3", "--job", "a", "--transport", "shared_memory", "--json", file)
+    assert ended.code == 1
+    assert "SIGKILL" not in ended.err
+    assert json.loads(ended.out)["failure"]["type"] == "PeerLostError", ended.err
+
+
 def test_ranks_that_wait_for_something_else_are_ended_too(tmp_path):
     hook = "    if job and job.step_number == 3:\n        time.sleep(60) if job.rank == 0 else job.no_such_thing\n"
     ended = paceline(tmp_path, "run", "-n", "2", "--job", "a", write_workload(tmp_path, hook))
@@ -143,6 +155,26 @@ def test_a_second_signal_kills_at_once(tmp_path):
     assert wait_for(lambda: not leftovers(tmp_path))
 
 
+def test_a_signal_after_the_last_step_leaves_the_job_done(tmp_path):
+    loop = LOOP + "    open('last', 'w').close()\n    time.sleep(2)\n"
+    job = start(tmp_path, "run", "-n", "2", "--job", "a", "--json", write_workload(tmp_path, loop=loop))
+    assert wait_for((tmp_path / "last").exists, 30)
+    send(job, signal.SIGTERM)
+    out, err = job.communicate(timeout=30)
+    assert job.returncode == 0, err
+    assert json.loads(out)["status"] == "done"
+
+
+def test_a_crash_while_stopping_is_a_failure(tmp_path):
+    hook = "    while job and job.step_number == 3:\n        if job.is_stopping.is_set(): os._exit(7)\n"
+    job = start(tmp_path, "run", "--job", "a", write_workload(tmp_path, hook))
+    assert wait_for(lambda: len(losses(run_of(tmp_path))) >= 3, 30)
+    send(job, signal.SIGTERM)
+    _, err = job.communicate(timeout=30)
+    assert job.returncode == 1, err
+    assert "rank 0's process ended with exit code 7" in err
+
+
 def test_when_the_supervisor_is_killed_nothing_lives_on(tmp_path):
     job = start(tmp_path, "run", "-n", "2", "--job", "a", write_workload(tmp_path), TEST_PAUSE="0.2")
     assert wait_for(lambda: len(losses(run_of(tmp_path))) >= 2, 30)
@@ -161,6 +193,8 @@ def test_when_the_fork_server_is_killed_the_job_fails(tmp_path):
     psutil.Process(job.pid).children()[0].kill()
     _, err = job.communicate(timeout=10)
     assert job.returncode == 1, err
+    assert "the fork server should live as long as its ranks, but it was ended by SIGKILL.\n  Fix: " in err
+    assert "(and 2 ranks that ended with it)" in err
     assert wait_for(lambda: not leftovers(tmp_path))
 
 

@@ -26,7 +26,7 @@ def read_checkpoint(folder: Path, rank: int) -> tuple[dict[str, Any], dict[str, 
     shared: dict[str, torch.Tensor] = {}
     own: dict[str, torch.Tensor] = {}
     for entry in manifest["files"]:
-        for name, tensor in safetensors.torch.load_file(folder / entry["name"]).items():
+        for name, tensor in _read_file(folder / entry["name"]).items():
             if not name.startswith(OWN):
                 shared[name] = tensor
             elif entry["name"] == file_name(rank):
@@ -39,6 +39,13 @@ def read_checkpoint(folder: Path, rank: int) -> tuple[dict[str, Any], dict[str, 
             "use an earlier checkpoint",
         )
     return manifest, shared, own
+
+
+def _read_file(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        return safetensors.torch.load_file(path)
+    except safetensors.SafetensorError as error:
+        raise CheckpointError(f"{path} should hold tensors", f"it is {error}", "use an earlier checkpoint") from None
 
 
 def check_same_model(folder: Path, saved: Mapping[str, torch.Tensor], model: Mapping[str, torch.Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""The manifest: what a checkpoint holds, and the hashes that prove it. No torch: commands read it too.
+"""The manifest: what a checkpoint holds, and the hashes that prove it, of itself too. No torch: commands read it too.
 
 checkpoints/
   step-00000020/
@@ -6,6 +6,7 @@ checkpoints/
     rank-00000.safetensors   its share of the replicated tensors, and its own state
     rank-00001.safetensors
   .partial-step-00000040/    being written, or left by a job that was killed: never read
+  .replaced-step-00000020/   the older of two, until the newer stands in its place; it counts where that is missing
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
+import reprlib
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -20,10 +23,10 @@ from typing import Any
 
 from paceline.nouns.errors import CheckpointError, PacelineError
 
-FORMAT, VERSION = "paceline-checkpoint", 1
+FORMAT, VERSION = "paceline-checkpoint", 2  # 2: the manifest has a hash of itself
 MANIFEST = "manifest.json"
-PARTIAL = ".partial-"
-_NEEDED = ("step", "position", "world_size", "files", "tensors", "optimizer", "scheduler")
+_PARTIAL, _REPLACED = ".partial-", ".replaced-"
+_HASH = re.compile("[0-9a-f]{64}")
 _CHUNK_BYTES = 2**22
 
 
@@ -37,6 +40,16 @@ def folder_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def partial_of(folder: Path) -> Path:
+    """Where the checkpoint `folder` is written before it is whole."""
+    return folder.parent / (_PARTIAL + folder.name)
+
+
+def replaced_by(folder: Path) -> Path:
+    """Where the checkpoint lies that `folder` is about to replace."""
+    return folder.parent / (_REPLACED + folder.name)
+
+
 def file_hash(path: Path) -> str:
     """SHA-256 of a file, as hex."""
     digest = hashlib.sha256()
@@ -46,36 +59,111 @@ def file_hash(path: Path) -> str:
     return digest.hexdigest()
 
 
+def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
+    """The manifest as JSON keeps it, with the hash of all that it says."""
+    content = json.loads(json.dumps(manifest))
+    return {**content, "sha256": _own_hash(content)}
+
+
+def _own_hash(manifest: dict[str, Any]) -> str:
+    content = {key: value for key, value in manifest.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Read a checkpoint's manifest and check its form, not yet its files.
+    """Read a checkpoint's manifest and check its hash and its form, not yet its files.
 
     Raises:
-        CheckpointError: it is missing, not JSON, or not of this format.
+        CheckpointError: it is missing, not JSON, altered, or not of this format.
     """
     path = folder / MANIFEST
     try:
         manifest = json.loads(path.read_text())
     except OSError as error:
         raise _bad(folder, f"{MANIFEST} can't be read ({error.strerror})") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise _bad(folder, f"{MANIFEST} is not JSON") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise _bad(folder, f"{MANIFEST} is not one of Paceline")
     if manifest.get("version") != VERSION:
-        raise _bad(folder, f"it is of version {manifest.get('version')}, this Paceline reads {VERSION}")
-    missing = [key for key in _NEEDED if key not in manifest]
-    if missing:
-        raise _bad(folder, f"{MANIFEST} lacks {', '.join(missing)}")
-    names = [entry.get("name") if isinstance(entry, dict) else None for entry in manifest["files"]]
-    if names != [file_name(rank) for rank in range(len(names))]:
-        raise _bad(folder, f"{MANIFEST} names the files {names}")
+        raise _bad(folder, f"it is of version {_shown(manifest.get('version'))}, this Paceline reads {VERSION}")
+    if manifest.get("sha256") != _own_hash(manifest):
+        raise _bad(folder, f"{MANIFEST} was altered: its SHA-256 is not the one in it")
+    # The hash finds damage; somebody who writes a manifest can make it fit, so nothing in it is trusted yet.
+    for key, is_right in _FORM.items():
+        if key not in manifest:
+            raise _bad(folder, f"{MANIFEST} lacks {key}")
+        if not is_right(manifest[key]):
+            raise _bad(folder, f"{MANIFEST}'s {key} has the wrong form: {_shown(manifest[key])}")
+    names = [entry["name"] for entry in manifest["files"]]
+    if names != [file_name(rank) for rank in range(manifest["world_size"])]:
+        raise _bad(folder, f"{MANIFEST} names the files {_shown(names)} of {manifest['world_size']} ranks")
     return manifest
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0  # bool is an int, but no count
+
+
+def _is_list(value: Any, is_right: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list) and all(map(is_right, value))
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_file(entry: Any) -> bool:
+    return (
+        isinstance(entry, dict)
+        and entry.keys() == {"name", "bytes", "sha256"}
+        and _is_text(entry["name"])
+        and _is_count(entry["bytes"])
+        and _is_text(entry["sha256"])
+        and bool(_HASH.fullmatch(entry["sha256"]))
+    )
+
+
+def _is_tensor(entry: Any) -> bool:
+    return isinstance(entry, dict) and _is_list(entry.get("shape"), _is_count) and _is_text(entry.get("dtype"))
+
+
+def _is_group(group: Any) -> bool:
+    return isinstance(group, dict) and _is_list(group.get("parameters"), _is_text)
+
+
+def _is_optimizer(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and _is_text(value.get("class"))
+        and _is_list(value.get("groups"), _is_group)
+        and isinstance(value.get("numbers"), dict)
+    )
+
+
+# What a manifest must have, and whether a value of JSON is that.
+_FORM: dict[str, Callable[[Any], bool]] = {
+    "step": _is_count,
+    "position": _is_count,
+    "seed": lambda value: type(value) is int,
+    "samples": _is_count,
+    "world_size": lambda value: _is_count(value) and value > 0,
+    "files": lambda value: _is_list(value, _is_file),
+    "tensors": lambda value: isinstance(value, dict) and all(map(_is_tensor, value.values())),
+    "optimizer": _is_optimizer,
+    "scheduler": lambda value: value is None or isinstance(value, dict),
+}
+
+
+def _shown(value: Any) -> str:
+    """The value as an error shows it: not all of it where there is much."""
+    return reprlib.repr(value)
 
 
 def check_files(folder: Path, manifest: dict[str, Any]) -> None:
     """Raise CheckpointError unless every file has the manifest's size and SHA-256."""
     for entry in manifest["files"]:
-        path = folder / str(entry["name"])
+        path = folder / entry["name"]
         if not path.is_file():
             raise _bad(folder, f"{path.name} is missing")
         if path.stat().st_size != entry["bytes"]:
@@ -94,9 +182,12 @@ def find_good(path: Path, report: Callable[[str], None]) -> Path:
     Raises:
         CheckpointError: there is none that is whole.
     """
-    if (path / MANIFEST).exists():
-        check_files(path, read_manifest(path))
-        return path
+    for folder in (path, replaced_by(path)):
+        if (folder / MANIFEST).exists():
+            if folder != path:
+                report(f"{path.name} was being replaced when its job ended: the copy before it is read")
+            check_files(folder, read_manifest(folder))
+            return folder
     candidates = list_checkpoints(path)
     for candidate in candidates:
         try:
@@ -109,8 +200,14 @@ def find_good(path: Path, report: Callable[[str], None]) -> Path:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in `folder`, newest first, good or not."""
-    return sorted((p for p in folder.glob("step-*") if p.is_dir()), reverse=True) if folder.is_dir() else []
+    """The checkpoints in `folder`, newest first, good or not; of one that was being replaced, the copy that is left."""
+    found = {
+        path.name.removeprefix(prefix): path
+        for prefix in (_REPLACED, "")
+        for path in folder.glob(f"{prefix}step-*")
+        if path.is_dir()
+    }
+    return [found[name] for name in sorted(found, reverse=True)]
 
 
 def remove_old(folder: Path, keep: int) -> None:
@@ -120,9 +217,17 @@ def remove_old(folder: Path, keep: int) -> None:
 
 
 def remove_partial(folder: Path) -> None:
-    """Remove what a killed job was writing."""
-    for left in folder.glob(PARTIAL + "*"):
-        shutil.rmtree(left, ignore_errors=True)
+    """Remove what a killed job left of its writing to the checkpoint `folder`, but never the last whole copy."""
+    shutil.rmtree(partial_of(folder), ignore_errors=True)
+    if (folder / MANIFEST).exists():
+        shutil.rmtree(replaced_by(folder), ignore_errors=True)
+
+
+def remove_partial_in(folder: Path) -> None:
+    """Do so for every checkpoint of `folder`, which is one job's own."""
+    for prefix in (_PARTIAL, _REPLACED):
+        for left in folder.glob(prefix + "*"):
+            remove_partial(folder / left.name.removeprefix(prefix))
 
 
 def write_durably(path: Path, content: bytes) -> None:

@@ -7,6 +7,7 @@ into place and removes the oldest. No collective runs outside the training threa
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import shutil
@@ -23,10 +24,12 @@ import torch
 from paceline.checkpoint.manifest import (
     FORMAT,
     MANIFEST,
-    PARTIAL,
     VERSION,
     file_name,
+    partial_of,
     remove_old,
+    replaced_by,
+    sealed,
     sync_folder,
     write_durably,
 )
@@ -89,7 +92,7 @@ class Writer:
 
     def _write(self, folder: Path, tensors: dict[str, torch.Tensor], manifest: dict[str, Any], keep: int) -> None:
         began_s = time.monotonic()
-        partial = folder.parent / (PARTIAL + folder.name)
+        partial = partial_of(folder)
         try:
             partial.mkdir(parents=True, exist_ok=True)
             _write_rank(partial, self.rank, tensors)
@@ -178,11 +181,15 @@ def _no_note(rank: int, found: str) -> CheckpointError:
 def _publish(partial: Path, folder: Path, manifest: dict[str, Any]) -> None:
     for note in partial.glob("note-*"):
         note.unlink()
-    write_durably(partial / MANIFEST, json.dumps(manifest).encode())
+    write_durably(partial / MANIFEST, json.dumps(sealed(manifest)).encode())
     sync_folder(partial)
-    replaced = folder.parent / f"{PARTIAL}old-{folder.name}"
-    shutil.rmtree(replaced, ignore_errors=True)
+    replaced = replaced_by(folder)
+    with contextlib.suppress(OSError):
+        folder.rmdir()  # an empty folder replaces nothing
+    # A crash between the two renames leaves the older copy aside and nothing in its place: the next save
+    # must not remove that copy before it stands there itself.
     if folder.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
         folder.rename(replaced)
     partial.rename(folder)
     sync_folder(folder.parent)

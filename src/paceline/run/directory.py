@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint.manifest import find_good
+from paceline.checkpoint.manifest import find_good, list_checkpoints
 from paceline.nouns.errors import CheckpointError, UsageError
 from paceline.nouns.plan import Plan
 
@@ -70,7 +70,7 @@ def find_resume_point(folder: Path, report: Callable[[str], None]) -> Path | Non
         CheckpointError: there are checkpoints, but none is whole.
     """
     checkpoints = folder / "checkpoints"
-    if not any(checkpoints.glob("step-*")):
+    if not list_checkpoints(checkpoints):
         report("the job has no checkpoint yet: it starts at step 0")
         return None
     try:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+from paceline.nouns.errors import PacelineError
 
 
 def silent_death(rank: int, status: int, at: float) -> dict[str, Any]:
@@ -26,6 +28,27 @@ def silent_death(rank: int, status: int, at: float) -> dict[str, Any]:
         message = f"rank {rank}'s process was ended by {name}: {fix}"
     else:
         message = f"rank {rank}'s process ended with exit code {status} without an error; did the file call os._exit?"
+    return _died(rank, at, message)
+
+
+def lost_server(status: int, at: float) -> dict[str, Any]:
+    """The failure of a fork server that ended before its ranks, which the kernel then ends with it.
+
+    Args:
+        status: its exit code; below 0 the signal that ended it.
+        at: when the supervisor heard of it, seconds since the epoch.
+    """
+    if status < 0:
+        found = f"it was ended by {signal.Signals(-status).name}"
+        fix = "see `dmesg` whether the kernel ended it for want of memory, and go on with --resume"
+    else:
+        found = f"it ended with exit code {status}"
+        fix = "look at its output above"
+    message = str(PacelineError("the fork server should live as long as its ranks", found, fix))
+    return {**_died(None, at, message), "is_paceline": True}
+
+
+def _died(rank: int | None, at: float, message: str) -> dict[str, Any]:
     return {
         "rank": rank,
         "step": None,
@@ -48,9 +71,9 @@ def read_failures(folder: Path) -> dict[int, dict[str, Any]]:
     return found
 
 
-def first_cause(failures: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
+def first_cause(failures: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """The failure that the others follow from: the earliest that is not the loss of a peer."""
-    return min(failures.values(), key=lambda failure: (failure["is_peer_loss"], failure["at"]))
+    return min(failures, key=lambda failure: (failure["is_peer_loss"], failure["at"]))
 
 
 def told(cause: Mapping[str, Any], others: int) -> str:

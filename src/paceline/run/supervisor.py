@@ -18,7 +18,7 @@ from typing import Any
 
 from paceline.launch.local import ForkServer, start_ranks
 from paceline.nouns.clock import Clock, WallClock
-from paceline.run.failures import first_cause, read_failures, silent_death
+from paceline.run.failures import first_cause, lost_server, read_failures, silent_death
 from paceline.run.progress import Progress, Screen
 
 SETTLE_S = 0.5  # after the first death the others may write down what they saw, then they are killed
@@ -47,7 +47,6 @@ class Ending:
     exit_code: int
     cause: dict[str, Any] | None = None
     others: int = 0
-    signal: int | None = None
 
 
 @dataclass(slots=True)
@@ -59,11 +58,12 @@ class Supervisor:
     clock: Clock = field(default_factory=WallClock)
     alive: dict[int, int] = field(default_factory=dict)  # rank: process
     ended: dict[int, int] = field(default_factory=dict)  # rank: exit code, below 0 the signal
+    killed: set[int] = field(default_factory=set)  # ranks that the supervisor killed itself
     deaths: dict[int, dict[str, Any]] = field(default_factory=dict)
     kill_at_s: float | None = None
     asked_to_stop: list[int] = field(default_factory=list)
     has_told_ranks: bool = False
-    lost_server: bool = False
+    server_lost_at: float | None = None  # seconds since the epoch
     waiting: list[int] = field(default_factory=list)
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
 
@@ -96,7 +96,7 @@ class Supervisor:
         if progress.last is not None:
             self.screen.show_progress(progress.line(), float("inf"))
         self.screen.end()
-        return self._ending(progress), progress
+        return self._ending(progress, server.process.returncode), progress
 
     def _listen(self, server: ForkServer) -> None:
         self.waiting = [*server.outputs, server.control.fileno()]
@@ -112,7 +112,8 @@ class Supervisor:
                 self.selector.unregister(key.fileobj)
                 self.waiting.remove(key.fd)
                 if isinstance(key.fileobj, socket.socket):
-                    self.lost_server = bool(self.alive)
+                    if len(self.ended) < self.request.ranks:
+                        self.server_lost_at = _time_stamp()
                     self._kill()
                 else:
                     os.close(key.fd)
@@ -131,10 +132,15 @@ class Supervisor:
         rank, status = message["ended"], message["status"]
         self.alive.pop(rank, None)
         self.ended[rank] = status
-        if status != 0:
-            self.deaths.setdefault(rank, silent_death(rank, status, time.time_ns() / 1e9))
+        if status != 0 and not self._is_own_doing(rank, status):
+            self.deaths.setdefault(rank, silent_death(rank, status, _time_stamp()))
             if self.kill_at_s is None or not self.asked_to_stop:
                 self.kill_at_s = min(self.kill_at_s or float("inf"), self.clock.now_s() + SETTLE_S)
+
+    def _is_own_doing(self, rank: int, status: int) -> bool:
+        """Whether the supervisor's signal ended the rank: the kill, or the stop before the rank could catch it."""
+        was_asked = self.has_told_ranks and status == -signal.SIGTERM
+        return was_asked or (rank in self.killed and status == -signal.SIGKILL)
 
     def _catch_signals(self) -> Callable[[], None]:
         def note(number: int, _: object) -> None:
@@ -162,29 +168,32 @@ class Supervisor:
                     os.kill(pid, signal.SIGTERM)
 
     def _kill(self) -> None:
+        self.killed |= self.alive.keys()
         for pid in self.alive.values():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
 
-    def _ending(self, progress: Progress) -> Ending:
-        was_asked = self.asked_to_stop[0] if self.asked_to_stop else None
-        # A stop before the first step, or one that had to be forced, kills ranks on purpose.
-        if was_asked and (progress.has_stopped or not self._has_errors()):
-            code = 130 if was_asked == signal.SIGINT else 0
-            return Ending("stopped", code if progress.has_stopped else 128 + was_asked, signal=was_asked)
+    def _ending(self, progress: Progress, server_status: int) -> Ending:
+        stop = self.asked_to_stop[0] if self.asked_to_stop else None
+        if stop and progress.has_stopped:
+            return Ending("stopped", 130 if stop == signal.SIGINT else 0)
         if len(self.ended) == self.request.ranks and not any(self.ended.values()):
-            return Ending("done", 0)
-        failures = {**self.deaths, **read_failures(self.request.run_dir)}
-        if not failures:
-            failures = {0: silent_death(0, -signal.SIGKILL, time.time_ns() / 1e9)}
-        for failure in failures.values():
+            return Ending("done", 0)  # also when the signal came too late to stop anything
+        failures = [*{**self.deaths, **read_failures(self.request.run_dir)}.values()]
+        if self.server_lost_at is not None:
+            failures.append(lost_server(server_status, self.server_lost_at))
+        # A stop before the first step, or one that had to be forced, kills ranks on purpose.
+        if stop and all(failure["is_peer_loss"] for failure in failures):
+            return Ending("stopped", 128 + stop)
+        for failure in failures:
             if failure["type"] == "ProcessDied" and progress.last is not None:
                 failure["step"] = progress.last["step"] + 1
         cause = first_cause(failures)
-        return Ending("failed", cause["exit_code"], cause, self.request.ranks - 1)
+        return Ending("failed", cause["exit_code"], cause, self.request.ranks - (cause["rank"] is not None))
 
-    def _has_errors(self) -> bool:
-        return any(not failure["is_peer_loss"] for failure in read_failures(self.request.run_dir).values())
+
+def _time_stamp() -> float:
+    return time.time_ns() / 1e9
 
 
 class _Lines:

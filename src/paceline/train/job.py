@@ -183,7 +183,7 @@ class Job:
         folder = Path(path)
         prepare.check_may_write(folder)
         if self.rank == 0:
-            remove_partial(folder.parent)
+            remove_partial(folder)
         self.comm.barrier()
         self._begin_save(folder, keep=0)
         failure = self.writer.wait()
@@ -191,7 +191,7 @@ class Job:
         self.comm.all_reduce(failed, "max")
         if int(failed):
             if self.rank == 0:
-                remove_partial(folder.parent)  # now no rank is writing any more
+                remove_partial(folder)  # now no rank is writing any more
             raise failure or prepare.failed_elsewhere(folder)
 
     def load(self, path: str | Path) -> None:

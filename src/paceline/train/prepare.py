@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from paceline.checkpoint.manifest import MANIFEST, remove_partial
+from paceline.checkpoint.manifest import MANIFEST, remove_partial_in
 from paceline.comm.collectives import AxisComm
 from paceline.nouns.errors import CheckpointError, WorkloadError
 from paceline.nouns.plan import Plan
@@ -127,7 +127,7 @@ def check_space(folder: Path, model: torch.nn.Module) -> None:
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        remove_partial(folder)
+        remove_partial_in(folder)
         free = shutil.disk_usage(folder).free
     except OSError as error:
         raise CheckpointError(

@@ -87,6 +87,12 @@ def restore_optimizer(
     state: dict[int, dict[str, Any]] = {}
     for name, value in [*tensors.items(), *saved["numbers"].items()]:
         key, _, parameter = name.removeprefix(OPTIMIZER).partition("/")
+        if parameter not in numbers:
+            raise CheckpointError(
+                "the checkpoint's optimizer should keep state of the model's parameters",
+                f"it has {name}",
+                "use an earlier checkpoint",
+            )
         state.setdefault(numbers[parameter], {})[key] = value
     packed = []
     for group, before, own in zip(saved["groups"], optimizer.param_groups, groups, strict=True):

@@ -1,0 +1,101 @@
+"""A manifest that is damaged or made up is one clear error, whatever is wrong with it."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+
+from paceline.checkpoint.manifest import FORMAT, VERSION, file_name, read_manifest, sealed
+from paceline.nouns.errors import CheckpointError
+
+GOOD = {
+    "format": FORMAT,
+    "version": VERSION,
+    "step": 5,
+    "position": 40,
+    "seed": 0,
+    "samples": 24,
+    "world_size": 2,
+    "files": [{"name": file_name(rank), "bytes": 100, "sha256": "0" * 64} for rank in range(2)],
+    "tensors": {"model/weight": {"shape": [2, 3], "dtype": "float32"}},
+    "optimizer": {"class": "SGD", "groups": [{"parameters": ["weight"], "lr": 0.1}], "numbers": {}},
+    "scheduler": None,
+}
+
+
+def write(folder, content):
+    (folder / "manifest.json").write_text(content if isinstance(content, str) else json.dumps(content))
+    return folder
+
+
+def test_a_good_one_is_read_back(tmp_path):
+    manifest = read_manifest(write(tmp_path, sealed(GOOD)))
+    assert {key: manifest[key] for key in GOOD} == GOOD
+
+
+def test_one_changed_number_is_noticed(tmp_path):
+    changed = {**sealed(GOOD), "position": 48}
+    with pytest.raises(CheckpointError, match=r"manifest.json was altered"):
+        read_manifest(write(tmp_path, changed))
+
+
+# The way to a value, and what somebody who also made the hash fit put there; None takes the key out.
+MADE_UP = {
+    "a step of text": (["step"], "5"),
+    "a step below zero": (["step"], -1),
+    "a step of yes": (["step"], True),
+    "a position of a list": (["position"], [40]),
+    "a seed of text": (["seed"], "0"),
+    "no ranks": (["world_size"], 0),
+    "more ranks than files": (["world_size"], 3),
+    "no step": (["step"], None),
+    "no files": (["files"], None),
+    "files as an object": (["files"], {"name": "x"}),
+    "files as a number": (["files"], 7),
+    "a file as text": (["files", 0], "rank-00000.safetensors"),
+    "a file without a name": (["files", 0, "name"], None),
+    "a file without a size": (["files", 0, "bytes"], None),
+    "a file without a hash": (["files", 1, "sha256"], None),
+    "a name that is a list": (["files", 0, "name"], ["rank-00000.safetensors"]),
+    "a name outside the folder": (["files", 0, "name"], "../rank-00000.safetensors"),
+    "a size of text": (["files", 0, "bytes"], "100"),
+    "a size with a fraction": (["files", 0, "bytes"], 100.5),
+    "a hash of a number": (["files", 0, "sha256"], 0),
+    "a hash too short": (["files", 0, "sha256"], "00"),
+    "one key too many in a file": (["files", 0, "offset"], 3),
+    "tensors as a list": (["tensors"], ["model/weight"]),
+    "a tensor as a number": (["tensors", "model/weight"], 3),
+    "a shape of text": (["tensors", "model/weight", "shape"], "2x3"),
+    "a dtype of a number": (["tensors", "model/weight", "dtype"], 32),
+    "an optimizer of text": (["optimizer"], "SGD"),
+    "an optimizer without a class": (["optimizer", "class"], None),
+    "an optimizer's groups as text": (["optimizer", "groups"], "all"),
+    "a group without parameters": (["optimizer", "groups", 0, "parameters"], None),
+    "a group's parameter as a list": (["optimizer", "groups", 0, "parameters"], [["weight"]]),
+    "numbers as a list": (["optimizer", "numbers"], []),
+    "a scheduler of text": (["scheduler"], "StepLR"),
+    "a version of text": (["version"], str(VERSION)),
+}
+
+
+@pytest.mark.parametrize("case", MADE_UP)
+def test_one_that_was_made_up_is_refused(case, tmp_path):
+    way, value = MADE_UP[case]
+    manifest = copy.deepcopy(GOOD)
+    place = manifest
+    for key in way[:-1]:
+        place = place[key]
+    place[way[-1]] = value
+    if value is None:
+        del place[way[-1]]
+    with pytest.raises(CheckpointError) as caught:
+        read_manifest(write(tmp_path, sealed(manifest)))
+    assert len(caught.value.found) < 300
+
+
+@pytest.mark.parametrize("content", ["", "null", "[]", "7", "[" * 100_000, '{"format"', '"\\ud800"'])
+def test_one_that_is_no_object_is_refused(content, tmp_path):
+    with pytest.raises(CheckpointError):
+        read_manifest(write(tmp_path, content))
