@@ -263,14 +263,16 @@ if __name__ == "__main__":
     job = paceline.distribute(workload)
     total = [job.step(batch) for batch in job.batches()]
     if job.rank == 0:
+        print("PLAN", job.plan.transport)
         print("RESULT", job.size, total[-1])
 ''')  # fmt: skip
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     direct = subprocess.run([*torchrun, str(file)], cwd=tmp_path, capture_output=True, text=True)
     through = subprocess.run(
-        [*torchrun, "--no-python", sys.executable, "-m", "paceline.cli.main", "run", str(file)],
+        [*torchrun, "--no-python", sys.executable, "-m", "paceline.cli.main", "run", "--transport", "gloo", str(file)],
         cwd=tmp_path, capture_output=True, text=True,
     )  # fmt: skip
+    assert "PLAN gloo" in through.stdout, through.stderr
     lines = [[line for line in done.stdout.splitlines() if "RESULT 2" in line] for done in (direct, through)]
     assert lines[0], direct.stderr
     assert lines[0] == lines[1], through.stderr

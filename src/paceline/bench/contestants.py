@@ -160,11 +160,19 @@ def _mean(model: torch.nn.Module, batch: Any) -> torch.Tensor:
     return total / weight
 
 
-def _loop(model: torch.nn.Module, optimizer: Any, batches: Iterator[Any], between: Step = lambda: None) -> Step:
+def _backward(mean: torch.Tensor) -> None:
+    mean.backward()  # type: ignore[no-untyped-call]
+
+
+def _loop(
+    model: torch.nn.Module,
+    optimizer: Any,
+    batches: Iterator[Any],
+    backward: Callable[[torch.Tensor], None] = _backward,
+) -> Step:
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
-        _mean(model, next(batches)).backward()  # type: ignore[no-untyped-call]
-        between()
+        backward(_mean(model, next(batches)))
         optimizer.step()
 
     return step
@@ -184,7 +192,8 @@ def _flat_all_reduce(folder: Path, rank: int, ranks: int) -> Step:
     dist.init_process_group("gloo")
     model, optimizer = _model()
 
-    def between() -> None:
+    def backward(mean: torch.Tensor) -> None:
+        _backward(mean)
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         flat = torch.cat([gradient.flatten() for gradient in gradients])
         dist.all_reduce(flat)
@@ -192,7 +201,7 @@ def _flat_all_reduce(folder: Path, rank: int, ranks: int) -> Step:
         for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
             gradient.copy_(part.view_as(gradient))
 
-    return _loop(model, optimizer, _forever(_loader(folder, rank, ranks)), between)
+    return _loop(model, optimizer, _forever(_loader(folder, rank, ranks)), backward)
 
 
 def _ddp(folder: Path, rank: int, ranks: int) -> Step:
@@ -210,14 +219,7 @@ def _accelerate(folder: Path, rank: int, ranks: int) -> Step:
     model, optimizer = _model()
     loader = DataLoader(MaskedSequences(folder / "train.npy"), BATCH, shuffle=True, drop_last=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    batches = _forever(loader)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        accelerator.backward(_mean(model, next(batches)))
-        optimizer.step()
-
-    return step
+    return _loop(model, optimizer, _forever(loader), accelerator.backward)
 
 
 def _lightning(folder: Path, rank: int, ranks: int) -> Step:
@@ -230,14 +232,7 @@ def _lightning(folder: Path, rank: int, ranks: int) -> Step:
     plain, plain_optimizer = _model()
     model, optimizer = fabric.setup(plain, plain_optimizer)
     loader = DataLoader(MaskedSequences(folder / "train.npy"), BATCH, shuffle=True, drop_last=True)
-    batches = _forever(fabric.setup_dataloaders(loader))
-
-    def step() -> None:
-        optimizer.zero_grad()
-        fabric.backward(_mean(model, next(batches)))
-        optimizer.step()
-
-    return step
+    return _loop(model, optimizer, _forever(fabric.setup_dataloaders(loader)), fabric.backward)
 
 
 def _paceline(folder: Path, ranks: int, transport: str) -> Step:

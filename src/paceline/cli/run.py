@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,17 @@ from paceline.run.job import run_job
 from paceline.run.progress import Progress, Screen
 from paceline.run.supervisor import GRACE_S, Ending, JobRequest
 
+RUNS = Path("runs")
+# Flags of the run directory and its supervisor, and what they are when nobody wrote them.
+_NEEDS_SUPERVISOR = {
+    "resume": False,
+    "job": None,
+    "runs": RUNS,
+    "checkpoint_every": None,
+    "keep": None,
+    "grace": GRACE_S,
+    "json": False,
+}
 PLAN_FLAGS = ("transport", "compression", "bucket_bytes", "checkpoint_every", "keep")
 
 
@@ -41,9 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--keep", type=int, metavar="K", help=f"checkpoints that stay (default {default.keep})")
     parser.add_argument("--job", metavar="NAME", help="the run's name (default: the file's name and the time)")
-    parser.add_argument(
-        "--runs", type=Path, default=Path("runs"), metavar="DIR", help="where runs are kept (default runs)"
-    )
+    parser.add_argument("--runs", type=Path, default=RUNS, metavar="DIR", help="where runs are kept (default runs)")
     parser.add_argument(
         "--resume",
         action="store_true",
@@ -139,11 +149,24 @@ def _tell(folder: Path, ending: Ending, progress: Progress) -> None:
 
 
 def _be_torchruns_rank(arguments: argparse.Namespace) -> int:
-    """Under torchrun the ranks are there already: this process is one of them, and becomes the file."""
+    """Under torchrun the ranks are there already: this process is one of them, and becomes the file.
+
+    Raises:
+        UsageError: an argument is about what `paceline run` does itself, and torchrun does here.
+    """
+    for name, otherwise in _NEEDS_SUPERVISOR.items():
+        if getattr(arguments, name) != otherwise:
+            flag = "--" + name.replace("_", "-")
+            raise UsageError(
+                f"{flag} under torchrun",
+                "torchrun starts and ends the ranks there, so there is no run directory",
+                f"leave {flag} out, or start the job with `paceline run -n N` in torchrun's place",
+            )
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     arguments.n = arguments.n or world_size
     plan = decide_plan(arguments)
     Mesh.parse(plan.mesh).check_fits(world_size)
     read_workload_file(arguments.workload, world_size)
+    os.environ["PACELINE_PLAN"] = json.dumps(asdict(plan))
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, arguments.workload, *arguments.arguments])

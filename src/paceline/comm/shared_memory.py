@@ -7,7 +7,7 @@ enough: a rank fills a half again only after a later sum has shown that everybod
 
 The memory has no name (memfd) and the pipes belong to the two processes, so nothing is left behind
 however a rank ends, and a rank that dies is noticed at once: its pipe closes. Another user can't open
-either: /proc/PID/fd is open to the same user only. Measured in docs/design.md against Gloo.
+either: /proc/PID/fd is open to the same user only. benchmarks/ has it measured against Gloo.
 """
 
 from __future__ import annotations

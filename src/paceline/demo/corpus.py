@@ -20,7 +20,7 @@ from paceline.nouns.errors import DataError, UsageError
 LENGTH = 64  # tokens in a sequence, [CLS] and [SEP] among them
 VOCABULARY = 4096
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-PAD, UNK, CLS, SEP, MASK = range(5)
+PAD, _, CLS, SEP, MASK = range(len(SPECIAL))
 _SKIPPED = ("site-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__")
 _TOKENIZER_BYTES = 2_500_000  # of text that the tokenizer sees
 _LIMIT_BYTES = 6_000_000  # of text in all: enough for far more steps than the demo takes

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from paceline.run.progress import decoded
 
 _LEVELS = "▁▂▃▄▅▆▇█"
 _COLUMNS = 60
@@ -15,8 +16,7 @@ _COLUMNS = 60
 
 def read_events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
     """The events of one kind that a run wrote."""
-    lines = (run_dir / "events.jsonl").read_text().splitlines()
-    return [event for event in map(json.loads, lines) if event["event"] == kind]
+    return [event for event in decoded((run_dir / "events.jsonl").read_bytes()) if event.get("event") == kind]
 
 
 def terminal_curve(losses: Sequence[float], columns: int = _COLUMNS) -> str:

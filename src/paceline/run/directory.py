@@ -58,7 +58,11 @@ def find_run(runs: Path, job: str | None, script: Path) -> Path:
         )
     known = sorted(runs.glob("*/job.json"), key=lambda path: path.stat().st_mtime, reverse=True)
     for path in known:
-        if json.loads(path.read_text()).get("script") == str(script.resolve()):
+        try:
+            known_job = json.loads(path.read_bytes())
+        except (OSError, ValueError):
+            continue  # cut off by a crash or a full disk
+        if isinstance(known_job, dict) and known_job.get("script") == str(script.resolve()):
             return path.parent
     raise UsageError(f"to resume the last job of {script}", f"{runs} has none", "start it without --resume")
 

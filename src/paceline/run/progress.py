@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -23,7 +24,6 @@ class Progress:
         self.checkpoint: str | None = None
         self.has_stopped = False
         self.evaluation: dict[str, Any] | None = None
-        self.steps_seen = 0
 
     def read(self) -> bool:
         """Take in what the job has written since; whether there was anything."""
@@ -34,18 +34,17 @@ class Progress:
             content = file.read()
         whole = content[: content.rfind(b"\n") + 1]
         self.offset += len(whole)
-        for line in whole.splitlines():
-            self._take(json.loads(line))
+        for event in decoded(whole):
+            self._take(event)
         return bool(whole)
 
     def _take(self, event: dict[str, Any]) -> None:
-        kind = event["event"]
+        kind = event.get("event")
         if kind == "start":
             self.started, self.total_steps = event, event["total_steps"]
         elif kind == "step":
             self.first = self.first or event
             self.records.append(event)
-            self.steps_seen += 1
             self.samples += event["samples"]
         elif kind == "checkpoint":
             self.checkpoint = event["path"]
@@ -60,7 +59,7 @@ class Progress:
         return self.records[-1] if self.records else None
 
     def samples_per_s(self) -> float | None:
-        """Speed over the last steps, or over the whole run where `whole`; None before the second step."""
+        """Speed over the last steps; None before the second."""
         return speed(list(self.records))
 
     def line(self) -> str:
@@ -75,6 +74,17 @@ class Progress:
             seconds = (self.records[-1]["at"] - self.records[0]["at"]) / (len(self.records) - 1) * left
             parts += [f"{rate:.1f} samples/s", f"{duration(seconds)} left"]
         return "  ".join([*parts, f"{last['memory_bytes'] / 2**20:.0f} MiB/rank"])
+
+
+def decoded(content: bytes) -> Iterator[dict[str, Any]]:
+    """The events in lines of JSON; a line that is none, such as one that a full disk cut off, is passed over."""
+    for line in content.splitlines():
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(event, dict):
+            yield event
 
 
 def speed(records: list[dict[str, Any]]) -> float | None:

@@ -72,10 +72,15 @@ def _failed(error: BaseException) -> int:
         "exit_code": code,
     }
     folder = Path(os.environ["PACELINE_RUN_DIR"], "failures")
-    folder.mkdir(exist_ok=True)
     draft = folder / f".{rank}.draft"
-    draft.write_text(json.dumps(failure))
-    draft.rename(folder / f"{rank}.json")
+    try:
+        folder.mkdir(exist_ok=True)
+        draft.write_text(json.dumps(failure))
+        draft.rename(folder / f"{rank}.json")
+    except OSError as full:
+        # A full disk must not swallow the cause: it goes where the rank's output goes.
+        text = f"{failure['traceback']}paceline: this could not be written to {folder} ({full.strerror})"
+        print(text, file=sys.stderr)
     return code
 
 

@@ -7,6 +7,7 @@ added up over the ranks before they compute: never a mean of the ranks' values.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,6 +16,22 @@ import torch
 from paceline.comm.collectives import AxisComm
 from paceline.nouns.errors import WorkloadError
 from paceline.parallel.local import checked_loss
+
+_DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+)
+_MAX_DIMS = 8  # of a measure's state; an image has four
 
 Score = Callable[[Any, Any], dict[str, tuple[Any, Any]]]
 
@@ -72,9 +89,24 @@ def reduce_metric(metric: Any, comm: AxisComm) -> Any:
 
 
 def gather_rows(tensor: torch.Tensor, comm: AxisComm) -> list[torch.Tensor]:
-    """Every rank's tensor, scalars too: what torchmetrics wants of its gather function."""
-    flat = tensor.reshape(1) if tensor.dim() == 0 else tensor
-    return [part.reshape(()) if tensor.dim() == 0 else part for part in comm.all_gather(flat)]
+    """Every rank's tensor, scalars too: what torchmetrics wants of its gather function.
+
+    A rank that saw no sample can't know the dtype and shape of the rows that others have (torchmetrics gives
+    it an empty vector of floats), so each rank says its form first; an empty one takes the others'.
+    """
+    if comm.size == 1:
+        return [tensor]
+    form = [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape, *[0] * (_MAX_DIMS - tensor.dim())]
+    forms = [row.tolist() for row in comm.all_gather(torch.tensor([form], device=tensor.device))]
+    shapes = [tuple(row[0][2 : 2 + row[0][1]]) for row in forms]
+    full = [rank for rank, shape in enumerate(shapes) if 0 not in shape]
+    dtype = functools.reduce(torch.promote_types, [_DTYPES[forms[rank][0][0]] for rank in full] or [tensor.dtype])
+    if full:
+        shapes = [shape if rank in full else (0, *shapes[full[0]][1:]) for rank, shape in enumerate(shapes)]
+    # As bytes: Gloo and NCCL do not carry every dtype.
+    sent = tensor.detach().to(dtype).reshape(-1).view(torch.uint8)
+    parts = comm.all_gather(sent)
+    return [part.view(dtype).view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def _checked(result: Any) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import sys
 import time
@@ -14,19 +15,45 @@ class Events:
     """Appends events to a run directory; without one, does nothing."""
 
     def __init__(self, run_dir: Path | None) -> None:
-        # Line-buffered: whoever follows the file sees whole lines at once.
-        self.file = (run_dir / "events.jsonl").open("a", buffering=1) if run_dir else None
+        # Unbuffered, a write a line: whoever follows the file sees whole lines at once, and a line that did
+        # not fit on the disk is not kept to be written later, in the middle of another.
+        self.file = (run_dir / "events.jsonl").open("ab+", buffering=0) if run_dir else None
+        self.is_torn = self._ends_torn()
+        self.has_told = False
 
     def write(self, event: dict[str, Any]) -> None:
-        """Append one event, with the wall-clock time."""
-        if self.file:
-            self.file.write(json.dumps({**event, "at": round(time.time_ns() / 1e9, 3)}) + "\n")
+        """Append one event, with the wall-clock time. Where that can't be, say so once and go on."""
+        if self.file is None:
+            return
+        line = json.dumps({**event, "at": round(time.time_ns() / 1e9, 3)}).encode() + b"\n"
+        if self.is_torn:
+            line = b"\n" + line
+        try:
+            self.is_torn = self.file.write(line) < len(line)
+        except OSError as error:
+            self._tell(error.strerror)
+        else:
+            if self.is_torn:
+                self._tell("only part of a line was taken")
 
     def close(self) -> None:
         """Close the file."""
         if self.file:
             self.file.close()
             self.file = None
+
+    def _ends_torn(self) -> bool:
+        """Whether the last line has no end, as a full disk leaves it."""
+        if self.file is None or self.file.seek(0, os.SEEK_END) == 0:
+            return False
+        self.file.seek(-1, os.SEEK_END)
+        return self.file.read(1) != b"\n"
+
+    def _tell(self, found: str | None) -> None:
+        if not self.has_told and self.file is not None:
+            self.has_told = True
+            text = f"events can't be written to {self.file.name} ({found}); training goes on, its record has gaps"
+            print(f"paceline: {text}", file=sys.stderr, flush=True)
 
 
 def peak_memory_bytes() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ import torch
 
 from paceline.checkpoint.manifest import MANIFEST, remove_partial_in
 from paceline.comm.collectives import AxisComm
-from paceline.nouns.errors import CheckpointError, WorkloadError
+from paceline.nouns.errors import CheckpointError, PlanError, WorkloadError
 from paceline.nouns.plan import Plan
 from paceline.nouns.workload import Workload
 from paceline.train.agree import check_same_model_everywhere
@@ -30,9 +31,23 @@ def run_dir(environment: Mapping[str, str]) -> Path | None:
 
 
 def read_plan(environment: Mapping[str, str], size: int) -> Plan:
-    """The launcher's plan, or replication over all ranks."""
+    """The launcher's plan, from the run directory or, under torchrun, the environment; or replication over all ranks.
+
+    Raises:
+        PlanError: it can't be read, or has what a plan does not have.
+    """
     folder = run_dir(environment)
-    return Plan.read(folder / "plan.json") if folder else Plan(mesh=f"replicate={size}")
+    if folder:
+        return Plan.read(folder / "plan.json")
+    if "PACELINE_PLAN" not in environment:
+        return Plan(mesh=f"replicate={size}")
+    try:
+        values = json.loads(environment["PACELINE_PLAN"])
+    except ValueError as error:
+        raise PlanError(
+            "the variable PACELINE_PLAN should hold a plan", f"it is not JSON ({error})", "unset PACELINE_PLAN"
+        ) from None
+    return Plan.of(values, "PACELINE_PLAN")
 
 
 def be_deterministic() -> None:
