@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 import paceline
-from paceline.checkpoint.manifest import check_files, file_hash, find_good, read_manifest, sealed
+from paceline.checkpoint.manifest import check_files, file_hash, file_name, find_good, read_manifest, sealed
 from paceline.comm import words
 from paceline.nouns.errors import CheckpointError
 from paceline.nouns.plan import Plan
@@ -104,7 +105,11 @@ def test_the_manifest_says_what_is_in_it(saved):
     manifest = read_manifest(saved)
     check_files(saved, manifest)
     assert (manifest["step"], manifest["position"], manifest["world_size"]) == (5, 40, 2)
-    assert manifest["tensors"]["model/0.weight"] == {"shape": [8, 4], "dtype": "float32"}
+    tensor = manifest["tensors"]["model/0.weight"]
+    assert (tensor["shape"], tensor["dtype"]) == ([8, 4], "float32")
+    assert tensor["parts"] == [
+        {"file": file_name(0), "key": "model/0.weight", "placement": {"shape": [8, 4], "cuts": []}}
+    ]
     assert sorted(path.name for path in saved.iterdir()) == [
         "manifest.json", "rank-00000.safetensors", "rank-00001.safetensors",
     ]  # fmt: skip
@@ -245,3 +250,46 @@ def test_a_full_disk_is_told_and_training_goes_on(tmp_path):
         assert "could not be written: " in text
         assert done == 3
     assert os.listdir(tmp_path) == [], "a torn checkpoint was left"
+
+
+def make_with(has_scheduler):
+    return make() if has_scheduler else dataclasses.replace(make(), scheduler=None)
+
+
+def load_with_other_parts(rank, folder, has_scheduler, plan):
+    job = job_of(make_with(has_scheduler), **plan)
+    told = []
+    job._notice = lambda text, everywhere=False: told.append(text)
+    job.load(folder)
+    steps(job, 1)
+    return told
+
+
+@pytest.mark.parametrize(("before", "after"), [("topk", "none"), ("none", "topk"), ("topk", "powersgd")])
+@SLOW
+def test_other_compression_is_told_and_goes_on(tmp_path, before, after):
+    folder = str(tmp_path / "saved")
+    run_ranks(2, save_after_five, folder, False, {"compression": before})
+    for told in run_ranks(2, load_with_other_parts, folder, True, {"compression": after}):
+        assert len(told) == 1
+        assert "saved with other compression" in told[0]
+
+
+def test_a_scheduler_on_one_side_only_is_told(saved, tmp_path):
+    told = run_ranks(2, load_with_other_parts, str(saved), False, {})[0]
+    assert told == ["the checkpoint has a learning-rate scheduler, the workload has none: the rate may jump"]
+    folder = str(tmp_path / "saved")
+    run_ranks(1, save_one_step, folder, False)
+    told = run_ranks(1, load_with_other_parts, folder, True, {})[0]
+    assert told == ["the workload has a learning-rate scheduler, the checkpoint has none: the rate may jump"]
+
+
+def save_one_step(rank, folder, has_scheduler):
+    job = job_of(make_with(has_scheduler))
+    steps(job, 1)
+    job.save(folder)
+
+
+def test_fewer_ranks_go_on_with_the_same_state(saved):
+    told = run_ranks(1, load_with_other_parts, str(saved), True, {})[0]
+    assert told == ["2 ranks (replicate=2) saved step-00000005, 1 (replicate=1) go on: dropout draws anew"]

@@ -19,7 +19,21 @@ GOOD = {
     "samples": 24,
     "world_size": 2,
     "files": [{"name": file_name(rank), "bytes": 100, "sha256": "0" * 64} for rank in range(2)],
-    "tensors": {"model/weight": {"shape": [2, 3], "dtype": "float32"}},
+    "tensors": {
+        "model/weight": {
+            "shape": [2, 3],
+            "dtype": "float32",
+            "hash": "0" * 32,
+            "parts": [
+                {
+                    "file": file_name(rank),
+                    "key": "model/weight",
+                    "placement": {"shape": [2, 3], "cuts": [[0, [2], rank, 2]]},
+                }
+                for rank in range(2)
+            ],
+        }
+    },
     "optimizer": {"class": "SGD", "groups": [{"parameters": ["weight"], "lr": 0.1}], "numbers": {}},
     "scheduler": None,
 }
@@ -41,6 +55,7 @@ def test_one_changed_number_is_noticed(tmp_path):
         read_manifest(write(tmp_path, changed))
 
 
+PART = ["tensors", "model/weight", "parts", 0]
 # The way to a value, and what somebody who also made the hash fit put there; None takes the key out.
 MADE_UP = {
     "a step of text": (["step"], "5"),
@@ -69,6 +84,28 @@ MADE_UP = {
     "a tensor as a number": (["tensors", "model/weight"], 3),
     "a shape of text": (["tensors", "model/weight", "shape"], "2x3"),
     "a dtype of a number": (["tensors", "model/weight", "dtype"], 32),
+    "a dtype that is none": (["tensors", "model/weight", "dtype"], "float33"),
+    "a tensor's hash of a number": (["tensors", "model/weight", "hash"], 7),
+    "a tensor's hash too long": (["tensors", "model/weight", "hash"], "0" * 33),
+    "a tensor without parts": (["tensors", "model/weight", "parts"], []),
+    "parts as an object": (["tensors", "model/weight", "parts"], {"file": "x"}),
+    "a part in another folder": ([*PART, "file"], "../rank-00000.safetensors"),
+    "a part without a key": ([*PART, "key"], None),
+    "a part without a placement": ([*PART, "placement"], None),
+    "a part of another tensor": ([*PART, "placement", "shape"], [3, 2]),
+    "a part twice": ([*PART, "placement", "cuts"], [[0, [2], 1, 2]]),
+    "a part that overlaps": ([*PART, "placement", "cuts"], [[1, [3], 0, 2]]),
+    "a part that is all": ([*PART, "placement", "cuts"], []),
+    "cuts as an object": ([*PART, "placement", "cuts"], {"dim": 0}),
+    "a cut too short": ([*PART, "placement", "cuts"], [[0, [2], 0]]),
+    "a cut of text": ([*PART, "placement", "cuts"], ["0202"]),
+    "a cut along no dim": ([*PART, "placement", "cuts"], [[2, [2], 0, 2]]),
+    "a cut below flat": ([*PART, "placement", "cuts"], [[-2, [2], 0, 2]]),
+    "a cut of other blocks": ([*PART, "placement", "cuts"], [[0, [3], 0, 2]]),
+    "a cut's part too many": ([*PART, "placement", "cuts"], [[0, [2], 2, 2]]),
+    "a cut in no parts": ([*PART, "placement", "cuts"], [[0, [2], 0, 0]]),
+    "a cut of a fraction": ([*PART, "placement", "cuts"], [[0, [2], 0.0, 2]]),
+    "a config of text": (["config"], "{}"),
     "an optimizer of text": (["optimizer"], "SGD"),
     "an optimizer without a class": (["optimizer", "class"], None),
     "an optimizer's groups as text": (["optimizer", "groups"], "all"),

@@ -1,4 +1,4 @@
-"""Read a checkpoint back: verified against its manifest first, then against the model."""
+"""Read a checkpoint back under any mesh: each rank its own parts, verified against the manifest and the model."""
 
 from __future__ import annotations
 
@@ -6,62 +6,175 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 
-from paceline.checkpoint.manifest import check_files, file_name, read_manifest
+from paceline.checkpoint.boxes import is_needed, move
+from paceline.checkpoint.form import placements_of
+from paceline.checkpoint.manifest import MODEL, OWN, check_files, file_name, read_manifest
+from paceline.checkpoint.merge import as_hex, of_hex
+from paceline.checkpoint.reshard import Part, bits_of, dtype_of, hash_of
+from paceline.checkpoint.save import assigned
+from paceline.checkpoint.tensor_file import Form, TensorFile
+from paceline.comm.collectives import AxisComm
 from paceline.nouns.errors import CheckpointError
+from paceline.nouns.placement import Placement
 
-OWN = "own/"  # names of a rank's own tensors begin so
 
+def read_checkpoint(
+    folder: Path, rank: int, wanted: Mapping[str, Placement | None]
+) -> tuple[dict[str, Any], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The manifest, the parts that are wanted, and the tensors of `rank` alone (none if it did not exist then).
 
-def read_checkpoint(folder: Path, rank: int) -> tuple[dict[str, Any], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """The manifest, the tensors of all ranks, and those of `rank` alone (none if it did not exist then).
+    Args:
+        folder: the checkpoint.
+        rank: whose own tensors to read.
+        wanted: names of tensors, and which part of each; None is all of it.
 
     Raises:
-        CheckpointError: a file is missing, torn or altered.
+        CheckpointError: a file is missing, torn or altered, or a tensor is not there or of another shape.
     """
     manifest = read_manifest(folder)
     check_files(folder, manifest)
-    shared: dict[str, torch.Tensor] = {}
-    own: dict[str, torch.Tensor] = {}
-    for entry in manifest["files"]:
-        for name, tensor in _read_file(folder / entry["name"]).items():
-            if not name.startswith(OWN):
-                shared[name] = tensor
-            elif entry["name"] == file_name(rank):
-                own[name.removeprefix(OWN)] = tensor
-    missing = [name for name in manifest["tensors"] if name not in shared]
-    if missing:
-        raise CheckpointError(
-            f"the checkpoint {folder} should hold {len(manifest['tensors'])} tensors",
-            f"{missing[0]} is in none of its files",
-            "use an earlier checkpoint",
-        )
-    return manifest, shared, own
+    return manifest, read_parts(folder, manifest, wanted), read_own(folder, manifest, rank)
 
 
-def _read_file(path: Path) -> dict[str, torch.Tensor]:
-    try:
-        return safetensors.torch.load_file(path)
-    except safetensors.SafetensorError as error:
-        raise CheckpointError(f"{path} should hold tensors", f"it is {error}", "use an earlier checkpoint") from None
+def read_parts(
+    folder: Path, manifest: Mapping[str, Any], wanted: Mapping[str, Placement | None]
+) -> dict[str, torch.Tensor]:
+    """The wanted parts, on the CPU. Only they are held, and of the files only what they need is read."""
+    files: dict[str, TensorFile] = {}
+    return {name: _read_part(folder, manifest, files, name, placement) for name, placement in wanted.items()}
 
 
-def check_same_model(folder: Path, saved: Mapping[str, torch.Tensor], model: Mapping[str, torch.Tensor]) -> None:
-    """Raise CheckpointError naming the first tensor in which the checkpoint and the model differ."""
-    for name, tensor in model.items():
+def _read_part(
+    folder: Path,
+    manifest: Mapping[str, Any],
+    files: dict[str, TensorFile],
+    name: str,
+    placement: Placement | None,
+) -> torch.Tensor:
+    entry = manifest["tensors"].get(name)
+    if entry is None:
+        raise _other(folder, f"{name} is not in it")
+    shape = tuple(entry["shape"])
+    placement = placement or Placement(shape)
+    if placement.shape != shape:
+        raise _other(folder, f"{name} has the shape {shape} in it, not {placement.shape}")
+    part = torch.empty(placement.local_shape, dtype=getattr(torch, entry["dtype"]))
+    for saved, place in zip(entry["parts"], placements_of(entry), strict=True):
+        if is_needed(placement, place):
+            file = _opened(folder, files, saved["file"])
+            move(bits_of(part), placement, bits_of(_mapped(file, saved["key"], place.local_shape, part.dtype)), place)
+    return part
+
+
+def _opened(folder: Path, files: dict[str, TensorFile], name: str) -> TensorFile:
+    if name not in files:
+        files[name] = TensorFile.open(folder / name)
+    return files[name]
+
+
+def _mapped(file: TensorFile, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of the file, not read yet: the kernel reads what is copied from it."""
+    offset, numel = file.place(key, Form(shape, str(dtype).removeprefix("torch.")))
+    return torch.frombuffer(file.content, dtype=dtype, count=numel, offset=offset).view(shape)
+
+
+def read_own(folder: Path, manifest: Mapping[str, Any], rank: int) -> dict[str, torch.Tensor]:
+    """The tensors that `rank` alone had; none if there was no such rank.
+
+    Raises:
+        CheckpointError: its file is no file of tensors.
+    """
+    if rank >= manifest["world_size"]:
+        return {}
+    file = TensorFile.open(folder / file_name(rank))
+    own = {}
+    for key, form in file.forms().items():
+        if key.startswith(OWN):
+            dtype = getattr(torch, form.dtype)
+            empty = torch.empty(form.shape, dtype=dtype)
+            own[key.removeprefix(OWN)] = _mapped(file, key, form.shape, dtype).clone() if empty.numel() else empty
+    return own
+
+
+def check_files_together(folder: Path, manifest: Mapping[str, Any], comm: AxisComm) -> None:
+    """Raise CheckpointError on every rank unless all files are as the manifest says; each rank reads some of them."""
+    failure, faults = None, torch.zeros(len(manifest["files"]), dtype=torch.int64)
+    for number in range(comm.rank, len(faults), comm.size):
+        try:
+            check_files(folder, {"files": [manifest["files"][number]]})
+        except CheckpointError as error:
+            failure, faults[number] = failure or error, 1
+    comm.all_reduce(faults)
+    if faults.any():
+        name = manifest["files"][int(faults.nonzero()[0])]["name"]
+        raise failure or _damaged(folder, f"{name} is missing, torn or altered")
+
+
+def verify_hashes(
+    folder: Path,
+    manifest: Mapping[str, Any],
+    parts: Mapping[str, Part],
+    comm: AxisComm,
+    failure: CheckpointError | None = None,
+) -> None:
+    """Raise CheckpointError on every rank unless what all ranks have loaded is, bit for bit, what was saved.
+
+    Each rank hashes some of the parts it holds, each part is hashed by one of its holders, and the sums must
+    be the manifest's. No tensor is gathered.
+
+    Args:
+        folder: the checkpoint, for errors.
+        manifest: its manifest.
+        parts: what this rank has loaded; a part whose copy another rank answers for may be left out.
+        comm: all ranks.
+        failure: why this rank could load nothing: it then says so to the others, and raises it.
+    """
+    names = sorted(manifest["tensors"])
+    row = {name: number for number, name in enumerate(names)}
+    table = torch.zeros(len(names) + 1, 3, dtype=torch.int64)  # two sums and a count each; last: ranks that failed
+    table[-1, 0] = int(failure is not None)
+    for name in assigned(parts, comm.rank) if failure is None else ():
+        part = parts[name]
+        table[row[name]] = torch.tensor([*hash_of(part.tensor, part.held.placement), part.tensor.numel()])
+    comm.all_reduce(table)
+    if failure is not None or table[-1, 0]:
+        raise failure or _damaged(folder, "another rank could not load its part")
+    for name, (first, second, count) in zip(names, table.tolist(), strict=False):
+        entry = manifest["tensors"][name]
+        shape = tuple(entry["shape"])
+        numel = Placement(shape).numel
+        if count == 0 < numel:
+            raise _other(folder, f"its {_bare(name)} of shape {shape} is not in the model")
+        if count != numel:
+            raise _other(folder, f"the ranks hold {count} of the {numel} elements of {_bare(name)}")
+        if (first, second) != of_hex(entry["hash"]):
+            said = as_hex((first, second))
+            raise _damaged(folder, f"{_bare(name)} was loaded with the hash {said}, not the {entry['hash']} saved")
+
+
+def check_same_model(folder: Path, saved: Mapping[str, Mapping[str, Any]], model: Mapping[str, Part]) -> None:
+    """Raise CheckpointError naming the first of this rank's tensors in which the checkpoint and the model differ.
+
+    A tensor that only the checkpoint has is found by `verify_hashes`: another rank may hold it.
+    """
+    for name, part in model.items():
+        shape, bare = part.held.placement.shape, _bare(name)
         if name not in saved:
-            raise _other(folder, f"the model's {name} of shape {tuple(tensor.shape)} is not in it")
-        if saved[name].shape != tensor.shape:
-            raise _other(
-                folder, f"{name} has the shape {tuple(saved[name].shape)} in it and {tuple(tensor.shape)} in the model"
-            )
-        if saved[name].dtype != tensor.dtype:
-            raise _other(folder, f"{name} is {saved[name].dtype} in it and {tensor.dtype} in the model")
-    extra = [name for name in saved if name not in model]
-    if extra:
-        raise _other(folder, f"its {extra[0]} of shape {tuple(saved[extra[0]].shape)} is not in the model")
+            raise _other(folder, f"the model's {bare} of shape {shape} is not in it")
+        if tuple(saved[name]["shape"]) != shape:
+            raise _other(folder, f"{bare} has the shape {tuple(saved[name]['shape'])} in it and {shape} in the model")
+        if saved[name]["dtype"] != dtype_of(part.tensor):
+            raise _other(folder, f"{bare} is {saved[name]['dtype']} in it and {dtype_of(part.tensor)} in the model")
+
+
+def _bare(name: str) -> str:
+    return name.removeprefix(MODEL)
+
+
+def _damaged(folder: Path, found: str) -> CheckpointError:
+    return CheckpointError(f"the checkpoint {folder} should be whole", found, "use an earlier checkpoint")
 
 
 def _other(folder: Path, found: str) -> CheckpointError:

@@ -3,7 +3,7 @@
 checkpoints/
   step-00000020/
     manifest.json            written last; without it, there is no checkpoint
-    rank-00000.safetensors   its share of the replicated tensors, and its own state
+    rank-00000.safetensors   parts of tensors that it holds, alone or as one of several, and its own state
     rank-00001.safetensors
   .partial-step-00000040/    being written, or left by a job that was killed: never read
   .replaced-step-00000020/   the older of two, until the newer stands in its place; it counts where that is missing
@@ -14,19 +14,18 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
-import reprlib
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from paceline.checkpoint.form import fault_of_files, fault_of_form, fault_of_tensors, shown
 from paceline.nouns.errors import CheckpointError, PacelineError
 
-FORMAT, VERSION = "paceline-checkpoint", 2  # 2: the manifest has a hash of itself
+FORMAT, VERSION = "paceline-checkpoint", 3  # 2: the manifest has a hash of itself; 3: tensors lie in parts
 MANIFEST = "manifest.json"
+MODEL, OPTIMIZER, OWN = "model/", "optimizer/", "own/"  # how names of tensors begin; OWN: of a rank's alone
 _PARTIAL, _REPLACED = ".partial-", ".replaced-"
-_HASH = re.compile("[0-9a-f]{64}")
 _CHUNK_BYTES = 2**22
 
 
@@ -86,78 +85,14 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise _bad(folder, f"{MANIFEST} is not one of Paceline")
     if manifest.get("version") != VERSION:
-        raise _bad(folder, f"it is of version {_shown(manifest.get('version'))}, this Paceline reads {VERSION}")
+        raise _bad(folder, f"it is of version {shown(manifest.get('version'))}, this Paceline reads {VERSION}")
     if manifest.get("sha256") != _own_hash(manifest):
         raise _bad(folder, f"{MANIFEST} was altered: its SHA-256 is not the one in it")
     # The hash finds damage; somebody who writes a manifest can make it fit, so nothing in it is trusted yet.
-    for key, is_right in _FORM.items():
-        if key not in manifest:
-            raise _bad(folder, f"{MANIFEST} lacks {key}")
-        if not is_right(manifest[key]):
-            raise _bad(folder, f"{MANIFEST}'s {key} has the wrong form: {_shown(manifest[key])}")
-    names = [entry["name"] for entry in manifest["files"]]
-    if names != [file_name(rank) for rank in range(manifest["world_size"])]:
-        raise _bad(folder, f"{MANIFEST} names the files {_shown(names)} of {manifest['world_size']} ranks")
+    fault = fault_of_form(manifest) or fault_of_files(manifest, file_name) or fault_of_tensors(manifest)
+    if fault is not None:
+        raise _bad(folder, f"{MANIFEST} {fault}")
     return manifest
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0  # bool is an int, but no count
-
-
-def _is_list(value: Any, is_right: Callable[[Any], bool]) -> bool:
-    return isinstance(value, list) and all(map(is_right, value))
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_file(entry: Any) -> bool:
-    return (
-        isinstance(entry, dict)
-        and entry.keys() == {"name", "bytes", "sha256"}
-        and _is_text(entry["name"])
-        and _is_count(entry["bytes"])
-        and _is_text(entry["sha256"])
-        and bool(_HASH.fullmatch(entry["sha256"]))
-    )
-
-
-def _is_tensor(entry: Any) -> bool:
-    return isinstance(entry, dict) and _is_list(entry.get("shape"), _is_count) and _is_text(entry.get("dtype"))
-
-
-def _is_group(group: Any) -> bool:
-    return isinstance(group, dict) and _is_list(group.get("parameters"), _is_text)
-
-
-def _is_optimizer(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and _is_text(value.get("class"))
-        and _is_list(value.get("groups"), _is_group)
-        and isinstance(value.get("numbers"), dict)
-    )
-
-
-# What a manifest must have, and whether a value of JSON is that.
-_FORM: dict[str, Callable[[Any], bool]] = {
-    "step": _is_count,
-    "position": _is_count,
-    "seed": lambda value: type(value) is int,
-    "samples": _is_count,
-    "world_size": lambda value: _is_count(value) and value > 0,
-    "files": lambda value: _is_list(value, _is_file),
-    "tensors": lambda value: isinstance(value, dict) and all(map(_is_tensor, value.values())),
-    "optimizer": _is_optimizer,
-    "scheduler": lambda value: value is None or isinstance(value, dict),
-}
-
-
-def _shown(value: Any) -> str:
-    """The value as an error shows it: not all of it where there is much."""
-    return reprlib.repr(value)
 
 
 def check_files(folder: Path, manifest: dict[str, Any]) -> None:
@@ -172,12 +107,15 @@ def check_files(folder: Path, manifest: dict[str, Any]) -> None:
             raise _bad(folder, f"{path.name} was altered: its SHA-256 is not the manifest's")
 
 
-def find_good(path: Path, report: Callable[[str], None]) -> Path:
+def find_good(
+    path: Path, report: Callable[[str], None], check: Callable[[Path, dict[str, Any]], None] = check_files
+) -> Path:
     """The checkpoint to read at `path`: itself, or the newest good one in the folder.
 
     Args:
         path: a checkpoint, or a folder of checkpoints such as `runs/JOB/checkpoints`.
         report: told, in a sentence, of every checkpoint that is passed over.
+        check: raises CheckpointError when the files of the folder are not those of the manifest.
 
     Raises:
         CheckpointError: there is none that is whole.
@@ -186,12 +124,12 @@ def find_good(path: Path, report: Callable[[str], None]) -> Path:
         if (folder / MANIFEST).exists():
             if folder != path:
                 report(f"{path.name} was being replaced when its job ended: the copy before it is read")
-            check_files(folder, read_manifest(folder))
+            check(folder, read_manifest(folder))
             return folder
     candidates = list_checkpoints(path)
     for candidate in candidates:
         try:
-            check_files(candidate, read_manifest(candidate))
+            check(candidate, read_manifest(candidate))
         except CheckpointError as error:
             report(f"{candidate.name} is passed over: {error.found}")
         else:

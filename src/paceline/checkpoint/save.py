@@ -1,8 +1,9 @@
 """Write a checkpoint: every rank its file, rank 0 the manifest, last; a torn save is no checkpoint.
 
 Training stops for one copy of the tensors. A thread of each rank then writes, hashes and syncs its file
-and leaves a note beside it; rank 0's thread waits for all notes, writes the manifest, renames the folder
-into place and removes the oldest. No collective runs outside the training thread.
+and leaves a note beside it that lists the parts in it; rank 0's thread waits for all notes, joins them to
+the manifest (every tensor must be there whole, each element once), writes it, renames the folder into
+place and removes the oldest. No collective runs outside the training thread.
 """
 
 from __future__ import annotations
@@ -33,11 +34,16 @@ from paceline.checkpoint.manifest import (
     sync_folder,
     write_durably,
 )
+from paceline.checkpoint.merge import as_hex, merged_optimizer, merged_tensors
+from paceline.checkpoint.reshard import Part, dtype_of, hash_of
+from paceline.checkpoint.tensor_file import DTYPES
 from paceline.nouns.errors import CheckpointError
+from paceline.nouns.placement import Placement
 
 NOTES_TIMEOUT_S = 600  # for the slowest rank's file
 _POLL_S = 0.02
 _LAST_WORDS_S = 5
+_FREE_SPACE = "free space there or name another place with --runs; older checkpoints are untouched"
 
 
 @dataclass(slots=True)
@@ -59,7 +65,7 @@ class Writer:
     def begin(
         self,
         folder: Path,
-        shared: Mapping[str, torch.Tensor],
+        parts: Mapping[str, Part],
         own: Mapping[str, torch.Tensor],
         facts: dict[str, Any],
         keep: int,
@@ -68,18 +74,27 @@ class Writer:
 
         Args:
             folder: the checkpoint's folder.
-            shared: tensors that are equal on all ranks; each rank writes some of them.
+            parts: what this rank holds of each tensor; one of a part's holders writes it.
             own: tensors of this rank alone.
-            facts: the rest of the manifest, equal on all ranks.
+            facts: the rest of the manifest, equal on all ranks but for the members of the optimizer's groups
+                and its numbers.
             keep: how many checkpoints may stay beside it; 0 leaves all.
+
+        Raises:
+            CheckpointError: a tensor is of a dtype that no file can keep.
         """
         self.wait()
-        mine = {name: shared[name] for name in assigned(shared, self.size)[self.rank]}
-        copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in {**mine, **own}.items()}
-        shapes = {name: {"shape": list(t.shape), "dtype": str(t.dtype)[6:]} for name, t in shared.items()}
-        manifest = {"format": FORMAT, "version": VERSION, **facts, "tensors": shapes}
+        mine = {name: parts[name] for name in assigned(parts, self.rank)}
+        for name, part in mine.items():
+            _check_dtype(name, part.tensor)
+        tensors = {name: part.tensor for name, part in mine.items()}
+        copies = {
+            name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in {**tensors, **own}.items()
+        }
+        placements = {name: part.held.placement for name, part in mine.items()}
+        manifest = {"format": FORMAT, "version": VERSION, **facts}
         self.thread = threading.Thread(
-            target=self._write, args=(folder, copies, manifest, keep), name="checkpoint", daemon=True
+            target=self._write, args=(folder, copies, placements, manifest, keep), name="checkpoint", daemon=True
         )
         self.thread.start()
 
@@ -90,30 +105,43 @@ class Writer:
             self.thread = None
         return self.failure.pop() if self.failure else None
 
-    def _write(self, folder: Path, tensors: dict[str, torch.Tensor], manifest: dict[str, Any], keep: int) -> None:
+    def _write(
+        self,
+        folder: Path,
+        tensors: dict[str, torch.Tensor],
+        placements: Mapping[str, Placement],
+        manifest: dict[str, Any],
+        keep: int,
+    ) -> None:
         began_s = time.monotonic()
         partial = partial_of(folder)
         try:
             partial.mkdir(parents=True, exist_ok=True)
-            _write_rank(partial, self.rank, tensors)
+            _leave_note(partial, self.rank, _write_rank(partial, self.rank, tensors, placements, manifest["optimizer"]))
             if self.rank == 0:
-                manifest["files"] = _wait_for_notes(partial, self.size)
+                notes = _wait_for_notes(partial, self.size)
+                manifest["files"] = [{key: note[key] for key in ("name", "bytes", "sha256")} for note in notes]
+                manifest["tensors"] = merged_tensors(notes)
+                manifest["optimizer"] = merged_optimizer(manifest["optimizer"], notes)
                 _publish(partial, folder, manifest)
                 if keep:
                     remove_old(folder.parent, keep)
-        except (OSError, CheckpointError) as error:
+        except Exception as error:  # whatever ends this thread, the training and rank 0 must hear of it
             self._fail(folder, partial, error)
         else:
             if self.rank == 0:
                 seconds = round(time.monotonic() - began_s, 3)
                 self.report({"event": "checkpoint", "path": str(folder), "step": manifest["step"], "seconds": seconds})
 
-    def _fail(self, folder: Path, partial: Path, error: OSError | CheckpointError) -> None:
-        found = f"{error.strerror or error}" if isinstance(error, OSError) else error.found
+    def _fail(self, folder: Path, partial: Path, error: Exception) -> None:
+        found = str(error) or type(error).__name__
+        fix = _FREE_SPACE
+        if isinstance(error, CheckpointError):
+            found, fix = error.found, error.fix
+        elif isinstance(error, OSError):
+            found = error.strerror or found
         failure = CheckpointError(
-            f"rank {self.rank}'s part of the checkpoint {folder}",
-            f"it could not be written: {found}",
-            "free space there or name another place with --runs; older checkpoints are untouched",
+            f"rank {self.rank}'s part of the checkpoint {folder}", f"it could not be written: {found}", fix
         )
         self.failure.append(failure)
         if self.rank == 0:
@@ -124,22 +152,62 @@ class Writer:
             _leave_note(partial, self.rank, {"error": found})
 
 
-def assigned(shared: Mapping[str, torch.Tensor], size: int) -> list[list[str]]:
-    """Which rank writes which tensors: the largest first, each to the rank that has least."""
-    names: list[list[str]] = [[] for _ in range(size)]
-    held = [0] * size
-    for name in sorted(shared, key=lambda name: (-shared[name].nbytes, name)):
-        rank = held.index(min(held))
-        names[rank].append(name)
-        held[rank] += shared[name].nbytes
-    return names
+def assigned(parts: Mapping[str, Part], rank: int) -> list[str]:
+    """The tensors whose part here `rank` is to write, or to answer for: each part falls to one of its holders.
+
+    Those who hold the same parts see the same tensors, so they agree without a word: the largest first, each
+    to the holder that has least. A part without elements falls to nobody, but for a tensor that has none.
+    """
+    load: dict[tuple[int, ...], list[int]] = {}
+    mine = []
+    for name in sorted(parts, key=lambda name: (-parts[name].tensor.nbytes, name)):
+        part = parts[name]
+        if part.tensor.numel() == 0 and part.held.placement.numel > 0:
+            continue
+        holders = part.held.holders
+        held = load.setdefault(holders, [0] * len(holders))
+        index = held.index(min(held))
+        held[index] += part.tensor.nbytes
+        if holders[index] == rank:
+            mine.append(name)
+    return mine
 
 
-def _write_rank(partial: Path, rank: int, tensors: dict[str, torch.Tensor]) -> None:
+def _check_dtype(name: str, tensor: torch.Tensor) -> None:
+    if dtype_of(tensor) not in DTYPES:
+        raise CheckpointError(
+            f"the tensor {name} should be of a dtype that a checkpoint can keep",
+            f"it is {tensor.dtype}",
+            f"use one of {', '.join(DTYPES)}",
+        )
+
+
+def _write_rank(
+    partial: Path,
+    rank: int,
+    tensors: dict[str, torch.Tensor],
+    placements: Mapping[str, Placement],
+    optimizer: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Write a rank's file; the note that rank 0 makes the manifest of."""
     content = safetensors.torch.save(tensors)
     write_durably(partial / file_name(rank), content)
-    note = {"name": file_name(rank), "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    _leave_note(partial, rank, note)
+    return {
+        "name": file_name(rank),
+        "bytes": len(content),
+        "sha256": hashlib.sha256(content).hexdigest(),
+        "tensors": {
+            name: {
+                "shape": list(placement.shape),
+                "dtype": dtype_of(tensors[name]),
+                "hash": as_hex(hash_of(tensors[name], placement)),
+                "placement": placement.to_json(),
+            }
+            for name, placement in placements.items()
+        },
+        "groups": [group["parameters"] for group in optimizer["groups"]],
+        "numbers": optimizer["numbers"],
+    }
 
 
 def _leave_note(partial: Path, rank: int, note: dict[str, Any]) -> None:
@@ -175,7 +243,7 @@ def _let_others_finish(partial: Path, size: int) -> None:
 
 
 def _no_note(rank: int, found: str) -> CheckpointError:
-    return CheckpointError(f"rank {rank}'s file", f"rank {rank}: {found}", "free space there")
+    return CheckpointError(f"rank {rank}'s file", f"rank {rank}: {found}", _FREE_SPACE)
 
 
 def _publish(partial: Path, folder: Path, manifest: dict[str, Any]) -> None:

@@ -6,20 +6,22 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 
-from paceline.checkpoint.load import check_same_model, read_checkpoint
-from paceline.checkpoint.manifest import find_good, folder_name, remove_partial
+from paceline.checkpoint.load import check_files_together, read_own
+from paceline.checkpoint.manifest import find_good, folder_name, read_manifest, remove_partial
 from paceline.checkpoint.save import Writer
 from paceline.comm import words
 from paceline.comm.collectives import open_axes
 from paceline.nouns.clock import Clock, WallClock
 from paceline.nouns.errors import PacelineError
 from paceline.nouns.mesh import Mesh
+from paceline.nouns.placement import Held
 from paceline.nouns.plan import Plan
 from paceline.nouns.record import StepRecord
 from paceline.nouns.workload import Workload
@@ -70,7 +72,7 @@ class Job:
         world = words.world()
         self.workload, self.plan, self.clock = workload, plan, clock or WallClock()
         self.rank, self.size, self.device = world.place.rank, world.place.size, world.place.device
-        self.ledger = world.comm.ledger
+        self.world, self.ledger = world.comm, world.comm.ledger
         workload.check_ranks(self.size)
         mesh = Mesh.parse(plan.mesh)
         mesh.check_fits(self.size)
@@ -184,11 +186,11 @@ class Job:
         prepare.check_may_write(folder)
         if self.rank == 0:
             remove_partial(folder)
-        self.comm.barrier()
+        self.world.barrier()
         self._begin_save(folder, keep=0)
         failure = self.writer.wait()
         failed = torch.tensor([int(failure is not None)])
-        self.comm.all_reduce(failed, "max")
+        self.world.all_reduce(failed, "max")
         if int(failed):
             if self.rank == 0:
                 remove_partial(folder)  # now no rank is writing any more
@@ -197,32 +199,35 @@ class Job:
     def load(self, path: str | Path) -> None:
         """Go back to the checkpoint at `path`, or to the newest whole one in that folder.
 
-        Any number of ranks may have saved it. With as many as now, every random state is restored too and
-        training goes on bit for bit.
+        Any mesh may have saved it. Under the same one every random state is restored too and training goes on
+        bit for bit.
 
         Raises:
             CheckpointError: none is whole, or it is of another model, optimizer or data set.
         """
-        folder = find_good(Path(path), self._notice)
-        manifest, shared, own = read_checkpoint(folder, self.rank)
+        self._report_failed_save(self.writer.wait())
+        self.world.barrier()  # no rank is writing any more: all find the same checkpoints
+        folder = find_good(Path(path), self._notice, partial(check_files_together, comm=self.world))
+        manifest = read_manifest(folder)
         prepare.check_same_job(folder, manifest, self.workload, len(self.loader.data))
-        tensors = snapshot.model_tensors(self.model)
-        check_same_model(folder, *(snapshot.part(part, snapshot.MODEL) for part in (shared, tensors)))
-        with torch.no_grad():
-            for name, tensor in tensors.items():
-                tensor.copy_(shared[name])
-        saved_optimizer = {n: t for n, t in shared.items() if n.startswith(snapshot.OPTIMIZER)}
-        snapshot.restore_optimizer(self.model, self.optimizer, saved_optimizer, manifest["optimizer"])
+        tensors = snapshot.read_state(folder, manifest, self.model, self._held(), self.world)
+        snapshot.restore_optimizer(self.model, self.optimizer, tensors, manifest["optimizer"])
+        snapshot.restore_model(self.model, tensors, self._held())
         if self.scheduler is not None and manifest["scheduler"] is not None:
             self.scheduler.load_state_dict(manifest["scheduler"])
+        elif self.scheduler is not None or manifest["scheduler"] is not None:
+            has, lacks = ("checkpoint", "workload") if self.scheduler is None else ("workload", "checkpoint")
+            self._notice(f"the {has} has a learning-rate scheduler, the {lacks} has none: the rate may jump")
         self.step_number, self.position, self.saved_step = manifest["step"], manifest["position"], manifest["step"]
-        if manifest["world_size"] == self.size:
+        if (manifest["world_size"], manifest.get("mesh")) == (self.size, self._mesh()):
+            own = read_own(folder, manifest, self.rank)
             restore_random_state(snapshot.part(own, "random/"), self.device)
-            for name, tensor in self.parallel.replicate.state().items():
-                tensor.copy_(own[f"wire/{name}"])
+            if not snapshot.restore_wire(self.parallel.replicate.state(), own):
+                self._notice(f"{folder.name} was saved with other compression: what its wires carry over starts anew")
         else:
             seed_everything(self.workload.seed, 1 + self.rank, self.position)
-            self._notice(f"{manifest['world_size']} ranks saved {folder.name}, {self.size} go on: dropout draws anew")
+            ranks = f"{manifest['world_size']} ranks ({manifest.get('mesh')})"
+            self._notice(f"{ranks} saved {folder.name}, {self.size} ({self._mesh()}) go on: dropout draws anew")
         self.events.write(
             {"event": "resumed", "step": self.step_number, "position": self.position, "path": str(folder)}
         )
@@ -268,7 +273,8 @@ class Job:
 
     def _begin_save(self, folder: Path, keep: int) -> None:
         self._report_failed_save(self.writer.wait())
-        tensors, optimizer = snapshot.optimizer_state(self.model, self.optimizer)
+        held = self._held()
+        parts, optimizer = snapshot.optimizer_state(self.model, self.optimizer, held, self.size)
         scheduler = self.scheduler.state_dict() if self.scheduler is not None else None
         facts = {
             "step": self.step_number,
@@ -277,15 +283,23 @@ class Job:
             "samples": len(self.loader.data),
             "batch_size": self.workload.batch_size,
             "world_size": self.size,
-            "mesh": self.plan.mesh,
+            "mesh": self._mesh(),
             "optimizer": optimizer,
             "scheduler": snapshot.as_json("the scheduler's state", scheduler),
             "torch": torch.__version__,
+            **snapshot.config_facts(self.model),
         }
-        shared = {**snapshot.model_tensors(self.model), **tensors}
+        parts = {**snapshot.model_parts(self.model, held, self.size), **parts}
         own = snapshot.own_tensors(random_state(self.device), self.parallel.replicate.state())
-        self.writer.begin(folder, shared, own, facts, keep)
+        self.writer.begin(folder, parts, own, facts, keep)
         self.saved_step = self.step_number
+
+    def _held(self) -> dict[str, Held]:
+        """What of the model's state the strategies have cut; they may change it, so it is asked for each time."""
+        return getattr(self.parallel, "held", dict)()
+
+    def _mesh(self) -> str:
+        return str(Mesh.parse(self.plan.mesh))
 
     def _report_failed_save(self, failure: PacelineError | None) -> None:
         if failure is not None:

@@ -1,30 +1,42 @@
 """A job's state as named tensors and a JSON object, and back.
 
 Names never depend on the plan: `model/NAME`, `optimizer/KEY/NAME`, and a rank's own `own/random/...` and
-`own/wire/...`.
+`own/wire/...`. What of a tensor this rank holds, and who else, the strategies say by `held`: a `Held` for
+every name of the model's state that is not whole on all ranks. What is whole everywhere needs no entry.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 
-from paceline.checkpoint.load import OWN
+from paceline.checkpoint.form import CONFIGS
+from paceline.checkpoint.load import check_same_model, read_parts, verify_hashes
+from paceline.checkpoint.manifest import MODEL, OPTIMIZER, OWN
+from paceline.checkpoint.reshard import Part, dtype_of
+from paceline.comm.collectives import AxisComm
 from paceline.nouns.errors import CheckpointError, WorkloadError
+from paceline.nouns.placement import Held, Placement
 
-MODEL, OPTIMIZER = "model/", "optimizer/"
 
+def model_parts(model: torch.nn.Module, held: Mapping[str, Held], size: int) -> dict[str, Part]:
+    """What this rank holds of parameters and persistent buffers, by name; a tied tensor once, under its first name.
 
-def model_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers by name; a tied tensor once, under its first name.
+    A tensor on the meta device is another rank's. The parts are the model's own memory: write them to load.
+
+    Args:
+        model: the model as the strategies left it.
+        held: which part of a state tensor is here; of one that is not in it, all, and so on every rank.
+        size: ranks of the world.
 
     Raises:
         WorkloadError: a module keeps state that is not a tensor.
     """
-    tensors: dict[str, torch.Tensor] = {}
+    parts: dict[str, Part] = {}
     seen: set[int] = set()
     for name, value in model.state_dict(keep_vars=True).items():
         if not isinstance(value, torch.Tensor):
@@ -33,30 +45,50 @@ def model_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
                 f"it is a {type(value).__name__}",
                 "keep it in a buffer; checkpoints hold no pickled objects",
             )
-        if id(value) not in seen:
+        if id(value) not in seen and not value.is_meta:
             seen.add(id(value))
-            tensors[MODEL + name] = value.detach()
-    return tensors
+            parts[MODEL + name] = Part(local_part(value), held.get(name) or _whole(value, size))
+    return parts
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What of a tensor is in this rank's memory: a DTensor's own part, all of any other."""
+    tensor = tensor.detach()
+    return cast(torch.Tensor, tensor.to_local()) if hasattr(tensor, "to_local") else tensor
+
+
+def _whole(tensor: torch.Tensor, size: int) -> Held:
+    return Held(Placement(tuple(tensor.shape)), tuple(range(size)))
 
 
 def optimizer_state(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer
-) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The optimizer's tensors by name, and its groups and plain numbers as JSON.
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, held: Mapping[str, Held], size: int
+) -> tuple[dict[str, Part], dict[str, Any]]:
+    """The parts of the optimizer's tensors by name, and its groups and plain numbers as JSON.
+
+    A tensor that other ranks hold too, and save, is left out.
 
     Raises:
-        WorkloadError: it holds a parameter that is not the model's, or state that JSON can't keep.
+        WorkloadError: it holds a parameter that is not the model's, or state that JSON or a placement can't keep.
     """
     names = parameter_names(model, optimizer)
-    tensors: dict[str, torch.Tensor] = {}
+    parts: dict[str, Part] = {}
     numbers: dict[str, Any] = {}
-    for parameter, state in optimizer.state.items():  # keys are the parameters
+    for key_of_state, state in optimizer.state.items():
+        parameter = cast(torch.nn.Parameter, key_of_state)
         for key, value in state.items():
-            name = f"{OPTIMIZER}{key}/{names[cast(torch.nn.Parameter, parameter)]}"
-            if isinstance(value, torch.Tensor):
-                tensors[name] = value
-            else:
+            name = f"{OPTIMIZER}{key}/{names[parameter]}"
+            if not isinstance(value, torch.Tensor):
                 numbers[name] = as_json(f"the optimizer's {key}", value)
+                continue
+            of_parameter = _held_of(names[parameter], parameter, held, size)
+            local = local_part(value)
+            is_cut = tuple(local.shape) == of_parameter.placement.local_shape
+            if not is_cut and of_parameter.placement.cuts and local.numel() != 1:
+                raise _no_placement(name, local, of_parameter.placement)
+            full = of_parameter.placement.shape if is_cut else tuple(local.shape)
+            if (answered := _held_of_state(full, of_parameter)) is not None:
+                parts[name] = Part(local, answered)
     groups = [
         {
             "parameters": [names[parameter] for parameter in group["params"]],
@@ -64,42 +96,158 @@ def optimizer_state(
         }
         for group in optimizer.param_groups
     ]
-    return tensors, {"class": type(optimizer).__name__, "groups": groups, "numbers": numbers}
+    return parts, {"class": type(optimizer).__name__, "groups": groups, "numbers": numbers}
+
+
+def _held_of(name: str, parameter: torch.nn.Parameter, held: Mapping[str, Held], size: int) -> Held:
+    """The part of a parameter's optimizer state that is here: the parameter's, unless a strategy says otherwise."""
+    return held.get(OPTIMIZER + name) or held.get(name) or _whole(parameter, size)
+
+
+def _held_of_state(full: tuple[int, ...], of_parameter: Held) -> Held | None:
+    """Who answers for a state tensor of shape `full`; None: others do.
+
+    One of the parameter's shape is cut as the parameter. Any other (a count of steps) is the same wherever
+    there is a part of the parameter: those with the first part answer for it.
+    """
+    if full == of_parameter.placement.shape:
+        return of_parameter
+    is_first = all(cut.part == 0 for cut in of_parameter.placement.cuts)
+    return Held(Placement(full), of_parameter.holders) if is_first else None
+
+
+def _no_placement(name: str, local: torch.Tensor, placement: Placement) -> WorkloadError:
+    return WorkloadError(
+        f"the optimizer's state {name} should be of its parameter's shape, or one number",
+        f"it is of shape {tuple(local.shape)} for a part of shape {placement.local_shape} of {placement.shape}",
+        "use an optimizer that works element by element, such as AdamW, or plan with the axis replicate alone",
+    )
+
+
+def read_state(
+    folder: Path,
+    manifest: Mapping[str, Any],
+    model: torch.nn.Module,
+    held: Mapping[str, Held],
+    comm: AxisComm,
+) -> dict[str, torch.Tensor]:
+    """This rank's parts of the model's and the optimizer's tensors, as any mesh saved them, verified bit for bit.
+
+    Nothing is written to the model yet. All ranks call this, and all raise if one of them can't go on.
+
+    Raises:
+        CheckpointError: the checkpoint is of another model, or damaged.
+    """
+    model_here = model_parts(model, held, comm.size)
+    answered = {name: part.held for name, part in model_here.items()}
+    wanted: dict[str, Placement | None] = {name: one.placement for name, one in answered.items()}
+    parameters = {name: p for name, p in model.named_parameters() if not p.is_meta}
+    for name, entry in manifest["tensors"].items():
+        parameter = _parameter_of(name)
+        if parameter not in parameters:
+            continue
+        of_parameter = _held_of(parameter, parameters[parameter], held, comm.size)
+        full = tuple(entry["shape"])
+        wanted[name] = of_parameter.placement if full == of_parameter.placement.shape else None
+        if (one := _held_of_state(full, of_parameter)) is not None:
+            answered[name] = one
+    failure, tensors = None, {}
+    try:
+        check_same_model(folder, manifest["tensors"], model_here)
+        tensors = read_parts(folder, manifest, wanted)
+    except CheckpointError as error:
+        failure = error
+    read = {name: Part(tensors[name], one) for name, one in answered.items()} if failure is None else {}
+    verify_hashes(folder, manifest, read, comm, failure)
+    return tensors
+
+
+def _parameter_of(name: str) -> str | None:
+    """The parameter whose optimizer state `optimizer/KEY/NAME` is."""
+    return name.removeprefix(OPTIMIZER).partition("/")[2] if name.startswith(OPTIMIZER) else None
+
+
+def restore_model(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], held: Mapping[str, Held]) -> None:
+    """Write what `read_state` read to the model's own memory."""
+    with torch.no_grad():
+        for name, part in model_parts(model, held, 1).items():
+            part.tensor.copy_(tensors[name])
 
 
 def restore_optimizer(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor], saved: dict[str, Any]
 ) -> None:
-    """Put back what `optimizer_state` took.
+    """Put back what `optimizer_state` took, of the parameters that are here.
 
     Raises:
         CheckpointError: the optimizer is of another class or groups parameters otherwise.
     """
     names = parameter_names(model, optimizer)
     groups = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
-    if saved["class"] != type(optimizer).__name__ or [g["parameters"] for g in saved["groups"]] != groups:
-        raise CheckpointError(
-            f"the checkpoint's optimizer is a {saved['class']} with {len(saved['groups'])} parameter groups",
-            f"the workload's is a {type(optimizer).__name__} with {len(groups)}, or they hold other parameters",
-            "make the optimizer as it was when the checkpoint was saved",
-        )
+    _check_groups(model, type(optimizer).__name__, groups, saved)
+    here = {name: parameter for parameter, name in names.items() if not parameter.is_meta}
     numbers = {name: index for index, name in enumerate(name for group in groups for name in group)}
     state: dict[int, dict[str, Any]] = {}
     for name, value in [*tensors.items(), *saved["numbers"].items()]:
         key, _, parameter = name.removeprefix(OPTIMIZER).partition("/")
-        if parameter not in numbers:
-            raise CheckpointError(
-                "the checkpoint's optimizer should keep state of the model's parameters",
-                f"it has {name}",
-                "use an earlier checkpoint",
-            )
-        state.setdefault(numbers[parameter], {})[key] = value
+        if name.startswith(OPTIMIZER) and parameter in here and parameter in numbers:
+            state.setdefault(numbers[parameter], {})[key] = _as_state_of(here[parameter], value)
     packed = []
     for group, before, own in zip(saved["groups"], optimizer.param_groups, groups, strict=True):
-        values = {key: value for key, value in group.items() if key != "parameters"}
+        # What the checkpoint does not know stays: a scheduler that is new keeps its own numbers in the groups.
+        values = {**before, **{key: value for key, value in group.items() if key != "parameters"}}
         values = {k: tuple(v) if isinstance(before.get(k), tuple) else v for k, v in values.items()}
         packed.append({**values, "params": [numbers[name] for name in own]})
     optimizer.load_state_dict({"state": state, "param_groups": packed})
+
+
+def _check_groups(model: torch.nn.Module, kind: str, groups: list[list[str]], saved: dict[str, Any]) -> None:
+    """Raise CheckpointError unless every parameter that is here is in the group in which it was saved."""
+    here = {name for name, parameter in model.named_parameters() if not parameter.is_meta}
+    is_same = kind == saved["class"] and len(groups) == len(saved["groups"])
+    for group, before in zip(groups, saved["groups"], strict=False):
+        # A stage knows its own members only, so names that are saved but not here may be another rank's.
+        is_same = is_same and set(group) <= set(before["parameters"]) and here & set(before["parameters"]) <= set(group)
+    if not is_same:
+        raise CheckpointError(
+            f"the checkpoint's optimizer is a {saved['class']} with {len(saved['groups'])} parameter groups",
+            f"the workload's is a {kind} with {len(groups)}, or they hold other parameters",
+            "make the optimizer as it was when the checkpoint was saved",
+        )
+
+
+def _as_state_of(parameter: torch.nn.Parameter, value: Any) -> Any:
+    """A part that was read, as the optimizer keeps state of `parameter`: a DTensor's is a DTensor on its mesh."""
+    from_local = getattr(type(parameter), "from_local", None)
+    is_cut = isinstance(value, torch.Tensor) and value.shape == local_part(parameter).shape
+    if from_local is None or not is_cut:
+        return value
+    dtensor: Any = parameter
+    return from_local(
+        value.to(local_part(parameter).device),
+        dtensor.device_mesh,
+        dtensor.placements,
+        run_check=False,
+        shape=dtensor.shape,
+        stride=dtensor.stride(),
+    )
+
+
+def config_facts(model: torch.nn.Module) -> dict[str, dict[str, Any]]:
+    """What a transformers model says of itself, for `paceline export`; nothing of any other model.
+
+    As `save_pretrained` does, the class and the dtype of the parameters are put in.
+    """
+    facts = {}
+    for key in CONFIGS:
+        to_json = getattr(getattr(model, key, None), "to_json_string", None)
+        if callable(to_json):
+            facts[key] = json.loads(to_json())
+    if "config" in facts:
+        kind = type(model).__name__.removeprefix("FSDP")  # fully_shard gives the class another name
+        dtype = next((dtype_of(p) for p in model.parameters() if p.is_floating_point()), "float32")
+        facts["config"] = {**facts["config"], "architectures": [kind], "dtype": dtype}
+    return facts
 
 
 def own_tensors(random: Mapping[str, torch.Tensor], wire: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -108,6 +256,17 @@ def own_tensors(random: Mapping[str, torch.Tensor], wire: Mapping[str, torch.Ten
         **{f"{OWN}random/{name}": tensor for name, tensor in random.items()},
         **{f"{OWN}wire/{name}": tensor for name, tensor in wire.items()},
     }
+
+
+def restore_wire(state: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> bool:
+    """Put back what compression carries over; False, and nothing is, where other compression was saved."""
+    saved = part(own, "wire/")
+    form = {name: (tensor.shape, tensor.dtype) for name, tensor in state.items()}
+    if form != {name: (tensor.shape, tensor.dtype) for name, tensor in saved.items()}:
+        return False
+    for name, tensor in state.items():
+        tensor.copy_(saved[name])
+    return True
 
 
 def part(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:

@@ -1,0 +1,173 @@
+"""A checkpoint's model as plain safetensors under its own names, as `from_pretrained` reads it. No torch.
+
+    DIR/model.safetensors                       all tensors, where they fit in one file
+    DIR/model-00001-of-00002.safetensors ...    else, with model.safetensors.index.json: which tensor is where
+    DIR/config.json  generation_config.json     of a transformers model, for the form "hf"
+
+One tensor is in memory at a time. The folder appears when it is whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paceline.checkpoint.boxes import move
+from paceline.checkpoint.form import CONFIGS, placements_of
+from paceline.checkpoint.manifest import MODEL, find_good, read_manifest, sync_folder
+from paceline.checkpoint.tensor_file import Form, TensorFile, write_tensors, written_order
+from paceline.nouns.errors import UsageError
+from paceline.nouns.placement import Placement
+
+FORMS = ("hf", "safetensors")
+SHARD_BYTES = 5 * 10**9  # of a file, as Hugging Face's Hub asks for; a larger tensor has a file of its own
+_INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """What is to be written: the names of each file's tensors, and the other files as JSON."""
+
+    source: Path
+    step: int
+    tensors: Mapping[str, Form]
+    files: Mapping[str, Sequence[str]]
+    texts: Mapping[str, str]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(form.nbytes for form in self.tensors.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """What was or would be written, for programs."""
+        return {
+            "checkpoint": str(self.source),
+            "step": self.step,
+            "tensors": len(self.tensors),
+            "bytes": self.nbytes,
+            "files": [*self.files, *self.texts],
+        }
+
+
+def plan_export(path: Path, form: str, report: Callable[[str], None], shard_bytes: int = SHARD_BYTES) -> Export:
+    """Find the checkpoint at `path` and say what its model's files will be.
+
+    Args:
+        path: a checkpoint, a folder of checkpoints, or a run; of several the newest whole one is taken.
+        form: one of FORMS.
+        report: told, in a sentence, of what a person should know.
+        shard_bytes: the most of one file.
+
+    Raises:
+        UsageError: there is nothing at `path`.
+        CheckpointError: there is no checkpoint that is whole.
+    """
+    if not path.exists():
+        raise UsageError(f"the checkpoint {path}", "there is no such folder", "name a checkpoint or a run")
+    inside = path / "checkpoints"
+    source = find_good(inside if inside.is_dir() else path, report)
+    manifest = read_manifest(source)
+    tensors = {
+        name.removeprefix(MODEL): Form(tuple(entry["shape"]), entry["dtype"])
+        for name, entry in manifest["tensors"].items()
+        if name.startswith(MODEL)
+    }
+    texts = {}
+    if form == "hf":
+        texts = {f"{key}.json": _json(manifest[key]) for key in CONFIGS if key in manifest}
+        if "config" not in manifest:
+            report("the model that was trained has no transformers config: no config.json is written")
+    shards = _shards(tensors, shard_bytes)
+    files = {"model.safetensors": shards[0]} if len(shards) == 1 else _numbered(shards)
+    export = Export(source, manifest["step"], tensors, files, texts)
+    if len(files) > 1:
+        where = {name: file for file, names in files.items() for name in names}
+        texts[_INDEX] = _json({"metadata": {"total_size": export.nbytes}, "weight_map": where})
+    return export
+
+
+def check_may_export(folder: Path) -> None:
+    """Raise UsageError unless `folder` is new or empty."""
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
+        raise UsageError(f"an export to {folder}", "there is something else", "name a new folder; nothing was written")
+
+
+def write_export(export: Export, folder: Path) -> None:
+    """Write the files of `export` to `folder`, which appears when they are whole.
+
+    Raises:
+        UsageError: `folder` is not empty, or can't be written.
+        CheckpointError: a tensor can't be read.
+    """
+    check_may_export(folder)
+    partial = folder.parent / f".partial-{folder.name}-{os.getpid()}"
+    manifest = read_manifest(export.source)
+    try:
+        partial.mkdir(parents=True)
+        for name, names in export.files.items():
+            forms = {tensor: export.tensors[tensor] for tensor in names}
+            with (partial / name).open("wb") as file:
+                write_tensors(file, forms, _contents(export.source, manifest, forms), {"format": "pt"})
+                os.fsync(file.fileno())
+        for name, text in export.texts.items():
+            (partial / name).write_text(text)
+        sync_folder(partial)
+        if folder.is_dir():
+            folder.rmdir()  # it is empty
+        partial.rename(folder)
+    except OSError as error:
+        raise UsageError(
+            f"an export of {export.nbytes / 2**20:.0f} MiB to {folder}",
+            f"it can't be written ({error.strerror})",
+            "free space, or name another folder",
+        ) from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _contents(source: Path, manifest: Mapping[str, Any], forms: Mapping[str, Form]) -> Iterator[tuple[str, Any]]:
+    """The tensors of one file as arrays of bits, each put together from its parts."""
+    opened: dict[str, TensorFile] = {}
+    for name in written_order(forms):
+        form = forms[name]
+        entry = manifest["tensors"][MODEL + name]
+        bits = np.dtype(f"u{form.item_bytes}")
+        full = np.empty(form.shape, bits)
+        for part, placement in zip(entry["parts"], placements_of(entry), strict=True):
+            if part["file"] not in opened:
+                opened[part["file"]] = TensorFile.open(source / part["file"])
+            file = opened[part["file"]]
+            offset, numel = file.place(part["key"], Form(placement.local_shape, form.dtype))
+            held = np.frombuffer(file.content, bits, numel, offset).reshape(placement.local_shape)
+            move(full, Placement(form.shape), held, placement)
+        yield name, full.data if full.size else b""
+
+
+def _shards(tensors: Mapping[str, Form], shard_bytes: int) -> list[list[str]]:
+    """The names of each file's tensors, in the model's order."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, form in tensors.items():
+        if shards[-1] and filled + form.nbytes > shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += form.nbytes
+    return shards
+
+
+def _numbered(shards: Sequence[Sequence[str]]) -> dict[str, Sequence[str]]:
+    count = len(shards)
+    return {f"model-{n:05d}-of-{count:05d}.safetensors": names for n, names in enumerate(shards, 1)}
+
+
+def _json(content: Mapping[str, Any]) -> str:
+    return json.dumps(content, indent=2, sort_keys=True) + "\n"

@@ -1,0 +1,159 @@
+"""Safetensors files piece by piece, without torch: mapped into memory to be read, streamed to be written.
+
+The format is eight bytes of the header's length, a header of JSON, and the tensors' raw bytes
+(huggingface.co/docs/safetensors). The library would make tensors of one framework of it, and wants all
+of a file's tensors in memory to write it; a checkpoint is read by parts of tensors, and exported without
+any framework.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, TypeGuard
+
+from paceline.nouns.errors import CheckpointError
+
+# torch's names of dtypes: the format's, and bytes an element.
+DTYPES = {
+    "bool": ("BOOL", 1),
+    "uint8": ("U8", 1),
+    "int8": ("I8", 1),
+    "uint16": ("U16", 2),
+    "int16": ("I16", 2),
+    "uint32": ("U32", 4),
+    "int32": ("I32", 4),
+    "uint64": ("U64", 8),
+    "int64": ("I64", 8),
+    "float8_e4m3fn": ("F8_E4M3", 1),
+    "float8_e4m3fnuz": ("F8_E4M3FNUZ", 1),
+    "float8_e5m2": ("F8_E5M2", 1),
+    "float8_e5m2fnuz": ("F8_E5M2FNUZ", 1),
+    "float16": ("F16", 2),
+    "bfloat16": ("BF16", 2),
+    "float32": ("F32", 4),
+    "float64": ("F64", 8),
+    "complex64": ("C64", 8),
+}
+_MAX_HEADER_BYTES = 100_000_000  # the library's own limit
+_METADATA = "__metadata__"
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A tensor's shape and dtype, as torch names it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of an element."""
+        return DTYPES[self.dtype][1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return math.prod(self.shape) * self.item_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFile:
+    """A file of tensors, mapped: only what is looked at is read."""
+
+    path: Path
+    content: mmap.mmap
+    begin: int  # of the tensors' bytes
+    header: Mapping[str, Any]
+
+    @classmethod
+    def open(cls, path: Path) -> TensorFile:
+        """Map the file and read its header.
+
+        Raises:
+            CheckpointError: it is missing, or no file of tensors.
+        """
+        try:
+            with path.open("rb") as file:
+                content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            length = int.from_bytes(content[:8], "little")
+            if length > min(len(content) - 8, _MAX_HEADER_BYTES):
+                raise ValueError("its header would be longer than the file")
+            header = json.loads(content[8 : 8 + length])
+        except (OSError, ValueError, RecursionError) as error:
+            raise _bad(path, f"it is something else ({error})") from None
+        if not isinstance(header, dict):
+            raise _bad(path, "its header is no object")
+        return cls(path, content, 8 + length, header)
+
+    def forms(self) -> dict[str, Form]:
+        """The shape and dtype of every tensor in the file.
+
+        Raises:
+            CheckpointError: the header says something else of one.
+        """
+        names = {code: name for name, (code, _) in DTYPES.items()}
+        found = {}
+        for key, entry in self.header.items():
+            if key == _METADATA:
+                continue
+            if not isinstance(entry, dict) or not _is_shape(entry.get("shape")) or str(entry.get("dtype")) not in names:
+                raise _bad(self.path, f"its {key} is no tensor")
+            found[key] = Form(tuple(entry["shape"]), names[entry["dtype"]])
+        return found
+
+    def place(self, key: str, form: Form) -> tuple[int, int]:
+        """The offset in the file and the elements of the tensor `key`, which must be of this form.
+
+        Raises:
+            CheckpointError: it is not there, or is something else.
+        """
+        entry = self.header.get(key)
+        if not isinstance(entry, dict):
+            raise _bad(self.path, f"it lacks {key}")
+        if (entry.get("dtype"), entry.get("shape")) != (DTYPES[form.dtype][0], list(form.shape)):
+            raise _bad(self.path, f"its {key} is {entry.get('dtype')} of shape {entry.get('shape')}, not {form}")
+        offsets = entry.get("data_offsets")
+        if not _is_shape(offsets) or len(offsets) != 2 or offsets[1] > len(self.content) - self.begin:
+            raise _bad(self.path, f"its {key} lies outside of it")
+        if offsets[1] - offsets[0] != form.nbytes:
+            raise _bad(self.path, f"its {key} has {offsets[1] - offsets[0]} bytes, not {form.nbytes}")
+        return self.begin + int(offsets[0]), math.prod(form.shape)
+
+
+def write_tensors(
+    file: BinaryIO, forms: Mapping[str, Form], tensors: Iterable[tuple[str, Any]], metadata: Mapping[str, str]
+) -> None:
+    """Write a whole file; `tensors` yields names and contiguous buffers in the order of `written_order(forms)`."""
+    header: dict[str, Any] = {_METADATA: dict(metadata)}
+    at = 0
+    for name in written_order(forms):
+        form = forms[name]
+        header[name] = {
+            "dtype": DTYPES[form.dtype][0],
+            "shape": list(form.shape),
+            "data_offsets": [at, at + form.nbytes],
+        }
+        at += form.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little") + text)
+    for _, content in tensors:
+        file.write(content)
+
+
+def written_order(forms: Mapping[str, Form]) -> Iterator[str]:
+    """Wide elements first, so that every tensor begins at a multiple of its element's size; then by name."""
+    yield from sorted(forms, key=lambda name: (-forms[name].item_bytes, name))
+
+
+def _is_shape(value: Any) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
+
+
+def _bad(path: Path, found: str) -> CheckpointError:
+    return CheckpointError(f"{path} should hold tensors", found, "use an earlier checkpoint")

@@ -1,0 +1,47 @@
+"""Write a checkpoint's model as plain safetensors, as transformers' from_pretrained reads it.
+
+Any mesh may have saved it. The tensors keep their names and their bits. With --to hf the folder also gets
+config.json, where the model that was trained is one of transformers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a checkpoint, or a run: its newest")
+    parser.add_argument("--to", metavar="FORM", default="hf", help="hf (default), or safetensors: no config.json")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="the folder to write; new or empty")
+    parser.add_argument("--dry-run", action="store_true", help="say what would be written, and write nothing")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON on stdout; all else to stderr")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Export the model."""
+    from paceline.checkpoint.export import FORMS, check_may_export, plan_export, write_export
+    from paceline.nouns.errors import UsageError, did_you_mean
+
+    if arguments.to not in FORMS:
+        fix = did_you_mean(arguments.to, FORMS, f"write --to {FORMS[0]}")
+        raise UsageError(f"an export to the form {arguments.to!r}", f"there are {', '.join(FORMS)}", fix)
+    folder = arguments.folder
+    check_may_export(folder)
+    export = plan_export(arguments.checkpoint, arguments.to, lambda text: print(f"paceline: {text}", file=sys.stderr))
+    if not arguments.dry_run:
+        write_export(export, folder)
+    if arguments.json:
+        print(json.dumps({**export.to_json(), "folder": str(folder), "written": not arguments.dry_run}))
+        return 0
+    for name, tensors in export.files.items():
+        nbytes = sum(export.tensors[tensor].nbytes for tensor in tensors)
+        print(f"{name:<36}{len(tensors)} tensors, {nbytes / 2**20:.1f} MiB")
+    for name in export.texts:
+        print(name)
+    word = "would be written" if arguments.dry_run else "written"
+    print(f"paceline export: {word} to {folder}, of {export.source} (step {export.step})", file=sys.stderr)
+    return 0
