@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 
-from paceline.comm.collectives import AxisComm
-from paceline.nouns.mesh import DATA_AXES, Mesh
+from paceline.comm.collectives import AxisComm, open_axes, open_product
+from paceline.comm.ledger import Ledger
+from paceline.nouns.mesh import AXES, Mesh
 from paceline.nouns.placement import Held
 from paceline.nouns.plan import Plan
 from paceline.nouns.workload import Workload
@@ -113,6 +114,10 @@ class Parallel:
         spread = [self.comms.axes[axis] for axis in ("tensor", "shard", "pipeline") if self.mesh.size(axis) > 1]
         return global_norm(self.placed.updated().values(), self.placed.counted(), spread)
 
+    def in_step(self, microbatches: Sequence[Any], longest: int) -> list[Any]:
+        """`microbatches`, filled up where every rank must run as many."""
+        return self.placed.in_step(microbatches, longest)
+
     def evaluate(self, name: str, score: Score, batch: Any) -> Any:
         """What `score(model, batch)` returns."""
         return self.placed.evaluate(name, score, batch)
@@ -131,8 +136,10 @@ class Parallel:
         self.replicate.close()
 
 
-def data_axes(mesh: Mesh) -> list[str]:
-    """The axes of more than one rank along which the batch is split."""
-    return [axis for axis in DATA_AXES if mesh.size(axis) > 1]
-
-
+def open_comms(mesh: Mesh, rank: int, ledger: Ledger) -> Comms:
+    """Open the process groups of `mesh` for this rank. Every rank must call this."""
+    axes = open_axes(mesh, rank, ledger)
+    data = open_product("data", ["replicate", "shard"], axes, mesh, rank)
+    others = mesh.size("tensor") * mesh.size("pipeline") > 1
+    step = open_product("step", list(AXES), axes, mesh, rank) if others else data
+    return Comms(axes, data, step)

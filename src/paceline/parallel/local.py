@@ -23,13 +23,13 @@ class Moments:
 
     Attributes:
         add: a micro-batch's loss sum and weight.
-        before_backward: a backward pass begins; whether it is the last.
+        before_backward: a backward pass begins; whether it is the last, and whether it counts nothing.
         after_forwards: the last forward pass is done.
         takes_mean: gradients may be those of the mean at once: one micro-batch, and nobody to wait for.
     """
 
     add: Callable[[torch.Tensor, torch.Tensor | float], None]
-    before_backward: Callable[[bool], None]
+    before_backward: Callable[[bool, bool], None]
     after_forwards: Callable[[], None]
     takes_mean: bool
 
@@ -55,7 +55,7 @@ def forward_backward(loss: Callable[[Any], Any], microbatches: Sequence[Any], mo
             total = torch.where(torch.isfinite(total), total, 0.0) * 0.0
         if is_last:
             moments.after_forwards()
-        moments.before_backward(is_last)
+        moments.before_backward(is_last, number >= len(microbatches) - padding)
         if moments.takes_mean:
             total = total / weight
         total.backward()  # type: ignore[no-untyped-call]

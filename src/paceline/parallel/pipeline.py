@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from paceline.comm.collectives import AxisComm, Pending
-from paceline.graph.leaves import signature, tensors_in
+from paceline.comm.leaves import signature, tensors_in
 from paceline.nouns.plan import Plan
 from paceline.nouns.schedule import BACKWARD, FORWARD, WEIGHTS, Action, Schedule, make_schedule
 from paceline.parallel.local import checked_loss
@@ -115,6 +115,7 @@ class _Run:
     microbatches: Sequence[Any]
     add: Add
     flights: dict[tuple[int, int], _Flight] = field(default_factory=dict)
+    has_halves: bool = False
     by_index: dict[int, StageProgram] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -25,6 +25,7 @@ class PlacedModel(Protocol):
         model: the person's module; its parameters are what this rank updates, or nothing (on the meta device).
         is_plain: nothing is split: gradients may be divided before the backward pass.
         finishes_later: gradients are not final when autograd makes them.
+        is_captured: the person's code runs as graphs, without side effects.
         counts_loss: whether this rank adds its losses to the sum; of ranks with the same samples one does.
     """
 
@@ -32,6 +33,7 @@ class PlacedModel(Protocol):
     is_plain: bool
     finishes_later: bool
     counts_loss: bool
+    is_captured: bool
 
     def updated(self) -> Mapping[str, torch.nn.Parameter]:
         """The parameters that this rank's optimizer updates, by name."""
@@ -42,11 +44,14 @@ class PlacedModel(Protocol):
     def begin_step(self) -> None:
         """Make ready for forward passes."""
 
-    def before_backward(self, is_last: bool) -> None:
+    def before_backward(self, is_last: bool, is_padding: bool = False) -> None:
         """A backward pass begins."""
 
     def forward_backward(self, loss: Any, microbatches: Sequence[Any], moments: Moments, longest: int) -> None:
         """Gradients of the loss sums."""
+
+    def in_step(self, microbatches: Sequence[Any], longest: int) -> list[Any]:
+        """`microbatches`, filled up where every rank must run as many."""
 
     def finish_backward(self) -> None:
         """Gradients become sums over every axis but `replicate`."""
@@ -67,7 +72,7 @@ class PlacedModel(Protocol):
 class EagerModel:
     """Every parameter whole; the person's own code runs."""
 
-    is_plain, finishes_later, counts_loss = True, False, True
+    is_plain, finishes_later, counts_loss, is_captured = True, False, True, False
 
     def __init__(self, model: torch.nn.Module, autocast: Autocast) -> None:
         self.model, self.autocast = model, autocast
@@ -84,7 +89,7 @@ class EagerModel:
     def begin_step(self) -> None:
         """Nothing to do."""
 
-    def before_backward(self, is_last: bool) -> None:
+    def before_backward(self, is_last: bool, is_padding: bool = False) -> None:
         """Nothing to do."""
 
     def forward_backward(self, loss: Any, microbatches: Sequence[Any], moments: Moments, longest: int) -> None:
@@ -95,6 +100,10 @@ class EagerModel:
                 return loss(self.model, batch)
 
         forward_backward(run, microbatches, moments)
+
+    def in_step(self, microbatches: Sequence[Any], longest: int) -> list[Any]:
+        """Every rank goes at its own pace."""
+        return list(microbatches)
 
     def finish_backward(self) -> None:
         """Nothing to do."""

@@ -19,16 +19,22 @@ from paceline.parallel.shard import Shard
 class ShardedModel:
     """The sharded model on this rank; its parameters wait for `fill`."""
 
-    is_plain, finishes_later, counts_loss = False, True, True
+    is_plain, finishes_later, counts_loss, is_captured = False, True, True, False
 
     def __init__(
-        self, model: torch.nn.Module, axes: Mapping[str, AxisComm], plan: Plan, device: torch.device, autocast: Autocast
+        self,
+        model: torch.nn.Module,
+        axes: Mapping[str, AxisComm],
+        plan: Plan,
+        device: torch.device,
+        run: tuple[Autocast, Any],
     ) -> None:
+        autocast, example = run
         self.model, self.axes, self.autocast = model, axes, autocast
         self.mesh = Mesh.parse(plan.mesh)
         self.shard = Shard(model, axes["shard"], plan, device)
         self.parameters = dict(model.named_parameters())
-        self.is_padding = False
+        self.spare = example
 
     def fill(self, name: str, full: torch.Tensor) -> None:
         """Take this rank's rows of a parameter, or a whole buffer."""
@@ -49,9 +55,9 @@ class ShardedModel:
         """Forget the step before."""
         self.shard.begin_step()
 
-    def before_backward(self, is_last: bool) -> None:
+    def before_backward(self, is_last: bool, is_padding: bool = False) -> None:
         """FSDP2 sums in this backward pass, or waits for the last."""
-        self.shard.begin_backward(is_last, self.is_padding)
+        self.shard.begin_backward(is_last, is_padding)
 
     def forward_backward(self, loss: Any, microbatches: Sequence[Any], moments: Moments, longest: int) -> None:
         """As many micro-batches as every other rank of the axis, the last one again where there are fewer."""
@@ -60,7 +66,13 @@ class ShardedModel:
             with self.autocast():
                 return self.shard.forward(loss, batch)
 
-        forward_backward(run, microbatches, moments)
+        both = self.in_step(microbatches, longest)
+        forward_backward(run, both, moments, len(both) - len(microbatches))
+
+    def in_step(self, microbatches: Sequence[Any], longest: int) -> list[Any]:
+        """FSDP2's collectives want every rank there: the last micro-batch again, or the example."""
+        self.spare = microbatches[-1] if microbatches else self.spare
+        return [*microbatches, *[self.spare] * (longest - len(microbatches))]
 
     def finish_backward(self) -> None:
         """Let the last whole parameters go."""

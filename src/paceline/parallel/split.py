@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from paceline.comm.collectives import AxisComm
-from paceline.graph.leaves import tensors_in
+from paceline.comm.leaves import tensors_in
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.placement import Cut, Held, Placement
 from paceline.nouns.plan import Plan
@@ -32,7 +32,7 @@ class SplitPlaced:
         autocast: the workload's precision.
     """
 
-    is_plain = False
+    is_plain, is_captured = False, True
 
     def __init__(
         self, split: SplitModel, axes: Mapping[str, AxisComm], plan: Plan, rank: int, autocast: Autocast
@@ -70,7 +70,7 @@ class SplitPlaced:
         if self.flat is not None:
             self.flat.gather()
 
-    def before_backward(self, is_last: bool) -> None:
+    def before_backward(self, is_last: bool, is_padding: bool = False) -> None:
         """Nothing to do."""
 
     def forward_backward(self, loss: Any, microbatches: Sequence[Any], moments: Moments, longest: int) -> None:
@@ -85,6 +85,10 @@ class SplitPlaced:
                 return run_whole(self.split, "loss", loss, batch, tensors_in(batch), True)
 
         forward_backward(run, microbatches, moments)
+
+    def in_step(self, microbatches: Sequence[Any], longest: int) -> list[Any]:
+        """Every rank goes at its own pace."""
+        return list(microbatches)
 
     def finish_backward(self) -> None:
         """Add up what several stages and `shard`'s ranks have."""

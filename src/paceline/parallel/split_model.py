@@ -21,7 +21,7 @@ from paceline.graph.dry_run import dry_run
 from paceline.graph.emit import emit
 from paceline.graph.functional import check_states_unwritten
 from paceline.graph.layout import choose_layout
-from paceline.graph.leaves import signature, tensors_in
+from paceline.comm.leaves import signature, tensors_in
 from paceline.graph.split import Lay
 from paceline.graph.stages import Assignment, Stage, assign_stages, assignment_of, computed_anew, cut_out
 from paceline.nouns.errors import PlanError, WorkloadError

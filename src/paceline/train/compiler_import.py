@@ -30,6 +30,8 @@ class _StandIn(ModuleType):
         return function if function is not None else lambda decorated: decorated
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name != "__path__":  # inspect looks at every module, amid other imports
+            raise AttributeError(name)
         if sys.modules.get(_NAME) is self:
             del sys.modules[_NAME]
             vars(torch).pop("_dynamo", None)

@@ -6,15 +6,19 @@ the data set's `[]` are the same whichever rank or loader worker makes them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from paceline.comm.leaves import map_tensors
 from paceline.nouns.errors import WorkloadError
+from paceline.nouns.mesh import Mesh
 from paceline.nouns.order import DataOrder, cut, share
+from paceline.nouns.plan import Plan
 from paceline.nouns.workload import Workload
 from paceline.train.seed import kept_random_state, seed_sample
 
@@ -27,6 +31,7 @@ class Batch:
 
     microbatches: list[Any]
     positions: range  # of the global batch
+    longest: int = 1  # micro-batches of the rank that has most of them
 
 
 class _Positioned(Dataset[Any]):
@@ -42,13 +47,17 @@ class _Positioned(Dataset[Any]):
 
 @dataclass(frozen=True, slots=True)
 class RankLoader:
-    """Loads what one rank of `size` needs of each global batch, in micro-batches, on its device."""
+    """Loads what part `rank` of `size` parts needs of each global batch, in micro-batches, on its device.
+
+    `pieces_wanted` is how many micro-batches a part is to be cut into; 0 leaves it to the workload.
+    """
 
     data: Any
     workload: Workload
     rank: int
     size: int
     device: torch.device
+    pieces_wanted: int = 0
 
     def order(self, batch_size: int, shuffle: bool = True) -> DataOrder:
         """The global order of the data set."""
@@ -58,6 +67,13 @@ class RankLoader:
         """The sample at position 0, as every rank should find it."""
         with kept_random_state():
             return _Positioned(self.data, self.order(self.workload.batch_size))[0]
+
+    def example(self) -> Any:
+        """The first micro-batch of the first part: what every rank can make, to learn shapes from."""
+        first = dataclasses.replace(self, rank=0)
+        order = self.order(self.workload.batch_size)
+        with kept_random_state():
+            return next(first._load(order, 0, order.batch_at(0).stop)).microbatches[0]
 
     def training(self, position: int, end: int) -> Iterator[Batch]:
         """Every global batch from `position` up to `end`: this rank's part of it."""
@@ -88,12 +104,15 @@ class RankLoader:
                 with kept_random_state():
                     loaded = [next(ready) for _ in parts]
             double = self.workload.precision == "float64"
-            yield Batch([moved(one, self.device, double) for one in loaded], batch)
+            yield Batch([moved(one, self.device, double) for one in loaded], batch, len(self.pieces(batch, 0)))
 
-    def pieces(self, batch: range) -> list[range]:
-        """The positions of this rank's micro-batches of a global batch."""
-        mine = share(batch, self.rank, self.size)
-        return cut(mine, self.workload.micro_batch_size or max(len(mine), 1))
+    def pieces(self, batch: range, part: int | None = None) -> list[range]:
+        """The positions of a part's micro-batches of a global batch; this rank's where `part` is None."""
+        mine = share(batch, self.rank if part is None else part, self.size)
+        size = self.workload.micro_batch_size or max(len(mine), 1)
+        if self.pieces_wanted:
+            size = max(-(-len(mine) // self.pieces_wanted), 1)
+        return cut(mine, size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,19 +130,23 @@ class _Pieces:
                 yield list(piece)
 
 
+def cut_into(plan: Plan, mesh: Mesh, workload: Workload) -> int:
+    """How many micro-batches a pipeline wants of a rank's part of a batch; 0 where there is none."""
+    if mesh.size("pipeline") == 1:
+        return 0
+    if plan.micro_batches or workload.micro_batch_size:
+        return plan.micro_batches
+    return 2 * mesh.size("pipeline")
+
+
 def moved(batch: Any, device: torch.device, to_float64: bool) -> Any:
     """`batch` with its tensors on `device`; floating ones in float64 where asked."""
-    if isinstance(batch, torch.Tensor):
-        dtype = torch.float64 if to_float64 and batch.is_floating_point() else None
-        return batch.to(device, dtype, non_blocking=True)
-    if isinstance(batch, Mapping):
-        items = {key: moved(value, device, to_float64) for key, value in batch.items()}
-        return type(batch)(items) if type(batch) is not dict else items  # type: ignore[call-arg]
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(moved(value, device, to_float64) for value in batch))
-    if isinstance(batch, list | tuple):
-        return type(batch)(moved(value, device, to_float64) for value in batch)
-    return batch
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        dtype = torch.float64 if to_float64 and tensor.is_floating_point() else None
+        return tensor.to(device, dtype, non_blocking=True)
+
+    return map_tensors(batch, move)
 
 
 def open_data(name: str, value: Any) -> Any:

@@ -15,7 +15,9 @@ import torch
 
 from paceline.comm.collectives import AxisComm
 from paceline.nouns.errors import WorkloadError
+from paceline.parallel.apply import Parallel
 from paceline.parallel.local import checked_loss
+from paceline.train.data import Batch
 
 _DTYPES = (
     torch.float32,
@@ -36,36 +38,33 @@ _MAX_DIMS = 8  # of a measure's state; an image has four
 Score = Callable[[Any, Any], dict[str, tuple[Any, Any]]]
 
 
-def evaluate(
-    model: torch.nn.Module, batches: Iterable[Any], score: Score, comm: AxisComm, device: torch.device
-) -> dict[str, float]:
+def evaluate(parallel: Parallel, batches: Iterable[Batch], score: Score, comm: AxisComm) -> dict[str, float]:
     """The global ratio of every name that `score` returns; NaN where nothing counted.
 
     Args:
-        model: put into evaluation mode for the duration.
-        batches: this rank's micro-batches.
+        parallel: the model as this rank holds it; put into evaluation mode for the duration.
+        batches: this rank's parts of the data.
         score: `score(model, batch)`, a dict of (sum, weight).
         comm: the axis over which the data is split.
-        device: where the sums are kept.
 
     Raises:
         WorkloadError: `score` returned no dict, or the ranks' dicts have different names.
     """
     totals: dict[str, torch.Tensor] = {}
+    model = parallel.model
     was_training = model.training
     model.eval()
     try:
         with torch.no_grad():
             for batch in batches:
-                for name, pair in _checked(score(model, batch)).items():
-                    total, weight = checked_loss(pair)
-                    entry = totals.setdefault(name, torch.zeros(2, dtype=torch.float64, device=device))
-                    entry[0] += total
-                    entry[1] += weight
+                for number, micro in enumerate(parallel.in_step(batch.microbatches, batch.longest)):
+                    scores = _checked(parallel.evaluate("score", score, micro))
+                    if number < len(batch.microbatches):
+                        _add(scores, totals, parallel.device)
     finally:
         model.train(was_training)
     names = _names_everywhere(sorted(totals), comm)
-    zero = torch.zeros(2, dtype=torch.float64, device=device)
+    zero = torch.zeros(2, dtype=torch.float64, device=parallel.device)
     if not names:
         return {}
     table = torch.stack([totals.get(name, zero) for name in names])
@@ -74,6 +73,14 @@ def evaluate(
         name: total / weight if weight else float("nan")
         for name, (total, weight) in zip(names, table.tolist(), strict=True)
     }
+
+
+def _add(scores: dict[str, Any], totals: dict[str, torch.Tensor], device: torch.device) -> None:
+    for name, pair in scores.items():
+        total, weight = checked_loss(pair)
+        entry = totals.setdefault(name, torch.zeros(2, dtype=torch.float64, device=device))
+        entry[0] += total
+        entry[1] += weight
 
 
 def reduce_metric(metric: Any, comm: AxisComm) -> Any:

@@ -17,7 +17,6 @@ from paceline.checkpoint.load import check_files_together, read_own
 from paceline.checkpoint.manifest import find_good, folder_name, read_manifest, remove_partial
 from paceline.checkpoint.save import Writer
 from paceline.comm import words
-from paceline.comm.collectives import open_axes
 from paceline.nouns.clock import Clock, WallClock
 from paceline.nouns.errors import PacelineError
 from paceline.nouns.mesh import Mesh
@@ -25,12 +24,13 @@ from paceline.nouns.placement import Held
 from paceline.nouns.plan import Plan
 from paceline.nouns.record import StepRecord
 from paceline.nouns.workload import Workload
-from paceline.parallel.apply import parallelize
+from paceline.parallel.apply import Parallel, open_comms
 from paceline.train import evaluate as evaluation
 from paceline.train import prepare, snapshot
 from paceline.train.agree import check_same_data_everywhere
-from paceline.train.data import Batch, RankLoader, moved, open_data
+from paceline.train.data import Batch, RankLoader, cut_into, moved, open_data
 from paceline.train.events import Events, peak_memory_bytes
+from paceline.train.place import place_model
 from paceline.train.seed import random_state, restore_random_state, seed_everything
 from paceline.train.step import train_step
 
@@ -73,23 +73,28 @@ class Job:
         self.workload, self.plan, self.clock = workload, plan, clock or WallClock()
         self.rank, self.size, self.device = world.place.rank, world.place.size, world.place.device
         self.world, self.ledger = world.comm, world.comm.ledger
-        workload.check_ranks(self.size)
         mesh = Mesh.parse(plan.mesh)
         mesh.check_fits(self.size)
-        self.comm = open_axes(mesh, self.rank, self.ledger)["replicate"]
+        workload.check_ranks(mesh.data_size)
+        self.comms = open_comms(mesh, self.rank, self.ledger)
+        self.comm = self.comms.data
         self.run_dir = prepare.run_dir(os.environ)
         if workload.deterministic:
             prepare.be_deterministic()
+        self.data_part = mesh.data_part(self.rank)
+        self.loader = self._make_loader(workload.data, "data", mesh)
+        example = self.loader.example() if mesh.size("replicate") < self.size else None
         seed_everything(workload.seed)
-        self.model = prepare.make_model(workload, self.device, self.comm)
-        self.parallel = parallelize(self.model, workload, {"replicate": self.comm}, plan, self.device)
+        placed = place_model(workload, self.comms, plan, self.device, example)
+        self.parallel = Parallel(placed, workload, self.comms, plan, self.device)
+        self.model = self.parallel.model
         self.optimizer = prepare.make_optimizer(workload, self.model)
+        prepare.keep_own(self.optimizer, mesh)
         self.scheduler = prepare.make_scheduler(workload, self.optimizer)
-        seed_everything(workload.seed, 1 + self.rank)  # from here: dropout, different on every rank
-        self.loader = RankLoader(open_data("data", workload.data), workload, self.rank, self.size, self.device)
+        seed_everything(workload.seed, 1 + self.data_part)  # from here: dropout, alike where the samples are
         if self.size > 1:
             first = self.loader.first_sample()
-            check_same_data_everywhere(len(self.loader.data), first, self.comm, self._notice)
+            check_same_data_everywhere(len(self.loader.data), first, self.comms.step, self._notice)
         order = self.loader.order(workload.batch_size)
         steps_per_epoch = -(-order.samples // order.batch_size)
         self.total_steps = workload.steps or workload.epochs * steps_per_epoch
@@ -123,7 +128,11 @@ class Job:
         microbatches = batch.microbatches if own else [moved(batch, self.device, double)]
         try:
             sums, norm = train_step(
-                microbatches, self.parallel, self.optimizer, self.workload.clip_norm, self.is_stopping.is_set()
+                microbatches,
+                self.parallel,
+                self.optimizer,
+                self.workload.clip_norm,
+                (self.is_stopping.is_set(), batch.longest if own else 1),
             )
         except PacelineError as error:
             raise error.at(
@@ -166,11 +175,11 @@ class Job:
             WorkloadError: there is no data set for evaluation.
         """
         data = prepare.evaluation_data(self.workload, data)
-        loader = RankLoader(data, self.workload, self.rank, self.size, self.device)
-        batches = (micro for batch in loader.evaluation() for micro in batch.microbatches)
-        score = score or self.workload.score or (lambda model, batch: {"loss": self.workload.loss(model, batch)})
+        loader = self._make_loader(data, "evaluation", Mesh.parse(self.plan.mesh))
+        score = score or self.workload.score or self._score
+        prepare.check_can_score(self.parallel.placed, metrics)
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.workload.precision == "bf16"):
-            result: dict[str, Any] = evaluation.evaluate(self.model, batches, score, self.comm, self.device)
+            result: dict[str, Any] = evaluation.evaluate(self.parallel, loader.evaluation(), score, self.comm)
         self.events.write({"event": "evaluation", "step": self.step_number, **result})
         if metrics is not None:
             result["metrics"] = evaluation.reduce_metric(metrics, self.comm)
@@ -222,10 +231,10 @@ class Job:
         if (manifest["world_size"], manifest.get("mesh")) == (self.size, self._mesh()):
             own = read_own(folder, manifest, self.rank)
             restore_random_state(snapshot.part(own, "random/"), self.device)
-            if not snapshot.restore_wire(self.parallel.replicate.state(), own):
+            if not snapshot.restore_wire(self.parallel.state(), own):
                 self._notice(f"{folder.name} was saved with other compression: what its wires carry over starts anew")
         else:
-            seed_everything(self.workload.seed, 1 + self.rank, self.position)
+            seed_everything(self.workload.seed, 1 + self.data_part, self.position)
             ranks = f"{manifest['world_size']} ranks ({manifest.get('mesh')})"
             self._notice(f"{ranks} saved {folder.name}, {self.size} ({self._mesh()}) go on: dropout draws anew")
         self.events.write(
@@ -239,7 +248,15 @@ class Job:
         self._report_failed_save(self.writer.wait())
         self.events.write({"event": "end", "step": self.step_number, "ledger": self.ledger.rows()})
         self.events.close()
-        self.parallel.replicate.close()
+        self.parallel.close()
+
+    def _make_loader(self, data: Any, name: str, mesh: Mesh) -> RankLoader:
+        parts = (self.data_part, mesh.data_size)
+        pieces = cut_into(self.plan, mesh, self.workload)
+        return RankLoader(open_data(name, data), self.workload, *parts, self.device, pieces)
+
+    def _score(self, model: Any, batch: Any) -> dict[str, Any]:
+        return {"loss": self.workload.loss(model, batch)}
 
     def _begin_run(self) -> None:
         _made[:] = [self]
@@ -290,13 +307,13 @@ class Job:
             **snapshot.config_facts(self.model),
         }
         parts = {**snapshot.model_parts(self.model, held, self.size), **parts}
-        own = snapshot.own_tensors(random_state(self.device), self.parallel.replicate.state())
+        own = snapshot.own_tensors(random_state(self.device), self.parallel.state())
         self.writer.begin(folder, parts, own, facts, keep)
         self.saved_step = self.step_number
 
     def _held(self) -> dict[str, Held]:
         """What of the model's state the strategies have cut; they may change it, so it is asked for each time."""
-        return getattr(self.parallel, "held", dict)()
+        return self.parallel.held()
 
     def _mesh(self) -> str:
         return str(Mesh.parse(self.plan.mesh))

@@ -43,7 +43,7 @@ def place_model(workload: Workload, comms: Comms, plan: Plan, device: torch.devi
     if mesh.size("tensor") * mesh.size("pipeline") > 1:
         return _split(workload, comms, plan, device, example, autocast)
     if mesh.size("shard") > 1:
-        return _sharded(workload, comms, plan, device, autocast)
+        return _sharded(workload, comms, plan, device, (autocast, example))
     model = prepare.make_model(workload, device, comms.data)
     broadcast_state([*model.parameters(), *model.buffers()], comms.data)
     return EagerModel(model, autocast)
@@ -70,14 +70,14 @@ def _split(workload: Workload, comms: Comms, plan: Plan, device: torch.device, e
     return SplitPlaced(split, comms.axes, plan, comms.step.peers[comms.step.rank], autocast)
 
 
-def _sharded(workload: Workload, comms: Comms, plan: Plan, device: torch.device, autocast: Any) -> Any:
+def _sharded(workload: Workload, comms: Comms, plan: Plan, device: torch.device, run: tuple[Any, Any]) -> Any:
     from paceline.graph.capture import skeleton
     from paceline.parallel.sharded import ShardedModel
 
     values, made = _values(workload)
     prepare.check_model(made)
     model = skeleton(made, _dtype(workload)).train()
-    sharded = ShardedModel(model, comms.axes, plan, device, autocast)
+    sharded = ShardedModel(model, comms.axes, plan, device, run)
     digests = []
     for name, tensor in values:
         sharded.fill(name, tensor)

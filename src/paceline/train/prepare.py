@@ -15,8 +15,10 @@ from torch.nn.parameter import UninitializedTensorMixin
 from paceline.checkpoint.manifest import MANIFEST, remove_partial_in
 from paceline.comm.collectives import AxisComm
 from paceline.nouns.errors import CheckpointError, PlanError, WorkloadError
+from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
 from paceline.nouns.workload import Workload
+from paceline.parallel.placed import PlacedModel
 from paceline.train.agree import check_same_model_everywhere
 from paceline.train.compiler_import import defer_compiler_import
 from paceline.train.data import open_data
@@ -113,6 +115,32 @@ def make_optimizer(workload: Workload, model: torch.nn.Module) -> torch.optim.Op
         )
     parameter_names(model, optimizer)
     return optimizer
+
+
+def keep_own(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
+    """Leave in the optimizer what this rank updates: parameters of other pipeline stages have no values here.
+
+    Raises:
+        PlanError: it can't update parts of parameters.
+    """
+    if mesh.size("shard") * mesh.size("tensor") > 1:
+        from paceline.parallel.elementwise import check_optimizer
+
+        check_optimizer(optimizer)
+    for group in optimizer.param_groups:
+        group["params"] = [parameter for parameter in group["params"] if not parameter.is_meta]
+    for parameter in [p for p in optimizer.state if isinstance(p, torch.Tensor) and p.is_meta]:
+        del optimizer.state[parameter]
+
+
+def check_can_score(placed: PlacedModel, metrics: Any) -> None:
+    """Raise WorkloadError when `metrics` can't be updated: a captured score function has no side effects."""
+    if metrics is not None and placed.is_captured:
+        raise WorkloadError(
+            "a metrics object that the score function updates",
+            "tensor and pipeline run the score function as a graph, which leaves no trace outside",
+            "return counts as (sum, weight) pairs, or evaluate under replicate or shard",
+        )
 
 
 def make_scheduler(workload: Workload, optimizer: torch.optim.Optimizer) -> Any:

@@ -9,6 +9,7 @@ import torch
 
 from paceline.nouns.errors import LossError
 from paceline.parallel.apply import Parallel
+from paceline.parallel.norm import scale_gradients
 from paceline.parallel.sums import Sums
 
 
@@ -24,20 +25,28 @@ def train_step(
     parallel: Parallel,
     optimizer: torch.optim.Optimizer,
     clip_norm: float | None,
-    is_stopping: bool,
+    facts: tuple[bool, int],
 ) -> Outcome:
     """Forward, backward, reduce, check, clip, update. Nothing is updated when the loss is not finite.
 
+    Args:
+        microbatches: this rank's.
+        parallel: the strategies.
+        optimizer: over this rank's parameters.
+        clip_norm: largest norm of the whole gradient.
+        facts: whether this rank was asked to stop; the most micro-batches that any rank has.
+
     Raises:
-        LossError: the loss has the wrong form or is not finite, or nothing counted.
+        LossError: the loss has the wrong form or is not finite, or nothing counted; or the gradient's norm is
+            not finite.
     """
     optimizer.zero_grad(set_to_none=True)
-    is_mean = parallel.forward_backward(microbatches, is_stopping)
-    sums = parallel.reduce_gradients(is_mean)
+    parallel.forward_backward(microbatches, *facts)
+    sums = parallel.reduce_gradients()
     check_finite(sums)
     norm = None
     if clip_norm is not None:
-        norm = clip(optimizer.param_groups, clip_norm)
+        norm = clip(parallel, optimizer.param_groups, clip_norm)
     optimizer.step()
     return Outcome(sums, norm)
 
@@ -60,19 +69,22 @@ def check_finite(sums: Sums) -> None:
         )
 
 
-def clip(groups: Iterable[dict[str, Any]], clip_norm: float) -> float:
+def clip(parallel: Parallel, groups: Iterable[dict[str, Any]], clip_norm: float) -> float:
     """Scale all gradients so that their norm, over all parameters together, is at most `clip_norm`.
 
     Returns:
-        The norm before clipping. Gradients are the global ones already, so every rank finds the same.
+        The norm before clipping, the same on every rank.
+
+    Raises:
+        LossError: the norm is not finite.
     """
+    norm = parallel.gradient_norm()
+    if not torch.isfinite(norm):
+        raise LossError(
+            "the gradient's norm should be a finite number",
+            f"it is {float(norm)} although the loss is finite; the parameters were left as they were",
+            "lower the learning rate, use precision float32, or look for samples on which the loss has no slope",
+        )
     parameters = [parameter for group in groups for parameter in group["params"]]
-    dense = [p for p in parameters if p.grad is not None and not p.grad.is_sparse]
-    sparse = [p for p in parameters if p.grad is not None and p.grad.is_sparse]
-    norms = [p.grad.coalesce().values().norm() for p in sparse]
-    norms.append(torch.nn.utils.get_total_norm([p.grad for p in dense]))
-    total = torch.linalg.vector_norm(torch.stack([norm.to(torch.float64) for norm in norms]))
-    torch.nn.utils.clip_grads_with_norm_(dense, clip_norm, total)
-    for parameter in sparse:
-        parameter.grad.mul_((clip_norm / (total + 1e-6)).clamp(max=1.0))
-    return float(total)
+    scale_gradients(parameters, (clip_norm / (norm + 1e-6)).clamp(max=1.0))
+    return float(norm)
