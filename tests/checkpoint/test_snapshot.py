@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from test_meshes import FACTS, on_ranks
@@ -244,3 +246,12 @@ def test_optimizer_state_alone_can_be_cut():
     assert parts["optimizer/exp_avg/0.weight"].held == Held(cut, (1,))
     assert "optimizer/step/0.weight" not in parts, "rank 0 has the first part and answers for the number"
     assert parts["optimizer/step/0.bias"].held.holders == (0, 1)
+
+
+@pytest.mark.parametrize("text", ["no JSON", "[1]", "null"])
+def test_a_config_that_is_not_of_transformers_is_left_out(text):
+    model = make()
+    model.config = SimpleNamespace(to_json_string=lambda: text)
+    assert snapshot.config_facts(model) == {}
+    model.config = SimpleNamespace(to_json_string=lambda: '{"width": 7}')
+    assert snapshot.config_facts(model)["config"] == {"width": 7, "architectures": ["Sequential"], "dtype": "float32"}

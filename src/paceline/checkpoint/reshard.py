@@ -21,9 +21,10 @@ from paceline.checkpoint.merge import Hash, signed
 from paceline.nouns.placement import Held, Placement
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Elements hashed at a time: three tensors of 8 bytes each. On a CPU they stay in its cache (2^17: the
-# fastest of 2^14..2^18 measured, 4 ns an element on one core); a GPU wants fewer, larger calls.
-_CHUNK = {"cpu": 2**17, "cuda": 2**20}
+# Elements hashed at a time: three tensors of 8 bytes each, which stay in a CPU's cache. torch splits calls of
+# more than 2^15 elements over threads, and then each of these short ones would wait for cores that train: 8 ns
+# an element became 40 on two busy cores. A GPU wants fewer, larger calls.
+_CHUNK = {"cpu": 2**15, "cuda": 2**20}
 # Odd multipliers: 2^64 / golden ratio (Weyl sequence), and those of MurmurHash3's fmix64 (Appleby 2011) and
 # SplitMix64 (Steele et al. 2014), as signed numbers.
 _STEP = 0x9E3779B97F4A7C15 - 2**64

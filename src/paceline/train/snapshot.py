@@ -7,6 +7,7 @@ every name of the model's state that is not whole on all ranks. What is whole ev
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -238,11 +239,14 @@ def config_facts(model: torch.nn.Module) -> dict[str, dict[str, Any]]:
 
     As `save_pretrained` does, the class and the dtype of the parameters are put in.
     """
-    facts = {}
+    facts: dict[str, dict[str, Any]] = {}
     for key in CONFIGS:
         to_json = getattr(getattr(model, key, None), "to_json_string", None)
-        if callable(to_json):
-            facts[key] = json.loads(to_json())
+        if not callable(to_json):
+            continue
+        with contextlib.suppress(ValueError, TypeError):  # somebody else's config, and none of ours to judge
+            said = json.loads(to_json())
+            facts.update({key: said} if isinstance(said, dict) else {})
     if "config" in facts:
         kind = type(model).__name__.removeprefix("FSDP")  # fully_shard gives the class another name
         dtype = next((dtype_of(p) for p in model.parameters() if p.is_floating_point()), "float32")
