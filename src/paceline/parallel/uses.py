@@ -1,0 +1,82 @@
+"""Who used which parameter in a step, and whether all ranks sent the same messages in the same order.
+
+A gradient of zeros and no gradient are two things to an optimizer: AdamW shrinks the parameter in the
+first case. FSDP2 fills in zeros where a rank has none, so each rank notes what its backward passes
+reached, and one small all_reduce at the end of the step says what nobody did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+from torch import nn
+
+from paceline.comm.collectives import AxisComm
+from paceline.comm.fully_shard import Journal
+from paceline.nouns.errors import WorkloadError
+
+
+class Uses:
+    """This rank's notes.
+
+    Args:
+        names: the trained parameters, in an order that is the same on every rank.
+        whole: those that every rank holds.
+        comm: the axis to ask.
+        journal: the messages sent so far.
+        device: where the model is.
+    """
+
+    def __init__(
+        self, names: list[str], whole: set[str], comm: AxisComm, journal: Journal, device: torch.device
+    ) -> None:
+        self.number = {name: index for index, name in enumerate(names)}
+        self.whole, self.comm, self.journal, self.device = whole, comm, journal, device
+        self.used = [False] * len(names)
+        self.is_counting = True  # not in a micro-batch that is there only to keep step with other ranks
+        self.watched: dict[str, nn.Parameter] = {}
+
+    def clear(self) -> None:
+        """Begin a step."""
+        self.used = [False] * len(self.used)
+        self.is_counting = True
+
+    def watch(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Note from now on when a backward pass reaches these: gathered parameters, by name."""
+        for name, parameter in parameters.items():
+            if self.watched.get(name) is not parameter and parameter.requires_grad:
+                self.watched[name] = parameter
+                parameter.register_post_accumulate_grad_hook(partial(self._reached, self.number[name]))
+
+    def find_unused(self) -> list[str]:
+        """What no rank used. Collective.
+
+        Raises:
+            WorkloadError: the ranks did not gather and reduce the same groups in the same order, or a gradient
+                came after its group's were summed.
+        """
+        flags = torch.zeros(len(self.used) + 1 + self.comm.size, dtype=torch.int64)
+        flags[: len(self.used)] = torch.tensor(self.used)
+        flags[len(self.used)] = any(p.grad is not None for name, p in self.watched.items() if name not in self.whole)
+        flags[len(self.used) + 1 + self.comm.rank] = self.journal.crc
+        flags = flags.to(self.device)
+        self.comm.all_reduce(flags)
+        ranks, late, orders = flags.split([len(self.used), 1, self.comm.size])
+        if len(set(orders.tolist())) > 1:
+            raise WorkloadError(
+                "every rank of the axis shard should call the model's blocks in the same order",
+                "some rank skipped a block or called it once more, so ranks took each other's parameters",
+                "let no block depend on a random number or on a rank's data, or write replicate in place of shard",
+            )
+        if int(late):
+            raise WorkloadError(
+                "a block's gradients should be complete when its backward pass is",
+                "a parameter of some block was also used before the block ran: that part of its gradient came later",
+                "use it in the block's own forward or after it, or write zero=1",
+            )
+        return [name for name, count in zip(self.number, ranks.tolist(), strict=True) if not count]
+
+    def _reached(self, index: int, parameter: torch.Tensor) -> None:
+        self.used[index] |= self.is_counting
