@@ -18,7 +18,9 @@ TIMEOUT_S = 120
 
 # The fork server imports torch once; a rank forked from it starts in about 0.1 s instead of seconds.
 _context = mp.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.utils.data", "paceline.train.job", "paceline.demo.bert"])
+_context.set_forkserver_preload(
+    ["torch", "torch.utils.data", "paceline.train.job", "paceline.demo.bert", "paceline.parallel.shard"]
+)
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:

@@ -3,8 +3,8 @@
 One step on a `shard` axis of R ranks, with the model's repeated blocks as groups and the rest as the root's
 group (`blocks.py`):
 
-    forward            the root's group is gathered, then with zero=3 each block's before it runs, to be
-                       dropped after it; with zero=1 and 2 all are gathered at the start of the step and kept
+    forward            the root's group is gathered; with zero=3 each block's before it runs, to be dropped
+                       after it; with zero=1 and 2 all are gathered when the step begins, and kept
     backward           with zero=3 a block is gathered again; its gradients are summed and each rank keeps
                        those of its own rows (reduce_scatter); zero=1 does so for all parameters in one
                        message, in the last micro-batch only
@@ -18,7 +18,8 @@ parameters. Built on torch's `fully_shard`, on the eager, unmodified model.
 Needs: the loss as (sum, weight), called through `forward`. Every rank of the axis runs the same number of
 micro-batches: one that has fewer repeats one with its loss times 0 and `is_padding`. The same goes for
 evaluation. Blocks are called in the same order on every rank. With zero=3 a block's parameters are used in
-its own forward only, with zero=2 in it or after it, with zero=1 anywhere in the loss. An optimizer that updates element by element (`elementwise.py` tries it out).
+its own forward only, with zero=2 in it or after it, with zero=1 anywhere in the loss. An optimizer that updates
+element by element (`elementwise.py` tries it out).
 Promises: gradients are the sum over the axis, undivided. After a step rank r holds rows r of R, as
 `torch.chunk` cuts them, of each parameter, its gradient and its optimizer state; scalars and a group's
 minority dtypes stay whole. Between steps nothing else is held, and with zero=3 during a step one block
@@ -275,7 +276,7 @@ class Shard:
         return WorkloadError(
             "a parameter should be whole where it is used: with zero=3 a block's are in its own forward only",
             f"{what}, and a parameter was used in part ({found})",
-            "call the block itself, block(x), so that its parameters are fetched, or write zero=2 (zero=1 if used before)",
+            "call the block itself, block(x); or write zero=2, or zero=1 if it is used before its block",
         )
 
 
