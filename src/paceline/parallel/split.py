@@ -54,7 +54,8 @@ class SplitPlaced:
         self.counts_loss = axes["tensor"].rank == 0 and last in split.own_stages
         self.finishes_later = self.pipeline is not None or self.flat is not None
         self.holders = {
-            name: sorted({stage % axes["pipeline"].size for stage in split.owners(name)}) for name in self.whole
+            name: sorted({stage % axes["pipeline"].size for stage in split.owners(name)})
+            for name, _ in split.form.named_parameters()
         }
 
     def updated(self) -> Mapping[str, torch.nn.Parameter]:

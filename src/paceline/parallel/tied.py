@@ -24,7 +24,8 @@ def add_tied_gradients(
 
     Args:
         parameters: this rank's.
-        holders: of each tied parameter the ranks on the pipeline axis that hold it, in rising order.
+        holders: of every parameter of the model the ranks on the pipeline axis that hold it, in rising order; the
+            same on all ranks.
         comm: the pipeline axis.
     """
     for number, (name, ranks) in enumerate(sorted(holders.items())):
