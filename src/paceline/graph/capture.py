@@ -23,8 +23,8 @@ from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from paceline.graph.functional import drop_empty_parts, make_functional
 from paceline.comm.leaves import map_tensors, tensors_in
+from paceline.graph.functional import drop_empty_parts, make_functional
 from paceline.nouns.errors import WorkloadError
 
 Function = Callable[[torch.nn.Module, Any], Any]

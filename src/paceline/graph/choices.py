@@ -209,7 +209,9 @@ def _special(
     if node.target is aten.cross_entropy_loss.default and lays[0] is not None and is_plain_loss(node):
         if lays[0].dim == 1 and len(lays[0].blocks) == 1:
             rows = shape_of(inputs[0])[0]
-            yield Choice((lays[0], None), None, True, work / options.parts + exchanged(12 * rows, 2), None, "vocabulary loss")
+            yield Choice(
+                (lays[0], None), None, True, work / options.parts + exchanged(12 * rows, 2), None, "vocabulary loss"
+            )
 
 
 def is_plain_loss(node: fx.Node) -> bool:

@@ -9,7 +9,6 @@ field does by hand for each model, columns then rows with one sum per block, com
 from __future__ import annotations
 
 import operator
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -107,9 +106,7 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, int]:
     return {node: max((order[user] for user in node.users), default=index) for node, index in order.items()}
 
 
-def _step(
-    paths: list[_Path], node: fx.Node, index: int, options: Options, last_use: dict[fx.Node, int]
-) -> list[_Path]:
+def _step(paths: list[_Path], node: fx.Node, index: int, options: Options, last_use: dict[fx.Node, int]) -> list[_Path]:
     if node.target is operator.getitem:
         return [_pick(path, node, last_use, index) for path in paths]
     merged: dict[Any, _Path] = {}
@@ -224,5 +221,3 @@ def _read_back(best: _Path, captured: Captured, decided: Mapping[str, Lay]) -> L
             lays[names[node]] = lay
         path = path.before
     return Layout(made, lays, best.cost)
-
-

@@ -58,9 +58,57 @@ def spec_of(node: fx.Node) -> Spec | None:
     if rule is not None:
         return rule(node)
     target = node.target
-    if isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags:
+    if not isinstance(target, torch._ops.OpOverload):
+        return None
+    if torch.Tag.pointwise in target.tags or target._schema.name.removeprefix("aten::") in _ALSO_POINTWISE:
         return pointwise(node)
     return None
+
+
+# Composite operations, which carry no tags.
+_ALSO_POINTWISE = frozenset(
+    [
+        "__and__",
+        "__or__",
+        "__xor__",
+        "__lshift__",
+        "__rshift__",
+        "where",
+        "masked_fill",
+        "square",
+        "true_divide",
+        "rsub",
+        "clip",
+        "not_equal",
+        "greater",
+        "less",
+        "greater_equal",
+        "less_equal",
+        "selu",
+        "relu6",
+        "absolute",
+        "negative",
+        "multiply",
+        "subtract",
+        "divide",
+        "float_power",
+        "logical_and",
+        "logical_or",
+        "logical_not",
+        "logical_xor",
+        "type_as",
+        "to",
+        "_to_copy",
+        "clone",
+        "contiguous",
+        "detach",
+        "alias",
+        "dropout",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+    ]
+)
 
 
 def pointwise(node: fx.Node) -> Spec | None:
@@ -204,6 +252,12 @@ def _batch_norm(node: fx.Node) -> Spec:
     return Spec((labels, *(("c",) for _ in inputs[1:])), labels)
 
 
+def _group_norm(node: fx.Node) -> Spec:
+    inputs = tensor_inputs(node)
+    labels: Labels = ("n", *(None,) * (len(shape_of(inputs[0])) - 1))
+    return Spec((labels, *((None,) for _ in inputs[1:])), labels)
+
+
 def _pool(node: fx.Node) -> Spec:
     rank = len(shape_of(tensor_inputs(node)[0]))
     labels: Labels = ("n", "c", *(None,) * (rank - 2))
@@ -221,6 +275,18 @@ def _reduce(node: fx.Node) -> Spec | None:
     labels = tuple(f"d{dim}" if is_sum or dim not in dims else None for dim in range(rank))
     out = tuple(None if dim in dims else f"d{dim}" for dim in range(rank) if keep or dim not in dims)
     return Spec((labels,), out, frozenset(f"d{dim}" for dim in dims) if is_sum else frozenset())
+
+
+def _vector_norm(node: fx.Node) -> Spec | None:
+    (source,) = tensor_inputs(node)
+    rank = len(shape_of(source))
+    asked = _argument(node, 2, "dim")
+    if asked is None:
+        return None
+    dims = {dim % rank for dim in ([asked] if isinstance(asked, int) else asked)}
+    keep = bool(_argument(node, 3, "keepdim", False))
+    labels = tuple(None if dim in dims else f"d{dim}" for dim in range(rank))
+    return Spec((labels,), tuple(label for dim, label in enumerate(labels) if keep or dim not in dims))
 
 
 def _sum_all(node: fx.Node) -> Spec:
@@ -250,6 +316,48 @@ def _stack(node: fx.Node) -> Spec:
     dim = int(_argument(node, 1, "dim", 0)) % rank
     labels = _outer(rank - 1)
     return Spec((labels,) * len(inputs), (*labels[:dim], None, *labels[dim:]))
+
+
+def _gather(node: fx.Node) -> Spec | None:
+    source, index = (shape_of(one) for one in tensor_inputs(node))
+    dim = int(node.args[1]) % len(source)  # type: ignore[arg-type]
+    labels = tuple(
+        None if place == dim or one != other else f"d{place}"
+        for place, (one, other) in enumerate(zip(source, index, strict=True))
+    )
+    return Spec((labels, labels), labels)
+
+
+def _cross_entropy(node: fx.Node) -> Spec | None:
+    """Rows of scores, a label each; `reduction` 0 keeps the rows, 2 adds them up, 1 takes a mean."""
+    inputs = tensor_inputs(node)
+    scores, labels = shape_of(inputs[0]), shape_of(inputs[1])
+    reduction = _argument(node, 3, "reduction", 1)
+    if len(scores) < 2 or len(labels) != len(scores) - 1 or reduction == 1:
+        return None
+    kept: Labels = ("n", *(None,) * (len(labels) - 1))
+    others = tuple((None,) * len(shape_of(source)) for source in inputs[2:])
+    spec = (("n", None, *kept[1:]), kept, *others)
+    return Spec(spec, (), frozenset("n")) if reduction == 2 else Spec(spec, kept)
+
+
+def _pairwise_loss(node: fx.Node) -> Spec | None:
+    """Element by element, then kept (0) or added up (2)."""
+    inputs = tensor_inputs(node)
+    places = {aten.binary_cross_entropy_with_logits.default: 4, aten.binary_cross_entropy.default: 3}
+    reduction = _argument(node, places.get(node.target, 2), "reduction", 1)  # type: ignore[call-overload]
+    full = shape_of(inputs[0])
+    names = tuple(f"d{dim}" for dim in range(len(full)))
+    labels = []
+    for source in inputs:
+        shape = shape_of(source)
+        aligned = names[len(full) - len(shape) :]
+        if len(shape) > len(full):
+            return None
+        labels.append(tuple(n if s != 1 else None for n, s in zip(aligned, shape, strict=True)))
+    if reduction == 1:
+        return None
+    return Spec(tuple(labels), (), frozenset(names)) if reduction == 2 else Spec(tuple(labels), names)
 
 
 def _cumulated(node: fx.Node) -> Spec:
@@ -288,25 +396,17 @@ _RULES: dict[Any, Callable[[fx.Node], Spec | None]] = {
     aten.embedding.default: _embedding,
     aten.cat.default: _cat,
     aten.stack.default: _stack,
+    aten.linalg_vector_norm.default: _vector_norm,
     aten.cumsum.default: _cumulated,
-    **dict.fromkeys(
-        (
-            aten.clone.default,
-            aten.contiguous.default,
-            aten.detach.default,
-            aten.alias.default,
-            aten.to.dtype,
-            aten.to.device,
-            aten.to.dtype_layout,
-            aten.to.other,
-            aten._to_copy.default,
-            aten.type_as.default,
-            aten.dropout.default,
-            aten.masked_fill.Scalar,
-            aten.masked_fill.Tensor,
-            aten.zeros_like.default,
-            aten.ones_like.default,
-        ),
-        pointwise,
-    ),
+    aten.gather.default: _gather,
+    aten.cross_entropy_loss.default: _cross_entropy,
+    aten.nll_loss.default: _cross_entropy,
+    aten.nll_loss_nd.default: _cross_entropy,
+    aten.mse_loss.default: _pairwise_loss,
+    aten.l1_loss.default: _pairwise_loss,
+    aten.huber_loss.default: _pairwise_loss,
+    aten.smooth_l1_loss.default: _pairwise_loss,
+    aten.binary_cross_entropy.default: _pairwise_loss,
+    aten.binary_cross_entropy_with_logits.default: _pairwise_loss,
+    aten.group_norm.default: _group_norm,
 }

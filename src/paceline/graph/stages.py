@@ -16,8 +16,8 @@ from torch import fx
 
 from paceline.graph.capture import Captured
 from paceline.graph.choices import operations
-from paceline.graph.layout import gradients_of
 from paceline.graph.functional import storage_of, written_groups, written_input
+from paceline.graph.layout import gradients_of
 from paceline.graph.rules import tensor_inputs
 from paceline.nouns.errors import PlanError
 
@@ -100,6 +100,7 @@ def owners_of(captured: Captured, stages: Mapping[fx.Node, int]) -> Owners:
 def computed_anew(captured: Captured) -> set[fx.Node]:
     """Nodes that depend on the batch, plain numbers and unwritten buffers alone, and draw nothing."""
     written = {storage_of(source) for node in captured.graph.nodes if (source := written_input(node)) is not None}
+    written |= {storage_of(source) for node in captured.graph.nodes for source in running_statistics(node)}
     plain: set[fx.Node] = set(captured.inputs)
     for name, state in captured.states.items():
         if name not in captured.buffers or storage_of(state) in written:
@@ -140,6 +141,13 @@ def cut_out(captured: Captured, stages: Mapping[fx.Node, int], count: int) -> li
         made[-1].sent = [node.meta["val"] for node in crossing[stage + 1]]
         made[-1].sends_gradient = [node in with_gradient for node in crossing[stage + 1]]
     return made
+
+
+def running_statistics(node: fx.Node) -> list[fx.Node]:
+    """The tensors that a batch norm updates, which its schema does not say."""
+    if node.target is not torch.ops.aten.batch_norm.default or not node.args[5]:
+        return []
+    return [source for source in node.args[3:5] if isinstance(source, fx.Node)]
 
 
 def _draws(node: fx.Node) -> bool:

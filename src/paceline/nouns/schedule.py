@@ -94,9 +94,7 @@ def make_schedule(name: str, ranks: int, micro_batches: int) -> Schedule:
             ticks[rank].append(tick)
             done.add(action)
         tick += 1
-    schedule = Schedule(
-        name, ranks, stages, micro_batches, tuple(map(tuple, actions)), tuple(map(tuple, ticks))
-    )
+    schedule = Schedule(name, ranks, stages, micro_batches, tuple(map(tuple, actions)), tuple(map(tuple, ticks)))
     check(schedule)
     return schedule
 

@@ -1,14 +1,14 @@
 """The one place where strategies meet: which of them fills which moment of a step, in what order.
 
-    gather        shard          parameters made whole for the step
-    forward,      tensor         inside every stage
-    backward      pipeline       micro-batches through the stages
-                  replicate      gradients leave as they come, where nothing else must happen to them first
-    reduce        pipeline       gradients of parameters that several stages hold
-                  shard          summed, each rank its rows
-                  replicate      summed
-                  (all)          divided by the global weight
-    clip          (all)          by the norm of the whole gradient
+gather        shard          parameters made whole for the step
+forward,      tensor         inside every stage
+backward      pipeline       micro-batches through the stages
+              replicate      gradients leave as they come, where nothing else must happen to them first
+reduce        pipeline       gradients of parameters that several stages hold
+              shard          summed, each rank its rows
+              replicate      summed
+              (all)          divided by the global weight
+clip          (all)          by the norm of the whole gradient
 """
 
 from __future__ import annotations
@@ -55,9 +55,7 @@ class Parallel:
         device: where this rank computes.
     """
 
-    def __init__(
-        self, placed: PlacedModel, workload: Workload, comms: Comms, plan: Plan, device: torch.device
-    ) -> None:
+    def __init__(self, placed: PlacedModel, workload: Workload, comms: Comms, plan: Plan, device: torch.device) -> None:
         self.placed, self.workload, self.comms, self.plan, self.device = placed, workload, comms, plan, device
         self.mesh = Mesh.parse(plan.mesh)
         self.model = placed.model

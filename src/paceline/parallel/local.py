@@ -34,7 +34,9 @@ class Moments:
     takes_mean: bool
 
 
-def forward_backward(loss: Callable[[Any], Any], microbatches: Sequence[Any], moments: Moments, padding: int = 0) -> None:
+def forward_backward(
+    loss: Callable[[Any], Any], microbatches: Sequence[Any], moments: Moments, padding: int = 0
+) -> None:
     """Add up the gradients of the loss sum over `microbatches`; a rank without any still takes part.
 
     Args:

@@ -158,9 +158,7 @@ class _Run:
             roots, gradients = flight.sent, [torch.ones_like(flight.sent[0])]
         else:
             roots, gradients = [], []
-            for number, (value, flows) in enumerate(
-                zip(flight.sent, program.stage.sends_gradient, strict=True)
-            ):
+            for number, (value, flows) in enumerate(zip(flight.sent, program.stage.sends_gradient, strict=True)):
                 if flows:
                     meta = program.stage.sent[number]
                     roots.append(value)

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
+from paceline.comm.batch_norm import SharedStatistics
 from paceline.nouns.placement import Held
 from paceline.parallel.local import Moments, forward_backward
 from paceline.parallel.replicate import sparse_names
@@ -26,6 +27,7 @@ class PlacedModel(Protocol):
         is_plain: nothing is split: gradients may be divided before the backward pass.
         finishes_later: gradients are not final when autograd makes them.
         is_captured: the person's code runs as graphs, without side effects.
+        couples_samples: the operation in which samples meet, where that is known.
         counts_loss: whether this rank adds its losses to the sum; of ranks with the same samples one does.
     """
 
@@ -34,6 +36,7 @@ class PlacedModel(Protocol):
     finishes_later: bool
     counts_loss: bool
     is_captured: bool
+    couples_samples: str
 
     def updated(self) -> Mapping[str, torch.nn.Parameter]:
         """The parameters that this rank's optimizer updates, by name."""
@@ -73,9 +76,12 @@ class EagerModel:
     """Every parameter whole; the person's own code runs."""
 
     is_plain, finishes_later, counts_loss, is_captured = True, False, True, False
+    couples_samples = ""
 
-    def __init__(self, model: torch.nn.Module, autocast: Autocast) -> None:
-        self.model, self.autocast = model, autocast
+    def __init__(
+        self, model: torch.nn.Module, autocast: Autocast, shared: SharedStatistics | None = None, spare: Any = None
+    ) -> None:
+        self.model, self.autocast, self.shared, self.spare = model, autocast, shared, spare
         self.parameters = dict(model.named_parameters())
 
     def updated(self) -> Mapping[str, torch.nn.Parameter]:
@@ -95,15 +101,23 @@ class EagerModel:
     def forward_backward(self, loss: Any, microbatches: Sequence[Any], moments: Moments, longest: int) -> None:
         """One micro-batch after another."""
 
+        both = self.in_step(microbatches, longest)
+        real = iter([True] * len(microbatches))
+
         def run(batch: Any) -> Any:
+            if self.shared is not None:
+                self.shared.counts = next(real, False)
             with self.autocast():
                 return loss(self.model, batch)
 
-        forward_backward(run, microbatches, moments)
+        forward_backward(run, both, moments, len(both) - len(microbatches))
 
     def in_step(self, microbatches: Sequence[Any], longest: int) -> list[Any]:
-        """Every rank goes at its own pace."""
-        return list(microbatches)
+        """Every rank goes at its own pace, unless batch norm's statistics wait for all of them."""
+        if self.shared is None:
+            return list(microbatches)
+        self.spare = microbatches[-1] if microbatches else self.spare
+        return [*microbatches, *[self.spare] * (longest - len(microbatches))]
 
     def finish_backward(self) -> None:
         """Nothing to do."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from paceline.comm.batch_norm import SharedStatistics
 from paceline.comm.collectives import AxisComm
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.placement import Held
@@ -20,6 +21,7 @@ class ShardedModel:
     """The sharded model on this rank; its parameters wait for `fill`."""
 
     is_plain, finishes_later, counts_loss, is_captured = False, True, True, False
+    couples_samples = ""
 
     def __init__(
         self,
@@ -27,9 +29,9 @@ class ShardedModel:
         axes: Mapping[str, AxisComm],
         plan: Plan,
         device: torch.device,
-        run: tuple[Autocast, Any],
+        run: tuple[Autocast, Any, SharedStatistics | None],
     ) -> None:
-        autocast, example = run
+        autocast, example, self.shared = run
         self.model, self.axes, self.autocast = model, axes, autocast
         self.mesh = Mesh.parse(plan.mesh)
         self.shard = Shard(model, axes["shard"], plan, device)
@@ -62,11 +64,15 @@ class ShardedModel:
     def forward_backward(self, loss: Any, microbatches: Sequence[Any], moments: Moments, longest: int) -> None:
         """As many micro-batches as every other rank of the axis, the last one again where there are fewer."""
 
+        both = self.in_step(microbatches, longest)
+        real = iter([True] * len(microbatches))
+
         def run(batch: Any) -> Any:
+            if self.shared is not None:
+                self.shared.counts = next(real, False)
             with self.autocast():
                 return self.shard.forward(loss, batch)
 
-        both = self.in_step(microbatches, longest)
         forward_backward(run, both, moments, len(both) - len(microbatches))
 
     def in_step(self, microbatches: Sequence[Any], longest: int) -> list[Any]:

@@ -37,12 +37,11 @@ class SplitPlaced:
     def __init__(
         self, split: SplitModel, axes: Mapping[str, AxisComm], plan: Plan, rank: int, autocast: Autocast
     ) -> None:
+        self.couples_samples = split.coupled
         self.split, self.axes, self.plan, self.rank, self.autocast = split, axes, plan, rank, autocast
         self.model, self.mesh = split.model, Mesh.parse(plan.mesh)
         self.pipeline = Pipeline(split, axes["pipeline"], plan, autocast) if axes["pipeline"].size > 1 else None
-        self.whole = {
-            name: tensor for name, tensor in split.local.items() if isinstance(tensor, torch.nn.Parameter)
-        }
+        self.whole = {name: tensor for name, tensor in split.local.items() if isinstance(tensor, torch.nn.Parameter)}
         self.flat: Flat | None = None
         self.own: Mapping[str, torch.nn.Parameter] = self.whole
         if axes["shard"].size > 1:

@@ -14,14 +14,16 @@ from typing import Any
 import torch
 from torch import fx
 
+from paceline.comm.batch_norm import SharedStatistics
 from paceline.comm.collectives import AxisComm
 from paceline.comm.differentiable import Exchanges, take_piece
+from paceline.comm.leaves import signature, tensors_in
 from paceline.graph.capture import Captured, capture, skeleton
 from paceline.graph.dry_run import dry_run
 from paceline.graph.emit import emit
 from paceline.graph.functional import check_states_unwritten
 from paceline.graph.layout import choose_layout
-from paceline.comm.leaves import signature, tensors_in
+from paceline.graph.separable import coupled_at
 from paceline.graph.split import Lay
 from paceline.graph.stages import Assignment, Stage, assign_stages, assignment_of, computed_anew, cut_out
 from paceline.nouns.errors import PlanError, WorkloadError
@@ -77,6 +79,9 @@ class SplitModel:
     form: torch.nn.Module = field(init=False)  # the model without values, for capturing
     lays: dict[str, Lay] = field(default_factory=dict)
     assignment: Assignment | None = None
+    everywhere: set[str] = field(default_factory=set)  # buffers that nothing writes: every stage may need them
+    coupled: str = ""  # the operation in which samples meet, if any
+    shared: SharedStatistics | None = None  # batch norm over the ranks with other samples of the same batch
     local: dict[str, torch.Tensor] = field(default_factory=dict)
     programs: dict[Hashable, Program] = field(default_factory=dict)
 
@@ -98,6 +103,12 @@ class SplitModel:
         captured = self._capture(function, batch)
         check_states_unwritten(captured.graph, captured.states, captured.trained)
         stages = assign_stages(captured, self.stages)
+        anew = computed_anew(captured)
+        unread = captured.buffers - captured.states.keys()
+        self.everywhere = unread | {n for n, node in captured.states.items() if n in captured.buffers and node in anew}
+        meeting = coupled_at(captured)
+        if meeting is not None:
+            self.coupled = f"{meeting.target} in {captured.place.get(meeting) or 'the loss'}"
         self.assignment = assignment_of(captured, stages)
         if self.tensor.size > 1:
             self.lays = choose_layout(captured, self.tensor.size, None, self.plan.sequence == "on").lays
@@ -125,6 +136,8 @@ class SplitModel:
     def owners(self, name: str) -> tuple[int, ...]:
         """The stages that hold a state; one that no operation reads stays with the first."""
         assert self.assignment is not None
+        if name in self.everywhere:
+            return tuple(range(self.stages))
         return self.assignment.owners.get(name, (0,))
 
     def placement(self, name: str) -> Placement:
@@ -160,6 +173,8 @@ class SplitModel:
         for index, stage in enumerate(cut_out(captured, stages, self.stages)):
             if index in self.own_stages:
                 constants = {name: tensor.to(self.device) for name, tensor in captured.constants.items()}
+                if self.shared is not None:
+                    _share(stage.graph, self.shared)
                 module = fx.GraphModule(constants, stage.graph)
                 states = [self.local[name] for name in stage.states]
                 made.append(StageProgram(index, stage, self._compiled(module), states))
@@ -191,6 +206,12 @@ class SplitModel:
                     if tensor is not None and id(tensor) in tied:
                         slots[key] = tied[id(tensor)]
         self.model.register_forward_pre_hook(_refuse_call)
+
+
+def _share(graph: fx.Graph, shared: SharedStatistics) -> None:
+    for node in graph.nodes:
+        if node.target is torch.ops.aten.batch_norm.default and node.args[5]:
+            node.target = shared.batch_norm
 
 
 def _refuse_call(module: torch.nn.Module, arguments: Any) -> None:

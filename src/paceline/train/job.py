@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import threading
@@ -83,9 +84,12 @@ class Job:
             prepare.be_deterministic()
         self.data_part = mesh.data_part(self.rank)
         self.loader = self._make_loader(workload.data, "data", mesh)
-        example = self.loader.example() if mesh.size("replicate") < self.size else None
+        example = self.loader.example() if self.size > 1 else None
         seed_everything(workload.seed)
         placed = place_model(workload, self.comms, plan, self.device, example)
+        if placed.couples_samples and self.loader.pieces_wanted and not plan.micro_batches:
+            self.loader = dataclasses.replace(self.loader, pieces_wanted=1)
+            self._notice(f"samples meet in {placed.couples_samples}: the pipeline takes each batch whole")
         self.parallel = Parallel(placed, workload, self.comms, plan, self.device)
         self.model = self.parallel.model
         self.optimizer = prepare.make_optimizer(workload, self.model)

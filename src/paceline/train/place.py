@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from paceline.comm.batch_norm import SharedStatistics, share_statistics
 from paceline.comm.collectives import AxisComm
 from paceline.nouns.errors import WorkloadError
 from paceline.nouns.mesh import Mesh
@@ -46,7 +47,7 @@ def place_model(workload: Workload, comms: Comms, plan: Plan, device: torch.devi
         return _sharded(workload, comms, plan, device, (autocast, example))
     model = prepare.make_model(workload, device, comms.data)
     broadcast_state([*model.parameters(), *model.buffers()], comms.data)
-    return EagerModel(model, autocast)
+    return EagerModel(model, autocast, _statistics(workload, model, comms), example)
 
 
 def _split(workload: Workload, comms: Comms, plan: Plan, device: torch.device, example: Any, autocast: Any) -> Any:
@@ -62,6 +63,8 @@ def _split(workload: Workload, comms: Comms, plan: Plan, device: torch.device, e
     split = SplitModel(model, comms.axes["tensor"], pipeline, plan, device, stages)
     model.train()
     split.decide(workload.loss, example)
+    if workload.micro_batch_size is None and comms.data.size > 1:
+        split.shared = SharedStatistics(comms.data)
     digests = []
     for name, tensor in values:
         split.fill(name, tensor)
@@ -77,13 +80,19 @@ def _sharded(workload: Workload, comms: Comms, plan: Plan, device: torch.device,
     values, made = _values(workload)
     prepare.check_model(made)
     model = skeleton(made, _dtype(workload)).train()
-    sharded = ShardedModel(model, comms.axes, plan, device, run)
+    shared = _statistics(workload, model, comms)
+    sharded = ShardedModel(model, comms.axes, plan, device, (*run, shared))
     digests = []
     for name, tensor in values:
         sharded.fill(name, tensor)
         digests.append(_digest(tensor))
     _check_same_everywhere(digests, comms.step)
     return sharded
+
+
+def _statistics(workload: Workload, model: torch.nn.Module, comms: Comms) -> SharedStatistics | None:
+    """Batch norm over the whole batch, as one rank would have it, unless it is asked for per micro-batch."""
+    return share_statistics(model, comms.data) if workload.micro_batch_size is None else None
 
 
 def _values(workload: Workload) -> tuple[Iterator[tuple[str, torch.Tensor]], torch.nn.Module]:

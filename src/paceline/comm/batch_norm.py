@@ -1,0 +1,157 @@
+"""Batch norm over the samples of all ranks, so that splitting a batch does not change its statistics.
+
+torch's SyncBatchNorm needs GPUs; this is the same computation on any device. Each rank gives its count, mean and
+sum of squared differences; they are merged as Chan, Golub and LeVeque (1983) merge them, so nothing is lost to
+cancellation. Backward, two sums per channel are added up over the ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from paceline.comm.collectives import AxisComm
+
+
+@dataclass(slots=True)
+class SharedStatistics:
+    """Batch norm over an axis.
+
+    Attributes:
+        comm: the ranks that see different samples of the same batch.
+        counts: False while this rank only keeps step with the others: its samples are not counted.
+    """
+
+    comm: AxisComm
+    counts: bool = True
+
+    def batch_norm(
+        self,
+        images: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        mean: torch.Tensor | None,
+        variance: torch.Tensor | None,
+        is_training: bool,
+        momentum: float,
+        eps: float,
+        cudnn: bool = False,
+    ) -> torch.Tensor:
+        """As aten.batch_norm: (n, channels, ...) to the same, running statistics updated in place."""
+        if not is_training:
+            return torch.batch_norm(images, weight, bias, mean, variance, False, momentum, eps, cudnn)
+        channels = images.shape[1]
+        weight = images.new_ones(channels) if weight is None else weight
+        bias = images.new_zeros(channels) if bias is None else bias
+        result, statistics = _BatchNorm.apply(images, weight, bias, eps, self)
+        if mean is not None and variance is not None:
+            count, batch_mean, batch_variance = statistics.unbind()
+            with torch.no_grad():
+                mean.lerp_(batch_mean.to(mean.dtype), momentum)
+                unbiased = batch_variance * count / (count - 1).clamp(min=1)
+                variance.lerp_(unbiased.to(variance.dtype), momentum)
+        return result
+
+
+class _BatchNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, images: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, shared: SharedStatistics
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        dims = [dim for dim in range(images.dim()) if dim != 1]
+        wide = images.to(torch.promote_types(images.dtype, torch.float32))
+        count = float(wide.numel() // wide.shape[1]) if shared.counts else 0.0
+        own_mean = wide.mean(dims)
+        squares = (wide - _along(own_mean, wide)).square().sum(dims)
+        mine = torch.stack([torch.full_like(own_mean, count), own_mean, squares * (count > 0)])
+        statistics = _merged(mine, shared.comm)
+        total, mean, variance = statistics.unbind()
+        scale = (variance + eps).rsqrt()
+        normed = (wide - _along(mean, wide)) * _along(scale, wide)
+        ctx.save_for_backward(normed, weight, scale, total)
+        ctx.shared, ctx.dims = shared, dims
+        result = normed * _along(weight.to(wide.dtype), wide) + _along(bias.to(wide.dtype), wide)
+        ctx.mark_non_differentiable(statistics)
+        return result.to(images.dtype), statistics
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        normed, weight, scale, total = ctx.saved_tensors
+        gradient = gradients[0].to(normed.dtype)
+        sums = torch.stack([gradient.sum(ctx.dims), (gradient * normed).sum(ctx.dims)])
+        everybody = sums.clone()
+        _all_reduce(everybody, ctx.shared.comm)
+        mean_gradient, mean_product = (everybody / total).unbind()
+        inner = gradient - _along(mean_gradient, normed) - normed * _along(mean_product, normed)
+        images = inner * _along(scale * weight.to(normed.dtype), normed)
+        return images.to(gradients[0].dtype), sums[1].to(weight.dtype), sums[0].to(weight.dtype), None, None
+
+
+def _merged(mine: torch.Tensor, comm: AxisComm) -> torch.Tensor:
+    """Count, mean and variance over all ranks: (3, channels)."""
+    if isinstance(mine, FakeTensor):
+        comm.ledger.add("all_gather", comm.axis, mine.nbytes)
+        return mine.clone()
+    parts = comm.all_gather_along(mine, [mine.shape[0]] * comm.size, 0) if comm.size > 1 else [mine]
+    count, mean, squares = parts[0].unbind()
+    for part in parts[1:]:
+        other_count, other_mean, other_squares = part.unbind()
+        both = (count + other_count).clamp(min=1)
+        apart = other_mean - mean
+        squares = squares + other_squares + apart.square() * count * other_count / both
+        mean = mean + apart * other_count / both
+        count = count + other_count
+    return torch.stack([count, mean, squares / count.clamp(min=1)])
+
+
+def _all_reduce(tensor: torch.Tensor, comm: AxisComm) -> None:
+    if isinstance(tensor, FakeTensor):
+        comm.ledger.add("all_reduce", comm.axis, tensor.nbytes)
+    else:
+        comm.all_reduce(tensor)
+
+
+def _along(values: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
+    return values.view(1, -1, *([1] * (images.dim() - 2)))
+
+
+def share_statistics(model: torch.nn.Module, comm: AxisComm) -> SharedStatistics | None:
+    """Make every batch norm of `model` take its statistics over `comm`; None where there is nothing to do."""
+    norms = [
+        module
+        for module in model.modules()
+        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and not isinstance(module, torch.nn.SyncBatchNorm)
+    ]
+    if comm.size == 1 or not norms:
+        return None
+    shared = SharedStatistics(comm)
+    for module in norms:
+        module.forward = _Forward(module, shared)
+    return shared
+
+
+@dataclass(frozen=True, slots=True)
+class _Forward:
+    """What a batch norm's `forward` is replaced by."""
+
+    module: Any
+    shared: SharedStatistics
+
+    def __call__(self, images: torch.Tensor) -> torch.Tensor:
+        module = self.module
+        keeps = module.training and module.track_running_stats
+        takes_batch = module.training or module.running_mean is None
+        if not takes_batch:
+            result: torch.Tensor = type(module).forward(module, images)
+            return result
+        module._check_input_dim(images)
+        momentum = 0.0 if module.momentum is None else module.momentum
+        if keeps and module.num_batches_tracked is not None:
+            module.num_batches_tracked.add_(1)
+            if module.momentum is None:  # a cumulative mean
+                momentum = 1.0 / float(module.num_batches_tracked)
+        mean, variance = (module.running_mean, module.running_var) if keeps else (None, None)
+        return self.shared.batch_norm(images, module.weight, module.bias, mean, variance, True, momentum, module.eps)
