@@ -112,6 +112,24 @@ def test_accumulation_equals_the_whole_batch():
     assert not all(torch.equal(whole[name], cut[name]) for name in whole), "nothing was cut: the test is void"
 
 
+def thaw(rank, is_frozen_first):
+    """Two steps with the first layer frozen, then two with it free."""
+    words.init()
+    job = Job(norm_workload(steps=4, batch_size=9), Plan(mesh=f"replicate={words.size()}"))
+    for number, batch in enumerate(job.batches()):
+        job.model[0].requires_grad_(number >= 2 if is_frozen_first else True)
+        job.step(batch)
+    return {name: tensor.clone() for name, tensor in job.model.state_dict().items()}
+
+
+def test_parameters_set_free_later_are_reduced_too():
+    (whole,) = run_ranks(1, thaw, True)
+    first, second = run_ranks(2, thaw, True)
+    assert_equal_up_to(whole, first, 1e-12)
+    assert_equal_up_to(whole, second, 1e-12)
+    assert not torch.equal(whole["0.weight"], run_ranks(1, thaw, False)[0]["0.weight"]), "the test is void"
+
+
 class SparseModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -157,14 +175,22 @@ def norm_workload(**parts):
         data=data,
         batch_size=8,
         epochs=1,
-        steps=1,
         precision="float64",
-        **parts,
+        **{"steps": 1, **parts},
     )
 
 
+def test_batch_norm_sees_the_whole_batch():
+    """9 samples in batches of 8: in the second step one rank has a sample, the other none, and both update."""
+    losses, _, state = alone(norm_workload, {"steps": 3})
+    for ranks in (2, 3):
+        for other_losses, _, other in run_ranks(ranks, train, norm_workload, {"steps": 3}, {}):
+            assert other_losses == pytest.approx(losses, rel=1e-12)
+            assert_equal_up_to(state, other, 1e-12)
+
+
 def test_buffers_become_the_mean_over_ranks():
-    (_, _, state), (_, _, other) = run_ranks(2, train, norm_workload, {}, {})
+    (_, _, state), (_, _, other) = run_ranks(2, train, norm_workload, {"micro_batch_size": 4}, {})
     assert all(torch.equal(state[name], other[name]) for name in state)
     halves = run_ranks(2, running_means, norm_workload)
     assert not torch.equal(*halves), "both ranks saw the same: the test is void"
@@ -175,7 +201,7 @@ def test_buffers_become_the_mean_over_ranks():
 def running_means(rank, make):
     """What the running mean becomes on this rank's half alone."""
     words.init()
-    job = Job(make(), Plan(mesh=f"replicate={words.size()}"))
+    job = Job(make(micro_batch_size=4), Plan(mesh=f"replicate={words.size()}"))
     for batch in next(job.batches()).microbatches:
         job.workload.loss(job.model, batch)
     return job.model[1].running_mean

@@ -31,7 +31,7 @@ _KEEPS_SUM = (
 def coupled_at(captured: Captured) -> fx.Node | None:
     """The first operation in which samples meet, or of which that can't be told; None where there is none."""
     samples = _samples(captured)
-    if samples is None:
+    if samples is None or samples < 2:
         return None
     blocks = (samples,)
     written = written_groups(captured.graph)

@@ -36,7 +36,7 @@ class Buffers:
         for indices in self.modules:
             if any(now[index] != self.seen[index] for index in indices):
                 for index in indices:
-                    self.changed[index] = True
+                    self.changed[index] = not self.tensors[index].is_meta  # which another stage holds
         return self.changed
 
     def reduce(self, ranks_changed: list[int]) -> None:
@@ -49,7 +49,7 @@ class Buffers:
             return
         by_dtype: dict[torch.dtype, list[int]] = {}
         for index, ranks in enumerate(ranks_changed):
-            if ranks:
+            if ranks and not self.tensors[index].is_meta:  # on the meta device: another stage's
                 by_dtype.setdefault(self.tensors[index].dtype, []).append(index)
         for dtype, indices in by_dtype.items():
             self._reduce_dtype(dtype, indices, ranks_changed)

@@ -69,8 +69,8 @@ class RankLoader:
             return _Positioned(self.data, self.order(self.workload.batch_size))[0]
 
     def example(self) -> Any:
-        """The first micro-batch of the first part: what every rank can make, to learn shapes from."""
-        first = dataclasses.replace(self, rank=0)
+        """The first micro-batch of the first part, not cut for a pipeline: what every rank can make, to learn from."""
+        first = dataclasses.replace(self, rank=0, pieces_wanted=0)
         order = self.order(self.workload.batch_size)
         with kept_random_state():
             return next(first._load(order, 0, order.batch_at(0).stop)).microbatches[0]
