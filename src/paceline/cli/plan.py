@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan."""
     plan = decide_plan(arguments)
-    file = read_workload_file(arguments.workload, plan.world_size)
+    file = read_workload_file(arguments.workload, plan.data_size)
     facts = facts_of(plan, _describe([str(file.path), *arguments.arguments]))
     if arguments.json:
         print(json.dumps(facts))
