@@ -94,13 +94,13 @@ class SplitModel:
         return range(self.pipeline.rank, self.stages, self.pipeline.size)
 
     def decide(self, function: Function, batch: Any) -> Captured:
-        """Choose layout and stages from one batch, and make room for this rank's pieces.
+        """Choose layout and stages from one batch; `make_room` is next.
 
         Raises:
             WorkloadError: the model can't be captured.
             PlanError: an axis is larger than what can be split.
         """
-        captured = self._capture(function, batch)
+        captured = self.capture(function, batch)
         check_states_unwritten(captured.graph, captured.states, captured.trained)
         stages = assign_stages(captured, self.stages)
         anew = computed_anew(captured)
@@ -118,7 +118,6 @@ class SplitModel:
                     f"no weight has a dimension that can be split in {self.tensor.size}",
                     "use fewer ranks on that axis, or replicate, shard or pipeline",
                 )
-        self._make_room(captured)
         return captured
 
     def fill(self, name: str, full: torch.Tensor) -> None:
@@ -151,33 +150,42 @@ class SplitModel:
         full_key = (key, is_training, signature(batch))
         if full_key not in self.programs:
             self.form.train(is_training)
-            self.programs[full_key] = self._build(self._capture(function, batch))
+            self.programs[full_key] = self._build(self.capture(function, batch))
         return self.programs[full_key]
 
-    def _capture(self, function: Function, batch: Any) -> Captured:
+    def capture(self, function: Function, batch: Any) -> Captured:
+        """The graph of `function` for batches like `batch`."""
         if not tensors_in(batch):
             raise WorkloadError("a batch of tensors", f"it is a {type(batch).__name__}", "collate samples into tensors")
         return capture(self.form, function, batch, self.device)
 
-    def _build(self, captured: Captured) -> Program:
+    def stages_of(self, captured: Captured) -> tuple[Captured, list[Stage]]:
+        """The graphs of all stages as this rank of the `tensor` axis runs them, and the graph they are cut from."""
         stages = assign_stages(captured, self.stages, self.assignment)
         if self.tensor.size > 1:
             layout = choose_layout(captured, self.tensor.size, self._decided(captured), self.plan.sequence == "on")
             emitted, origin = emit(captured, layout, Exchanges(self.tensor), stages)
-            shapes = {name: tuple(self.placement(name).local_shape) for name in emitted.states}
-            dry_run(emitted, shapes, self.tensor)
+            dry_run(emitted, self.local_shapes(emitted), self.tensor)
             anew = computed_anew(emitted)
             stages = {new: stages[old] for new, old in origin.items() if old in stages and new not in anew}
             captured = emitted
+        return captured, cut_out(captured, stages, self.stages)
+
+    def local_shapes(self, captured: Captured) -> dict[str, tuple[int, ...]]:
+        """The shape of this rank's piece of every state that a graph reads."""
+        return {name: tuple(self.placement(name).local_shape) for name in captured.states}
+
+    def _build(self, captured: Captured) -> Program:
+        captured, stages = self.stages_of(captured)
+        constants = {name: tensor.to(self.device) for name, tensor in captured.constants.items()}
         made = []
-        for index, stage in enumerate(cut_out(captured, stages, self.stages)):
-            if index in self.own_stages:
-                constants = {name: tensor.to(self.device) for name, tensor in captured.constants.items()}
-                if self.shared is not None:
-                    _share(stage.graph, self.shared)
-                module = fx.GraphModule(constants, stage.graph)
-                states = [self.local[name] for name in stage.states]
-                made.append(StageProgram(index, stage, self._compiled(module), states))
+        for index in self.own_stages:
+            stage = stages[index]
+            if self.shared is not None:
+                _share(stage.graph, self.shared)
+            module = fx.GraphModule(constants, stage.graph)
+            states = [self.local[name] for name in stage.states]
+            made.append(StageProgram(index, stage, self._compiled(module), states))
         return Program(captured, made, self.stages)
 
     def _decided(self, captured: Captured) -> Mapping[str, Lay]:
@@ -186,7 +194,8 @@ class SplitModel:
     def _compiled(self, module: fx.GraphModule) -> Any:
         return torch.compile(module) if self.plan.compile == "on" else module
 
-    def _make_room(self, captured: Captured) -> None:
+    def make_room(self) -> None:
+        """Put this rank's pieces, without values yet, where the model's parameters and buffers are."""
         tied = {}
         for name, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]:
             if not self.owns(name):

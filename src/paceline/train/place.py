@@ -63,6 +63,7 @@ def _split(workload: Workload, comms: Comms, plan: Plan, device: torch.device, e
     split = SplitModel(model, comms.axes["tensor"], pipeline, plan, device, stages)
     model.train()
     split.decide(workload.loss, example)
+    split.make_room()
     if workload.micro_batch_size is None and comms.data.size > 1:
         split.shared = SharedStatistics(comms.data)
     digests = []
