@@ -95,6 +95,12 @@ class Plan:
             values[name] = int(value) if value.isdecimal() else value
         return cls(**{**values, "mesh": str(Mesh.parse(",".join(axes) or "replicate=1"))})
 
+    def line(self) -> str:
+        """The plan as `parse` reads it: its mesh and every option that is not the default."""
+        default = Plan()
+        changed = [f"{name}={getattr(self, name)}" for name in OPTIONS if getattr(self, name) != getattr(default, name)]
+        return ",".join([self.mesh, *changed])
+
     @property
     def world_size(self) -> int:
         """Ranks that the plan's mesh covers."""
