@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -97,7 +97,11 @@ def _detached(value: Any) -> Any:
 
 
 def stage_traffic(
-    stage: Stage, captured: Captured, shapes: Mapping[str, tuple[int, ...]], comms: Sequence[AxisComm]
+    stage: Stage,
+    captured: Captured,
+    shapes: Mapping[str, tuple[int, ...]],
+    comms: Sequence[AxisComm],
+    recompute: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda run: run,
 ) -> Ledger:
     """What one micro-batch's forward and backward through a stage enter in the ledger; nothing is sent.
 
@@ -106,6 +110,7 @@ def stage_traffic(
         captured: the graph, whose inputs' `meta` says shapes.
         shapes: the states' local shapes.
         comms: the axes that the graph talks on.
+        recompute: wraps what is computed again in the backward pass.
     """
     ledger = Ledger()
     kept = [comm.ledger for comm in comms]
@@ -125,7 +130,7 @@ def stage_traffic(
                 torch.empty_like(value).requires_grad_(flows)
                 for value, flows in zip(stage.received, stage.has_gradient, strict=True)
             ]
-            outputs = module(*states, *inputs, *received)
+            outputs = recompute(module)(*states, *inputs, *received)
             roots = [one for one in outputs if isinstance(one, torch.Tensor) and one.requires_grad]
             roots = roots if stage.sent else roots[:1]
             if roots:

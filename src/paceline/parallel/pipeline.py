@@ -132,9 +132,9 @@ class _Run:
     def forward(self, stage: int, micro: int) -> list[Any]:
         """One forward pass; what was sent, or the last stage's flat result."""
         program = self.by_index[stage]
-        received = [self._receive(meta, stage - 1, micro, n) for n, meta in enumerate(program.stage.received)]
+        received = [self._receive(meta, stage - 1, micro, n) for n, meta in enumerate(program.first.received)]
         if torch.is_grad_enabled():
-            for tensor, has_gradient in zip(received, program.stage.has_gradient, strict=True):
+            for tensor, has_gradient in zip(received, program.first.has_gradient, strict=True):
                 tensor.requires_grad_(has_gradient)
         with self.pipeline.autocast():
             sent = list(program(tensors_in(self.microbatches[micro]), received))
@@ -158,19 +158,19 @@ class _Run:
             roots, gradients = flight.sent, [torch.ones_like(flight.sent[0])]
         else:
             roots, gradients = [], []
-            for number, (value, flows) in enumerate(zip(flight.sent, program.stage.sends_gradient, strict=True)):
+            for number, (value, flows) in enumerate(zip(flight.sent, program.last.sends_gradient, strict=True)):
                 if flows:
-                    meta = program.stage.sent[number]
+                    meta = program.last.sent[number]
                     roots.append(value)
                     gradients.append(self._receive(meta, action.stage + 1, action.micro_batch, number, forwards=False))
-        wanted = [t for t, flows in zip(flight.received, program.stage.has_gradient, strict=True) if flows]
+        wanted = [t for t, flows in zip(flight.received, program.first.has_gradient, strict=True) if flows]
         if self.has_halves:
-            flight.halves = backward_of_inputs(roots, gradients, wanted, program.states)
+            flight.halves = backward_of_inputs(roots, gradients, wanted, [one for states in program.states for one in states])
             self.flights[action.stage, action.micro_batch] = flight
         elif roots:
             torch.autograd.backward(roots, gradients)
         number = 0
-        for number, (tensor, flows) in enumerate(zip(flight.received, program.stage.has_gradient, strict=True)):
+        for number, (tensor, flows) in enumerate(zip(flight.received, program.first.has_gradient, strict=True)):
             if flows:
                 gradient = tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
                 self._send(gradient, action.stage - 1, action.micro_batch, number, forwards=False)

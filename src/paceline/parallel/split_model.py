@@ -29,23 +29,37 @@ from paceline.graph.stages import Assignment, Stage, assign_stages, assignment_o
 from paceline.nouns.errors import PlanError, WorkloadError
 from paceline.nouns.placement import Placement
 from paceline.nouns.plan import Plan
+from paceline.parallel.blocks import find_blocks
+from paceline.parallel.recompute import recomputed
 
 Function = Callable[[Any, Any], Any]
 
 
 @dataclass(slots=True)
 class StageProgram:
-    """One stage, ready to run on this rank."""
+    """One stage, ready to run on this rank, as pieces one after another (one, unless activations are recomputed)."""
 
     index: int
-    stage: Stage
-    module: fx.GraphModule
-    states: list[torch.Tensor]
+    pieces: list[Stage]
+    run: list[Callable[..., Any]]
+    states: list[list[torch.Tensor]]  # of each piece
+
+    @property
+    def first(self) -> Stage:
+        """The piece that receives."""
+        return self.pieces[0]
+
+    @property
+    def last(self) -> Stage:
+        """The piece that sends."""
+        return self.pieces[-1]
 
     def __call__(self, batch: Sequence[torch.Tensor], received: Sequence[torch.Tensor] = ()) -> list[Any]:
         """Run it; the flat list that it sends on, or the function's flat result from the last stage."""
-        result: list[Any] = self.module(*self.states, *(batch[index] for index in self.stage.inputs), *received)
-        return result
+        values: Sequence[Any] = received
+        for piece, run, states in zip(self.pieces, self.run, self.states, strict=True):
+            values = run(*states, *(batch[index] for index in piece.inputs), *values)
+        return list(values)
 
 
 @dataclass(slots=True)
@@ -84,9 +98,12 @@ class SplitModel:
     shared: SharedStatistics | None = None  # batch norm over the ranks with other samples of the same batch
     local: dict[str, torch.Tensor] = field(default_factory=dict)
     programs: dict[Hashable, Program] = field(default_factory=dict)
+    pieces: int = 1  # of each stage, where activations are recomputed
 
     def __post_init__(self) -> None:
         self.form = skeleton(self.model)
+        if self.plan.checkpointing != "none":
+            self.pieces = max(1, round(len(find_blocks(self.form)) / self.stages))
 
     @property
     def own_stages(self) -> range:
@@ -102,7 +119,7 @@ class SplitModel:
         """
         captured = self.capture(function, batch)
         check_states_unwritten(captured.graph, captured.states, captured.trained)
-        stages = assign_stages(captured, self.stages)
+        stages = self._first_cut(captured)
         anew = computed_anew(captured)
         unread = captured.buffers - captured.states.keys()
         self.everywhere = unread | {n for n, node in captured.states.items() if n in captured.buffers and node in anew}
@@ -137,7 +154,7 @@ class SplitModel:
         assert self.assignment is not None
         if name in self.everywhere:
             return tuple(range(self.stages))
-        return self.assignment.owners.get(name, (0,))
+        return tuple(sorted({piece // self.pieces for piece in self.assignment.owners.get(name, (0,))}))
 
     def placement(self, name: str) -> Placement:
         """Which part of the state this rank holds."""
@@ -160,8 +177,8 @@ class SplitModel:
         return capture(self.form, function, batch, self.device)
 
     def stages_of(self, captured: Captured) -> tuple[Captured, list[Stage]]:
-        """The graphs of all stages as this rank of the `tensor` axis runs them, and the graph they are cut from."""
-        stages = assign_stages(captured, self.stages, self.assignment)
+        """The graphs of all stages, in pieces, as this rank of `tensor` runs them, and the graph they are cut from."""
+        stages = assign_stages(captured, self.stages * self.pieces, self.assignment)
         if self.tensor.size > 1:
             layout = choose_layout(captured, self.tensor.size, self._decided(captured), self.plan.sequence == "on")
             emitted, origin = emit(captured, layout, Exchanges(self.tensor), stages)
@@ -169,7 +186,7 @@ class SplitModel:
             anew = computed_anew(emitted)
             stages = {new: stages[old] for new, old in origin.items() if old in stages and new not in anew}
             captured = emitted
-        return captured, cut_out(captured, stages, self.stages)
+        return captured, cut_out(captured, stages, self.stages * self.pieces)
 
     def local_shapes(self, captured: Captured) -> dict[str, tuple[int, ...]]:
         """The shape of this rank's piece of every state that a graph reads."""
@@ -180,19 +197,34 @@ class SplitModel:
         constants = {name: tensor.to(self.device) for name, tensor in captured.constants.items()}
         made = []
         for index in self.own_stages:
-            stage = stages[index]
-            if self.shared is not None:
-                _share(stage.graph, self.shared)
-            module = fx.GraphModule(constants, stage.graph)
-            states = [self.local[name] for name in stage.states]
-            made.append(StageProgram(index, stage, self._compiled(module), states))
+            own = stages[index * self.pieces : (index + 1) * self.pieces]
+            run = []
+            for piece in own:
+                if self.shared is not None:
+                    _share(piece.graph, self.shared)
+                run.append(self._runnable(fx.GraphModule(constants, piece.graph)))
+            made.append(StageProgram(index, own, run, [[self.local[name] for name in piece.states] for piece in own]))
         return Program(captured, made, self.stages)
 
     def _decided(self, captured: Captured) -> Mapping[str, Lay]:
         return {name: self.lays.get(name) for name in captured.states}
 
-    def _compiled(self, module: fx.GraphModule) -> Any:
-        return torch.compile(module) if self.plan.compile == "on" else module
+    def _runnable(self, module: fx.GraphModule) -> Callable[..., Any]:
+        return self.recompute(torch.compile(module) if self.plan.compile == "on" else module)
+
+    def recompute(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """`run` under the plan's activation checkpointing; batch norm would count a batch twice."""
+        return recomputed(run, "none" if self.coupled.startswith("aten.batch_norm") else self.plan.checkpointing)
+
+    def _first_cut(self, captured: Captured) -> dict[fx.Node, int]:
+        """Into stages of so many pieces each; fewer pieces where there are too few places to cut."""
+        while True:
+            try:
+                return assign_stages(captured, self.stages * self.pieces)
+            except PlanError:
+                if self.pieces == 1:
+                    raise
+                self.pieces -= 1
 
     def make_room(self) -> None:
         """Put this rank's pieces, without values yet, where the model's parameters and buffers are."""

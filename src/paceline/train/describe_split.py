@@ -47,7 +47,7 @@ def describe_split(workload: Workload, plan: Plan) -> dict[str, Any]:
     captured = splits[0].decide(workload.loss, example)
     for other in splits[1:]:
         other.lays, other.assignment = splits[0].lays, splits[0].assignment
-        other.everywhere, other.coupled = splits[0].everywhere, splits[0].coupled
+        other.everywhere, other.coupled, other.pieces = splits[0].everywhere, splits[0].coupled, splits[0].pieces
     wanted = cut_into(plan, mesh, workload)
     if splits[0].coupled and wanted and not plan.micro_batches:
         wanted = 1
@@ -112,11 +112,13 @@ def _rank(split: SplitModel, graphs: list[Captured]) -> dict[str, Any]:
         ledger = Ledger()
         messages = []
         for index in split.own_stages:
-            one = stage_traffic(stages[index], captured, shapes, [split.tensor])
-            ledger.calls.update(one.calls)
-            ledger.payload_bytes.update(one.payload_bytes)
-            messages += [value.nbytes for value in stages[index].sent]
-            flows = zip(stages[index].received, stages[index].has_gradient, strict=True)
+            pieces = stages[index * split.pieces : (index + 1) * split.pieces]
+            for piece in pieces:
+                one = stage_traffic(piece, captured, shapes, [split.tensor], split.recompute)
+                ledger.calls.update(one.calls)
+                ledger.payload_bytes.update(one.payload_bytes)
+            messages += [value.nbytes for value in pieces[-1].sent]
+            flows = zip(pieces[0].received, pieces[0].has_gradient, strict=True)
             messages += [value.nbytes for value, is_flowing in flows if is_flowing]
         rows.append(ledger.rows())
         sends.append(messages)
@@ -143,7 +145,7 @@ def _rank(split: SplitModel, graphs: list[Captured]) -> dict[str, Any]:
 def _shares(captured: Captured, split: SplitModel) -> list[float]:
     """The share of the work that each stage does."""
     work = [0.0] * split.stages
-    for node, stage in assign_stages(captured, split.stages, split.assignment).items():
-        work[stage] += operations(node)
+    for node, piece in assign_stages(captured, split.stages * split.pieces, split.assignment).items():
+        work[piece // split.pieces] += operations(node)
     total = sum(work) or 1.0
     return [round(amount / total, 4) for amount in work]
