@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import fx
@@ -84,7 +84,7 @@ def capture(model: torch.nn.Module, function: Function, batch: Any, device: torc
         inputs = [_fake_like(tensor, device) for tensor in tensors_in(batch)]
     call = _Call(model, function, batch, list(tensors))
     state_before = _plain_random_state()
-    with _watched_modules(model) as entries, _refusals(call):
+    with _watched_modules(model) as entries, _refusals(call), _gradients_as_written():
         traced = make_fx(call, pre_dispatch=True)(states, inputs)
     if _plain_random_state() != state_before:
         raise WorkloadError(
@@ -213,6 +213,36 @@ def _places(graph: fx.Graph, entries: list[tuple[int, str]]) -> dict[fx.Node, st
 
 
 @contextmanager
+def _gradients_as_written() -> Iterator[None]:
+    """Refuse what a graph of forward operations would lose without a word: gradients that are written by hand."""
+    apply, hook = vars(torch.autograd.Function)["apply"], torch.Tensor.register_hook
+
+    def refuse(what: str, name: str) -> NoReturn:
+        raise WorkloadError(
+            "a model whose gradients follow from its operations, so that it can be split",
+            f"{what} {name} changes them",
+            "write it with torch operations, use checkpoint(..., use_reentrant=False) if that is what it is, or train "
+            "it by replicate or shard, which run the model's own code",
+        )
+
+    def checked(cls: Any, *arguments: Any, **named: Any) -> Any:
+        if cls.__name__ == "_NoopSaveInputs":  # of non-reentrant checkpoint: passes no gradient
+            return apply.__func__(cls, *arguments, **named)
+        refuse("the autograd function", f"{cls.__module__}.{cls.__qualname__}")
+
+    def hooked(tensor: torch.Tensor, function: Any) -> Any:
+        refuse("the tensor hook", getattr(function, "__qualname__", repr(function)))
+
+    torch.autograd.Function.apply = classmethod(checked)  # type: ignore[method-assign, assignment]
+    torch.Tensor.register_hook = hooked  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
+        torch.Tensor.register_hook = hook  # type: ignore[method-assign]
+
+
+@contextmanager
 def _refusals(call: _Call) -> Iterator[None]:
     try:
         yield
@@ -276,7 +306,17 @@ def skeleton(model: torch.nn.Module, dtype: torch.dtype | None = None) -> torch.
     Args:
         model: its tensors may hold values or not.
         dtype: of floating-point tensors, where it is to change.
+
+    Raises:
+        WorkloadError: a parameter has a hook, which sees whole gradients and would be lost with the values.
     """
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise WorkloadError(
+                "a model whose parameters can be split",
+                f"{name} has a hook on its gradient, which would see only a part of it",
+                "put what the hook does into the loss or the optimizer, or train it by replicate",
+            )
 
     def empty(tensor: torch.Tensor) -> torch.Tensor:
         wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype

@@ -260,7 +260,8 @@ def _group_norm(node: fx.Node) -> Spec:
 
 def _pool(node: fx.Node) -> Spec:
     rank = len(shape_of(tensor_inputs(node)[0]))
-    labels: Labels = ("n", "c", *(None,) * (rank - 2))
+    room = 1 if "pool1d" in str(node.target) else 2
+    labels: Labels = (*("n", "c")[room + 2 - rank :], *(None,) * room)  # samples need not be there
     return Spec((labels,), labels)
 
 

@@ -17,6 +17,7 @@ from torch import fx
 from paceline.graph.split import Split, flattened, unflattened
 
 aten = torch.ops.aten
+_SQUEEZES = (aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default)
 Carried = Split | list[Split | None] | None
 
 RESHAPES = (
@@ -50,7 +51,7 @@ def local_arguments(node: fx.Node, split: Split, out: Carried, part: int, parts:
     """The operation and its further arguments on this rank's piece."""
     target: Any = node.target
     rest = node.args[1:]
-    if target in RESHAPES:
+    if target in RESHAPES or target in _SQUEEZES:  # a piece may be one long where the whole is not
         assert isinstance(out, Split)
         return aten.reshape.default, (list(out.local_shape(shape_of(node), part, parts)),)
     if target is aten.expand.default:
@@ -217,9 +218,7 @@ _RULES: dict[Any, Callable[[fx.Node, Split, int], Carried]] = {
     aten.numpy_T.default: _t,
     aten.permute.default: _permute,
     aten.unsqueeze.default: _unsqueeze,
-    aten.squeeze.dim: _squeeze,
-    aten.squeeze.dims: _squeeze,
-    aten.squeeze.default: _squeeze,
+    **dict.fromkeys(_SQUEEZES, _squeeze),
     aten.expand.default: _expand,
     aten.select.int: _select,
     aten.slice.Tensor: _slice,
