@@ -32,6 +32,7 @@ def backward_of_inputs(
     if not inputs or not weights:  # the first stage: nobody waits for its inputs
         torch.autograd.backward(roots, gradients)
         return Halves([], [], [])
+    roots = [root.clone() if root._is_view() else root for root in roots]  # torch cuts them off, in place
     _, groups = torch_halves.stage_backward_input(roots, gradients, inputs, iter(weights))
     return Halves(weights, groups, roots)
 
