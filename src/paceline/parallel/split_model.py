@@ -22,7 +22,8 @@ from paceline.graph.capture import Captured, capture, skeleton
 from paceline.graph.dry_run import dry_run
 from paceline.graph.emit import emit
 from paceline.graph.functional import check_states_unwritten
-from paceline.graph.layout import choose_layout
+from paceline.graph.layout import Layout, choose_layout
+from paceline.graph.own_plan import own_plan
 from paceline.graph.separable import coupled_at
 from paceline.graph.split import Lay
 from paceline.graph.stages import Assignment, Stage, assign_stages, assignment_of, computed_anew, cut_out
@@ -33,6 +34,7 @@ from paceline.parallel.blocks import find_blocks
 from paceline.parallel.recompute import recomputed
 
 Function = Callable[[Any, Any], Any]
+_OWN_PLAN_MAY_COST = 1.05  # times the derived layout; its authors may know what a count of operations doesn't
 
 
 @dataclass(slots=True)
@@ -128,7 +130,7 @@ class SplitModel:
             self.coupled = f"{meeting.target} in {captured.place.get(meeting) or 'the loss'}"
         self.assignment = assignment_of(captured, stages)
         if self.tensor.size > 1:
-            self.lays = choose_layout(captured, self.tensor.size, None, self.plan.sequence == "on").lays
+            self.lays = self._choose(captured).lays
             if not any(lay is not None for lay in self.lays.values()):
                 raise PlanError(
                     f"the model should be split over {self.tensor.size} ranks by tensor",
@@ -187,6 +189,16 @@ class SplitModel:
             stages = {new: stages[old] for new, old in origin.items() if old in stages and new not in anew}
             captured = emitted
         return captured, cut_out(captured, stages, self.stages * self.pieces)
+
+    def _choose(self, captured: Captured) -> Layout:
+        """The cheaper of the layout that the model's own plan leads to and the one derived without it."""
+        parts, sequence = self.tensor.size, self.plan.sequence == "on"
+        derived = choose_layout(captured, parts, None, sequence)
+        own = own_plan(self.form, captured, parts)
+        if not own:
+            return derived
+        planned = choose_layout(captured, parts, own, sequence)
+        return planned if planned.cost <= _OWN_PLAN_MAY_COST * derived.cost else derived
 
     def local_shapes(self, captured: Captured) -> dict[str, tuple[int, ...]]:
         """The shape of this rank's piece of every state that a graph reads."""

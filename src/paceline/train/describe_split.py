@@ -100,7 +100,7 @@ def _comms(mesh: Mesh, pipeline_rank: int) -> dict[str, AxisComm]:
 def _layout(captured: Captured, split: SplitModel, mesh: Mesh) -> list[dict[str, Any]]:
     if mesh.size("tensor") == 1:
         return []
-    layout = choose_layout(captured, mesh.size("tensor"), None, split.plan.sequence == "on")
+    layout = choose_layout(captured, mesh.size("tensor"), split.lays, split.plan.sequence == "on")
     return [dataclasses.asdict(line) for line in explain(captured, layout, mesh.size("tensor"))]
 
 
