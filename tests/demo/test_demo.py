@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from paceline.demo.bert import Bert, BertConfig
-from paceline.demo.corpus import CLS, LENGTH, SEP, VOCABULARY, prepare
+from paceline.demo.corpus import CLS, LENGTH, PAD, SEP, VOCABULARY, prepare
 from paceline.demo.report import summary, table, terminal_curve
-from paceline.demo.workload import MaskedSequences, save_for_transformers
+from paceline.demo.workload import IGNORED, MaskedSequences, save_for_transformers
 
 from jobs import paceline
 
@@ -41,11 +41,16 @@ def test_hidden_tokens_are_a_seventh_and_never_the_special_ones(text):
     data = MaskedSequences(folder / "train.npy")
     torch.manual_seed(0)
     rows = [data[index] for index in range(400)]
-    chosen = torch.stack([row["chosen"] for row in rows])
-    assert 0.13 < float(chosen[:, 1:-1].float().mean()) < 0.17
-    assert not chosen[:, [0, -1]].any()
-    for row in rows:
-        assert torch.equal(row["input_ids"][~row["chosen"]], row["labels"][~row["chosen"]])
+    assert 0.13 < float((torch.stack([row["labels"] for row in rows]) != IGNORED).float().mean()) * 10 / 64 < 0.17
+    for row, tokens in zip(rows, data.rows, strict=False):
+        was = torch.from_numpy(tokens.astype("int64"))
+        places, counts = row["chosen"], row["labels"] != IGNORED
+        assert len(set(places.tolist())) == len(places)
+        assert torch.equal(was[places][counts], row["labels"][counts])
+        assert not torch.isin(was[places][counts], torch.tensor([CLS, SEP, PAD])).any()
+        kept = torch.ones(len(was), dtype=torch.bool)
+        kept[places[counts]] = False
+        assert torch.equal(row["input_ids"][kept], was[kept])
 
 
 def test_the_bert_is_transformers_bert(text, tmp_path):

@@ -173,10 +173,8 @@ def norm_workload(**parts):
         ),
         optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.01),
         data=data,
-        batch_size=8,
-        epochs=1,
         precision="float64",
-        **{"steps": 1, **parts},
+        **{"steps": 1, "batch_size": 8, **parts},
     )
 
 

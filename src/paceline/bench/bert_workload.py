@@ -1,7 +1,6 @@
 """What both sides of `bench strategies` train: the demo's BERT on made-up tokens, the same batches in the same order.
 
-The demo draws which tokens it hides, and picks them by a mask: how many there are depends on values, so no graph of
-fixed shapes can be captured of it. Here every sequence hides as many, named by position, as Google's original does.
+Like the demo, every sequence hides as many tokens, named by position, as Google's original does.
 """
 
 from __future__ import annotations
@@ -45,9 +44,8 @@ class HiddenTokens(Dataset[Batch]):
 
 def scores_of(model: Any, batch: Batch) -> Tensor:
     """The model's scores for the hidden tokens: (batch * HIDDEN, vocabulary)."""
-    rows = torch.arange(len(batch["places"]), device=batch["places"].device)[:, None]
-    scores: Tensor = model(batch["input_ids"], (rows, batch["places"]))
-    return scores.flatten(0, 1)
+    scores: Tensor = model(batch["input_ids"], batch["places"])
+    return scores
 
 
 def loss(model: torch.nn.Module, batch: Batch) -> tuple[Tensor, int]:

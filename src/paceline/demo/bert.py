@@ -140,19 +140,27 @@ class Bert(nn.Module):
 
         Args:
             input_ids: (batch, length) token numbers.
-            chosen: (batch, length) bool; scores are made for these positions only, for all where None.
+            chosen: positions that scores are made for: (batch, k) numbers of positions, or (batch, length) bool; all
+                where None. Numbers keep every shape known beforehand, as tensor and pipeline need.
 
         Returns:
-            (positions, vocabulary), positions in reading order.
+            (positions, vocabulary), sequence by sequence.
         """
         hidden = self.bert["embeddings"](input_ids)
         for layer in self.bert["encoder"]["layer"]:  # type: ignore[index]
             hidden = layer(hidden)
-        picked = hidden.flatten(0, 1) if chosen is None else hidden[chosen]
-        return self.cls["predictions"](picked)  # type: ignore[no-any-return]
+        return self.cls["predictions"](_picked(hidden, chosen))  # type: ignore[no-any-return]
 
     def _initialise(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=self.config.initializer_range)
         if isinstance(module, nn.Linear):
             nn.init.zeros_(module.bias)
+
+
+def _picked(hidden: Tensor, chosen: Tensor | None) -> Tensor:
+    if chosen is None:
+        return hidden.flatten(0, 1)
+    if chosen.dtype == torch.bool:
+        return hidden[chosen]
+    return hidden.gather(1, chosen.unsqueeze(-1).expand(-1, -1, hidden.shape[-1])).flatten(0, 1)

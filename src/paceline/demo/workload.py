@@ -20,6 +20,7 @@ from paceline.demo.corpus import CLS, MASK, PAD, SEP, SPECIAL, VOCABULARY
 
 MASKED = 0.15  # of the tokens; of these 80 % become [MASK], 10 % another token, 10 % stay (Devlin et al. 2019)
 EVALUATED = 512  # held-out sequences
+IGNORED = -100  # a label that counts nothing
 
 
 class MaskedSequences(torch.utils.data.Dataset[dict[str, Tensor]]):
@@ -32,29 +33,34 @@ class MaskedSequences(torch.utils.data.Dataset[dict[str, Tensor]]):
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        labels = torch.from_numpy(self.rows[index].astype(np.int64))
-        ordinary = (labels != CLS) & (labels != SEP) & (labels != PAD)
-        chosen = ordinary & (torch.rand(labels.shape) < MASKED)
-        fate = torch.rand(labels.shape)
-        other = torch.randint(len(SPECIAL), VOCABULARY, labels.shape)
-        hidden = torch.where(fate < 0.8, MASK, torch.where(fate < 0.9, other, labels))
-        return {"input_ids": torch.where(chosen, hidden, labels), "labels": labels, "chosen": chosen}
+        tokens = torch.from_numpy(self.rows[index].astype(np.int64))
+        ordinary = (tokens != CLS) & (tokens != SEP) & (tokens != PAD)
+        # As many in every sequence, as BERT's own data has them: shapes must not depend on a draw.
+        chosen = torch.where(ordinary, torch.rand(tokens.shape), -1.0).topk(round(MASKED * len(tokens))).indices
+        was = tokens[chosen]
+        fate = torch.rand(was.shape)
+        other = torch.randint(len(SPECIAL), VOCABULARY, was.shape)
+        becomes = torch.where(fate < 0.8, MASK, torch.where(fate < 0.9, other, was))
+        is_real = ordinary[chosen]  # a very short sequence has fewer ordinary tokens
+        hidden = tokens.index_put((chosen,), torch.where(is_real, becomes, was))
+        return {"input_ids": hidden, "labels": torch.where(is_real, was, IGNORED), "chosen": chosen}
 
 
 def loss(model: torch.nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Cross entropy of the hidden tokens, added up, and how many there are."""
+    labels = batch["labels"].flatten()
     scores = model(batch["input_ids"], batch["chosen"])
-    return F.cross_entropy(scores, batch["labels"][batch["chosen"]], reduction="sum"), batch["chosen"].sum()
+    return F.cross_entropy(scores, labels, reduction="sum", ignore_index=IGNORED), (labels != IGNORED).sum()
 
 
 def score_against(frequent: int) -> Any:
     """The held-out loss, the accuracy, and that of always guessing the most frequent token."""
 
     def score(model: torch.nn.Module, batch: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-        scores = model(batch["input_ids"], batch["chosen"])
-        labels, count = batch["labels"][batch["chosen"]], batch["chosen"].sum()
+        scores, labels = model(batch["input_ids"], batch["chosen"]), batch["labels"].flatten()
+        count = (labels != IGNORED).sum()
         return {
-            "loss": (F.cross_entropy(scores, labels, reduction="sum"), count),
+            "loss": (F.cross_entropy(scores, labels, reduction="sum", ignore_index=IGNORED), count),
             "accuracy": ((scores.argmax(-1) == labels).sum().float(), count),
             "baseline": ((labels == frequent).sum().float(), count),
         }

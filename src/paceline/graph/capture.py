@@ -18,7 +18,11 @@ from typing import Any, NoReturn
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
@@ -246,6 +250,13 @@ def _gradients_as_written() -> Iterator[None]:
 def _refusals(call: _Call) -> Iterator[None]:
     try:
         yield
+    except DynamicOutputShapeException as error:
+        raise WorkloadError(
+            "a model whose shapes are known before the values, so that it can be split",
+            f"how much it picks depends on values: {_where(error)}",
+            "pick a fixed number, by torch.where, gather or topk, or train it by replicate or shard, "
+            "which run the model's own code",
+        ) from error
     except (DataDependentOutputException, GuardOnDataDependentSymNode) as error:
         raise WorkloadError(
             "a model whose path depends on shapes alone, so that it can be split",

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
-from paceline.comm.leaves import map_tensors
+from paceline.comm.leaves import map_tensors, tensors_in
 from paceline.nouns.errors import WorkloadError
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.order import DataOrder, cut, share
@@ -67,6 +67,19 @@ class RankLoader:
         """The sample at position 0, as every rank should find it."""
         with kept_random_state():
             return _Positioned(self.data, self.order(self.workload.batch_size))[0]
+
+    def two_samples(self) -> list[Any] | None:
+        """The first two samples as one batch and as two, on the device; None where they have no common shapes."""
+        if len(self.data) < 2 or self.workload.batch_size < 2:
+            return None
+        data = _Positioned(self.data, self.order(self.workload.batch_size))
+        collate = self.workload.collate or default_collate
+        with kept_random_state():
+            batches = [collate([data[0], data[1]]), collate([data[0]]), collate([data[1]])]
+        shapes = [[tuple(tensor.shape[1:]) for tensor in tensors_in(batch)] for batch in batches]
+        if shapes[0] != shapes[1] or shapes[1] != shapes[2]:
+            return None
+        return [moved(batch, self.device, self.workload.precision == "float64") for batch in batches]
 
     def example(self) -> Any:
         """The first micro-batch of the first part, not cut for a pipeline: what every rank can make, to learn from."""
