@@ -28,3 +28,18 @@ def test_bench_step_prints_one_object(tmp_path):
     assert result["ratios"].keys() >= RATIOS
     assert all(0.2 < ratio < 5 for ratio in result["ratios"].values())
     assert all(row["samples_per_s"] > 0 for row in result["rows"])
+
+
+def test_bench_strategies_compares_sides_that_compute_the_same(tmp_path):
+    ended = paceline(tmp_path, "bench", "strategies", "--rounds", "1", "--json", timeout=600)
+    assert ended.code == 0, ended.err
+    result = json.loads(ended.out)
+    assert {row["name"] for row in result["rows"]} == {
+        f"{side}_{strategy}" for side in ("paceline", "raw") for strategy in ("shard", "tensor", "gpipe", "1f1b")
+    }
+    assert result["ratios"].keys() == {
+        "shard_over_raw", "tensor_over_raw", "pipeline_over_raw", "pipeline_gpipe_over_raw", "pipeline_1f1b_over_raw",
+    }  # fmt: skip
+    assert all(0.2 < ratio < 5 for ratio in result["ratios"].values())
+    assert all(row["step_s"] > 0 and row["side"] in ("paceline", "raw") for row in result["rows"])
+    assert all(difference < 1e-4 for difference in result["loss_differences"].values())

@@ -6,9 +6,10 @@ from paceline.nouns.errors import MeshError
 from paceline.nouns.mesh import AXES, Mesh
 
 
-@given(st.integers(1, 40))
-def test_every_rank_has_one_place_and_one_group_per_axis(size):
-    mesh = Mesh((size,))
+@given(st.tuples(*[st.integers(1, 4)] * len(AXES)))
+def test_every_rank_has_one_place_and_one_group_per_axis(sizes):
+    mesh = Mesh(sizes)
+    size = mesh.world_size
     assert len({tuple(mesh.coordinate(rank).items()) for rank in range(size)}) == size
     for axis in AXES:
         assert all(rank in mesh.peers(rank, axis) for rank in range(size))

@@ -1,8 +1,9 @@
 """The processes that `bench step` times: the same BERT, data and optimizer under Paceline and under its peers.
 
 `python -m paceline.bench.contestants FOLDER NAME ...` imports torch once, forks each contestant's ranks, then
-reads names from stdin: for each it runs some steps and prints seconds per step as a line of JSON. Between
-its turns a contestant sleeps in a pipe.
+reads names from stdin: for each it runs some steps and prints seconds per step, and the losses where it knows them,
+as a line of JSON. Between its turns a contestant sleeps in a pipe. `contestants_strategies.py` is served by the same
+code.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from __future__ import annotations
 import json
 import os
 import socket
+import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -30,26 +32,15 @@ from paceline.nouns.plan import Plan
 from paceline.train.job import Job
 
 BATCH, STEPS, WARM_UP, SEED = 8, 4, 3, 0  # samples of a process, steps of a turn
-Step = Callable[[], None]
+Step = Callable[[], float | None]  # takes a step; its mean loss, where this rank knows it
+Contestant = Callable[[Path, int, int], Step]  # of the data's folder, the rank and the ranks
 ALONE = ("plain", "paceline_alone")  # share a process and take turns step by step: 1 % is to be seen
 
-# Contestants and how many ranks each has.
-RANKS = {
-    "alone": 1,
-    "paceline": 2,
-    "paceline_gloo": 2,
-    "ddp": 2,
-    "flat_all_reduce": 2,
-    "no_communication": 2,
-    "accelerate": 2,
-    "lightning": 2,
-}
 
-
-def main() -> None:
-    """Serve turns until stdin ends."""
+def serve(contestants: Mapping[str, Contestant]) -> None:
+    """Serve turns of the contestants named on the command line until stdin ends."""
     folder, names = Path(sys.argv[1]), sys.argv[2:]
-    pipes = {name: _start(name, folder) for name in names}
+    pipes = {name: _start(name, folder, contestants) for name in names}
     for name, ends in pipes.items():
         for end in ends:
             end.recv_bytes()  # ready
@@ -59,12 +50,19 @@ def main() -> None:
         for end in ends:
             end.send_bytes(b"go")
         answers = [json.loads(end.recv_bytes()) for end in ends]
-        slowest = {name: max(answer[name] for answer in answers) for name in answers[0]}
-        print(json.dumps({"seconds": slowest}), flush=True)
+        print(json.dumps(_combined(answers)), flush=True)
 
 
-def _start(name: str, folder: Path) -> list[Connection[Any, Any]]:
-    ranks, port, ends = RANKS[name], _free_port(), []
+def _combined(answers: list[dict[str, Any]]) -> dict[str, Any]:
+    """The ranks' answers as one: the slowest's time, the mean of the losses of those that know them."""
+    seconds = {name: max(answer["seconds"][name] for answer in answers) for name in answers[0]["seconds"]}
+    steps = zip(*(answer["losses"] for answer in answers), strict=True)
+    known = [[loss for loss in step if loss is not None] for step in steps]
+    return {"seconds": seconds, "losses": [statistics.mean(losses) for losses in known if losses]}
+
+
+def _start(name: str, folder: Path, contestants: Mapping[str, Contestant]) -> list[Connection[Any, Any]]:
+    ranks, port, ends = 1 if name == "alone" else 2, _free_port(), []
     for rank in range(ranks):
         ours, theirs = Pipe()
         if os.fork() == 0:
@@ -73,7 +71,7 @@ def _start(name: str, folder: Path) -> list[Connection[Any, Any]]:
                 _set_place(name, rank, ranks, port, folder)
                 if name == "alone":
                     _serve_pair(_plain(folder, rank, ranks), _paceline(folder, ranks, "auto"), theirs)
-                _serve(name, CONTESTANTS[name](folder, rank, ranks), theirs, ranks)
+                _serve(name, contestants[name](folder, rank, ranks), theirs, ranks)
             except EOFError:
                 os._exit(0)
             except BaseException as error:
@@ -110,21 +108,22 @@ def _serve_pair(plain: Step, ours: Step, end: Connection[Any, Any]) -> None:
                 began = time.perf_counter()
                 step()
                 seconds[name].append(time.perf_counter() - began)
-        end.send_bytes(json.dumps({name: sum(values) / STEPS for name, values in seconds.items()}).encode())
+        means = {name: sum(values) / STEPS for name, values in seconds.items()}
+        end.send_bytes(json.dumps({"seconds": means, "losses": []}).encode())
 
 
 def _serve(name: str, step: Step, end: Connection[Any, Any], ranks: int) -> None:
-    for _ in range(WARM_UP):
-        step()
+    losses = [step() for _ in range(WARM_UP)]
     end.send_bytes(b"ready")
     while end.recv_bytes():
         _together(ranks)
-        step()
+        losses.append(step())
         _together(ranks)
         began = time.perf_counter()
-        for _ in range(STEPS):
-            step()
-        end.send_bytes(json.dumps({name: (time.perf_counter() - began) / STEPS}).encode())
+        losses += [step() for _ in range(STEPS)]
+        seconds = {name: (time.perf_counter() - began) / STEPS}
+        end.send_bytes(json.dumps({"seconds": seconds, "losses": losses}).encode())
+        losses = []
 
 
 def _together(ranks: int) -> None:
@@ -248,7 +247,7 @@ def _paceline(folder: Path, ranks: int, transport: str) -> Step:
     return step
 
 
-CONTESTANTS: dict[str, Callable[[Path, int, int], Step]] = {
+CONTESTANTS: dict[str, Contestant] = {
     "paceline": lambda folder, rank, ranks: _paceline(folder, ranks, "auto"),
     "paceline_gloo": lambda folder, rank, ranks: _paceline(folder, ranks, "gloo"),
     "ddp": _ddp,
@@ -260,4 +259,4 @@ CONTESTANTS: dict[str, Callable[[Path, int, int], Step]] = {
 
 
 if __name__ == "__main__":
-    main()
+    serve(CONTESTANTS)

@@ -10,14 +10,12 @@ import json
 import os
 import platform
 import statistics
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from paceline.bench.pool import Pool
 from paceline.bench.startup import median_ratio, time_starts
 from paceline.launch.local import rank_environment
 from paceline.nouns.errors import UsageError
@@ -28,6 +26,7 @@ SLICES = 5  # turns of a contestant in a round: short ones, so that all meet the
 STOCK = "ddp_stock_allocator"  # DDP as torchrun starts it, without the allocator setting that all others get
 TWO_RANKS = ("paceline", "paceline_gloo", "ddp", "flat_all_reduce", "no_communication", "accelerate", "lightning")
 ONE_RANK = ("plain", "paceline_alone")
+_SERVED = "paceline.bench.contestants"
 _NEEDS = {"accelerate": "accelerate", "lightning": "lightning"}
 
 
@@ -47,12 +46,12 @@ def run_bench(folder: Path, rounds: int, startup_rounds: int, tell: Callable[[st
         UsageError: a contestant's package is missing, or one of them failed.
     """
     for name, package in _NEEDS.items():
-        if not _version(package):
+        if not version(package):
             raise UsageError(f"to measure {name}", f"{package} is not installed", "pip install 'paceline[bench]'")
     make_data(folder)
     load_before = os.getloadavg()[0]
     names = ["alone", *TWO_RANKS]
-    pools = [_Pool(folder, names, rank_environment(2)), _Pool(folder, ["ddp"], _stock_environment())]
+    pools = [Pool(_SERVED, folder, names, rank_environment(2)), Pool(_SERVED, folder, ["ddp"], _stock_environment())]
     seconds: dict[str, list[float]] = {name: [] for name in [*ONE_RANK, *TWO_RANKS, STOCK]}
     try:
         for number in range(rounds):
@@ -62,7 +61,7 @@ def run_bench(folder: Path, rounds: int, startup_rounds: int, tell: Callable[[st
                 # Forwards and backwards, so that nobody always follows the same neighbour.
                 for name in [*names, STOCK][:: 1 if slice_ % 2 == 0 else -1]:
                     answer = pools[name == STOCK].turn("ddp" if name == STOCK else name)
-                    for which, value in answer.items():
+                    for which, value in answer.seconds.items():
                         turns[STOCK if name == STOCK else which].append(value)
             for name, values in turns.items():
                 seconds[name].append(statistics.mean(values))
@@ -75,8 +74,8 @@ def run_bench(folder: Path, rounds: int, startup_rounds: int, tell: Callable[[st
         "startup_s": starts,
         "ratios": ratios(seconds, starts),
         "rounds": rounds,
-        "machine": {"cores": os.cpu_count(), "platform": platform.platform(), "load_before": load_before},
-        "versions": {name: _version(name) for name in ("paceline", "torch", "accelerate", "lightning")},
+        "machine": machine(load_before),
+        "versions": {name: version(name) for name in ("paceline", "torch", "accelerate", "lightning")},
     }
 
 
@@ -112,40 +111,6 @@ def make_data(folder: Path) -> None:
     (folder / "corpus.json").write_text(json.dumps({"most_frequent_id": 5}))
 
 
-class _Pool:
-    """A process that holds contestants and gives them turns."""
-
-    def __init__(self, folder: Path, names: Sequence[str], environment: dict[str, str]) -> None:
-        command = [sys.executable, "-m", "paceline.bench.contestants", str(folder), *names]
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
-        for _ in names:
-            self._answer()
-
-    def turn(self, name: str) -> dict[str, float]:
-        """Seconds per step of one turn, by contestant."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(name + "\n")
-        self.process.stdin.flush()
-        return dict(self._answer()["seconds"])
-
-    def close(self) -> None:
-        """End the contestants: their pipes close with the pool."""
-        self.process.terminate()
-        self.process.wait()
-        time.sleep(0.1)
-
-    def _answer(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        while line and not line.startswith("{"):  # a peer's own remarks
-            line = self.process.stdout.readline()
-        if not line:
-            raise UsageError("every contestant to run", "one of them failed (see above)", "run it alone to see why")
-        return dict(json.loads(line))
-
-
 def _stock_environment() -> dict[str, str]:
     environment = {**rank_environment(2)}
     if "GLIBC_TUNABLES" not in os.environ:
@@ -166,7 +131,18 @@ def _row(name: str, seconds: list[float]) -> dict[str, Any]:
     }
 
 
-def _version(package: str) -> str | None:
+def machine(load_before: float) -> dict[str, Any]:
+    """What the numbers were measured on, and how busy others kept it."""
+    return {
+        "cores": os.cpu_count(),
+        "platform": platform.platform(),
+        "load_before": load_before,
+        "load_after": os.getloadavg()[0],
+    }
+
+
+def version(package: str) -> str | None:
+    """What is installed of a package; None where nothing is."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -3,6 +3,9 @@
 bench step: samples per second of the demo's BERT with one process, Paceline, raw DDP, one flat all_reduce by
 hand, no communication at all (the ceiling), Hugging Face Accelerate and Lightning Fabric; and the time from
 the command to the first step against torchrun.
+
+bench strategies: the time of a step under shard, tensor and pipeline on two ranks, each against the same by hand
+in raw torch (fully_shard, parallelize_module, PipelineStage); both sides must compute the same losses.
 """
 
 from __future__ import annotations
@@ -14,16 +17,18 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from paceline.bench import strategies
 from paceline.bench.step import run_bench
 
-SUBJECTS = ("step",)
+SUBJECTS = ("step", "strategies")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
-    parser.add_argument("subject", choices=SUBJECTS, metavar="SUBJECT", help="what to measure: step")
+    subjects = " or ".join(SUBJECTS)
+    parser.add_argument("subject", choices=SUBJECTS, metavar="SUBJECT", help=f"what to measure: {subjects}")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each contestant (default 5)")
-    parser.add_argument("--startup-rounds", type=int, default=3, help="starts of each launcher (default 3)")
+    parser.add_argument("--startup-rounds", type=int, default=3, help="step: starts of each launcher (default 3)")
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
 
 
@@ -33,14 +38,18 @@ def run(arguments: argparse.Namespace) -> int:
     def tell(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
-    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
-        result = run_bench(Path(folder), arguments.rounds, arguments.startup_rounds, tell)
-    print(json.dumps(result) if arguments.json else table(result))
+    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as name:
+        folder = Path(name)
+        if arguments.subject == "strategies":
+            result, shown = strategies.run_strategies(folder, arguments.rounds, tell), strategies.table
+        else:
+            result, shown = run_bench(folder, arguments.rounds, arguments.startup_rounds, tell), table
+    print(json.dumps(result) if arguments.json else shown(result))
     return 0
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result as aligned lines."""
+    """The result of `bench step` as aligned lines."""
     lines = [f"{'':<24}{'ranks':>6}{'samples/s':>12}{'min':>10}{'max':>10}"]
     for row in result["rows"]:
         lines.append(

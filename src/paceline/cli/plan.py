@@ -1,4 +1,4 @@
-"""Say what a plan sends per step and what the model itself holds, without training.
+"""Say what a plan sends per step, what each rank holds, and how the model is split, without training.
 
 The file's `workload` is made on torch's meta device in a child process; nothing is trained.
 """
@@ -14,17 +14,21 @@ from typing import Any
 
 from paceline.cli.run import add_plan_arguments, decide_plan
 from paceline.launch.workload_file import read_workload_file
-from paceline.nouns.errors import WorkloadError
+from paceline.nouns.errors import UsageError, WorkloadError
+from paceline.nouns.mesh import Mesh
 from paceline.nouns.order import share
 from paceline.nouns.plan import Plan
+from paceline.nouns.schedule import Schedule, make_schedule, picture
 from paceline.nouns.workload import too_small_batch
-from paceline.plan.traffic import Tensor, replicate
+from paceline.plan.step_traffic import step_traffic
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments; those after the file are the file's own."""
     add_plan_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    parser.add_argument("--explain-layout", action="store_true", help="what tensor makes of each weight, and why")
+    parser.add_argument("--schedule-picture", action="store_true", help="draw the pipeline's schedule")
     parser.add_argument("workload", metavar="FILE", help="the Python file that declares `workload`")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the file")
 
@@ -32,34 +36,64 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan."""
     plan = decide_plan(arguments)
-    file = read_workload_file(arguments.workload, plan.world_size)
-    facts = facts_of(plan, _describe([str(file.path), *arguments.arguments]))
+    mesh = Mesh.parse(plan.mesh)
+    file = read_workload_file(arguments.workload, plan.data_size)
+    facts = facts_of(plan, _describe(plan, [str(file.path), *arguments.arguments]))
+    schedule = None
+    if mesh.size("pipeline") > 1:
+        schedule = make_schedule(plan.schedule, mesh.size("pipeline"), facts["micro_batches"])
+        facts["schedule_bubble"] = round(schedule.bubble, 4)
     if arguments.json:
         print(json.dumps(facts))
         return 0
+    print_facts(plan, facts, schedule)
+    if arguments.explain_layout:
+        print_layout(facts["layout"])
+    if arguments.schedule_picture:
+        if schedule is None:
+            raise UsageError("a picture of the schedule", f"the plan {plan.mesh} has no pipeline", "write pipeline=2")
+        print(f"\n{picture(schedule)}\n\nF forward, B backward, W weights' gradients, . waiting; one column a tick")
+    return 0
+
+
+def print_facts(plan: Plan, facts: dict[str, Any], schedule: Schedule | None) -> None:
+    """The plan as aligned lines."""
+    mib = 2**20
+    size = facts["parameter_bytes"] / mib
+    batch = f"{facts['batch_size']} samples, {facts['samples_per_rank']} on a rank"
     rows = [
         ("mesh", f"{facts['mesh']} ({plan.world_size} ranks)"),
-        (
-            "batch",
-            f"{facts['batch_size']} samples, {facts['samples_per_rank']} on a rank, "
-            f"micro-batches of {facts['micro_batch_size']}",
-        ),
-        (
-            "parameters",
-            f"{facts['parameters']:,} in {facts['parameter_bytes'] / 2**20:.1f} MiB, as much again for gradients",
-        ),
-        ("buffers", f"{facts['buffer_bytes'] / 2**20:.1f} MiB"),
+        ("batch", f"{batch}, micro-batches of {facts['micro_batch_size']}"),
+        ("parameters", f"{facts['parameters']:,} in {size:.1f} MiB, as much again for gradients"),
+        ("buffers", f"{facts['buffer_bytes'] / mib:.1f} MiB"),
     ]
+    if facts["parameter_bytes_per_rank"]:
+        held = ", ".join(f"{held / mib:.1f}" for held in facts["parameter_bytes_per_rank"])
+        rows.append(("per rank", f"{held} MiB of parameters"))
+    if schedule is not None:
+        rows.append(("stages", " ".join(f"{share:.0%}" for share in facts["share"]) + " of the work"))
+        rows.append(("schedule", f"{schedule.name}, {schedule.micro_batches} micro-batches, {schedule.bubble:.0%} waiting"))
+    if facts["coupled"]:
+        rows.append(("samples", f"meet in {facts['coupled']}: a batch can't be cut without changing the result"))
     if facts["traffic"] is None:
         rows.append(("traffic", "depends on the data (sparse gradients, top-k or PowerSGD)"))
     for row in facts["traffic"] or []:
-        sent = (
-            f"{row['collective']} on {row['axis']}: {row['calls']} calls, {row['payload_bytes'] / 2**20:.2f} MiB a step"
-        )
-        rows.append(("traffic", sent))
+        calls = f"{row['calls']} call{'s' * (row['calls'] != 1)}"
+        sent = f"{row['collective']:<15}{row['axis']:<11}{calls:>10}{row['payload_bytes'] / mib:>12.3f} MiB a step"
+        rows.append((f"on stage {row['stage']}" if facts["share"] and len(facts["share"]) > 1 else "traffic", sent))
     for name, text in rows:
         print(f"{name:<12}{text}")
-    return 0
+
+
+def print_layout(lines: list[dict[str, Any]]) -> None:
+    """What `tensor` makes of each weight, and why."""
+    if not lines:
+        raise UsageError("to explain a layout", "the plan has no tensor axis", "write tensor=2")
+    width = max(len(line["name"]) for line in lines)
+    print()
+    for line in lines:
+        shape = "x".join(map(str, line["shape"])) or "scalar"
+        print(f"{line['name']:<{width}}  {shape:>12}  {line['lay']:<20} {line['why']}")
 
 
 def facts_of(plan: Plan, model: dict[str, Any]) -> dict[str, Any]:
@@ -68,27 +102,48 @@ def facts_of(plan: Plan, model: dict[str, Any]) -> dict[str, Any]:
     Raises:
         WorkloadError: the batch gives some rank no sample.
     """
+    mesh = Mesh.parse(plan.mesh)
     batch_size = model["batch_size"]
-    if batch_size < plan.world_size:
-        raise too_small_batch(batch_size, plan.world_size)
-    trained = [Tensor(**{**sizes, "shape": tuple(sizes["shape"])}) for sizes in model["parameters"]]
+    if batch_size < mesh.data_size:
+        raise too_small_batch(batch_size, mesh.data_size)
     held = [*model["parameters"], *model["frozen"]]
-    traffic = replicate(plan, trained, len(model["buffers"]))
-    samples = len(share(range(batch_size), 0, plan.world_size))
+    traffic = step_traffic(plan, model)
+    samples = len(share(range(batch_size), 0, mesh.data_size))
+    split = model.get("split", {})
+    micro_batch_size = min(model["micro_batch_size"] or samples, samples)
+    micro_batches = split.get("micro_batches") or -(-samples // micro_batch_size)
     return {
         **asdict(plan),
         "batch_size": batch_size,
         "samples_per_rank": samples,
-        "micro_batch_size": min(model["micro_batch_size"] or samples, samples),
+        "micro_batches": micro_batches,
+        "micro_batch_size": -(-samples // micro_batches),
         "parameters": sum(tensor["numel"] for tensor in held),
-        "parameter_bytes": sum(tensor["numel"] * tensor["item_bytes"] for tensor in held),
-        "buffer_bytes": sum(tensor["numel"] * tensor["item_bytes"] for tensor in model["buffers"]),
-        "traffic": None if traffic is None else [asdict(row) for row in traffic],
+        "parameter_bytes": _bytes(held),
+        "parameter_bytes_per_rank": _bytes_per_rank(mesh, model),
+        "buffer_bytes": _bytes(model["buffers"]),
+        "layout": split.get("layout", []),
+        "share": split.get("share", []),
+        "coupled": split.get("coupled", ""),
+        "traffic": None if traffic is None else [
+            {**asdict(row), "stage": stage} for stage, rows in enumerate(traffic) for row in rows
+        ],
     }
 
 
-def _describe(words: list[str]) -> dict[str, Any]:
-    command = [sys.executable, "-m", "paceline.train.describe", *words]
+def _bytes(tensors: list[dict[str, Any]]) -> int:
+    return sum(tensor["numel"] * tensor["item_bytes"] for tensor in tensors)
+
+
+def _bytes_per_rank(mesh: Mesh, model: dict[str, Any]) -> list[int]:
+    """By pipeline rank, what is held between steps; empty where every rank holds everything."""
+    if "split" in model:
+        return [-(-_bytes(rank["parameters"]) // mesh.size("shard")) for rank in model["split"]["ranks"]]
+    return [-(-_bytes(model["parameters"]) // mesh.size("shard"))] if "shards" in model else []
+
+
+def _describe(plan: Plan, words: list[str]) -> dict[str, Any]:
+    command = [sys.executable, "-m", "paceline.train.describe", "--plan", plan.line(), *words]
     done = subprocess.run(command, capture_output=True, text=True)
     lines = done.stdout.strip().splitlines()
     answer = json.loads(lines[-1]) if done.returncode == 0 and lines else None

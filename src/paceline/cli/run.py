@@ -10,6 +10,7 @@ Exit codes: 0 done, or stopped by SIGTERM with a checkpoint; 130 stopped by Ctrl
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import sys
@@ -76,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     """What decides a plan."""
     parser.add_argument("-n", type=int, metavar="N", help="ranks to start (default: as many as --plan covers, else 1)")
-    parser.add_argument("--plan", metavar="PLAN", help="mesh such as replicate=2 (or dp=2), or a plan.json")
+    parser.add_argument("--plan", metavar="PLAN", help="axes with sizes and options, such as replicate=2 or pipeline=2,tensor=2,schedule=gpipe, or a plan.json")
     parser.add_argument(
         "--transport",
         metavar="WORD",
@@ -102,14 +103,12 @@ def decide_plan(arguments: argparse.Namespace) -> Plan:
     if arguments.n is not None and arguments.n < 1:
         raise UsageError(f"to start {arguments.n} ranks", "a job has at least one", "write -n 1 or more")
     text = arguments.plan or f"replicate={arguments.n or 1}"
-    values: dict[str, Any] = {"mesh": text}
-    if text.endswith(".json"):
-        plan = Plan.read(Path(text))
-        values = {name: getattr(plan, name) for name in ("mesh", *PLAN_FLAGS)}
+    plan = Plan.read(Path(text)) if text.endswith(".json") else Plan.parse(text)
     given = {name: getattr(arguments, name, None) for name in PLAN_FLAGS}
-    mesh = Mesh.parse(values["mesh"])
+    mesh = Mesh.parse(plan.mesh)
     mesh.check_fits(arguments.n or mesh.world_size)
-    return Plan(**{**values, **{name: value for name, value in given.items() if value is not None}, "mesh": str(mesh)})
+    changes = {name: value for name, value in given.items() if value is not None}
+    return dataclasses.replace(plan, **changes, mesh=str(mesh))
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -117,7 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return _be_torchruns_rank(arguments)
     plan = decide_plan(arguments)
-    file = read_workload_file(arguments.workload, plan.world_size)
+    file = read_workload_file(arguments.workload, plan.data_size)
     screen = Screen(sys.stderr if arguments.json else sys.stdout, sys.stderr)
     if plan.world_size > (os.cpu_count() or 1):
         screen.say(f"paceline: {plan.world_size} ranks share {os.cpu_count()} cores: they will take turns")
@@ -166,7 +165,7 @@ def _be_torchruns_rank(arguments: argparse.Namespace) -> int:
     arguments.n = arguments.n or world_size
     plan = decide_plan(arguments)
     Mesh.parse(plan.mesh).check_fits(world_size)
-    read_workload_file(arguments.workload, world_size)
+    read_workload_file(arguments.workload, plan.data_size)
     os.environ["PACELINE_PLAN"] = json.dumps(asdict(plan))
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, arguments.workload, *arguments.arguments])

@@ -163,6 +163,12 @@ class AxisComm:
         with named_failure("receive", self.axis):
             dist.recv(tensor, self.peers[source], group=self.group, tag=tag)
 
+    def begin_receive(self, tensor: torch.Tensor, source: int, tag: int) -> Pending:
+        """Start to receive what the rank with index `source` sends under `tag`; it stands in `tensor` after `wait`."""
+        with named_failure("receive", self.axis):
+            work = dist.irecv(tensor, self.peers[source], group=self.group, tag=tag)
+        return _Work(work, self.axis, "receive", tensor)  # type: ignore[arg-type]
+
     def barrier(self) -> None:
         """Wait until every rank of the axis is here."""
         if self.size > 1:

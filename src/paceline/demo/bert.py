@@ -58,13 +58,13 @@ class SelfAttention(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """(batch, length, hidden) to the same shape."""
-        batch, length, width = hidden.shape
+        batch, length, _ = hidden.shape
         query, key, value = (
             projection(hidden).view(batch, length, self.heads, -1).transpose(1, 2)
             for projection in (self.query, self.key, self.value)
         )
         mixed = F.scaled_dot_product_attention(query, key, value)
-        return mixed.transpose(1, 2).reshape(batch, length, width)
+        return mixed.transpose(1, 2).reshape(batch, length, -1)
 
 
 class Output(nn.Module):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from paceline.comm.collectives import AxisComm
 from paceline.comm.ledger import Ledger
 from paceline.graph.capture import Captured
+from paceline.graph.stages import Stage
 
 
 def dry_run(
@@ -93,3 +94,48 @@ def _detached(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_detached(one) for one in value]
     return value
+
+
+def stage_traffic(
+    stage: Stage,
+    captured: Captured,
+    shapes: Mapping[str, tuple[int, ...]],
+    comms: Sequence[AxisComm],
+    recompute: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda run: run,
+) -> Ledger:
+    """What one micro-batch's forward and backward through a stage enter in the ledger; nothing is sent.
+
+    Args:
+        stage: cut out of `captured`.
+        captured: the graph, whose inputs' `meta` says shapes.
+        shapes: the states' local shapes.
+        comms: the axes that the graph talks on.
+        recompute: wraps what is computed again in the backward pass.
+    """
+    ledger = Ledger()
+    kept = [comm.ledger for comm in comms]
+    for comm in comms:
+        comm.ledger = ledger
+    module = fx.GraphModule(captured.constants, stage.graph)
+    try:
+        with _mode_of(captured) as mode:
+            mode.allow_non_fake_inputs = True
+            states = []
+            for name in stage.states:
+                full = captured.states[name].meta["val"]
+                made = torch.empty(shapes[name], dtype=full.dtype, device=full.device)
+                states.append(made.requires_grad_(name in captured.trained))
+            inputs = [captured.inputs[index].meta["val"] for index in stage.inputs]
+            received = [
+                torch.empty_like(value).requires_grad_(flows)
+                for value, flows in zip(stage.received, stage.has_gradient, strict=True)
+            ]
+            outputs = recompute(module)(*states, *inputs, *received)
+            roots = [one for one in outputs if isinstance(one, torch.Tensor) and one.requires_grad]
+            roots = roots if stage.sent else roots[:1]
+            if roots:
+                torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+    finally:
+        for comm, before in zip(comms, kept, strict=True):
+            comm.ledger = before
+    return ledger

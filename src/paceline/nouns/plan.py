@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from paceline.nouns.errors import PlanError, did_you_mean
-from paceline.nouns.mesh import Mesh
+from paceline.nouns.errors import MeshError, PlanError, did_you_mean
+from paceline.nouns.mesh import AXES, SHORT, Mesh
 
 VERSION = 1
 COMPRESSIONS = ("none", "bf16", "fp16", "powersgd", "topk")
@@ -86,6 +86,8 @@ class Plan:
         for item in text.split(","):
             name, _, value = (part.strip() for part in item.partition("="))
             if name not in OPTIONS:
+                if SHORT.get(name, name) not in AXES:
+                    raise _unknown(text, name)
                 axes.append(item)
                 continue
             if name in values:
@@ -93,10 +95,21 @@ class Plan:
             values[name] = int(value) if value.isdecimal() else value
         return cls(**{**values, "mesh": str(Mesh.parse(",".join(axes) or "replicate=1"))})
 
+    def line(self) -> str:
+        """The plan as `parse` reads it: its mesh and every option that is not the default."""
+        default = Plan()
+        changed = [f"{name}={getattr(self, name)}" for name in OPTIONS if getattr(self, name) != getattr(default, name)]
+        return ",".join([self.mesh, *changed])
+
     @property
     def world_size(self) -> int:
         """Ranks that the plan's mesh covers."""
         return Mesh.parse(self.mesh).world_size
+
+    @property
+    def data_size(self) -> int:
+        """Parts that a batch is split into under this plan."""
+        return Mesh.parse(self.mesh).data_size
 
     def write(self, path: Path) -> None:
         """Write the plan as JSON."""
@@ -137,3 +150,11 @@ class Plan:
                 "make it again with this Paceline",
             )
         return cls(**values)
+
+
+def _unknown(text: str, name: str) -> MeshError:
+    return MeshError(
+        f"the plan {text!r} names {name!r}",
+        f"a plan's axes are {', '.join(AXES)}, its options {', '.join(OPTIONS)}",
+        did_you_mean(name, [*AXES, *SHORT, *OPTIONS], "write replicate=N"),
+    )

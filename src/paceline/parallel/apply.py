@@ -112,6 +112,10 @@ class Parallel:
         spread = [self.comms.axes[axis] for axis in ("tensor", "shard", "pipeline") if self.mesh.size(axis) > 1]
         return global_norm(self.placed.updated().values(), self.placed.counted(), spread)
 
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer's step, on what this rank holds."""
+        self.placed.update(optimizer)
+
     def in_step(self, microbatches: Sequence[Any], longest: int) -> list[Any]:
         """`microbatches`, filled up where every rank must run as many."""
         return self.placed.in_step(microbatches, longest)

@@ -115,6 +115,7 @@ class _Run:
     microbatches: Sequence[Any]
     add: Add
     flights: dict[tuple[int, int], _Flight] = field(default_factory=dict)
+    coming: dict[Action, list[tuple[torch.Tensor, Pending]]] = field(default_factory=dict)
     has_halves: bool = False
     by_index: dict[int, StageProgram] = field(init=False)
 
@@ -122,19 +123,28 @@ class _Run:
         self.by_index = {stage.index: stage for stage in self.program.stages}
 
     def play(self, schedule: Schedule) -> None:
-        """Do this rank's actions in order."""
+        """Do this rank's actions in order.
+
+        On CPUs each action's messages are asked for before the one before it computes: Gloo sends to who waits, so a
+        message that is asked for late comes late, by the time its sender's busy cores take to notice. NCCL takes
+        calls in order, and one that waits would keep the sends after it from leaving.
+        """
         act = {FORWARD: self._forward, BACKWARD: self._backward, WEIGHTS: self._weights}
         self.has_halves = any(action.kind == WEIGHTS for action in schedule.actions[self.pipeline.comm.rank])
-        for action in schedule.actions[self.pipeline.comm.rank]:
+        actions = schedule.actions[self.pipeline.comm.rank]
+        ahead = 1 if self.pipeline.split.device.type == "cpu" else 0
+        for number, action in enumerate(actions):
+            for one in actions[number : number + 1 + ahead]:
+                self._ask(one)
             act[action.kind](action)
         self.pipeline.drain()
 
     def forward(self, stage: int, micro: int) -> list[Any]:
         """One forward pass; what was sent, or the last stage's flat result."""
         program = self.by_index[stage]
-        received = [self._receive(meta, stage - 1, micro, n) for n, meta in enumerate(program.stage.received)]
+        received = self._received(Action(FORWARD, stage, micro))
         if torch.is_grad_enabled():
-            for tensor, has_gradient in zip(received, program.stage.has_gradient, strict=True):
+            for tensor, has_gradient in zip(received, program.first.has_gradient, strict=True):
                 tensor.requires_grad_(has_gradient)
         with self.pipeline.autocast():
             sent = list(program(tensors_in(self.microbatches[micro]), received))
@@ -157,20 +167,16 @@ class _Run:
         if action.stage == self.program.total_stages - 1:
             roots, gradients = flight.sent, [torch.ones_like(flight.sent[0])]
         else:
-            roots, gradients = [], []
-            for number, (value, flows) in enumerate(zip(flight.sent, program.stage.sends_gradient, strict=True)):
-                if flows:
-                    meta = program.stage.sent[number]
-                    roots.append(value)
-                    gradients.append(self._receive(meta, action.stage + 1, action.micro_batch, number, forwards=False))
-        wanted = [t for t, flows in zip(flight.received, program.stage.has_gradient, strict=True) if flows]
+            roots = [value for value, flows in zip(flight.sent, program.last.sends_gradient, strict=True) if flows]
+            gradients = self._received(action)
+        wanted = [t for t, flows in zip(flight.received, program.first.has_gradient, strict=True) if flows]
         if self.has_halves:
-            flight.halves = backward_of_inputs(roots, gradients, wanted, program.states)
+            flight.halves = backward_of_inputs(roots, gradients, wanted, [one for states in program.states for one in states])
             self.flights[action.stage, action.micro_batch] = flight
         elif roots:
             torch.autograd.backward(roots, gradients)
         number = 0
-        for number, (tensor, flows) in enumerate(zip(flight.received, program.stage.has_gradient, strict=True)):
+        for number, (tensor, flows) in enumerate(zip(flight.received, program.first.has_gradient, strict=True)):
             if flows:
                 gradient = tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
                 self._send(gradient, action.stage - 1, action.micro_batch, number, forwards=False)
@@ -186,12 +192,28 @@ class _Run:
         tag = _tag(stage, micro, number, forwards, self.program.total_stages)
         self.pipeline.sending.append(self.pipeline.comm.begin_send(value.contiguous(), self._peer(stage), tag))
 
-    def _receive(self, meta: torch.Tensor, stage: int, micro: int, number: int, forwards: bool = True) -> torch.Tensor:
-        own = stage + 1 if forwards else stage - 1
-        made = torch.empty(tuple(meta.shape), dtype=meta.dtype, device=self.pipeline.split.device)
-        tag = _tag(own, micro, number, forwards, self.program.total_stages)
-        self.pipeline.comm.receive(made, self._peer(stage), tag)
-        return made
+    def _ask(self, action: Action) -> None:
+        """Begin to receive what `action` computes from, once."""
+        if action in self.coming or action.kind == WEIGHTS:
+            return
+        program, forwards = self.by_index[action.stage], action.kind == FORWARD
+        values = program.first.received if forwards else program.last.sent
+        wanted = [True] * len(values) if forwards else program.last.sends_gradient
+        peer = self._peer(action.stage + (-1 if forwards else 1))
+        self.coming[action] = []
+        for number, (meta, is_wanted) in enumerate(zip(values, wanted, strict=True)):
+            if is_wanted:
+                made = torch.empty(tuple(meta.shape), dtype=meta.dtype, device=self.pipeline.split.device)
+                tag = _tag(action.stage, action.micro_batch, number, forwards, self.program.total_stages)
+                self.coming[action].append((made, self.pipeline.comm.begin_receive(made, peer, tag)))
+
+    def _received(self, action: Action) -> list[torch.Tensor]:
+        """What `action` computes from."""
+        self._ask(action)
+        coming = self.coming.pop(action)
+        for _, pending in coming:
+            pending.wait()
+        return [tensor for tensor, _ in coming]
 
 
 def _tag(stage: int, micro: int, number: int, forwards: bool, stages: int) -> int:

@@ -59,6 +59,9 @@ class PlacedModel(Protocol):
     def finish_backward(self) -> None:
         """Gradients become sums over every axis but `replicate`."""
 
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer's step."""
+
     def counted(self) -> Mapping[torch.nn.Parameter, bool]:
         """Whether this rank counts a parameter's gradient in the norm."""
 
@@ -121,6 +124,10 @@ class EagerModel:
 
     def finish_backward(self) -> None:
         """Nothing to do."""
+
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        """On the parameters themselves."""
+        optimizer.step()
 
     def counted(self) -> Mapping[torch.nn.Parameter, bool]:
         """All of them."""

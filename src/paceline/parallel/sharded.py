@@ -14,6 +14,7 @@ from paceline.nouns.placement import Held
 from paceline.nouns.plan import Plan
 from paceline.parallel.local import Moments, forward_backward
 from paceline.parallel.placed import Autocast
+from paceline.parallel.rows_update import step_on_rows
 from paceline.parallel.shard import Shard
 
 
@@ -83,6 +84,10 @@ class ShardedModel:
     def finish_backward(self) -> None:
         """Let the last whole parameters go."""
         self.shard.finish_backward()
+
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        """On this rank's rows."""
+        step_on_rows(optimizer)
 
     def counted(self) -> Mapping[torch.nn.Parameter, bool]:
         """Parts are all counted; what stays whole on the axis' first rank."""

@@ -97,6 +97,10 @@ class SplitPlaced:
         if self.flat is not None:
             self.flat.scatter()
 
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        """On the parameters themselves."""
+        optimizer.step()
+
     def counted(self) -> Mapping[torch.nn.Parameter, bool]:
         """One rank counts what several hold alike."""
         at = {axis: comm.rank for axis, comm in self.axes.items()}

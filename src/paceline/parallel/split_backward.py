@@ -32,8 +32,30 @@ def backward_of_inputs(
     if not inputs or not weights:  # the first stage: nobody waits for its inputs
         torch.autograd.backward(roots, gradients)
         return Halves([], [], [])
+    roots = [root.clone() if root._is_view() else root for root in roots]  # it detaches them in place
+    beside = _beside_inputs(roots, inputs, weights)
+    if beside:  # no way to them leads past what the inputs wait for
+        made = torch.autograd.grad(roots, beside, gradients, retain_graph=True, allow_unused=True)
+        for weight, gradient in zip(beside, made, strict=True):
+            if gradient is not None:
+                weight.grad = gradient if weight.grad is None else weight.grad + gradient
+        apart = {id(weight) for weight in beside}
+        weights = [weight for weight in weights if id(weight) not in apart]
     _, groups = torch_halves.stage_backward_input(roots, gradients, inputs, iter(weights))
     return Halves(weights, groups, roots)
+
+
+def _beside_inputs(
+    roots: list[torch.Tensor], inputs: list[torch.Tensor], weights: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Weights that torch's grouping would leave out: none of their operations lies on a way to an input."""
+    ends = [torch_halves._get_grad_fn_or_grad_acc(tensor) for tensor in roots]
+    edges = torch_halves.construct_reverse_graph([end for end in ends if end is not None])
+    starts = [node for tensor in inputs if (node := torch_halves._get_grad_fn_or_grad_acc(tensor)) is not None]
+    accumulators = {torch_halves._get_grad_fn_or_grad_acc(weight): weight for weight in weights}
+    groups = torch_halves.get_param_groups(starts, [node for node in accumulators if node is not None], edges)
+    grouped = {node for group in groups for node in group["params"]}
+    return [weight for node, weight in accumulators.items() if node not in grouped]
 
 
 def backward_of_weights(halves: Halves) -> None:

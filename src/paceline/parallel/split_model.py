@@ -22,30 +22,46 @@ from paceline.graph.capture import Captured, capture, skeleton
 from paceline.graph.dry_run import dry_run
 from paceline.graph.emit import emit
 from paceline.graph.functional import check_states_unwritten, written_states
-from paceline.graph.layout import choose_layout
+from paceline.graph.layout import Layout, choose_layout
+from paceline.graph.own_plan import own_plan
 from paceline.graph.separable import coupled_at
 from paceline.graph.split import Lay
 from paceline.graph.stages import Assignment, Stage, assign_stages, assignment_of, computed_anew, cut_out
 from paceline.nouns.errors import PlanError, WorkloadError
 from paceline.nouns.placement import Placement
 from paceline.nouns.plan import Plan
+from paceline.parallel.blocks import find_blocks
+from paceline.parallel.recompute import recomputed
 
 Function = Callable[[Any, Any], Any]
+_OWN_PLAN_MAY_COST = 1.05  # times the derived layout; its authors may know what a count of operations doesn't
 
 
 @dataclass(slots=True)
 class StageProgram:
-    """One stage, ready to run on this rank."""
+    """One stage, ready to run on this rank, as pieces one after another (one, unless activations are recomputed)."""
 
     index: int
-    stage: Stage
-    module: fx.GraphModule
-    states: list[torch.Tensor]
+    pieces: list[Stage]
+    run: list[Callable[..., Any]]
+    states: list[list[torch.Tensor]]  # of each piece
+
+    @property
+    def first(self) -> Stage:
+        """The piece that receives."""
+        return self.pieces[0]
+
+    @property
+    def last(self) -> Stage:
+        """The piece that sends."""
+        return self.pieces[-1]
 
     def __call__(self, batch: Sequence[torch.Tensor], received: Sequence[torch.Tensor] = ()) -> list[Any]:
         """Run it; the flat list that it sends on, or the function's flat result from the last stage."""
-        result: list[Any] = self.module(*self.states, *(batch[index] for index in self.stage.inputs), *received)
-        return result
+        values: Sequence[Any] = received
+        for piece, run, states in zip(self.pieces, self.run, self.states, strict=True):
+            values = run(*states, *(batch[index] for index in piece.inputs), *values)
+        return list(values)
 
 
 @dataclass(slots=True)
@@ -84,9 +100,12 @@ class SplitModel:
     shared: SharedStatistics | None = None  # batch norm over the ranks with other samples of the same batch
     local: dict[str, torch.Tensor] = field(default_factory=dict)
     programs: dict[Hashable, Program] = field(default_factory=dict)
+    pieces: int = 1  # of each stage, where activations are recomputed
 
     def __post_init__(self) -> None:
         self.form = skeleton(self.model)
+        if self.plan.checkpointing != "none":
+            self.pieces = max(1, round(len(find_blocks(self.form)) / self.stages))
 
     @property
     def own_stages(self) -> range:
@@ -94,15 +113,15 @@ class SplitModel:
         return range(self.pipeline.rank, self.stages, self.pipeline.size)
 
     def decide(self, function: Function, batch: Any) -> Captured:
-        """Choose layout and stages from one batch, and make room for this rank's pieces.
+        """Choose layout and stages from one batch; `make_room` is next.
 
         Raises:
             WorkloadError: the model can't be captured.
             PlanError: an axis is larger than what can be split.
         """
-        captured = self._capture(function, batch)
+        captured = self.capture(function, batch)
         check_states_unwritten(captured.graph, captured.states, captured.trained)
-        stages = assign_stages(captured, self.stages)
+        stages = self._first_cut(captured)
         anew = computed_anew(captured)
         unread = captured.buffers - captured.states.keys()
         self.everywhere = unread | {n for n, node in captured.states.items() if n in captured.buffers and node in anew}
@@ -113,14 +132,13 @@ class SplitModel:
             self.coupled = f"the write into {written[0]}"
         self.assignment = assignment_of(captured, stages)
         if self.tensor.size > 1:
-            self.lays = choose_layout(captured, self.tensor.size, None, self.plan.sequence == "on").lays
+            self.lays = self._choose(captured).lays
             if not any(lay is not None for lay in self.lays.values()):
                 raise PlanError(
                     f"the model should be split over {self.tensor.size} ranks by tensor",
                     f"no weight has a dimension that can be split in {self.tensor.size}",
                     "use fewer ranks on that axis, or replicate, shard or pipeline",
                 )
-        self._make_room(captured)
         return captured
 
     def fill(self, name: str, full: torch.Tensor) -> None:
@@ -140,7 +158,7 @@ class SplitModel:
         assert self.assignment is not None
         if name in self.everywhere:
             return tuple(range(self.stages))
-        return self.assignment.owners.get(name, (0,))
+        return tuple(sorted({piece // self.pieces for piece in self.assignment.owners.get(name, (0,))}))
 
     def placement(self, name: str) -> Placement:
         """Which part of the state this rank holds."""
@@ -153,42 +171,77 @@ class SplitModel:
         full_key = (key, is_training, signature(batch))
         if full_key not in self.programs:
             self.form.train(is_training)
-            self.programs[full_key] = self._build(self._capture(function, batch))
+            self.programs[full_key] = self._build(self.capture(function, batch))
         return self.programs[full_key]
 
-    def _capture(self, function: Function, batch: Any) -> Captured:
+    def capture(self, function: Function, batch: Any) -> Captured:
+        """The graph of `function` for batches like `batch`."""
         if not tensors_in(batch):
             raise WorkloadError("a batch of tensors", f"it is a {type(batch).__name__}", "collate samples into tensors")
         return capture(self.form, function, batch, self.device)
 
-    def _build(self, captured: Captured) -> Program:
-        stages = assign_stages(captured, self.stages, self.assignment)
+    def stages_of(self, captured: Captured) -> tuple[Captured, list[Stage]]:
+        """The graphs of all stages, in pieces, as this rank of `tensor` runs them, and the graph they are cut from."""
+        stages = assign_stages(captured, self.stages * self.pieces, self.assignment)
         if self.tensor.size > 1:
             layout = choose_layout(captured, self.tensor.size, self._decided(captured), self.plan.sequence == "on")
             emitted, origin = emit(captured, layout, Exchanges(self.tensor), stages)
-            shapes = {name: tuple(self.placement(name).local_shape) for name in emitted.states}
-            dry_run(emitted, shapes, self.tensor)
+            dry_run(emitted, self.local_shapes(emitted), self.tensor)
             anew = computed_anew(emitted)
             stages = {new: stages[old] for new, old in origin.items() if old in stages and new not in anew}
             captured = emitted
+        return captured, cut_out(captured, stages, self.stages * self.pieces)
+
+    def _choose(self, captured: Captured) -> Layout:
+        """The cheaper of the layout that the model's own plan leads to and the one derived without it."""
+        parts, sequence = self.tensor.size, self.plan.sequence == "on"
+        derived = choose_layout(captured, parts, None, sequence)
+        own = own_plan(self.form, captured, parts)
+        if not own:
+            return derived
+        planned = choose_layout(captured, parts, own, sequence)
+        return planned if planned.cost <= _OWN_PLAN_MAY_COST * derived.cost else derived
+
+    def local_shapes(self, captured: Captured) -> dict[str, tuple[int, ...]]:
+        """The shape of this rank's piece of every state that a graph reads."""
+        return {name: tuple(self.placement(name).local_shape) for name in captured.states}
+
+    def _build(self, captured: Captured) -> Program:
+        captured, stages = self.stages_of(captured)
+        constants = {name: tensor.to(self.device) for name, tensor in captured.constants.items()}
         made = []
-        for index, stage in enumerate(cut_out(captured, stages, self.stages)):
-            if index in self.own_stages:
-                constants = {name: tensor.to(self.device) for name, tensor in captured.constants.items()}
+        for index in self.own_stages:
+            own = stages[index * self.pieces : (index + 1) * self.pieces]
+            run = []
+            for piece in own:
                 if self.shared is not None:
-                    _share(stage.graph, self.shared)
-                module = fx.GraphModule(constants, stage.graph)
-                states = [self.local[name] for name in stage.states]
-                made.append(StageProgram(index, stage, self._compiled(module), states))
+                    _share(piece.graph, self.shared)
+                run.append(self._runnable(fx.GraphModule(constants, piece.graph)))
+            made.append(StageProgram(index, own, run, [[self.local[name] for name in piece.states] for piece in own]))
         return Program(captured, made, self.stages)
 
     def _decided(self, captured: Captured) -> Mapping[str, Lay]:
         return {name: self.lays.get(name) for name in captured.states}
 
-    def _compiled(self, module: fx.GraphModule) -> Any:
-        return torch.compile(module) if self.plan.compile == "on" else module
+    def _runnable(self, module: fx.GraphModule) -> Callable[..., Any]:
+        return self.recompute(torch.compile(module) if self.plan.compile == "on" else module)
 
-    def _make_room(self, captured: Captured) -> None:
+    def recompute(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """`run` under the plan's activation checkpointing; batch norm would count a batch twice."""
+        return recomputed(run, "none" if self.coupled.startswith("aten.batch_norm") else self.plan.checkpointing)
+
+    def _first_cut(self, captured: Captured) -> dict[fx.Node, int]:
+        """Into stages of so many pieces each; fewer pieces where there are too few places to cut."""
+        while True:
+            try:
+                return assign_stages(captured, self.stages * self.pieces)
+            except PlanError:
+                if self.pieces == 1:
+                    raise
+                self.pieces -= 1
+
+    def make_room(self) -> None:
+        """Put this rank's pieces, without values yet, where the model's parameters and buffers are."""
         tied = {}
         for name, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]:
             if not self.owns(name):

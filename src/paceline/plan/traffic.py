@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from paceline.nouns.buckets import group_parameters
 from paceline.nouns.plan import Plan
@@ -34,7 +36,7 @@ class Traffic:
 
 
 def replicate(plan: Plan, trained: Sequence[Tensor], buffers: int) -> list[Traffic] | None:
-    """A step of `parallel/replicate.py` whose buffers do not change.
+    """A step of `parallel/replicate.py`, alone on the mesh, whose buffers do not change.
 
     Args:
         plan: its mesh, compression and bucket size.
@@ -47,9 +49,18 @@ def replicate(plan: Plan, trained: Sequence[Tensor], buffers: int) -> list[Traff
     ranks = plan.world_size
     if ranks == 1:
         return []
+    gradients = replicated_gradients(plan, ranks, trained)
+    if gradients is None:
+        return None
+    return merged([*gradients, Traffic("all_reduce", "replicate", 1, sums_bytes(ranks, buffers))])
+
+
+def replicated_gradients(plan: Plan, ranks: int, trained: Sequence[Tensor]) -> list[Traffic] | None:
+    """The buckets' sums; None where they depend on the data: sparse parameters, top-k."""
     if plan.compression in ("topk", "powersgd") or any(tensor.is_sparse for tensor in trained):
         return None
-    sums_bytes = 8 * (3 + ranks + buffers)
+    if ranks == 1:
+        return []
     groups = group_parameters(
         [(tensor.numel * tensor.item_bytes, tensor.dtype) for tensor in trained], plan.bucket_bytes
     )
@@ -57,4 +68,47 @@ def replicate(plan: Plan, trained: Sequence[Tensor], buffers: int) -> list[Traff
     for group in groups:
         item_bytes = _NARROW.get(plan.compression, trained[group[0]].item_bytes)
         gradient_bytes += item_bytes * (len(group) + sum(trained[index].numel for index in group))
-    return [Traffic("all_reduce", "replicate", 1 + len(groups), sums_bytes + gradient_bytes)]
+    return [Traffic("all_reduce", "replicate", len(groups), gradient_bytes)]
+
+
+def sums_bytes(ranks: int, buffers: int) -> int:
+    """The one small sum of every step: loss, weight, stop flag, a flag per rank and one per buffer."""
+    return 8 * (3 + ranks + buffers)
+
+
+def tensor(graph: Sequence[Sequence[Mapping[str, Any]]]) -> list[Traffic]:
+    """A step of `parallel/tensor.py`: what its graphs enter in the ledger, micro-batch by micro-batch."""
+    return [
+        Traffic(row["collective"], row["axis"], row["calls"], row["bytes"]) for micro_batch in graph for row in micro_batch
+    ]
+
+
+def pipeline(sends: Sequence[Sequence[int]], tied: Sequence[int]) -> list[Traffic]:
+    """A step of `parallel/pipeline.py` on one rank: bytes of each message per micro-batch, and of tied gradients."""
+    messages = [size for micro_batch in sends for size in micro_batch] + list(tied)
+    return [Traffic("send", "pipeline", len(messages), sum(messages))] if messages else []
+
+
+def flat_shard(ranks: int, held: Sequence[Tensor]) -> list[Traffic]:
+    """A step of `parallel/flat.py`: rows gathered, gradients summed and scattered, flags of which were used."""
+    if ranks == 1:
+        return []
+    rows: list[Traffic] = []
+    for dtype in dict.fromkeys(tensor.dtype for tensor in held):
+        cut = [tensor for tensor in held if tensor.dtype == dtype and tensor.shape]
+        padded = sum(-(-t.shape[0] // ranks) * (t.numel // max(t.shape[0], 1)) * t.item_bytes for t in cut)
+        rows.append(Traffic("all_gather", "shard", 1, padded))
+        rows.append(Traffic("reduce_scatter", "shard", 1, sum(t.numel * t.item_bytes for t in cut)))
+        rows.append(Traffic("all_reduce", "shard", 1, 4 * len(cut)))
+    scalars = [tensor for tensor in held if not tensor.shape]
+    return [*rows, *(Traffic("all_reduce", "shard", 1, 2 * tensor.item_bytes) for tensor in scalars)]
+
+
+def merged(rows: Iterable[Traffic]) -> list[Traffic]:
+    """One row per collective and axis."""
+    calls: Counter[tuple[str, str]] = Counter()
+    sizes: Counter[tuple[str, str]] = Counter()
+    for row in rows:
+        calls[row.collective, row.axis] += row.calls
+        sizes[row.collective, row.axis] += row.payload_bytes
+    return [Traffic(*key, calls[key], sizes[key]) for key in sorted(calls) if calls[key]]

@@ -15,17 +15,21 @@ from typing import Any
 import torch
 
 from paceline.nouns.errors import PacelineError, WorkloadError
+from paceline.nouns.mesh import Mesh
+from paceline.nouns.plan import Plan
 from paceline.nouns.workload import Workload
 from paceline.parallel.replicate import sparse_names
 
 
 def main() -> int:
-    """Print one JSON object: the description, or the error."""
-    script = sys.argv[1]
-    sys.argv = sys.argv[1:]
+    """Print one JSON object: the description, or the error. `--plan TEXT` before the file also splits the model."""
+    words = sys.argv[1:]
+    plan = Plan.parse(words[1]) if words[0] == "--plan" else Plan()
+    sys.argv = words[2:] if words[0] == "--plan" else words
+    script = sys.argv[0]
     sys.path.insert(0, str(Path(script).parent))
     try:
-        answer = {"model": describe(find_workload(script))}
+        answer = {"model": describe(find_workload(script), plan)}
     except PacelineError as error:
         answer = {"error": {"asked": error.asked, "found": error.found, "fix": error.fix}}
     print(json.dumps(answer))
@@ -56,14 +60,20 @@ def find_workload(script: str) -> Workload:
     return workload
 
 
-def describe(workload: Workload) -> dict[str, Any]:
-    """Names, shapes and dtypes of everything the model holds."""
+def describe(workload: Workload, plan: Plan | None = None) -> dict[str, Any]:
+    """Names, shapes and dtypes of everything the model holds; under a plan, also what its axes make of it.
+
+    Args:
+        workload: whose model it is.
+        plan: with `shard`, `tensor` or `pipeline`; only its split is described, nothing is computed.
+    """
+    mesh = Mesh.parse(plan.mesh) if plan is not None else Mesh.parse("replicate=1")
     with torch.device("meta"):
         model = workload.model()
     if workload.precision == "float64":
         model = model.double()
     sparse = sparse_names(model)
-    return {
+    facts: dict[str, Any] = {
         "parameters": [
             {**_sizes(name, tensor), "is_sparse": name in sparse}
             for name, tensor in model.named_parameters()
@@ -73,7 +83,17 @@ def describe(workload: Workload) -> dict[str, Any]:
         "buffers": [_sizes(name, tensor) for name, tensor in model.named_buffers()],
         "batch_size": workload.batch_size,
         "micro_batch_size": workload.micro_batch_size,
+        "clips": workload.clip_norm is not None,
     }
+    if plan is not None and mesh.size("tensor") * mesh.size("pipeline") > 1:
+        from paceline.train.describe_split import describe_split
+
+        facts["split"] = describe_split(workload, plan)
+    elif plan is not None and mesh.size("shard") > 1:
+        from paceline.train.describe_split import describe_shards
+
+        facts["shards"] = describe_shards(workload, plan)
+    return facts
 
 
 def _sizes(name: str, tensor: torch.Tensor) -> dict[str, Any]:

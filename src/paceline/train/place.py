@@ -13,7 +13,7 @@ import torch
 
 from paceline.comm.batch_norm import SharedStatistics, share_statistics
 from paceline.comm.collectives import AxisComm
-from paceline.nouns.errors import WorkloadError
+from paceline.nouns.errors import PlanError, WorkloadError
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
 from paceline.nouns.schedule import STAGES_PER_RANK
@@ -47,6 +47,7 @@ def place_model(workload: Workload, comms: Comms, plan: Plan, device: torch.devi
         return _sharded(workload, comms, plan, device, (autocast, example))
     model = prepare.make_model(workload, device, comms.data)
     broadcast_state([*model.parameters(), *model.buffers()], comms.data)
+    recompute_and_compile(model, plan)
     return EagerModel(model, autocast, _statistics(workload, model, comms), example)
 
 
@@ -63,6 +64,7 @@ def _split(workload: Workload, comms: Comms, plan: Plan, device: torch.device, e
     split = SplitModel(model, comms.axes["tensor"], pipeline, plan, device, stages)
     model.train()
     split.decide(workload.loss, example)
+    split.make_room()
     if workload.micro_batch_size is None and comms.data.size > 1:
         split.shared = SharedStatistics(comms.data)
     digests = []
@@ -81,6 +83,7 @@ def _sharded(workload: Workload, comms: Comms, plan: Plan, device: torch.device,
     prepare.check_model(made)
     model = skeleton(made, _dtype(workload)).train()
     shared = _statistics(workload, model, comms)
+    recompute_and_compile(model, plan)
     sharded = ShardedModel(model, comms.axes, plan, device, (*run, shared))
     digests = []
     for name, tensor in values:
@@ -88,6 +91,21 @@ def _sharded(workload: Workload, comms: Comms, plan: Plan, device: torch.device,
         digests.append(_digest(tensor))
     _check_same_everywhere(digests, comms.step)
     return sharded
+
+
+def recompute_and_compile(model: torch.nn.Module, plan: Plan) -> None:
+    """Activation checkpointing and torch.compile for a model that runs by its own code."""
+    if plan.checkpointing != "none":
+        from paceline.parallel.recompute import recompute_blocks
+
+        if not recompute_blocks(model, plan.checkpointing):
+            raise PlanError(
+                f"checkpointing={plan.checkpointing}",
+                "the model has no repeated blocks without batch norm to compute again",
+                "leave checkpointing out",
+            )
+    if plan.compile == "on":
+        model.compile()
 
 
 def _statistics(workload: Workload, model: torch.nn.Module, comms: Comms) -> SharedStatistics | None:

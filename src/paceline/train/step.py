@@ -47,7 +47,7 @@ def train_step(
     norm = None
     if clip_norm is not None:
         norm = clip(parallel, optimizer.param_groups, clip_norm)
-    optimizer.step()
+    parallel.update(optimizer)
     return Outcome(sums, norm)
 
 

@@ -1,0 +1,151 @@
+"""`paceline bench strategies`: the step of each strategy on two ranks, against the same by hand in raw torch.
+
+Both sides train the demo's BERT from the same values on the same batches with the same optimizer, so their losses
+must agree: a comparison in which they don't is void, and an error. As in `bench step` all processes start once and
+wait; the two sides of a strategy take their turns one after the other, the first of them by turns, so that both meet
+the same moods of the machine. A ratio is Paceline's time over the other's: the median over the turns.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from paceline.bench.pool import Pool
+from paceline.bench.startup import median_ratio
+from paceline.bench.step import machine, make_data, version
+from paceline.launch.local import rank_environment
+from paceline.nouns.errors import CollectiveError, UsageError
+
+STRATEGIES = {"shard": "shard", "tensor": "tensor", "gpipe": "pipeline", "1f1b": "pipeline"}  # and their axes
+SIDES = ("paceline", "raw")
+SLICES = 3  # turns of a contestant in a round
+TOLERANCE = 1e-4  # of a loss, relative: float32 sums in another order, over some steps of AdamW
+COMPARED = 8  # steps: later ones drift apart as any two orders of summation do
+
+Seconds = dict[str, list[float]]
+
+
+def run_strategies(folder: Path, rounds: int, tell: Callable[[str], None]) -> dict[str, Any]:
+    """Run the whole comparison in `folder`.
+
+    Args:
+        folder: an empty folder for made-up data.
+        rounds: how often each contestant has its turns.
+        tell: told what is going on.
+
+    Returns:
+        `rows` (name, strategy, side, step_s by turn and its median), `ratios`, `loss_differences`, and the machine.
+
+    Raises:
+        UsageError: no round is asked for, or a contestant failed.
+        CollectiveError: the two sides of a strategy don't compute the same.
+    """
+    if rounds < 1:
+        raise UsageError("some rounds to measure", f"--rounds is {rounds}", "write --rounds 1 or more")
+    load_before = os.getloadavg()[0]
+    make_data(folder)
+    names = [f"{side}_{strategy}" for strategy in STRATEGIES for side in SIDES]
+    tell(f"strategies: {len(names)} contestants of two ranks start, load {load_before:.1f}")
+    pool = Pool("paceline.bench.contestants_strategies", folder, names, rank_environment(2))
+    seconds: Seconds = {name: [] for name in names}
+    losses: dict[str, list[float]] = {name: [] for name in names}
+    began_s, turns = time.monotonic(), rounds * SLICES
+    try:
+        for turn in range(turns):
+            for strategy in STRATEGIES:
+                for side in SIDES[:: 1 if turn % 2 == 0 else -1]:
+                    answer = pool.turn(f"{side}_{strategy}")
+                    seconds[f"{side}_{strategy}"] += answer.seconds.values()
+                    losses[f"{side}_{strategy}"] += answer.losses
+            if turn == 0:
+                differences = check_losses(losses)
+            tell(progress(turn + 1, turns, time.monotonic() - began_s))
+    finally:
+        pool.close()
+    return {
+        "rows": [_row(strategy, side, seconds) for strategy in STRATEGIES for side in SIDES],
+        "ratios": ratios(seconds),
+        "loss_differences": differences,
+        "rounds": rounds,
+        "machine": machine(load_before),
+        "versions": {name: version(name) for name in ("paceline", "torch")},
+    }
+
+
+def ratios(seconds: Seconds) -> dict[str, float]:
+    """Paceline's seconds over raw torch's, by axis; `pipeline` over its schedules together, and each."""
+    of: dict[str, tuple[list[float], list[float]]] = {axis: ([], []) for axis in STRATEGIES.values()}
+    for strategy, axis in STRATEGIES.items():
+        for both, side in zip(of[axis], SIDES, strict=True):
+            both.extend(seconds[f"{side}_{strategy}"])
+    result = {f"{axis}_over_raw": median_ratio(*both) for axis, both in of.items()}
+    for strategy, axis in STRATEGIES.items():
+        if strategy != axis:
+            ours, theirs = (seconds[f"{side}_{strategy}"] for side in SIDES)
+            result[f"{axis}_{strategy}_over_raw"] = median_ratio(ours, theirs)
+    return {name: round(ratio, 4) for name, ratio in result.items()}
+
+
+def check_losses(losses: dict[str, list[float]]) -> dict[str, float]:
+    """The largest relative difference between the two sides' losses in their first steps, by strategy.
+
+    Raises:
+        CollectiveError: it is more than rounding explains.
+    """
+    differences = {}
+    for strategy in STRATEGIES:
+        ours, theirs = (losses[f"{side}_{strategy}"][:COMPARED] for side in SIDES)
+        apart = [abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True)]
+        if not apart or not all(difference <= TOLERANCE for difference in apart):  # NaN is no agreement either
+            raise CollectiveError(
+                f"both sides of {strategy} should compute the same losses, up to {TOLERANCE:g} of them",
+                f"they are {_shown(ours)} and {_shown(theirs)}",
+                "compare each with one process (`paceline verify`); the times say nothing until they agree",
+            )
+        differences[strategy] = max(apart)
+    return differences
+
+
+def progress(done: int, turns: int, elapsed_s: float) -> str:
+    """How far the comparison is, and how long the rest takes if it goes on so."""
+    left_s = elapsed_s / done * (turns - done)
+    return f"strategies, turn {done} of {turns}: {left_s:.0f} s left"
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result as aligned lines."""
+    lines = [f"{'':<20}{'ranks':>6}{'step ms':>12}{'min':>10}{'max':>10}"]
+    for row in result["rows"]:
+        cells = "".join(f"{1000 * row[key]:>{width}.1f}" for key, width in (("step_s", 12), ("min", 10), ("max", 10)))
+        lines.append(f"{row['name']:<20}{row['ranks']:>6}{cells}")
+    lines.append("")
+    lines += [f"{name:<32}{value:>8.3f}" for name, value in result["ratios"].items()]
+    where = result["machine"]
+    worst = max(result["loss_differences"].values())
+    lines += ["", f"time over time: below 1 Paceline is faster; losses agree to {worst:.0e}"]
+    lines.append(f"{where['cores']} cores, load {where['load_before']:.1f} before, {where['load_after']:.1f} after")
+    return "\n".join(lines)
+
+
+def _row(strategy: str, side: str, seconds: Seconds) -> dict[str, Any]:
+    taken = seconds[f"{side}_{strategy}"]
+    return {
+        "name": f"{side}_{strategy}",
+        "strategy": strategy,
+        "axis": STRATEGIES[strategy],
+        "side": side,
+        "ranks": 2,
+        "step_s": round(statistics.median(taken), 6),
+        "min": round(min(taken), 6),
+        "max": round(max(taken), 6),
+        "turns": [round(value, 6) for value in taken],
+    }
+
+
+def _shown(losses: list[float]) -> str:
+    return ", ".join(f"{loss:.5f}" for loss in losses) or "none"

@@ -1,0 +1,81 @@
+"""What was decided for every weight under `tensor`, and why, in words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from paceline.graph.capture import Captured
+from paceline.graph.choices import Choice
+from paceline.graph.layout import Layout
+from paceline.graph.rules import spec_of, tensor_inputs
+from paceline.graph.split import Split
+from paceline.graph.views import shape_of
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One state tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    lay: str
+    why: str
+
+
+def explain(captured: Captured, layout: Layout, parts: int) -> list[Line]:
+    """A line per state tensor, in the order in which they are read."""
+    lines = []
+    for name, node in captured.states.items():
+        lay = layout.lays.get(name)
+        users = [user for user in node.users if user in layout.choices]
+        why = _why_split(node, lay, users, layout) if lay is not None else _why_whole(node, users, layout, parts)
+        lines.append(Line(name, shape_of(node), _shown(lay, parts), why))
+    return lines
+
+
+def _shown(lay: Split | None, parts: int) -> str:
+    if lay is None:
+        return "whole"
+    blocks = f", {len(lay.blocks)} blocks" if len(lay.blocks) > 1 else ""
+    return f"dim {lay.dim} in {parts}{blocks}"
+
+
+def _why_split(state: fx.Node, lay: Split, users: list[fx.Node], layout: Layout) -> str:
+    reasons = dict.fromkeys(_role(state, user, layout.choices[user]) for user in users)
+    return "; ".join(reasons)
+
+
+def _role(state: fx.Node, user: fx.Node, choice: Choice) -> str:
+    if choice.kind == "vocabulary embedding":
+        return "rows of the vocabulary: each rank looks up its own, one sum"
+    spec = spec_of(user)
+    number = tensor_inputs(user).index(state)
+    if spec is None or not spec.heavy or number == spec.bias:
+        return "follows what it is applied to"
+    if choice.after == "sum":
+        return "rows: takes a split input, one sum of its output"
+    if choice.after == "scatter":
+        return "rows: takes a split input, its output is summed and split along the sequence"
+    if choice.is_split:
+        return "columns: its output stays split, nothing is sent"
+    return "gathered where it is used"
+
+
+def _why_whole(state: fx.Node, users: list[fx.Node], layout: Layout, parts: int) -> str:
+    shape = shape_of(state)
+    if not any(layout.choices[user].is_split for user in users):
+        if not users:
+            return "nothing reads it"
+        if any(spec_of(user) is None for user in users):
+            return f"{next(str(user.target) for user in users if spec_of(user) is None)} has no rule: it runs whole"
+        if len(shape) > 1 and all(size % parts for size in shape):
+            return f"none of its sizes divides by {parts}, and uneven pieces save less than they send"
+        return "its input and output are whole here"
+    if len(shape) <= 1:
+        return "added or applied to whole values"
+    return "splitting it would send more than it saves"

@@ -1,0 +1,151 @@
+"""What `shard`, `tensor` and `pipeline` make of a model, as JSON: found out without peers and without values."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from paceline.comm.collectives import AxisComm
+from paceline.comm.ledger import Ledger
+from paceline.graph.capture import Captured, skeleton
+from paceline.graph.choices import operations
+from paceline.graph.dry_run import stage_traffic
+from paceline.graph.explain import explain
+from paceline.graph.layout import choose_layout
+from paceline.graph.stages import assign_stages
+from paceline.nouns.mesh import AXES, Mesh
+from paceline.nouns.plan import Plan
+from paceline.nouns.schedule import STAGES_PER_RANK
+from paceline.nouns.workload import Workload
+from paceline.parallel.blocks import find_blocks, kept_whole
+from paceline.parallel.deferred import CantDefer, defer
+from paceline.parallel.split_model import SplitModel
+from paceline.train.data import RankLoader, cut_into, open_data
+
+
+def describe_split(workload: Workload, plan: Plan) -> dict[str, Any]:
+    """The layout, and for each rank of the pipeline what it holds and sends in the first step.
+
+    Returns:
+        `layout`: a line per weight (name, shape, lay, why); `ranks`: by pipeline rank `parameters` (sizes of this
+        rank's pieces, those with a gradient), `graph` (a list of ledger rows per micro-batch), `sends` (bytes of each
+        message per micro-batch), `tied` (bytes sent per tied parameter), `share` (of the work); `stages`,
+        `micro_batches`, `coupled`.
+    """
+    mesh = Mesh.parse(plan.mesh)
+    form = _form(workload)
+    device = torch.device("cpu")
+    loader = RankLoader(open_data("data", workload.data), workload, 0, mesh.data_size, device)
+    example = loader.example()
+    splits = []
+    for rank in range(mesh.size("pipeline")):
+        comms = _comms(mesh, rank)
+        stages = mesh.size("pipeline") * (STAGES_PER_RANK[plan.schedule] if mesh.size("pipeline") > 1 else 1)
+        splits.append(SplitModel(form, comms["tensor"], comms["pipeline"], plan, device, stages))
+    captured = splits[0].decide(workload.loss, example)
+    for other in splits[1:]:
+        other.lays, other.assignment = splits[0].lays, splits[0].assignment
+        other.everywhere, other.coupled, other.pieces = splits[0].everywhere, splits[0].coupled, splits[0].pieces
+    wanted = cut_into(plan, mesh, workload)
+    if splits[0].coupled and wanted and not plan.micro_batches:
+        wanted = 1
+    cut = dataclasses.replace(loader, pieces_wanted=wanted)
+    batch = next(iter(cut.training(0, cut.order(workload.batch_size).batch_at(0).stop)))
+    graphs = [splits[0].capture(workload.loss, micro) for micro in batch.microbatches]
+    return {
+        "layout": _layout(captured, splits[0], mesh),
+        "ranks": [_rank(split, graphs) for split in splits],
+        "share": _shares(captured, splits[0]),
+        "stages": splits[0].stages,
+        "micro_batches": len(batch.microbatches),
+        "coupled": splits[0].coupled,
+    }
+
+
+def describe_shards(workload: Workload, plan: Plan) -> list[dict[str, Any]]:
+    """Every parameter as `shard` holds it: shape, item_bytes, dtype, group, is_trained, is_whole."""
+    model = _form(workload)
+    blocks = find_blocks(model)
+    whole = set(kept_whole(model, blocks))
+    return [
+        {
+            "shape": list(parameter.shape),
+            "item_bytes": parameter.itemsize,
+            "dtype": str(parameter.dtype)[6:],
+            "group": next((block for block in blocks if name.startswith(f"{block}.")), ""),
+            "is_trained": parameter.requires_grad,
+            "is_whole": name in whole,
+        }
+        for name, parameter in model.named_parameters()
+    ]
+
+
+def _form(workload: Workload) -> torch.nn.Module:
+    try:
+        model = defer(workload.model).model
+    except CantDefer:
+        model = workload.model()
+    return skeleton(model, torch.float64 if workload.precision == "float64" else None).train()
+
+
+def _comms(mesh: Mesh, pipeline_rank: int) -> dict[str, AxisComm]:
+    at = {"pipeline": pipeline_rank}
+    return {
+        axis: AxisComm(axis, at.get(axis, 0), tuple(range(mesh.size(axis))), None, Ledger()) for axis in AXES
+    }
+
+
+def _layout(captured: Captured, split: SplitModel, mesh: Mesh) -> list[dict[str, Any]]:
+    if mesh.size("tensor") == 1:
+        return []
+    layout = choose_layout(captured, mesh.size("tensor"), split.lays, split.plan.sequence == "on")
+    return [dataclasses.asdict(line) for line in explain(captured, layout, mesh.size("tensor"))]
+
+
+def _rank(split: SplitModel, graphs: list[Captured]) -> dict[str, Any]:
+    rows, sends = [], []
+    for graph in graphs:
+        captured, stages = split.stages_of(graph)
+        shapes = split.local_shapes(captured)
+        ledger = Ledger()
+        messages = []
+        for index in split.own_stages:
+            pieces = stages[index * split.pieces : (index + 1) * split.pieces]
+            for piece in pieces:
+                one = stage_traffic(piece, captured, shapes, [split.tensor], split.recompute)
+                ledger.calls.update(one.calls)
+                ledger.payload_bytes.update(one.payload_bytes)
+            messages += [value.nbytes for value in pieces[-1].sent]
+            flows = zip(pieces[0].received, pieces[0].has_gradient, strict=True)
+            messages += [value.nbytes for value, is_flowing in flows if is_flowing]
+        rows.append(ledger.rows())
+        sends.append(messages)
+    held, tied = [], []
+    for name, parameter in split.form.named_parameters():
+        if not split.owns(name) or not parameter.requires_grad:
+            continue
+        shape = split.placement(name).local_shape
+        numel = torch.Size(shape).numel()
+        held.append(
+            {
+                "name": name,
+                "shape": list(shape),
+                "dtype": str(parameter.dtype)[6:],
+                "numel": numel,
+                "item_bytes": parameter.itemsize,
+            }
+        )
+        holders = {stage % split.pipeline.size for stage in split.owners(name)}
+        tied += [(numel + 1) * parameter.itemsize] * (len(holders) - 1)
+    return {"parameters": held, "graph": rows, "sends": sends, "tied": tied}
+
+
+def _shares(captured: Captured, split: SplitModel) -> list[float]:
+    """The share of the work that each stage does."""
+    work = [0.0] * split.stages
+    for node, piece in assign_stages(captured, split.stages * split.pieces, split.assignment).items():
+        work[piece // split.pieces] += operations(node)
+    total = sum(work) or 1.0
+    return [round(amount / total, 4) for amount in work]
