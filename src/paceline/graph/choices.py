@@ -55,6 +55,7 @@ class Options:
     pinned: set[fx.Node]  # must run whole: they write into shared memory
     with_gradient: set[fx.Node]
     is_sequence_split: bool = False
+    widest: int = 0  # bytes of an element of the widest parameter
 
 
 def choices(node: fx.Node, lays: Sequence[Lay], fixed: Sequence[bool], options: Options) -> Iterator[Choice]:

@@ -53,8 +53,8 @@ def written_input(node: fx.Node) -> fx.Node | None:
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return None
     for number, argument in enumerate(node.target._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write and number < len(node.args):
-            value = node.args[number]
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = node.args[number] if number < len(node.args) else node.kwargs.get(argument.name)  # or out=...
             return value if isinstance(value, fx.Node) else None
     return None
 
@@ -71,17 +71,21 @@ def written_groups(graph: fx.Graph) -> dict[fx.Node, int]:
     return {node: shared for node in graph.nodes if (shared := storage_of(node)) is not None and shared in written}
 
 
+def written_states(graph: fx.Graph, states: dict[str, fx.Node]) -> list[str]:
+    """Names of the states that the graph writes into, through a view too."""
+    written = {storage_of(source) for node in graph.nodes if (source := written_input(node)) is not None}
+    return [name for name, node in states.items() if storage_of(node) in written]
+
+
 def check_states_unwritten(graph: fx.Graph, states: dict[str, fx.Node], trained: set[str]) -> None:
     """Raise WorkloadError when the model writes into a parameter in its forward pass."""
-    for node in graph.nodes:
-        source = written_input(node)
-        for name in trained:
-            if source is not None and source is states.get(name):
-                raise WorkloadError(
-                    "a model that leaves its parameters as they are in the forward pass",
-                    f"it writes into {name}",
-                    "write into a buffer, or train it by replicate or shard",
-                )
+    for name in written_states(graph, states):
+        if name in trained:
+            raise WorkloadError(
+                "a model that leaves its parameters as they are in the forward pass",
+                f"it writes into {name}",
+                "write into a buffer, or train it by replicate or shard",
+            )
 
 
 def _ordinary(node: fx.Node) -> torch._ops.OpOverload | None:

@@ -60,7 +60,7 @@ def gradients_of(captured: Captured) -> set[fx.Node]:
         elif node.op == "call_function" and node not in captured.no_grad:
             values = node.meta.get("val")
             values = values if isinstance(values, list | tuple) else [values]
-            is_float = any(isinstance(v, torch.Tensor) and v.is_floating_point() for v in values)
+            is_float = any(isinstance(v, torch.Tensor) and (v.is_floating_point() or v.is_complex()) for v in values)
             if is_float and node.target is not torch.ops.aten.detach.default:
                 if any(source in found for source in node.all_input_nodes):
                     found.add(node)
@@ -78,13 +78,15 @@ def choose_layout(
         decided: lays of states that an earlier graph of the same model fixed.
         is_sequence_split: also split norms and dropout along the sequence (Korthikanti et al. 2022).
     """
+    parameters = {node: name for name, node in captured.states.items() if node.meta["val"].is_floating_point()}
     options = Options(
         parts,
         blocks_asked_for(captured.graph),
-        {node: name for name, node in captured.states.items() if node.meta["val"].is_floating_point()},
+        parameters,
         set(written_groups(captured.graph)),
         gradients_of(captured),
         is_sequence_split,
+        max((node.meta["val"].dtype.itemsize for node in parameters), default=0),
     )
     last_use = _last_uses(captured.graph)
     start: State = {}
@@ -152,7 +154,7 @@ def _after(
             continue
         price = conversion_cost(source, now, wanted, choice.is_split, source in options.with_gradient)
         # Sums in a narrower dtype than the weights' would round where one rank does not.
-        cost += price * (_NARROWER if _is_narrower(source, options) else 1)
+        cost += price * (_NARROWER if price and _is_narrower(source, options) else 1)
         paid.add((source, target))
     output = choice.output
     if output is not None and (not isinstance(output, tuple) or any(lay is not None for lay in output)):
@@ -179,7 +181,7 @@ def _is_narrower(source: fx.Node, options: Options) -> bool:
     value = source.meta.get("val")
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
         return False
-    return value.dtype.itemsize < max(node.meta["val"].dtype.itemsize for node in options.parameters)
+    return value.dtype.itemsize < options.widest
 
 
 def _lay_of(lays: State, node: fx.Node) -> Any:

@@ -21,7 +21,7 @@ from paceline.comm.leaves import signature, tensors_in
 from paceline.graph.capture import Captured, capture, skeleton
 from paceline.graph.dry_run import dry_run
 from paceline.graph.emit import emit
-from paceline.graph.functional import check_states_unwritten
+from paceline.graph.functional import check_states_unwritten, written_states
 from paceline.graph.layout import Layout, choose_layout
 from paceline.graph.own_plan import own_plan
 from paceline.graph.separable import coupled_at
@@ -128,6 +128,8 @@ class SplitModel:
         meeting = coupled_at(captured)
         if meeting is not None:
             self.coupled = f"{meeting.target} in {captured.place.get(meeting) or 'the loss'}"
+        elif written := written_states(captured.graph, captured.states):  # once per batch, not per micro-batch
+            self.coupled = f"the write into {written[0]}"
         self.assignment = assignment_of(captured, stages)
         if self.tensor.size > 1:
             self.lays = self._choose(captured).lays
