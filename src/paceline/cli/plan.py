@@ -72,7 +72,9 @@ def print_facts(plan: Plan, facts: dict[str, Any], schedule: Schedule | None) ->
         rows.append(("per rank", f"{held} MiB of parameters"))
     if schedule is not None:
         rows.append(("stages", " ".join(f"{share:.0%}" for share in facts["share"]) + " of the work"))
-        rows.append(("schedule", f"{schedule.name}, {schedule.micro_batches} micro-batches, {schedule.bubble:.0%} waiting"))
+        rows.append(
+            ("schedule", f"{schedule.name}, {schedule.micro_batches} micro-batches, {schedule.bubble:.0%} waiting")
+        )
     if facts["coupled"]:
         rows.append(("samples", f"meet in {facts['coupled']}: a batch can't be cut without changing the result"))
     if facts["traffic"] is None:
@@ -125,9 +127,9 @@ def facts_of(plan: Plan, model: dict[str, Any]) -> dict[str, Any]:
         "layout": split.get("layout", []),
         "share": split.get("share", []),
         "coupled": split.get("coupled", ""),
-        "traffic": None if traffic is None else [
-            {**asdict(row), "stage": stage} for stage, rows in enumerate(traffic) for row in rows
-        ],
+        "traffic": None
+        if traffic is None
+        else [{**asdict(row), "stage": stage} for stage, rows in enumerate(traffic) for row in rows],
     }
 
 

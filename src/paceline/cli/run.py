@@ -16,7 +16,6 @@ import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from paceline.launch.workload_file import read_workload_file
 from paceline.nouns.errors import UsageError
@@ -77,7 +76,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     """What decides a plan."""
     parser.add_argument("-n", type=int, metavar="N", help="ranks to start (default: as many as --plan covers, else 1)")
-    parser.add_argument("--plan", metavar="PLAN", help="axes with sizes and options, such as replicate=2 or pipeline=2,tensor=2,schedule=gpipe, or a plan.json")
+    parser.add_argument(
+        "--plan",
+        metavar="PLAN",
+        help="axes with sizes and options, such as replicate=2 or pipeline=2,tensor=2,schedule=gpipe, or a plan.json",
+    )
     parser.add_argument(
         "--transport",
         metavar="WORD",

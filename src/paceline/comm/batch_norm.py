@@ -28,7 +28,7 @@ class SharedStatistics:
     comm: AxisComm
     counts: bool = True
 
-    def batch_norm(
+    def batch_norm(  # noqa: PLR0913 (aten.batch_norm's own arguments)
         self,
         images: torch.Tensor,
         weight: torch.Tensor | None,
@@ -46,14 +46,14 @@ class SharedStatistics:
         channels = images.shape[1]
         weight = images.new_ones(channels) if weight is None else weight
         bias = images.new_zeros(channels) if bias is None else bias
-        result, statistics = _BatchNorm.apply(images, weight, bias, eps, self)
+        result, statistics = _BatchNorm.apply(images, weight, bias, eps, self)  # type: ignore[no-untyped-call]
         if mean is not None and variance is not None:
             count, batch_mean, batch_variance = statistics.unbind()
             with torch.no_grad():
                 mean.lerp_(batch_mean.to(mean.dtype), momentum)
                 unbiased = batch_variance * count / (count - 1).clamp(min=1)
                 variance.lerp_(unbiased.to(variance.dtype), momentum)
-        return result
+        return result  # type: ignore[no-any-return]
 
 
 class _BatchNorm(torch.autograd.Function):
@@ -129,7 +129,7 @@ def share_statistics(model: torch.nn.Module, comm: AxisComm) -> SharedStatistics
         return None
     shared = SharedStatistics(comm)
     for module in norms:
-        module.forward = _Forward(module, shared)
+        module.forward = _Forward(module, shared)  # type: ignore[assignment, method-assign]
     return shared
 
 

@@ -143,7 +143,7 @@ class Exchanges:
     @staticmethod
     def _exchange(tensor: torch.Tensor, forth: Callable[..., Any], back: Callable[..., Any]) -> torch.Tensor:
         if tensor.requires_grad and torch.is_grad_enabled():
-            result: torch.Tensor = _Exchange.apply(tensor, forth, back)
+            result: torch.Tensor = _Exchange.apply(tensor, forth, back)  # type: ignore[no-untyped-call]
             return result
         result = forth(tensor)
         return result
@@ -164,7 +164,7 @@ class Exchanges:
         self, scores: torch.Tensor, labels: torch.Tensor, classes: int, reduction: int, ignored: int
     ) -> torch.Tensor:
         """Cross entropy of rows of scores whose classes are split; the same on every rank."""
-        losses: torch.Tensor = _SplitCrossEntropy.apply(scores, labels, classes, ignored, self.comm)
+        losses: torch.Tensor = _SplitCrossEntropy.apply(scores, labels, classes, ignored, self.comm)  # type: ignore[no-untyped-call]
         if reduction == 0:
             return losses
         total = losses.sum()

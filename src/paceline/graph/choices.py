@@ -71,7 +71,7 @@ def choices(node: fx.Node, lays: Sequence[Lay], fixed: Sequence[bool], options: 
     outputs = node.meta.get("val")
     several = isinstance(outputs, list | tuple)
     work = operations(node) * (3 if node in options.with_gradient else 1)
-    whole: Lay | tuple[Lay, ...] = (None,) * len(outputs) if several else None
+    whole: Lay | tuple[Lay, ...] = (None,) * len(outputs) if several else None  # type: ignore[arg-type]
     yield Choice((None,) * len(inputs), whole, False, work)
     if node in options.pinned or not inputs:
         return
@@ -92,7 +92,7 @@ def choices(node: fx.Node, lays: Sequence[Lay], fixed: Sequence[bool], options: 
 def operations(node: fx.Node) -> float:
     """Roughly how many arithmetic operations a node's forward takes."""
     values = node.meta.get("val")
-    out = sum(value.numel() for value in (values if isinstance(values, list | tuple) else [values]) if _is(value))
+    out = sum(value.numel() for value in (values if isinstance(values, list | tuple) else [values]) if _is(value))  # type: ignore[union-attr]
     inputs = tensor_inputs(node)
     if node.target is aten.scaled_dot_product_attention.default:
         query, key = shape_of(inputs[0]), shape_of(inputs[1])
@@ -115,7 +115,7 @@ def exchanged(node_bytes: float, times: float, calls: int = 1) -> float:
 def size_bytes(node: fx.Node) -> float:
     """A node's full size, in bytes of four per element whatever the precision: layouts don't depend on it."""
     value = node.meta.get("val")
-    return 4.0 * value.numel() if _is(value) else 0.0
+    return 4.0 * value.numel() if _is(value) else 0.0  # type: ignore[union-attr]
 
 
 def _is(value: object) -> bool:
@@ -207,12 +207,11 @@ def _special(
             if options.is_sequence_split and len(shape) >= 3 and shape[-2] >= options.parts:
                 out = Split(len(shape) - 2, (shape[-2],))
                 yield Choice(needed, out, True, work + exchanged(size, 2), "scatter", "vocabulary embedding")
-    if node.target is aten.cross_entropy_loss.default and lays[0] is not None and is_plain_loss(node):
-        if lays[0].dim == 1 and len(lays[0].blocks) == 1:
-            rows = shape_of(inputs[0])[0]
-            yield Choice(
-                (lays[0], None), None, True, work / options.parts + exchanged(12 * rows, 2), None, "vocabulary loss"
-            )
+    if node.target is not aten.cross_entropy_loss.default or lays[0] is None or not is_plain_loss(node):
+        return
+    if lays[0].dim == 1 and len(lays[0].blocks) == 1:
+        cost = work / options.parts + exchanged(12 * shape_of(inputs[0])[0], 2)
+        yield Choice((lays[0], None), None, True, cost, kind="vocabulary loss")
 
 
 def is_plain_loss(node: fx.Node) -> bool:

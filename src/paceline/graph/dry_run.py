@@ -60,7 +60,7 @@ def _mode_of(captured: Captured) -> FakeTensorMode:
     for node in captured.graph.nodes:
         value = node.meta.get("val")
         if node.op == "placeholder" and isinstance(value, torch.Tensor):
-            mode: FakeTensorMode = value.fake_mode
+            mode: FakeTensorMode = value.fake_mode  # type: ignore[attr-defined]
             return mode
     return FakeTensorMode(allow_non_fake_inputs=True)
 

@@ -32,7 +32,7 @@ def make_functional(graph: fx.Graph) -> None:
         if any(order[other] < order[node] and other in node.all_input_nodes for other in others):
             continue
         node.target = ordinary
-        written.replace_all_uses_with(node, delete_user_cb=lambda user, at=order[node]: order[user] > at)
+        written.replace_all_uses_with(node, delete_user_cb=lambda user, at=order[node]: order[user] > at)  # type: ignore[misc]
 
 
 def drop_empty_parts(graph: fx.Graph) -> None:

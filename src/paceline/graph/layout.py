@@ -61,9 +61,9 @@ def gradients_of(captured: Captured) -> set[fx.Node]:
             values = node.meta.get("val")
             values = values if isinstance(values, list | tuple) else [values]
             is_float = any(isinstance(v, torch.Tensor) and (v.is_floating_point() or v.is_complex()) for v in values)
-            if is_float and node.target is not torch.ops.aten.detach.default:
-                if any(source in found for source in node.all_input_nodes):
-                    found.add(node)
+            is_cut = node.target is torch.ops.aten.detach.default
+            if is_float and not is_cut and any(source in found for source in node.all_input_nodes):
+                found.add(node)
     return found
 
 
@@ -129,7 +129,7 @@ def _step(paths: list[_Path], node: fx.Node, index: int, options: Options, last_
     return sorted(merged.values(), key=lambda path: path.cost)[:BEAM]
 
 
-def _after(
+def _after(  # noqa: PLR0913
     path: _Path,
     node: fx.Node,
     choice: Choice,

@@ -213,7 +213,7 @@ def _conv(node: fx.Node) -> Spec | None:
 
 def _attention(node: fx.Node) -> Spec | None:
     inputs = tensor_inputs(node)
-    query, key, value = (shape_of(source) for source in inputs[:3])
+    query, key = (shape_of(source) for source in inputs[:2])
     rank = len(query) - 2
     if rank < 1 or len(key) != len(query):
         return None

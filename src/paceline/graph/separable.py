@@ -33,44 +33,50 @@ def coupled_at(captured: Captured) -> fx.Node | None:
     samples = _samples(captured)
     if samples is None or samples < 2:
         return None
-    blocks = (samples,)
-    written = written_groups(captured.graph)
-    options = Options(2, {}, {}, set(), set())
     lays: dict[fx.Node, Any] = {}
     for node in captured.inputs:
         shape = tuple(node.meta["val"].shape)
         if shape and shape[0] == samples:
-            lays[node] = Split(0, blocks)
+            lays[node] = Split(0, (samples,))
+    written = written_groups(captured.graph)
     for node in captured.graph.nodes:
-        if node.op != "call_function":
-            continue
-        inputs = tensor_inputs(node)
-        if node.target is operator.getitem:
-            found = lays.get(inputs[0])
-            if isinstance(found, tuple) and (lay := found[node.args[1]]) is not None:  # type: ignore[index]
-                lays[node] = lay
-            continue
-        now = [lays.get(source) for source in inputs]
-        if _is_same_for_all(node, samples):
-            lays[node] = Split(0, blocks)
-            continue
-        if node.target is aten.index.Tensor and (found := _rows_picked(node, now, samples)) is not None:
-            lays[node] = found
-            continue
-        if not any(lay is not None for lay in now):
-            continue
-        if any(lay == _SUM for lay in now):
-            if node.target not in _KEEPS_SUM or any(isinstance(lay, Split) for lay in now):
-                return node
-            lays[node] = _SUM
-            continue
-        if node in written and any(isinstance(lay, Split) for lay in now):
-            lays[node] = Split(0, blocks)  # rows written into place, each its own
-            continue
-        match = _matching(node, now, options)
+        if node.op == "call_function" and not _follow(node, lays, samples, node in written):
+            return node  # type: ignore[no-any-return]
+    return None
+
+
+def _follow(node: fx.Node, lays: dict[fx.Node, Any], samples: int, is_written: bool) -> bool:
+    """Note where the samples lie in the node's output; False when they meet in it."""
+    inputs = tensor_inputs(node)
+    if node.target is operator.getitem:
+        found = lays.get(inputs[0])
+        if isinstance(found, tuple) and (lay := found[node.args[1]]) is not None:  # type: ignore[index]
+            lays[node] = lay
+        return True
+    now = [lays.get(source) for source in inputs]
+    if _is_same_for_all(node, samples):
+        lays[node] = Split(0, (samples,))
+    elif node.target is aten.index.Tensor and (found := _rows_picked(node, now, samples)) is not None:
+        lays[node] = found
+    elif any(lay == _SUM for lay in now):
+        lays[node] = _SUM
+        return node.target in _KEEPS_SUM and not any(isinstance(lay, Split) for lay in now)
+    elif is_written and any(isinstance(lay, Split) for lay in now):
+        lays[node] = Split(0, (samples,))  # rows written into place, each its own
+    elif any(lay is not None for lay in now):
+        match = _matching(node, now)
         if match is None:
-            return node
+            return False
         lays[node] = match.output if match.after is None else _SUM
+    return True
+
+
+def _matching(node: fx.Node, now: list[Any]) -> Choice | None:
+    """The way to run the node that takes its inputs as they lie."""
+    for choice in choices(node, now, [True] * len(now), Options(2, {}, {}, set(), set())):
+        fits = all(wanted == lay for wanted, lay in zip(choice.inputs, now, strict=True))
+        if choice.is_split and fits and choice.after != "scatter":
+            return choice
     return None
 
 
@@ -118,15 +124,6 @@ _SAME_NUMBERS = (
 )  # fmt: skip
 
 
-def _matching(node: fx.Node, now: list[Any], options: Options) -> Choice | None:
-    """The way to run the node that takes its inputs as they lie."""
-    for choice in choices(node, now, [True] * len(now), options):
-        fits = all(wanted == lay for wanted, lay in zip(choice.inputs, now, strict=True))
-        if choice.is_split and fits and choice.after != "scatter":
-            return choice
-    return None
-
-
 def _samples(captured: Captured) -> int | None:
-    sizes = [tuple(node.meta["val"].shape)[0] for node in captured.inputs if node.meta["val"].dim()]
+    sizes = [node.meta["val"].shape[0] for node in captured.inputs if node.meta["val"].dim()]
     return max(set(sizes), key=sizes.count) if sizes else None

@@ -107,11 +107,10 @@ def computed_anew(captured: Captured) -> set[fx.Node]:
             continue
         plain.add(state)
     for node in captured.graph.nodes:
-        if node.op == "get_attr":
+        if node.op == "get_attr" or (
+            node.op == "call_function" and not _draws(node) and plain.issuperset(node.all_input_nodes)
+        ):
             plain.add(node)
-        elif node.op == "call_function" and not _draws(node):
-            if all(source in plain for source in node.all_input_nodes):
-                plain.add(node)
     groups = written_groups(captured.graph)
     mixed = {shared for node, shared in groups.items() if node not in plain}
     return {node for node in plain if groups.get(node) not in mixed or node.op != "call_function"}
@@ -282,7 +281,7 @@ def _crossing_bytes(captured: Captured, nodes: list[fx.Node]) -> list[float]:
     for node, i in index.items():
         values = node.meta.get("val")
         is_tensor = isinstance(values, torch.Tensor)
-        size = values.nbytes if is_tensor else math.inf
+        size = values.nbytes if is_tensor else math.inf  # type: ignore[union-attr]
         is_tied = node.target is operator.getitem
         for place in range(i + 1, last[node] + 1):
             change[place] += size

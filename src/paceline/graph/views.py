@@ -7,6 +7,7 @@ says with which arguments the operation runs on the piece.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -142,7 +143,7 @@ def _squeeze(node: fx.Node, split: Split, parts: int) -> Carried:
         gone = [dim for dim, size in enumerate(before) if size == 1]
     else:
         asked = node.args[1] if isinstance(node.args[1], list | tuple) else [node.args[1]]
-        gone = [dim % len(before) for dim in asked if before[dim] == 1]  # type: ignore[operator, index]
+        gone = [dim % len(before) for dim in asked if before[dim] == 1]  # type: ignore[index, misc, operator]
     return None if split.dim in gone else Split(split.dim - sum(dim < split.dim for dim in gone), split.blocks)
 
 
@@ -250,6 +251,6 @@ def blocks_asked_for(graph: fx.Graph) -> dict[int, set[tuple[int, ...]]]:
                         asked.setdefault(size, set()).add((size // count,) * count)
     for (source, dim), places in edges.items():
         ordered = sorted(places)
-        sizes = tuple(b - a for a, b in zip(ordered, ordered[1:], strict=False))
+        sizes = tuple(b - a for a, b in itertools.pairwise(ordered))
         asked.setdefault(shape_of(source)[dim], set()).add(sizes)
     return asked

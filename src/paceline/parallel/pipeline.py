@@ -171,7 +171,9 @@ class _Run:
             gradients = self._received(action)
         wanted = [t for t, flows in zip(flight.received, program.first.has_gradient, strict=True) if flows]
         if self.has_halves:
-            flight.halves = backward_of_inputs(roots, gradients, wanted, [one for states in program.states for one in states])
+            flight.halves = backward_of_inputs(
+                roots, gradients, wanted, [one for states in program.states for one in states]
+            )
             self.flights[action.stage, action.micro_batch] = flight
         elif roots:
             torch.autograd.backward(roots, gradients)

@@ -41,7 +41,7 @@ def backward_of_inputs(
                 weight.grad = gradient if weight.grad is None else weight.grad + gradient
         apart = {id(weight) for weight in beside}
         weights = [weight for weight in weights if id(weight) not in apart]
-    _, groups = torch_halves.stage_backward_input(roots, gradients, inputs, iter(weights))
+    _, groups = torch_halves.stage_backward_input(roots, gradients, inputs, iter(weights))  # type: ignore[arg-type]
     return Halves(weights, groups, roots)
 
 
@@ -61,4 +61,4 @@ def _beside_inputs(
 def backward_of_weights(halves: Halves) -> None:
     """Add the gradients of the weights to their `.grad`."""
     if halves.weights:
-        torch_halves.stage_backward_weight(iter(halves.weights), halves.groups)
+        torch_halves.stage_backward_weight(iter(halves.weights), halves.groups)  # type: ignore[arg-type]

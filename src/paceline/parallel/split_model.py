@@ -257,9 +257,9 @@ class SplitModel:
             tied[id(tensor)] = made
         for module in self.model.modules():
             for slots in (module._parameters, module._buffers):
-                for key, tensor in slots.items():
+                for key, tensor in slots.items():  # type: ignore[assignment]
                     if tensor is not None and id(tensor) in tied:
-                        slots[key] = tied[id(tensor)]
+                        slots[key] = tied[id(tensor)]  # type: ignore[assignment]
         self.model.register_forward_pre_hook(_refuse_call)
 
 

@@ -79,7 +79,9 @@ def sums_bytes(ranks: int, buffers: int) -> int:
 def tensor(graph: Sequence[Sequence[Mapping[str, Any]]]) -> list[Traffic]:
     """A step of `parallel/tensor.py`: what its graphs enter in the ledger, micro-batch by micro-batch."""
     return [
-        Traffic(row["collective"], row["axis"], row["calls"], row["bytes"]) for micro_batch in graph for row in micro_batch
+        Traffic(row["collective"], row["axis"], row["calls"], row["bytes"])
+        for micro_batch in graph
+        for row in micro_batch
     ]
 
 

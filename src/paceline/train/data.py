@@ -63,6 +63,12 @@ class RankLoader:
         """The global order of the data set."""
         return DataOrder(self.workload.seed, len(self.data), batch_size, shuffle)
 
+    def length(self) -> tuple[int, int]:
+        """Optimizer steps of the whole training, and the position after the last."""
+        order = self.order(self.workload.batch_size)
+        steps = self.workload.steps or self.workload.epochs * -(-order.samples // order.batch_size)
+        return steps, order.position_after(steps)
+
     def first_sample(self) -> Any:
         """The sample at position 0, as every rank should find it."""
         with kept_random_state():

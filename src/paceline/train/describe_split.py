@@ -92,9 +92,7 @@ def _form(workload: Workload) -> torch.nn.Module:
 
 def _comms(mesh: Mesh, pipeline_rank: int) -> dict[str, AxisComm]:
     at = {"pipeline": pipeline_rank}
-    return {
-        axis: AxisComm(axis, at.get(axis, 0), tuple(range(mesh.size(axis))), None, Ledger()) for axis in AXES
-    }
+    return {axis: AxisComm(axis, at.get(axis, 0), tuple(range(mesh.size(axis))), None, Ledger()) for axis in AXES}
 
 
 def _layout(captured: Captured, split: SplitModel, mesh: Mesh) -> list[dict[str, Any]]:

@@ -28,7 +28,7 @@ from paceline.nouns.workload import Workload
 from paceline.parallel.apply import Parallel, open_comms
 from paceline.train import evaluate as evaluation
 from paceline.train import prepare, snapshot
-from paceline.train.agree import check_loss_adds_up, check_same_data_everywhere
+from paceline.train.agree import check_same_data_everywhere
 from paceline.train.data import Batch, RankLoader, cut_into, moved, open_data
 from paceline.train.events import Events, peak_memory_bytes
 from paceline.train.place import place_model
@@ -90,10 +90,7 @@ class Job:
         if placed.couples_samples and self.loader.pieces_wanted and not plan.micro_batches:
             self.loader = dataclasses.replace(self.loader, pieces_wanted=1)
             self._notice(f"samples meet in {placed.couples_samples}: the pipeline takes each batch whole")
-        is_cut = mesh.data_size > 1 or workload.micro_batch_size is not None
-        may_couple = not placed.is_captured or (placed.couples_samples and "batch_norm" not in placed.couples_samples)
-        if is_cut and may_couple:
-            check_loss_adds_up(placed, workload.loss, self.loader)
+        prepare.check_may_cut(placed, workload, self.loader, mesh)
         self.parallel = Parallel(placed, workload, self.comms, plan, self.device)
         self.model = self.parallel.model
         self.optimizer = prepare.make_optimizer(workload, self.model)
@@ -103,10 +100,7 @@ class Job:
         if self.size > 1:
             first = self.loader.first_sample()
             check_same_data_everywhere(len(self.loader.data), first, self.comms.step, self._notice)
-        order = self.loader.order(workload.batch_size)
-        steps_per_epoch = -(-order.samples // order.batch_size)
-        self.total_steps = workload.steps or workload.epochs * steps_per_epoch
-        self.end = order.position_after(self.total_steps)
+        self.total_steps, self.end = self.loader.length()
         self.step_number, self.position, self.saved_step = 0, 0, -1
         self.last: StepRecord | None = None
         self.is_stopping = threading.Event()

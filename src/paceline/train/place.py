@@ -42,9 +42,9 @@ def place_model(workload: Workload, comms: Comms, plan: Plan, device: torch.devi
         torch.autocast, device.type, dtype=torch.bfloat16, enabled=workload.precision == "bf16"
     )
     if mesh.size("tensor") * mesh.size("pipeline") > 1:
-        return _split(workload, comms, plan, device, example, autocast)
+        return _split(workload, comms, plan, device, example, autocast)  # type: ignore[no-any-return]
     if mesh.size("shard") > 1:
-        return _sharded(workload, comms, plan, device, (autocast, example))
+        return _sharded(workload, comms, plan, device, (autocast, example))  # type: ignore[no-any-return]
     model = prepare.make_model(workload, device, comms.data)
     broadcast_state([*model.parameters(), *model.buffers()], comms.data)
     recompute_and_compile(model, plan)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from paceline.checkpoint.manifest import MANIFEST, remove_partial_in
 from paceline.comm.collectives import AxisComm
@@ -19,9 +19,9 @@ from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
 from paceline.nouns.workload import Workload
 from paceline.parallel.placed import PlacedModel
-from paceline.train.agree import check_same_model_everywhere
+from paceline.train.agree import check_loss_adds_up, check_same_model_everywhere
 from paceline.train.compiler_import import defer_compiler_import
-from paceline.train.data import open_data
+from paceline.train.data import RankLoader, open_data
 from paceline.train.snapshot import parameter_names
 
 _STATES = 3  # a parameter and Adam's two moments: what a checkpoint holds at most of usual optimizers
@@ -69,7 +69,7 @@ def make_model(workload: Workload, device: torch.device, comm: AxisComm) -> torc
     model = workload.model()
     check_model(model)
     check_same_model_everywhere(model, comm)
-    return model.to(device, torch.float64 if workload.precision == "float64" else None).train()
+    return model.to(device, torch.float64 if workload.precision == "float64" else None).train()  # type: ignore[no-any-return]
 
 
 def check_model(model: Any) -> None:
@@ -131,6 +131,14 @@ def keep_own(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
         group["params"] = [parameter for parameter in group["params"] if not parameter.is_meta]
     for parameter in [p for p in optimizer.state if isinstance(p, torch.Tensor) and p.is_meta]:
         del optimizer.state[parameter]
+
+
+def check_may_cut(placed: PlacedModel, workload: Workload, loader: RankLoader, mesh: Mesh) -> None:
+    """Raise LossError when batches are to be cut and the loss is no sum over samples, batch norm apart."""
+    is_cut = mesh.data_size > 1 or workload.micro_batch_size is not None
+    is_known = placed.is_captured and (not placed.couples_samples or "batch_norm" in placed.couples_samples)
+    if is_cut and not is_known:
+        check_loss_adds_up(placed, workload.loss, loader)
 
 
 def check_can_score(placed: PlacedModel, metrics: Any) -> None:
