@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -21,6 +21,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
 )
 from torch.func import functional_call
@@ -29,7 +30,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from paceline.comm.leaves import map_tensors, tensors_in
 from paceline.graph.functional import drop_empty_parts, make_functional
-from paceline.nouns.errors import WorkloadError
+from paceline.nouns.errors import PacelineError, WorkloadError
 
 Function = Callable[[torch.nn.Module, Any], Any]
 aten = torch.ops.aten
@@ -90,6 +91,7 @@ def capture(model: torch.nn.Module, function: Function, batch: Any, device: torc
     state_before = _plain_random_state()
     with _watched_modules(model) as entries, _refusals(call), _gradients_as_written():
         traced = make_fx(call, pre_dispatch=True)(states, inputs)
+    _check_constants({str(n.target): getattr(traced, str(n.target)) for n in traced.graph.nodes if n.op == "get_attr"})
     if _plain_random_state() != state_before:
         raise WorkloadError(
             "a model whose every step computes the same operations",
@@ -219,7 +221,7 @@ def _places(graph: fx.Graph, entries: list[tuple[int, str]]) -> dict[fx.Node, st
 @contextmanager
 def _gradients_as_written() -> Iterator[None]:
     """Refuse what a graph of forward operations would lose without a word: gradients that are written by hand."""
-    apply, hook = vars(torch.autograd.Function)["apply"], torch.Tensor.register_hook
+    apply, hook, grad = vars(torch.autograd.Function)["apply"], torch.Tensor.register_hook, torch.autograd.grad
 
     def refuse(what: str, name: str) -> NoReturn:
         raise WorkloadError(
@@ -237,33 +239,56 @@ def _gradients_as_written() -> Iterator[None]:
     def hooked(tensor: torch.Tensor, function: Any) -> Any:
         refuse("the tensor hook", getattr(function, "__qualname__", repr(function)))
 
+    def differentiated(*arguments: Any, **named: Any) -> Any:
+        refuse("torch.autograd.grad", "in the forward pass or the loss")
+
+    torch.autograd.grad = differentiated
     torch.autograd.Function.apply = classmethod(checked)  # type: ignore[method-assign, assignment]
     torch.Tensor.register_hook = hooked  # type: ignore[method-assign]
     try:
         yield
     finally:
         torch.autograd.Function.apply = apply  # type: ignore[method-assign]
+        torch.autograd.grad = grad
         torch.Tensor.register_hook = hook  # type: ignore[method-assign]
 
 
 @contextmanager
 def _refusals(call: _Call) -> Iterator[None]:
+    fix = "or train it by replicate or shard, which run the model's own code"
     try:
         yield
-    except DynamicOutputShapeException as error:
-        raise WorkloadError(
-            "a model whose shapes are known before the values, so that it can be split",
-            f"how much it picks depends on values: {_where(error)}",
-            "pick a fixed number, by torch.where, gather or topk, or train it by replicate or shard, "
-            "which run the model's own code",
-        ) from error
-    except (DataDependentOutputException, GuardOnDataDependentSymNode) as error:
+    except PacelineError:
+        raise
+    except (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode) as error:
         raise WorkloadError(
             "a model whose path depends on shapes alone, so that it can be split",
             f"it looks at values: {_where(error)}",
-            "compute both sides and choose by torch.where, or train it by replicate or shard, "
-            "which run the model's own code",
+            "compute both sides and choose by torch.where (rows that don't count: times a mask, or ignore_index), "
+            + fix,
         ) from error
+    except Exception as error:
+        raise WorkloadError(
+            "a model that can be written down as a graph of torch operations, so that it can be split",
+            f"{type(error).__name__} at {_where(error)}: {str(error).strip().partition(chr(10))[0]:.200}",
+            f"see that it trains on one rank, leave out what that line does, {fix}",
+        ) from error
+
+
+def _check_constants(constants: Mapping[str, Any]) -> None:
+    for value in constants.values():
+        if not isinstance(value, torch.Tensor):
+            raise WorkloadError(
+                "a model that draws from torch's own random numbers",
+                f"it uses a {type(value).__name__} of its own, which would begin anew with every graph",
+                "draw without generator=..., or train it by replicate or shard",
+            )
+        if isinstance(value, FakeTensor):
+            raise WorkloadError(
+                "a model whose every value follows from its operations, so that it can be split",
+                f"a value of shape {tuple(value.shape)} came from elsewhere (torch.func, kept from an earlier batch)",
+                "compute it with plain torch operations in forward, or train it by replicate or shard",
+            )
 
 
 def _where(error: BaseException) -> str:
@@ -338,4 +363,17 @@ def skeleton(model: torch.nn.Module, dtype: torch.dtype | None = None) -> torch.
         memo[id(parameter)] = torch.nn.Parameter(empty(parameter), parameter.requires_grad)
     for buffer in model.buffers():
         memo[id(buffer)] = empty(buffer)
-    return copy.deepcopy(model, memo)
+    try:
+        return copy.deepcopy(model, memo)
+    except RuntimeError as error:
+        name = next((n for n, m in model.named_modules() for v in vars(m).values() if _is_computed(v)), "a module")
+        raise WorkloadError(
+            "a model that can be copied without its values",
+            f"{name} holds a computed tensor, or something else that can't be copied ({error!s:.60}...)",
+            "use torch.nn.utils.parametrizations.weight_norm for torch.nn.utils.weight_norm, keep computed tensors out "
+            "of the model, or train it by replicate",
+        ) from error
+
+
+def _is_computed(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not value.is_leaf

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from paceline.graph.rules import Spec, spec_of, tensor_inputs
+from paceline.graph.labels import Spec, tensor_inputs
+from paceline.graph.rules import spec_of
 from paceline.graph.split import Lay, Split
 from paceline.graph.views import carry, is_rearrangement, shape_of
 

@@ -14,8 +14,9 @@ from paceline.comm.differentiable import Exchanges, Pieces, split_dropout
 from paceline.graph.capture import Captured
 from paceline.graph.choices import Choice
 from paceline.graph.functional import storage_of, written_input
+from paceline.graph.labels import tensor_inputs
 from paceline.graph.layout import Layout
-from paceline.graph.rules import spec_of, tensor_inputs
+from paceline.graph.rules import spec_of
 from paceline.graph.split import Lay, Split
 from paceline.graph.views import is_rearrangement, local_arguments, shape_of
 

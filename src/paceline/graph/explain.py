@@ -9,8 +9,9 @@ from torch import fx
 
 from paceline.graph.capture import Captured
 from paceline.graph.choices import Choice
+from paceline.graph.labels import tensor_inputs
 from paceline.graph.layout import Layout
-from paceline.graph.rules import spec_of, tensor_inputs
+from paceline.graph.rules import spec_of
 from paceline.graph.split import Split
 from paceline.graph.views import shape_of
 

@@ -19,7 +19,7 @@ from torch import fx
 from paceline.graph.capture import Captured
 from paceline.graph.choices import OPERATIONS_PER_BYTE, Choice, Options, choices, exchanged, size_bytes
 from paceline.graph.functional import written_groups
-from paceline.graph.rules import tensor_inputs
+from paceline.graph.labels import tensor_inputs
 from paceline.graph.split import Lay
 from paceline.graph.views import blocks_asked_for
 

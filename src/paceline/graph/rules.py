@@ -11,45 +11,16 @@ be whole. An operation without a rule runs on whole inputs, which is always righ
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
+from paceline.graph.labels import Labels, Spec, argument, outer_labels, tensor_inputs
+from paceline.graph.rules_reduce import cross_entropy, pairwise_loss, reduce, sum_all, vector_norm
 from paceline.graph.views import shape_of
 
 aten = torch.ops.aten
-Label = str | None
-Labels = tuple[Label, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Spec:
-    """Labels of the dimensions of every tensor input, in the order of `tensor_inputs`, and of the output."""
-
-    inputs: tuple[Labels, ...]
-    output: Labels
-    summed: frozenset[str] = frozenset()
-    heavy: bool = False  # a matrix product: what its weight is split by decides the layout
-    bias: int | None = None  # the input that is added once, after the sum
-
-    @property
-    def labels(self) -> list[str]:
-        """All labels, each once, in the order in which they are met."""
-        return list(dict.fromkeys(label for labels in (*self.inputs, self.output) for label in labels if label))
-
-
-def tensor_inputs(node: fx.Node) -> list[fx.Node]:
-    """The node's tensor inputs in the order of its arguments; one that is given twice stands twice."""
-    found: list[fx.Node] = []
-
-    def note(value: fx.Node) -> fx.Node:
-        found.append(value)
-        return value
-
-    fx.node.map_arg((node.args, node.kwargs), note)
-    return found
 
 
 def spec_of(node: fx.Node) -> Spec | None:
@@ -130,17 +101,9 @@ def pointwise(node: fx.Node) -> Spec | None:
     return Spec(tuple(inputs), tuple(n if size != 1 else None for n, size in zip(names, out, strict=True)))
 
 
-def _argument(node: fx.Node, place: int, name: str, otherwise: Any = None) -> Any:
-    return node.args[place] if len(node.args) > place else node.kwargs.get(name, otherwise)
-
-
-def _outer(rank: int) -> Labels:
-    return tuple(f"b{index}" for index in range(rank))
-
-
 def _linear(node: fx.Node) -> Spec | None:
     inputs = tensor_inputs(node)
-    outer = _outer(len(shape_of(inputs[0])) - 1)
+    outer = outer_labels(len(shape_of(inputs[0])) - 1)
     if len(shape_of(inputs[1])) != 2:
         return None
     has_bias = len(inputs) == 3
@@ -162,7 +125,7 @@ def _matmul(node: fx.Node) -> Spec | None:
     if len(left) < 2 or len(right) < 2:
         return None
     rank = len(shape_of(node)) - 2
-    outer = _outer(rank)
+    outer = outer_labels(rank)
 
     def batch(shape: tuple[int, ...]) -> Labels:
         names = outer[rank - (len(shape) - 2) :]
@@ -217,7 +180,7 @@ def _attention(node: fx.Node) -> Spec | None:
     rank = len(query) - 2
     if rank < 1 or len(key) != len(query):
         return None
-    outer = _outer(rank)
+    outer = outer_labels(rank)
     if query[: rank - 1] != key[: rank - 1]:
         return None
     labels: list[Labels] = [(*outer, None, None)] * 3
@@ -242,7 +205,7 @@ def _whole_along(node: fx.Node, dims: Sequence[int]) -> Spec:
 def _norm(node: fx.Node) -> Spec:
     inputs = tensor_inputs(node)
     rank, normalized = len(shape_of(inputs[0])), len(node.args[1])  # type: ignore[arg-type]
-    labels = (*_outer(rank - normalized), *(None,) * normalized)
+    labels = (*outer_labels(rank - normalized), *(None,) * normalized)
     return Spec((labels, *((None,) * len(shape_of(source)) for source in inputs[1:])), labels)
 
 
@@ -265,46 +228,16 @@ def _pool(node: fx.Node) -> Spec:
     return Spec((labels,), labels)
 
 
-def _reduce(node: fx.Node) -> Spec | None:
-    (source,) = tensor_inputs(node)
-    rank = len(shape_of(source))
-    asked = _argument(node, 1, "dim")
-    asked = [asked] if isinstance(asked, int) else asked
-    dims = {dim % rank for dim in asked} if asked else set(range(rank))
-    keep = bool(_argument(node, 2, "keepdim", False))
-    is_sum = node.target is aten.sum.dim_IntList
-    labels = tuple(f"d{dim}" if is_sum or dim not in dims else None for dim in range(rank))
-    out = tuple(None if dim in dims else f"d{dim}" for dim in range(rank) if keep or dim not in dims)
-    return Spec((labels,), out, frozenset(f"d{dim}" for dim in dims) if is_sum else frozenset())
-
-
-def _vector_norm(node: fx.Node) -> Spec | None:
-    (source,) = tensor_inputs(node)
-    rank = len(shape_of(source))
-    asked = _argument(node, 2, "dim")
-    if asked is None:
-        return None
-    dims = {dim % rank for dim in ([asked] if isinstance(asked, int) else asked)}
-    keep = bool(_argument(node, 3, "keepdim", False))
-    labels = tuple(None if dim in dims else f"d{dim}" for dim in range(rank))
-    return Spec((labels,), tuple(label for dim, label in enumerate(labels) if keep or dim not in dims))
-
-
-def _sum_all(node: fx.Node) -> Spec:
-    labels = tuple(f"d{dim}" for dim in range(len(shape_of(tensor_inputs(node)[0]))))
-    return Spec((labels,), (), frozenset(labels))
-
-
 def _embedding(node: fx.Node) -> Spec:
     _, indices = tensor_inputs(node)
-    outer = _outer(len(shape_of(indices)))
+    outer = outer_labels(len(shape_of(indices)))
     return Spec(((None, "e"), outer), (*outer, "e"))
 
 
 def _cat(node: fx.Node) -> Spec | None:
     inputs = tensor_inputs(node)
     rank = len(shape_of(node))
-    dim = int(_argument(node, 1, "dim", 0)) % rank
+    dim = int(argument(node, 1, "dim", 0)) % rank
     if any(len(shape_of(source)) != rank for source in inputs):
         return None
     labels = tuple(None if index == dim else f"d{index}" for index in range(rank))
@@ -314,8 +247,8 @@ def _cat(node: fx.Node) -> Spec | None:
 def _stack(node: fx.Node) -> Spec:
     inputs = tensor_inputs(node)
     rank = len(shape_of(node))
-    dim = int(_argument(node, 1, "dim", 0)) % rank
-    labels = _outer(rank - 1)
+    dim = int(argument(node, 1, "dim", 0)) % rank
+    labels = outer_labels(rank - 1)
     return Spec((labels,) * len(inputs), (*labels[:dim], None, *labels[dim:]))
 
 
@@ -327,38 +260,6 @@ def _gather(node: fx.Node) -> Spec | None:
         for place, (one, other) in enumerate(zip(source, index, strict=True))
     )
     return Spec((labels, labels), labels)
-
-
-def _cross_entropy(node: fx.Node) -> Spec | None:
-    """Rows of scores, a label each; `reduction` 0 keeps the rows, 2 adds them up, 1 takes a mean."""
-    inputs = tensor_inputs(node)
-    scores, labels = shape_of(inputs[0]), shape_of(inputs[1])
-    reduction = _argument(node, 3, "reduction", 1)
-    if len(scores) < 2 or len(labels) != len(scores) - 1 or reduction == 1:
-        return None
-    kept: Labels = ("n", *(None,) * (len(labels) - 1))
-    others = tuple((None,) * len(shape_of(source)) for source in inputs[2:])
-    spec = (("n", None, *kept[1:]), kept, *others)
-    return Spec(spec, (), frozenset("n")) if reduction == 2 else Spec(spec, kept)
-
-
-def _pairwise_loss(node: fx.Node) -> Spec | None:
-    """Element by element, then kept (0) or added up (2)."""
-    inputs = tensor_inputs(node)
-    places = {aten.binary_cross_entropy_with_logits.default: 4, aten.binary_cross_entropy.default: 3}
-    reduction = _argument(node, places.get(node.target, 2), "reduction", 1)  # type: ignore[call-overload]
-    full = shape_of(inputs[0])
-    names = tuple(f"d{dim}" for dim in range(len(full)))
-    labels = []
-    for source in inputs:
-        shape = shape_of(source)
-        aligned = names[len(full) - len(shape) :]
-        if len(shape) > len(full):
-            return None
-        labels.append(tuple(n if s != 1 else None for n, s in zip(aligned, shape, strict=True)))
-    if reduction == 1:
-        return None
-    return Spec(tuple(labels), (), frozenset(names)) if reduction == 2 else Spec(tuple(labels), names)
 
 
 def _cumulated(node: fx.Node) -> Spec:
@@ -390,24 +291,24 @@ _RULES: dict[Any, Callable[[fx.Node], Spec | None]] = {
     aten.avg_pool2d.default: _pool,
     aten.adaptive_avg_pool1d.default: _pool,
     aten.adaptive_avg_pool2d.default: _pool,
-    aten.mean.dim: _reduce,
-    aten.sum.dim_IntList: _reduce,
-    aten.amax.default: _reduce,
-    aten.sum.default: _sum_all,
+    aten.mean.dim: reduce,
+    aten.sum.dim_IntList: reduce,
+    aten.amax.default: reduce,
+    aten.sum.default: sum_all,
     aten.embedding.default: _embedding,
     aten.cat.default: _cat,
     aten.stack.default: _stack,
-    aten.linalg_vector_norm.default: _vector_norm,
+    aten.linalg_vector_norm.default: vector_norm,
     aten.cumsum.default: _cumulated,
     aten.gather.default: _gather,
-    aten.cross_entropy_loss.default: _cross_entropy,
-    aten.nll_loss.default: _cross_entropy,
-    aten.nll_loss_nd.default: _cross_entropy,
-    aten.mse_loss.default: _pairwise_loss,
-    aten.l1_loss.default: _pairwise_loss,
-    aten.huber_loss.default: _pairwise_loss,
-    aten.smooth_l1_loss.default: _pairwise_loss,
-    aten.binary_cross_entropy.default: _pairwise_loss,
-    aten.binary_cross_entropy_with_logits.default: _pairwise_loss,
+    aten.cross_entropy_loss.default: cross_entropy,
+    aten.nll_loss.default: cross_entropy,
+    aten.nll_loss_nd.default: cross_entropy,
+    aten.mse_loss.default: pairwise_loss,
+    aten.l1_loss.default: pairwise_loss,
+    aten.huber_loss.default: pairwise_loss,
+    aten.smooth_l1_loss.default: pairwise_loss,
+    aten.binary_cross_entropy.default: pairwise_loss,
+    aten.binary_cross_entropy_with_logits.default: pairwise_loss,
     aten.group_norm.default: _group_norm,
 }

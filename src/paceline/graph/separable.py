@@ -16,7 +16,7 @@ from torch import fx
 from paceline.graph.capture import Captured
 from paceline.graph.choices import Choice, Options, choices
 from paceline.graph.functional import written_groups
-from paceline.graph.rules import tensor_inputs
+from paceline.graph.labels import tensor_inputs
 from paceline.graph.split import Split
 
 aten = torch.ops.aten

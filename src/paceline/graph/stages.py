@@ -17,8 +17,8 @@ from torch import fx
 from paceline.graph.capture import Captured
 from paceline.graph.choices import operations
 from paceline.graph.functional import storage_of, written_groups, written_input
+from paceline.graph.labels import tensor_inputs
 from paceline.graph.layout import gradients_of
-from paceline.graph.rules import tensor_inputs
 from paceline.nouns.errors import PlanError
 
 Owners = dict[str, tuple[int, ...]]  # of each state the stages that use it, in rising order

@@ -53,6 +53,11 @@ class Deferred:
     _views: Mapping[str, View] = field(repr=False)
     _attributes: list[tuple[torch.Tensor, View]] = field(repr=False)
 
+    @property
+    def has_plain_tensors(self) -> bool:
+        """Whether modules hold tensors that are neither parameters nor buffers, not yet made real."""
+        return bool(self._attributes)
+
     def tensors(self, names: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """Each named parameter or buffer, as soon as it is final; nothing here holds it afterwards.
 

@@ -127,6 +127,9 @@ def _values(workload: Workload) -> tuple[Iterator[tuple[str, torch.Tensor]], tor
         tensors = [*model.named_parameters(), *model.named_buffers()]
         return iter([(name, tensor.detach()) for name, tensor in tensors]), model
     prepare.check_model(deferred.model)
+    if deferred.has_plain_tensors:  # the copy without values that runs or is captured needs theirs
+        list(deferred.tensors([]))
+        torch.set_rng_state(state)
     names = [name for name, _ in [*deferred.model.named_parameters(), *deferred.model.named_buffers()]]
     return deferred.tensors(names), deferred.model
 
