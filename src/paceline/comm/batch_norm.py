@@ -72,7 +72,7 @@ class _BatchNorm(torch.autograd.Function):
         scale = (variance + eps).rsqrt()
         normed = (wide - _along(mean, wide)) * _along(scale, wide)
         ctx.save_for_backward(normed, weight, scale, total)
-        ctx.shared, ctx.dims = shared, dims
+        ctx.shared, ctx.dims, ctx.counts = shared, dims, shared.counts
         result = normed * _along(weight.to(wide.dtype), wide) + _along(bias.to(wide.dtype), wide)
         ctx.mark_non_differentiable(statistics)
         return result.to(images.dtype), statistics
@@ -86,6 +86,8 @@ class _BatchNorm(torch.autograd.Function):
         _all_reduce(everybody, ctx.shared.comm)
         mean_gradient, mean_product = (everybody / total).unbind()
         inner = gradient - _along(mean_gradient, normed) - normed * _along(mean_product, normed)
+        if not ctx.counts:  # samples that are not of the batch: the statistics don't depend on them
+            inner = torch.zeros_like(inner)
         images = inner * _along(scale * weight.to(normed.dtype), normed)
         return images.to(gradients[0].dtype), sums[1].to(weight.dtype), sums[0].to(weight.dtype), None, None
 

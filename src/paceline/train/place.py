@@ -56,6 +56,18 @@ def _split(workload: Workload, comms: Comms, plan: Plan, device: torch.device, e
     from paceline.parallel.split import SplitPlaced
     from paceline.parallel.split_model import SplitModel
 
+    if plan.offload == "on":
+        raise PlanError(
+            "optimizer state in host memory (offload=on)",
+            "beside tensor or pipeline it stays on the rank's device",
+            "leave offload out, or write shard alone",
+        )
+    if plan.compile == "on" and comms.axes["tensor"].size > 1:
+        raise PlanError(
+            "torch.compile (compile=on)",
+            "beside tensor the graphs hold collectives, which it can't take in",
+            "leave compile out, or use it with replicate, shard or pipeline",
+        )
     pipeline = comms.axes["pipeline"]
     stages = pipeline.size * (STAGES_PER_RANK[plan.schedule] if pipeline.size > 1 else 1)
     values, made = _values(workload)
