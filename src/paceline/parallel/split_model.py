@@ -100,6 +100,7 @@ class SplitModel:
     shared: SharedStatistics | None = None  # batch norm over the ranks with other samples of the same batch
     local: dict[str, torch.Tensor] = field(default_factory=dict)
     programs: dict[Hashable, Program] = field(default_factory=dict)
+    precision: torch.dtype | None = None  # that the graphs run under autocast to
     pieces: int = 1  # of each stage, where activations are recomputed
 
     def __post_init__(self) -> None:
@@ -186,10 +187,12 @@ class SplitModel:
         if self.tensor.size > 1:
             layout = choose_layout(captured, self.tensor.size, self._decided(captured), self.plan.sequence == "on")
             emitted, origin = emit(captured, layout, Exchanges(self.tensor), stages)
-            dry_run(emitted, self.local_shapes(emitted), self.tensor)
+            dry_run(emitted, self.local_shapes(emitted), self.tensor, self.precision)
             anew = computed_anew(emitted)
             stages = {new: stages[old] for new, old in origin.items() if old in stages and new not in anew}
             captured = emitted
+        elif self.precision is not None:  # what crosses a cut has the dtypes that autocast gives
+            dry_run(captured, {}, self.tensor, self.precision)
         return captured, cut_out(captured, stages, self.stages * self.pieces)
 
     def _choose(self, captured: Captured) -> Layout:

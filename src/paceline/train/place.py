@@ -74,6 +74,7 @@ def _split(workload: Workload, comms: Comms, plan: Plan, device: torch.device, e
     prepare.check_model(made)
     model = skeleton(made, _dtype(workload))
     split = SplitModel(model, comms.axes["tensor"], pipeline, plan, device, stages)
+    split.precision = torch.bfloat16 if workload.precision == "bf16" else None
     model.train()
     split.decide(workload.loss, example)
     split.make_room()
