@@ -19,18 +19,28 @@ TIMEOUT_S = 120
 # The fork server imports torch once; a rank forked from it starts in about 0.1 s instead of seconds.
 _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["torch", "torch.utils.data", "paceline.train.job", "paceline.demo.bert", "paceline.parallel.shard"]
+    [
+        "torch",
+        "torch.utils.data",
+        "paceline.train.job",
+        "paceline.demo.bert",
+        "paceline.parallel.sharded",
+        "paceline.parallel.split",
+        "paceline.parallel.split_model",
+    ]
 )
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+def run_ranks(
+    world_size: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = TIMEOUT_S
+) -> list[Any]:
     """Run `function(rank, *arguments)` on `world_size` fresh ranks; the results in rank order.
 
     The ranks find themselves as `paceline run` would have started them, without a run directory.
 
     Raises:
         AssertionError: a rank raised; the message has the first one's traceback.
-        TimeoutError: some ranks gave no answer within TIMEOUT_S; the message names them.
+        TimeoutError: some ranks gave no answer within `timeout_s`; the message names them.
     """
     results: dict[int, Any] = {}
     with tempfile.TemporaryDirectory(prefix="paceline-test-") as folder:
@@ -44,7 +54,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) ->
             processes[-1].start()
             theirs.close()
         try:
-            _collect(pipes, results, world_size, function)
+            _collect(pipes, results, world_size, function, timeout_s)
         finally:
             for process in processes:
                 process.kill()
@@ -52,15 +62,21 @@ def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) ->
     return [results[rank] for rank in range(world_size)]
 
 
-def _collect(pipes: dict[Connection, int], results: dict[int, Any], world_size: int, function: Callable[..., Any]):
-    deadline = time.monotonic() + TIMEOUT_S
+def _collect(
+    pipes: dict[Connection, int],
+    results: dict[int, Any],
+    world_size: int,
+    function: Callable[..., Any],
+    timeout_s: float,
+):
+    deadline = time.monotonic() + timeout_s
     failures = {}
     while pipes:
         ready = wait(list(pipes), timeout=max(0.0, deadline - time.monotonic()))
         if not ready and failures:
             break
         if not ready:
-            raise TimeoutError(f"{function.__name__}: no answer from ranks {sorted(pipes.values())} in {TIMEOUT_S} s")
+            raise TimeoutError(f"{function.__name__}: no answer from ranks {sorted(pipes.values())} in {timeout_s} s")
         for pipe in ready:
             rank = pipes.pop(pipe)
             results[rank], failure = _receive(pipe)

@@ -1,0 +1,196 @@
+"""The table: twelve unmodified models under twelve plans, each held against one rank after three steps.
+
+Equal means: every step's loss and gradient norm, and of every parameter, gradient and buffer the part that each
+rank holds against the same part of the one-rank result, to 1e-10 in float64. A plan may also be refused, by an
+error that says why; it may never be wrong.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from models import MODELS, STORIES, workload
+
+from paceline.checkpoint.reshard import take
+from paceline.comm import words
+from paceline.nouns.errors import PacelineError
+from paceline.nouns.placement import Held, Placement
+from paceline.nouns.plan import Plan
+from paceline.train.job import Job
+
+from ranks import run_ranks
+
+TOLERANCE = 1e-10
+FLOOR = 1e-3  # of a tensor's size: a key's bias has no gradient, AdamW makes steps of its rounding
+LEAST_EQUAL = 0.85
+
+TWO = ("replicate=2", "shard=2", "tensor=2", "pipeline=2")
+FOUR = (
+    "shard=4",
+    "tensor=4",
+    "pipeline=4",
+    "replicate=2,tensor=2",
+    "replicate=2,shard=2",
+    "pipeline=2,tensor=2",
+    "pipeline=2,shard=2",
+)
+PAIR, TRIPLE = "shard=2,tensor=2", "replicate=2,pipeline=2,tensor=2"
+ON_EIGHT = ("mlp", "encoder")  # eight ranks on two cores take their time; the others have the pair
+# What is run in one set of processes: importing a model's code takes longer than training it.
+GROUPS = (
+    ("mlp", "encoder", "resnet"),
+    ("bert", "distilbert", "roberta"),
+    ("gpt2", "llama", "qwen2"),
+    ("t5", "vit", "stories"),
+)
+FAST_MODELS, FAST_PLANS = ("mlp", "encoder", "resnet"), TWO
+
+needs_stories = pytest.mark.skipif(not STORIES.exists(), reason=f"the story model's weights are not at {STORIES}")
+
+
+def plans_of(name: str) -> tuple[str, ...]:
+    return (*TWO, *FOUR, TRIPLE if name in ON_EIGHT else PAIR)
+
+
+CELLS = [(name, plan) for name in MODELS for plan in plans_of(name)]
+
+
+def is_fast(name: str, plan: str) -> bool:
+    return name in FAST_MODELS and plan in FAST_PLANS
+
+
+def marks_of(name: str, plan: str) -> list[Any]:
+    marks = [] if is_fast(name, plan) else [pytest.mark.slow]
+    return [*marks, needs_stories] if name == "stories" else marks
+
+
+def train_all(rank: int, cells: list[tuple[str, str]]) -> dict[tuple[str, str], Any]:
+    """One job after another in the same processes: what it gave, or why it was refused."""
+    words.init()
+    return {cell: train(*cell) for cell in cells}
+
+
+def train(name: str, plan: str) -> Any:
+    try:
+        job = Job(workload(name, clip_norm=0.5), Plan.parse(plan))
+        steps = [(job.step(batch), job.last.gradient_norm) for batch in job.batches()]
+        state = held_here(job)
+        job.close()
+    except PacelineError as error:
+        return str(error)
+    return steps, state
+
+
+def held_here(job: Job) -> dict[str, tuple[torch.Tensor, torch.Tensor | None, Held | None]]:
+    """Of every state tensor that this rank holds: its part, the part's gradient, and which part it is."""
+    held = job.parallel.held()
+    return {
+        name: (here(tensor), None if tensor.grad is None else here(tensor.grad), held.get(name))
+        for name, tensor in [*job.model.named_parameters(), *job.model.named_buffers()]
+        if not tensor.is_meta
+    }
+
+
+def here(tensor: Any) -> torch.Tensor:
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local.detach().clone()
+
+
+@functools.cache
+def results(ranks: int, cells: tuple[tuple[str, str], ...]) -> list[dict[tuple[str, str], Any]]:
+    return run_ranks(ranks, train_all, list(cells), timeout_s=600)
+
+
+def cells_together(name: str, plan: str) -> tuple[tuple[str, str], ...]:
+    """The cells that one set of processes runs, this one among them."""
+    if is_fast(name, plan):
+        return tuple((n, p) for n in FAST_MODELS for p in FAST_PLANS)
+    size = Plan.parse(plan).world_size
+    group = next(group for group in GROUPS if name in group)
+    return tuple(
+        (n, p)
+        for n in group
+        if n != "stories" or STORIES.exists()
+        for p in plans_of(n)
+        if Plan.parse(p).world_size == size and not is_fast(n, p)
+    )
+
+
+def alone(name: str) -> Any:
+    group = next(group for group in GROUPS if name in group)
+    cells = tuple((n, "replicate=1") for n in group if n != "stories" or STORIES.exists())
+    return results(1, cells)[0][name, "replicate=1"]
+
+
+def verdict(name: str, plan: str) -> str:
+    """`equal`, `refused: ...`, or what is wrong."""
+    ranks = [every[name, plan] for every in results(Plan.parse(plan).world_size, cells_together(name, plan))]
+    if any(isinstance(result, str) for result in ranks):
+        all_refused = all(isinstance(result, str) for result in ranks)
+        return f"refused: {ranks[0]}" if all_refused else "refused by some ranks only"
+    steps, whole = alone(name)
+    wrong = []
+    seen: set[str] = set()
+    for rank, (other_steps, state) in enumerate(ranks):
+        wrong += [
+            f"rank {rank} has {here} where one rank has {one}"
+            for one, here in zip(steps, other_steps, strict=True)
+            if here != pytest.approx(one, rel=TOLERANCE, abs=0)
+        ]
+        for key, part in state.items():
+            wrong += [f"rank {rank}: {key}: {text}" for text in differences(whole[key], part)]
+        seen |= state.keys()
+    wrong += [f"nobody has {key}" for key in sorted(whole.keys() - seen)]
+    return f"wrong: {wrong[0]} and {len(wrong) - 1} more" if wrong else "equal"
+
+
+def differences(one: Any, part: Any) -> list[str]:
+    """What differs between a rank's part of a tensor and the same part of the one-rank result."""
+    value, gradient, held = part
+    placement = held.placement if held is not None else Placement(tuple(one[0].shape))
+    found = []
+    for what, full, local in (("value", one[0], value), ("gradient", one[1], gradient)):
+        if (full is None) != (local is None):
+            found.append(f"{what}: one of the two has none")
+        elif full is not None and (placement.local_shape != tuple(local.shape) or full.dtype != local.dtype):
+            found.append(f"{what}: it is of shape {tuple(local.shape)}, its placement says {placement.local_shape}")
+        elif full is not None and local.numel():
+            size = max(float(full.abs().max()), FLOOR) if full.is_floating_point() else 1.0
+            error = float((take(full, placement) - local).abs().max()) / size
+            if not error <= TOLERANCE:
+                found.append(f"{what}: off by {error:.1e}")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "plan"), [pytest.param(*cell, marks=marks_of(*cell), id="-".join(cell)) for cell in CELLS]
+)
+def test_a_plan_is_one_rank_or_is_refused(name, plan):
+    said = verdict(name, plan)
+    assert said == "equal" or said.startswith("refused: "), said
+
+
+@pytest.mark.slow
+@needs_stories
+def test_hardly_anything_is_refused():
+    said = {cell: verdict(*cell) for cell in CELLS}
+    equal = sum(text == "equal" for text in said.values())
+    others = [f"{name} {plan}: {text}" for (name, plan), text in said.items() if text != "equal"]
+    assert equal >= LEAST_EQUAL * len(CELLS), "\n".join(others)
+    assert not [text for text in others if "wrong" in text]
+
+
+def test_a_part_that_differs_is_seen():
+    """The comparison itself: a value, a gradient, a shape, a missing gradient."""
+    full = torch.arange(1.0, 9.0, dtype=torch.float64)
+    placement = Placement((8,))
+    held = Held(placement, (0,))
+    assert differences((full, full), (full.clone(), full.clone(), held)) == []
+    assert differences((full, full), (full * (1 + 1e-9), full, held)) == ["value: off by 1.0e-09"]
+    assert differences((full, full), (full, full + 8e-8, None)) == ["gradient: off by 1.0e-08"]
+    assert differences((full, full), (full, None, None)) == ["gradient: one of the two has none"]
+    assert "shape (4,)" in differences((full, None), (full[:4], None, None))[0]
+    assert differences((full, None), (full * float("nan"), None, None)) == ["value: off by nan"]

@@ -1,0 +1,285 @@
+"""What is special to `tensor`: sizes that do not divide, heads, tied weights, dropout, and the layouts themselves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import MODELS, workload
+from torch import nn
+from torch.nn import functional as F
+
+import paceline
+from paceline.checkpoint.reshard import take
+from paceline.comm import words
+from paceline.graph.capture import capture
+from paceline.graph.layout import choose_layout
+from paceline.graph.split import Split
+from paceline.nouns.errors import PacelineError, PlanError
+from paceline.nouns.plan import Plan
+from paceline.train.job import Job
+
+from ranks import run_ranks
+
+SLOW = pytest.mark.slow
+
+
+class Attention(nn.Module):
+    """Grouped-query attention; with sizes that no number of ranks divides if so asked."""
+
+    def __init__(self, width: int, heads: int, groups: int) -> None:
+        super().__init__()
+        self.heads, self.groups, self.each = heads, groups, width // heads
+        self.query = nn.Linear(width, width)
+        self.key, self.value = (nn.Linear(width, groups * self.each) for _ in range(2))
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x):
+        batch, length, _ = x.shape
+        q, k, v = (
+            layer(x).view(batch, length, -1, self.each).transpose(1, 2) for layer in (self.query, self.key, self.value)
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads != self.groups)
+        return self.out(mixed.transpose(1, 2).reshape(batch, length, -1))
+
+
+class Small(nn.Module):
+    """A transformer of one's own with every size free."""
+
+    def __init__(self, vocabulary=97, width=24, heads=3, groups=None, wide=50, dropout=0.0, is_tied=True):
+        super().__init__()
+        self.words = nn.Embedding(vocabulary, width)
+        self.attention = nn.ModuleList([Attention(width, heads, groups or heads) for _ in range(2)])
+        self.up = nn.ModuleList([nn.Linear(width, wide) for _ in range(2)])
+        self.down = nn.ModuleList([nn.Linear(wide, width) for _ in range(2)])
+        self.norms = nn.ModuleList([nn.LayerNorm(width) for _ in range(4)])
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        if is_tied:
+            self.head.weight = self.words.weight
+
+    def forward(self, ids):
+        x = self.words(ids)
+        for index in range(2):
+            x = x + self.dropout(self.attention[index](self.norms[index](x)))
+            wide = self.dropout(F.gelu(self.up[index](self.norms[2 + index](x))))
+            x = x + self.down[index](wide)
+        return self.head(x)
+
+
+def loss(model, ids):
+    return F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten(), reduction="sum"), ids[:, 1:].numel()
+
+
+def small_workload(**sizes):
+    vocabulary = sizes.get("vocabulary", 97)
+    random = torch.Generator().manual_seed(3)
+    return paceline.Workload(
+        model=lambda: Small(**sizes),
+        loss=loss,
+        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2),
+        data=[torch.randint(vocabulary, (8,), generator=random) for _ in range(18)],
+        batch_size=6,
+        steps=3,
+        precision="float64",
+        clip_norm=0.5,
+    )
+
+
+def train(rank, sizes, plan):
+    words.init()
+    job = Job(small_workload(**sizes), Plan.parse(plan))
+    steps = [(job.step(batch), job.last.gradient_norm) for batch in job.batches()]
+    return steps, {n: p.detach().clone() for n, p in job.model.named_parameters()}, job.parallel.held()
+
+
+def assert_one_rank(ranks, sizes, plan):
+    """Train both; the lays by name, as the number of ranks that hold different parts."""
+    results = run_ranks(ranks, train, sizes, plan)
+    ((steps, whole, _),) = run_ranks(1, train, sizes, "replicate=1")
+    for other_steps, state, held in results:
+        for one, other in zip(steps, other_steps, strict=True):
+            assert other == pytest.approx(one, rel=1e-10)
+        for name, tensor in state.items():
+            expected = take(whole[name], held[name].placement)
+            torch.testing.assert_close(tensor, expected, rtol=1e-9, atol=1e-11)
+    return {name: results[0][2][name].placement.cuts for name in whole}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sizes"),
+    [
+        (2, {}),
+        pytest.param(3, {"heads": 4}, marks=SLOW),  # neither 97 words nor 50 inner features nor 4 heads divide
+        pytest.param(3, {"is_tied": False}, marks=SLOW),
+        pytest.param(2, {"heads": 4, "groups": 2}, marks=SLOW),
+        pytest.param(2, {"heads": 4, "groups": 1}, marks=SLOW),  # one key head: it can't be split, nor may be wrong
+        pytest.param(4, {"vocabulary": 3, "heads": 4}, marks=SLOW),  # fewer words than ranks
+    ],
+)
+def test_sizes_that_do_not_divide(ranks, sizes):
+    cuts = assert_one_rank(ranks, sizes, f"tensor={ranks}")
+    assert any(cuts.values())
+
+
+@pytest.mark.parametrize(("ranks", "sizes"), [(2, {"heads": 4}), pytest.param(3, {}, marks=SLOW)])
+def test_sequence_split_norms(ranks, sizes):
+    cuts = assert_one_rank(ranks, sizes, f"tensor={ranks},sequence=on")
+    assert not cuts["norms.0.weight"], "along the sequence norms are split, their weights are not"
+
+
+@pytest.mark.parametrize("plan", ["tensor=2", pytest.param("tensor=2,sequence=on", marks=SLOW)])
+def test_dropout_is_that_of_one_rank(plan):
+    """Masks drawn in pieces would differ by far more than rounding."""
+    assert_one_rank(2, {"heads": 4, "dropout": 0.3}, plan)
+    with_dropout, without = (run_ranks(1, train, {"heads": 4, "dropout": p}, "replicate=1")[0][0] for p in (0.3, 0.0))
+    assert with_dropout != without, "nothing was dropped: the test is void"
+
+
+def drop(rank):
+    """The zeros that dropout makes in a split hidden layer, by what the next layer sees of ones."""
+    words.init()
+    hidden = 64
+    model = nn.Sequential(nn.Linear(2, hidden, bias=False), nn.Dropout(0.5), nn.Linear(hidden, 3, bias=False))
+
+    def ones():
+        for parameter in model.parameters():
+            nn.init.ones_(parameter)
+        return model
+
+    plan = Plan.parse(f"tensor={words.size()}")
+    job = Job(
+        paceline.Workload(
+            model=ones,
+            loss=lambda model, batch: (model(batch).sum(), len(batch)),
+            optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.0),
+            data=[torch.ones(2) for _ in range(8)],
+            batch_size=8,
+            steps=3,
+            precision="float64",
+        ),
+        plan,
+    )
+    found = []
+    for batch in job.batches():
+        job.step(batch)
+        gradient = job.model[2].weight.grad  # of ones: twice 2 * kept / 0.5, whole numbers of eighths
+        found.append(gradient.clone())
+    return found, job.parallel.held().get("2.weight")
+
+
+def test_dropout_keeps_the_same_elements_bit_for_bit():
+    ((whole, _),) = run_ranks(1, drop)
+    assert not torch.equal(whole[0], whole[1])
+    for found, held in run_ranks(2, drop):
+        assert held.placement.cuts
+        assert all(torch.equal(one, take(full, held.placement)) for one, full in zip(found, whole, strict=True))
+
+
+def refused(rank, make):
+    words.init()
+    try:
+        Job(make(), Plan.parse(f"tensor={words.size()}"))
+    except PacelineError as error:
+        return type(error), str(error)
+    return None, "no error"
+
+
+def too_small():
+    return paceline.Workload(
+        model=lambda: nn.Linear(1, 1),
+        loss=lambda model, batch: (model(batch).square().sum(), len(batch)),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        data=[torch.ones(1) for _ in range(4)],
+        batch_size=4,
+    )
+
+
+def test_a_model_with_nothing_to_split_is_refused():
+    for kind, text in run_ranks(2, refused, too_small):
+        assert kind is PlanError
+        assert "no weight has a dimension that can be split in 2" in text
+
+
+def test_a_path_that_depends_on_values_is_refused():
+    for _, text in run_ranks(2, refused, looks_at_values):
+        assert "it looks at values" in text
+        assert "test_tensor.py" in text
+
+
+def looks_at_values():
+    def looking(model, batch):
+        hidden = model(batch)
+        return (hidden.sum() if hidden.sum() > 0 else -hidden.sum()), len(batch)
+
+    return paceline.Workload(
+        model=lambda: nn.Linear(4, 4),
+        loss=looking,
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        data=[torch.ones(4) for _ in range(4)],
+        batch_size=4,
+    )
+
+
+def lays_of(name, parts=2):
+    """The layout of a model of real proportions: with a hundred words a table is too small to be worth a sum."""
+    sizes = {"vocab_size": 30_000, "hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 4}
+    with torch.device("meta"):
+        model = transformers_model(name, {**sizes, "num_hidden_layers": 2})
+    batch = torch.utils.data.default_collate(workload(name).data[:4])
+    return choose_layout(capture(model, MODELS[name][1], batch, torch.device("cpu")), parts).lays
+
+
+def transformers_model(name, sizes):
+    from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+    if name == "gpt2":
+        return GPT2LMHeadModel(GPT2Config(vocab_size=30_000, n_embd=256, n_layer=2, n_head=4))
+    if name == "llama":
+        return LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2))
+    return BertForMaskedLM(BertConfig(**sizes))
+
+
+def by_hand(lays, prefix, columns, rows):
+    """Weights split by their outputs, then weights split by their inputs, and what follows from it for biases."""
+    for name in columns:
+        lay = lays[f"{prefix}.{name}.weight"]
+        assert (lay.dim, len(lay.blocks)) == (0, 1), name
+        assert lays.get(f"{prefix}.{name}.bias", lay) == lay, name
+    for name in rows:
+        lay = lays[f"{prefix}.{name}.weight"]
+        assert (lay.dim, len(lay.blocks)) == (1, 1), name
+        assert lays.get(f"{prefix}.{name}.bias") is None, name
+
+
+BERT = [f"attention.self.{name}" for name in ("query", "key", "value")] + ["intermediate.dense"]
+LLAMA = [f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj")] + ["mlp.gate_proj", "mlp.up_proj"]
+
+
+@pytest.mark.parametrize(
+    ("name", "prefix", "columns", "rows"),
+    [
+        ("bert", "bert.encoder.layer", BERT, ["attention.output.dense", "output.dense"]),
+        ("llama", "model.layers", LLAMA, ["self_attn.o_proj", "mlp.down_proj"]),
+    ],
+)
+@pytest.mark.parametrize("parts", [2, pytest.param(4, marks=SLOW)])
+def test_the_layout_is_the_one_made_by_hand(name, prefix, columns, rows, parts):
+    if name == "llama" and parts == 4:
+        pytest.skip("it has two key heads")
+    lays = lays_of(name, parts)
+    for index in range(2):
+        by_hand(lays, f"{prefix}.{index}", columns, rows)
+    norms = [lay for key, lay in lays.items() if "norm" in key.lower()]
+    assert norms == [None] * len(norms)
+    assert len(norms) >= 4
+    embedding = next(key for key in lays if "word_embeddings.weight" in key or "embed_tokens.weight" in key)
+    assert lays[embedding] == Split(0, (30_000,)), "words are split by vocabulary"
+
+
+def test_a_fused_matrix_is_split_block_by_block():
+    lays = lays_of("gpt2")
+    assert lays["transformer.h.0.attn.c_attn.weight"] == Split(1, (256, 256, 256))
+    assert lays["transformer.h.0.attn.c_attn.bias"] == Split(0, (256, 256, 256))
+    assert lays["transformer.h.0.attn.c_proj.weight"] == Split(0, (256,))
+    assert lays["transformer.h.0.mlp.c_fc.weight"] == Split(1, (1024,))
+    assert lays["transformer.h.0.mlp.c_proj.weight"] == Split(0, (1024,))
