@@ -6,8 +6,8 @@ import warnings
 
 import pytest
 import torch
-from models import MODELS, workload
 
+from models import MODELS, workload
 from paceline.checkpoint.reshard import take
 from paceline.cli.main import main
 from paceline.comm import words
@@ -151,7 +151,9 @@ def test_transformers_loads_what_a_mesh_saved(folder, saved, mesh, tmp_path):
         wanted = full["model/" + name.replace("lm_head.weight", "transformer.wte.weight")]
         assert torch.equal(tensor, wanted), name
     ours = MODELS[MODEL][0]().double()
-    ours.load_state_dict({name.removeprefix("model/"): t for name, t in full.items() if name.startswith("model/")}, strict=False)
+    ours.load_state_dict(
+        {name.removeprefix("model/"): t for name, t in full.items() if name.startswith("model/")}, strict=False
+    )
     tokens = torch.arange(24).view(3, 8)
     with torch.no_grad():
         assert torch.equal(model.eval()(input_ids=tokens).logits, ours.eval()(input_ids=tokens).logits)

@@ -290,7 +290,9 @@ def check_choice(node, choice, parts):
         torch.testing.assert_close(sum(results), whole, rtol=1e-10, atol=1e-12, equal_nan=True)
         return
     for part, result in enumerate(results):
-        torch.testing.assert_close(result, piece(whole, choice.output, part, parts), rtol=1e-10, atol=1e-12, equal_nan=True)
+        torch.testing.assert_close(
+            result, piece(whole, choice.output, part, parts), rtol=1e-10, atol=1e-12, equal_nan=True
+        )
 
 
 def test_every_rule_is_tried():

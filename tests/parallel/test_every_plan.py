@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import MODELS, STORIES, workload
 
+from models import MODELS, STORIES, workload
 from paceline.checkpoint.reshard import take
 from paceline.comm import words
 from paceline.nouns.errors import PacelineError

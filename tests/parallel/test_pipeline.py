@@ -8,11 +8,11 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from models import workload
 from torch import nn
 from torch.nn import functional as F
 
 import paceline
+from models import workload
 from paceline.comm import words
 from paceline.nouns.errors import PlanError
 from paceline.nouns.plan import SCHEDULES, Plan

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import MODELS, workload
 from torch import nn
 from torch.nn import functional as F
 
 import paceline
+from models import MODELS, workload
 from paceline.checkpoint.reshard import take
 from paceline.comm import words
 from paceline.graph.capture import capture
@@ -45,7 +45,7 @@ class Attention(nn.Module):
 class Small(nn.Module):
     """A transformer of one's own with every size free."""
 
-    def __init__(self, vocabulary=97, width=24, heads=3, groups=None, wide=50, dropout=0.0, is_tied=True):
+    def __init__(self, vocabulary=97, width=24, heads=3, groups=None, wide=50, dropout=0.0, is_tied=True):  # noqa: PLR0913
         super().__init__()
         self.words = nn.Embedding(vocabulary, width)
         self.attention = nn.ModuleList([Attention(width, heads, groups or heads) for _ in range(2)])

@@ -159,7 +159,7 @@ def _einsum(node: fx.Node) -> Spec | None:
     summed = {label for term in inputs for label in term if label not in out}
     if any(sum(label in term for term in inputs) < len(inputs) for label in summed):
         return None
-    return Spec(kept, tuple(out), frozenset(summed), True)
+    return Spec(kept, tuple(out), frozenset(summed), heavy=len(inputs) == 2)
 
 
 def _conv(node: fx.Node) -> Spec | None:

@@ -89,8 +89,8 @@ def _reshape(node: fx.Node, split: Split, parts: int) -> Carried:
             found = unflattened(flattened(inside, before[first:last]), after[out_first:out_last], parts)
             if found is None:
                 return None
-            merged = last - first > 1 and split.dim > first
-            if (merged or out_last - out_first > 1) and not split.is_even(parts):
+            is_regrouped = last - first > 1 or out_last - out_first > 1
+            if is_regrouped and not split.is_even(parts):
                 return None
             return Split(found.dim + out_first, found.blocks)
     return None
