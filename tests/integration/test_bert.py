@@ -65,3 +65,21 @@ def test_ranks_equal_one(text, alone, ranks, micro, transport):
         assert all(torch.equal(other[name], results[0][1][name]) for name in other)
     assert state["unused"].eq(1).all()
     assert losses[-1] < losses[0]
+
+
+def train_split(rank, folder, plan):
+    words.init()
+    workload = make_workload(Path(folder), 8, 12, precision="float64", clip_norm=0.5)
+    job = Job(workload, Plan.parse(plan))
+    losses = [job.step(batch) for batch in job.batches()]
+    return losses, job.evaluate()["loss"]
+
+
+@pytest.mark.parametrize("plan", ["replicate=2,tensor=2", "pipeline=2,tensor=2"])
+def test_a_split_demo_ends_at_the_same_loss(text, plan):
+    """The demo has no dropout: nothing but rounding may differ."""
+    ((losses, held_out),) = run_ranks(1, train_split, text, "replicate=1")
+    for other_losses, other_held_out in run_ranks(4, train_split, text, plan, timeout_s=400):
+        assert other_losses == pytest.approx(losses, rel=1e-10)
+        assert other_held_out == pytest.approx(held_out, rel=1e-10)
+    assert losses[-1] < losses[0]
