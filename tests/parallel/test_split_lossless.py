@@ -136,3 +136,29 @@ def test_losses_are_those_of_one_rank(name: str, plan: str):
         assert found == pytest.approx(losses, rel=1e-12)
         for key, value in here.items():
             torch.testing.assert_close(value, buffers[key], rtol=1e-12, atol=1e-12)
+
+
+def _evaluate(rank: int, plan: str) -> dict[str, float]:
+    words.init()
+
+    def score(model: Any, batch: Any) -> dict[str, tuple[Any, Any]]:
+        return {"loss": vector_loss(model, batch)}
+
+    workload = paceline.Workload(
+        model=lambda: nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 10)),
+        loss=vector_loss,
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        data=_images(),
+        evaluation=_images()[:17],
+        score=score,
+        batch_size=8,
+        steps=1,
+        precision="float64",
+    )
+    return Job(workload, Plan.parse(plan)).evaluate()
+
+
+@pytest.mark.parametrize("plan", ["pipeline=2,shard=2", "shard=2,tensor=2"])
+def test_evaluation_where_ranks_have_different_numbers_of_micro_batches(plan: str):
+    (one,) = run_ranks(1, _evaluate, "replicate=1")
+    assert all(result == pytest.approx(one, rel=1e-12) for result in run_ranks(4, _evaluate, plan))

@@ -89,7 +89,7 @@ def capture(model: torch.nn.Module, function: Function, batch: Any, device: torc
         inputs = [_fake_like(tensor, device) for tensor in tensors_in(batch)]
     call = _Call(model, function, batch, list(tensors))
     state_before = _plain_random_state()
-    with _watched_modules(model) as entries, _refusals(call), _gradients_as_written():
+    with _watched_modules(model) as entries, _refusals(call), _gradients_as_written(), fake:
         traced = make_fx(call, pre_dispatch=True)(states, inputs)
     _check_constants({str(n.target): getattr(traced, str(n.target)) for n in traced.graph.nodes if n.op == "get_attr"})
     if _plain_random_state() != state_before:

@@ -87,8 +87,9 @@ class SplitPlaced:
         forward_backward(run, microbatches, moments)
 
     def in_step(self, microbatches: Sequence[Any], longest: int) -> list[Any]:
-        """Every rank goes at its own pace."""
-        return list(microbatches)
+        """Every rank goes at its own pace; beside `shard`, one that has fewer gathers along (None)."""
+        missing = longest - len(microbatches) if self.flat is not None else 0
+        return [*microbatches, *[None] * missing]
 
     def finish_backward(self) -> None:
         """Add up what several stages and `shard`'s ranks have."""
@@ -117,6 +118,8 @@ class SplitPlaced:
         if self.flat is not None:
             self.flat.gather()
         try:
+            if batch is None:
+                return {}
             if self.pipeline is not None:
                 return self.pipeline.evaluate(name, score, batch)
             return run_whole(self.split, name, score, batch, tensors_in(batch), False)
