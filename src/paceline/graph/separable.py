@@ -64,16 +64,19 @@ def _follow(node: fx.Node, lays: dict[fx.Node, Any], samples: int, is_written: b
     elif is_written and any(isinstance(lay, Split) for lay in now):
         lays[node] = Split(0, (samples,))  # rows written into place, each its own
     elif any(lay is not None for lay in now):
-        match = _matching(node, now)
+        match = _matching(node, now, samples)
         if match is None:
             return False
         lays[node] = match.output if match.after is None else _SUM
     return True
 
 
-def _matching(node: fx.Node, now: list[Any]) -> Choice | None:
-    """The way to run the node that takes its inputs as they lie."""
-    for choice in choices(node, now, [True] * len(now), Options(2, {}, {}, set(), set())):
+def _matching(node: fx.Node, now: list[Any], samples: int) -> Choice | None:
+    """The way to run the node that takes its inputs as they lie, one sample on each of as many ranks.
+
+    Two ranks would say that neighbours which the model pairs don't meet, and that those of an odd batch do.
+    """
+    for choice in choices(node, now, [True] * len(now), Options(samples, {}, {}, set(), set())):
         fits = all(wanted == lay for wanted, lay in zip(choice.inputs, now, strict=True))
         if choice.is_split and fits and choice.after != "scatter":
             return choice

@@ -1,0 +1,54 @@
+"""Where samples meet is found, and nowhere else: else a pipeline computes another loss, or takes each batch whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from models import MODELS, workload
+from paceline.graph.capture import capture
+from paceline.graph.separable import coupled_at
+
+
+def coupled(model, loss, batch):
+    return coupled_at(capture(model, loss, batch, torch.device("cpu")))
+
+
+def pairs(model, batch):
+    return model(batch.view(-1, 12)).square().sum(), len(batch)
+
+
+def flat(model, batch):
+    return model(batch.view(-1, 3, 2).flatten(0, 1).view(-1, 3, 2).flatten(1)).square().sum(), len(batch)
+
+
+def contrastive(model, batch):
+    found = F.normalize(model(batch), dim=1)
+    return F.cross_entropy(found @ found.T, torch.arange(len(batch)), reduction="sum"), len(batch)
+
+
+def centred(model, batch):
+    found = model(batch)
+    return (found - found.mean(0)).square().sum(), len(batch)
+
+
+@pytest.mark.parametrize("samples", [2, 8, 9])
+@pytest.mark.parametrize(("loss", "wide", "meets"), [(flat, 6, False), (contrastive, 6, True), (centred, 6, True)])
+def test_samples_meet_whatever_their_number(loss, wide, meets, samples):
+    assert (coupled(nn.Linear(wide, 4), loss, torch.randn(samples, 6)) is not None) == meets
+
+
+def test_neighbours_that_the_model_pairs_meet():
+    assert coupled(nn.Linear(12, 4), pairs, torch.randn(8, 6)) is not None
+
+
+@pytest.mark.parametrize("samples", [7, 8])
+@pytest.mark.parametrize("name", ["mlp", "encoder", "resnet", pytest.param("bert", marks=pytest.mark.slow)])
+def test_of_the_models_only_batch_norm_couples(name, samples):
+    make, loss, _ = MODELS[name]
+    batch = torch.utils.data.default_collate(workload(name).data[:samples])
+    met = coupled(make(), loss, batch)
+    assert (met is not None) == (name == "resnet")
+    assert met is None or met.target is torch.ops.aten.batch_norm.default
