@@ -5,7 +5,10 @@ What splits a model imports much of torch, seconds of it; plans that only replic
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,6 +25,9 @@ from paceline.parallel.apply import Comms
 from paceline.parallel.placed import EagerModel, PlacedModel
 from paceline.parallel.replicate import broadcast_state
 from paceline.train import prepare
+
+_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
+_LARGE_BYTES = 4 * 2**20
 
 
 def place_model(workload: Workload, comms: Comms, plan: Plan, device: torch.device, example: Any) -> PlacedModel:
@@ -41,6 +47,8 @@ def place_model(workload: Workload, comms: Comms, plan: Plan, device: torch.devi
     autocast = functools.partial(
         torch.autocast, device.type, dtype=torch.bfloat16, enabled=workload.precision == "bf16"
     )
+    if mesh.size("tensor") * mesh.size("pipeline") * mesh.size("shard") > 1:
+        _return_freed_memory()
     if mesh.size("tensor") * mesh.size("pipeline") > 1:
         return _split(workload, comms, plan, device, example, autocast)  # type: ignore[no-any-return]
     if mesh.size("shard") > 1:
@@ -124,6 +132,17 @@ def recompute_and_compile(model: torch.nn.Module, plan: Plan) -> None:
 def _statistics(workload: Workload, model: torch.nn.Module, comms: Comms) -> SharedStatistics | None:
     """Batch norm over the whole batch, as one rank would have it, unless it is asked for per micro-batch."""
     return share_statistics(model, comms.data) if workload.micro_batch_size is None else None
+
+
+def _return_freed_memory() -> None:
+    """Have glibc give large freed blocks back at once: what `shard` frees must not stay with the process.
+
+    By itself it keeps blocks of up to 32 MiB for later, in pieces: four ranks of a model of 100 million parameters
+    held 2.0 GiB each instead of 0.6 (measured, glibc 2.36).
+    """
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, _LARGE_BYTES)
 
 
 def _values(workload: Workload) -> tuple[Iterator[tuple[str, torch.Tensor]], torch.nn.Module]:
