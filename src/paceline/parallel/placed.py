@@ -24,6 +24,7 @@ class PlacedModel(Protocol):
 
     Attributes:
         model: the person's module; its parameters are what this rank updates, or nothing (on the meta device).
+        autocast: the workload's precision, as a context.
         is_plain: nothing is split: gradients may be divided before the backward pass.
         finishes_later: gradients are not final when autograd makes them.
         is_captured: the person's code runs as graphs, without side effects.
@@ -32,6 +33,7 @@ class PlacedModel(Protocol):
     """
 
     model: torch.nn.Module
+    autocast: Autocast
     is_plain: bool
     finishes_later: bool
     counts_loss: bool

@@ -100,7 +100,7 @@ def check_loss_adds_up(placed: PlacedModel, loss: Callable[[Any, Any], Any], loa
     was_training = placed.model.training
     placed.model.eval()
     try:
-        with torch.no_grad(), kept_random_state():
+        with torch.no_grad(), kept_random_state(), placed.autocast():
             both, *single = (_total(placed.evaluate("loss", loss, batch)) for batch in pair)
     finally:
         placed.model.train(was_training)
