@@ -41,6 +41,7 @@ def train_step(
             not finite.
     """
     optimizer.zero_grad(set_to_none=True)
+    parallel.model.zero_grad(set_to_none=True)  # parameters that the optimizer does not have count in the norm too
     parallel.forward_backward(microbatches, *facts)
     sums = parallel.reduce_gradients()
     check_finite(sums)
