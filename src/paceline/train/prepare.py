@@ -135,7 +135,7 @@ def keep_own(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
 
 def check_may_cut(placed: PlacedModel, workload: Workload, loader: RankLoader, mesh: Mesh) -> None:
     """Raise LossError when batches are to be cut and the loss is no sum over samples, batch norm apart."""
-    is_cut = mesh.data_size > 1 or workload.micro_batch_size is not None
+    is_cut = mesh.data_size > 1 or workload.micro_batch_size is not None or loader.pieces_wanted > 1
     is_known = placed.is_captured and (not placed.couples_samples or "batch_norm" in placed.couples_samples)
     if is_cut and not is_known:
         check_loss_adds_up(placed, workload.loss, loader)
