@@ -32,7 +32,8 @@ def backward_of_inputs(
     if not inputs or not weights:  # the first stage: nobody waits for its inputs
         torch.autograd.backward(roots, gradients)
         return Halves([], [], [])
-    roots = [root.clone() if root._is_view() else root for root in roots]  # it detaches them in place
+    # They are detached in place, which what is a view, or saved for the weights' half, does not survive.
+    roots = [root.clone() for root in roots]
     beside = _beside_inputs(roots, inputs, weights)
     if beside:  # no way to them leads past what the inputs wait for
         made = torch.autograd.grad(roots, beside, gradients, retain_graph=True, allow_unused=True)
