@@ -17,7 +17,7 @@ from paceline.train.job import Job
 
 from ranks import run_ranks
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.integration
 
 MESHES = {
     2: ("replicate=2", "shard=2", "tensor=2", "pipeline=2"),

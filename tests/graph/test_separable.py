@@ -44,6 +44,13 @@ def test_neighbours_that_the_model_pairs_meet():
     assert coupled(nn.Linear(12, 4), pairs, torch.randn(8, 6)) is not None
 
 
+def test_batch_norm_hides_nothing_behind_it():
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 4))
+    met = coupled(model, contrastive, torch.randn(8, 6))
+    assert met is not None
+    assert met.target is not torch.ops.aten.batch_norm.default
+
+
 @pytest.mark.parametrize("samples", [7, 8])
 @pytest.mark.parametrize("name", ["mlp", "encoder", "resnet", pytest.param("bert", marks=pytest.mark.slow)])
 def test_of_the_models_only_batch_norm_couples(name, samples):

@@ -46,7 +46,7 @@ class Named(optim.SGD):
 )
 def test_elementwise_optimizers_pass_and_leave_no_trace(optimizer):
     random, before = torch.get_rng_state(), [parameter.detach().clone() for parameter in PARAMETERS]
-    check_optimizer(optimizer)
+    check_optimizer(optimizer, "tensor")
     assert torch.equal(torch.get_rng_state(), random)
     assert all(torch.equal(parameter, old) for parameter, old in zip(PARAMETERS, before, strict=True))
 
@@ -64,10 +64,10 @@ def test_elementwise_optimizers_pass_and_leave_no_trace(optimizer):
 )
 def test_others_are_refused_even_where_the_schedule_begins_at_0(optimizer):
     with pytest.raises(PlanError, match="changes an element by what the others of its parameter are"):
-        check_optimizer(optimizer)
+        check_optimizer(optimizer, "tensor")
 
 
 @pytest.mark.parametrize("optimizer", [optim.LBFGS(PARAMETERS), Named(PARAMETERS, "first")])
 def test_what_cannot_be_tried_is_refused(optimizer):
     with pytest.raises(PlanError, match="it can't be tried on a small matrix"):
-        check_optimizer(optimizer)
+        check_optimizer(optimizer, "tensor")

@@ -62,8 +62,13 @@ def is_fast(name: str, plan: str) -> bool:
     return name in FAST_MODELS and plan in FAST_PLANS
 
 
+def is_long(name: str, plan: str) -> bool:
+    """Four ranks with a large package's models: minutes on two cores."""
+    return name not in FAST_MODELS and Plan.parse(plan).world_size > 2
+
+
 def marks_of(name: str, plan: str) -> list[Any]:
-    marks = [] if is_fast(name, plan) else [pytest.mark.slow]
+    marks = [] if is_fast(name, plan) else [pytest.mark.integration if is_long(name, plan) else pytest.mark.slow]
     return [*marks, needs_stories] if name == "stories" else marks
 
 
@@ -173,7 +178,7 @@ def test_a_plan_is_one_rank_or_is_refused(name, plan):
     assert said == "equal" or said.startswith("refused: "), said
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 @needs_stories
 def test_hardly_anything_is_refused():
     said = {cell: verdict(*cell) for cell in CELLS}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -206,17 +207,9 @@ def test_tied_embeddings_stay_equal_and_nothing_need_divide(ranks, schedule, par
 @pytest.mark.parametrize("name", ["bert", "gpt2"])
 def test_every_schedule_trains_a_transformer(name, schedule):
     parts = {"clip_norm": 0.5}
-    results = run_ranks(2, train_model, name, parts, f"pipeline=2,schedule={schedule},micro_batches=3")
-    ((steps, whole, _),) = run_ranks(1, train_model, name, parts, "replicate=1")
-    for other_steps, state, _ in results:
-        for one, other in zip(steps, other_steps, strict=True):
-            assert other == pytest.approx(one, rel=1e-10)
-        for key, tensor in state.items():
-            torch.testing.assert_close(tensor, whole[key], rtol=1e-9, atol=1e-11)
-
-
-def train_model(rank, name, parts, plan):
-    return train(rank, lambda **more: workload(name, **more), parts, plan)
+    make = functools.partial(workload, name)
+    results = run_ranks(2, train, make, parts, f"pipeline=2,schedule={schedule},micro_batches=3")
+    assert_equal_to_one_rank(results, make, parts)
 
 
 def coupled_workload(**parts):

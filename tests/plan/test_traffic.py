@@ -6,15 +6,20 @@ import pytest
 import torch
 from torch import nn
 
+import models
 import paceline
 from paceline.comm import words
 from paceline.nouns.buckets import group_parameters
+from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
+from paceline.plan.step_traffic import step_traffic
 from paceline.plan.traffic import Tensor, replicate
 from paceline.train.describe import describe
 from paceline.train.job import Job
 
 from ranks import run_ranks
+
+SLOW = pytest.mark.slow
 
 
 def workload():
@@ -27,7 +32,7 @@ def workload():
     )
 
 
-def step_traffic(rank, plan):
+def replicated_traffic(rank, plan):
     words.init()
     job = Job(workload(), plan)
     ledger = job.ledger
@@ -50,8 +55,38 @@ def test_the_ledger_counts_what_the_plan_predicts(ranks, options):
     model = describe(workload())
     trained = [Tensor(**{**sizes, "shape": tuple(sizes["shape"])}) for sizes in model["parameters"]]
     (predicted,) = replicate(plan, trained, len(model["buffers"]))
-    for calls, sent in run_ranks(ranks, step_traffic, plan):
+    for calls, sent in run_ranks(ranks, replicated_traffic, plan):
         assert (calls, sent) == (predicted.calls, predicted.payload_bytes)
+
+
+ANY_MESH = (
+    "shard=2,zero=3", "tensor=2,sequence=on", "pipeline=2,schedule=1f1b", "pipeline=2,schedule=interleaved",
+    "replicate=2,shard=2", "pipeline=2,tensor=2", "pipeline=2,shard=2", "shard=2,tensor=2", "replicate=2,pipeline=2",
+    "replicate=2,tensor=2",
+)  # fmt: skip
+
+
+def rows_of_first_step(rank, plan):
+    words.init()
+    job = Job(models.workload("encoder", clip_norm=0.5), plan)
+    batch = next(iter(job.batches()))
+    job.ledger.calls.clear()
+    job.ledger.payload_bytes.clear()
+    job.step(batch)
+    return job.ledger.rows()
+
+
+@pytest.mark.parametrize(
+    "text", [pytest.param(t, marks=() if t.startswith(("tensor", "pipeline=2,tensor")) else SLOW) for t in ANY_MESH]
+)
+def test_every_axis_sends_what_was_predicted(text):
+    """Embedding, attention, norms and a head under each axis and their mixes, clipped: call by call, byte by byte."""
+    plan = Plan.parse(text)
+    predicted = step_traffic(plan, describe(models.workload("encoder", clip_norm=0.5), plan))
+    for rank, found in enumerate(run_ranks(plan.world_size, rows_of_first_step, plan)):
+        rows = predicted[Mesh.parse(plan.mesh).coordinate(rank)["pipeline"] if len(predicted) > 1 else 0]
+        promised = {(row.collective, row.axis): (row.calls, row.payload_bytes) for row in rows}
+        assert {(row["collective"], row["axis"]): (row["calls"], row["bytes"]) for row in found} == promised
 
 
 def test_one_rank_sends_nothing():

@@ -53,7 +53,7 @@ def evaluate(rank):
         guess = model(batch[0]).argmax(-1)
         collection.update(guess, batch[1].long())
         return {
-            "accuracy": ((guess == batch[1]).sum().float(), len(guess)),
+            "accuracy": ((guess == batch[1]).sum(), len(guess)),
             "seen": (torch.tensor(float(len(guess))), 1),
         }
 

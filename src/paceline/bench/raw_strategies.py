@@ -9,8 +9,9 @@ raw_1f1b        both ends need, on both, its gradients added
 
 from __future__ import annotations
 
+import contextlib
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,17 +44,7 @@ def raw_shard(folder: Path, rank: int, ranks: int) -> Step:
     for layer in model.bert["encoder"]["layer"]:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    optimizer, data = make_optimizer(model), batches(folder, rank, ranks)
-
-    def step() -> float:
-        optimizer.zero_grad(set_to_none=True)
-        total, weight = loss(model, next(data))
-        mean = total / weight
-        mean.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        return mean.item()
-
-    return step
+    return _whole_step(model, batches(folder, rank, ranks))
 
 
 def raw_tensor(folder: Path, rank: int, ranks: int) -> Step:
@@ -61,11 +52,16 @@ def raw_tensor(folder: Path, rank: int, ranks: int) -> Step:
     dist.init_process_group("gloo")
     model = make_model()
     _split_by_tensor(model, ranks)
-    optimizer, data = make_optimizer(model), batches(folder)
+    return _whole_step(model, batches(folder), loss_parallel)
+
+
+def _whole_step(model: Any, data: Iterator[Batch], context: Callable[[], Any] = contextlib.nullcontext) -> Step:
+    """Loss, gradients of its mean, update."""
+    optimizer = make_optimizer(model)
 
     def step() -> float:
         optimizer.zero_grad(set_to_none=True)
-        with loss_parallel():
+        with context():
             total, weight = loss(model, next(data))
             mean = total / weight
             mean.backward()  # type: ignore[no-untyped-call]

@@ -40,8 +40,8 @@ class Journal:
         self.crc = zlib.crc32(f"{collective} {group} {tensor.numel()}".encode(), self.crc)
 
 
-class CountedAllGather(AllGather):  # type: ignore[misc]
-    """FSDP2's all_gather, counted, and in `narrow` numbers where that is given."""
+class _Counted:
+    """What is counted, and the `narrow` numbers in which floats are sent, where given."""
 
     def __init__(self, journal: Journal, number: int, narrow: torch.dtype | None) -> None:
         self.journal, self.number, self.narrow = journal, number, narrow
@@ -49,6 +49,14 @@ class CountedAllGather(AllGather):  # type: ignore[misc]
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A buffer, as FSDP2 asks for it."""
         return torch.empty(*size, dtype=dtype, device=device)
+
+    def narrowed(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What is sent for `tensor`."""
+        return tensor.to(self.narrow) if self.narrow is not None and tensor.is_floating_point() else tensor
+
+
+class CountedAllGather(_Counted, AllGather):  # type: ignore[misc]
+    """FSDP2's all_gather, counted."""
 
     def __call__(
         self,
@@ -58,8 +66,8 @@ class CountedAllGather(AllGather):  # type: ignore[misc]
         async_op: bool = False,
     ) -> dist.Work | None:
         """Gather; narrow numbers are widened again before anybody sees them."""
-        is_narrow = self.narrow is not None and input_tensor.is_floating_point()
-        sent = input_tensor.to(self.narrow) if is_narrow else input_tensor
+        sent = self.narrowed(input_tensor)
+        is_narrow = sent is not input_tensor
         got = torch.empty_like(output_tensor, dtype=sent.dtype) if is_narrow else output_tensor
         self.journal.enter("all_gather", self.number, sent)
         with named_failure("all_gather", self.journal.comm.axis):
@@ -69,15 +77,8 @@ class CountedAllGather(AllGather):  # type: ignore[misc]
         return work
 
 
-class CountedReduceScatter(ReduceScatter):  # type: ignore[misc]
-    """FSDP2's reduce_scatter as a sum, counted, and in `narrow` numbers where that is given."""
-
-    def __init__(self, journal: Journal, number: int, narrow: torch.dtype | None) -> None:
-        self.journal, self.number, self.narrow = journal, number, narrow
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A buffer, as FSDP2 asks for it."""
-        return torch.empty(*size, dtype=dtype, device=device)
+class CountedReduceScatter(_Counted, ReduceScatter):  # type: ignore[misc]
+    """FSDP2's reduce_scatter as a sum, counted."""
 
     def __call__(
         self,
@@ -88,14 +89,13 @@ class CountedReduceScatter(ReduceScatter):  # type: ignore[misc]
         async_op: bool = False,
     ) -> dist.Work | None:
         """Sum; FSDP2 asks for nothing else once its divisor is 1."""
-        is_narrow = self.narrow is not None and input_tensor.is_floating_point()
-        sent = input_tensor.to(self.narrow) if is_narrow else input_tensor
+        sent = self.narrowed(input_tensor)
         self.journal.enter("reduce_scatter", self.number, sent)
         with named_failure("reduce_scatter", self.journal.comm.axis):
             if sent.device.type == "cpu":
                 _sum_parts(output_tensor, sent, group, self.journal.comm.size)
                 return None
-            if not is_narrow:
+            if sent is input_tensor:
                 return _reduce_scatter(output_tensor, sent, group=group, async_op=async_op)  # type: ignore[no-any-return]
             got = torch.empty_like(output_tensor, dtype=sent.dtype)
             _reduce_scatter(got, sent, group=group)

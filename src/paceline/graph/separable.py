@@ -29,7 +29,10 @@ _KEEPS_SUM = (
 
 
 def coupled_at(captured: Captured) -> fx.Node | None:
-    """The first operation in which samples meet, or of which that can't be told; None where there is none."""
+    """The first operation in which samples meet, or of which that can't be told; None where there is none.
+
+    Batch norm comes last: its statistics can be shared, so it must not hide another operation behind it.
+    """
     samples = _samples(captured)
     if samples is None or samples < 2:
         return None
@@ -39,10 +42,15 @@ def coupled_at(captured: Captured) -> fx.Node | None:
         if shape and shape[0] == samples:
             lays[node] = Split(0, (samples,))
     written = written_groups(captured.graph)
+    batch_norm = None
     for node in captured.graph.nodes:
-        if node.op == "call_function" and not _follow(node, lays, samples, node in written):
+        if node.op != "call_function" or _follow(node, lays, samples, node in written):
+            continue
+        if node.target is not aten.batch_norm.default:
             return node  # type: ignore[no-any-return]
-    return None
+        batch_norm = batch_norm or node
+        lays[node] = lays.get(tensor_inputs(node)[0])
+    return batch_norm
 
 
 def _follow(node: fx.Node, lays: dict[fx.Node, Any], samples: int, is_written: bool) -> bool:

@@ -22,8 +22,12 @@ LEARNING_RATE = 0.1  # a schedule may begin at 0, where every optimizer agrees w
 _OFF = ("capturable", "fused", "foreach")
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+def check_optimizer(optimizer: torch.optim.Optimizer, axis: str) -> None:
     """Raise unless `optimizer`, with the settings of each of its groups, updates element by element.
+
+    Args:
+        optimizer: the person's.
+        axis: that cuts parameters, for the error.
 
     Raises:
         PlanError: it does not, or it can't be tried.
@@ -35,14 +39,14 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
                 whole, halves = _try(optimizer, group, [ROWS]), _try(optimizer, group, [ROWS // 2] * 2)
             except Exception as error:  # whatever a person's class may raise
                 raise PlanError(
-                    "the axis shard gives the optimizer a part of each parameter, and tries out beforehand whether "
+                    f"the axis {axis} gives the optimizer a part of each parameter, and tries out beforehand whether "
                     f"{type(optimizer).__name__} can work on parts",
                     f"it can't be tried on a small matrix ({type(error).__name__}: {error})",
-                    "make it constructible from its defaults, or write replicate in place of shard",
+                    f"make it constructible from its defaults, or write replicate in place of {axis}",
                 ) from error
             if not torch.allclose(whole, halves, rtol=TOLERANCE, atol=TOLERANCE * float(whole.abs().max())):
                 raise PlanError(
-                    "the axis shard gives the optimizer a part of each parameter",
+                    f"the axis {axis} gives the optimizer a part of each parameter",
                     f"{type(optimizer).__name__} changes an element by what the others of its parameter are: "
                     f"in two halves a matrix ends elsewhere (by {_distance(whole, halves):.1g}) than whole",
                     "take an optimizer that updates element by element, such as AdamW, or write replicate",

@@ -77,17 +77,62 @@ class PlacedModel(Protocol):
         """Let go of the other ranks."""
 
 
-class EagerModel:
-    """Every parameter whole; the person's own code runs."""
+class OwnCode:
+    """A model that runs by the person's own code, one micro-batch after another.
 
-    is_plain, finishes_later, counts_loss, is_captured = True, False, True, False
+    Attributes:
+        keeps_pace: every rank must run as many micro-batches as the others.
+        shared: batch norm's statistics over the ranks.
+        spare: a micro-batch for ranks that have none.
+    """
+
+    counts_loss, is_captured = True, False
     couples_samples = ""
+    keeps_pace: bool
+    shared: SharedStatistics | None
+    spare: Any
+    autocast: Autocast
+
+    def call(self, function: Any, batch: Any) -> Any:
+        """`function(model, batch)`."""
+        raise NotImplementedError
+
+    def forward_backward(self, loss: Any, microbatches: Sequence[Any], moments: Moments, longest: int) -> None:
+        """This rank's micro-batches, and what fills them up."""
+        both = self.in_step(microbatches, longest)
+        real = iter([True] * len(microbatches))
+
+        def run(batch: Any) -> Any:
+            if self.shared is not None:
+                self.shared.counts = next(real, False)
+            with self.autocast():
+                return self.call(loss, batch)
+
+        forward_backward(run, both, moments, len(both) - len(microbatches))
+
+    def in_step(self, microbatches: Sequence[Any], longest: int) -> list[Any]:
+        """With the last micro-batch again, or the example, where ranks keep pace."""
+        if not self.keeps_pace:
+            return list(microbatches)
+        self.spare = microbatches[-1] if microbatches else self.spare
+        return [*microbatches, *[self.spare] * (longest - len(microbatches))]
+
+
+class EagerModel(OwnCode):
+    """Every parameter whole."""
+
+    is_plain, finishes_later = True, False
 
     def __init__(
         self, model: torch.nn.Module, autocast: Autocast, shared: SharedStatistics | None = None, spare: Any = None
     ) -> None:
         self.model, self.autocast, self.shared, self.spare = model, autocast, shared, spare
+        self.keeps_pace = shared is not None  # batch norm's statistics wait for all ranks
         self.parameters = dict(model.named_parameters())
+
+    def call(self, function: Any, batch: Any) -> Any:
+        """The person's function on the person's model."""
+        return function(self.model, batch)
 
     def updated(self) -> Mapping[str, torch.nn.Parameter]:
         """All of them."""
@@ -102,27 +147,6 @@ class EagerModel:
 
     def before_backward(self, is_last: bool, is_padding: bool = False) -> None:
         """Nothing to do."""
-
-    def forward_backward(self, loss: Any, microbatches: Sequence[Any], moments: Moments, longest: int) -> None:
-        """One micro-batch after another."""
-
-        both = self.in_step(microbatches, longest)
-        real = iter([True] * len(microbatches))
-
-        def run(batch: Any) -> Any:
-            if self.shared is not None:
-                self.shared.counts = next(real, False)
-            with self.autocast():
-                return loss(self.model, batch)
-
-        forward_backward(run, both, moments, len(both) - len(microbatches))
-
-    def in_step(self, microbatches: Sequence[Any], longest: int) -> list[Any]:
-        """Every rank goes at its own pace, unless batch norm's statistics wait for all of them."""
-        if self.shared is None:
-            return list(microbatches)
-        self.spare = microbatches[-1] if microbatches else self.spare
-        return [*microbatches, *[self.spare] * (longest - len(microbatches))]
 
     def finish_backward(self) -> None:
         """Nothing to do."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,17 +12,16 @@ from paceline.comm.collectives import AxisComm
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.placement import Held
 from paceline.nouns.plan import Plan
-from paceline.parallel.local import Moments, forward_backward
-from paceline.parallel.placed import Autocast
+from paceline.parallel.placed import Autocast, OwnCode
 from paceline.parallel.rows_update import step_on_rows
 from paceline.parallel.shard import Shard
 
 
-class ShardedModel:
+class ShardedModel(OwnCode):
     """The sharded model on this rank; its parameters wait for `fill`."""
 
-    is_plain, finishes_later, counts_loss, is_captured = False, True, True, False
-    couples_samples = ""
+    is_plain, finishes_later = False, True
+    keeps_pace = True  # FSDP2's collectives want every rank there
 
     def __init__(
         self,
@@ -62,24 +61,9 @@ class ShardedModel:
         """FSDP2 sums in this backward pass, or waits for the last."""
         self.shard.begin_backward(is_last, is_padding)
 
-    def forward_backward(self, loss: Any, microbatches: Sequence[Any], moments: Moments, longest: int) -> None:
-        """As many micro-batches as every other rank of the axis, the last one again where there are fewer."""
-
-        both = self.in_step(microbatches, longest)
-        real = iter([True] * len(microbatches))
-
-        def run(batch: Any) -> Any:
-            if self.shared is not None:
-                self.shared.counts = next(real, False)
-            with self.autocast():
-                return self.shard.forward(loss, batch)
-
-        forward_backward(run, both, moments, len(both) - len(microbatches))
-
-    def in_step(self, microbatches: Sequence[Any], longest: int) -> list[Any]:
-        """FSDP2's collectives want every rank there: the last micro-batch again, or the example."""
-        self.spare = microbatches[-1] if microbatches else self.spare
-        return [*microbatches, *[self.spare] * (longest - len(microbatches))]
+    def call(self, function: Any, batch: Any) -> Any:
+        """The person's function; parameters are gathered as it runs."""
+        return self.shard.forward(function, batch)
 
     def finish_backward(self) -> None:
         """Let the last whole parameters go."""
@@ -96,8 +80,8 @@ class ShardedModel:
         return {p: bool(placements[name].cuts) or first for name, p in self.parameters.items()}
 
     def evaluate(self, name: str, score: Any, batch: Any) -> Any:
-        """The person's function; parameters are gathered as it runs."""
-        return self.shard.forward(score, batch)
+        """As in training."""
+        return self.call(score, batch)
 
     def held(self) -> dict[str, Held]:
         """Rows, and the replicas that hold the same."""

@@ -97,11 +97,13 @@ class SplitModel:
     assignment: Assignment | None = None
     everywhere: set[str] = field(default_factory=set)  # buffers that nothing writes: every stage may need them
     coupled: str = ""  # the operation in which samples meet, if any
+    has_batch_norm: bool = False  # whose running statistics count every forward pass
     shared: SharedStatistics | None = None  # batch norm over the ranks with other samples of the same batch
     local: dict[str, torch.Tensor] = field(default_factory=dict)
     programs: dict[Hashable, Program] = field(default_factory=dict)
     precision: torch.dtype | None = None  # that the graphs run under autocast to
     pieces: int = 1  # of each stage, where activations are recomputed
+    watch: Callable[[fx.Graph], None] | None = None  # shown every graph before it runs, by who wants to look on
 
     def __post_init__(self) -> None:
         self.form = skeleton(self.model)
@@ -126,6 +128,7 @@ class SplitModel:
         anew = computed_anew(captured)
         unread = captured.buffers - captured.states.keys()
         self.everywhere = unread | {n for n, node in captured.states.items() if n in captured.buffers and node in anew}
+        self.has_batch_norm = any(node.target is torch.ops.aten.batch_norm.default for node in captured.graph.nodes)
         meeting = coupled_at(captured)
         if meeting is not None:
             self.coupled = f"{meeting.target} in {captured.place.get(meeting) or 'the loss'}"
@@ -219,6 +222,8 @@ class SplitModel:
             for piece in own:
                 if self.shared is not None:
                     _share(piece.graph, self.shared)
+                if self.watch is not None:
+                    self.watch(piece.graph)
                 run.append(self._runnable(fx.GraphModule(constants, piece.graph)))
             made.append(StageProgram(index, own, run, [[self.local[name] for name in piece.states] for piece in own]))
         return Program(captured, made, self.stages)
@@ -231,7 +236,7 @@ class SplitModel:
 
     def recompute(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """`run` under the plan's activation checkpointing; batch norm would count a batch twice."""
-        return recomputed(run, "none" if self.coupled.startswith("aten.batch_norm") else self.plan.checkpointing)
+        return recomputed(run, "none" if self.has_batch_norm else self.plan.checkpointing)
 
     def _first_cut(self, captured: Captured) -> dict[fx.Node, int]:
         """Into stages of so many pieces each; fewer pieces where there are too few places to cut."""

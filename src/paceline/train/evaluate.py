@@ -33,6 +33,7 @@ _DTYPES = (
     torch.complex64,
     torch.complex128,
 )
+_COUNTS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 _MAX_DIMS = 8  # of a measure's state; an image has four
 
 Score = Callable[[Any, Any], dict[str, tuple[Any, Any]]]
@@ -77,10 +78,16 @@ def evaluate(parallel: Parallel, batches: Iterable[Batch], score: Score, comm: A
 
 def _add(scores: dict[str, Any], totals: dict[str, torch.Tensor], device: torch.device) -> None:
     for name, pair in scores.items():
-        total, weight = checked_loss(pair)
+        total, weight = checked_loss(_as_float(pair))
         entry = totals.setdefault(name, torch.zeros(2, dtype=torch.float64, device=device))
         entry[0] += total
         entry[1] += weight
+
+
+def _as_float(pair: Any) -> Any:
+    """A count is as good a sum as a loss."""
+    is_count = isinstance(pair, tuple) and len(pair) == 2 and getattr(pair[0], "dtype", None) in _COUNTS
+    return (pair[0].double(), pair[1]) if is_count else pair
 
 
 def reduce_metric(metric: Any, comm: AxisComm) -> Any:

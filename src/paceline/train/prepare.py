@@ -123,10 +123,10 @@ def keep_own(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
     Raises:
         PlanError: it can't update parts of parameters.
     """
-    if mesh.size("shard") * mesh.size("tensor") > 1:
+    if cuts := [axis for axis in ("shard", "tensor") if mesh.size(axis) > 1]:
         from paceline.parallel.elementwise import check_optimizer
 
-        check_optimizer(optimizer)
+        check_optimizer(optimizer, cuts[0])
     for group in optimizer.param_groups:
         group["params"] = [parameter for parameter in group["params"] if not parameter.is_meta]
     for parameter in [p for p in optimizer.state if isinstance(p, torch.Tensor) and p.is_meta]:
