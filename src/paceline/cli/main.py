@@ -14,6 +14,7 @@ from paceline.nouns.errors import MEETS_NOT, PacelineError, did_you_mean
 VERBS = {
     "run": "train as planned, on this host",
     "plan": "say what a plan sends and holds, without training",
+    "verify": "prove that a plan trains as one process does",
     "export": "write a checkpoint's model as transformers reads it",
     "demo": "pre-train a small BERT with two processes, from nothing",
     "bench": "measure Paceline against what else there is",

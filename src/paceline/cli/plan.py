@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 from dataclasses import asdict
 from typing import Any
 
 from paceline.cli.run import add_plan_arguments, decide_plan
+from paceline.launch.describe_workload import describe_workload
 from paceline.launch.workload_file import read_workload_file
-from paceline.nouns.errors import UsageError, WorkloadError
+from paceline.nouns.errors import UsageError
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.order import share
 from paceline.nouns.plan import Plan
@@ -38,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     plan = decide_plan(arguments)
     mesh = Mesh.parse(plan.mesh)
     file = read_workload_file(arguments.workload, plan.data_size)
-    facts = facts_of(plan, _describe(plan, [str(file.path), *arguments.arguments]))
+    facts = facts_of(plan, describe_workload(plan, [str(file.path), *arguments.arguments]))
     schedule = None
     if mesh.size("pipeline") > 1:
         schedule = make_schedule(plan.schedule, mesh.size("pipeline"), facts["micro_batches"])
@@ -142,16 +141,3 @@ def _bytes_per_rank(mesh: Mesh, model: dict[str, Any]) -> list[int]:
     if "split" in model:
         return [-(-_bytes(rank["parameters"]) // mesh.size("shard")) for rank in model["split"]["ranks"]]
     return [-(-_bytes(model["parameters"]) // mesh.size("shard"))] if "shards" in model else []
-
-
-def _describe(plan: Plan, words: list[str]) -> dict[str, Any]:
-    command = [sys.executable, "-m", "paceline.train.describe", "--plan", plan.line(), *words]
-    done = subprocess.run(command, capture_output=True, text=True)
-    lines = done.stdout.strip().splitlines()
-    answer = json.loads(lines[-1]) if done.returncode == 0 and lines else None
-    if answer is None:
-        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        raise WorkloadError(f"to load {words[0]}", f"its process failed: {last}", "run it alone with python first")
-    if "error" in answer:
-        raise WorkloadError(**answer["error"])
-    return dict(answer["model"])

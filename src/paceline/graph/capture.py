@@ -119,6 +119,8 @@ def capture(model: torch.nn.Module, function: Function, batch: Any, device: torc
     make_functional(captured.graph)
     captured.graph.eliminate_dead_code()
     _drop_unused(captured)
+    for node in captured.graph.nodes:  # what the graphs that are made of this one carry along
+        node.meta["original"], node.meta["module"] = node.name, captured.place.get(node, "")
     return captured
 
 
@@ -296,7 +298,7 @@ def _where(error: BaseException) -> str:
     found, trace = str(error).splitlines()[0], error.__traceback__
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
-        if "/torch/" not in file and "/paceline/graph/" not in file:
+        if not any(part in file for part in ("/torch/", "/paceline/graph/", "/paceline/verify/")):
             found = f"{file}:{trace.tb_lineno}"
         trace = trace.tb_next
     return found

@@ -96,11 +96,14 @@ class _Emitter:
     def _keep(self, old: fx.Node, new: Any, lay: Any) -> None:
         self.made[old], self.lays[old] = new, lay
         self._note(new)
+        if isinstance(new, fx.Node):
+            new.meta["original"], new.meta["lies"] = old.name, lay
 
     def _note(self, new: Any) -> None:
         if isinstance(new, fx.Node) and self.here is not None:
             self.origin[new] = self.here
-            self.place[new] = self.captured.place.get(self.here, "")
+            self.place[new] = new.meta["module"] = self.captured.place.get(self.here, "")
+            new.meta["made_for"] = self.here.name
             if self.here in self.captured.no_grad:
                 self.no_grad.add(new)
 

@@ -56,6 +56,7 @@ class Supervisor:
     request: JobRequest
     screen: Screen
     clock: Clock = field(default_factory=WallClock)
+    is_hung: Callable[[], bool] = bool  # asked at every turn; all ranks are killed where it says so
     alive: dict[int, int] = field(default_factory=dict)  # rank: process
     ended: dict[int, int] = field(default_factory=dict)  # rank: exit code, below 0 the signal
     killed: set[int] = field(default_factory=set)  # ranks that the supervisor killed itself
@@ -119,7 +120,7 @@ class Supervisor:
                     os.close(key.fd)
         now_s = self.clock.now_s()
         self._pass_on_stop(now_s)
-        if self.kill_at_s is not None and now_s >= self.kill_at_s:
+        if (self.kill_at_s is not None and now_s >= self.kill_at_s) or self.is_hung():
             self._kill()
         if progress.read():
             self.screen.show_progress(progress.line(), now_s)

@@ -70,6 +70,7 @@ def _failed(error: BaseException) -> int:
         "where": f"{own[-1].filename}:{own[-1].lineno}" if own else None,
         "traceback": "".join(traceback.format_exception(error)),
         "exit_code": code,
+        "parts": [error.asked, error.found, error.fix] if isinstance(error, PacelineError) else None,
     }
     folder = Path(os.environ["PACELINE_RUN_DIR"], "failures")
     draft = folder / f".{rank}.draft"

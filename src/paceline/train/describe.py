@@ -7,18 +7,18 @@ device, so that no weights are held.
 from __future__ import annotations
 
 import json
-import runpy
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from paceline.nouns.errors import PacelineError, WorkloadError
+from paceline.nouns.errors import PacelineError
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
 from paceline.nouns.workload import Workload
 from paceline.parallel.replicate import sparse_names
+from paceline.train.find_workload import find_workload
 
 
 def main() -> int:
@@ -34,30 +34,6 @@ def main() -> int:
         answer = {"error": {"asked": error.asked, "found": error.found, "fix": error.fix}}
     print(json.dumps(answer))
     return 0
-
-
-def find_workload(script: str) -> Workload:
-    """The `workload` that the file declares at its top level.
-
-    Raises:
-        WorkloadError: it declares none, or fails when it is loaded.
-    """
-    try:
-        names = runpy.run_path(script, run_name="paceline_workload")
-    except PacelineError:
-        raise
-    except BaseException as error:
-        raise WorkloadError(
-            f"to load {script}", f"it raised {type(error).__name__}: {error}", "mend it; `python FILE` shows more"
-        ) from error
-    workload = names.get("workload")
-    if not isinstance(workload, Workload):
-        raise WorkloadError(
-            f"{script} should declare its workload at the top level",
-            "it has no variable `workload` that is a paceline.Workload",
-            "write workload = paceline.Workload(...) outside of functions",
-        )
-    return workload
 
 
 def describe(workload: Workload, plan: Plan | None = None) -> dict[str, Any]:
@@ -84,6 +60,7 @@ def describe(workload: Workload, plan: Plan | None = None) -> dict[str, Any]:
         "batch_size": workload.batch_size,
         "micro_batch_size": workload.micro_batch_size,
         "clips": workload.clip_norm is not None,
+        "has_batch_norm": any(isinstance(m, torch.nn.modules.batchnorm._BatchNorm) for m in model.modules()),
     }
     if plan is not None and mesh.size("tensor") * mesh.size("pipeline") > 1:
         from paceline.train.describe_split import describe_split

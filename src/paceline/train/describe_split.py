@@ -35,15 +35,14 @@ def describe_split(workload: Workload, plan: Plan) -> dict[str, Any]:
         `micro_batches`, `coupled`.
     """
     mesh = Mesh.parse(plan.mesh)
-    form = _form(workload)
+    form = form_of(workload)
     device = torch.device("cpu")
     loader = RankLoader(open_data("data", workload.data), workload, 0, mesh.data_size, device)
     example = loader.example()
     splits = []
     for rank in range(mesh.size("pipeline")):
         comms = _comms(mesh, rank)
-        stages = mesh.size("pipeline") * (STAGES_PER_RANK[plan.schedule] if mesh.size("pipeline") > 1 else 1)
-        splits.append(SplitModel(form, comms["tensor"], comms["pipeline"], plan, device, stages))
+        splits.append(SplitModel(form, comms["tensor"], comms["pipeline"], plan, device, stages_of_plan(plan)))
     captured = splits[0].decide(workload.loss, example)
     for other in splits[1:]:
         other.lays, other.assignment = splits[0].lays, splits[0].assignment
@@ -66,7 +65,7 @@ def describe_split(workload: Workload, plan: Plan) -> dict[str, Any]:
 
 def describe_shards(workload: Workload, plan: Plan) -> list[dict[str, Any]]:
     """Every parameter as `shard` holds it: shape, item_bytes, dtype, group, is_trained, is_whole."""
-    model = _form(workload)
+    model = form_of(workload)
     blocks = find_blocks(model)
     whole = set(kept_whole(model, blocks))
     return [
@@ -82,12 +81,19 @@ def describe_shards(workload: Workload, plan: Plan) -> list[dict[str, Any]]:
     ]
 
 
-def _form(workload: Workload) -> torch.nn.Module:
+def form_of(workload: Workload) -> torch.nn.Module:
+    """The workload's model without values, in its precision."""
     try:
         model = defer(workload.model).model
     except CantDefer:
         model = workload.model()
     return skeleton(model, torch.float64 if workload.precision == "float64" else None).train()
+
+
+def stages_of_plan(plan: Plan) -> int:
+    """Pipeline stages altogether."""
+    ranks = Mesh.parse(plan.mesh).size("pipeline")
+    return ranks * (STAGES_PER_RANK[plan.schedule] if ranks > 1 else 1)
 
 
 def _comms(mesh: Mesh, pipeline_rank: int) -> dict[str, AxisComm]:

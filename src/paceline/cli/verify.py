@@ -1,0 +1,58 @@
+"""Prove, on CPU processes, that a plan's step is the single-process step, on your own model.
+
+One process takes the steps by your plain code; the plan's ranks take them as they would in training. In float64,
+where rounding is 2e-16, every loss, gradient, parameter, buffer and optimizer state must agree within what rounding was
+measured to do in this model; then again in the workload's own precision. What was sent is held against what was
+predicted. Where something differs, the first module that does is named, and the collective next to it.
+
+Exit codes: 0 equal, or different by rounding alone; 1 a bug; 2 it can't be verified (the error says why).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from paceline.cli.run import add_plan_arguments, decide_plan
+from paceline.launch.workload_file import read_workload_file
+from paceline.nouns.errors import UsageError
+from paceline.verify.prove import USUAL, WHAT, Request, as_json, check_what, prove
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments, on either side of the file; the file's own come after `--`."""
+    add_plan_arguments(parser)
+    parser.add_argument("--steps", type=int, default=2, metavar="K", help="optimizer steps to compare (default 2)")
+    parser.add_argument(
+        "--what",
+        default=",".join(USUAL),
+        metavar="WORDS",
+        help=f"what to verify: {', '.join(WHAT)}, or all (default {','.join(USUAL)})",
+    )
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the processes' tensors and traces there")
+    parser.add_argument("--json", action="store_true", help="print the verdict as JSON on stdout")
+    parser.add_argument("workload", metavar="FILE", help="the Python file that declares `workload`")
+    parser.add_argument("arguments", nargs="*", metavar="-- ...", help="arguments of the file, after --")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Verify, and print the table."""
+    plan = decide_plan(arguments)
+    if arguments.steps < 2:
+        raise UsageError(
+            f"to compare {arguments.steps} steps", "the second shows what the first left behind", "write 2"
+        )
+    file = read_workload_file(arguments.workload, plan.data_size)
+    what = check_what([word.strip() for word in arguments.what.split(",")])
+    request = Request(
+        file.path.resolve(), arguments.arguments, plan, arguments.steps, what, file.imports, arguments.keep
+    )
+    verdict = prove(request, lambda text: print(text, file=sys.stderr, flush=True))
+    if arguments.json:
+        print(json.dumps(as_json(verdict, request)))
+    else:
+        print("\n".join(verdict.lines()))
+        print(f"{verdict.seconds:.1f} s", file=sys.stderr)
+    return int(verdict.word == "bug")

@@ -1,0 +1,29 @@
+"""Ask a child process what a workload's model is made of: the asking side has no torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+from paceline.nouns.errors import WorkloadError
+from paceline.nouns.plan import Plan
+
+
+def describe_workload(plan: Plan, words: list[str]) -> dict[str, Any]:
+    """What `train/describe.py` says of the file and arguments in `words` under a plan.
+
+    Raises:
+        WorkloadError: the file can't be loaded, or its model can't be split so.
+    """
+    command = [sys.executable, "-m", "paceline.train.describe", "--plan", plan.line(), *words]
+    done = subprocess.run(command, capture_output=True, text=True)
+    lines = done.stdout.strip().splitlines()
+    answer = json.loads(lines[-1]) if done.returncode == 0 and lines else None
+    if answer is None:
+        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise WorkloadError(f"to load {words[0]}", f"its process failed: {last}", "run it alone with python first")
+    if "error" in answer:
+        raise WorkloadError(**answer["error"])
+    return dict(answer["model"])

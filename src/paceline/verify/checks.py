@@ -1,0 +1,164 @@
+"""The lines of the table: each check reads what the processes wrote and says how it came out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from paceline.nouns.mesh import Mesh
+from paceline.nouns.plan import Plan
+from paceline.plan.step_traffic import step_traffic
+from paceline.verify.compare import Difference, RankResult, Reference, differences, largest_difference, room_of
+from paceline.verify.order import Call, find_disorder
+from paceline.verify.verdict import Verdict
+
+_OUTSIDE = ("world",)  # what jobs say to each other between steps
+
+
+def check_order(
+    verdict: Verdict, traces: Mapping[str, dict[int, list[Call]]], mesh: Mesh, dry: Mapping[str, Any]
+) -> None:
+    """All ranks began the same collectives in the same order, as far as they belong together."""
+    graphs = dry["graphs"]
+    for key, calls in graphs.items():
+        stage, tensor = key.split(",")
+        if [call[:3] for call in calls] != [call[:3] for call in graphs[f"{stage},0"]]:
+            verdict.add("order", False, f"before running: tensor rank {tensor} of stage {stage} has another graph")
+            return
+    for own in traces.values():
+        disorder = find_disorder(own, mesh)
+        if disorder is not None:
+            verdict.add("order", False, disorder.told(), disorder=disorder.to_json())
+            return
+    count = max((len(calls) for own in traces.values() for calls in own.values()), default=0)
+    verdict.add("order", True, f"every rank begins the same collectives in the same order ({count} in all)")
+
+
+def check_step(
+    verdict: Verdict,
+    reference: Reference,
+    ranks: list[RankResult],
+    name: str = "step",
+    found: list[Difference] | None = None,
+) -> None:
+    """Losses, norms and every tensor of every rank."""
+    found = differences(reference, ranks) if found is None else found
+    precision = reference.precision
+    numbers = _scalars(reference, ranks)
+    label = f"{name} {precision}" if name == "step" else name
+    if not found and not numbers:
+        largest = largest_difference(reference, ranks)
+        if name == "step":
+            verdict.largest, verdict.is_bitwise = largest, _is_bitwise(reference, ranks)
+        steps = len(reference.facts["losses"])
+        count = len({key for key in reference.tensors if not key.startswith("0/")})
+        said = f"{steps} losses and {count} tensors; parameters off by {largest:.1e} at most"
+        verdict.add(label, True, said, largest=largest)
+        return
+    said = numbers[0] if numbers else ""
+    if found:
+        worst = found[0]
+        how = f", {worst.found}" if worst.found else f", off by {worst.error:.2e} where rounding does {worst.bound:.1e}"
+        names = len({(one.kind, one.name) for one in found})
+        where = f"rank {worst.rank}" if worst.rank >= 0 else "the ranks"
+        said += "; " if said else ""
+        said += f"step {worst.step}: {worst.kind} {worst.name} of {where}{how} ({names} tensors differ)"
+    verdict.add(label, False, said, differences=[one.to_json() for one in found[:50]], scalars=numbers)
+
+
+def _scalars(reference: Reference, ranks: list[RankResult]) -> list[str]:
+    """Losses, weights and norms that differ, in words."""
+    room = room_of(reference.precision)
+    found = []
+    for word in ("losses", "weights", "norms"):
+        for result in ranks:
+            mine = result.facts[word]
+            right = reference.facts[word][-len(mine) :] if mine else []
+            first = len(reference.facts[word]) - len(right) + 1
+            for step, (own, expected) in enumerate(zip(mine, right, strict=True), first):
+                tolerance = max(room.own, room.noise * reference.facts["scalar_noise"][word])
+                if not abs(own - expected) <= tolerance * max(abs(expected), 1e-300):
+                    singular = {"losses": "loss", "weights": "weight", "norms": "gradient norm"}[word]
+                    found.append(
+                        f"step {step}: the {singular} is {own!r} on rank {result.rank}, {expected!r} in one process"
+                    )
+    return found
+
+
+def _is_bitwise(reference: Reference, ranks: list[RankResult]) -> bool:
+    for result in ranks:
+        if result.facts["losses"] != reference.facts["losses"]:
+            return False
+    return largest_difference(reference, ranks) == 0
+
+
+def check_draws(verdict: Verdict, ranks: list[RankResult]) -> None:
+    """Dropout: other draws where samples are others, the same where they are the same; and equal copies after it."""
+    for step in range(len(ranks[0].facts["draws"])):
+        by_part: dict[int, int] = {}
+        for result in ranks:
+            part, drawn = result.facts["data_part"], result.facts["draws"][step]
+            if by_part.setdefault(part, drawn) != drawn and result.facts["coordinate"]["pipeline"] == 0:
+                said = f"step {step + 1}: ranks with the same samples (part {part}) draw different random numbers"
+                verdict.add("dropout", False, said)
+                return
+        same = [part for part, drawn in by_part.items() if drawn == by_part[min(by_part)] and part != min(by_part)]
+        if same:
+            said = f"step {step + 1}: parts {min(by_part)} and {same[0]} of the batch draw the same random numbers"
+            verdict.add("dropout", False, said + ": their dropout is equal")
+            return
+    wrong = _unequal_copies(ranks)
+    if wrong:
+        verdict.add("dropout", False, f"with the model's own dropout, copies of {wrong} drift apart between ranks")
+        return
+    verdict.add("dropout", True, "parts of the batch draw their own random numbers; copies stay equal")
+
+
+def _unequal_copies(ranks: list[RankResult]) -> str:
+    """A tensor whose same piece differs on two ranks."""
+    first: dict[tuple[str, str], Any] = {}
+    for result in ranks:
+        for key, values in result.tensors.items():
+            if "/parameter/" not in key:
+                continue
+            piece = str(result.facts["placements"].get(key.split("/", 2)[2], ""))
+            other = first.setdefault((key, piece), values)
+            if other.shape != values.shape or not np.allclose(other, values, rtol=1e-4, atol=1e-6, equal_nan=True):
+                return key.split("/", 2)[2]
+    return ""
+
+
+def check_traffic(verdict: Verdict, plan: Plan, model: Mapping[str, Any], ranks: list[RankResult]) -> None:
+    """The ledger of the first step is the prediction: calls and bytes, by collective and axis."""
+    if model.get("has_batch_norm"):
+        verdict.notices.append("traffic: batch norm's statistics and running buffers come on top and are not predicted")
+    predicted = step_traffic(plan, model)
+    if predicted is None:
+        verdict.add("traffic", True, "depends on the data (sparse gradients): nothing was predicted")
+        return
+    total = 0
+    for result in ranks:
+        rows = predicted[result.facts["coordinate"]["pipeline"] if len(predicted) > 1 else 0]
+        promised = {(row.collective, row.axis): (row.calls, row.payload_bytes) for row in rows}
+        counted = {
+            (row["collective"], row["axis"]): (row["calls"], row["bytes"])
+            for row in result.facts["ledger"][0]
+            if row["axis"] not in _OUTSIDE
+        }
+        for key in sorted(promised.keys() | counted.keys()):
+            calls, sent = promised.get(key, (0, 0))
+            own_calls, own_sent = counted.get(key, (0, 0))
+            total += own_sent
+            is_more_allowed = model.get("has_batch_norm") and own_calls >= calls and own_sent >= sent
+            if (calls, sent) != (own_calls, own_sent) and not is_more_allowed:
+                said = (
+                    f"rank {result.rank}: {key[0]} on {key[1]}: {own_calls} calls, {own_sent} bytes; "
+                    f"predicted {calls} calls, {sent} bytes"
+                )
+                verdict.add("traffic", False, said, collective=key[0], axis=key[1], rank=result.rank)
+                return
+    verdict.add(
+        "traffic", True, f"as predicted, call by call and byte by byte ({total / 2**20:.3f} MiB from all ranks)"
+    )

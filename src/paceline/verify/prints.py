@@ -1,0 +1,22 @@
+"""Fingerprints as numbers: those of pieces added up, and whether two are of the same tensor. See `fingerprint.py`."""
+
+from __future__ import annotations
+
+import math
+
+Print = list[float]  # first sum, second sum, sum of squares, elements
+
+
+def added(prints: list[Print]) -> Print:
+    """The numbers of the whole, from its pieces'."""
+    return [math.fsum(column) for column in zip(*prints, strict=True)]
+
+
+def differ(one: Print, other: Print, floor: float = 0.0) -> bool:
+    """Whether two tensors are not the same, rounding in float64 apart."""
+    if one[3] != other[3]:
+        return True
+    if not all(math.isfinite(number) for number in (*one, *other)):
+        return [math.isfinite(n) for n in one] != [math.isfinite(n) for n in other]
+    room = 1e-10 * math.sqrt(max(one[2], other[2]) * max(one[3], 1.0)) + floor
+    return any(abs(a - b) > room for a, b in zip(one[:2], other[:2], strict=True))

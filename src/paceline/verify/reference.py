@@ -1,0 +1,133 @@
+"""The process of the reference: `python -m paceline.verify.reference SETTINGS.json`.
+
+It takes the steps as they are, and again in the ways that differ by rounding alone, and writes the first and how far
+the others came out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from paceline.nouns.errors import PacelineError, WorkloadError
+from paceline.nouns.workload import Workload
+from paceline.train.find_workload import find_workload
+from paceline.verify.plain_steps import Taken, Variation, check_can_verify, take_steps
+
+VARIATIONS = (Variation(is_reversed=True), Variation(noise_seed=1), Variation(noise_seed=2))
+_REPEATS = 1e-12  # relative: two runs of one process on CPU do the same operations
+
+
+def main(path: Path) -> int:
+    """Write reference-PRECISION.safetensors and .json for each precision, or refused.json."""
+    settings = json.loads(path.read_text())
+    folder = Path(settings["folder"])
+    sys.argv = [settings["script"], *settings["arguments"]]
+    sys.path.insert(0, str(Path(settings["script"]).parent))
+    try:
+        workload = find_workload(settings["script"])
+        for precision in settings["precisions"]:
+            write(folder, precision, *with_noise(workload, precision, settings["steps"]))
+    except PacelineError as error:
+        refuse(folder, error)
+    except Exception as error:
+        refuse(folder, told(error))
+    return 0
+
+
+def with_noise(workload: Workload, precision: str, steps: int) -> tuple[Taken, dict[str, Any]]:
+    """The reference; how far each of its tensors and its losses move by rounding, and what was noticed.
+
+    Raises:
+        WorkloadError: two runs differ by themselves.
+    """
+    check_can_verify(workload, workload.model())
+    taken = take_steps(workload, precision, steps)
+    if precision == "float64":
+        check_repeats(taken, take_steps(workload, precision, 1, Variation()))
+    noise: dict[str, float] = {}
+    scalars = dict.fromkeys(("losses", "weights", "norms"), 0.0)
+    notices = []
+    for variation in VARIATIONS:
+        other = take_steps(workload, precision, steps, variation)
+        moved = {key: _distance(values, other.tensors[key]) for key, values in taken.tensors.items()}
+        is_chaotic = precision == "float64" and _relative(taken.losses, other.losses) > 1e-6
+        if is_chaotic and variation.is_reversed:
+            notices.append("the loss depends on the order of a batch's samples; the bound does without that run")
+            continue
+        if is_chaotic:
+            raise WorkloadError(
+                "a model in which rounding stays small",
+                f"one rounding in every module moves the loss by {_relative(taken.losses, other.losses):.1g} of it "
+                f"within {steps} steps",
+                "lower the learning rate for verifying, or look for a division by something near zero",
+            )
+        noise = {key: max(noise.get(key, 0.0), value) for key, value in moved.items()}
+        for word in scalars:
+            scalars[word] = max(scalars[word], _relative(getattr(taken, word), getattr(other, word)))
+    return taken, {"noise": noise, "scalar_noise": scalars, "notices": notices}
+
+
+def check_repeats(taken: Taken, again: Taken) -> None:
+    """Raise WorkloadError when the same step, taken twice in one process, differs."""
+    off = _relative(taken.losses[:1], again.losses[:1])
+    names = [key for key, values in again.tensors.items() if _distance(taken.tensors.get(key, values), values) > 1e-9]
+    if off > _REPEATS or (names and len(taken.losses) == 1):
+        raise WorkloadError(
+            "a step that gives the same result when it is taken again",
+            f"one process had the loss {taken.losses[0]!r} and then {again.losses[0]!r} from the same seed and batch",
+            "find what draws or remembers (a time, a set's order, a global counter, random numbers of its own) and "
+            "seed it, or switch it off for verifying",
+        )
+
+
+def write(folder: Path, precision: str, taken: Taken, more: dict[str, Any]) -> None:
+    """The reference as files."""
+    save_file(taken.tensors, folder / f"reference-{precision}.safetensors")
+    facts = {
+        "losses": taken.losses, "weights": taken.weights, "norms": taken.norms, "modules": taken.modules,
+        "branches": taken.branches, **more,
+    }  # fmt: skip
+    (folder / f"reference-{precision}.json").write_text(json.dumps(facts))
+
+
+def refuse(folder: Path, error: PacelineError) -> None:
+    """Say why there is no reference."""
+    (folder / "refused.json").write_text(json.dumps({"asked": error.asked, "found": error.found, "fix": error.fix}))
+
+
+def told(error: Exception) -> WorkloadError:
+    """An error of the person's own code, in one process on CPU."""
+    lines = str(error).strip().splitlines() or [""]
+    trace, where = error.__traceback__, ""
+    while trace is not None:
+        name = trace.tb_frame.f_code.co_filename
+        if "site-packages" not in name and "/paceline/verify/" not in name and not name.startswith("<"):
+            where = f" at {name}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    found = f"{type(error).__name__}{where}: {lines[0]:.300}"
+    if "cuda" in str(error).lower() or "cpu' backend" in str(error).lower():
+        fix = "verifying runs on CPU processes: take the plain torch form of that operation where CUDA is not at hand"
+        return WorkloadError("a model that runs on CPUs too", found, fix)
+    return WorkloadError("a step in one process", found, "see that it trains there first: python FILE")
+
+
+def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    if one.shape != other.shape:
+        return math.inf
+    return float((one.double() - other.double()).abs().max()) if one.numel() else 0.0
+
+
+def _relative(ones: list[float], others: list[float]) -> float:
+    pairs: Any = zip(ones, others, strict=False)
+    return max((abs(a - b) / max(abs(a), 1e-300) for a, b in pairs), default=0.0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

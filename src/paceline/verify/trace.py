@@ -1,0 +1,91 @@
+"""The ledger with a memory: every collective that a rank begins, in order, with the line that asked for it.
+
+Written to a file as it happens, so that a rank that hangs or dies has told where. A heartbeat beside it says whether
+the rank is computing and where it stands.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, TextIO
+
+from paceline.comm.ledger import Ledger
+
+BEAT_S = 0.5
+_PACELINE = f"{os.sep}paceline{os.sep}"
+
+
+@dataclass(slots=True)
+class Trace(Ledger):
+    """Counts as the ledger does, and writes a line per collective: [collective, axis, bytes, line]."""
+
+    file: TextIO | None = None
+    is_on: bool = True
+    first_step: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, collective: str, axis: str, payload_bytes: int) -> None:
+        """Enter one call."""
+        self.calls[collective, axis] += 1
+        self.payload_bytes[collective, axis] += payload_bytes
+        if self.file is not None and self.is_on:
+            self.file.write(json.dumps([collective, axis, payload_bytes, asked_at(sys._getframe(1))]) + "\n")
+            self.file.flush()
+
+
+def asked_at(frame: FrameType | None) -> str:
+    """The nearest line of the person's code above `frame`; else the nearest of Paceline's outside `comm/`."""
+    ours = ""
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if is_persons(name):
+            return f"{name}:{frame.f_lineno}"
+        if not ours and _PACELINE in name and f"{_PACELINE}comm{os.sep}" not in name:
+            ours = f"{name[name.rindex(_PACELINE) + 1 :]}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ours
+
+
+def is_persons(file: str) -> bool:
+    """Whether a source file is the person's own."""
+    return not (
+        "site-packages" in file or _PACELINE in file or file.startswith("<") or f"{os.sep}lib{os.sep}python" in file
+    )
+
+
+def begin_heartbeat(path: Path) -> None:
+    """Write every half second what this process has computed (CPU seconds) and where its main thread stands."""
+    main = threading.main_thread().ident
+
+    def beat() -> None:
+        draft = path.with_suffix(".draft")
+        while True:
+            frame = sys._current_frames().get(main) if main is not None else None
+            waits = is_waiting(frame)
+            fact = {"cpu_s": time.process_time(), "at": asked_at(frame), "waits": waits, "line": innermost(frame)}
+            draft.write_text(json.dumps(fact))
+            draft.replace(path)
+            time.sleep(BEAT_S)
+
+    threading.Thread(target=beat, daemon=True).start()
+
+
+def is_waiting(frame: FrameType | None) -> bool:
+    """Whether the thread is inside a collective, or in a backward pass, where others are waited for."""
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if f"{_PACELINE}comm{os.sep}" in name or "torch/distributed" in name:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def innermost(frame: FrameType | None) -> str:
+    """Where a thread stands."""
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""

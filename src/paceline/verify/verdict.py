@@ -1,0 +1,104 @@
+"""What was found, as a table for people and as JSON for programs.
+
+equal     in float64 no value differs by more than rounding can do, and in the working precision every bit is the same
+rounding  in float64 as above; in the working precision values differ by at most the bound that is shown
+bug       something differs that rounding can't explain
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True)
+class Check:
+    """One line of the table: what was held against what, and how it came out."""
+
+    name: str
+    passed: bool
+    said: str
+    details: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {"check": self.name, "passed": self.passed, "said": self.said, **self.details}
+
+
+@dataclass(slots=True)
+class Culprit:
+    """Where the first difference is.
+
+    Attributes:
+        module: path of the module, "" for the loss or the update.
+        collective: the one next to it, in words; "" where none is.
+        phase: forward, loss, backward, update, save or order.
+        said: a sentence.
+    """
+
+    module: str
+    collective: str
+    phase: str
+    said: str
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {"module": self.module, "collective": self.collective, "phase": self.phase, "said": self.said}
+
+
+@dataclass(slots=True)
+class Verdict:
+    """All checks of one plan."""
+
+    plan: str
+    checks: list[Check] = field(default_factory=list)
+    is_bitwise: bool = False
+    largest: float | None = None  # relative difference of any parameter in the working precision
+    precision: str = ""
+    culprit: Culprit | None = None
+    notices: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def word(self) -> str:
+        """equal, rounding or bug."""
+        if not all(check.passed for check in self.checks):
+            return "bug"
+        return "equal" if self.is_bitwise else "rounding"
+
+    def add(self, name: str, passed: bool, said: str, **details: Any) -> None:
+        """One more line."""
+        self.checks.append(Check(name, passed, said, details))
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {
+            "verdict": self.word, "plan": self.plan, "precision": self.precision,
+            "largest_relative_difference": self.largest,
+            "checks": [check.to_json() for check in self.checks],
+            "culprit": self.culprit.to_json() if self.culprit else None,
+            "notices": self.notices, "seconds": round(self.seconds, 2),
+        }  # fmt: skip
+
+    def lines(self) -> list[str]:
+        """The table."""
+        width = max(len(check.name) for check in self.checks)
+        lines = [f"{check.name:<{width}}  {'ok ' if check.passed else 'BUG'}  {check.said}" for check in self.checks]
+        lines += [f"note: {notice}" for notice in self.notices]
+        lines.append("")
+        if self.culprit is not None:
+            lines.append(f"first difference: {self.culprit.said}")
+            if self.culprit.module:
+                lines.append(f"  module:      {self.culprit.module}")
+            if self.culprit.collective:
+                lines.append(f"  collective:  {self.culprit.collective}")
+        lines.append(f"{self.plan}: {self._meaning()}")
+        return lines
+
+    def _meaning(self) -> str:
+        if self.word == "bug":
+            return "bug (the distributed step is not the single-process step)"
+        if self.word == "equal":
+            return "equal (the distributed step is the single-process step, bit for bit)"
+        bound = f" by up to {self.largest:.1e} of a parameter's size" if self.largest is not None else ""
+        return f"rounding (the same step; in {self.precision} it rounds differently{bound})"

@@ -1,0 +1,91 @@
+"""Starts the processes of a verification: the reference's, and a set of ranks for each mesh. None outlives them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.launch.local import rank_environment
+from paceline.nouns.errors import WorkloadError
+from paceline.run.failures import told
+from paceline.run.progress import Screen
+from paceline.run.supervisor import Ending, JobRequest, Supervisor
+from paceline.verify.order import HangWatch
+
+_IN_RANK = Path(__file__).with_name("in_rank.py")
+_PRELOAD = ("paceline.verify.in_rank", "paceline.parallel.split_model", "paceline.parallel.sharded")
+_REFUSALS = ("WorkloadError", "PlanError", "MeshError", "LossError", "DataError")
+
+
+@dataclass(slots=True)
+class World:
+    """How a set of ranks ended."""
+
+    ending: Ending
+    hang: HangWatch
+    folder: Path
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every rank did all it was asked."""
+        return self.ending.status == "done"
+
+    def refusal(self) -> WorkloadError | None:
+        """The error by which the job itself refused, if that is how it ended."""
+        cause = self.ending.cause
+        if cause is None or cause["type"] not in _REFUSALS or not cause.get("parts"):
+            return None
+        return WorkloadError(*cause["parts"])
+
+    def told(self) -> str:
+        """The first failure in a few words."""
+        cause = self.ending.cause
+        if cause is None:
+            return "it was stopped"
+        return told({**cause, "traceback": ""}, self.ending.others).splitlines()[0]
+
+
+def write_settings(folder: Path, name: str, **settings: Any) -> Path:
+    """A file that tells a child what to do."""
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps({"folder": str(folder), **settings}))
+    return path
+
+
+def start_child(module: str, settings: Path) -> subprocess.Popen[str]:
+    """A child that has torch, with what the reference needs of this host."""
+    command = [sys.executable, "-m", module, str(settings)]
+    return subprocess.Popen(command, env=rank_environment(1), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finish_child(child: subprocess.Popen[str], folder: Path, what: str) -> None:
+    """Wait for a child.
+
+    Raises:
+        WorkloadError: it refused, or failed.
+    """
+    _, said = child.communicate()
+    if (folder / "refused.json").exists():
+        raise WorkloadError(**json.loads((folder / "refused.json").read_text()))
+    if child.returncode:
+        last = (said.strip().splitlines() or [f"it ended with {child.returncode}"])[-1]
+        killed = "it was killed, as the kernel does for want of memory" if child.returncode == -9 else last
+        raise WorkloadError(what, killed, "see that the file trains alone: python FILE; verify a smaller model")
+
+
+def run_world(folder: Path, settings: Path, ranks: int, preload: Sequence[str]) -> World:
+    """Start ranks, wait for their end, watching for a hang."""
+    run_dir = folder / f"{settings.stem}-run"
+    (run_dir / "failures").mkdir(parents=True)
+    for old in folder.glob("beat-*.json"):
+        old.unlink()
+    hang = HangWatch(folder, ranks)
+    with (run_dir / "output.txt").open("w") as output:
+        request = JobRequest(_IN_RANK, [str(settings)], ranks, run_dir, preload=(*_PRELOAD, *preload))
+        ending, _ = Supervisor(request, Screen(output, output), is_hung=hang).run()
+    return World(ending, hang, folder)
