@@ -72,6 +72,8 @@ def choices(node: fx.Node, lays: Sequence[Lay], fixed: Sequence[bool], options: 
     outputs = node.meta.get("val")
     several = isinstance(outputs, list | tuple)
     work = operations(node) * (3 if node in options.with_gradient else 1)
+    if options.is_sequence_split and not several and len(shape_of(node)) >= 3 and not is_rearrangement(node):
+        work += OPERATIONS_PER_BYTE * size_bytes(node)  # asked for to hold less of every value, not to compute less
     whole: Lay | tuple[Lay, ...] = (None,) * len(outputs) if several else None  # type: ignore[arg-type]
     yield Choice((None,) * len(inputs), whole, False, work)
     if node in options.pinned or not inputs:

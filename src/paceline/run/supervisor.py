@@ -189,6 +189,8 @@ class Supervisor:
         for failure in failures:
             if failure["type"] == "ProcessDied" and progress.last is not None:
                 failure["step"] = progress.last["step"] + 1
+        if not failures:  # all were killed on purpose: they hung
+            return Ending("failed", 1, None, self.request.ranks)
         cause = first_cause(failures)
         return Ending("failed", cause["exit_code"], cause, self.request.ranks - (cause["rank"] is not None))
 

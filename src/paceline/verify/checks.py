@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from paceline.nouns.errors import WorkloadError
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
 from paceline.plan.step_traffic import step_traffic
@@ -92,6 +93,27 @@ def _is_bitwise(reference: Reference, ranks: list[RankResult]) -> bool:
         if result.facts["losses"] != reference.facts["losses"]:
             return False
     return largest_difference(reference, ranks) == 0
+
+
+def check_branches(reference: Reference, ranks: list[RankResult]) -> None:
+    """Raise WorkloadError when the person's code went another way for a part of the batch than for all of it."""
+    right = _ways(reference.facts["branches"])
+    for result in ranks:
+        for line, ways in _ways(result.facts["branches"]).items():
+            if line in right and ways != right[line]:
+                here, there = (" and ".join(sorted(str(way) for way in one)) for one in (ways, right[line]))
+                raise WorkloadError(
+                    "a loss that goes the same way for a batch and for its parts",
+                    f"the condition at {line} is {there} for the whole batch and {here} on rank {result.rank}",
+                    "choose by torch.where for each sample, or decide in the loop, outside of the loss",
+                )
+
+
+def _ways(branches: list[list[Any]]) -> dict[str, set[bool]]:
+    ways: dict[str, set[bool]] = {}
+    for line, outcome in branches:
+        ways.setdefault(line, set()).add(outcome)
+    return ways
 
 
 def check_draws(verdict: Verdict, ranks: list[RankResult]) -> None:

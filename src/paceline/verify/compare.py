@@ -20,7 +20,7 @@ from paceline.nouns.placement import FLAT, Placement
 
 Array = np.ndarray[Any, Any]
 EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "bf16": 2.0**-8}
-KINDS = ("parameter", "buffer", "gradient", "state")
+KINDS = ("gradient", "buffer", "state", "parameter")  # in the order in which a step makes them
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,29 @@ def differences(reference: Reference, ranks: list[RankResult]) -> list[Differenc
             found += _check(reference, result, key, mine, largest)
         found += _lacking(reference, result)
     found += _uncovered(reference, ranks)
-    return sorted(found, key=lambda one: (one.step, KINDS.index(one.kind)))
+    begins = {name: number for number, name in enumerate(reference.facts["modules"])}
+    return sorted(
+        found, key=lambda one: (one.step, KINDS.index(one.kind), begins.get(module_of(one.name), len(begins)))
+    )
+
+
+def module_of(name: str) -> str:
+    """The module that a parameter or buffer belongs to, or an optimizer's `word of parameter`."""
+    return name.rpartition(" of ")[2].rpartition(".")[0]
+
+
+def before_clipping(reference: Reference, ranks: list[RankResult]) -> list[Difference]:
+    """What differs of the first step's gradients once the clipping of each side is undone by its own norm."""
+    clip, norms = reference.facts["clip_norm"], reference.facts["norms"]
+
+    def grown(tensors: dict[str, Array], its_norms: list[float]) -> tuple[dict[str, Array], float]:
+        factor = max(its_norms[0] + 1e-6, clip) / clip if clip and its_norms else 1.0
+        return {key: values * factor for key, values in tensors.items() if key.startswith("1/gradient/")}, factor
+
+    tensors, factor = grown(reference.tensors, norms)
+    noise = {key: value * factor for key, value in reference.noise.items()}
+    right = Reference(tensors, noise, reference.facts, reference.precision)
+    return differences(right, [RankResult(r.rank, grown(r.tensors, r.facts["norms"])[0], r.facts) for r in ranks])
 
 
 def largest_difference(reference: Reference, ranks: list[RankResult]) -> float:

@@ -7,13 +7,21 @@ differs comes from values that were right, so what went wrong lies between them.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
-from paceline.verify.compare import Difference, RankResult, Reference, differences, read_ranks
+from paceline.verify.compare import (
+    Difference,
+    RankResult,
+    Reference,
+    before_clipping,
+    differences,
+    module_of,
+    read_ranks,
+)
 from paceline.verify.order import Disorder, HangWatch
 from paceline.verify.prints import added, differ
 from paceline.verify.verdict import Culprit
@@ -41,24 +49,34 @@ def blame_disorder(disorder: Disorder, hang: HangWatch | None = None) -> Culprit
     return Culprit("", f"{call}", "order", disorder.told() + at)
 
 
+def blame_loading(found: list[Difference], name: str) -> Culprit | None:
+    """The first tensor that a checkpoint did not bring back, or that the steps after it did not make."""
+    if not found:
+        return None
+    first = found[0]
+    how = f", {first.found}" if first.found else ""
+    said = f"{name}: {first.kind} {first.name} is wrong on rank {first.rank} after step {first.step}{how}"
+    return Culprit(module_of(first.name), "", "load", said)
+
+
 def find_culprit(folder: Path, plan: Plan, watch: Callable[[], World]) -> Culprit | None:
     """Run the first step again with every module looked at, and find where it goes wrong."""
     mesh = Mesh.parse(plan.mesh)
     reference = Reference.read(folder, "float64")
     ranks = read_ranks(folder, "float64", plan.world_size)
-    found = differences(reference, ranks)
+    found, gradients = differences(reference, ranks), before_clipping(reference, ranks)
     start = [one for one in found if one.step == 0]
     if start:
         return _at_start(start[0], mesh)
     if not watch().is_done or not (folder / "replay.json").exists():
-        return _from_tensors(found, reference, ranks, mesh)
+        return _from_tensors(found, gradients, reference, ranks, mesh)
     seen = read_ranks(folder, "watched", plan.world_size)
     replay = {int(part): one for part, one in json.loads((folder / "replay.json").read_text()).items()}
     return (
         _in_data(seen, mesh)
         or _in_forward(seen, replay, mesh)
-        or _in_backward(seen, replay, mesh, found, reference)
-        or _from_tensors(found, reference, ranks, mesh)
+        or _in_backward(seen, replay, mesh, gradients)
+        or _from_tensors(found, gradients, reference, ranks, mesh)
     )
 
 
@@ -89,24 +107,31 @@ def _in_data(seen: list[RankResult], mesh: Mesh) -> Culprit | None:
 def _in_forward(seen: list[RankResult], replay: dict[int, dict[str, Any]], mesh: Mesh) -> Culprit | None:
     for part, right in replay.items():
         ranks = [result for result in seen if result.facts["data_part"] == part]
-        for place in right["order"]:
+        for number, place in enumerate(right["order"]):
             wrong = _wrong_rank(ranks, place, "made", right["made"][place])
             if wrong is not None:
                 module = right["modules"][place]
-                said = f"forward: what {_named(module, place)} makes on rank {wrong.rank} differs from one process"
+                if not module:  # the model's own code between its modules: name the first that takes it over
+                    module = _first_module(ranks, right, number)
+                what = _named(right["modules"][place], place)
+                said = f"forward: what {what} makes on rank {wrong.rank} differs from one process"
                 return Culprit(module, _collective(wrong, place, mesh, _FORWARD, "all_gather"), "forward", said)
     return None
 
 
+def _first_module(ranks: list[RankResult], right: dict[str, Any], number: int) -> str:
+    """The module of the first wrong value from a place on that was made in one."""
+    for place in right["order"][number:]:
+        module: str = right["modules"][place]
+        if module and _wrong_rank(ranks, place, "made", right["made"][place]) is not None:
+            return module
+    return ""
+
+
 def _in_backward(
-    seen: list[RankResult],
-    replay: dict[int, dict[str, Any]],
-    mesh: Mesh,
-    found: Iterable[Difference],
-    reference: Reference,
+    seen: list[RankResult], replay: dict[int, dict[str, Any]], mesh: Mesh, wrong_parameters: list[Difference]
 ) -> Culprit | None:
     """The last place going forward whose gradient is wrong, unless a parameter after it is wrong too."""
-    wrong_parameters = [one for one in found if one.kind == "gradient" and one.step == 1]
     for part, right in replay.items():
         ranks = [result for result in seen if result.facts["data_part"] == part]
         floor = 1e-13 * max((abs(p[2]) ** 0.5 for p in right["back"].values()), default=0.0)
@@ -126,61 +151,70 @@ def _in_backward(
     return None
 
 
-def _from_tensors(found: list[Difference], reference: Reference, ranks: list[RankResult], mesh: Mesh) -> Culprit | None:
+def _from_tensors(
+    found: list[Difference],
+    gradients: list[Difference],
+    reference: Reference,
+    ranks: list[RankResult],
+    mesh: Mesh,
+) -> Culprit | None:
     """Passes are right, so it is what follows: sums over ranks, clipping, the update; or a buffer."""
     if not found:
         return None
-    step = min(one.step for one in found)
-    here = [one for one in found if one.step == step]
-    gradients = _unclipped(here, reference, ranks)
-    order = {name: number for number, name in enumerate(reference.facts["modules"])}
+    begins = {name: number for number, name in enumerate(reference.facts["modules"])}
+    weighed = _in_weights(reference, ranks, mesh)
+    if weighed is not None:
+        return weighed
     if gradients:
-        first = max(gradients, key=lambda one: order.get(module_of(one.name), -1))
-        collective = _reduction(first, gradients, ranks, mesh, reference)
-        how = f", {first.found}" if first.found else ""
-        many = f" ({len({one.name for one in gradients})} gradients are wrong)"
-        said = f"gradients: that of {first.name} is wrong on rank {first.rank}{how}{many}"
-        return Culprit(module_of(first.name), collective, "backward", said)
-    if any(one.kind == "gradient" for one in here):
+        return _in_sums(max(gradients, key=lambda one: begins.get(module_of(one.name), -1)), gradients, ranks, mesh)
+    here = [one for one in found if one.step == found[0].step]
+    first = here[0]
+    if first.kind == "gradient" and first.step == 1:
         axes = " and ".join(axis for axis in _REDUCES if mesh.size(axis) > 1)
-        first = min(
-            (one for one in here if one.kind == "gradient"), key=lambda one: order.get(module_of(one.name), 1 << 30)
-        )
-        said = f"clipping: gradients are right up to a factor, which the gradient's norm gives ({first.found})"
+        said = "clipping: gradients are right before it, and wrong by the factor that a wrong gradient norm gives"
         return Culprit(module_of(first.name), f"all_reduce on {axes} (of the norm)", "update", said)
-    first = min(here, key=lambda one: (one.kind == "buffer", order.get(module_of(one.name), 1 << 30)))
+    first = next((one for one in here if one.kind != "buffer"), first)
     phase = "buffer" if first.kind == "buffer" else "update"
-    collective = "all_reduce on the data axes (of buffers)" if phase == "buffer" else ""
-    said = f"{phase}: gradients are right, {first.name} is not on rank {first.rank}"
+    data = [axis for axis in ("replicate", "shard") if mesh.size(axis) > 1]
+    collective = f"all_reduce on {' and '.join(data)} (of buffers)" if phase == "buffer" and data else ""
+    before = "gradients are right" if first.step == 1 else "the first step is right"
+    said = f"{phase}: {before}, {first.kind} {first.name} of step {first.step} is not on rank {first.rank}"
     return Culprit(module_of(first.name), collective, phase, said)
 
 
-def _unclipped(found: list[Difference], reference: Reference, ranks: list[RankResult]) -> list[Difference]:
-    """Gradient differences that a wrong norm alone does not explain."""
-    gradients = [one for one in found if one.kind == "gradient"]
-    if not gradients or not reference.facts["norms"]:
-        return gradients
-    step = gradients[0].step
-    mine = {result.rank: result.facts["norms"] for result in ranks}
-    right = reference.facts["norms"]
-    at = 0 if step == 1 else -1
-    factors = {one.found.split(" ")[0] for one in gradients if "times" in one.found}
-    all_scaled = all("times" in one.found for one in gradients)
-    is_norm_off = any(abs(norms[at] - right[at]) > 1e-9 * abs(right[at]) for norms in mine.values() if norms)
-    if not (all_scaled and is_norm_off):
-        return gradients
-    for one in gradients:
-        norm = mine[one.rank][at] if one.rank in mine else right[at]
-        explained = (right[at] + 1e-6) / (norm + 1e-6)
-        if abs(float(one.found.split(" ")[0]) - explained) > 1e-4 * explained and len(factors) > 1:
-            return gradients
-    ratio = next(iter(mine.values()))[at] / right[at]
-    return gradients if len(factors) == 1 and abs(float(next(iter(factors))) - ratio) < 1e-4 * ratio else []
+def _in_weights(reference: Reference, ranks: list[RankResult], mesh: Mesh) -> Culprit | None:
+    """The ranks' weights don't add up to the batch's."""
+    for result in ranks:
+        for step, (mine, right) in enumerate(zip(result.facts["weights"], reference.facts["weights"], strict=False), 1):
+            if abs(mine - right) > 1e-9 * abs(right):
+                axes = " and ".join(axis for axis in _REDUCES if mesh.size(axis) > 1)
+                said = f"loss: on rank {result.rank} the weights of step {step} add up to {mine:g}, alone to {right:g}"
+                return Culprit("", f"all_reduce on {axes} (of losses and weights)", "loss", said)
+    return None
 
 
-def _reduction(
-    first: Difference, gradients: list[Difference], ranks: list[RankResult], mesh: Mesh, reference: Reference
-) -> str:
+def _in_sums(first: Difference, gradients: list[Difference], ranks: list[RankResult], mesh: Mesh) -> Culprit:
+    """Gradients that are wrong after right passes: where they are added up."""
+    factors = {factor_of(one) for one in gradients}
+    collective = _reduction(first, ranks, mesh)
+    if len(factors) == 1 and None not in factors and len(gradients) > 1:
+        said = f"gradients: every one is {next(iter(factors)):.6g} times what it should be"
+    else:
+        how = f", {first.found}" if first.found else ""
+        many = len({one.name for one in gradients})
+        said = f"gradients: that of {first.name} is wrong on rank {first.rank}{how} ({many} gradients are wrong)"
+    return Culprit(module_of(first.name), collective, "backward", said)
+
+
+def factor_of(one: Difference) -> float | None:
+    """How many times too large a tensor is; None: not a plain factor."""
+    if not one.found.endswith("times what it should be"):
+        return None
+    factor = float(one.found.split(" ")[0])
+    return round(factor, 5) or factor
+
+
+def _reduction(first: Difference, ranks: list[RankResult], mesh: Mesh) -> str:
     """The collective that adds up the gradient of a parameter, on the axis where its copies differ or a factor fits."""
     key = f"{first.step}/gradient/{first.name}"
     used = [axis for axis in _REDUCES if mesh.size(axis) > 1]
@@ -194,13 +228,12 @@ def _reduction(
             other = groups.setdefault((*at.values(), placement), result.tensors[key])
             if other.shape == result.tensors[key].shape and abs(other - result.tensors[key]).max() > first.bound:
                 return f"{_REDUCES[axis]} on {axis}"
-    for axis in ("replicate", "shard", "pipeline", "tensor"):
-        if axis in used and "times" in first.found:
-            factor = float(first.found.split(" ")[0])
-            if any(abs(factor - value) < 1e-3 * value for value in (mesh.size(axis), 1 / mesh.size(axis))):
-                return f"{_REDUCES[axis]} on {axis}"
-    axis = next((a for a in ("replicate", "shard", "pipeline", "tensor") if a in used), "")
-    return f"{_REDUCES[axis]} on {axis}" if axis else ""
+    factor = factor_of(first)
+    by_size = [a for a in ("replicate", "shard", "pipeline", "tensor") if a in used]
+    for axis in by_size if factor is not None else []:
+        if any(abs(factor - value) < 1e-3 * value for value in (mesh.size(axis), 1 / mesh.size(axis))):  # type: ignore[operator]
+            return f"{_REDUCES[axis]} on {axis}"
+    return f"{_REDUCES[by_size[0]]} on {by_size[0]}" if by_size else ""
 
 
 def _wrong_rank(ranks: list[RankResult], place: str, what: str, right: Any, floor: float = 0.0) -> RankResult | None:
@@ -260,15 +293,10 @@ def _named(module: str, place: str) -> str:
     node = place.split(":", 1)[1]
     if "#" in node:
         return f"the module {module}" if module else "the model"
-    return f"{node} in {module}" if module else f"{node} in the loss"
+    return f"{node} in {module}" if module else f"{node} in the model's own code or the loss"
 
 
 def _is_after(module: str, other: str, right: dict[str, Any]) -> bool:
     """Whether a module ends after another, going forward."""
     last = {name: number for number, name in enumerate(right["modules"][place] for place in right["order"])}
     return last.get(module, -1) > last.get(other, -1)
-
-
-def module_of(name: str) -> str:
-    """The module that a parameter or buffer belongs to."""
-    return name.rpartition(" of ")[2].rpartition(".")[0]

@@ -32,6 +32,8 @@ from paceline.train.data import RankLoader, moved, open_data
 from paceline.train.describe import describe
 from paceline.train.find_workload import find_workload
 from paceline.train.seed import seed_everything
+from paceline.verify.memory import check_fits
+from paceline.verify.plain_steps import checked
 from paceline.verify.randomness import controlled
 from paceline.verify.reference import refuse, told
 from paceline.verify.trace import Trace, asked_at
@@ -49,6 +51,7 @@ def main(path: Path) -> int:
         workload = find_workload(settings["script"])
         plan = Plan.parse(settings["plan"])
         model = describe(workload, plan)
+        check_fits(model, Mesh.parse(plan.mesh))
         calls = persons_calls(workload, plan.world_size)
         graphs = graph_calls(workload, plan) if "split" in model else {}
         answer = {"model": model, "persons": calls, "graphs": graphs, "precision": workload.precision}
@@ -72,13 +75,21 @@ def persons_calls(workload: Workload, ranks: int) -> list[list[list[Any]]]:
     batch = moved(batch, torch.device("cpu"), True)
     found: list[list[list[Any]]] = []
     losses = []
-    for rank in range(ranks):
+    for rank in [0, *range(ranks)]:  # the first twice: does it give the same again?
         seed_everything(workload.seed)
         with as_rank(rank, ranks) as calls, controlled(), torch.no_grad():
             model = workload.model().double().train()
-            total, weight = workload.loss(model, batch)
+            total, weight = checked(workload.loss(model, batch))
         found.append(calls)
         losses.append(float(total) / max(float(weight), 1e-300))
+    first, *losses = losses
+    found = found[1:]
+    if abs(first - losses[0]) > _EQUAL * max(abs(first), 1e-12):
+        raise WorkloadError(
+            "a loss that is the same when it is taken again",
+            f"one process had {first!r} and then {losses[0]!r} for the same model and samples",
+            "find what remembers or draws (a counter, a time, numbers of its own) and switch it off for verifying",
+        )
     for rank, loss in enumerate(losses):
         if abs(loss - losses[0]) > _EQUAL * max(abs(losses[0]), 1e-12) and not any(found):
             raise WorkloadError(

@@ -120,6 +120,7 @@ class _Run:
 
     def _look_on(self, job: Job) -> None:
         """See what modules and operations make in the next step."""
+        self.calls.clear()  # the loss may have been tried
         placed: Any = job.parallel.placed
         if placed.is_captured:
             tensor = placed.axes["tensor"]

@@ -133,6 +133,10 @@ class HangWatch:
     standing: dict[int, dict[str, Any]] = field(default_factory=dict)
     has_hung: bool = False
 
+    def told(self) -> str:
+        """Where each rank stands."""
+        return "; ".join(f"rank {rank} at {beat['at'] or beat['line']}" for rank, beat in sorted(self.standing.items()))
+
     def __call__(self) -> bool:
         """True once nobody has computed for a while and somebody waits in a collective."""
         now = time.monotonic()

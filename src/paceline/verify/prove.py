@@ -21,10 +21,9 @@ from paceline.nouns.errors import PlanError, WorkloadError
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
 from paceline.nouns.workload import too_small_batch
-from paceline.verify.checks import check_draws, check_order, check_step, check_traffic
+from paceline.verify.checks import check_branches, check_draws, check_order, check_step, check_traffic
 from paceline.verify.compare import Reference, differences, read_ranks
-from paceline.verify.culprit import blame_disorder, find_culprit
-from paceline.verify.memory import check_fits
+from paceline.verify.culprit import blame_disorder, blame_loading, find_culprit
 from paceline.verify.order import Call, find_disorder, read_trace
 from paceline.verify.verdict import Verdict
 from paceline.verify.worlds import World, finish_child, run_world, start_child, write_settings
@@ -89,7 +88,6 @@ class _Proof:
         batch_size = self.dry["model"]["batch_size"]
         if batch_size < self.mesh.data_size:
             raise too_small_batch(batch_size, self.mesh.data_size)
-        check_fits(self.dry["model"], self.mesh)
         persons = {rank: [Call(*one) for one in calls] for rank, calls in enumerate(self.dry["persons"])}
         disorder = find_disorder(persons, Mesh.parse(f"replicate={self.plan.world_size}"))
         if disorder is not None:
@@ -143,15 +141,17 @@ class _Proof:
             traces = self._traces(name)
             disorder = find_disorder(traces, self.mesh) if traces else None
             if disorder is not None:
-                how = "the ranks hang" if world.hang.has_hung else f"the ranks failed ({world.told()})"
+                how = (
+                    f"the ranks hang ({world.hang.told()})"
+                    if world.hang.has_hung
+                    else f"the ranks failed ({world.told()})"
+                )
                 self.verdict.add("order", False, f"{how}: {disorder.told()}", disorder=disorder.to_json())
-                self.verdict.culprit = blame_disorder(disorder, world.hang)
+                self.verdict.culprit = blame_disorder(disorder, world.hang if world.hang.has_hung else None)
                 return
         if world.hang.has_hung:
-            where = "; ".join(
-                f"rank {rank} at {beat['at'] or beat['line']}" for rank, beat in world.hang.standing.items()
-            )
-            self.verdict.add("order", False, f"the ranks hang although they began the same collectives: {where}")
+            said = f"the ranks hang although they began the same collectives: {world.hang.told()}"
+            self.verdict.add("order", False, said)
             return
         self.verdict.add("run", False, f"one process takes the steps, the ranks fail: {world.told()}")
 
@@ -174,6 +174,8 @@ class _Proof:
             ranks = read_ranks(self.folder, precisions[-1], self.plan.world_size)
             check_traffic(self.verdict, self.plan, self.dry["model"], ranks)
         if self.verdict.word == "bug" and self.verdict.culprit is None:
+            ranks = read_ranks(self.folder, "float64", self.plan.world_size)
+            check_branches(Reference.read(self.folder, "float64"), ranks)
             self.say("something differs: looking for the first module")
             self.verdict.culprit = find_culprit(self.folder, self.plan, self._watch)
 
@@ -204,6 +206,7 @@ class _Proof:
             reference = Reference.read(self.folder, "float64")
             found = differences(reference, read_ranks(self.folder, run["name"], plan.world_size))
             check_step(self.verdict, reference, read_ranks(self.folder, run["name"], plan.world_size), name, found)
+            self.verdict.culprit = self.verdict.culprit or blame_loading(found, name)
 
 
 def other_plans(plan: Plan) -> list[Plan]:

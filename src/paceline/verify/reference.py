@@ -33,7 +33,7 @@ def main(path: Path) -> int:
     try:
         workload = find_workload(settings["script"])
         for precision in settings["precisions"]:
-            write(folder, precision, *with_noise(workload, precision, settings["steps"]))
+            write(folder, precision, *with_noise(workload, precision, settings["steps"]), workload.clip_norm)
     except PacelineError as error:
         refuse(folder, error)
     except Exception as error:
@@ -87,12 +87,12 @@ def check_repeats(taken: Taken, again: Taken) -> None:
         )
 
 
-def write(folder: Path, precision: str, taken: Taken, more: dict[str, Any]) -> None:
+def write(folder: Path, precision: str, taken: Taken, more: dict[str, Any], clip_norm: float | None = None) -> None:
     """The reference as files."""
     save_file(taken.tensors, folder / f"reference-{precision}.safetensors")
     facts = {
         "losses": taken.losses, "weights": taken.weights, "norms": taken.norms, "modules": taken.modules,
-        "branches": taken.branches, **more,
+        "branches": taken.branches, "clip_norm": clip_norm, **more,
     }  # fmt: skip
     (folder / f"reference-{precision}.json").write_text(json.dumps(facts))
 

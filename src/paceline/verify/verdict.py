@@ -86,12 +86,12 @@ class Verdict:
         lines = [f"{check.name:<{width}}  {'ok ' if check.passed else 'BUG'}  {check.said}" for check in self.checks]
         lines += [f"note: {notice}" for notice in self.notices]
         lines.append("")
-        if self.culprit is not None:
+        if self.culprit is not None and self.culprit.phase == "order":  # the table has said it
+            lines.append(f"collective:  {self.culprit.collective}")
+        elif self.culprit is not None:
             lines.append(f"first difference: {self.culprit.said}")
-            if self.culprit.module:
-                lines.append(f"  module:      {self.culprit.module}")
-            if self.culprit.collective:
-                lines.append(f"  collective:  {self.culprit.collective}")
+            lines.append(f"  module:      {self.culprit.module or 'none'}")
+            lines.append(f"  collective:  {self.culprit.collective or 'none'}")
         lines.append(f"{self.plan}: {self._meaning()}")
         return lines
 

@@ -1,0 +1,431 @@
+"""Realistic bugs, to be switched on in a rank's process: the verifier must catch each and name where it is.
+
+Each patches the product from outside; nothing of the product knows of them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A bug.
+
+    Attributes:
+        switch_on: patches the process.
+        plan: under which it bites.
+        subject: the model.
+        module: of the paths that may be named, the beginnings; "" stands for no module.
+        collective: what the collective that is named must contain.
+        what: checks besides the step.
+        precision: in which it shows.
+    """
+
+    switch_on: Callable[[], None]
+    plan: str
+    subject: str = "decoder"
+    module: tuple[str, ...] = ()
+    collective: str = ""
+    what: tuple[str, ...] = ("step",)
+    precision: str = "float64"
+
+
+MUTANTS: dict[str, Mutant] = {}
+
+
+def mutant(plan, **facts):
+    def note(function):
+        MUTANTS[function.__name__] = Mutant(function, plan, **facts)
+        return function
+
+    return note
+
+
+def wrap(owner, name, around):
+    """Replace a function by `around(the old one, arguments...)`."""
+    plain = getattr(owner, name)
+    setattr(owner, name, functools.wraps(plain)(lambda *arguments, **named: around(plain, *arguments, **named)))
+
+
+# --- tensor
+
+
+@mutant("tensor=2,sequence=on", module=("blocks.", "norm"), collective="on tensor")
+def missing_all_reduce_of_a_norms_gradient():
+    from paceline.comm.differentiable import Exchanges
+
+    wrap(Exchanges, "share_whole", lambda plain, self, x: x if x.dim() == 1 else plain(self, x))
+
+
+@mutant("tensor=2", module=("head",), collective="all_reduce on tensor")
+def missing_all_reduce_into_the_columns():
+    from paceline.comm.differentiable import Exchanges
+
+    wrap(Exchanges, "share_whole", lambda plain, self, x: x.view_as(x))
+
+
+@mutant(
+    "tensor=2",
+    module=("blocks.1.down", "blocks.0.attention.out", "blocks.0", "words"),
+    collective="all_reduce on tensor",
+)
+def mean_for_sum_after_the_rows():
+    from paceline.comm.differentiable import Exchanges
+
+    wrap(Exchanges, "add_parts", lambda plain, self, x: plain(self, x) / self.comm.size)
+
+
+@mutant("tensor=2", module=("blocks.0",))
+def bias_added_on_every_rank():
+    from paceline.graph import emit
+
+    def partial(plain, self, node, arguments, named, sources):
+        return self._call(node.target, *arguments, **named)
+
+    wrap(emit._Emitter, "_partial", partial)
+
+
+@mutant("tensor=2", module=("blocks.0.attention",))
+def swapped_row_and_column_shard():
+    from paceline.parallel.split_model import SplitModel
+
+    def fill(plain, self, name, full):
+        is_square = full.dim() == 2 and full.shape[0] == full.shape[1]
+        plain(self, name, full.T if is_square and "query" in name else full)
+
+    wrap(SplitModel, "fill", fill)
+
+
+@mutant("tensor=2", module=("words", ""))
+def uneven_vocabulary():
+    from paceline.comm.differentiable import Exchanges
+
+    def embedding(plain, self, weight, indices, rows, padding=-1):  # as if all pieces were as long as the first
+        own = -(-rows // self.comm.size)
+        return (
+            plain(self, weight[: rows - own], indices, rows, padding)
+            if self.comm.rank
+            else plain(self, weight, torch.where(indices == own - 1, 0, indices), rows, padding)
+        )
+
+    wrap(Exchanges, "split_embedding", embedding)
+
+
+@mutant("tensor=2,sequence=on", module=("blocks.0.attention", "blocks.0"))
+def rotary_position_off_by_one():
+    from paceline.comm import words
+    from paceline.parallel import split_model
+
+    def captured(plain, *arguments):
+        made = plain(*arguments)
+        for node in [n for n in made.graph.nodes if n.target is torch.ops.aten.cos.default]:
+            with made.graph.inserting_after(node):  # the later half of the sequence, on the second rank
+                later = made.graph.call_function(torch.roll, (node, words.rank(), 0))
+            later.meta.update({key: value for key, value in node.meta.items() if key != "original"})
+            node.replace_all_uses_with(later, delete_user_cb=lambda user, later=later: user is not later)
+        return made
+
+    wrap(split_model, "capture", captured)
+
+
+@mutant("tensor=2", module=("", "head"), collective="all_reduce on tensor")
+def vocabulary_loss_of_the_own_classes_alone():
+    from paceline.comm.collectives import AxisComm
+
+    wrap(AxisComm, "all_reduce", lambda plain, self, x, op="sum": None if op == "max" else plain(self, x, op))
+    from paceline.comm import differentiable
+
+    def forward(plain, ctx, scores, labels, *rest):
+        return plain(ctx, scores, torch.where(labels > 200, 0, labels), *rest)
+
+    wrap(differentiable._SplitCrossEntropy, "forward", forward)
+
+
+@mutant("tensor=4", module=("blocks.0", "words"))
+def gathered_in_the_wrong_order():
+    def reverse(plain, self, x):
+        return plain(self, x.flip(0) if self.comm.rank == 1 and x.dim() == 3 else x)
+
+    from paceline.comm.differentiable import Exchanges
+
+    wrap(Exchanges, "add_parts", reverse)
+
+
+@mutant("replicate=2,tensor=2", module=("norm", "blocks.", "words", "head"), collective="of the norm")
+def clipping_by_the_local_norm():
+    from paceline.parallel import apply
+
+    wrap(apply, "global_norm", lambda plain, parameters, counted, comms: plain(parameters, counted, []))
+
+
+# --- replicate
+
+
+@mutant("replicate=2", collective="on replicate")
+def wrong_share_of_the_mean():
+    from paceline.parallel.sums import SumsWire
+
+    wrap(SumsWire, "finish", lambda plain, self: plain(self) / self.comm.size)
+
+
+@mutant("replicate=2", module=("", "norm", "head", "words"), collective="on replicate")
+def wrong_loss_weight():
+    from paceline.parallel.sums import SumsWire
+
+    wrap(SumsWire, "add", lambda plain, self, loss, weight: plain(self, loss, 32.0))
+
+
+@mutant("replicate=2", subject="remembers", module=("",), collective="of buffers")
+def a_skipped_buffer():
+    from paceline.parallel.buffers import Buffers
+
+    wrap(Buffers, "reduce", lambda plain, self, changed: None)
+
+
+@mutant("replicate=2", subject="remembers", module=("norm",))
+def local_batch_statistics():
+    from paceline.comm import batch_norm
+
+    wrap(
+        batch_norm, "_merged", lambda plain, mine, comm: torch.stack([mine[0], mine[1], mine[2] / mine[0].clamp(min=1)])
+    )
+
+
+@mutant("replicate=2", module=("words",), collective="broadcast on replicate")
+def broadcast_from_the_wrong_root():
+    from paceline.comm.collectives import AxisComm
+
+    wrap(AxisComm, "broadcast", lambda plain, self, x, root=0: plain(self, x, self.size - 1))
+
+
+@mutant("replicate=2", what=("step", "draws"))
+def dropout_equal_on_all_data_ranks():
+    from paceline.train import job
+
+    wrap(job, "seed_everything", lambda plain, *numbers: plain(numbers[0], 1) if len(numbers) > 1 else plain(*numbers))
+
+
+@mutant("tensor=2", what=("step", "draws"))
+def dropout_differs_between_ranks_with_the_same_samples():
+    from paceline.comm import words
+    from paceline.train import job
+
+    wrap(job, "seed_everything", lambda plain, *numbers: plain(*numbers, *[words.rank()] * (len(numbers) > 1)))
+
+
+@mutant("replicate=2", precision="float32", subject="plain")
+def reduction_in_bf16():
+    from paceline.parallel.bucket import Bucket
+
+    def fill(plain, self, index, gradient, scale):
+        plain(self, index, gradient.bfloat16().to(gradient.dtype), scale)
+
+    wrap(Bucket, "fill", fill)
+
+
+@mutant("replicate=2", subject="micro", module=("", "words", "blocks.", "norm"))
+def last_micro_batch_dropped():
+    from paceline.parallel import placed
+
+    wrap(
+        placed, "forward_backward", lambda plain, run, both, moments, padding=0: plain(run, both[:-1], moments, padding)
+    )
+
+
+@mutant("replicate=2", subject="micro", module=("words", "blocks.", "norm", "head"))
+def accumulation_overwrites():
+    from paceline.parallel import local
+
+    def checked(plain, result):
+        total, weight = plain(result)
+        for parameter in job_parameters():
+            parameter.grad = None
+        return total, weight
+
+    def job_parameters():
+        from paceline.train import job
+
+        return list(job._made[-1].model.parameters()) if job._made else []
+
+    wrap(local, "checked_loss", checked)
+
+
+@mutant("replicate=2", module=("",))
+def two_ranks_take_the_same_samples():
+    from paceline.train import data
+
+    wrap(data, "share", lambda plain, batch, part, parts: plain(batch, 0, parts))
+
+
+@mutant("replicate=2", module=("words", "blocks.", "norm", "head"), collective="all_reduce on replicate")
+def last_gradient_of_a_bucket_not_summed():
+    from paceline.parallel.bucket import Bucket
+
+    def receive(plain, self, scale):
+        own = self.parameters[-1].grad
+        kept = self.wire.inboxes[self.wire.turn][-3:].clone()
+        plain(self, scale)
+        if self.parameters[-1].grad is not None:
+            self.parameters[-1].grad.view(-1)[-3:] = kept * scale if own is None else own.view(-1)[-3:]
+
+    wrap(Bucket, "receive", receive)
+
+
+# --- shard
+
+
+@mutant("shard=2", module=("words", "blocks.", "norm"))
+def weight_decay_twice_on_a_shard():
+    from paceline.comm.fully_shard import local
+    from paceline.parallel import sharded
+
+    def step(plain, optimizer):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if torch.distributed.get_rank() == 1:
+                    local(parameter).mul_(1 - group["lr"] * group["weight_decay"])
+        plain(optimizer)
+
+    wrap(sharded, "step_on_rows", lambda plain, optimizer: torch.no_grad()(step)(plain, optimizer))
+
+
+@mutant("shard=2", collective="shard")
+def a_shard_not_reduced():
+    from paceline.comm import fully_shard
+
+    def sum_parts(plain, out, tensor, group, ranks):
+        out.copy_(tensor.view(ranks, -1)[torch.distributed.get_rank()])
+
+    wrap(fully_shard, "_sum_parts", sum_parts)
+
+
+@mutant("shard=2", module=("words", "blocks.", "norm", "head"), collective="of the norm")
+def clipping_by_a_shards_norm():
+    from paceline.parallel import apply
+
+    wrap(apply, "global_norm", lambda plain, parameters, counted, comms: plain(parameters, counted, []))
+
+
+@mutant("shard=2", module=("words", "blocks.", "norm"), what=("step", "reshard", "replicate=2"))
+def optimizer_state_not_resharded():
+    from paceline.train import job
+
+    def restore(plain, model, optimizer, tensors, kind):
+        plain(model, optimizer, tensors, kind)
+        for state in optimizer.state.values():
+            if "exp_avg" in state:
+                state["exp_avg"].zero_()
+
+    wrap(job.snapshot, "restore_optimizer", restore)
+
+
+@mutant("shard=2", module=("words",), what=("step", "reshard", "replicate=1"))
+def rows_permuted_after_a_reshard():
+    from paceline.train import job
+
+    def restore(plain, model, tensors, held):
+        plain(model, {name: t.flip(0) if name.endswith("words.weight") else t for name, t in tensors.items()}, held)
+
+    wrap(job.snapshot, "restore_model", restore)
+
+
+# --- pipeline
+
+
+@mutant("pipeline=2", module=("words", "head"), collective="send on pipeline")
+def stale_tied_embedding():
+    from paceline.parallel import split
+
+    wrap(split, "add_tied_gradients", lambda plain, parameters, holders, comm: None)
+
+
+@mutant("pipeline=2", module=("", "words", "blocks."))
+def last_micro_batch_of_the_pipeline_dropped():
+    from paceline.parallel.pipeline import Pipeline
+
+    wrap(Pipeline, "forward_backward", lambda plain, self, loss, micro, add: plain(self, loss, micro[:-1], add))
+
+
+@mutant("pipeline=2", module=("blocks.", "words"), collective="send on pipeline")
+def gradients_to_the_wrong_micro_batch():
+    from paceline.parallel import pipeline
+
+    def send(plain, self, value, *where, forwards):
+        plain(self, value if forwards else torch.roll(value, 1, 0), *where, forwards=forwards)
+
+    wrap(pipeline._Run, "_send", send)
+
+
+@mutant("pipeline=2,schedule=zero_bubble", module=("blocks.", "words", "norm", "head"))
+def weights_half_of_a_micro_batch_left_out():
+    from paceline.parallel import pipeline
+
+    def weights(plain, self, action):
+        if action.micro_batch:
+            plain(self, action)
+        else:
+            self.flights.pop((action.stage, action.micro_batch))
+
+    wrap(pipeline._Run, "_weights", weights)
+
+
+# --- mixes
+
+
+@mutant("pipeline=2,shard=2", module=("words", "blocks.", "norm", "head"))
+def stale_parameters_after_a_step():
+    from paceline.parallel.flat import Flat
+
+    kept = {}
+
+    def gather(plain, self):
+        plain(self)
+        for name, parameter in self.whole.items():
+            if parameter.numel():
+                parameter.data = kept.setdefault((id(self), name), parameter.data.clone())
+
+    wrap(Flat, "gather", gather)
+
+
+@mutant("replicate=2,shard=2", collective="replicate")
+def shards_not_summed_over_replicas():
+    from paceline.parallel.bucket import Bucket
+
+    def receive(plain, self, scale):
+        kept = self.wire.inboxes[self.wire.turn].clone()
+        plain(self, scale)
+        at = 0
+        for parameter in self.parameters:
+            gradient = parameter.grad.to_local() if hasattr(parameter.grad, "to_local") else parameter.grad
+            if gradient is not None:
+                gradient.copy_((kept[at : at + gradient.numel()] * scale).view_as(gradient))
+                at += gradient.numel()
+
+    wrap(Bucket, "receive", receive)
+
+
+@mutant("replicate=2,pipeline=2", collective="replicate")
+def mean_over_the_wrong_ranks():
+    from paceline.parallel.sums import SumsWire
+
+    wrap(SumsWire, "finish", lambda plain, self: plain(self) * 2)
+
+
+@mutant("replicate=2", module=("words", "blocks.", "norm"))
+def one_rank_with_another_learning_rate():
+    def update(plain, *arguments):
+        optimizer = arguments[2]
+        if torch.distributed.get_rank() == 1 and not getattr(optimizer, "is_off", False):
+            optimizer.is_off = True
+            for group in optimizer.param_groups:
+                group["lr"] *= 1.001
+        return plain(*arguments)
+
+    from paceline.train import job
+
+    wrap(job, "train_step", update)

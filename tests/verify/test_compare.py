@@ -1,0 +1,128 @@
+"""The judge itself, on values made by hand: what it must see, and what it must let pass."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from paceline.nouns.mesh import Mesh
+from paceline.nouns.placement import FLAT, Cut, Placement
+from paceline.verify.compare import RankResult, Reference, differences, relation, take
+from paceline.verify.fingerprint import fingerprint
+from paceline.verify.order import Call, find_disorder
+from paceline.verify.prints import added, differ
+
+FULL = np.linspace(0.1, 1.0, 24).reshape(6, 4)
+
+
+def reference(noise=0.0):
+    tensors = {"0/parameter/a.w": FULL, "2/parameter/a.w": FULL, "2/gradient/a.w": FULL, "2/buffer/a.n": np.array(3)}
+    return Reference(tensors, {"2/parameter/a.w": noise}, {"modules": ["a"]}, "float64")
+
+
+def rank(tensors, cuts=None, number=0):
+    placements = {"a.w": Placement((6, 4), cuts).to_json()} if cuts else {}
+    return RankResult(number, tensors, {"placements": placements, "has_gradient": {"a.w": True}})
+
+
+def all_of(change=lambda values: values, key="2/parameter/a.w"):
+    tensors = {name: values.copy() for name, values in reference().tensors.items()}
+    tensors[key] = change(tensors[key])
+    return rank(tensors)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda v: v * (1 + 1e-8), "1 times"),
+        (lambda v: v * 2, "2 times"),
+        (lambda v: v * 0, "zero"),
+        (lambda v: np.where(v > 0.95, np.nan, v), "NaN"),
+        (lambda v: v[::-1], ""),
+        (lambda v: v.T, "shape"),
+        (lambda v: np.where(v > 0.99, v + 1e-9, v), ""),
+    ],
+)
+def test_a_wrong_tensor_is_seen(change, says):
+    (found,) = differences(reference(), [all_of(change)])
+    assert (found.kind, found.name) == ("parameter", "a.w")
+    assert says in found.found
+
+
+def test_what_rounding_does_passes():
+    assert differences(reference(), [all_of()]) == []
+    assert differences(reference(), [all_of(lambda v: v * (1 + 1e-12))]) == []
+    assert differences(reference(), [all_of(lambda v: v + 1e-8)]) != []
+    assert differences(reference(noise=1e-9), [all_of(lambda v: v + 1e-8)]) == []
+
+
+def test_a_count_must_be_exact():
+    assert [one.kind for one in differences(reference(), [all_of(lambda v: v + 1, "2/buffer/a.n")])] == ["buffer"]
+
+
+def test_a_missing_gradient_and_a_missing_piece_are_seen():
+    lacking = all_of()
+    del lacking.tensors["2/gradient/a.w"]
+    assert differences(reference(), [lacking])[0].found == "it has none"
+    first = Cut(0, (6,), 0, 2)
+    placement = Placement((6, 4), (first,))
+    half = rank({k: take(v, placement) if v.ndim else v for k, v in all_of().tensors.items()}, (first,))
+    found = differences(reference(), [half])
+    assert "12 of its elements are on no rank" in found[0].found
+
+
+ROWS, COLUMN_BLOCKS, FLAT_ROW = Cut(0, (6,), 0, 2), Cut(1, (2, 2), 1, 2), Cut(FLAT, (24,), 1, 5)
+
+
+@pytest.mark.parametrize("cuts", [(ROWS,), (COLUMN_BLOCKS,), (ROWS, Cut(1, (4,), 1, 2)), (FLAT_ROW,)])
+def test_pieces_are_those_of_the_checkpoints(cuts):
+    """The judge's own way of cutting against the one that checkpoints use."""
+    from paceline.checkpoint.reshard import take as saved
+
+    placement = Placement((6, 4), cuts)
+    assert np.array_equal(take(FULL, placement), saved(torch.tensor(FULL), placement).numpy())
+
+
+def test_a_relation_is_only_told_where_it_holds():
+    assert relation(FULL * 3, FULL) == "3 times what it should be"
+    assert relation(FULL + 1, FULL) == ""
+
+
+def calls(*collectives):
+    return [Call(name, "replicate", 8, f"train.py:{number}") for number, name in enumerate(collectives)]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "odd"),
+    [
+        (["all_reduce"] * 3, ["all_reduce"] * 2, 1),
+        (["all_reduce", "broadcast", "all_reduce"], ["all_reduce", "all_reduce"], 1),
+        (["all_reduce", "all_reduce"], ["all_reduce", "broadcast", "all_reduce"], 0),
+        ([], ["barrier"], 0),
+    ],
+)
+def test_the_rank_that_left_the_order_is_named(first, second, odd):
+    found = find_disorder({0: calls(*first), 1: calls(*second)}, Mesh.parse("replicate=2"))
+    assert found is not None
+    assert found.rank == odd
+    assert f"rank {odd}" in found.told()
+
+
+def test_ranks_of_different_groups_may_differ():
+    mesh = Mesh.parse("replicate=2,tensor=2")
+    traces = {r: [Call("all_reduce", "tensor", 8 if r < 2 else 16, "")] for r in range(4)}
+    assert find_disorder(traces, mesh) is None
+    traces[3] = []
+    assert find_disorder(traces, mesh).rank == 3
+
+
+def test_fingerprints_of_pieces_add_up_and_tell_tensors_apart():
+    whole = torch.randn(6, 4, dtype=torch.float64)
+    places = torch.arange(24).view(6, 4)
+    pieces = [fingerprint(whole[:, cut], places[:, cut]) for cut in (slice(0, 3), slice(3, 4))]
+    assert not differ(added(pieces), fingerprint(whole))
+    assert differ(fingerprint(whole.flip(0)), fingerprint(whole))
+    assert differ(fingerprint(whole + 1e-8), fingerprint(whole))
+    assert not differ(fingerprint(whole * (1 + 1e-15)), fingerprint(whole))
+    assert differ(fingerprint(whole * float("nan")), fingerprint(whole))

@@ -1,0 +1,41 @@
+"""Every seeded bug is caught, and the module and the collective that are named are the right ones."""
+
+from __future__ import annotations
+
+import pytest
+
+from kit import verify
+from mutants import MUTANTS
+
+LEAST = 24
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_seeded_bug_is_caught_and_named(name):
+    mutant = MUTANTS[name]
+    verdict = verify(mutant.subject, mutant.plan, name, mutant.what, mutant.precision)
+    table = "\n".join(verdict.lines())
+    assert verdict.word == "bug", table
+    if mutant.module:
+        assert verdict.culprit is not None, table
+        named = verdict.culprit.module
+        assert any(named.startswith(start) if start else not named for start in mutant.module), table
+    if mutant.collective:
+        assert verdict.culprit is not None, table
+        assert mutant.collective in verdict.culprit.collective, table
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("subject", "plan"),
+    sorted({(mutant.subject, mutant.plan) for mutant in MUTANTS.values()}),
+)
+def test_without_its_bug_the_same_is_right(subject, plan):
+    """Else a mutant could be caught for another reason."""
+    verdict = verify(subject, plan, what=("step", "draws"))
+    assert verdict.word != "bug", "\n".join(verdict.lines())
+
+
+def test_there_are_enough():
+    assert len(MUTANTS) >= LEAST
