@@ -280,3 +280,30 @@ def test_a_fused_matrix_is_split_block_by_block():
     assert lays["transformer.h.0.attn.c_proj.weight"] == Split(0, (256,))
     assert lays["transformer.h.0.mlp.c_fc.weight"] == Split(1, (1024,))
     assert lays["transformer.h.0.mlp.c_proj.weight"] == Split(0, (1024,))
+
+
+def narrow_channels(rank):
+    words.init()
+    make = lambda: nn.Sequential(nn.Conv2d(3, 9, 3), nn.BatchNorm2d(9), nn.Flatten(), nn.Linear(9 * 9, 5))  # noqa: E731
+    data = [(torch.randn(3, 5, 5), torch.tensor(index % 5)) for index in range(8)]
+    job = Job(
+        paceline.Workload(
+            model=make,
+            loss=classes,
+            optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
+            data=data,
+            batch_size=4,
+        ),
+        Plan.parse("tensor=4,sequence=on"),
+    )
+    return job.step(next(iter(job.batches())))
+
+
+def classes(model, batch):
+    return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[1])
+
+
+@SLOW
+def test_no_rank_is_left_with_an_empty_convolution():
+    """Nine channels in pieces of three leave the fourth rank none: torch has no convolution of nothing."""
+    assert len(set(run_ranks(4, narrow_channels))) == 1

@@ -2,33 +2,52 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
+import models
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
 from paceline.verify import reference, replay
 from paceline.verify.checks import check_draws, check_order, check_step, check_traffic
 from paceline.verify.compare import Reference, differences, read_ranks
 from paceline.verify.culprit import blame_loading, find_culprit
+from paceline.verify.dry_run import describe_all
 from paceline.verify.order import read_trace
 from paceline.verify.verdict import Verdict
 
+import random_jobs
 from mutants import MUTANTS
 from ranks import run_ranks
 from subjects import SUBJECTS
 
+_known: dict[Any, Path] = {}
 _folders = []  # temporary folders live as long as the tests
 
 
-@functools.cache
-def reference_of(subject: str, precision: str = "float64", steps: int = 2) -> Path:
-    """The folder with a subject's reference."""
+def make(subject: Any):
+    """A subject's workload: one of `subjects.py`, a model of the twelve, or one built of drawn facts."""
+    if isinstance(subject, dict):
+        return random_jobs.build(subject)
+    return SUBJECTS[subject]() if subject in SUBJECTS else models.workload(subject, clip_norm=0.5, precision="float32")
+
+
+def reference_of(subject: Any, precision: str = "float64", steps: int = 2) -> Path:
+    """The folder with a subject's reference, made once."""
+    key = (repr(subject), precision, steps)
+    if key not in _known:
+        _known[key] = _make_reference(subject, precision, steps)
+    return _known[key]
+
+
+def _make_reference(subject: Any, precision: str, steps: int) -> Path:
     _folders.append(tempfile.TemporaryDirectory(prefix="paceline-test-"))
     folder = Path(_folders[-1].name)
-    workload = SUBJECTS[subject]()
+    workload = make(subject)
     reference.write(folder, precision, *reference.with_noise(workload, precision, steps), workload.clip_norm)
     return folder
 
@@ -45,15 +64,15 @@ def run(rank, subject, mutant, runs, folder):
     for one in runs:
         with (Path(folder) / f"{one['name']}-trace-{rank}.jsonl").open("w") as file:
             words.world().comm.ledger = trace = Trace(file=file)
-            _Run(SUBJECTS[subject](), one, Path(folder), rank).play()
+            _Run(make(subject), one, Path(folder), rank).play()
             trace.file = None
 
 
-def verify(subject: str, plan_text: str, mutant: str | None = None, what=("step",), precision="float64") -> Verdict:
+def verify(subject: Any, plan_text: str, mutant: str | None = None, what=("step",), precision="float64") -> Verdict:
     """A verdict as the command's, without dry run."""
     plan = Plan.parse(plan_text)
     kept = reference_of(subject, precision)
-    verdict = Verdict(plan_text)
+    verdict = Verdict(plan_text, precision=precision)
     with tempfile.TemporaryDirectory(prefix="paceline-test-") as name:
         folder = Path(name)
         for path in kept.iterdir():
@@ -62,7 +81,7 @@ def verify(subject: str, plan_text: str, mutant: str | None = None, what=("step"
         if "reshard" in what:
             first |= {"save": str(folder / "checkpoint"), "save_at": 1}
         runs = [first]
-        if "draws" in what:
+        if {"draws", "traffic"} & {*what}:
             runs.append({**first, "name": "draws", "precision": "float32", "draws": True})
         run_ranks(plan.world_size, run, subject, mutant, runs, name)
         traces = {rank: read_trace(folder / f"{precision}-trace-{rank}.jsonl") for rank in range(plan.world_size)}
@@ -70,6 +89,10 @@ def verify(subject: str, plan_text: str, mutant: str | None = None, what=("step"
         check_step(verdict, Reference.read(folder, precision), read_ranks(folder, precision, plan.world_size))
         if "draws" in what:
             check_draws(verdict, read_ranks(folder, "draws", plan.world_size))
+        if "traffic" in what:
+            own = dataclasses.replace(make(subject), precision="float32")
+            ranks = read_ranks(folder, "draws", plan.world_size)
+            check_traffic(verdict, plan, describe_all(own, plan), ranks)
         if verdict.word == "bug" and precision == "float64":
             verdict.culprit = find_culprit(folder, plan, functools.partial(_watch, subject, plan, mutant, folder))
         if "reshard" in what and verdict.word != "bug":
@@ -86,7 +109,7 @@ def _watch(subject, plan, mutant, folder):
         parts.setdefault(facts["data_part"], facts["pieces"])
     mesh = Mesh.parse(plan.mesh)
     is_graph = mesh.size("tensor") * mesh.size("pipeline") > 1
-    answer = {part: replay.replay(SUBJECTS[subject](), rows, parts, is_graph) for part, rows in parts.items()}
+    answer = {part: replay.replay(make(subject), rows, parts, is_graph) for part, rows in parts.items()}
     (folder / "replay.json").write_text(json.dumps(answer))
     return _Done()
 
@@ -104,6 +127,3 @@ def _go_on(verdict, subject, plan, mutant, folder, other):
     found = differences(reference_, results)
     check_step(verdict, reference_, results, "reshard", found)
     verdict.culprit = blame_loading(found, "reshard")
-
-
-__all__ = ["check_traffic", "verify"]

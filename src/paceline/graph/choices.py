@@ -166,6 +166,10 @@ def _split_along(
         if number == spec.bias and label in spec.summed:
             lay = None
         needed.append(lay)
+    if _wants_something(node) and any(
+        lay is not None and lay.size(options.parts - 1, options.parts) == 0 for lay in needed
+    ):
+        return
     work = work / options.parts
     if label not in spec.summed:
         out = _lay_along(spec.output, label, blocks, total, shape_of(node), options.parts)
@@ -179,6 +183,12 @@ def _split_along(
         back = 1 if node in options.with_gradient else 0
         out = Split(len(shape) - 2, (shape[-2],))
         yield Choice(tuple(needed), out, True, work + exchanged(size, 1 + back, 1 + back), after="scatter")
+
+
+def _wants_something(node: fx.Node) -> bool:
+    """Whether torch refuses the operation on empty pieces, as it does convolutions and norms without channels."""
+    name = str(node.target)
+    return "conv" in name or "norm" in name
 
 
 def _lay_along(

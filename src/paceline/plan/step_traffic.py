@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.nouns.mesh import Mesh
+from paceline.nouns.placement import chunk_range
 from paceline.nouns.plan import Plan
 from paceline.plan.traffic import (
     Tensor,
@@ -24,12 +25,13 @@ from paceline.plan.traffic import (
 from paceline.plan.traffic_shard import Part, shard_traffic
 
 
-def step_traffic(plan: Plan, model: Mapping[str, Any]) -> list[list[Traffic]] | None:
+def step_traffic(plan: Plan, model: Mapping[str, Any], shard_rank: int = 0) -> list[list[Traffic]] | None:
     """For each rank along `pipeline` (one where there is none) what it sends in the first step.
 
     Args:
         plan: mesh and options.
         model: what `train/describe.py` says of the model under this plan.
+        shard_rank: whose rows: where they don't divide, the first ranks have more.
 
     Returns:
         None where it depends on the data.
@@ -46,11 +48,11 @@ def step_traffic(plan: Plan, model: Mapping[str, Any]) -> list[list[Traffic]] | 
         spread = [axis for axis in ("tensor", "shard", "pipeline") if mesh.size(axis) > 1]
         common += [Traffic("all_reduce", axis, 1, 8) for axis in spread]
     if "shards" in model:
-        return _sharded(plan, mesh, model, common)
+        return _sharded(plan, mesh, model, common, shard_rank)
     result = []
     for rank in model["split"]["ranks"]:
         held = [as_tensor(sizes) for sizes in rank["parameters"]]
-        rows = replicated_gradients(plan, mesh.size("replicate"), _rows_of(held, mesh.size("shard")))
+        rows = replicated_gradients(plan, mesh.size("replicate"), _rows_of(held, mesh.size("shard"), shard_rank))
         if rows is None:
             return None
         rows += flat_shard(mesh.size("shard"), held)
@@ -63,21 +65,24 @@ def as_tensor(sizes: Mapping[str, Any]) -> Tensor:
     return Tensor(**{**sizes, "shape": tuple(sizes["shape"])})
 
 
-def _sharded(plan: Plan, mesh: Mesh, model: Mapping[str, Any], common: list[Traffic]) -> list[list[Traffic]] | None:
+def _sharded(
+    plan: Plan, mesh: Mesh, model: Mapping[str, Any], common: list[Traffic], shard_rank: int
+) -> list[list[Traffic]] | None:
     parts = [Part(**{**part, "shape": tuple(part["shape"])}) for part in model["shards"]]
     ranks = mesh.size("shard")
     samples = -(-model["batch_size"] // mesh.data_size)
     micro_batches = -(-samples // (model["micro_batch_size"] or samples))
     trained = [as_tensor(sizes) for sizes in model["parameters"]]
-    rows = replicated_gradients(plan, mesh.size("replicate"), _rows_of(trained, ranks))
+    rows = replicated_gradients(plan, mesh.size("replicate"), _rows_of(trained, ranks, shard_rank))
     return None if rows is None else [merged([*common, *rows, *shard_traffic(plan, ranks, parts, micro_batches)])]
 
 
-def _rows_of(held: list[Tensor], ranks: int) -> list[Tensor]:
-    """The rows of each tensor that the first rank of `ranks` keeps."""
+def _rows_of(held: list[Tensor], ranks: int, rank: int) -> list[Tensor]:
+    """The rows of each tensor that one of `ranks` keeps."""
     result = []
     for one in held:
-        shape = (-(-one.shape[0] // ranks), *one.shape[1:]) if one.shape else ()
+        start, stop = chunk_range(one.shape[0], rank, ranks) if one.shape else (0, 0)
+        shape = (stop - start, *one.shape[1:]) if one.shape else ()
         numel = one.numel // one.shape[0] * shape[0] if one.shape and one.shape[0] else one.numel
         result.append(Tensor(one.name, shape, one.dtype, numel, one.item_bytes, one.is_sparse))
     return result

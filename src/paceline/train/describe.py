@@ -36,12 +36,14 @@ def main() -> int:
     return 0
 
 
-def describe(workload: Workload, plan: Plan | None = None) -> dict[str, Any]:
+def describe(workload: Workload, plan: Plan | None = None, tensor_rank: int = 0, data_part: int = 0) -> dict[str, Any]:
     """Names, shapes and dtypes of everything the model holds; under a plan, also what its axes make of it.
 
     Args:
         workload: whose model it is.
         plan: with `shard`, `tensor` or `pipeline`; only its split is described, nothing is computed.
+        tensor_rank: whose pieces are described.
+        data_part: whose part of the batch.
     """
     mesh = Mesh.parse(plan.mesh) if plan is not None else Mesh.parse("replicate=1")
     with torch.device("meta"):
@@ -60,12 +62,14 @@ def describe(workload: Workload, plan: Plan | None = None) -> dict[str, Any]:
         "batch_size": workload.batch_size,
         "micro_batch_size": workload.micro_batch_size,
         "clips": workload.clip_norm is not None,
-        "has_batch_norm": any(isinstance(m, torch.nn.modules.batchnorm._BatchNorm) for m in model.modules()),
+        "batch_norms": [
+            name for name, m in model.named_modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)
+        ],
     }
     if plan is not None and mesh.size("tensor") * mesh.size("pipeline") > 1:
         from paceline.train.describe_split import describe_split
 
-        facts["split"] = describe_split(workload, plan)
+        facts["split"] = describe_split(workload, plan, tensor_rank, data_part)
     elif plan is not None and mesh.size("shard") > 1:
         from paceline.train.describe_split import describe_shards
 

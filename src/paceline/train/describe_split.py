@@ -25,14 +25,20 @@ from paceline.parallel.split_model import SplitModel
 from paceline.train.data import RankLoader, cut_into, open_data
 
 
-def describe_split(workload: Workload, plan: Plan) -> dict[str, Any]:
+def describe_split(workload: Workload, plan: Plan, tensor_rank: int = 0, data_part: int = 0) -> dict[str, Any]:
     """The layout, and for each rank of the pipeline what it holds and sends in the first step.
+
+    Args:
+        workload: whose model.
+        plan: how it is split.
+        tensor_rank: whose pieces: where sizes don't divide, the first ranks' are larger.
+        data_part: whose part of the batch.
 
     Returns:
         `layout`: a line per weight (name, shape, lay, why); `ranks`: by pipeline rank `parameters` (sizes of this
         rank's pieces, those with a gradient), `graph` (a list of ledger rows per micro-batch), `sends` (bytes of each
         message per micro-batch), `tied` (bytes sent per tied parameter), `share` (of the work); `stages`,
-        `micro_batches`, `coupled`.
+        `micro_batches`, `coupled`, `is_even` (every rank of `tensor` has as much).
     """
     mesh = Mesh.parse(plan.mesh)
     form = form_of(workload)
@@ -41,7 +47,7 @@ def describe_split(workload: Workload, plan: Plan) -> dict[str, Any]:
     example = loader.example()
     splits = []
     for rank in range(mesh.size("pipeline")):
-        comms = _comms(mesh, rank)
+        comms = _comms(mesh, {"pipeline": rank, "tensor": tensor_rank})
         splits.append(SplitModel(form, comms["tensor"], comms["pipeline"], plan, device, stages_of_plan(plan)))
     captured = splits[0].decide(workload.loss, example)
     for other in splits[1:]:
@@ -50,7 +56,7 @@ def describe_split(workload: Workload, plan: Plan) -> dict[str, Any]:
     wanted = cut_into(plan, mesh, workload)
     if splits[0].coupled and wanted and not plan.micro_batches:
         wanted = 1
-    cut = dataclasses.replace(loader, pieces_wanted=wanted)
+    cut = dataclasses.replace(loader, pieces_wanted=wanted, rank=data_part)
     batch = next(iter(cut.training(0, cut.order(workload.batch_size).batch_at(0).stop)))
     graphs = [splits[0].capture(workload.loss, micro) for micro in batch.microbatches]
     return {
@@ -60,6 +66,7 @@ def describe_split(workload: Workload, plan: Plan) -> dict[str, Any]:
         "stages": splits[0].stages,
         "micro_batches": len(batch.microbatches),
         "coupled": splits[0].coupled,
+        "is_even": all(lay is None or lay.is_even(mesh.size("tensor")) for lay in splits[0].lays.values()),
     }
 
 
@@ -96,8 +103,7 @@ def stages_of_plan(plan: Plan) -> int:
     return ranks * (STAGES_PER_RANK[plan.schedule] if ranks > 1 else 1)
 
 
-def _comms(mesh: Mesh, pipeline_rank: int) -> dict[str, AxisComm]:
-    at = {"pipeline": pipeline_rank}
+def _comms(mesh: Mesh, at: dict[str, int]) -> dict[str, AxisComm]:
     return {axis: AxisComm(axis, at.get(axis, 0), tuple(range(mesh.size(axis))), None, Ledger()) for axis in AXES}
 
 

@@ -168,17 +168,18 @@ def before_clipping(reference: Reference, ranks: list[RankResult]) -> list[Diffe
 
 
 def largest_difference(reference: Reference, ranks: list[RankResult]) -> float:
-    """The largest difference of any parameter after the last step, relative to that parameter's largest value."""
+    """How far the parameters of any rank are off after the last step: the norm of the difference over theirs."""
+    last = max(split_key(key)[0] for key in reference.tensors)
     worst = 0.0
     for result in ranks:
+        off, size = 0.0, 0.0
         for key, mine in result.tensors.items():
             step, kind, name, _ = split_key(key)
-            if kind != "parameter" or step == 0 or key not in reference.tensors or not mine.size:
-                continue
-            right = take(reference.tensors[key], result.placement(name))
-            if right.shape == mine.shape:
-                scale = float(np.abs(reference.tensors[key]).max())
-                worst = max(worst, float(np.abs(mine - right).max()) / max(scale, 1e-300))
+            if kind == "parameter" and step == last and key in reference.tensors:
+                right = take(reference.tensors[key], result.placement(name)).astype("f8")
+                off += float(((mine.astype("f8") - right) ** 2).sum())
+                size += float((right * right).sum())
+        worst = max(worst, (off / size) ** 0.5 if size else 0.0)
     return worst
 
 

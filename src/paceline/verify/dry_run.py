@@ -22,13 +22,14 @@ import torch.distributed as dist
 
 from paceline.comm import words
 from paceline.comm.collectives import AxisComm
+from paceline.comm.leaves import signature
 from paceline.comm.process_group import Place
 from paceline.nouns.errors import PacelineError, WorkloadError
 from paceline.nouns.mesh import AXES, Mesh
 from paceline.nouns.plan import Plan
 from paceline.nouns.schedule import make_schedule
 from paceline.nouns.workload import Workload
-from paceline.train.data import RankLoader, moved, open_data
+from paceline.train.data import RankLoader, cut_into, moved, open_data
 from paceline.train.describe import describe
 from paceline.train.find_workload import find_workload
 from paceline.train.seed import seed_everything
@@ -50,17 +51,44 @@ def main(path: Path) -> int:
     try:
         workload = find_workload(settings["script"])
         plan = Plan.parse(settings["plan"])
-        model = describe(workload, plan)
-        check_fits(model, Mesh.parse(plan.mesh))
+        models = describe_all(workload, plan)
+        check_fits(models[0][0], Mesh.parse(plan.mesh))
         calls = persons_calls(workload, plan.world_size)
-        graphs = graph_calls(workload, plan) if "split" in model else {}
-        answer = {"model": model, "persons": calls, "graphs": graphs, "precision": workload.precision}
+        graphs = graph_calls(workload, plan) if "split" in models[0][0] else {}
+        answer = {"models": models, "persons": calls, "graphs": graphs, "precision": workload.precision}
         (folder / "dry.json").write_text(json.dumps(answer))
     except PacelineError as error:
         refuse(folder, error)
     except Exception as error:
         refuse(folder, told(error))
     return 0
+
+
+def describe_all(workload: Workload, plan: Plan) -> list[list[dict[str, Any]]]:
+    """What the model is made of for each part of the batch, on each rank of `tensor`; the same is described once."""
+    mesh = Mesh.parse(plan.mesh)
+    first = describe(workload, plan)
+    if "split" not in first:
+        return [[first]] * mesh.data_size
+    pieces = cut_into(plan, mesh, workload)
+    if first["split"]["coupled"] and pieces and not plan.micro_batches:
+        pieces = 1
+    data, known = open_data("data", workload.data), dict[Any, dict[str, Any]]()
+    found = []
+    for part in range(mesh.data_size):
+        loader = RankLoader(
+            open_data("data", workload.data), workload, part, mesh.data_size, torch.device("cpu"), pieces
+        )
+        batch = next(loader.training(0, loader.order(workload.batch_size).batch_at(0).stop))
+        shapes = tuple(signature(one) for one in batch.microbatches)
+        ranks = []
+        for tensor in range(mesh.size("tensor")):
+            key = (shapes, 0 if first["split"]["is_even"] else tensor)
+            if key not in known:
+                known[key] = first if not part and not tensor else describe(workload, plan, tensor, part)
+            ranks.append(known[key])
+        found.append(ranks)
+    return found
 
 
 def persons_calls(workload: Workload, ranks: int) -> list[list[list[Any]]]:

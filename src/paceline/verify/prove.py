@@ -85,7 +85,7 @@ class _Proof:
         finish_child(start_child("paceline.verify.dry_run", settings), self.folder, "a dry run of the workload")
         self.dry = json.loads((self.folder / "dry.json").read_text())
         self.verdict.precision = self.dry["precision"]
-        batch_size = self.dry["model"]["batch_size"]
+        batch_size = self.dry["models"][0][0]["batch_size"]
         if batch_size < self.mesh.data_size:
             raise too_small_batch(batch_size, self.mesh.data_size)
         persons = {rank: [Call(*one) for one in calls] for rank, calls in enumerate(self.dry["persons"])}
@@ -170,9 +170,9 @@ class _Proof:
                 check_step(self.verdict, reference, ranks)
             draws = read_ranks(self.folder, "draws", self.plan.world_size)
             check_draws(self.verdict, draws)
-        if "traffic" in what:
-            ranks = read_ranks(self.folder, precisions[-1], self.plan.world_size)
-            check_traffic(self.verdict, self.plan, self.dry["model"], ranks)
+        if "traffic" in what:  # of the model's own graph: dropout by value takes other operations
+            ranks = read_ranks(self.folder, "draws", self.plan.world_size)
+            check_traffic(self.verdict, self.plan, self.dry["models"], ranks)
         if self.verdict.word == "bug" and self.verdict.culprit is None:
             ranks = read_ranks(self.folder, "float64", self.plan.world_size)
             check_branches(Reference.read(self.folder, "float64"), ranks)

@@ -53,7 +53,7 @@ class Verdict:
     plan: str
     checks: list[Check] = field(default_factory=list)
     is_bitwise: bool = False
-    largest: float | None = None  # relative difference of any parameter in the working precision
+    largest: float | None = None  # the parameters' difference in the working precision, over their norm
     precision: str = ""
     culprit: Culprit | None = None
     notices: list[str] = field(default_factory=list)
@@ -100,5 +100,5 @@ class Verdict:
             return "bug (the distributed step is not the single-process step)"
         if self.word == "equal":
             return "equal (the distributed step is the single-process step, bit for bit)"
-        bound = f" by up to {self.largest:.1e} of a parameter's size" if self.largest is not None else ""
+        bound = f", which moves parameters by {self.largest:.1e} of their norm" if self.largest is not None else ""
         return f"rounding (the same step; in {self.precision} it rounds differently{bound})"
