@@ -48,7 +48,12 @@ def _make_reference(subject: Any, precision: str, steps: int) -> Path:
     _folders.append(tempfile.TemporaryDirectory(prefix="paceline-test-"))
     folder = Path(_folders[-1].name)
     workload = make(subject)
-    reference.write(folder, precision, *reference.with_noise(workload, precision, steps), workload.clip_norm)
+    reference.write(
+        folder,
+        precision,
+        *reference.with_noise(workload, precision, steps, list(reference.VARIATIONS)),
+        workload.clip_norm,
+    )
     return folder
 
 

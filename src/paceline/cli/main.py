@@ -65,7 +65,11 @@ def main(argv: list[str] | None = None) -> int:
             module.add_arguments(subparser)
             subparser.set_defaults(run=module.run)
             parser.verbs = (subparser,)
-    parsed = parser.parse_args(arguments)
+    rest: list[str] = []
+    if verb == "verify" and "--" in arguments:  # argparse can't have options and words on both sides of the file
+        at = arguments.index("--")
+        arguments, rest = arguments[:at], arguments[at + 1 :]
+    parsed = parser.parse_args(arguments, argparse.Namespace(arguments=rest) if verb == "verify" else None)
     try:
         return int(parsed.run(parsed))
     except PacelineError as error:

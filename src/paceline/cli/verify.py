@@ -31,10 +31,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="WORDS",
         help=f"what to verify: {', '.join(WHAT)}, or all (default {','.join(USUAL)})",
     )
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the processes' tensors and traces there")
+    parser.add_argument("--folder", type=Path, metavar="DIR", help="keep the processes' tensors and traces there")
     parser.add_argument("--json", action="store_true", help="print the verdict as JSON on stdout")
-    parser.add_argument("workload", metavar="FILE", help="the Python file that declares `workload`")
-    parser.add_argument("arguments", nargs="*", metavar="-- ...", help="arguments of the file, after --")
+    parser.add_argument(
+        "workload", metavar="FILE", help="the Python file that declares `workload`; its own arguments after --"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -47,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     file = read_workload_file(arguments.workload, plan.data_size)
     what = check_what([word.strip() for word in arguments.what.split(",")])
     request = Request(
-        file.path.resolve(), arguments.arguments, plan, arguments.steps, what, file.imports, arguments.keep
+        file.path.resolve(), arguments.arguments, plan, arguments.steps, what, file.imports, arguments.folder
     )
     verdict = prove(request, lambda text: print(text, file=sys.stderr, flush=True))
     if arguments.json:

@@ -119,15 +119,19 @@ def save_for_transformers(model: Bert, data: Path, folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings) + "\n")
 
 
-def main() -> None:
-    """Train, looking at held-out text now and then."""
+def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("data", type=Path)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--evaluate-every", type=int, default=0)
     parser.add_argument("--save", type=Path)
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Train, looking at held-out text now and then."""
+    arguments = _arguments()
     job = paceline.distribute(make_workload(arguments.data, arguments.steps, arguments.batch_size))
     every = arguments.evaluate_every
     if every and job.step_number == 0:
@@ -140,5 +144,7 @@ def main() -> None:
         save_for_transformers(cast(Bert, job.model), arguments.data, arguments.save)
 
 
+if __name__ == "paceline_workload":  # asked for by `paceline plan` and `paceline verify`
+    workload = make_workload(_arguments().data, _arguments().steps, _arguments().batch_size)
 if __name__ == "__main__":
     main()

@@ -37,6 +37,9 @@ class Room:
 _ROOMS = {"float64": Room(200, 1e-10, 1e-13)}
 
 
+_NOISE_AT_MOST = 0.05  # of the largest value of its kind: whatever was measured, more than that is no rounding
+
+
 def room_of(precision: str) -> Room:
     """The room of a precision."""
     epsilon = EPSILON[precision]
@@ -188,7 +191,9 @@ def bound_of(reference: Reference, key: str, largest: Mapping[tuple[int, str], f
     room, values = room_of(reference.precision), reference.tensors[key]
     step, kind, _, word = split_key(key)
     own = float(np.abs(values).max()) if values.size else 0.0
-    return room.noise * reference.noise.get(key, 0.0) + room.own * own + room.all * largest[step, kind + word]
+    most = largest[step, kind + word]
+    noise = min(room.noise * reference.noise.get(key, 0.0), _NOISE_AT_MOST * most)
+    return noise + room.own * own + room.all * most
 
 
 def _largest_of_each_kind(reference: Reference) -> dict[tuple[int, str], float]:

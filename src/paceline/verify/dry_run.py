@@ -73,12 +73,11 @@ def describe_all(workload: Workload, plan: Plan) -> list[list[dict[str, Any]]]:
     pieces = cut_into(plan, mesh, workload)
     if first["split"]["coupled"] and pieces and not plan.micro_batches:
         pieces = 1
-    data, known = open_data("data", workload.data), dict[Any, dict[str, Any]]()
+    known: dict[Any, dict[str, Any]] = {}
+    data = open_data("data", workload.data)
     found = []
     for part in range(mesh.data_size):
-        loader = RankLoader(
-            open_data("data", workload.data), workload, part, mesh.data_size, torch.device("cpu"), pieces
-        )
+        loader = RankLoader(data, workload, part, mesh.data_size, torch.device("cpu"), pieces)
         batch = next(loader.training(0, loader.order(workload.batch_size).batch_at(0).stop))
         shapes = tuple(signature(one) for one in batch.microbatches)
         ranks = []

@@ -20,8 +20,7 @@ from paceline.nouns.workload import Workload
 from paceline.train.find_workload import find_workload
 from paceline.verify.plain_steps import Taken, Variation, check_can_verify, take_steps
 
-VARIATIONS = (Variation(is_reversed=True), Variation(noise_seed=1), Variation(noise_seed=2))
-_REPEATS = 1e-12  # relative: two runs of one process on CPU do the same operations
+VARIATIONS = (Variation(is_reversed=True), Variation(noise_seed=1))
 
 
 def main(path: Path) -> int:
@@ -32,8 +31,10 @@ def main(path: Path) -> int:
     sys.path.insert(0, str(Path(settings["script"]).parent))
     try:
         workload = find_workload(settings["script"])
-        for precision in settings["precisions"]:
-            write(folder, precision, *with_noise(workload, precision, settings["steps"]), workload.clip_norm)
+        variations = list(VARIATIONS)
+        for precision in settings["precisions"]:  # float64 first: it tells which variations are rounding alone
+            taken = with_noise(workload, precision, settings["steps"], variations)
+            write(folder, precision, *taken, workload.clip_norm)
     except PacelineError as error:
         refuse(folder, error)
     except Exception as error:
@@ -41,24 +42,31 @@ def main(path: Path) -> int:
     return 0
 
 
-def with_noise(workload: Workload, precision: str, steps: int) -> tuple[Taken, dict[str, Any]]:
+def with_noise(
+    workload: Workload, precision: str, steps: int, variations: list[Variation]
+) -> tuple[Taken, dict[str, Any]]:
     """The reference; how far each of its tensors and its losses move by rounding, and what was noticed.
 
+    Args:
+        workload: the person's.
+        precision: "float64", or the workload's own.
+        steps: optimizer steps.
+        variations: ways that differ by rounding alone; one that in float64 turns out to be more is taken out.
+
     Raises:
-        WorkloadError: two runs differ by themselves.
+        WorkloadError: rounding grows until it can't be told from a bug.
     """
     check_can_verify(workload, workload.model())
     taken = take_steps(workload, precision, steps)
-    if precision == "float64":
-        check_repeats(taken, take_steps(workload, precision, 1, Variation()))
     noise: dict[str, float] = {}
     scalars = dict.fromkeys(("losses", "weights", "norms"), 0.0)
     notices = []
-    for variation in VARIATIONS:
+    for variation in list(variations):
         other = take_steps(workload, precision, steps, variation)
         moved = {key: _distance(values, other.tensors[key]) for key, values in taken.tensors.items()}
         is_chaotic = precision == "float64" and _relative(taken.losses, other.losses) > 1e-6
         if is_chaotic and variation.is_reversed:
+            variations.remove(variation)
             notices.append("the loss depends on the order of a batch's samples; the bound does without that run")
             continue
         if is_chaotic:
@@ -72,19 +80,6 @@ def with_noise(workload: Workload, precision: str, steps: int) -> tuple[Taken, d
         for word in scalars:
             scalars[word] = max(scalars[word], _relative(getattr(taken, word), getattr(other, word)))
     return taken, {"noise": noise, "scalar_noise": scalars, "notices": notices}
-
-
-def check_repeats(taken: Taken, again: Taken) -> None:
-    """Raise WorkloadError when the same step, taken twice in one process, differs."""
-    off = _relative(taken.losses[:1], again.losses[:1])
-    names = [key for key, values in again.tensors.items() if _distance(taken.tensors.get(key, values), values) > 1e-9]
-    if off > _REPEATS or (names and len(taken.losses) == 1):
-        raise WorkloadError(
-            "a step that gives the same result when it is taken again",
-            f"one process had the loss {taken.losses[0]!r} and then {again.losses[0]!r} from the same seed and batch",
-            "find what draws or remembers (a time, a set's order, a global counter, random numbers of its own) and "
-            "seed it, or switch it off for verifying",
-        )
 
 
 def write(folder: Path, precision: str, taken: Taken, more: dict[str, Any], clip_norm: float | None = None) -> None:
