@@ -33,10 +33,11 @@ from paceline.train.data import RankLoader, cut_into, moved, open_data
 from paceline.train.describe import describe
 from paceline.train.find_workload import find_workload
 from paceline.train.seed import seed_everything
+from paceline.verify.child import read_settings, refuse
 from paceline.verify.memory import check_fits
 from paceline.verify.plain_steps import checked
 from paceline.verify.randomness import controlled
-from paceline.verify.reference import refuse, told
+from paceline.verify.reference import told
 from paceline.verify.trace import Trace, asked_at
 
 _EQUAL = 1e-9
@@ -44,10 +45,7 @@ _EQUAL = 1e-9
 
 def main(path: Path) -> int:
     """Write dry.json: what the model is made of, and every rank's collectives; or refused.json."""
-    settings = json.loads(path.read_text())
-    folder = Path(settings["folder"])
-    sys.argv = [settings["script"], *settings["arguments"]]
-    sys.path.insert(0, str(Path(settings["script"]).parent))
+    settings, folder = read_settings(path)
     try:
         workload = find_workload(settings["script"])
         plan = Plan.parse(settings["plan"])

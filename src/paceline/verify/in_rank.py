@@ -28,6 +28,7 @@ from paceline.train.data import Batch
 from paceline.train.find_workload import find_workload
 from paceline.train.job import Job
 from paceline.verify.branches import Branches
+from paceline.verify.child import read_settings
 from paceline.verify.plain_steps import kept
 from paceline.verify.randomness import controlled, drawn_state
 from paceline.verify.trace import Trace, begin_heartbeat
@@ -36,10 +37,7 @@ from paceline.verify.watch import Watch, watch_graph, watch_modules
 
 def main(path: Path) -> None:
     """Do what the settings ask for, one run after another."""
-    settings = json.loads(path.read_text())
-    folder = Path(settings["folder"])
-    sys.argv = [settings["script"], *settings["arguments"]]
-    sys.path.insert(0, str(Path(settings["script"]).parent))
+    settings, folder = read_settings(path)
     run_dir = os.environ.pop("PACELINE_RUN_DIR")  # a job of this process keeps no run directory
     try:
         words.init()

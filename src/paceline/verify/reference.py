@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from paceline.nouns.errors import PacelineError, WorkloadError
 from paceline.nouns.workload import Workload
 from paceline.train.find_workload import find_workload
+from paceline.verify.child import read_settings, refuse
 from paceline.verify.plain_steps import Taken, Variation, check_can_verify, take_steps
 
 VARIATIONS = (Variation(is_reversed=True), Variation(noise_seed=1))
@@ -25,10 +26,7 @@ VARIATIONS = (Variation(is_reversed=True), Variation(noise_seed=1))
 
 def main(path: Path) -> int:
     """Write reference-PRECISION.safetensors and .json for each precision, or refused.json."""
-    settings = json.loads(path.read_text())
-    folder = Path(settings["folder"])
-    sys.argv = [settings["script"], *settings["arguments"]]
-    sys.path.insert(0, str(Path(settings["script"]).parent))
+    settings, folder = read_settings(path)
     try:
         workload = find_workload(settings["script"])
         variations = list(VARIATIONS)
@@ -90,11 +88,6 @@ def write(folder: Path, precision: str, taken: Taken, more: dict[str, Any], clip
         "branches": taken.branches, "clip_norm": clip_norm, **more,
     }  # fmt: skip
     (folder / f"reference-{precision}.json").write_text(json.dumps(facts))
-
-
-def refuse(folder: Path, error: PacelineError) -> None:
-    """Say why there is no reference."""
-    (folder / "refused.json").write_text(json.dumps({"asked": error.asked, "found": error.found, "fix": error.fix}))
 
 
 def told(error: Exception) -> WorkloadError:

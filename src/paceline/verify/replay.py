@@ -22,6 +22,7 @@ from paceline.nouns.plan import Plan
 from paceline.nouns.workload import Workload
 from paceline.train.find_workload import find_workload
 from paceline.train.seed import seed_everything
+from paceline.verify.child import read_settings
 from paceline.verify.plain_steps import checked, data_of, micro_batch
 from paceline.verify.randomness import controlled
 from paceline.verify.watch import Watch, watch_graph, watch_modules
@@ -29,10 +30,7 @@ from paceline.verify.watch import Watch, watch_graph, watch_modules
 
 def main(path: Path) -> int:
     """Write replay.json: by part of the batch, what was seen, and each micro-batch's loss."""
-    settings = json.loads(path.read_text())
-    folder = Path(settings["folder"])
-    sys.argv = [settings["script"], *settings["arguments"]]
-    sys.path.insert(0, str(Path(settings["script"]).parent))
+    settings, folder = read_settings(path)
     workload = find_workload(settings["script"])
     parts: dict[int, list[list[int]]] = {}
     for rank in range(settings["ranks"]):

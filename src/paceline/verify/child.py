@@ -1,0 +1,23 @@
+"""What every child of a verification begins with: settings, and the person's file as `python FILE` would find it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from paceline.nouns.errors import PacelineError
+
+
+def read_settings(path: Path) -> tuple[dict[str, Any], Path]:
+    """What is asked for, and the folder where answers go; `sys.argv` and `sys.path` are the person's file's."""
+    settings = json.loads(path.read_text())
+    sys.argv = [settings["script"], *settings["arguments"]]
+    sys.path.insert(0, str(Path(settings["script"]).parent))
+    return settings, Path(settings["folder"])
+
+
+def refuse(folder: Path, error: PacelineError) -> None:
+    """Say why there is no answer."""
+    (folder / "refused.json").write_text(json.dumps({"asked": error.asked, "found": error.found, "fix": error.fix}))
