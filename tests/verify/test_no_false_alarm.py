@@ -14,35 +14,46 @@ from kit import verify
 from random_jobs import jobs, plans
 
 PHASES = [Phase.explicit, Phase.reuse, Phase.generate]
+LEAST_VERIFIED = 0.6  # others are refused: nothing to split, fewer samples than ranks
 RANDOM = settings(deadline=None, phases=PHASES, suppress_health_check=list(HealthCheck), derandomize=True)
 
 
-def assert_no_alarm(facts, plan, precision):
+def verified(facts, plan, precision) -> bool:
+    """Whether the job could be verified; an alarm is an error."""
     what = ("step", "traffic", "draws")
     for one in ("float64", precision):
         try:
             verdict = verify(facts, plan, what=what, precision=one)
         except PacelineError as error:
             note(f"refused: {error}")
-            return
+            return False
         except AssertionError as error:
             if "paceline.nouns.errors" in str(error):
                 note("refused by the ranks")
-                return
+                return False
             raise
         assert verdict.word != "bug", "\n".join(verdict.lines())
         what = ("step",)
+    return True
+
+
+def run_many(examples):
+    found = []
+
+    @given(jobs, plans(), st.sampled_from(["float32", "bf16"]))
+    @settings(RANDOM, max_examples=examples)
+    def one(facts, plan, precision):
+        found.append(verified(facts, plan, precision))
+
+    one()
+    assert sum(found) >= LEAST_VERIFIED * len(found), f"{len(found) - sum(found)} of {len(found)} were refused"
 
 
 @pytest.mark.slow
-@given(jobs, plans(), st.sampled_from(["float32", "bf16"]))
-@settings(RANDOM, max_examples=8)
-def test_what_is_right_is_not_called_a_bug(facts, plan, precision):
-    assert_no_alarm(facts, plan, precision)
+def test_what_is_right_is_not_called_a_bug():
+    run_many(8)
 
 
 @pytest.mark.integration
-@given(jobs, plans(), st.sampled_from(["float32", "bf16"]))
-@settings(RANDOM, max_examples=int(os.environ.get("PACELINE_EXAMPLES", "25")))
-def test_many_of_them(facts, plan, precision):
-    assert_no_alarm(facts, plan, precision)
+def test_many_of_them():
+    run_many(int(os.environ.get("PACELINE_EXAMPLES", "25")))

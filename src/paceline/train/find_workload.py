@@ -3,26 +3,40 @@
 from __future__ import annotations
 
 import runpy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
 
+import paceline
 from paceline.nouns.errors import PacelineError, WorkloadError
 from paceline.nouns.workload import Workload
 
 
+class _Reached(BaseException):
+    """The file has come to its loop."""
+
+    def __init__(self, workload: Any) -> None:
+        super().__init__("the loop begins")
+        self.workload = workload
+
+
 def find_workload(script: str) -> Workload:
-    """The `workload` that the file declares at its top level.
+    """The `workload` that the file declares at its top level, or hands to `paceline.distribute`.
 
     Raises:
         WorkloadError: it declares none, or fails when it is loaded.
     """
     try:
-        names = runpy.run_path(script, run_name="paceline_workload")
+        with _stopped_at_the_loop():
+            workload = runpy.run_path(script, run_name="paceline_workload").get("workload")
+    except _Reached as reached:
+        workload = reached.workload
     except PacelineError:
         raise
     except BaseException as error:
         raise WorkloadError(
             f"to load {script}", f"it raised {type(error).__name__}: {error}", "mend it; `python FILE` shows more"
         ) from error
-    workload = names.get("workload")
     if not isinstance(workload, Workload):
         raise WorkloadError(
             f"{script} should declare its workload at the top level",
@@ -30,3 +44,18 @@ def find_workload(script: str) -> Workload:
             "write workload = paceline.Workload(...) outside of functions",
         )
     return workload
+
+
+@contextmanager
+def _stopped_at_the_loop() -> Iterator[None]:
+    """A loop that does not wait for `if __name__ == "__main__"` must not run here."""
+    plain = paceline.distribute
+
+    def reached(workload: Any) -> NoReturn:
+        raise _Reached(workload)
+
+    paceline.distribute = reached  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        paceline.distribute = plain
