@@ -218,7 +218,9 @@ def dropout_differs_between_ranks_with_the_same_samples():
     wrap(job, "seed_everything", lambda plain, *numbers: plain(*numbers, *[words.rank()] * (len(numbers) > 1)))
 
 
-@mutant("replicate=2", precision="float32", subject="plain")
+@mutant(
+    "replicate=2", precision="float32", subject="plain", module=("words", "norm", "blocks."), collective="all_reduce on"
+)
 def reduction_in_bf16():
     from paceline.parallel.bucket import Bucket
 
@@ -429,3 +431,163 @@ def one_rank_with_another_learning_rate():
     from paceline.train import job
 
     wrap(job, "train_step", update)
+
+
+# --- the second batch
+
+
+@mutant("tensor=2,sequence=on", module=("blocks.", "norm", "words", "head"), collective="on tensor")
+def gathered_gradients_not_added():
+    from paceline.comm import differentiable
+    from paceline.comm.differentiable import Exchanges
+
+    def gather(plain, self, x, pieces):
+        def forth(y):
+            return differentiable._all_gather(y, pieces, self.comm)
+
+        return self._exchange(x, forth, lambda g: self._own(g, pieces))
+
+    wrap(Exchanges, "gather_parts", gather)
+
+
+@mutant("tensor=2,sequence=on", module=("blocks.0", "words"), collective="reduce_scatter on tensor")
+def scattered_without_a_sum():
+    from paceline.comm.differentiable import Exchanges
+
+    wrap(Exchanges, "scatter_parts", lambda plain, self, x, pieces: self.keep_of_parts(x, pieces))
+
+
+@mutant("tensor=2", module=("", "head"), collective="all_reduce on tensor")
+def vocabulary_loss_not_summed():
+    from paceline.comm.collectives import AxisComm
+
+    def all_reduce(plain, self, x, op="sum"):
+        if not (self.axis == "tensor" and x.dim() == 2 and x.shape[0] == 2):
+            plain(self, x, op)
+
+    wrap(AxisComm, "all_reduce", all_reduce)
+
+
+@mutant("tensor=2", collective="of the norm")
+def whole_parameters_counted_on_every_rank():
+    from paceline.parallel.split import SplitPlaced
+
+    wrap(SplitPlaced, "counted", lambda plain, self: dict.fromkeys(self.own.values(), True))
+
+
+@mutant("replicate=2", module=("",))
+def last_sample_of_a_part_dropped():
+    from paceline.train import data
+
+    def share(plain, batch, part, parts):
+        mine = plain(batch, part, parts)
+        return range(mine.start, mine.stop - (part == parts - 1))
+
+    wrap(data, "share", share)
+
+
+@mutant("replicate=2", module=("blocks.0.attention",))
+def evaluation_mode_on_one_rank():
+    from paceline.train.job import Job
+
+    def batches(plain, self):
+        self.model.train(self.rank == 0)
+        yield from self.loader.training(self.position, self.end)
+
+    wrap(Job, "batches", batches)
+
+
+@mutant("replicate=2", subject="scheduled", module=("words", "blocks.", "norm", "head"))
+def scheduler_stepped_twice():
+    from paceline.train.job import Job
+
+    def step(plain, self, batch):
+        mean = plain(self, batch)
+        self.scheduler.step()
+        return mean
+
+    wrap(Job, "step", step)
+
+
+@mutant("shard=2", subject="grouped", module=("words", "blocks.", "norm", "head"))
+def a_groups_settings_lost():
+    from paceline.parallel import sharded
+
+    def step(plain, optimizer):
+        for group in optimizer.param_groups:
+            group["weight_decay"] = optimizer.param_groups[0]["weight_decay"]
+        plain(optimizer)
+
+    wrap(sharded, "step_on_rows", step)
+
+
+@mutant("pipeline=2", module=("blocks.1", "norm", "head", "blocks.0"), collective="send on pipeline")
+def activations_of_another_sample():
+    from paceline.parallel import pipeline
+
+    def send(plain, self, value, *where, forwards):
+        plain(self, value.roll(1, 0) if forwards else value, *where, forwards=forwards)
+
+    wrap(pipeline._Run, "_send", send)
+
+
+@mutant("pipeline=2", module=("",))
+def loss_divided_by_micro_batches():
+    from paceline.parallel import pipeline
+
+    def backward(plain, self, action):
+        if action.stage == self.program.total_stages - 1:
+            flight = self.flights[action.stage, action.micro_batch]
+            flight.sent = [flight.sent[0] / len(self.microbatches)]
+        plain(self, action)
+
+    wrap(pipeline._Run, "_backward", backward)
+
+
+@mutant("replicate=2", subject="scheduled", module=("words", "blocks.", "norm"), what=("step", "reshard", "shard=2"))
+def step_counters_begin_anew():
+    from paceline.train import job
+
+    def restore(plain, model, optimizer, tensors, kind):
+        plain(model, optimizer, tensors, kind)
+        for state in optimizer.state.values():
+            if "step" in state:
+                state["step"].zero_()
+
+    wrap(job.snapshot, "restore_optimizer", restore)
+
+
+@mutant("replicate=2", what=("step", "traffic"), collective="all_reduce on replicate")
+def one_sum_too_many():
+    from paceline.parallel.apply import Parallel
+
+    def reduce(plain, self):
+        self.comms.axes["replicate"].all_reduce(torch.zeros(3))
+        return plain(self)
+
+    wrap(Parallel, "reduce_gradients", reduce)
+
+
+@mutant("pipeline=2", module=("blocks.", "norm", "head", "words"))
+def a_stage_with_other_initial_values():
+    from paceline.comm import words
+    from paceline.parallel.split_model import SplitModel
+
+    wrap(SplitModel, "fill", lambda plain, self, name, full: plain(self, name, full * (1.0 + 0.01 * words.rank())))
+
+
+@mutant("shard=2", module=("words", "blocks.", "norm", "head"))
+def stale_whole_parameters():
+    from paceline.parallel.sharded import ShardedModel
+
+    def update(plain, self, optimizer):
+        if not getattr(self, "had_one", False):
+            plain(self, optimizer)
+        self.had_one = True
+
+    wrap(ShardedModel, "update", update)
+
+
+@mutant("replicate=2,tensor=2", module=("words", "blocks.", "norm", "head"), collective="replicate")
+def replicas_not_summed_beside_tensor():
+    shards_not_summed_over_replicas()

@@ -121,7 +121,24 @@ def remembers(**parts):
     )
 
 
+def scheduled():
+    return decoder(scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
+
+
+def grouped():
+    def optimizer(model):
+        matrices = [p for p in model.parameters() if p.dim() > 1]
+        others = [p for p in model.parameters() if p.dim() < 2]
+        return torch.optim.AdamW(
+            [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], 1e-2
+        )
+
+    return decoder(optimizer=optimizer)
+
+
 SUBJECTS = {
+    "scheduled": scheduled,
+    "grouped": grouped,
     "decoder": decoder,
     "micro": lambda: decoder(micro_batch_size=2),
     "remembers": remembers,

@@ -10,8 +10,13 @@ from mutants import MUTANTS
 LEAST = 24
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MUTANTS)
+def mark_of(plan):
+    """Graphs are captured anew in each process: seconds per mutant."""
+    is_graph = "tensor" in plan or "pipeline" in plan
+    return pytest.mark.integration if is_graph else pytest.mark.slow
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=mark_of(one.plan)) for n, one in MUTANTS.items()])
 def test_a_seeded_bug_is_caught_and_named(name):
     mutant = MUTANTS[name]
     verdict = verify(mutant.subject, mutant.plan, name, mutant.what, mutant.precision)
@@ -26,10 +31,12 @@ def test_a_seeded_bug_is_caught_and_named(name):
         assert mutant.collective in verdict.culprit.collective, table
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("subject", "plan"),
-    sorted({(mutant.subject, mutant.plan) for mutant in MUTANTS.values()}),
+    [
+        pytest.param(*both, marks=mark_of(both[1]))
+        for both in sorted({(mutant.subject, mutant.plan) for mutant in MUTANTS.values()})
+    ],
 )
 def test_without_its_bug_the_same_is_right(subject, plan):
     """Else a mutant could be caught for another reason."""

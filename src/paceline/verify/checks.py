@@ -14,7 +14,7 @@ from paceline.nouns.plan import Plan
 from paceline.plan.step_traffic import step_traffic
 from paceline.verify.compare import Difference, RankResult, Reference, differences, largest_difference, room_of
 from paceline.verify.order import Call, find_disorder
-from paceline.verify.verdict import Verdict
+from paceline.verify.verdict import Culprit, Verdict
 
 _OUTSIDE = ("world",)  # what jobs say to each other between steps
 
@@ -190,6 +190,7 @@ def check_traffic(
                     f"predicted {promised[key]} calls, {sent[key]} bytes"
                 )
                 verdict.add("traffic", False, said, collective=key[0], axis=key[1], rank=result.rank)
+                verdict.culprit = verdict.culprit or Culprit("", f"{key[0]} on {key[1]}", "traffic", said)
                 return
     verdict.add(
         "traffic", True, f"as predicted, call by call and byte by byte ({total / 2**20:.3f} MiB from all ranks)"

@@ -59,6 +59,16 @@ def blame_loading(found: list[Difference], name: str) -> Culprit | None:
     return Culprit(module_of(first.name), "", "load", said)
 
 
+def find_in_narrow(folder: Path, plan: Plan, precision: str) -> Culprit | None:
+    """What differs in the working precision alone: something is rounded to fewer digits than promised."""
+    reference, ranks = Reference.read(folder, precision), read_ranks(folder, precision, plan.world_size)
+    gradients = before_clipping(reference, ranks)
+    found = _from_tensors(differences(reference, ranks), gradients, reference, ranks, Mesh.parse(plan.mesh))
+    if found is not None:
+        found.said = f"in {precision} alone, so too few digits are kept: {found.said}"
+    return found
+
+
 def find_culprit(folder: Path, plan: Plan, watch: Callable[[], World]) -> Culprit | None:
     """Run the first step again with every module looked at, and find where it goes wrong."""
     mesh = Mesh.parse(plan.mesh)
@@ -99,8 +109,9 @@ def _in_data(seen: list[RankResult], mesh: Mesh) -> Culprit | None:
             said = f"rank {result.rank} runs {ran} of its {len(pieces)} micro-batches"
             return Culprit("", "", "data", said)
     every = sorted(at for positions in taken.values() for at in positions)
-    if every != sorted(set(every)) or every != list(range(every[0], every[-1] + 1)):
-        return Culprit("", "", "data", f"the parts of the batch take samples {every}, not each once")
+    if every != list(range(*seen[0].facts["batch"])):
+        whole = "{} to {}".format(*seen[0].facts["batch"])
+        return Culprit("", "", "data", f"of samples {whole} of the order the ranks take {every}: not each once")
     return None
 
 

@@ -102,6 +102,7 @@ class _Run:
         assert isinstance(ledger, Trace)
         calls, sent = dict(ledger.calls), dict(ledger.payload_bytes)
         self.facts["draws"].append(mix(*drawn_state()[0][:256]))
+        self.facts["batch"] = [batch.positions.start, batch.positions.stop]
         self.facts["pieces"] = [[piece.start, piece.stop] for piece in job.loader.pieces(batch.positions)]
         self.facts["losses"].append(job.step(batch))
         assert job.last is not None

@@ -23,7 +23,7 @@ from paceline.nouns.plan import Plan
 from paceline.nouns.workload import too_small_batch
 from paceline.verify.checks import check_branches, check_draws, check_order, check_step, check_traffic
 from paceline.verify.compare import Reference, differences, read_ranks
-from paceline.verify.culprit import blame_disorder, blame_loading, find_culprit
+from paceline.verify.culprit import blame_disorder, blame_loading, find_culprit, find_in_narrow
 from paceline.verify.order import Call, find_disorder, read_trace
 from paceline.verify.verdict import Verdict
 from paceline.verify.worlds import World, finish_child, run_world, start_child, write_settings
@@ -173,11 +173,16 @@ class _Proof:
         if "traffic" in what:  # of the model's own graph: dropout by value takes other operations
             ranks = read_ranks(self.folder, "draws", self.plan.world_size)
             check_traffic(self.verdict, self.plan, self.dry["models"], ranks)
-        if self.verdict.word == "bug" and self.verdict.culprit is None:
+        wrong = [check.name for check in self.verdict.checks if not check.passed and check.name != "traffic"]
+        if wrong == [f"step {precisions[-1]}"] and precisions[-1] != "float64":
+            found = find_in_narrow(self.folder, self.plan, precisions[-1])
+            self.verdict.culprit = found or self.verdict.culprit
+        elif wrong:
             ranks = read_ranks(self.folder, "float64", self.plan.world_size)
             check_branches(Reference.read(self.folder, "float64"), ranks)
             self.say("something differs: looking for the first module")
-            self.verdict.culprit = find_culprit(self.folder, self.plan, self._watch)
+            found = find_culprit(self.folder, self.plan, self._watch)
+            self.verdict.culprit = found or self.verdict.culprit
 
     def _watch(self) -> World:
         """The first step once more, every rank writing down what its modules make."""
