@@ -10,6 +10,7 @@ culprit       only if something differs: which module is the first, which collec
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -56,6 +57,7 @@ def prove(request: Request, say: Callable[[str], None] = lambda text: None) -> V
         WorkloadError, PlanError: it can't be verified, or not trained so.
     """
     began_s = time.monotonic()
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # of the children: the arithmetic that is compared is the CPU's
     with tempfile.TemporaryDirectory(prefix="paceline-verify-") as temporary:
         folder = request.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
