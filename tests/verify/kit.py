@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ import random_jobs
 from mutants import MUTANTS
 from ranks import run_ranks
 from subjects import SUBJECTS
+from unusual import REFUSED, UNUSUAL
 
 _known: dict[Any, Path] = {}
 _folders = []  # temporary folders live as long as the tests
@@ -31,6 +33,10 @@ _folders = []  # temporary folders live as long as the tests
 
 def make(subject: Any):
     """A subject's workload: one of `subjects.py`, a model of the twelve, or one built of drawn facts."""
+    if isinstance(subject, str) and subject in UNUSUAL:
+        return UNUSUAL[subject]()
+    if isinstance(subject, tuple):
+        return REFUSED[subject[0]][0]()
     if isinstance(subject, dict):
         return random_jobs.build(subject)
     return SUBJECTS[subject]() if subject in SUBJECTS else models.workload(subject, clip_norm=0.5, precision="float32")
@@ -82,7 +88,7 @@ def verify(subject: Any, plan_text: str, mutant: str | None = None, what=("step"
         folder = Path(name)
         for path in kept.iterdir():
             (folder / path.name).symlink_to(path)
-        first = {"plan": plan_text, "steps": 2, "name": precision, "precision": precision}
+        first = {"plan": asdict(plan), "steps": 2, "name": precision, "precision": precision}
         if "reshard" in what:
             first |= {"save": str(folder / "checkpoint"), "save_at": 1}
         runs = [first]
@@ -109,7 +115,7 @@ def verify(subject: Any, plan_text: str, mutant: str | None = None, what=("step"
 
 
 def _watch(subject, plan, mutant, folder):
-    one = {"plan": plan.line(), "steps": 1, "name": "watched", "precision": "float64", "watch": True}
+    one = {"plan": asdict(plan), "steps": 1, "name": "watched", "precision": "float64", "watch": True}
     run_ranks(plan.world_size, run, subject, mutant, [one], str(folder))
     parts = {}
     for rank in range(plan.world_size):
@@ -127,7 +133,13 @@ class _Done:
 
 
 def _go_on(verdict, subject, plan, mutant, folder, other):
-    one = {"plan": other, "steps": 2, "name": "reshard", "precision": "float64", "load": str(folder / "checkpoint")}
+    one = {
+        "plan": asdict(Plan.parse(other)),
+        "steps": 2,
+        "name": "reshard",
+        "precision": "float64",
+        "load": str(folder / "checkpoint"),
+    }
     ranks = Plan.parse(other).world_size
     run_ranks(ranks, run, subject, mutant, [one], str(folder))
     reference_ = Reference.read(folder, "float64")

@@ -591,3 +591,28 @@ def stale_whole_parameters():
 @mutant("replicate=2,tensor=2", module=("words", "blocks.", "norm", "head"), collective="replicate")
 def replicas_not_summed_beside_tensor():
     shards_not_summed_over_replicas()
+
+
+@mutant("replicate=2,checkpointing=full", subject="dropped", what=("step", "draws"))
+def recompute_forgets_random_state():
+    from paceline.parallel import recompute
+
+    wrap(
+        recompute, "checkpoint", lambda plain, *given, **named: plain(*given, **{**named, "preserve_rng_state": False})
+    )
+
+
+@mutant("replicate=2", subject="lambda", what=("step", "reshard", "replicate=2"))
+def scheduler_not_restored():
+    torch.optim.lr_scheduler.LambdaLR.load_state_dict = lambda self, state: None
+
+
+@mutant("replicate=2", subject="micro", what=("step", "draws"))
+def micro_batches_draw_the_same():
+    from paceline.parallel import local
+
+    def checked(plain, result):
+        torch.manual_seed(torch.distributed.get_rank() + 7)
+        return plain(result)
+
+    wrap(local, "checked_loss", checked)

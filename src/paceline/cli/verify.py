@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from pathlib import Path
 
@@ -50,9 +51,10 @@ def run(arguments: argparse.Namespace) -> int:
     request = Request(
         file.path.resolve(), arguments.arguments, plan, arguments.steps, what, file.imports, arguments.folder
     )
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that folders and children go
     verdict = prove(request, lambda text: print(text, file=sys.stderr, flush=True))
     if arguments.json:
-        print(json.dumps(as_json(verdict, request)))
+        print(json.dumps(as_json(verdict, request), allow_nan=False))
     else:
         print("\n".join(verdict.lines()))
         print(f"{verdict.seconds:.1f} s", file=sys.stderr)

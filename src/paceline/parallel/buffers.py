@@ -56,7 +56,8 @@ class Buffers:
 
     def _reduce_dtype(self, dtype: torch.dtype, indices: list[int], ranks_changed: list[int]) -> None:
         is_mean = dtype.is_floating_point
-        wide = dtype if is_mean else torch.int64
+        # In float64 the sum of equal values is exact, and that of a mask's smallest number is no -inf.
+        wide = torch.float64 if is_mean else torch.int64
         flats = [self.tensors[index].reshape(-1).to(wide) for index in indices]
         if is_mean:  # a rank without samples holds old statistics: they must not count
             flats = [flat * self.changed[index] for flat, index in zip(flats, indices, strict=True)]

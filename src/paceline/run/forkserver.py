@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import gc
 import importlib
 import json
@@ -22,7 +21,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+from paceline.launch.orphans import die_with_parent
 
 
 def main() -> None:
@@ -58,12 +57,6 @@ def preload(modules: list[str]) -> None:
             importlib.import_module(name)
     gc.collect()
     gc.freeze()  # the ranks share these objects' pages as long as nobody writes to them
-
-
-def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent ends, however that happens (Linux)."""
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _start(rank: int, settings: dict[str, Any], control: socket.socket, wake: tuple[int, int]) -> int:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.comm import words
+from paceline.launch.orphans import die_with_parent
 from paceline.nouns.errors import PacelineError, PeerLostError, WorkloadError
-from paceline.run.forkserver import die_with_parent
 from paceline.train import job as jobs
 from paceline.train import loop
 

@@ -174,7 +174,7 @@ def open_data(name: str, value: Any) -> Any:
     Raises:
         WorkloadError: it has no length or no items, or it is empty.
     """
-    is_data = hasattr(value, "__getitem__") and hasattr(value, "__len__")
+    is_data = hasattr(value, "__getitem__") and hasattr(value, "__len__") and not isinstance(value, type)
     data = value if is_data else value()
     if not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
         raise WorkloadError(

@@ -62,9 +62,11 @@ def describe(workload: Workload, plan: Plan | None = None, tensor_rank: int = 0,
         "batch_size": workload.batch_size,
         "micro_batch_size": workload.micro_batch_size,
         "clips": workload.clip_norm is not None,
-        "batch_norms": [
-            name for name, m in model.named_modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)
-        ],
+        "batch_norms": {
+            name: m.num_features
+            for name, m in model.named_modules()
+            if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)
+        },
     }
     if plan is not None and mesh.size("tensor") * mesh.size("pipeline") > 1:
         from paceline.train.describe_split import describe_split

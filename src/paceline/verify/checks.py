@@ -53,6 +53,7 @@ def check_step(
     if not found and not numbers:
         largest = largest_difference(reference, ranks)
         if name == "step":
+            verdict.is_compared = True
             verdict.largest, verdict.is_bitwise = largest, _is_bitwise(reference, ranks)
         steps = len(reference.facts["losses"])
         count = len({key for key in reference.tensors if not key.startswith("0/")})
@@ -72,7 +73,7 @@ def check_step(
 
 def _scalars(reference: Reference, ranks: list[RankResult]) -> list[str]:
     """Losses, weights and norms that differ, in words."""
-    room = room_of(reference.precision)
+    room = room_of(reference)
     found = []
     for word in ("losses", "weights", "norms"):
         for result in ranks:
@@ -86,6 +87,15 @@ def _scalars(reference: Reference, ranks: list[RankResult]) -> list[str]:
                     found.append(
                         f"step {step}: the {singular} is {own!r} on rank {result.rank}, {expected!r} in one process"
                     )
+    for result in ranks:
+        mine = result.facts["rates"]
+        right = reference.facts["rates"][-len(mine) :] if mine else []
+        first = len(reference.facts["rates"]) - len(right) + 1
+        for step, (rates, expected) in enumerate(zip(mine, right, strict=True), first):
+            if any(abs(a - b) > 1e-12 * abs(b) for a, b in zip(rates, expected, strict=True)):
+                found.append(
+                    f"after step {step} the learning rates are {rates} on rank {result.rank}, alone {expected}"
+                )
     return found
 
 
@@ -132,11 +142,45 @@ def check_draws(verdict: Verdict, ranks: list[RankResult]) -> None:
             said = f"step {step + 1}: parts {min(by_part)} and {same[0]} of the batch draw the same random numbers"
             verdict.add("dropout", False, said + ": their dropout is equal")
             return
+    said = _wrong_masks(ranks)
+    if said:
+        verdict.add("dropout", False, said)
+        return
     wrong = _unequal_copies(ranks)
     if wrong:
         verdict.add("dropout", False, f"with the model's own dropout, copies of {wrong} drift apart between ranks")
         return
     verdict.add("dropout", True, "parts of the batch draw their own random numbers; copies stay equal")
+
+
+def check_same_draws(verdict: Verdict, saved: list[RankResult], loaded: list[RankResult]) -> None:
+    """Under the same plan every rank goes on with the random numbers that it had."""
+    for before, after in zip(saved, loaded, strict=True):
+        if before.facts["state_of_draws"] != after.facts["state_of_draws"]:
+            said = f"rank {after.rank} goes on with other random numbers than it had when it saved"
+            verdict.add("resume draws", False, said)
+            return
+
+
+def _wrong_masks(ranks: list[RankResult]) -> str:
+    """Masks that a backward pass did not draw again as they were, or that two draws have in common."""
+    steps = min(len(result.facts["masks"]) for result in ranks)
+    for step in range(steps):
+        owners: dict[int, int] = {}
+        for result in ranks:
+            forward, again = result.facts["masks"][step]
+            if set(again) - set(forward):
+                return (
+                    f"step {step + 1}: rank {result.rank} computes activations again in the backward pass with other "
+                    "dropout than going forward"
+                )
+            if len(set(forward)) < len(forward):
+                return f"step {step + 1}: two draws of rank {result.rank} give the same mask: its dropout repeats"
+            for mask in forward:
+                part = result.facts["data_part"]
+                if owners.setdefault(mask, part) != part:
+                    return f"step {step + 1}: parts {owners[mask]} and {part} of the batch have the same dropout mask"
+    return ""
 
 
 def _unequal_copies(ranks: list[RankResult]) -> str:
@@ -203,28 +247,26 @@ def _batch_norms(plan: Plan, model: Mapping[str, Any], result: RankResult) -> It
     if mesh.data_size == 1 or model["micro_batch_size"] is not None:
         return
     micro_batches = model.get("split", {}).get("micro_batches", 1)
-    for name in model["batch_norms"]:
-        mean = next((v for key, v in result.tensors.items() if key.endswith(f"/buffer/{name}.running_mean")), None)
-        for _ in range(micro_batches if mean is not None else 0):
-            size = int(mean.size) * (8 if mean.dtype == np.float64 else 4)  # type: ignore[union-attr]
+    for name, channels in model["batch_norms"].items():
+        own = {key.split("/", 2)[2]: values for key, values in result.tensors.items() if key.startswith("0/")}
+        held = [values for key, values in own.items() if key.rpartition(".")[0] == name and values.ndim]
+        if not held and mesh.size("pipeline") > 1:
+            continue  # on another stage; one without any tensor can't be told apart, and sends the same
+        size = (held[0].size if held else channels) * (8 if held and held[0].dtype == np.float64 else 4)
+        for _ in range(micro_batches):
             yield ("all_gather", _data_axis(mesh)), 3 * size
             yield ("all_reduce", _data_axis(mesh)), 2 * size
 
 
 def _changed_buffers(plan: Plan, result: RankResult) -> Iterator[tuple[tuple[str, str], int]]:
-    """Buffers that the first step changed, with all of their module's, a message per dtype (parallel/buffers.py)."""
+    """Buffers that the first step wrote to, with all of their module's, a message per dtype (parallel/buffers.py)."""
     mesh = Mesh.parse(plan.mesh)
     if mesh.data_size == 1:
         return
-    buffers = {key[2:]: value for key, value in result.tensors.items() if key.startswith("1/buffer/")}
-    changed = {
-        name.rpartition(".")[0] for name, now in buffers.items() if not np.array_equal(now, result.tensors[f"0/{name}"])
-    }
     sizes: Counter[str] = Counter()
-    for name, values in buffers.items():
-        if name.rpartition(".")[0] in changed:
-            is_float = values.dtype.kind == "f"
-            sizes[str(values.dtype)] += values.size * (values.itemsize if is_float else 8)
+    for name in result.facts["changed_buffers"]:
+        values = result.tensors[f"1/buffer/{name}"]
+        sizes[result.facts["dtypes"][name]] += values.size * 8  # means are taken in float64, the largest in int64
     for size in sizes.values():
         yield ("all_reduce", _data_axis(mesh)), size
 

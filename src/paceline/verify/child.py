@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
+from paceline.launch.orphans import die_with_parent
 from paceline.nouns.errors import PacelineError
 
 
 def read_settings(path: Path) -> tuple[dict[str, Any], Path]:
     """What is asked for, and the folder where answers go; `sys.argv` and `sys.path` are the person's file's."""
     settings = json.loads(path.read_text())
+    if "PACELINE_RANK" not in os.environ:  # ranks end with their fork server
+        die_with_parent()
     sys.argv = [settings["script"], *settings["arguments"]]
     sys.path.insert(0, str(Path(settings["script"]).parent))
     return settings, Path(settings["folder"])

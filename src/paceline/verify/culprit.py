@@ -7,10 +7,11 @@ differs comes from values that were right, so what went wrong lies between them.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from paceline.nouns.errors import WorkloadError
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
 from paceline.verify.compare import (
@@ -82,12 +83,29 @@ def find_culprit(folder: Path, plan: Plan, watch: Callable[[], World]) -> Culpri
         return _from_tensors(found, gradients, reference, ranks, mesh)
     seen = read_ranks(folder, "watched", plan.world_size)
     replay = {int(part): one for part, one in json.loads((folder / "replay.json").read_text()).items()}
+    check_adds_up(replay, reference)
     return (
         _in_data(seen, mesh)
         or _in_forward(seen, replay, mesh)
         or _in_backward(seen, replay, mesh, gradients)
         or _from_tensors(found, gradients, reference, ranks, mesh)
     )
+
+
+def check_adds_up(replay: Mapping[int, Mapping[str, Any]], reference: Reference) -> None:
+    """Raise WorkloadError when the parts' losses, each taken in one process, are not the whole batch's."""
+    losses = [pair for part in replay.values() for pair in part["losses"]]
+    weight = sum(pair[1] for pair in losses)
+    if not losses or abs(weight - reference.facts["weights"][0]) > 1e-9 * weight:
+        return
+    mean, whole = sum(pair[0] for pair in losses) / weight, reference.facts["losses"][0]
+    if abs(mean - whole) > 1e-8 * abs(whole):
+        raise WorkloadError(
+            "a loss that is the sum of its samples' losses",
+            f"in one process the whole batch gives {whole!r} and its parts together {mean!r}",
+            "let no sample's loss depend on the others in its batch, nor on what was computed before (a branch by "
+            "a value, a maximum over the batch)",
+        )
 
 
 def _at_start(one: Difference, mesh: Mesh) -> Culprit:

@@ -32,6 +32,7 @@ from paceline.nouns.workload import Workload
 from paceline.train.data import RankLoader, cut_into, moved, open_data
 from paceline.train.describe import describe
 from paceline.train.find_workload import find_workload
+from paceline.train.prepare import check_model
 from paceline.train.seed import seed_everything
 from paceline.verify.child import read_settings, refuse
 from paceline.verify.memory import check_fits
@@ -48,7 +49,9 @@ def main(path: Path) -> int:
     settings, folder = read_settings(path)
     try:
         workload = find_workload(settings["script"])
-        plan = Plan.parse(settings["plan"])
+        plan = Plan.of(settings["plan"], "the settings")
+        with torch.device("meta"):
+            check_model(workload.model())
         models = describe_all(workload, plan)
         check_fits(models[0][0], Mesh.parse(plan.mesh))
         calls = persons_calls(workload, plan.world_size)

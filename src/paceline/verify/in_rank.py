@@ -29,6 +29,7 @@ from paceline.train.find_workload import find_workload
 from paceline.train.job import Job
 from paceline.verify.branches import Branches
 from paceline.verify.child import read_settings
+from paceline.verify.draws import Draws
 from paceline.verify.plain_steps import kept
 from paceline.verify.randomness import controlled, drawn_state
 from paceline.verify.trace import Trace, begin_heartbeat
@@ -59,13 +60,21 @@ class _Run:
 
     def __init__(self, workload: Workload, run: dict[str, Any], folder: Path, rank: int) -> None:
         self.run, self.folder, self.rank = run, folder, rank
-        self.plan = dataclasses.replace(Plan.parse(run["plan"]), checkpoint_every=0)
+        self.plan = dataclasses.replace(Plan.of(run["plan"], "the settings"), checkpoint_every=0)
         self.mesh = Mesh.parse(self.plan.mesh)
         self.branches: list[tuple[str, bool]] = []
         self.calls: list[tuple[float, float]] = []  # of every micro-batch: loss sum and weight
         self.watch = Watch()
         self.tensors: dict[str, torch.Tensor] = {}
-        self.facts: dict[str, Any] = {"losses": [], "norms": [], "weights": [], "draws": [], "ledger": []}
+        self.facts: dict[str, Any] = {
+            "losses": [],
+            "norms": [],
+            "weights": [],
+            "draws": [],
+            "masks": [],
+            "ledger": [],
+            "rates": [],
+        }
         self.workload = dataclasses.replace(
             workload,
             precision=run["precision"],
@@ -86,6 +95,7 @@ class _Run:
             if self.run.get("load"):
                 job.load(self.run["load"])
                 first = job.step_number + 1
+                self.facts["state_of_draws"] = mix(*drawn_state()[0][:256])
             self._note(job, first - 1)
             if self.run.get("watch"):
                 self._look_on(job)
@@ -94,6 +104,7 @@ class _Run:
                 self._step(job, next(batches), step)
                 if self.run.get("save") and step == self.run.get("save_at"):
                     job.save(self.run["save"])
+                    self.facts["state_of_draws"] = mix(*drawn_state()[0][:256])
             job.close(save=False)
         self._write(job)
 
@@ -104,7 +115,8 @@ class _Run:
         self.facts["draws"].append(mix(*drawn_state()[0][:256]))
         self.facts["batch"] = [batch.positions.start, batch.positions.stop]
         self.facts["pieces"] = [[piece.start, piece.stop] for piece in job.loader.pieces(batch.positions)]
-        self.facts["losses"].append(job.step(batch))
+        self.facts["losses"].append(self._stepped(job, batch))
+        self.facts["rates"].append([float(group["lr"]) for group in job.optimizer.param_groups])
         assert job.last is not None
         self.facts["norms"] += [job.last.gradient_norm] if job.last.gradient_norm is not None else []
         self.facts["weights"].append(job.last.weight)
@@ -114,8 +126,22 @@ class _Run:
             for key, n in sorted(ledger.calls.items()) if n > calls.get(key, 0)
         ]  # fmt: skip
         self.facts["ledger"].append(rows)
+        if step == 1:
+            changed = job.parallel.buffers.changed
+            names = [name for name, _ in job.model.named_buffers()]
+            self.facts["changed_buffers"] = [
+                name for name, is_changed in zip(names, changed, strict=True) if is_changed
+            ]
         if step in (1, self.run["steps"]):
             self._note(job, step)
+
+    def _stepped(self, job: Job, batch: Batch) -> float:
+        if not self.run.get("draws") or self.plan.compile == "on":
+            return job.step(batch)
+        with Draws() as drawn:
+            mean = job.step(batch)
+        self.facts["masks"].append([drawn.forward, drawn.again])
+        return mean
 
     def _look_on(self, job: Job) -> None:
         """See what modules and operations make in the next step."""
@@ -148,6 +174,8 @@ class _Run:
 
     def _write(self, job: Job) -> None:
         placements = {name: held.placement.to_json() for name, held in job.parallel.held().items()}
+        buffers = {name: str(buffer.dtype)[6:] for name, buffer in job.model.named_buffers()}
+        self.facts["dtypes"] = buffers
         trained = {name: parameter.requires_grad for name, parameter in job.model.named_parameters()}
         self.facts |= {
             "placements": placements,

@@ -138,7 +138,7 @@ class HangWatch:
         return "; ".join(f"rank {rank} at {beat['at'] or beat['line']}" for rank, beat in sorted(self.standing.items()))
 
     def __call__(self) -> bool:
-        """True once nobody has computed for a while and somebody waits in a collective."""
+        """True once nobody has computed for a while and all wait in collectives; one that reads data does not hang."""
         now = time.monotonic()
         idle = []
         for rank in range(self.ranks):
@@ -151,5 +151,5 @@ class HangWatch:
             if beat["cpu_s"] - cpu_s > _IDLE_CPU_S:
                 self.seen[rank] = (beat["cpu_s"], now)
             idle.append(now - self.seen[rank][1] >= IDLE_S)
-        self.has_hung = self.has_hung or (all(idle) and any(beat["waits"] for beat in self.standing.values()))
+        self.has_hung = self.has_hung or (all(idle) and all(beat["waits"] for beat in self.standing.values()))
         return self.has_hung

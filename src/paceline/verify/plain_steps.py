@@ -7,7 +7,7 @@ Paceline it uses the workload, the data order and the seeds, which are promises 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,6 +39,9 @@ class Taken:
     norms: list[float] = field(default_factory=list)
     modules: list[str] = field(default_factory=list)  # in the order in which they begin
     branches: list[tuple[str, bool]] = field(default_factory=list)
+    rates: list[list[float]] = field(default_factory=list)  # of every group, after each step
+    updated: list[str] = field(default_factory=list)  # parameters that the optimizer has
+    epsilon: float = 0.0  # one rounding in the narrowest parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,13 @@ def take_steps(workload: Workload, precision: str, steps: int, variation: Variat
     model = model.to(torch.float64 if precision == "float64" else None).train()
     optimizer = workload.optimizer(model)
     scheduler = workload.scheduler(optimizer) if workload.scheduler else None
-    taken = Taken()
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    floats = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    taken = Taken(
+        updated=[names[parameter] for parameter in own if parameter in names],
+        epsilon=max(torch.finfo(dtype).eps for dtype in floats),
+    )
     note(taken.tensors, 0, model, None)
     with ExitStack() as stack:
         stack.enter_context(controlled(is_off=precision != "float64"))
@@ -85,6 +94,7 @@ def take_steps(workload: Workload, precision: str, steps: int, variation: Variat
                 note(taken.tensors, step, model, optimizer)
             if scheduler is not None:
                 scheduler.step()
+            taken.rates.append([float(group["lr"]) for group in optimizer.param_groups])
     return taken
 
 
@@ -112,8 +122,8 @@ def _step(
     if workload.clip_norm is not None:
         # In float64: torch's own float32 norm of a large tensor is off by 8e-5.
         norm = sum(float(gradient.to_dense().double().square().sum()) for gradient in gradients) ** 0.5
-        for gradient in gradients:
-            gradient *= min(1.0, workload.clip_norm / (norm + 1e-6))
+        for parameter in {p for group in optimizer.param_groups for p in group["params"] if p.grad is not None}:
+            parameter.grad *= min(1.0, workload.clip_norm / (norm + 1e-6))
         taken.norms.append(norm)
     optimizer.step()
     taken.losses.append(total / weight)
@@ -180,17 +190,31 @@ def micro_batch(workload: Workload, data: Any, positions: Sequence[int], is_doub
 
     with kept_random_state():
         made = (workload.collate or default_collate)([sample(position) for position in positions])
-    return tree_map(_double, made) if is_double else made
+    return doubled(made) if is_double else made
 
 
 def data_of(workload: Workload) -> Any:
     """The data set, made if it is a function."""
     data = workload.data
-    return data if hasattr(data, "__getitem__") and hasattr(data, "__len__") else data()
+    is_data = hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, type)
+    return data if is_data else data()
 
 
-def _double(value: Any) -> Any:
-    return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+def doubled(value: Any) -> Any:
+    """A batch with its floating tensors in float64, whatever it is made of."""
+    if isinstance(value, torch.Tensor):
+        return value.double() if value.is_floating_point() else value
+    if isinstance(value, Mapping):
+        made = {key: doubled(one) for key, one in value.items()}
+        return made if type(value) is dict else type(value)(made)  # type: ignore[call-arg]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(doubled(one) for one in value))
+    if isinstance(value, list | tuple):
+        return type(value)(doubled(one) for one in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: doubled(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return dataclasses.replace(value, **fields)
+    return value
 
 
 def _epsilon(precision: str) -> float:
@@ -210,11 +234,12 @@ def one_rounding_off(model: torch.nn.Module, epsilon: float, seed: int) -> Itera
         if not isinstance(value, torch.Tensor) or not value.is_floating_point():
             return value
         signs = torch.randint(0, 2, value.shape, generator=random, dtype=torch.int8) * 2 - 1
-        return value + value.detach().abs() * (signs * epsilon).to(value.dtype)
+        step = max(epsilon, torch.finfo(value.dtype).eps)
+        return value + value.detach().abs() * (signs * step).to(value.dtype)
 
     def scaled(gradient: torch.Tensor) -> torch.Tensor:
         signs = torch.randint(0, 2, gradient.shape, generator=random, dtype=torch.int8) * 2 - 1
-        return gradient * (1 + signs * epsilon).to(gradient.dtype)
+        return gradient * (1 + signs * max(epsilon, torch.finfo(gradient.dtype).eps)).to(gradient.dtype)
 
     def hook(module: torch.nn.Module, arguments: Any, result: Any) -> Any:
         return tree_map(moved, result)
@@ -253,8 +278,22 @@ def _unwatched(model: torch.nn.Module) -> Iterator[None]:
     yield
 
 
-def check_can_verify(workload: Workload, model: torch.nn.Module) -> None:
+def check_can_verify(workload: Workload) -> None:
     """Raise WorkloadError for what is not the same under every plan by its own definition."""
+    model, again = workload.model(), workload.model()
+    if {id(p) for p in model.parameters()} & {id(p) for p in again.parameters()}:
+        raise WorkloadError(
+            "a factory that makes the model",
+            "two calls of it return the same parameters, so one run would go on where another ended",
+            "make the model inside the function: model=lambda: Net(...)",
+        )
+    strange = next((name for name, p in model.named_parameters() if p.is_complex()), None)
+    if strange is not None:
+        raise WorkloadError(
+            "parameters that can be taken to float64",
+            f"{strange} is complex",
+            "hold its real and imaginary parts (torch.view_as_real) for verifying",
+        )
     norms = [n for n, m in model.named_modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
     if norms and workload.micro_batch_size is not None:
         raise WorkloadError(

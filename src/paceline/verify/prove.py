@@ -22,7 +22,7 @@ from paceline.nouns.errors import PlanError, WorkloadError
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
 from paceline.nouns.workload import too_small_batch
-from paceline.verify.checks import check_branches, check_draws, check_order, check_step, check_traffic
+from paceline.verify.checks import check_branches, check_draws, check_order, check_same_draws, check_step, check_traffic
 from paceline.verify.compare import Reference, differences, read_ranks
 from paceline.verify.culprit import blame_disorder, blame_loading, find_culprit, find_in_narrow
 from paceline.verify.order import Call, find_disorder, read_trace
@@ -59,8 +59,12 @@ def prove(request: Request, say: Callable[[str], None] = lambda text: None) -> V
     began_s = time.monotonic()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # of the children: the arithmetic that is compared is the CPU's
     with tempfile.TemporaryDirectory(prefix="paceline-verify-") as temporary:
-        folder = request.keep or Path(temporary)
+        folder = (request.keep or Path(temporary)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise WorkloadError(
+                f"the folder {folder} for what the processes write", "it is not empty", "name a new one"
+            )
         verdict = _Proof(request, folder, say).run()
     verdict.seconds = time.monotonic() - began_s
     return verdict
@@ -83,7 +87,7 @@ class _Proof:
 
     def _dry_run(self) -> bool:
         """Whether there is reason to go on."""
-        settings = self._settings("dry", plan=self.plan.line())
+        settings = self._settings("dry", plan=asdict(self.plan))
         finish_child(start_child("paceline.verify.dry_run", settings), self.folder, "a dry run of the workload")
         self.dry = json.loads((self.folder / "dry.json").read_text())
         self.verdict.precision = self.dry["precision"]
@@ -120,7 +124,7 @@ class _Proof:
                 self._go_on(what)
 
     def _runs(self, precisions: Sequence[str]) -> list[dict[str, Any]]:
-        common = {"plan": self.plan.line(), "steps": self.request.steps}
+        common = {"plan": asdict(self.plan), "steps": self.request.steps}
         runs: list[dict[str, Any]] = [{**common, "name": name, "precision": name} for name in precisions]
         if {"resume", "reshard"} & set(self.request.what):
             runs[0] |= {"save": str(self.folder / "checkpoint"), "save_at": 1}
@@ -139,6 +143,7 @@ class _Proof:
         refusal = world.refusal()
         if refusal is not None and not world.hang.has_hung:
             raise refusal
+        check_was_not_killed(world)
         for name in [*precisions, "draws"]:
             traces = self._traces(name)
             disorder = find_disorder(traces, self.mesh) if traces else None
@@ -168,6 +173,7 @@ class _Proof:
         if "step" in what:
             for precision in precisions:
                 reference = Reference.read(self.folder, precision)
+                self.verdict.notices += reference.facts["notices"]
                 ranks = read_ranks(self.folder, precision, self.plan.world_size)
                 check_step(self.verdict, reference, ranks)
             draws = read_ranks(self.folder, "draws", self.plan.world_size)
@@ -188,10 +194,10 @@ class _Proof:
 
     def _watch(self) -> World:
         """The first step once more, every rank writing down what its modules make."""
-        run = {"plan": self.plan.line(), "steps": 1, "name": "watched", "precision": "float64", "watch": True}
+        run = {"plan": asdict(self.plan), "steps": 1, "name": "watched", "precision": "float64", "watch": True}
         world = self._ranks("watch", self.plan, [run])
         if world.is_done:
-            settings = self._settings("replay", plan=self.plan.line(), ranks=self.plan.world_size)
+            settings = self._settings("replay", plan=asdict(self.plan), ranks=self.plan.world_size)
             finish_child(
                 start_child("paceline.verify.replay", settings), self.folder, "the watched step in one process"
             )
@@ -202,18 +208,35 @@ class _Proof:
         plans = [self.plan] if what == "resume" else other_plans(self.plan)
         for number, plan in enumerate(plans):
             run: dict[str, Any] = {
-                "plan": plan.line(), "steps": self.request.steps, "name": f"{what}{number}", "precision": "float64",
+                "plan": asdict(plan), "steps": self.request.steps, "name": f"{what}{number}", "precision": "float64",
                 "load": str(self.folder / "checkpoint"),
             }  # fmt: skip
             name = f"{what} {plan.line()}" if what == "reshard" else what
             world = self._ranks(f"{what}{number}", plan, [run])
             if not world.is_done:
+                check_was_not_killed(world)
                 self.verdict.add(name, False, f"the ranks fail: {world.told()}")
                 continue
-            reference = Reference.read(self.folder, "float64")
-            found = differences(reference, read_ranks(self.folder, run["name"], plan.world_size))
-            check_step(self.verdict, reference, read_ranks(self.folder, run["name"], plan.world_size), name, found)
+            reference, ranks = (
+                Reference.read(self.folder, "float64"),
+                read_ranks(self.folder, run["name"], plan.world_size),
+            )
+            found = differences(reference, ranks)
+            check_step(self.verdict, reference, ranks, name, found)
+            if what == "resume":
+                check_same_draws(self.verdict, read_ranks(self.folder, "float64", plan.world_size), ranks)
             self.verdict.culprit = self.verdict.culprit or blame_loading(found, name)
+
+
+def check_was_not_killed(world: World) -> None:
+    """Raise WorkloadError when a rank was ended from outside: that says nothing of the plan."""
+    if world.hang.has_hung:
+        return
+    if world.ending.status == "stopped":
+        raise WorkloadError("to verify", "it was stopped", "start it again")
+    if any(f"was ended by {name}" in world.told() for name in ("SIGKILL", "SIGTERM")):
+        fix = "see `dmesg` whether memory ran out; verify a smaller batch or a shallower model"
+        raise WorkloadError("the ranks to take their steps", world.told(), fix)
 
 
 def other_plans(plan: Plan) -> list[Plan]:

@@ -20,6 +20,7 @@ import torch
 from torch.nn import functional as F
 
 from paceline.nouns.errors import WorkloadError
+from paceline.verify.islands import kept_wide
 
 _STEPS_PER_OCTAVE = 32.0
 _TINY = 1e-10  # what is rounding instead of a value falls into one step with zero
@@ -71,7 +72,10 @@ def attention(  # noqa: PLR0913  torch's own arguments
 
 @contextmanager
 def controlled(is_off: bool = False) -> Iterator[None]:
-    """Put dropout by value in the place of torch's; none at all where `is_off` (in narrow precisions)."""
+    """Put dropout by value in the place of torch's, and narrow nothing; neither where `is_off` (narrow precisions).
+
+    Then there is no dropout at all.
+    """
     kept = {name: getattr(F, name) for name in _NAMES}
     plain = torch.dropout
 
@@ -105,7 +109,8 @@ def controlled(is_off: bool = False) -> Iterator[None]:
         setattr(F, name, function)
     torch.dropout = lambda input, p, train: drop(input, p, train, is_off)
     try:
-        yield
+        with kept_wide(not is_off):
+            yield
     finally:
         for name, function in kept.items():
             setattr(F, name, function)

@@ -54,7 +54,7 @@ def with_noise(
     Raises:
         WorkloadError: rounding grows until it can't be told from a bug.
     """
-    check_can_verify(workload, workload.model())
+    check_can_verify(workload)
     taken = take_steps(workload, precision, steps)
     noise: dict[str, float] = {}
     scalars = dict.fromkeys(("losses", "weights", "norms"), 0.0)
@@ -85,7 +85,8 @@ def write(folder: Path, precision: str, taken: Taken, more: dict[str, Any], clip
     save_file(taken.tensors, folder / f"reference-{precision}.safetensors")
     facts = {
         "losses": taken.losses, "weights": taken.weights, "norms": taken.norms, "modules": taken.modules,
-        "branches": taken.branches, "clip_norm": clip_norm, **more,
+        "branches": taken.branches, "clip_norm": clip_norm, "rates": taken.rates,
+        "updated": taken.updated, "epsilon": taken.epsilon, **more,
     }  # fmt: skip
     (folder / f"reference-{precision}.json").write_text(json.dumps(facts))
 
@@ -103,13 +104,18 @@ def told(error: Exception) -> WorkloadError:
     if "cuda" in str(error).lower() or "cpu' backend" in str(error).lower():
         fix = "verifying runs on CPU processes: take the plain torch form of that operation where CUDA is not at hand"
         return WorkloadError("a model that runs on CPUs too", found, fix)
+    if "dtype" in str(error) or "Double" in str(error):
+        fix = "verifying runs in float64: make tensors as wide as the model's, x.new_zeros(...) or dtype=x.dtype"
+        return WorkloadError("a model that runs in float64", found, fix)
     return WorkloadError("a step in one process", found, "see that it trains there first: python FILE")
 
 
 def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
     if one.shape != other.shape:
         return math.inf
-    return float((one.double() - other.double()).abs().max()) if one.numel() else 0.0
+    off = (one.double() - other.double()).abs()
+    off = off[torch.isfinite(off)]  # a mask's -inf moves nowhere
+    return float(off.max()) if off.numel() else 0.0
 
 
 def _relative(ones: list[float], others: list[float]) -> float:

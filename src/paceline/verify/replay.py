@@ -36,7 +36,7 @@ def main(path: Path) -> int:
     for rank in range(settings["ranks"]):
         facts = json.loads((folder / f"watched-{rank}.json").read_text())
         parts.setdefault(facts["data_part"], facts["pieces"])
-    mesh = Mesh.parse(Plan.parse(settings["plan"]).mesh)
+    mesh = Mesh.parse(Plan.of(settings["plan"], "the settings").mesh)
     is_graph = mesh.size("tensor") * mesh.size("pipeline") > 1
     answer = {part: replay(workload, pieces, parts, is_graph) for part, pieces in parts.items()}
     (folder / "replay.json").write_text(json.dumps(answer))

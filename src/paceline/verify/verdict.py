@@ -7,6 +7,7 @@ bug       something differs that rounding can't explain
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +23,16 @@ class Check:
 
     def to_json(self) -> dict[str, Any]:
         """As JSON has it."""
-        return {"check": self.name, "passed": self.passed, "said": self.said, **self.details}
+        return {"check": self.name, "passed": self.passed, "said": self.said, **_finite(self.details)}
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity and no NaN: they become words."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    return [_finite(one) for one in value] if isinstance(value, list) else value
 
 
 @dataclass(slots=True)
@@ -52,6 +62,7 @@ class Verdict:
 
     plan: str
     checks: list[Check] = field(default_factory=list)
+    is_compared: bool = False  # whether steps were
     is_bitwise: bool = False
     largest: float | None = None  # the parameters' difference in the working precision, over their norm
     precision: str = ""
@@ -61,9 +72,11 @@ class Verdict:
 
     @property
     def word(self) -> str:
-        """equal, rounding or bug."""
+        """equal, rounding or bug; "passed" where steps were not compared."""
         if not all(check.passed for check in self.checks):
             return "bug"
+        if not self.is_compared:
+            return "passed"
         return "equal" if self.is_bitwise else "rounding"
 
     def add(self, name: str, passed: bool, said: str, **details: Any) -> None:
@@ -98,6 +111,8 @@ class Verdict:
     def _meaning(self) -> str:
         if self.word == "bug":
             return "bug (the distributed step is not the single-process step)"
+        if self.word == "passed":
+            return f"passed ({', '.join(check.name for check in self.checks)}; no step was compared)"
         if self.word == "equal":
             return "equal (the distributed step is the single-process step, bit for bit)"
         bound = f", which moves parameters by {self.largest:.1e} of their norm" if self.largest is not None else ""

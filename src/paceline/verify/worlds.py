@@ -69,7 +69,12 @@ def finish_child(child: subprocess.Popen[str], folder: Path, what: str) -> None:
     Raises:
         WorkloadError: it refused, or failed.
     """
-    _, said = child.communicate()
+    try:
+        _, said = child.communicate()
+    except BaseException:
+        child.kill()
+        child.wait()
+        raise
     if (folder / "refused.json").exists():
         raise WorkloadError(**json.loads((folder / "refused.json").read_text()))
     if child.returncode:

@@ -1,0 +1,51 @@
+"""Models as people write them: masks of -inf, layers in float32, optimizers of a part, buffers touched in passing."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.nouns.errors import PacelineError
+
+from kit import verify
+from unusual import REFUSED, UNUSUAL
+
+pytestmark = pytest.mark.slow
+# Sparse gradients and own code that can't be a graph: replicate alone, or shard.
+EAGER_ONLY = (
+    "zoo",
+    "sparse",
+    "touch",
+    "huge",
+    "hugemask",
+    "infmask",
+    "nostats",
+    "bnrms",
+    "bnada",
+    "dataclass",
+    "partial",
+)
+
+
+def plans_of(name):
+    return ("replicate=2",) if name in EAGER_ONLY else ("replicate=2", "tensor=2")
+
+
+CASES = [(name, plan) for name in UNUSUAL for plan in plans_of(name)]
+
+
+@pytest.mark.parametrize(("name", "plan"), CASES)
+def test_what_is_unusual_is_no_bug(name, plan):
+    for precision in ("float64", "float32"):
+        verdict = verify(name, plan, what=("step", "traffic", "draws"), precision=precision)
+        assert verdict.word != "bug", "\n".join(verdict.lines())
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_judged_is_refused(name):
+    _, plan, says = REFUSED[name]
+    with pytest.raises((PacelineError, RuntimeError, ValueError)) as error:
+        verify((name,), plan)
+    from paceline.verify.reference import told
+
+    shown = error.value if isinstance(error.value, PacelineError) else told(error.value)
+    assert says in str(shown)

@@ -1,0 +1,301 @@
+"""Unusual models, all of them right: the verifier must not call them bugs; and some that it must refuse."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import paceline
+
+from subjects import Decoder, Remembers, decoder, remembers
+
+
+class InfMask(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(50, 16)
+        self.lin = nn.Linear(16, 50)
+        self.register_buffer("mask", torch.full((8, 8), float("-inf")).triu(1))
+
+    def forward(self, ids):
+        x = self.words(ids)
+        return self.lin(torch.softmax(x @ x.transpose(1, 2) + self.mask, -1) @ x)
+
+
+class Huge(Remembers):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("floor", torch.tensor(torch.finfo(torch.float32).min))
+
+
+class HugeMask(Remembers):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("floor", torch.tensor(-1e9))
+
+
+class Touch(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 16), nn.Linear(16, 3)
+        self.register_buffer("scale", torch.ones(1))
+
+    def forward(self, x):
+        if self.training:
+            with torch.no_grad():
+                self.scale.clamp_(max=2.0)
+        return self.last(torch.relu(self.first(x)) * self.scale)
+
+
+class NoStats(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = (
+            nn.Linear(6, 16),
+            nn.BatchNorm1d(16, track_running_stats=False),
+            nn.Linear(16, 3),
+        )
+
+    def forward(self, x):
+        return self.last(torch.relu(self.norm(self.first(x))))
+
+
+class OwnGenerator(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 16), nn.Linear(16, 3)
+        self.g = torch.Generator().manual_seed(1)
+
+    def forward(self, x):
+        x = x + 0.1 * torch.randn(x.shape, generator=self.g).to(x)
+        return self.last(torch.relu(self.first(x)))
+
+
+class Dropped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5), nn.GELU()) for _ in range(3)])
+        self.first, self.last = nn.Linear(6, 16), nn.Linear(16, 3)
+
+    def forward(self, x):
+        x = self.first(x)
+        for b in self.blocks:
+            x = b(x)
+        return self.last(x)
+
+
+@dataclasses.dataclass
+class Out:
+    logits: torch.Tensor
+    extra: object = None
+
+
+class Zoo(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(50, 16)
+        self.temperature = nn.Parameter(torch.tensor(1.5))
+        self.frozen = nn.Linear(16, 16)
+        self.frozen.requires_grad_(False)
+        self.unused = nn.Linear(16, 4)
+        g = torch.Generator().manual_seed(3)
+        self.own = nn.Parameter(torch.randn(16, 16, generator=g) * 0.1)
+        self.np = nn.Parameter(torch.tensor(np.random.rand(16), dtype=torch.float32) * random.random())
+        self.drop = nn.Dropout(0.2, inplace=True)
+        self.lin = nn.Linear(16, 50)
+        self.register_buffer("calls", torch.tensor(0))
+        self.register_buffer("seen", torch.zeros(50, dtype=torch.bool))
+
+    def forward(self, ids, **more):
+        if self.training:
+            with torch.no_grad():
+                self.calls += 1
+                self.seen[ids.flatten()] = True
+        x = self.words(ids)
+        x = self.frozen(x) + x @ self.own + self.np
+        x = checkpoint(lambda y: torch.tanh(y @ self.own), x, use_reentrant=False)
+        return Out(self.lin(self.drop(x)) * self.temperature, "text")
+
+
+class Zoo2(Zoo):
+    def forward(self, ids, **more):
+        x = self.words(ids)
+        x = self.frozen(x) + x @ self.own + self.np
+        return Out(self.lin(self.drop(x)) * self.temperature, "text")
+
+
+def zoo_loss(model, batch):
+    out = model(batch["ids"])
+    return F.cross_entropy(out.logits.flatten(0, 1), batch["ids"].flatten(), reduction="sum"), batch["ids"].numel()
+
+
+def zoo(kind=Zoo, **parts):
+    generator = torch.Generator().manual_seed(12)
+    data = [{"ids": torch.randint(0, 50, (8,), generator=generator), "name": f"s{i}"} for i in range(40)]
+    return paceline.Workload(
+        **{
+            "model": kind,
+            "loss": zoo_loss,
+            "data": data,
+            "batch_size": 8,
+            "clip_norm": 0.5,
+            "optimizer": lambda m: torch.optim.AdamW(
+                [
+                    {"params": [p for p in m.parameters() if p.dim() > 1 and p.requires_grad], "weight_decay": 0.1},
+                    {"params": [p for p in m.parameters() if p.dim() < 2 and p.requires_grad], "lr": 1e-3},
+                ],
+                lr=1e-2,
+            ),
+            "scheduler": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda s: 1 / (1 + s)),
+            **parts,
+        }
+    )
+
+
+def ids_job(kind, loss, **parts):
+    generator = torch.Generator().manual_seed(12)
+    data = list(torch.randint(0, 50, (40, 8), generator=generator))
+    return paceline.Workload(
+        **{
+            "model": kind,
+            "loss": loss,
+            "data": data,
+            "batch_size": 8,
+            "optimizer": lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
+            **parts,
+        }
+    )
+
+
+def same_word(model, ids):
+    return F.cross_entropy(model(ids).flatten(0, 1), ids.flatten(), reduction="sum"), torch.tensor(ids.numel())
+
+
+def next_word_float(model, batch):
+    labels = batch[:, 1:]
+    return F.cross_entropy(
+        model(batch[:, :-1]).float().flatten(0, 1), labels.flatten(), reduction="sum"
+    ), labels.numel()
+
+
+@dataclasses.dataclass
+class Pair:
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+def _pair(rows):
+    return Pair(torch.stack([r[0] for r in rows]), torch.stack([r[1] for r in rows]))
+
+
+def pair_classes(model, batch):
+    return F.cross_entropy(model(batch.x), batch.y, reduction="sum"), len(batch.y)
+
+
+def item_classes(model, batch):
+    scores = model(batch[0])
+    if batch[0].abs().max().item() > 2.08:
+        scores = scores * 2
+    return F.cross_entropy(scores, batch[1], reduction="sum"), len(batch[1])
+
+
+class Sparse(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.lin = nn.Embedding(50, 16, sparse=True), nn.Linear(16, 50)
+
+    def forward(self, ids):
+        return self.lin(self.words(ids))
+
+
+_SHARED = []
+
+
+def shared():
+    if not _SHARED:
+        torch.manual_seed(0)
+        _SHARED.append(Touch2())
+    return _SHARED[0]
+
+
+class Touch2(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 16), nn.Linear(16, 3)
+
+    def forward(self, x):
+        return self.last(torch.relu(self.first(x)))
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def sgd_of_last(model):
+    return torch.optim.SGD(model.last.parameters(), lr=0.1)
+
+
+UNUSUAL = {
+    "infmask": lambda: ids_job(InfMask, same_word),
+    "huge": lambda: remembers(model=Huge),
+    "hugemask": lambda: remembers(model=HugeMask),
+    "touch": lambda: remembers(model=Touch),
+    "nostats": lambda: remembers(model=NoStats),
+    "dropped": lambda: remembers(model=Dropped),
+    "zoo": zoo,
+    "zoo2": lambda: zoo(Zoo2),
+    "zoo3": lambda: zoo(Zoo2, clip_norm=None),
+    "partial": lambda: remembers(model=Touch2, clip_norm=0.05, optimizer=sgd_of_last),
+    "upcast": lambda: decoder(loss=next_word_float, clip_norm=None, optimizer=sgd),
+    "upcast_adam": lambda: decoder(loss=next_word_float),
+    "half": lambda: decoder(model=lambda: Decoder().bfloat16(), loss=next_word_float, clip_norm=None),
+    "bnrms": lambda: remembers(optimizer=lambda m: torch.optim.RMSprop(m.parameters(), lr=1e-2)),
+    "bnada": lambda: remembers(optimizer=lambda m: torch.optim.Adagrad(m.parameters(), lr=1e-1)),
+    "dataclass": lambda: remembers(model=Touch2, loss=pair_classes, collate=_pair),
+    "sparse": lambda: ids_job(Sparse, same_word, clip_norm=0.05),
+    "lambda": lambda: decoder(scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda s: 1 / (1 + s))),
+}
+
+
+class Cplx(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 16), nn.Linear(16, 3)
+        self.w = nn.Parameter(torch.randn(9, dtype=torch.cfloat))
+
+    def forward(self, x):
+        y = torch.fft.irfft(torch.fft.rfft(self.first(x)) * self.w, n=16)
+        return self.last(y)
+
+
+class Rnn0(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.last = nn.GRU(6, 16, batch_first=True), nn.Linear(16, 3)
+
+    def forward(self, x):
+        h = torch.zeros(1, x.shape[0], 16)
+        return self.last(self.rnn(x[:, None], h)[0][:, -1])
+
+
+class Lazy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.LazyLinear(3)
+
+    def forward(self, x):
+        return self.first(x)
+
+
+REFUSED = {
+    "a shared model": (lambda: remembers(model=shared), "replicate=2", "return the same parameters"),
+    "complex": (lambda: remembers(model=Cplx), "replicate=2", "is complex"),
+    "float32 made in forward": (lambda: remembers(model=Rnn0), "replicate=2", "x.new_zeros"),
+    "a branch by item()": (lambda: remembers(model=Touch2, loss=item_classes), "replicate=2", "its parts together"),
+}
