@@ -1,0 +1,5 @@
+"""The parameter server: workers push gradients, servers average and update, workers pull (Li et al., OSDI 2014).
+
+The protocol is made of state machines: messages and the time go in, messages come out, nothing is sent from inside.
+The same classes run between processes and in a simulator that loses, doubles, reorders and kills.
+"""

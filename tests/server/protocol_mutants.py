@@ -1,0 +1,131 @@
+"""Bugs of the protocol, each of which the simulator must find. The last ones were in the first version of the code."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from paceline.server.admission import Mode
+from paceline.server.coordinator import Coordinator
+from paceline.server.messages import Forward, Forwarded, Pushed
+from paceline.server.replica import Replica
+
+MUTANTS = {}
+
+
+def mutant(function):
+    MUTANTS[function.__name__] = function
+    return function
+
+
+def wrap(patch, owner, name, around):
+    plain = getattr(owner, name)
+    patch.setattr(owner, name, lambda *arguments, **named: around(plain, *arguments, **named))
+
+
+@mutant
+def a_push_counts_twice(patch):
+    def pushed(plain, self, push):
+        if self.is_head and not self.mode.is_by_rounds and push.clock <= self._last(push.segment, push.worker):
+            return self._make([push])
+        return plain(self, push)
+
+    wrap(patch, Replica, "_pushed", pushed)
+
+
+@mutant
+def acknowledged_by_the_head(patch):
+    def make(plain, self, pushes):
+        told = [(p.worker, Pushed(self.configuration.epoch, p.clock, p.segment)) for p in pushes]
+        return told + plain(self, pushes)
+
+    wrap(patch, Replica, "_make", make)
+
+
+@mutant
+def read_at_the_head(patch):
+    patch.setattr(Replica, "is_tail", property(lambda self: self.is_head))
+
+
+@mutant
+def no_check_for_gaps(patch):
+    def forwarded(plain, self, message):
+        return plain(self, Forward(message.epoch, self.number, message.update))
+
+    wrap(patch, Replica, "_forwarded", forwarded)
+
+
+@mutant
+def lost_acknowledgements_are_not_repeated(patch):
+    wrap(patch, Replica, "_forwarded", lambda plain, self, m: [] if m.number < self.number else plain(self, m))
+
+
+@mutant
+def one_that_comes_back_keeps_what_it_had(patch):
+    def configure(plain, self, new):
+        if new.joining is not None:
+            self.joined = new.joining[1]
+        return plain(self, new)
+
+    wrap(patch, Replica, "_configure", configure)
+
+
+@mutant
+def nobody_waits(patch):
+    patch.setattr(Mode, "may_read", lambda self, clock, rounds, applied: True)
+
+
+@mutant
+def a_round_closes_with_the_first(patch):
+    patch.setattr(Mode, "is_complete", lambda self, here, active: bool(here))
+
+
+@mutant
+def the_middle_says_that_all_have_it(patch):
+    def forwarded(plain, self, message):
+        out = plain(self, message)
+        return [*out, (self.predecessor, Forwarded(self.configuration.epoch, self.number))]
+
+    wrap(patch, Replica, "_forwarded", forwarded)
+
+
+@mutant
+def a_joiner_takes_no_state(patch):
+    def take_over(plain, self, state):
+        return plain(self, dataclasses.replace(state, content=([0, 0], [])))
+
+    wrap(patch, Replica, "_take_over", take_over)
+
+
+@mutant
+def promises_before_a_configuration_is_confirmed(patch):
+    patch.setattr(Replica, "_is_confirmed", lambda self: True)
+
+
+@mutant
+def late_for_a_round_that_may_be_lost(patch):
+    def pushed(plain, self, push):
+        self.settled = dict(self.rounds)
+        return plain(self, push)
+
+    wrap(patch, Replica, "_pushed", pushed)
+
+
+@mutant
+def one_taken_for_dead_joins_before_the_others_are_known_to_live(patch):
+    def add(plain, self, now_s):
+        kept = self.configuration
+        self.configuration = dataclasses.replace(kept, confirmed=kept.epoch)
+        out = plain(self, now_s)
+        if not out:
+            self.configuration = kept
+        return out
+
+    wrap(patch, Coordinator, "_add_node", add)
+
+
+@mutant
+def a_new_worker_is_unknown_after_it_was_told_of_others(patch):
+    def add(plain, self, now_s):
+        return [] if all(beat.epoch >= 0 for _, beat in self.workers_heard.values()) else plain(self, now_s)
+
+    wrap(patch, Coordinator, "_add_worker", add)

@@ -1,0 +1,283 @@
+"""The protocol in a world that loses, doubles, delays, cuts and kills: one seed is one run, and runs again exactly.
+
+A push adds `1 << 2 * number` to its segment, so that a segment's value is its history: a push counted twice shows as a
+digit 2 in base four, a lost one as a 0. Promises are checked after every event.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.server.admission import Mode
+from paceline.server.client import Client
+from paceline.server.coordinator import Coordinator
+from paceline.server.messages import COORDINATOR, Configuration, Pulled, Pushed
+from paceline.server.replica import Replica
+
+FAULTS_END_S = 120.0
+SEGMENTS = 2
+MODES = (
+    Mode(),
+    Mode(),
+    Mode("quorum", quorum=2),
+    Mode("stale", staleness=0),
+    Mode("stale", staleness=2),
+    Mode("async"),
+)
+
+
+class Violation(Exception):
+    """A promise was broken."""
+
+
+@dataclass
+class History:
+    """A store whose value tells which updates it has seen."""
+
+    values: list[int] = field(default_factory=lambda: [0] * SEGMENTS)
+    updates: list[Any] = field(default_factory=list)
+
+    def summed(self, payloads):
+        return sum(payloads)
+
+    def apply(self, update):
+        self.values[update.segment] += update.payload
+        self.updates.append((update.segment, update.pushes))
+
+    def read(self):
+        return list(self.values)
+
+    def content(self):
+        return list(self.values), list(self.updates)
+
+    def restore(self, content):
+        self.values, self.updates = list(content[0]), list(content[1])
+
+    def clear(self):
+        self.values, self.updates = [0] * SEGMENTS, []
+
+
+class Simulator:
+    """One run."""
+
+    def __init__(self, seed: int, steps: int = 6, replica_class=Replica, client_class=Client) -> None:
+        self.random = random.Random(seed)
+        self.steps, self.now_s, self.number, self.queue = steps, 0.0, 0, []
+        self.replica_class, self.client_class = replica_class, client_class
+        self.mode = self.random.choice(MODES)
+        self.drop, self.double = self.random.choice([0, 0.05, 0.25]), self.random.choice([0, 0.1, 0.3])
+        self.delay_s = self.random.choice([0.1, 1.0, 5.0])
+        self.cut_off: Any = None
+        self.replicas, self.alive = {}, {}
+        for node in range(self.random.choice([2, 3])):
+            self._start_replica(node)
+        self.clients, self.working, self.numbers = {}, {}, {}
+        for name in range(3):
+            self._start_client((name, 0))
+        self.log: list[Configuration] = []
+        self.settings = {"replicas": len(self.replicas), "node_deadline_s": 8.0, "worker_deadline_s": 40.0}
+        self.coordinator = Coordinator.first(list(self.replicas), list(self.clients), self.log.append, **self.settings)
+        self.acknowledged: dict[Any, set[int]] = {}  # pushes that counted when they were acknowledged
+        self.seen: dict[Any, list[int]] = {}
+        self.began: dict[Any, int] = {}  # each worker's first clock
+        self.events = 0
+        self._deliver(COORDINATOR, self.coordinator.everybody())
+        for what, after in (("tick", 1.0), ("crash", 20.0), ("cut", 15.0), ("stop_worker", 40.0), ("restart", 60.0)):
+            self._at(self.random.uniform(0.2, after), what)
+
+    def run(self, until_s: float = 3000.0) -> Simulator:
+        """Play to the end."""
+        while True:
+            if not self.queue or self.now_s > until_s:
+                raise Violation("liveness: somebody waits for ever")
+            self.now_s, _, what, *arguments = heapq.heappop(self.queue)
+            self.events += 1
+            getattr(self, f"_do_{what}")(*arguments)
+            self.check()
+            if self.now_s > FAULTS_END_S and all(c.is_done for w, c in self.clients.items() if self.working[w]):
+                return self
+
+    # --- the world
+
+    @property
+    def is_faulty(self) -> bool:
+        return self.now_s < FAULTS_END_S
+
+    def _at(self, after_s: float, what: str, *arguments: Any) -> None:
+        self.number += 1
+        heapq.heappush(self.queue, (self.now_s + after_s, self.number, what, *arguments))
+
+    def _deliver(self, source: Any, out: Any) -> None:
+        for addressee, message in out:
+            if self.is_faulty and self.cut_off is not None and (source == self.cut_off) != (addressee == self.cut_off):
+                continue
+            if self.is_faulty and self.random.random() < self.drop:
+                continue
+            delay = 0.1 + (self.random.expovariate(1 / self.delay_s) if self.is_faulty else 0)
+            self._at(delay, "message", addressee, message)
+            if self.is_faulty and self.random.random() < self.double:
+                self._at(0.1 + self.random.expovariate(1 / (3 * self.delay_s)), "message", addressee, message)
+
+    def _do_message(self, addressee: Any, message: Any) -> None:
+        if addressee == COORDINATOR:
+            self._deliver(COORDINATOR, self.coordinator.on(message, self.now_s))
+        elif addressee in self.replicas:
+            if self.alive[addressee]:
+                self._deliver(addressee, self.replicas[addressee].on(message))
+        elif self.working.get(addressee):
+            self._to_client(addressee, message)
+
+    def _do_tick(self) -> None:
+        self._deliver(COORDINATOR, self.coordinator.tick(self.now_s))
+        for node, replica in self.replicas.items():
+            if self.alive[node]:
+                self._deliver(node, replica.tick())
+        for worker, client in list(self.clients.items()):
+            if self.working[worker]:
+                self._deliver(worker, client.tick())
+            if self.working[worker] and client.is_out and not client.is_done:
+                self.working[worker] = False
+                self._do_start_worker(worker)
+        self._at(1.0 + self.random.random(), "tick")
+
+    def _do_crash(self) -> None:
+        """A replica dies, one at a time: another that has everything must live, and be known to."""
+        able = [node for node in self.replicas if self.alive[node] and self._can_do_without(node)]
+        if able and self.is_faulty:
+            node = self.random.choice(able)
+            self.alive[node] = False
+            self._at(self.random.uniform(2, 30), "start_replica")
+        if self.is_faulty:
+            self._at(self.random.uniform(5, 40), "crash")
+
+    def _can_do_without(self, node: int) -> bool:
+        known = self.coordinator.configuration
+        is_needed = self.replicas[node].is_synced or (node in known.chain and known.epoch == 0)
+        return not is_needed or any(
+            other != node and self.alive[other] and self._could_lead(other) for other in self.replicas
+        )
+
+    def _could_lead(self, node: int) -> bool:
+        """Whether a replica has everything that was promised, and the coordinator may know it."""
+        known = self.coordinator.configuration
+        is_joining = known.joining is not None and known.joining[0] == node
+        return node in known.chain and not is_joining and self.replicas[node].is_synced and self._has_acknowledged(node)
+
+    def _is_current(self, node: int) -> bool:
+        replica = self.replicas[node]
+        return replica.is_synced and replica.configuration.epoch == self.coordinator.configuration.epoch
+
+    def _has_acknowledged(self, node: int) -> bool:
+        return all(segments <= self._counted(node, push) for push, segments in self.acknowledged.items())
+
+    def _counted(self, node: int, push: Any) -> set[int]:
+        values, number = self.replicas[node].store.values, self.numbers[push]
+        return {s for s in range(SEGMENTS) if values[s] >> 2 * number & 3}
+
+    def _do_start_replica(self) -> None:
+        self._start_replica(max(self.replicas) + 1)  # a process that starts again is another one
+
+    def _start_replica(self, node: int) -> None:
+        self.replicas[node] = self.replica_class(node, SEGMENTS, self.mode, History())
+        self.alive[node] = True
+
+    def _do_cut(self) -> None:
+        able = [None, *[n for n in self.replicas if self.alive[n] and self._can_do_without(n)]]
+        self.cut_off = self.random.choice(able) if self.is_faulty else None
+        if self.is_faulty:
+            self._at(self.random.uniform(5, 25), "cut")
+
+    def _do_stop_worker(self) -> None:
+        """A worker dies; another incarnation of it, or a new one, comes."""
+        able = [worker for worker in self.clients if self.working[worker]]
+        if len(able) > 1 and self.random.random() < 0.5:
+            worker = self.random.choice(able)
+            self.working[worker] = False
+            self._at(self.random.uniform(1, 50), "start_worker", worker)
+
+    def _do_start_worker(self, worker: Any) -> None:
+        self._start_client((worker[0], worker[1] + 1))
+
+    def _start_client(self, worker: Any) -> None:
+        self.clients[worker] = self.client_class(worker, SEGMENTS, 0, self.steps)
+        self.working[worker] = True
+
+    def _do_restart(self) -> None:
+        """The coordinator dies and goes on from its log."""
+        self.coordinator = Coordinator.again(self.log, self.log.append, **self.settings)
+        if self.is_faulty:
+            self._at(self.random.uniform(10, 60), "restart")
+
+    # --- workers
+
+    def _to_client(self, worker: Any, message: Any) -> None:
+        client = self.clients[worker]
+        was_reading, clock = client.is_reading, client.clock
+        out, values = client.on(message)
+        self._deliver(worker, out)
+        if isinstance(message, Pushed) and not was_reading and message.clock == clock:
+            counted = self._where_it_counts(worker, clock)
+            if counted is None:
+                return  # nobody is in the newest configuration yet: what has it can't be told
+            known = self.acknowledged.setdefault((worker, clock), set())
+            known |= {message.segment} & counted
+            is_first = clock == self.began.get(worker)  # of one that joins: a round may have closed for some segments
+            if self.mode.kind != "quorum" and message.segment not in counted and not is_first:
+                raise Violation(f"{worker} was told that its push at clock {clock} counts, and no replica has it")
+        if values is not None:
+            assert isinstance(message, Pulled)
+            self._check_read(worker, client.clock, values)
+            if client.is_done:
+                return
+            self.began.setdefault(worker, client.clock)
+            self.numbers[worker, client.clock] = len(self.numbers)
+            gradient = 1 << 2 * self.numbers[worker, client.clock]
+            self._deliver(worker, client.push([gradient] * SEGMENTS, 1.0))
+
+    def _where_it_counts(self, worker: Any, clock: int) -> set[int] | None:
+        chain = [n for n in self.coordinator.configuration.chain if self.alive.get(n) and self._is_current(n)]
+        return set.intersection(*(self._counted(node, (worker, clock)) for node in chain)) if chain else None
+
+    # --- promises
+
+    def _check_read(self, worker: Any, clock: int, values: list[int]) -> None:
+        for push, segments in self.acknowledged.items():
+            if push[0] == worker and any(not values[s] >> 2 * self.numbers[push] & 3 for s in segments):
+                raise Violation(f"read-my-writes: {worker} at clock {clock} misses its push of clock {push[1]}")
+        before = self.seen.get(worker, [0] * SEGMENTS)
+        if any(old & ~new for old, new in zip(before, values, strict=True)):
+            raise Violation(f"monotonic reads: {worker} at clock {clock} sees less than before")
+        self.seen[worker] = values
+        behind = {"sync": 1, "stale": self.mode.staleness + 1}.get(self.mode.kind)
+        if behind is None:
+            return
+        active = self.clients[worker].configuration.workers
+        for other, first in active.items():
+            if other not in self.began:
+                continue  # it has just come: rounds under way are closed without it
+            # The first step of one that joins may count in part: of some segments its round was closed before.
+            begins = self.began[other] + (self.began[other] > 0)
+            for step in range(max(first, begins), clock - behind + 1):
+                number = self.numbers.get((other, step))
+                if number is None or any(not value >> 2 * number & 3 for value in values):
+                    raise Violation(
+                        f"{self.mode.kind}: {worker} at clock {clock} misses {other}'s push of clock {step}"
+                    )
+
+    def check(self) -> None:
+        """What must hold at any time."""
+        twos = int("2" * 200, 4)
+        for node, replica in self.replicas.items():
+            if self.alive[node] and replica.is_synced and any(value & twos for value in replica.store.values):
+                raise Violation(f"a push counts twice on replica {node}")
+        chain = [n for n in self.coordinator.configuration.chain if self.alive.get(n) and self._is_current(n)]
+        for before, after in itertools.pairwise(chain):
+            ours, theirs = self.replicas[before].store.updates, self.replicas[after].store.updates
+            if theirs != ours[: len(theirs)]:
+                raise Violation(f"replica {after} has updates that {before}, before it in the chain, has not")
+        if chain and chain[-1] == self.coordinator.configuration.chain[-1] and not self._has_acknowledged(chain[-1]):
+            raise Violation("an acknowledged push is lost")
