@@ -18,17 +18,21 @@ TIMEOUT_S = 120
 
 # The fork server imports torch once; a rank forked from it starts in about 0.1 s instead of seconds.
 _context = mp.get_context("forkserver")
-_context.set_forkserver_preload(
-    [
-        "torch",
-        "torch.utils.data",
-        "paceline.train.job",
-        "paceline.demo.bert",
-        "paceline.parallel.sharded",
-        "paceline.parallel.split",
-        "paceline.parallel.split_model",
-    ]
-)
+PRELOADED = [
+    "torch",
+    "torch.utils.data",
+    "paceline.train.job",
+    "paceline.demo.bert",
+    "paceline.parallel.sharded",
+    "paceline.parallel.split",
+    "paceline.parallel.split_model",
+]
+_context.set_forkserver_preload(PRELOADED)
+
+
+def preload(modules: list[str]) -> None:
+    """Have the fork server import more; before the first ranks start."""
+    _context.set_forkserver_preload([*PRELOADED, *modules])
 
 
 def run_ranks(

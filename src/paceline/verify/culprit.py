@@ -83,10 +83,12 @@ def find_culprit(folder: Path, plan: Plan, watch: Callable[[], World]) -> Culpri
         return _from_tensors(found, gradients, reference, ranks, mesh)
     seen = read_ranks(folder, "watched", plan.world_size)
     replay = {int(part): one for part, one in json.loads((folder / "replay.json").read_text()).items()}
+    in_data = _in_data(seen, mesh)
+    if in_data is not None:
+        return in_data
     check_adds_up(replay, reference)
     return (
-        _in_data(seen, mesh)
-        or _in_forward(seen, replay, mesh)
+        _in_forward(seen, replay, mesh)
         or _in_backward(seen, replay, mesh, gradients)
         or _from_tensors(found, gradients, reference, ranks, mesh)
     )
