@@ -9,37 +9,78 @@ from __future__ import annotations
 import datetime
 import platform
 import sys
+import tempfile
 import time
+from dataclasses import asdict
+from pathlib import Path
 
 import torch
 from test_every_plan import plans_of
 
 from models import MODELS
 from paceline.nouns.errors import PacelineError
+from paceline.nouns.mesh import Mesh
+from paceline.nouns.plan import Plan
+from paceline.verify.checks import check_order, check_step, check_traffic
+from paceline.verify.compare import Reference, read_ranks
+from paceline.verify.dry_run import describe_all
+from paceline.verify.order import read_trace
+from paceline.verify.verdict import Verdict
 
-from kit import verify
-from ranks import preload
-
-
-def cell(name: str, plan: str) -> tuple[str, str]:
-    """The word of a cell, and what is to be said of it below the table."""
-    try:
-        verdict = verify(name, plan, what=("step", "traffic"))
-        narrow = verify(name, plan, precision="float32")
-    except AssertionError as error:  # a rank raised
-        last = str(error).strip().splitlines()
-        refused = [line for line in last if "Error: " in line and "paceline.nouns.errors" in line]
-        if refused:
-            return "refused", refused[-1].split("Error: ", 1)[1]
-        raise
-    except PacelineError as error:
-        return "refused", str(error).splitlines()[0]
-    if "bug" in (verdict.word, narrow.word):
-        return "**bug**", "; ".join(one.said for one in (*verdict.checks, *narrow.checks) if not one.passed)
-    return f"{narrow.checks[-1].details['largest']:.0e}", ""
-
+import kit
+from ranks import preload, run_ranks
 
 FAMILIES = ("bert", "distilbert", "roberta", "gpt2", "llama", "qwen2", "t5", "vit")
+KINDS = ("float64", "float32", "draws")
+
+
+def run_all(rank, name, runs, folder):
+    """Every run, one after another in the same process; why those were refused that were."""
+    refused = {}
+    for one in runs:
+        try:
+            kit.run(rank, name, None, [one], folder)
+        except PacelineError as error:
+            refused[one["name"]] = str(error).splitlines()[0]
+    return refused
+
+
+def runs_of(number: int, plan: Plan) -> list[dict]:
+    common = {"plan": asdict(plan), "steps": 2}
+    runs = [{**common, "name": f"{kind}-{number}", "precision": kind} for kind in KINDS[:2]]
+    return [*runs, {**common, "name": f"draws-{number}", "precision": "float32", "draws": True, "steps": 1}]
+
+
+def cells(name: str, plans: list[str]) -> dict[str, tuple[str, str]]:
+    """The word of each plan's cell, and what is to be said of it below the table; all of one number of ranks."""
+    found = {}
+    with tempfile.TemporaryDirectory(prefix="paceline-test-") as text:
+        folder = Path(text)
+        for precision in KINDS[:2]:
+            for path in kit.reference_of(name, precision).iterdir():
+                (folder / path.name).symlink_to(path)
+        runs = [one for number, plan in enumerate(plans) for one in runs_of(number, Plan.parse(plan))]
+        ranks = Plan.parse(plans[0]).world_size
+        refused = run_ranks(ranks, run_all, name, runs, text, timeout_s=1200)
+        for number, plan in enumerate(plans):
+            own = [one["name"] for one in runs_of(number, Plan.parse(plan))]
+            said = next((one[run] for one in refused for run in own if run in one), "")
+            found[plan] = ("refused", said) if said else judged(name, Plan.parse(plan), number, folder)
+    return found
+
+
+def judged(name: str, plan: Plan, number: int, folder: Path) -> tuple[str, str]:
+    verdict = Verdict(plan.line())
+    traces = {rank: read_trace(folder / f"float64-{number}-trace-{rank}.jsonl") for rank in range(plan.world_size)}
+    check_order(verdict, {"float64": traces}, Mesh.parse(plan.mesh), {"graphs": {}})
+    for precision in KINDS[:2]:
+        ranks = read_ranks(folder, f"{precision}-{number}", plan.world_size)
+        check_step(verdict, Reference.read(folder, precision), ranks)
+    drawn = read_ranks(folder, f"draws-{number}", plan.world_size)
+    check_traffic(verdict, plan, describe_all(kit.make(name), plan), drawn)
+    if verdict.word == "bug":
+        return "**bug**", "; ".join(check.said for check in verdict.checks if not check.passed)
+    return f"{verdict.largest:.0e}", ""
 
 
 def main() -> None:
@@ -47,29 +88,31 @@ def main() -> None:
     began = time.monotonic()
     names = sys.argv[1:] or list(MODELS)
     plans = list(dict.fromkeys(plan for name in names for plan in plans_of(name)))
-    notes = []
+    table: dict[tuple[str, str], tuple[str, str]] = {}
+    for name in names:
+        for ranks in sorted({Plan.parse(plan).world_size for plan in plans_of(name)}):
+            these = [plan for plan in plans_of(name) if Plan.parse(plan).world_size == ranks]
+            table |= {(name, plan): cell for plan, cell in cells(name, these).items()}
+        said = ", ".join(f"{plan} {cell[0]}" for (model, plan), cell in table.items() if model == name)
+        print(f"{time.monotonic() - began:6.0f} s  {name}: {said}", file=sys.stderr, flush=True)
+    show(names, plans, table)
+
+
+def show(names: list[str], plans: list[str], table: dict[tuple[str, str], tuple[str, str]]) -> None:
+    """The table in Markdown, what was refused, and with which versions."""
     print("| plan | " + " | ".join(names) + " |")
-    print("|---|" + "--:|" * len(names), flush=True)
-    words = {}
+    print("|---|" + "--:|" * len(names))
     for plan in plans:
-        row = []
-        for name in names:
-            if plan not in plans_of(name):
-                row.append("")
-                continue
-            word, note = cell(name, plan)
-            words[name, plan] = word
-            row.append(word)
-            notes += [f"- {name}, `{plan}`: {note}"] if note else []
-            print(f"{time.monotonic() - began:6.0f} s  {name} {plan}: {word} {note}", file=sys.stderr, flush=True)
-        print(f"| `{plan}` | " + " | ".join(row) + " |", flush=True)
-    equal = sum(word not in ("refused", "**bug**") for word in words.values())
-    print(
-        f"\n{equal} of {len(words)} cells are the same step; {sum(w == '**bug**' for w in words.values())} are not.\n"
-    )
-    print("\n".join(notes))
-    python = platform.python_version()
-    print(f"\n{datetime.date.today()}, torch {torch.__version__}, transformers {_transformers()}, Python {python}.")
+        print(f"| `{plan}` | " + " | ".join(table.get((name, plan), ("", ""))[0] for name in names) + " |")
+    words = [word for word, _ in table.values()]
+    equal = sum(word not in ("refused", "**bug**") for word in words)
+    print(f"\n{equal} of {len(words)} cells are the same step; {words.count('refused')} are refused; ", end="")
+    print(f"{words.count('**bug**')} are bugs.\n")
+    for (name, plan), (_, note) in table.items():
+        if note:
+            print(f"- {name}, `{plan}`: {note}")
+    versions = f"torch {torch.__version__}, transformers {_transformers()}, Python {platform.python_version()}"
+    print(f"\n{datetime.date.today()}, {versions}.")
 
 
 def _transformers() -> str:
