@@ -1,7 +1,7 @@
 """The table of docs/verify-table.md: twelve unmodified models under twelve plans, verified. `scripts/verify-table`.
 
-Every cell: order of collectives, two steps in float64 with clipping, the ledger against the prediction; then two steps
-in float32. A plan may be refused, with its reason below the table.
+Every cell: order of collectives, two steps in float64 with clipping, the ledger against the prediction. A plan may be
+refused, with its reason below the table.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ import kit
 from ranks import preload, run_ranks
 
 FAMILIES = ("bert", "distilbert", "roberta", "gpt2", "llama", "qwen2", "t5", "vit")
-KINDS = ("float64", "float32", "draws")
 
 
 def run_all(rank, name, runs, folder):
@@ -47,8 +46,8 @@ def run_all(rank, name, runs, folder):
 
 def runs_of(number: int, plan: Plan) -> list[dict]:
     common = {"plan": asdict(plan), "steps": 2}
-    runs = [{**common, "name": f"{kind}-{number}", "precision": kind} for kind in KINDS[:2]]
-    return [*runs, {**common, "name": f"draws-{number}", "precision": "float32", "draws": True, "steps": 1}]
+    exact = {**common, "name": f"float64-{number}", "precision": "float64"}
+    return [exact, {**common, "name": f"draws-{number}", "precision": "float32", "draws": True, "steps": 1}]
 
 
 def cells(name: str, plans: list[str]) -> dict[str, tuple[str, str]]:
@@ -56,9 +55,8 @@ def cells(name: str, plans: list[str]) -> dict[str, tuple[str, str]]:
     found = {}
     with tempfile.TemporaryDirectory(prefix="paceline-test-") as text:
         folder = Path(text)
-        for precision in KINDS[:2]:
-            for path in kit.reference_of(name, precision).iterdir():
-                (folder / path.name).symlink_to(path)
+        for path in kit.reference_of(name).iterdir():
+            (folder / path.name).symlink_to(path)
         runs = [one for number, plan in enumerate(plans) for one in runs_of(number, Plan.parse(plan))]
         ranks = Plan.parse(plans[0]).world_size
         refused = run_ranks(ranks, run_all, name, runs, text, timeout_s=1200)
@@ -73,9 +71,7 @@ def judged(name: str, plan: Plan, number: int, folder: Path) -> tuple[str, str]:
     verdict = Verdict(plan.line())
     traces = {rank: read_trace(folder / f"float64-{number}-trace-{rank}.jsonl") for rank in range(plan.world_size)}
     check_order(verdict, {"float64": traces}, Mesh.parse(plan.mesh), {"graphs": {}})
-    for precision in KINDS[:2]:
-        ranks = read_ranks(folder, f"{precision}-{number}", plan.world_size)
-        check_step(verdict, Reference.read(folder, precision), ranks)
+    check_step(verdict, Reference.read(folder, "float64"), read_ranks(folder, f"float64-{number}", plan.world_size))
     drawn = read_ranks(folder, f"draws-{number}", plan.world_size)
     check_traffic(verdict, plan, describe_all(kit.make(name), plan), drawn)
     if verdict.word == "bug":
