@@ -46,8 +46,7 @@ def describe(workload: Workload, plan: Plan | None = None, tensor_rank: int = 0,
         data_part: whose part of the batch.
     """
     mesh = Mesh.parse(plan.mesh) if plan is not None else Mesh.parse("replicate=1")
-    with torch.device("meta"):
-        model = workload.model()
+    model = made_without_values(workload)
     if workload.precision == "float64":
         model = model.double()
     sparse = sparse_names(model)
@@ -77,6 +76,15 @@ def describe(workload: Workload, plan: Plan | None = None, tensor_rank: int = 0,
 
         facts["shards"] = describe_shards(workload, plan)
     return facts
+
+
+def made_without_values(workload: Workload) -> torch.nn.Module:
+    """The model on the meta device; with its values where its factory reads them (transformers' from_pretrained)."""
+    try:
+        with torch.device("meta"):
+            return workload.model()  # type: ignore[no-any-return]
+    except RuntimeError:
+        return workload.model()  # type: ignore[no-any-return]
 
 
 def _sizes(name: str, tensor: torch.Tensor) -> dict[str, Any]:

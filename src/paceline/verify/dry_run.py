@@ -30,7 +30,7 @@ from paceline.nouns.plan import Plan
 from paceline.nouns.schedule import make_schedule
 from paceline.nouns.workload import Workload
 from paceline.train.data import RankLoader, cut_into, moved, open_data
-from paceline.train.describe import describe
+from paceline.train.describe import describe, made_without_values
 from paceline.train.find_workload import find_workload
 from paceline.train.prepare import check_model
 from paceline.train.seed import seed_everything
@@ -50,8 +50,7 @@ def main(path: Path) -> int:
     try:
         workload = find_workload(settings["script"])
         plan = Plan.of(settings["plan"], "the settings")
-        with torch.device("meta"):
-            check_model(workload.model())
+        check_model(made_without_values(workload))
         models = describe_all(workload, plan)
         check_fits(models[0][0], Mesh.parse(plan.mesh))
         calls = persons_calls(workload, plan.world_size)
