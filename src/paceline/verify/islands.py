@@ -11,18 +11,20 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
+import paceline
+
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 _CASTS = ("float", "half", "bfloat16")
 _WITH_DTYPE = ("to", "type", "softmax", "log_softmax", "sum", "mean", "cumsum", "prod")
 # What is judged must do what it does: only the person's code, and torch's and transformers', is kept wide.
-_JUDGED = tuple(
-    os.sep + os.path.join("paceline", room) + os.sep for room in ("parallel", "comm", "train", "checkpoint")
-)
+_ROOMS = ("parallel", "comm", "train", "checkpoint")
+_JUDGED = tuple(str(Path(paceline.__file__).parent / room) + os.sep for room in _ROOMS)
 
 
 @contextmanager
@@ -63,7 +65,7 @@ def _asked(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_kept(tensor: torch.Tensor) -> bool:
-    return tensor.dtype == torch.float64 and not any(room in sys._getframe(2).f_code.co_filename for room in _JUDGED)
+    return tensor.dtype == torch.float64 and not sys._getframe(2).f_code.co_filename.startswith(_JUDGED)
 
 
 def _widened(value: Any) -> Any:

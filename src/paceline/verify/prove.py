@@ -217,10 +217,8 @@ class _Proof:
                 check_was_not_killed(world)
                 self.verdict.add(name, False, f"the ranks fail: {world.told()}")
                 continue
-            reference, ranks = (
-                Reference.read(self.folder, "float64"),
-                read_ranks(self.folder, run["name"], plan.world_size),
-            )
+            reference = Reference.read(self.folder, "float64")
+            ranks = read_ranks(self.folder, run["name"], plan.world_size)
             found = differences(reference, ranks)
             check_step(self.verdict, reference, ranks, name, found)
             if what == "resume":
@@ -233,7 +231,7 @@ def check_was_not_killed(world: World) -> None:
     if world.hang.has_hung:
         return
     if world.ending.status == "stopped":
-        raise WorkloadError("to verify", "it was stopped", "start it again")
+        raise WorkloadError("the ranks to take their steps", "they were stopped", "start the command again")
     if any(f"was ended by {name}" in world.told() for name in ("SIGKILL", "SIGTERM")):
         fix = "see `dmesg` whether memory ran out; verify a smaller batch or a shallower model"
         raise WorkloadError("the ranks to take their steps", world.told(), fix)
@@ -247,7 +245,13 @@ def other_plans(plan: Plan) -> list[Plan]:
 
 
 def check_plan(plan: Plan) -> None:
-    """Raise PlanError for what promises no equality."""
+    """Raise PlanError for what promises no equality, or is no mesh of ranks."""
+    if plan.server:
+        raise PlanError(
+            f"to verify server={plan.server}",
+            "its workers speak to servers, which verify can't stand in for yet",
+            "verify the workload with replicate; under mode=sync servers end with the same bits as one process",
+        )
     if plan.compression != "none":
         raise PlanError(
             f"to verify compression={plan.compression}",

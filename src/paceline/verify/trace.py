@@ -11,15 +11,17 @@ import os
 import sys
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, TextIO
+from typing import TextIO
 
+import paceline
 from paceline.comm.ledger import Ledger
 
 BEAT_S = 0.5
-_PACELINE = f"{os.sep}paceline{os.sep}"
+_PACELINE = str(Path(paceline.__file__).parent) + os.sep  # a person's folder may have that name too
+_COMM = f"{_PACELINE}comm{os.sep}"
 
 
 @dataclass(slots=True)
@@ -27,14 +29,11 @@ class Trace(Ledger):
     """Counts as the ledger does, and writes a line per collective: [collective, axis, bytes, line]."""
 
     file: TextIO | None = None
-    is_on: bool = True
-    first_step: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, collective: str, axis: str, payload_bytes: int) -> None:
         """Enter one call."""
-        self.calls[collective, axis] += 1
-        self.payload_bytes[collective, axis] += payload_bytes
-        if self.file is not None and self.is_on:
+        Ledger.add(self, collective, axis, payload_bytes)  # super() does not find a class that got its slots later
+        if self.file is not None:
             self.file.write(json.dumps([collective, axis, payload_bytes, asked_at(sys._getframe(1))]) + "\n")
             self.file.flush()
 
@@ -46,17 +45,15 @@ def asked_at(frame: FrameType | None) -> str:
         name = frame.f_code.co_filename
         if is_persons(name):
             return f"{name}:{frame.f_lineno}"
-        if not ours and _PACELINE in name and f"{_PACELINE}comm{os.sep}" not in name:
-            ours = f"{name[name.rindex(_PACELINE) + 1 :]}:{frame.f_lineno}"
+        if not ours and name.startswith(_PACELINE) and not name.startswith(_COMM):
+            ours = f"paceline{os.sep}{name.removeprefix(_PACELINE)}:{frame.f_lineno}"
         frame = frame.f_back
     return ours
 
 
 def is_persons(file: str) -> bool:
     """Whether a source file is the person's own."""
-    return not (
-        "site-packages" in file or _PACELINE in file or file.startswith("<") or f"{os.sep}lib{os.sep}python" in file
-    )
+    return not ("site-packages" in file or file.startswith((_PACELINE, "<")) or f"{os.sep}lib{os.sep}python" in file)
 
 
 def begin_heartbeat(path: Path) -> None:
@@ -80,7 +77,7 @@ def is_waiting(frame: FrameType | None) -> bool:
     """Whether the thread is inside a collective, or in a backward pass, where others are waited for."""
     while frame is not None:
         name = frame.f_code.co_filename
-        if f"{_PACELINE}comm{os.sep}" in name or "torch/distributed" in name:
+        if name.startswith(_COMM) or "torch/distributed" in name:
             return True
         frame = frame.f_back
     return False

@@ -112,7 +112,7 @@ class Verdict:
         if self.word == "bug":
             return "bug (the distributed step is not the single-process step)"
         if self.word == "passed":
-            return f"passed ({', '.join(check.name for check in self.checks)}; no step was compared)"
+            return f"passed ({', '.join(check.name for check in self.checks)}; the plan's own steps were not compared)"
         if self.word == "equal":
             return "equal (the distributed step is the single-process step, bit for bit)"
         bound = f", which moves parameters by {self.largest:.1e} of their norm" if self.largest is not None else ""
