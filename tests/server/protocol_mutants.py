@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from paceline.server.admission import Mode
-from paceline.server.coordinator import Coordinator
-from paceline.server.messages import Forward, Forwarded, Pushed
+from paceline.server.coordinator import Chain, Coordinator
+from paceline.server.messages import Forward, Forwarded, Pushed, Update
 from paceline.server.replica import Replica
 
 MUTANTS = {}
@@ -26,7 +26,7 @@ def wrap(patch, owner, name, around):
 def a_push_counts_twice(patch):
     def pushed(plain, self, push):
         if self.is_head and not self.mode.is_by_rounds and push.clock <= self._last(push.segment, push.worker):
-            return self._make([push])
+            return self._make(Update(push.segment, ((push.worker, push.clock),), None, push.payload))
         return plain(self, push)
 
     wrap(patch, Replica, "_pushed", pushed)
@@ -34,9 +34,9 @@ def a_push_counts_twice(patch):
 
 @mutant
 def acknowledged_by_the_head(patch):
-    def make(plain, self, pushes):
-        told = [(p.worker, Pushed(self.configuration.epoch, p.clock, p.segment)) for p in pushes]
-        return told + plain(self, pushes)
+    def make(plain, self, made):
+        told = [(worker, Pushed(self.configuration.epoch, clock, made.segment)) for worker, clock in made.pushes]
+        return told + plain(self, made)
 
     wrap(patch, Replica, "_make", make)
 
@@ -112,20 +112,39 @@ def late_for_a_round_that_may_be_lost(patch):
 
 @mutant
 def one_taken_for_dead_joins_before_the_others_are_known_to_live(patch):
-    def add(plain, self, now_s):
+    def add(plain, self, now_s, load):
         kept = self.configuration
         self.configuration = dataclasses.replace(kept, confirmed=kept.epoch)
-        out = plain(self, now_s)
+        out = plain(self, now_s, load)
         if not out:
             self.configuration = kept
         return out
 
-    wrap(patch, Coordinator, "_add_node", add)
+    wrap(patch, Chain, "_add_node", add)
+
+
+@mutant
+def a_gate_opens_before_all_have_told(patch):
+    def stage(plain, self):
+        now, _ = self._due()
+        self.told[now] = {other: self.told.get(now, {}).get(other, 0.0) for other in range(self.gates)}
+        return plain(self)
+
+    wrap(patch, Replica, "_stage", stage)
+
+
+@mutant
+def a_head_forgets_what_it_told(patch):
+    def hear(plain, self, message):
+        self.own = {past: value for past, value in self.own.items() if past >= min(self.rounds.values())}
+        return plain(self, message)
+
+    wrap(patch, Replica, "_hear_partial", hear)
 
 
 @mutant
 def a_new_worker_is_unknown_after_it_was_told_of_others(patch):
     def add(plain, self, now_s):
-        return [] if all(beat.epoch >= 0 for _, beat in self.workers_heard.values()) else plain(self, now_s)
+        return [] if all(beat.epoch >= 0 for _, beat in self.heard.values()) else plain(self, now_s)
 
     wrap(patch, Coordinator, "_add_worker", add)

@@ -1,7 +1,8 @@
 """The protocol in a world that loses, doubles, delays, cuts and kills: one seed is one run, and runs again exactly.
 
-A push adds `1 << 2 * number` to its segment, so that a segment's value is its history: a push counted twice shows as a
-digit 2 in base four, a lost one as a 0. Promises are checked after every event.
+There are one or two ranges, and rounds may be gated. A push adds `1 << 2 * number` to its segment, so that a segment's
+value is its history: a push counted twice shows as a digit 2 in base four, a lost one as a 0. Promises are checked
+after every event.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.server.admission import Mode
-from paceline.server.client import Client
-from paceline.server.coordinator import Coordinator
+from paceline.server.client import Client, Session
+from paceline.server.coordinator import Coordinator, Settings
+from paceline.server.member import Member
 from paceline.server.messages import COORDINATOR, Configuration, Pulled, Pushed
 from paceline.server.replica import Replica
 
@@ -24,6 +26,7 @@ MODES = (
     Mode(),
     Mode(),
     Mode("quorum", quorum=2),
+    Mode("deadline", deadline_s=4.0),
     Mode("stale", staleness=0),
     Mode("stale", staleness=2),
     Mode("async"),
@@ -41,8 +44,16 @@ class History:
     values: list[int] = field(default_factory=lambda: [0] * SEGMENTS)
     updates: list[Any] = field(default_factory=list)
 
-    def summed(self, payloads):
-        return sum(payloads)
+    def combine(self, pushes):
+        return sum(push.payload for push in pushes), None
+
+    def measure(self, updates):
+        return float(len(updates))
+
+    def finish(self, update, partials):
+        if not all(partials):
+            raise Violation("a gated round is applied before every range has told")
+        return update
 
     def apply(self, update):
         self.values[update.segment] += update.payload
@@ -69,19 +80,25 @@ class Simulator:
         self.steps, self.now_s, self.number, self.queue = steps, 0.0, 0, []
         self.replica_class, self.client_class = replica_class, client_class
         self.mode = self.random.choice(MODES)
+        self.ranges = self.random.choice([1, 1, 2])
+        self.gates = self.ranges if self.mode.is_by_rounds and self.random.random() < 0.5 else 0
         self.drop, self.double = self.random.choice([0, 0.05, 0.25]), self.random.choice([0, 0.1, 0.3])
         self.delay_s = self.random.choice([0.1, 1.0, 5.0])
         self.cut_off: Any = None
-        self.replicas, self.alive = {}, {}
+        self.members, self.alive = {}, {}
         for node in range(self.random.choice([2, 3])):
-            self._start_replica(node)
-        self.clients, self.working, self.numbers = {}, {}, {}
+            self._start_member(node)
+        self.sessions, self.working, self.numbers = {}, {}, {}
         for name in range(3):
-            self._start_client((name, 0))
-        self.log: list[Configuration] = []
-        self.settings = {"replicas": len(self.replicas), "node_deadline_s": 8.0, "worker_deadline_s": 40.0}
-        self.coordinator = Coordinator.first(list(self.replicas), list(self.clients), self.log.append, **self.settings)
-        self.acknowledged: dict[Any, set[int]] = {}  # pushes that counted when they were acknowledged
+            self._start_session((name, 0))
+        self.log: list[list[Configuration]] = []
+        replicas = self.random.choice([2, len(self.members)])
+        self.settings = Settings(replicas, keeps_places=self.mode.is_by_rounds and self.random.random() < 0.7)
+        nodes = list(self.members)
+        chains = [[nodes[(first + at) % len(nodes)] for at in range(replicas)] for first in range(self.ranges)]
+        self.coordinator = Coordinator.first(chains, list(self.sessions), self.log.append, self.settings)
+        self.acknowledged: dict[Any, set[int]] = {}  # by range and push, segments that counted when acknowledged
+        self.promised = [[0] * SEGMENTS for _ in range(self.ranges)]  # what a tail's values must have
         self.seen: dict[Any, list[int]] = {}
         self.began: dict[Any, int] = {}  # each worker's first clock
         self.events = 0
@@ -98,7 +115,9 @@ class Simulator:
             self.events += 1
             getattr(self, f"_do_{what}")(*arguments)
             self.check()
-            if self.now_s > FAULTS_END_S and all(c.is_done for w, c in self.clients.items() if self.working[w]):
+            if self.now_s > FAULTS_END_S and all(
+                one.is_done for worker, one in self.sessions.items() if self.working[worker]
+            ):
                 return self
 
     # --- the world
@@ -111,156 +130,184 @@ class Simulator:
         self.number += 1
         heapq.heappush(self.queue, (self.now_s + after_s, self.number, what, *arguments))
 
-    def _deliver(self, source: Any, out: Any) -> None:
-        for addressee, message in out:
+    def _deliver(self, source: Any, sent: Any) -> None:
+        for addressee, about, message in sent:
             if self.is_faulty and self.cut_off is not None and (source == self.cut_off) != (addressee == self.cut_off):
                 continue
             if self.is_faulty and self.random.random() < self.drop:
                 continue
             delay = 0.1 + (self.random.expovariate(1 / self.delay_s) if self.is_faulty else 0)
-            self._at(delay, "message", addressee, message)
+            self._at(delay, "message", addressee, about, message)
             if self.is_faulty and self.random.random() < self.double:
-                self._at(0.1 + self.random.expovariate(1 / (3 * self.delay_s)), "message", addressee, message)
+                self._at(0.1 + self.random.expovariate(1 / (3 * self.delay_s)), "message", addressee, about, message)
 
-    def _do_message(self, addressee: Any, message: Any) -> None:
+    def _do_message(self, addressee: Any, about: int, message: Any) -> None:
         if addressee == COORDINATOR:
-            self._deliver(COORDINATOR, self.coordinator.on(message, self.now_s))
-        elif addressee in self.replicas:
+            self._deliver(COORDINATOR, self.coordinator.on(about, message, self.now_s))
+        elif addressee in self.members:
             if self.alive[addressee]:
-                self._deliver(addressee, self.replicas[addressee].on(message))
+                self._deliver(addressee, self.members[addressee].on(about, message))
         elif self.working.get(addressee):
-            self._to_client(addressee, message)
+            self._to_session(addressee, about, message)
 
     def _do_tick(self) -> None:
         self._deliver(COORDINATOR, self.coordinator.tick(self.now_s))
-        for node, replica in self.replicas.items():
+        for node, member in self.members.items():
             if self.alive[node]:
-                self._deliver(node, replica.tick())
-        for worker, client in list(self.clients.items()):
+                self._deliver(node, member.beat() + member.expire(self.now_s) + member.repeat())
+        for worker, session in list(self.sessions.items()):
             if self.working[worker]:
-                self._deliver(worker, client.tick())
-            if self.working[worker] and client.is_out and not client.is_done:
+                self._deliver(worker, session.beat(session.is_done) + session.repeat(self.now_s))
+            if self.working[worker] and session.is_out and not session.is_done:
                 self.working[worker] = False
                 self._do_start_worker(worker)
         self._at(1.0 + self.random.random(), "tick")
 
     def _do_crash(self) -> None:
         """A replica dies, one at a time: another that has everything must live, and be known to."""
-        able = [node for node in self.replicas if self.alive[node] and self._can_do_without(node)]
+        able = [node for node in self.members if self.alive[node] and self._can_do_without(node)]
         if able and self.is_faulty:
             node = self.random.choice(able)
             self.alive[node] = False
+            if self.random.random() < 0.5:  # its connections tell; otherwise its silence
+                self.coordinator.forget(node, self.now_s)
             self._at(self.random.uniform(2, 30), "start_replica")
         if self.is_faulty:
             self._at(self.random.uniform(5, 40), "crash")
 
     def _can_do_without(self, node: int) -> bool:
-        known = self.coordinator.configuration
-        is_needed = self.replicas[node].is_synced or (node in known.chain and known.epoch == 0)
-        return not is_needed or any(
-            other != node and self.alive[other] and self._could_lead(other) for other in self.replicas
-        )
+        return all(self._has_other(node, about) for about in range(self.ranges))
 
-    def _could_lead(self, node: int) -> bool:
+    def _has_other(self, node: int, about: int) -> bool:
+        known = self.coordinator.chains[about].configuration
+        is_needed = self.members[node].replicas[about].is_synced or (node in known.chain and known.epoch == 0)
+        others = [other for other in self.members if other != node and self.alive[other]]
+        return not is_needed or any(self._could_lead(other, about) for other in others)
+
+    def _could_lead(self, node: int, about: int) -> bool:
         """Whether a replica has everything that was promised, and the coordinator may know it."""
-        known = self.coordinator.configuration
+        known = self.coordinator.chains[about].configuration
         is_joining = known.joining is not None and known.joining[0] == node
-        return node in known.chain and not is_joining and self.replicas[node].is_synced and self._has_acknowledged(node)
+        is_synced = self.members[node].replicas[about].is_synced
+        return node in known.chain and not is_joining and is_synced and self._has_acknowledged(node, about)
 
-    def _is_current(self, node: int) -> bool:
-        replica = self.replicas[node]
-        return replica.is_synced and replica.configuration.epoch == self.coordinator.configuration.epoch
+    def _is_current(self, node: int, about: int) -> bool:
+        replica = self.members[node].replicas[about]
+        return replica.is_synced and replica.configuration.epoch == self.coordinator.chains[about].configuration.epoch
 
-    def _has_acknowledged(self, node: int) -> bool:
-        return all(segments <= self._counted(node, push) for push, segments in self.acknowledged.items())
+    def _has_acknowledged(self, node: int, about: int) -> bool:
+        values = self.members[node].replicas[about].store.values
+        return all(value & mask == mask for value, mask in zip(values, self.promised[about], strict=True))
 
-    def _counted(self, node: int, push: Any) -> set[int]:
-        values, number = self.replicas[node].store.values, self.numbers[push]
+    def _counted(self, node: int, about: int, push: Any) -> set[int]:
+        values, number = self.members[node].replicas[about].store.values, self.numbers[push]
         return {s for s in range(SEGMENTS) if values[s] >> 2 * number & 3}
 
     def _do_start_replica(self) -> None:
-        self._start_replica(max(self.replicas) + 1)  # a process that starts again is another one
+        self._start_member(max(self.members) + 1)  # a process that starts again is another one
 
-    def _start_replica(self, node: int) -> None:
-        self.replicas[node] = self.replica_class(node, SEGMENTS, self.mode, History())
+    def _start_member(self, node: int) -> None:
+        made = [
+            self.replica_class(node, SEGMENTS, self.mode, History(), about, self.gates) for about in range(self.ranges)
+        ]
+        self.members[node] = Member(node, made)
         self.alive[node] = True
 
     def _do_cut(self) -> None:
-        able = [None, *[n for n in self.replicas if self.alive[n] and self._can_do_without(n)]]
+        able = [None, *[n for n in self.members if self.alive[n] and self._can_do_without(n)]]
         self.cut_off = self.random.choice(able) if self.is_faulty else None
         if self.is_faulty:
             self._at(self.random.uniform(5, 25), "cut")
 
     def _do_stop_worker(self) -> None:
         """A worker dies; another incarnation of it, or a new one, comes."""
-        able = [worker for worker in self.clients if self.working[worker]]
+        able = [worker for worker in self.sessions if self.working[worker]]
         if len(able) > 1 and self.random.random() < 0.5:
             worker = self.random.choice(able)
             self.working[worker] = False
+            if self.random.random() < 0.5:
+                self.coordinator.forget(worker, self.now_s)
             self._at(self.random.uniform(1, 50), "start_worker", worker)
 
     def _do_start_worker(self, worker: Any) -> None:
-        self._start_client((worker[0], worker[1] + 1))
+        self._start_session((worker[0], worker[1] + 1))
 
-    def _start_client(self, worker: Any) -> None:
-        self.clients[worker] = self.client_class(worker, SEGMENTS, 0, self.steps)
+    def _start_session(self, worker: Any) -> None:
+        made = [self.client_class(worker, SEGMENTS, 0, self.steps) for _ in range(self.ranges)]
+        self.sessions[worker] = Session(made)
         self.working[worker] = True
 
     def _do_restart(self) -> None:
         """The coordinator dies and goes on from its log."""
-        self.coordinator = Coordinator.again(self.log, self.log.append, **self.settings)
+        self.coordinator = Coordinator.again(self.log, self.log.append, self.settings)
         if self.is_faulty:
             self._at(self.random.uniform(10, 60), "restart")
 
     # --- workers
 
-    def _to_client(self, worker: Any, message: Any) -> None:
-        client = self.clients[worker]
+    def _to_session(self, worker: Any, about: int, message: Any) -> None:
+        session = self.sessions[worker]
+        client = session.clients[about]
         was_reading, clock = client.is_reading, client.clock
-        out, values = client.on(message)
-        self._deliver(worker, out)
+        sent, answers = session.on(about, message, self.now_s)
+        self._deliver(worker, sent)
         if isinstance(message, Pushed) and not was_reading and message.clock == clock:
-            counted = self._where_it_counts(worker, clock)
-            if counted is None:
-                return  # nobody is in the newest configuration yet: what has it can't be told
-            known = self.acknowledged.setdefault((worker, clock), set())
-            known |= {message.segment} & counted
-            is_first = clock == self.began.get(worker)  # of one that joins: a round may have closed for some segments
-            if self.mode.kind != "quorum" and message.segment not in counted and not is_first:
-                raise Violation(f"{worker} was told that its push at clock {clock} counts, and no replica has it")
-        if values is not None:
-            assert isinstance(message, Pulled)
-            self._check_read(worker, client.clock, values)
-            if client.is_done:
-                return
-            self.began.setdefault(worker, client.clock)
-            self.numbers[worker, client.clock] = len(self.numbers)
-            gradient = 1 << 2 * self.numbers[worker, client.clock]
-            self._deliver(worker, client.push([gradient] * SEGMENTS, 1.0))
+            self._note_acknowledged(worker, about, clock, message.segment)
+        if answers is None:
+            return
+        for number, answer in enumerate(answers):
+            assert isinstance(answer, Pulled)
+            self._check_read(worker, number, session.clock, answer)
+        if session.is_done:
+            return
+        self.began.setdefault(worker, session.clock)
+        self.numbers.setdefault((worker, session.clock), len(self.numbers))
+        gradient = 1 << 2 * self.numbers[worker, session.clock]
+        self._deliver(worker, session.push([[(None, gradient)] * SEGMENTS] * self.ranges))
 
-    def _where_it_counts(self, worker: Any, clock: int) -> set[int] | None:
-        chain = [n for n in self.coordinator.configuration.chain if self.alive.get(n) and self._is_current(n)]
-        return set.intersection(*(self._counted(node, (worker, clock)) for node in chain)) if chain else None
+    def _note_acknowledged(self, worker: Any, about: int, clock: int, segment: int) -> None:
+        counted = self._where_it_counts(worker, about, clock)
+        if counted is None:
+            return  # nobody is in the newest configuration yet: what has it can't be told
+        known = self.acknowledged.setdefault((about, (worker, clock)), set())
+        if segment in counted:
+            known.add(segment)
+            self.promised[about][segment] |= 1 << 2 * self.numbers[worker, clock]
+        # Of one that joins: a round may have closed for some segments, or with what another in its place had sent.
+        is_first = clock == self.began.get(worker)
+        if self.mode.kind not in ("quorum", "deadline") and segment not in counted and not is_first:
+            raise Violation(f"{worker} was told that its push at clock {clock} counts, and no replica has it")
+
+    def _where_it_counts(self, worker: Any, about: int, clock: int) -> set[int] | None:
+        members = self.coordinator.chains[about].configuration.chain
+        chain = [n for n in members if self.alive.get(n) and self._is_current(n, about)]
+        return set.intersection(*(self._counted(n, about, (worker, clock)) for n in chain)) if chain else None
 
     # --- promises
 
-    def _check_read(self, worker: Any, clock: int, values: list[int]) -> None:
-        for push, segments in self.acknowledged.items():
-            if push[0] == worker and any(not values[s] >> 2 * self.numbers[push] & 3 for s in segments):
+    def _check_read(self, worker: Any, about: int, clock: int, answer: Pulled) -> None:
+        values = answer.values
+        for (one, push), segments in self.acknowledged.items():
+            if (
+                one == about
+                and push[0] == worker
+                and any(not values[s] >> 2 * self.numbers[push] & 3 for s in segments)
+            ):
                 raise Violation(f"read-my-writes: {worker} at clock {clock} misses its push of clock {push[1]}")
-        before = self.seen.get(worker, [0] * SEGMENTS)
+        before = self.seen.get((worker, about), [0] * SEGMENTS)
         if any(old & ~new for old, new in zip(before, values, strict=True)):
             raise Violation(f"monotonic reads: {worker} at clock {clock} sees less than before")
-        self.seen[worker] = values
+        self.seen[worker, about] = values
         behind = {"sync": 1, "stale": self.mode.staleness + 1}.get(self.mode.kind)
         if behind is None:
             return
-        active = self.clients[worker].configuration.workers
+        # Who was in when it was given: a worker may come in while another range's answer is on its way.
+        active = next(entry[about].workers for entry in self.log if entry[about].epoch == answer.epoch)
         for other, first in active.items():
             if other not in self.began:
                 continue  # it has just come: rounds under way are closed without it
             # The first step of one that joins may count in part: of some segments its round was closed before.
-            begins = self.began[other] + (self.began[other] > 0)
+            begins = self.began[other] + (self.began[other] > 0 or other[1] > 0)
             for step in range(max(first, begins), clock - behind + 1):
                 number = self.numbers.get((other, step))
                 if number is None or any(not value >> 2 * number & 3 for value in values):
@@ -271,13 +318,18 @@ class Simulator:
     def check(self) -> None:
         """What must hold at any time."""
         twos = int("2" * 200, 4)
-        for node, replica in self.replicas.items():
-            if self.alive[node] and replica.is_synced and any(value & twos for value in replica.store.values):
-                raise Violation(f"a push counts twice on replica {node}")
-        chain = [n for n in self.coordinator.configuration.chain if self.alive.get(n) and self._is_current(n)]
+        for node, member in self.members.items():
+            for replica in member.replicas:
+                if self.alive[node] and replica.is_synced and any(value & twos for value in replica.store.values):
+                    raise Violation(f"a push counts twice on replica {node}")
+        for about, one in enumerate(self.coordinator.chains):
+            self._check_chain(about, one.configuration.chain)
+
+    def _check_chain(self, about: int, members: tuple[int, ...]) -> None:
+        chain = [n for n in members if self.alive.get(n) and self._is_current(n, about)]
         for before, after in itertools.pairwise(chain):
-            ours, theirs = self.replicas[before].store.updates, self.replicas[after].store.updates
+            ours, theirs = (self.members[node].replicas[about].store.updates for node in (before, after))
             if theirs != ours[: len(theirs)]:
                 raise Violation(f"replica {after} has updates that {before}, before it in the chain, has not")
-        if chain and chain[-1] == self.coordinator.configuration.chain[-1] and not self._has_acknowledged(chain[-1]):
+        if chain and chain[-1] == members[-1] and not self._has_acknowledged(chain[-1], about):
             raise Violation("an acknowledged push is lost")

@@ -3,38 +3,61 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 
 import pytest
 
 from paceline.nouns.errors import PlanError
 from paceline.server.admission import Mode
 
+import simulator
 from protocol_mutants import MUTANTS
 from simulator import Simulator
 
-WITHIN = 400  # seeds in which each must be found
-FEW, MANY = 60, int(os.environ.get("PACELINE_SEEDS", "1500"))
+WITHIN = 1000  # seeds in which each must be found
+IN_MODES = {"late_for_a_round_that_may_be_lost": (Mode("quorum", quorum=2),)}  # where it shows
+FEW, SOME, MANY = 60, 600, int(os.environ.get("PACELINE_SEEDS", "20000"))
 
 
-@pytest.mark.parametrize("seeds", [range(FEW), pytest.param(range(FEW, MANY), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seeds", [range(FEW), pytest.param(range(FEW, SOME), marks=pytest.mark.slow)])
 def test_no_promise_is_broken(seeds):
+    assert broken_in(seeds) is None
+
+
+@pytest.mark.integration
+def test_no_promise_is_broken_in_thousands_of_runs():
+    parts = [range(first, MANY, 2 * os.cpu_count()) for first in range(2 * os.cpu_count())]
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("forkserver")) as pool:
+        found = [one for one in pool.map(broken_in, parts) if one is not None]
+    assert not found
+
+
+def broken_in(seeds):
+    """The first seed in which a promise is broken, and which."""
     for seed in seeds:
         try:
             Simulator(seed).run()
         except Exception as error:
-            raise AssertionError(f"seed {seed}: {error}") from error
+            return f"seed {seed}: {type(error).__name__}: {error}"
+    return None
 
 
 def test_a_seed_runs_again_exactly():
     first, second = (Simulator(7).run() for _ in range(2))
     assert first.events == second.events
-    assert [r.store.values for r in first.replicas.values()] == [r.store.values for r in second.replicas.values()]
+    assert _values(first) == _values(second)
+
+
+def _values(world):
+    return [replica.store.values for member in world.members.values() for replica in member.replicas]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_bug_of_the_protocol_is_found(name, monkeypatch):
     MUTANTS[name](monkeypatch)
+    monkeypatch.setattr(simulator, "MODES", IN_MODES.get(name, simulator.MODES))
     for seed in range(WITHIN):
         try:
             Simulator(seed).run(600.0)
@@ -50,6 +73,8 @@ def test_a_bug_of_the_protocol_is_found(name, monkeypatch):
         ({"kind": "synch"}, "did you mean 'sync'"),
         ({"kind": "quorum"}, "write quorum=1"),
         ({"kind": "stale", "staleness": -1}, "write staleness=0"),
+        ({"kind": "deadline"}, "write mode=deadline,deadline=1"),
+        ({"deadline_s": 1.0}, "the mode is sync"),
     ],
 )
 def test_a_mode_that_cannot_be(parts, says):

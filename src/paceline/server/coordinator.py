@@ -1,105 +1,116 @@
-"""Who is in: the chain of replicas, the active workers, and the epoch in which that holds.
+"""Who is in: every range's chain of replicas, the active workers, and the epochs in which that holds.
 
 It decides from what it hears and from the time, writes each decision to its log before telling anybody, and can begin
 again from that log. Gradients and parameters never pass through it.
+
+`Chain` looks after one range's replicas; `Coordinator` after the workers, who are the same for every range.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.server.messages import Beat, Configuration, Node, Out, Worker, WorkerBeat
+from paceline.server.client import with_range
+from paceline.server.messages import Beat, Configuration, Node, Out, Sent, Worker, WorkerBeat
 
 REPLICAS = 2  # one may fail
 
 
-@dataclass(slots=True)
-class Coordinator:
-    """The state machine.
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How long chains are, and when silence is death.
 
     Args:
-        configuration: the first one, or the last of the log.
-        write: keeps a decision, durably, before it is told.
-        replicas: how long the chain is to be.
+        replicas: of every range.
         node_deadline_s: silence of a replica after which it is taken for dead.
         worker_deadline_s: the same for a worker.
+        node_return_s: time for a replica whose connection broke to come back.
+        worker_return_s: the same for a worker, or for another in its place.
+        keeps_places: rounds wait for the one that takes a lost worker's place.
     """
 
-    configuration: Configuration
-    write: Callable[[Configuration], None]
     replicas: int = REPLICAS
     node_deadline_s: float = 8.0
     worker_deadline_s: float = 40.0
+    node_return_s: float = 1.0
+    worker_return_s: float = 10.0
+    keeps_places: bool = False
+
+
+@dataclass(slots=True)
+class Chain:
+    """The replicas of one range.
+
+    Args:
+        configuration: the first one, or the last of the log.
+        settings: how long the chain is to be, and when silence is death.
+    """
+
+    configuration: Configuration
+    settings: Settings
     heard: dict[Node, tuple[float, Beat]] = field(default_factory=dict)
-    workers_heard: dict[Worker, tuple[float, WorkerBeat]] = field(default_factory=dict)
-    known: set[Worker] = field(default_factory=set)  # that are or were active: one that was dropped comes as another
     began_s: float | None = None
 
-    @classmethod
-    def first(
-        cls, nodes: Sequence[Node], workers: Iterable[Worker], write: Callable[[Configuration], None], **more: Any
-    ) -> Coordinator:
-        """Begin a job with these replicas, in this order."""
-        configuration = Configuration(0, tuple(nodes), dict.fromkeys(workers, 0), confirmed=0, holders=tuple(nodes))
-        write(configuration)
-        return cls(configuration, write, known=set(configuration.workers), **more)
+    def on(self, message: Beat, now_s: float) -> Out:
+        """Take a replica's sign of life."""
+        self.heard[message.node] = (now_s, message)
+        joining = self.configuration.joining
+        is_in = message.node in self.configuration.chain and message.state_epoch == self.configuration.epoch
+        if joining is not None and joining[0] == message.node and is_in:
+            # Since it is the tail nothing was acknowledged without it, and before it took over everything.
+            return self.decide(joining=None, holders=self.configuration.chain)
+        if is_in and self.configuration.confirmed < self.configuration.epoch:
+            return self._confirm()
+        return self.answer(message.node, message.epoch)
 
-    @classmethod
-    def again(cls, log: Sequence[Configuration], write: Callable[[Configuration], None], **more: Any) -> Coordinator:
-        """Go on from the log of one that ended. Nobody is suspected before a deadline has passed since now."""
-        return cls(log[-1], write, known={worker for one in log for worker in one.workers}, **more)
-
-    def on(self, message: Beat | WorkerBeat, now_s: float) -> Out:
-        """Take a sign of life."""
-        if isinstance(message, Beat):
-            self.heard[message.node] = (now_s, message)
-            joining = self.configuration.joining
-            is_in = message.node in self.configuration.chain and message.state_epoch == self.configuration.epoch
-            if joining is not None and joining[0] == message.node and is_in:
-                # Since it is the tail nothing was acknowledged without it, and before it took over everything.
-                return self._decide(joining=None, holders=self.configuration.chain)
-            if is_in and self.configuration.confirmed < self.configuration.epoch:
-                return self._confirm()
-            addressee: Any = message.node
-        else:
-            self.workers_heard[message.worker] = (now_s, message)
-            addressee = message.worker
+    def answer(self, addressee: Any, epoch: int) -> Out:
+        """The configuration, for one that may lack it."""
         now = self.configuration  # said again even to who has it: whether it is confirmed may have been lost
-        return [(addressee, now)] if message.epoch < now.epoch or now.confirmed == now.epoch else []
+        return [(addressee, now)] if epoch < now.epoch or now.confirmed == now.epoch else []
 
-    def tick(self, now_s: float) -> Out:
-        """Now and then: who is silent, who wants in."""
+    def tick(self, now_s: float, load: Callable[[Node], int]) -> Out:
+        """Now and then: who is silent, who wants in.
+
+        Args:
+            now_s: the time.
+            load: in how many chains a node is.
+        """
         self.began_s = now_s if self.began_s is None else self.began_s
-        for decide in (self._drop_nodes, self._bring_back, self._add_node, self._drop_workers, self._add_worker):
-            if out := decide(now_s):
-                return out
-        return []
+        return self._drop_nodes(now_s) or self._bring_back(now_s) or self._add_node(now_s, load)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether as many replicas as there should be have everything."""
+        now = self.configuration
+        return now.joining is None and len(now.chain) == self.settings.replicas and now.confirmed == now.epoch
+
+    def is_lost(self, now_s: float) -> bool:
+        """Whether nobody is left who has everything."""
+        holders = {*self.configuration.holders, *self.configuration.chain}
+        return all(self._is_silent(node, now_s) for node in holders) if self.began_s is not None else False
 
     def everybody(self) -> Out:
-        """The present configuration, to all who are in it or have been heard."""
-        addressees: list[Any] = [*{*self.configuration.chain, *self.heard}]
-        addressees += [*{*self.configuration.workers, *self.workers_heard}]
+        """The present configuration, to all replicas and workers that are in it or have been heard."""
+        addressees: list[Any] = [*{*self.configuration.chain, *self.heard}, *self.configuration.workers]
         return [(addressee, self.configuration) for addressee in addressees]
 
     def _confirm(self) -> Out:
         now = self.configuration
         holders = tuple(node for node in now.chain if now.joining is None or node != now.joining[0])
         self.configuration = dataclasses.replace(now, confirmed=now.epoch, holders=holders)
-        self.write(self.configuration)
         return self.everybody()
 
-    def _decide(self, **changes: Any) -> Out:
-        self.known |= changes.get("workers", {}).keys()
+    def decide(self, **changes: Any) -> Out:
+        """A new epoch."""
         self.configuration = dataclasses.replace(self.configuration, epoch=self.configuration.epoch + 1, **changes)
-        self.write(self.configuration)
         return self.everybody()
 
     def _is_silent(self, node: Node, now_s: float) -> bool:
         since = self.heard[node][0] if node in self.heard else self.began_s
-        return since is not None and now_s - since > self.node_deadline_s
+        return since is not None and now_s - since > self.settings.node_deadline_s
 
     def _has_state(self, node: Node, now_s: float) -> bool:
         """Whether a replica is known to hold everything that was acknowledged, and to live."""
@@ -114,7 +125,7 @@ class Coordinator:
             rest = tuple(other for other in chain if other != node)
             if self._is_silent(node, now_s) and any(self._has_state(other, now_s) for other in rest):
                 is_joining = joining is not None and joining[0] == node
-                return self._decide(chain=rest, joining=None if is_joining else joining)
+                return self.decide(chain=rest, joining=None if is_joining else joining)
         return []
 
     def _bring_back(self, now_s: float) -> Out:
@@ -125,35 +136,158 @@ class Coordinator:
         for node, (_, beat) in sorted(self.heard.items()):
             is_holder = node in self.configuration.holders and beat.state_epoch >= 0
             if node not in chain and is_holder and not self._is_silent(node, now_s):
-                return self._decide(chain=(node,), joining=None)
+                return self.decide(chain=(node,), joining=None)
         return []
 
-    def _add_node(self, now_s: float) -> Out:
+    def _add_node(self, now_s: float, load: Callable[[Node], int]) -> Out:
         chain = self.configuration.chain
         is_confirmed = self.configuration.confirmed == self.configuration.epoch
-        if not is_confirmed or self.configuration.joining is not None or len(chain) >= self.replicas:
+        if not is_confirmed or self.configuration.joining is not None or len(chain) >= self.settings.replicas:
             return []  # unconfirmed: one that was taken for dead may be the only one left, and joining begins empty
-        for node in sorted(self.heard):
+        for node in sorted(self.heard, key=lambda node: (load(node), node)):
             if node not in chain and not self._is_silent(node, now_s):
-                return self._decide(chain=(*chain, node), joining=(node, self.configuration.epoch + 1))
+                return self.decide(chain=(*chain, node), joining=(node, self.configuration.epoch + 1))
         return []
 
-    def _drop_workers(self, now_s: float) -> Out:
-        for worker in self.configuration.workers:
-            heard = self.workers_heard.get(worker)
-            since = heard[0] if heard is not None else self.began_s
-            is_silent = since is not None and now_s - since > self.worker_deadline_s
-            if is_silent or (heard is not None and heard[1].is_done):
-                rest = {other: first for other, first in self.configuration.workers.items() if other != worker}
-                return self._decide(workers=rest)
+
+@dataclass(slots=True)
+class Coordinator:
+    """The state machine.
+
+    Args:
+        chains: by range.
+        write: keeps a decision about all ranges, durably, before it is told.
+        settings: when silence is death.
+    """
+
+    chains: list[Chain]
+    write: Callable[[Sequence[Configuration]], None]
+    settings: Settings
+    heard: dict[Worker, tuple[float, WorkerBeat]] = field(default_factory=dict)
+    gone: dict[Worker, float] = field(default_factory=dict)  # since when their connections are broken
+    known: set[Worker] = field(default_factory=set)  # that are or were active: one that was dropped comes as another
+    began_s: float | None = None
+
+    @classmethod
+    def first(
+        cls,
+        chains: Sequence[Sequence[Node]],
+        workers: Iterable[Worker],
+        write: Callable[[Sequence[Configuration]], None],
+        settings: Settings,
+    ) -> Coordinator:
+        """Begin a job with these replicas, by range, head first."""
+        clocks = dict.fromkeys(workers, 0)
+        first = [Configuration(0, tuple(nodes), clocks, confirmed=0, holders=tuple(nodes)) for nodes in chains]
+        write(first)
+        return cls([Chain(one, settings) for one in first], write, settings, known=set(clocks))
+
+    @classmethod
+    def again(
+        cls,
+        log: Sequence[Sequence[Configuration]],
+        write: Callable[[Sequence[Configuration]], None],
+        settings: Settings,
+    ) -> Coordinator:
+        """Go on from the log of one that ended. Nobody is suspected before a deadline has passed since now."""
+        known = {worker for entry in log for one in entry for worker in one.workers}
+        return cls([Chain(one, settings) for one in log[-1]], write, settings, known=known)
+
+    @property
+    def workers(self) -> Mapping[Worker, int]:
+        """The active ones and their first clocks."""
+        return self.chains[0].configuration.workers
+
+    def on(self, number: int, message: Beat | WorkerBeat, now_s: float) -> Sent:
+        """Take a sign of life about range `number`."""
+        chain = self.chains[number]
+        if isinstance(message, WorkerBeat):
+            self.heard[message.worker] = (now_s, message)
+            self.gone.pop(message.worker, None)
+            return with_range(number, chain.answer(message.worker, message.epoch))
+        before = chain.configuration
+        return self._kept([before], [number], [chain.on(message, now_s)])
+
+    def tick(self, now_s: float) -> Sent:
+        """Now and then: who is silent, who wants in."""
+        self.began_s = now_s if self.began_s is None else self.began_s
+        for number, chain in enumerate(self.chains):
+            before = chain.configuration
+            if out := chain.tick(now_s, self._load):
+                return self._kept([before], [number], [out])
+        return self._drop_worker(now_s) or self._add_worker(now_s)
+
+    def everybody(self) -> Sent:
+        """The present configurations, to all who are in them or have been heard."""
+        sent = [one for number, chain in enumerate(self.chains) for one in with_range(number, chain.everybody())]
+        others = [worker for worker in self.heard if worker not in self.workers]
+        return sent + [(w, number, chain.configuration) for number, chain in enumerate(self.chains) for w in others]
+
+    def forget(self, who: Node | Worker, now_s: float) -> None:
+        """The connection to somebody has broken: it has a short time left to come back."""
+        settings = self.settings
+        if isinstance(who, tuple):
+            self.gone[who] = now_s
+            return
+        for chain in self.chains:
+            if who in chain.heard:
+                since_s, beat = chain.heard[who]
+                chain.heard[who] = (min(since_s, now_s - settings.node_deadline_s + settings.node_return_s), beat)
+
+    def slept(self, seconds: float) -> None:
+        """The coordinator itself stood still: nobody was silent in that time."""
+        self.heard = {worker: (since + seconds, beat) for worker, (since, beat) in self.heard.items()}
+        self.gone = {worker: since + seconds for worker, since in self.gone.items()}
+        for chain in self.chains:
+            chain.heard = {node: (since + seconds, beat) for node, (since, beat) in chain.heard.items()}
+
+    def _load(self, node: Node) -> int:
+        return sum(node in chain.configuration.chain for chain in self.chains)
+
+    def _kept(self, before: list[Configuration], numbers: list[int], outs: list[Out]) -> Sent:
+        if any(self.chains[number].configuration is not old for number, old in zip(numbers, before, strict=True)):
+            self.write([chain.configuration for chain in self.chains])
+        return [one for number, out in zip(numbers, outs, strict=True) for one in with_range(number, out)]
+
+    def _decide(self, workers: Mapping[Worker, int]) -> Sent:
+        """Every range gets the same workers, in one entry of the log."""
+        self.known |= workers.keys()
+        before = [chain.configuration for chain in self.chains]
+        outs = [chain.decide(workers=workers) for chain in self.chains]
+        self._kept(before, list(range(len(self.chains))), outs)
+        return self.everybody()
+
+    def _drop_worker(self, now_s: float) -> Sent:
+        for worker in self.workers:
+            heard = self.heard.get(worker)
+            is_done = heard is not None and heard[1].is_done
+            if is_done or self._is_silent(worker, now_s):
+                return self._decide({other: first for other, first in self.workers.items() if other != worker})
         return []
 
-    def _add_worker(self, now_s: float) -> Out:
-        """One that comes begins at the clock of the furthest: it has no part in rounds under way."""
-        for worker, (since, beat) in sorted(self.workers_heard.items()):
-            is_new = worker not in self.known and not beat.is_done
-            if is_new and now_s - since <= self.worker_deadline_s:
-                clocks = [self.workers_heard[w][1].clock for w in self.configuration.workers if w in self.workers_heard]
-                first = max([*clocks, *self.configuration.workers.values(), beat.clock], default=0) + 1
-                return self._decide(workers={**self.configuration.workers, worker: first})
+    def _is_silent(self, worker: Worker, now_s: float) -> bool:
+        deadline_s, return_s = self.settings.worker_deadline_s, self.settings.worker_return_s
+        if worker in self.gone:  # another takes its place, or nobody does
+            return now_s - self.gone[worker] > return_s
+        if worker in self.heard:
+            return now_s - self.heard[worker][0] > deadline_s
+        return self.began_s is not None and now_s - self.began_s > max(deadline_s, return_s)
+
+    def _add_worker(self, now_s: float) -> Sent:
+        """One that takes another's place begins where that one was: rounds under way wait for it.
+
+        Any other begins at the clock of the furthest: it has no part in rounds under way.
+        """
+        for worker, (since, beat) in sorted(self.heard.items()):
+            if worker in self.known or beat.is_done or now_s - since > self.settings.worker_deadline_s:
+                continue
+            before = next((other for other in self.workers if other[0] == worker[0]), None)
+            if before is not None and before > worker:
+                continue
+            rest = {other: first for other, first in self.workers.items() if other != before}
+            if before is not None and self.settings.keeps_places:
+                return self._decide({**rest, worker: self.workers[before]})
+            clocks = [self.heard[other][1].clock for other in self.workers if other in self.heard]
+            first = max([*clocks, *self.workers.values(), beat.clock], default=0) + 1
+            return self._decide({**rest, worker: first})
         return []

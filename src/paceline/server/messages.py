@@ -12,9 +12,11 @@ from typing import Any
 
 Node = int  # a replica's process; never used twice
 Worker = tuple[int, int]  # name and incarnation
-Out = list[tuple[Any, Any]]  # addressee and message: a Node, a Worker, or COORDINATOR
+Out = list[tuple[Any, Any]]  # addressee and message: a Node, a Worker, COORDINATOR, or (HEAD, range)
+Sent = list[tuple[Any, int, Any]]  # the same with the range that it is about, in between
 
 COORDINATOR = "coordinator"
+HEAD = "head"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,11 @@ class Configuration:
     confirmed: int = -1  # the newest epoch that a replica with everything is known to be in
     holders: tuple[Node, ...] = ()  # the replicas of that epoch that have everything: nothing is promised without them
 
+    def neighbour(self, node: Node, step: int) -> Node | None:
+        """The replica so many steps after `node` in the chain; None where there is none."""
+        at = self.chain.index(node) + step if node in self.chain else -1
+        return self.chain[at] if 0 <= at < len(self.chain) else None
+
 
 @dataclass(frozen=True, slots=True)
 class Push:
@@ -37,8 +44,9 @@ class Push:
     worker: Worker
     clock: int
     segment: int
+    read: int  # updates in the parameters that it was computed from
+    note: Any  # what the store wants to know beside the gradient; nothing here looks at it
     payload: Any
-    weight: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +75,8 @@ class Pulled:
     epoch: int
     request: int
     clock: int
+    number: int  # updates in these parameters
+    note: Any  # of the last update of the first segment
     values: Any
 
 
@@ -83,8 +93,10 @@ class Update:
 
     segment: int
     pushes: tuple[tuple[Worker, int], ...]  # worker and clock, workers in order
+    note: Any
     payload: Any
-    weight: float
+    share: float = 1.0  # of the step that is taken: less for a gradient of parameters that have moved on
+    partial: float = 0.0  # of a gated round: what this range said to the others
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +130,21 @@ class State:
 
     epoch: int
     number: int
-    content: Any
     applied: Mapping[int, Mapping[Worker, int]]
     rounds: Mapping[int, int]
+    partials: Mapping[int, float]
+    note: Any
+    content: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """All gradients of a round are at the head of `range`; what the others must know before anybody applies them."""
+
+    range: int
+    round: int
+    value: float
+    is_question: bool  # whether the sender lacks the addressee's
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,19 +4,24 @@ The head gathers gradients and makes updates of them; only the update travels do
 Renesse and Schneider 2004, after aggregation as Li et al. 2014 have it). The tail answers reads, so nobody ever sees
 what a failure could take back. A push is acknowledged once the tail has it.
 
+Where a round is gated, nobody applies it before the heads of all ranges have all of its gradients: what depends on the
+whole gradient (clipping by its norm) is known then, and a worker that dies while it pushes leaves no range behind.
+
 Promises: a push counts at most once; an acknowledged one is never lost while one synced replica of the chain lives; all
 replicas apply the same updates in the same order; a reader at clock c sees what its mode promises.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from paceline.server.admission import Mode
 from paceline.server.messages import (
     COORDINATOR,
+    HEAD,
     Beat,
     Configuration,
     Forward,
@@ -24,6 +29,7 @@ from paceline.server.messages import (
     Missing,
     Node,
     Out,
+    Partial,
     Pull,
     Pulled,
     Push,
@@ -33,28 +39,7 @@ from paceline.server.messages import (
     Update,
     Worker,
 )
-
-
-class Store(Protocol):
-    """The range's parameters and their optimizer."""
-
-    def summed(self, payloads: Sequence[Any]) -> Any:
-        """The sum of gradients, in the order given."""
-
-    def apply(self, update: Update) -> None:
-        """Change the parameters of one segment."""
-
-    def read(self) -> Any:
-        """The parameters."""
-
-    def content(self) -> Any:
-        """Everything, for a replica that joins."""
-
-    def restore(self, content: Any) -> None:
-        """Take over what `content` gave."""
-
-    def clear(self) -> None:
-        """Hold nothing."""
+from paceline.server.store import Store
 
 
 @dataclass(slots=True)
@@ -66,12 +51,16 @@ class Replica:
         segments: how many the range has.
         mode: when gradients become an update, and who may read.
         store: parameters and optimizer.
+        range: which range this is.
+        gates: of gated rounds, how many ranges there are; 0 where every segment goes on by itself.
     """
 
     node: Node
     segments: int
     mode: Mode
     store: Store
+    range: int = 0
+    gates: int = 0
     configuration: Configuration = field(default_factory=lambda: Configuration(-1, (), {}))
     is_synced: bool = False
     applied: dict[int, dict[Worker, int]] = field(init=False)  # by segment: each worker's last clock
@@ -81,7 +70,14 @@ class Replica:
     kept: dict[int, Update] = field(default_factory=dict)  # those that the tail has not said to have, by number
     committed: int = 0  # updates that every replica has
     made_by: dict[tuple[Worker, int, int], int] = field(default_factory=dict)  # push to the number of its update
-    open: dict[int, dict[Worker, Push]] = field(init=False)  # by segment: gradients of the round under way
+    open: dict[int, dict[int, Push]] = field(init=False)  # by segment and name: gradients of the round under way
+    staged: dict[int, Update] = field(default_factory=dict)  # by segment: what waits at the gate
+    own: dict[int, float] = field(default_factory=dict)  # by round: what this range told the others
+    told: dict[int, dict[int, float]] = field(default_factory=dict)  # by round and range: what the others told
+    opened_s: dict[tuple[int, int], float] = field(default_factory=dict)  # by segment and round: since when
+    note: Any = None  # of the last update of the first segment
+    duplicates: int = 0  # pushes that had been counted
+    staleness: dict[int, int] = field(default_factory=dict)  # updates since its parameters were read: how many pushes
     waiting: list[Pull] = field(default_factory=list)
     joined: int = -1  # the epoch at which this process last joined the chain
     state_epoch: int = -1  # the last in which it was in the chain, with everything
@@ -93,9 +89,10 @@ class Replica:
         """Take one message; the messages that follow from it."""
         if isinstance(message, Configuration):
             return self._configure(message)
+        if isinstance(message, Partial):
+            return self._hear_partial(message)
         if message.epoch != self.configuration.epoch:
-            is_workers = isinstance(message, Push | Pull)
-            return [(message.worker, Stale(self.configuration.epoch))] if is_workers else []
+            return [(message.worker, Stale(self.configuration.epoch))] if isinstance(message, Push | Pull) else []
         if self.node not in self.configuration.chain:
             return []
         if isinstance(message, State):
@@ -109,22 +106,25 @@ class Replica:
             Forwarded: self._acknowledged,
             Missing: self._resend,
         }
-        out: Out = act[type(message)](message)
+        out: Out = act[type(message)](message) if type(message) in act else []
         return out
 
-    def tick(self) -> Out:
-        """Now and then: say again what may have been lost."""
-        state_epoch = self.state_epoch if self.is_synced else -1
-        out: Out = [(COORDINATOR, Beat(self.node, self.configuration.epoch, state_epoch))]
-        following = self.successor
-        if self.is_synced and following is not None:
-            if self._is_joining(following):
-                out.append((following, self._state()))
-            out += [
-                (following, Forward(self.configuration.epoch, n, self.kept[n]))
-                for n in range(self.committed, self.number)
-            ]
+    def beat(self) -> Out:
+        """Now and then: a sign of life."""
+        return [(COORDINATOR, Beat(self.node, self.configuration.epoch, self.state_epoch if self.is_synced else -1))]
+
+    def repeat(self) -> Out:
+        """Say again what may have been lost."""
+        out: Out = self.announce()
+        if self.is_synced and self.successor is not None:
+            if self._is_joining(self.successor):
+                out.append((self.successor, self._state()))
+            out += self._resend(Missing(self.configuration.epoch, self.committed))
         return out
+
+    def announce(self) -> Out:
+        """Tell the other ranges again what waits at the gate."""
+        return self._stage() if self.is_synced and self.is_head and self.staged else []
 
     @property
     def is_head(self) -> bool:
@@ -139,23 +139,15 @@ class Replica:
     @property
     def successor(self) -> Node | None:
         """The next of the chain."""
-        return self._neighbour(1)
+        return self.configuration.neighbour(self.node, 1)
 
     @property
     def predecessor(self) -> Node | None:
         """The one before in the chain."""
-        return self._neighbour(-1)
-
-    def _neighbour(self, step: int) -> Node | None:
-        chain = self.configuration.chain
-        if self.node not in chain:
-            return None
-        at = chain.index(self.node) + step
-        return chain[at] if 0 <= at < len(chain) else None
+        return self.configuration.neighbour(self.node, -1)
 
     def _is_joining(self, node: Node | None) -> bool:
-        joining = self.configuration.joining
-        return joining is not None and joining[0] == node
+        return self.configuration.joining is not None and self.configuration.joining[0] == node
 
     def _clear(self) -> None:
         self.store.clear()
@@ -165,6 +157,7 @@ class Replica:
         self.open = {segment: {} for segment in range(self.segments)}
         self.number = self.committed = 0
         self.kept, self.made_by, self.waiting = {}, {}, []
+        self.staged, self.own, self.told, self.note, self.opened_s = {}, {}, {}, None, {}
         self.is_synced = False
 
     def _configure(self, new: Configuration) -> Out:
@@ -186,16 +179,21 @@ class Replica:
         if not self.is_synced:
             return []
         self.state_epoch = new.epoch
-        # Gradients of the round under way were promised to nobody; their workers send them again.
-        self.open = {segment: {} for segment in range(self.segments)}
         self.waiting = []
+        if not self.is_head:  # gradients under way were promised to nobody: their workers send them to the new head
+            self.open, self.staged = {segment: {} for segment in range(self.segments)}, {}
+            out: Out = []
+        else:
+            out = self._close_all()  # a worker that was waited for may be gone
         if self.is_tail:
-            return self._commit()
-        return [(self.successor, self._state())] if self._is_joining(self.successor) else []
+            return out + self._commit()
+        # The state has the updates that were made just now; sent again after it they change nothing.
+        return [*out, (self.successor, self._state())] if self._is_joining(self.successor) else out
 
     def _state(self) -> State:
         applied = {segment: dict(clocks) for segment, clocks in self.applied.items()}
-        return State(self.configuration.epoch, self.number, self.store.content(), applied, dict(self.rounds))
+        facts = (self.number, applied, dict(self.rounds), dict(self.own), self.note)
+        return State(self.configuration.epoch, *facts, self.store.content())
 
     def _take_over(self, state: State) -> Out:
         if self.is_synced:
@@ -205,6 +203,7 @@ class Replica:
         self.applied = {segment: dict(clocks) for segment, clocks in state.applied.items()}
         self.rounds, self.settled = dict(state.rounds), dict(state.rounds)
         self.number = self.committed = state.number
+        self.own, self.note = dict(state.partials), state.note
         self.is_synced, self.state_epoch = True, self.configuration.epoch
         return self._commit() if self.is_tail else []
 
@@ -214,32 +213,91 @@ class Replica:
             return []
         answer: Out = [(worker, Pushed(self.configuration.epoch, push.clock, segment))] if self._is_confirmed() else []
         if push.clock <= self._last(segment, worker):
+            self.duplicates += 1
             number = self.made_by.get((worker, push.clock, segment))
             return answer if number is None or number < self.committed else []
         if self.mode.is_by_rounds:
             if push.clock < self.settled[segment]:  # its round went on without it, for good
                 return answer
-            if push.clock != self.rounds[segment]:
+            if push.clock != self.rounds[segment] or segment in self.staged:
                 return []
-            self.open[segment][worker] = push
+            self.open[segment][worker[0]] = push
             return self._close(segment)
         if push.clock != self._last(segment, worker) + 1:
             return []  # one before it is on its way
-        return self._make([push])
+        behind = max(0, self.number - push.read) // self.segments
+        self.staleness[behind] = self.staleness.get(behind, 0) + 1
+        share = 1 / (1 + behind) if self.mode.kind == "async" else 1.0
+        payload, note = self.store.combine([push])
+        return self._make(Update(segment, ((worker, push.clock),), note, payload, share))
 
-    def _close(self, segment: int) -> Out:
+    def _close_all(self) -> Out:
+        return [out for segment in range(self.segments) if self.open[segment] for out in self._close(segment)]
+
+    def expire(self, now_s: float) -> Out:
+        """Now and then: close the rounds whose deadline has passed, with the gradients that are here."""
+        out: Out = []
+        for segment, here in self.open.items() if self.mode.deadline_s and self.is_head else ():
+            since_s = self.opened_s.setdefault((segment, self.rounds[segment]), now_s) if here else now_s
+            if now_s - since_s >= self.mode.deadline_s:
+                out += self._close(segment, is_over=True)
+        return out
+
+    def _close(self, segment: int, is_over: bool = False) -> Out:
         here = self.open[segment]
-        active = [w for w, first in self.configuration.workers.items() if first <= self.rounds[segment]]
-        counted = {worker: push for worker, push in here.items() if worker in active}
-        if not self.mode.is_complete(counted, active):
+        active = [worker for worker, first in self.configuration.workers.items() if first <= self.rounds[segment]]
+        # A worker that took another's place counts by what that one had sent, until it has sent itself.
+        counted = {worker: here[worker[0]] for worker in active if worker[0] in here}
+        if segment in self.staged or not (self.mode.is_complete(counted, active) or (is_over and counted)):
             return []
         self.open[segment] = {}
-        return self._make([counted[worker] for worker in sorted(counted)])
+        pushes = [counted[worker] for worker in sorted(counted)]
+        payload, note = self.store.combine(pushes)
+        made = Update(segment, tuple((push.worker, push.clock) for push in pushes), note, payload)
+        if not self.gates:
+            return self._make(made)
+        self.staged[segment] = made
+        return self._stage()
 
-    def _make(self, pushes: Sequence[Push]) -> Out:
-        payload = self.store.summed([push.payload for push in pushes])
-        weight = sum(push.weight for push in pushes)
-        made = Update(pushes[0].segment, tuple((p.worker, p.clock) for p in pushes), payload, weight)
+    def _stage(self) -> Out:
+        """Tell the other ranges, once all gradients of this one are here."""
+        now, due = self._due()
+        if not due or any(segment not in self.staged for segment in due):
+            return []
+        if now not in self.own:  # otherwise a head that died applied some of it, with what it had told
+            self.own[now] = self.store.measure([self.staged[segment] for segment in due])
+        known = self.told.get(now, {})
+        others = [other for other in range(self.gates) if other != self.range]
+        out: Out = [((HEAD, other), Partial(self.range, now, self.own[now], other not in known)) for other in others]
+        return out + self._pass_gate()
+
+    def _due(self) -> tuple[int, list[int]]:
+        """The round under way, and the segments that have not closed it."""
+        now = min(self.rounds.values())
+        return now, [segment for segment, closed in self.rounds.items() if closed == now]
+
+    def _pass_gate(self) -> Out:
+        """Apply the round, if every range has all of its gradients."""
+        now, due = self._due()
+        known = {**self.told.get(now, {}), **({self.range: self.own[now]} if now in self.own else {})}
+        if len(known) < self.gates or any(segment not in self.staged for segment in due):
+            return []
+        out: Out = []
+        for segment in due:
+            finished = self.store.finish(self.staged.pop(segment), [known[index] for index in range(self.gates)])
+            out += self._make(dataclasses.replace(finished, partial=self.own[now]))
+        return out
+
+    def _hear_partial(self, message: Partial) -> Out:
+        self.told.setdefault(message.round, {})[message.range] = message.value
+        if not self.is_synced or not self.is_head:
+            return []
+        out: Out = []
+        if message.is_question and message.round in self.own:
+            out = [((HEAD, message.range), Partial(self.range, message.round, self.own[message.round], False))]
+        return out + (self._pass_gate() if self.staged else [])
+
+    def _make(self, made: Update) -> Out:
         number = self._apply(made)
         if self.is_tail:
             return self._commit()
@@ -251,11 +309,22 @@ class Replica:
         for worker, clock in update.pushes:
             self.applied[update.segment][worker] = clock
             self.made_by[worker, clock, update.segment] = number
+        if update.segment == 0:
+            self.note = update.note
         if self.mode.is_by_rounds:
-            self.rounds[update.segment] += 1
+            self._count_round(update)
         self.kept[number] = update
         self.number += 1
         return number
+
+    def _count_round(self, update: Update) -> None:
+        closed = self.rounds[update.segment]
+        self.rounds[update.segment] += 1
+        self.opened_s.pop((update.segment, closed), None)
+        if self.gates:  # one range may ask another for the round before
+            self.own[closed] = update.partial
+            self.own = {past: value for past, value in self.own.items() if past >= closed - 1}
+            self.told = {past: values for past, values in self.told.items() if past >= closed - 1}
 
     def _forwarded(self, message: Forward) -> Out:
         if message.number > self.number:
@@ -298,15 +367,17 @@ class Replica:
             return []
         if message.number < self.committed:  # no longer kept: it needs the state
             return [(following, self._state())] if self._is_joining(following) else []
-        numbers = range(message.number, self.number)
-        return [(following, Forward(self.configuration.epoch, n, self.kept[n])) for n in numbers]
+        return [
+            (following, Forward(self.configuration.epoch, n, self.kept[n])) for n in range(message.number, self.number)
+        ]
 
     def _pulled(self, pull: Pull) -> Out:
         if not self.is_tail or pull.worker not in self.configuration.workers:
             return []
         if self._is_confirmed() and self._may_read(pull):
             clock = max(pull.clock, min(self.rounds.values())) if self.mode.is_by_rounds else pull.clock
-            return [(pull.worker, Pulled(self.configuration.epoch, pull.request, clock, self.store.read()))]
+            facts = (pull.request, clock, self.number, self.note)
+            return [(pull.worker, Pulled(self.configuration.epoch, *facts, self.store.read()))]
         if pull not in self.waiting:
             self.waiting.append(pull)
         return []
