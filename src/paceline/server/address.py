@@ -1,0 +1,161 @@
+"""Where processes meet: unix sockets of this user on one host, mutual TLS 1.3 for whatever leaves it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import ssl
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.nouns.errors import PeerLostError, UsageError
+from paceline.server.connection import Connection
+
+UNIX = "unix:"
+AUTHORITY, CERTIFICATE, KEY = "authority.pem", "certificate.pem", "key.pem"
+CONNECT_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """`unix:PATH` or `HOST:PORT`."""
+
+    host: str
+    port: int = -1
+
+    @classmethod
+    def parse(cls, text: str) -> Address:
+        """Read an address.
+
+        Raises:
+            UsageError: it is none.
+        """
+        if text.startswith(UNIX) and len(text) > len(UNIX):
+            path = text.removeprefix(UNIX)
+            if len(os.fsencode(path)) > 107:
+                raise UsageError(
+                    f"a socket at {path}",
+                    f"the path has {len(path)} characters of 107",
+                    "name a shorter one",
+                )
+            return cls(path)
+        host, _, port = text.rpartition(":")
+        if not host or not port.isdecimal() or int(port) > 65535:
+            raise UsageError(f"the address {text!r}", "it is neither unix:PATH nor HOST:PORT", "write one of these")
+        return cls(host, int(port))
+
+    @property
+    def is_unix(self) -> bool:
+        """Whether it is a socket in the file system."""
+        return self.port < 0
+
+    def __str__(self) -> str:
+        return f"{UNIX}{self.host}" if self.is_unix else f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """A folder with the job's authority, and a certificate and key of this process's role."""
+
+    folder: Path
+
+    def context(self, is_server: bool) -> ssl.SSLContext:
+        """TLS 1.3, each side showing a certificate of the job's authority.
+
+        Raises:
+            UsageError: a file is missing, or is no certificate or key.
+        """
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.check_hostname = False  # a job's hosts have no names of their own: its authority vouches for them
+        context.verify_mode = ssl.CERT_REQUIRED
+        try:
+            context.load_verify_locations(self.folder / AUTHORITY)
+            context.load_cert_chain(self.folder / CERTIFICATE, self.folder / KEY)
+        except (OSError, ssl.SSLError) as error:
+            raise UsageError(
+                f"{AUTHORITY}, {CERTIFICATE} and {KEY} in {self.folder}",
+                f"they can't be used ({error})",
+                "make them with `paceline server credentials FOLDER`, and copy them to each host",
+            ) from None
+        return context
+
+
+async def listen(address: Address, make: Callable[[], Connection], credentials: Credentials | None) -> tuple[Any, str]:
+    """Accept connections; the server, and where it listens (port 0 becomes a free one).
+
+    Raises:
+        UsageError: the address is in use, can't be had, or leaves the host without credentials.
+    """
+    loop = asyncio.get_running_loop()
+    try:
+        if address.is_unix:
+            before = os.umask(0o177)  # no other user may connect
+            try:
+                server: Any = await loop.create_unix_server(make, address.host)
+            finally:
+                os.umask(before)
+            return server, str(address)
+        if credentials is None:
+            raise _wants_credentials(address)
+        context = credentials.context(is_server=True)
+        server = await loop.create_server(make, address.host, address.port, ssl=context)
+        return server, f"{address.host}:{server.sockets[0].getsockname()[1]}"
+    except OSError as error:
+        raise UsageError(
+            f"to listen at {address}",
+            f"it can't be had ({error.strerror or error})",
+            "name another with --listen",
+        ) from None
+
+
+async def connect(address: Address, make: Callable[[], Connection], credentials: Credentials | None) -> Connection:
+    """Open a connection.
+
+    Raises:
+        PeerLostError: nobody answers, or the other is not of this job.
+        UsageError: it leaves the host, and there are no credentials.
+    """
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(CONNECT_S):
+            if address.is_unix:
+                _, protocol = await loop.create_unix_connection(make, address.host)
+                return protocol
+            if credentials is None:
+                raise _wants_credentials(address)
+            context = credentials.context(is_server=False)
+            _, protocol = await loop.create_connection(make, address.host, address.port, ssl=context)
+            return protocol
+    except (OSError, TimeoutError) as error:
+        fix = "see whether it runs, and whether its credentials are of the same job"
+        raise PeerLostError(f"a connection to {address}", f"it fails ({error or 'no answer'})", fix) from None
+
+
+def role_of(transport: Any) -> str | None:
+    """The role that the other's certificate names; None on a unix socket, where only this user can connect."""
+    certificate = transport.get_extra_info("peercert")
+    if not certificate:
+        return None
+    names = {key: value for part in certificate.get("subject", ()) for key, value in part}
+    return str(names.get("commonName", ""))
+
+
+def user_of(end: socket.socket) -> int | None:
+    """The user at the other end of a unix socket; None where the system can't say."""
+    if not hasattr(socket, "SO_PEERCRED"):
+        return None
+    _, user, _ = struct.unpack("3i", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return int(user)
+
+
+def _wants_credentials(address: Address) -> UsageError:
+    return UsageError(
+        f"a connection at {address}, which can leave this host",
+        "there are no credentials",
+        "write --credentials FOLDER (`paceline server credentials FOLDER` makes them), or use unix:PATH",
+    )

@@ -1,0 +1,339 @@
+"""The coordinator's process: gathers a job's servers and workers, starts it, and says who is in.
+
+It is never on the way of gradients and parameters. When it dies, workers and servers go on as they are; started again
+on the same log it takes up where it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from paceline.nouns.errors import CheckpointError, PacelineError, PlanError
+from paceline.server import setup
+from paceline.server.address import Address, Credentials
+from paceline.server.connection import Connection
+from paceline.server.coordinator import Coordinator, Settings
+from paceline.server.layout import Layout
+from paceline.server.log import Log
+from paceline.server.messages import COORDINATOR, Beat, Node, WorkerBeat
+from paceline.server.peers import BEAT_S, Peers, every
+from paceline.server.settings import JobSettings
+
+LEAST_DEADLINE_S = 5.0  # silence that may be a machine under load
+STOOD_STILL_S = 2.0  # between two ticks of BEAT_S / 2: this process was stopped, or its host slept
+GAPS = 8  # silence is death after so many times the longest pause between signs of life
+
+
+class Coordination(Peers):
+    """The process.
+
+    Args:
+        listen_at: where servers and workers come.
+        job: what the plan says; the workers add their part.
+        log: the file that keeps decisions.
+        tell: takes what happens, as events.
+        returns_s: time for another worker to take a lost one's place; 0 where nobody starts one.
+    """
+
+    def __init__(
+        self,
+        listen_at: Address,
+        job: JobSettings,
+        log: Path,
+        tell: Callable[[dict[str, Any]], None],
+        returns_s: float = 0.0,
+        credentials: Credentials | None = None,
+    ) -> None:
+        super().__init__("coordinator", credentials)
+        self.listen_at, self.job, self.tell, self.returns_s = listen_at, job, tell, returns_s
+        self.log = Log.open(log)
+        self.where = ""
+        self.layouts: dict[int, Layout] = {}  # by worker, until the job starts
+        self.workers: dict[int, tuple[int, int]] = {}
+        self.coordinator: Coordinator | None = None
+        self.installed: set[tuple[int, Node]] = set()
+        self.chains: list[list[Node]] = []
+        self.gaps: dict[Any, tuple[float, float]] = {}  # who was last heard when, and the longest pause of late
+        self.told: list[int] = []
+        self.ticked_s = 0.0
+        self.facts: dict[Any, dict[str, Any]] = {}  # by worker, what it says of itself
+        self.ending: asyncio.Future[None] | None = None
+
+    async def run(self, ready: Callable[[str], None] = lambda where: None) -> None:
+        """Serve until the job is over.
+
+        Args:
+            ready: told where it listens.
+
+        Raises:
+            PacelineError: the address can't be had; the plan does not fit the model; a part of the parameters is lost.
+        """
+        self.ending = asyncio.get_running_loop().create_future()
+        self.where = await self.listen(self.listen_at)
+        ready(self.where)
+        if self.log.job is not None:
+            self.job = JobSettings.of_json(self.log.job[0])
+        if self.log.configurations:
+            self.coordinator = Coordinator.again(self.log.configurations, self._decided, self._settings())
+            self.tell({"event": "coordinator_back", "epochs": self._epochs()})
+        self.spawn(every(BEAT_S / 2, self._tick))
+        try:
+            await self.ending
+        finally:
+            self.close()
+            self.log.close()
+
+    def failed(self, error: BaseException | None) -> None:
+        """End with the error, and tell the workers."""
+        if isinstance(error, PacelineError):
+            self._refuse_all(error)
+        if self.ending is not None and not self.ending.done():
+            asyncio.get_running_loop().call_later(0.2, self._end, error)
+
+    def _end(self, error: BaseException | None) -> None:
+        if self.ending is not None and not self.ending.done():
+            self.ending.set_exception(error or RuntimeError("failed"))
+
+    # --- who comes
+
+    def greet(self, connection: Connection, hello: setup.Hello) -> Any:
+        """Name servers and workers that have no name yet.
+
+        Raises:
+            PacelineError: the worker's model is another than the others'.
+        """
+        if hello.role == "server":
+            node = hello.name if 0 <= hello.name < self.log.nodes else self.log.name_node()
+            self.addresses[node] = Address.parse(hello.address)
+            connection.send(0, setup.Welcome(node, 0))
+            asyncio.get_running_loop().call_soon(self._server_is_here, node)
+            return node
+        worker = self._greet_worker(hello)
+        connection.send(0, setup.Welcome(*worker))
+        asyncio.get_running_loop().call_soon(self._worker_is_here, worker)
+        return worker
+
+    def _greet_worker(self, hello: setup.Hello) -> tuple[int, int]:
+        layout, settings = _layout_of(hello)
+        if self.log.job is not None:
+            layout.check_same(Layout.of_json(self.log.job[1]), f"worker {hello.name}", "the job")
+        elif self.layouts:
+            name, other = next(iter(self.layouts.items()))
+            layout.check_same(other, f"worker {hello.name}", f"worker {name}")
+        layout.ranges(self.job.servers)
+        self.layouts[hello.name] = layout
+        if self.log.job is None:
+            self.job = dataclasses.replace(self.job, **settings)
+        if 0 <= hello.incarnation < self.log.incarnations.get(hello.name, 0):
+            return hello.name, hello.incarnation
+        return self.log.name_worker(hello.name)
+
+    def _server_is_here(self, node: Node) -> None:
+        self._tell_addresses()
+        if self.coordinator is not None:
+            self._send_start(node)
+            self.send(self.coordinator.everybody())
+        else:
+            self._start_if_all_are_here()
+
+    def _worker_is_here(self, worker: tuple[int, int]) -> None:
+        self.workers[worker[0]] = worker
+        self._tell_addresses()
+        if self.coordinator is not None:
+            for other in self.coordinator.workers:
+                if other[0] == worker[0] and other != worker:  # whose place it takes
+                    self.coordinator.forget(other, time.monotonic())
+            self._send_start(worker)
+            self.send([one for one in self.coordinator.everybody() if one[0] == worker])
+        else:
+            self._start_if_all_are_here()
+
+    def _start_if_all_are_here(self) -> None:
+        servers = sorted(peer for peer in self.connections if isinstance(peer, int))
+        here = [worker for worker in self.workers.values() if worker in self.connections]
+        if len(servers) < self.job.servers or len(here) < self.job.workers:
+            return
+        nodes = servers[: self.job.servers]
+        layout = self.layouts[min(self.layouts)]
+        if self.log.job is None:
+            self.log.begin(self.job.to_json(), layout.to_json())
+        replicas = self.job.replicas
+        self.chains = [[nodes[(at + r) % len(nodes)] for r in range(replicas)] for at in range(len(nodes))]
+        self.installed = set()
+        for peer in [*servers, *here]:
+            self._send_start(peer)
+        first = self.workers[min(self.workers)]
+        self.send([(first, number, setup.Install(tuple(chain))) for number, chain in enumerate(self.chains)])
+
+    def _send_start(self, peer: Any) -> None:
+        assert self.log.job is not None
+        settings, layout = self.log.job
+        self.send([(peer, 0, setup.Start(settings, layout.encode()))])
+
+    def _tell_addresses(self) -> None:
+        known = {node: str(at) for node, at in self.addresses.items() if node in self.connections}
+        for peer in self.connections:
+            if not (isinstance(peer, tuple) and peer[0] == "watcher"):
+                self.send([(peer, 0, setup.Addresses(json.dumps(known)))])
+
+    # --- what comes
+
+    def take(self, peer: Any, number: int, message: Any) -> None:
+        """A message about range `number`."""
+        if isinstance(message, setup.AskStatus):
+            self.connections[peer].send(0, setup.Status(json.dumps(self.status()).encode()))
+        elif isinstance(message, setup.Status):
+            self.facts[peer] = json.loads(bytes(message.facts))
+        elif isinstance(message, setup.Installed):
+            self._is_installed(number, message.node)
+        elif isinstance(message, Beat | WorkerBeat):
+            self._note_gap(peer)
+            if self.coordinator is not None and number < len(self.coordinator.chains):
+                self.send(self.coordinator.on(number, message, time.monotonic()))
+
+    def _is_installed(self, number: int, node: Node) -> None:
+        if self.coordinator is not None:
+            return
+        self.installed.add((number, node))
+        if all((at, one) in self.installed for at, chain in enumerate(self.chains) for one in chain):
+            workers = [worker for worker in self.workers.values() if worker in self.connections]
+            self.coordinator = Coordinator.first(self.chains, workers, self._decided, self._settings())
+            self.tell({"event": "servers_started", "servers": self.job.servers, "workers": len(workers)})
+            self.send(self.coordinator.everybody())
+
+    def lost(self, peer: Any) -> None:
+        """A connection has ended."""
+        now = time.monotonic()
+        if self.coordinator is not None and not (isinstance(peer, tuple) and peer[0] == "watcher"):
+            self.coordinator.forget(peer, now)
+        if self.coordinator is None and isinstance(peer, tuple):
+            self.workers.pop(peer[0], None)
+
+    def _tick(self) -> None:
+        if self.coordinator is None:
+            return
+        now = time.monotonic()
+        if self.ticked_s and now - self.ticked_s > STOOD_STILL_S:
+            self.coordinator.slept(now - self.ticked_s)
+        self.ticked_s = now
+        self.coordinator.settings = settings = self._settings()
+        for chain in self.coordinator.chains:
+            chain.settings = settings
+        self.send(self.coordinator.tick(now))
+        lost = [number for number, chain in enumerate(self.coordinator.chains) if chain.is_lost(now)]
+        if lost and self.coordinator.workers:
+            raise CheckpointError(
+                f"range {lost[0]} of the parameters on {self.job.replicas} servers",
+                "all servers that had it have ended",
+                "go on from the last checkpoint: paceline run --resume",
+            )
+        is_over = not self.coordinator.workers and any(beat.is_done for _, beat in self.coordinator.heard.values())
+        if is_over and not self._is_joining(now) and self.ending is not None and not self.ending.done():
+            self.tell({"event": "servers_ended"})
+            self.ending.set_result(None)
+
+    def _is_joining(self, now_s: float) -> bool:
+        """Whether a worker that is not done is about to come in, to read at least what the others have made."""
+        assert self.coordinator is not None
+        for worker in self.workers.values():
+            heard = self.coordinator.heard.get(worker)
+            if heard is None:  # it has just come, unless it was in and was taken for dead
+                is_coming = worker not in self.coordinator.known
+            else:
+                is_coming = not heard[1].is_done and now_s - heard[0] <= self.coordinator.settings.worker_deadline_s
+            if is_coming and worker in self.connections:
+                return True
+        return False
+
+    def _settings(self) -> Settings:
+        """Silence is death after some times the longest pause of late: a machine under load is not dead."""
+        now = time.monotonic()
+        pauses = [longest for since, longest in self.gaps.values() if now - since < 60]
+        deadline_s = max(LEAST_DEADLINE_S, GAPS * max(pauses, default=0.0))
+        return Settings(
+            self.job.replicas,
+            node_deadline_s=deadline_s,
+            node_return_s=0.2 if self.listen_at.is_unix else 1.0,  # on one host a broken connection is a death
+            worker_deadline_s=deadline_s,
+            worker_return_s=max(self.returns_s, 0.5),
+            keeps_places=self.job.admission().is_by_rounds,
+        )
+
+    def _note_gap(self, peer: Any) -> None:
+        now = time.monotonic()
+        since, longest = self.gaps.get(peer, (now, 0.0))
+        gap = now - since
+        if gap > 0.01:  # one sign of life is several messages
+            self.gaps[peer] = (now, min(max(gap, 0.9 * longest), 5.0))
+
+    def _decided(self, configurations: Any) -> None:
+        self.log.decide(configurations)
+        epochs = [one.epoch for one in configurations]
+        if epochs != self.told:
+            self.told = epochs
+            chains = [list(one.chain) for one in configurations]
+            workers = sorted([*worker] for worker in configurations[0].workers)
+            self.tell({"event": "epoch", "epochs": epochs, "chains": chains, "workers": workers})
+
+    def _epochs(self) -> list[int]:
+        return [chain.configuration.epoch for chain in self.coordinator.chains] if self.coordinator else []
+
+    def _refuse_all(self, error: PacelineError) -> None:
+        refusal = setup.Refused(type(error).__name__, error.asked, error.found, error.fix)
+        self.send([(peer, 0, refusal) for peer in list(self.connections)])
+
+    def status(self) -> dict[str, Any]:
+        """What a person may want to know."""
+        now = time.monotonic()
+        facts: dict[str, Any] = {
+            "job": json.loads(self.job.to_json()),
+            "pid": os.getpid(),
+            "refused": self.refused[-5:],
+        }
+        facts["servers"] = {node: str(at) for node, at in self.addresses.items() if node != COORDINATOR}
+        if self.coordinator is None:
+            return {**facts, "state": "gathering", "here": [str(peer) for peer in self.connections]}
+        facts["workers"] = [
+            {
+                "worker": worker[0],
+                "incarnation": worker[1],
+                "clock": beat.clock,
+                "is_in": worker in self.coordinator.workers,
+                "is_done": beat.is_done,
+                "silent_s": round(max(0.0, now - since), 2),
+                **self.facts.get(worker, {}),
+            }
+            for worker, (since, beat) in sorted(self.coordinator.heard.items())
+        ]
+        chains = [
+            {
+                "range": number,
+                "epoch": chain.configuration.epoch,
+                "chain": list(chain.configuration.chain),
+                "is_whole": chain.is_whole and all(node in self.connections for node in chain.configuration.chain),
+            }
+            for number, chain in enumerate(self.coordinator.chains)
+        ]
+        return {**facts, "state": "training", "chains": chains}
+
+
+def _layout_of(hello: setup.Hello) -> tuple[Layout, dict[str, Any]]:
+    """The layout that a worker brings, and its part of the settings.
+
+    Raises:
+        PlanError: they are none.
+    """
+    try:
+        value = json.loads(bytes(hello.layout or b""))
+        layout = Layout.of_json(json.dumps(value["layout"]))
+        names = ("steps", "clip_norm", "implementation", "is_strict")
+        return layout, {name: value["settings"][name] for name in names}
+    except (ValueError, KeyError, TypeError) as error:
+        raise PlanError("a worker's layout", f"it can't be read ({error})", "use one version everywhere") from None

@@ -1,0 +1,109 @@
+"""A job's certificates: an authority that vouches for its processes, and forgets how."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from pathlib import Path
+from typing import Any
+
+from paceline.nouns.errors import UsageError
+from paceline.server.address import AUTHORITY, CERTIFICATE, KEY
+
+ROLES = ("coordinator", "server", "worker", "watcher")
+DAYS = 30
+_NAME = "paceline job authority"
+
+
+def make_credentials(folder: Path, days: int = DAYS) -> list[Path]:
+    """Make an authority and a certificate for every role: one folder each, to copy where the role runs.
+
+    The authority's key is not kept: nobody can add to the job later. Keys can be read by this user alone.
+
+    Args:
+        folder: a new one.
+        days: that the certificates hold.
+
+    Returns:
+        The roles' folders.
+
+    Raises:
+        UsageError: the folder exists or can't be written, or the library for it is not installed.
+    """
+    try:
+        from cryptography.hazmat.primitives.asymmetric import ec
+    except ImportError:
+        raise UsageError(
+            "certificates for a job", "the package cryptography is not installed", "pip install 'paceline[tls]'"
+        ) from None
+    try:
+        folder.mkdir(mode=0o700, parents=True)
+    except OSError as error:
+        raise UsageError(
+            f"credentials in {folder}", f"the folder can't be made ({error.strerror})", "name a new one"
+        ) from None
+    authority_key = ec.generate_private_key(ec.SECP256R1())
+    authority = _certificate(_NAME, authority_key.public_key(), authority_key, days, is_authority=True)
+    made = []
+    for role in ROLES:
+        own = folder / role
+        own.mkdir(mode=0o700)
+        key = ec.generate_private_key(ec.SECP256R1())
+        _write(own / AUTHORITY, _pem(authority))
+        _write(own / CERTIFICATE, _pem(_certificate(role, key.public_key(), authority_key, days)))
+        _write(own / KEY, _key_pem(key))
+        made.append(own)
+    return made
+
+
+def _certificate(name: str, public: Any, signer: Any, days: int, is_authority: bool = False) -> Any:
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+    now = datetime.datetime.now(datetime.UTC)
+    usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+    builder = (
+        x509.CertificateBuilder()
+        .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]))
+        .issuer_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, _NAME)]))
+        .public_key(public)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(minutes=5))
+        .not_valid_after(now + datetime.timedelta(days=days))
+        .add_extension(x509.BasicConstraints(ca=is_authority, path_length=0 if is_authority else None), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), critical=False)
+    )
+    if is_authority:
+        signs = dict.fromkeys(_USAGES, False) | {"key_cert_sign": True}
+        builder = builder.add_extension(x509.KeyUsage(**signs), critical=True)
+    else:
+        builder = builder.add_extension(x509.ExtendedKeyUsage(usages), critical=False)
+    return builder.sign(signer, hashes.SHA256())
+
+
+_USAGES = (
+    *("digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement"),
+    *("key_cert_sign", "crl_sign", "encipher_only", "decipher_only"),
+)
+
+
+def _pem(certificate: Any) -> bytes:
+    from cryptography.hazmat.primitives.serialization import Encoding
+
+    content: bytes = certificate.public_bytes(Encoding.PEM)
+    return content
+
+
+def _key_pem(key: Any) -> bytes:
+    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
+    content: bytes = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    return content
+
+
+def _write(path: Path, content: bytes) -> None:
+    end = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(end, "wb") as file:
+        file.write(content)

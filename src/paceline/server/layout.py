@@ -1,0 +1,204 @@
+"""Where every parameter lies on the servers: pieces in segments, segments in ranges.
+
+Parameters are laid out in the order of the optimizer's groups. A segment holds parameters of one group and dtype, up to
+1 MiB of them: the unit in which gradients are sent, counted, summed and applied. A parameter is cut at multiples of
+4096 elements, so that its norm is added up in the same rows as in one process, bit for bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from paceline.nouns.errors import PlanError, WorkloadError
+
+SEGMENT_BYTES = 2**20
+ALIGNMENT = 64  # bytes: what torch's vector instructions like
+_ROW = 4096  # elements
+BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+AVERAGE = -1  # the group of buffers: not trained, but the mean of what the workers have
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A parameter or buffer: its name, shape, dtype and the optimizer's group."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    group: int
+
+    @property
+    def numel(self) -> int:
+        """How many numbers."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """`count` elements of an entry from `start` on; in its segment they begin at byte `offset`."""
+
+    entry: int
+    start: int
+    count: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """What travels together; `begin` is its place, in bytes, among all segments."""
+
+    group: int
+    dtype: str
+    pieces: tuple[Piece, ...]
+    nbytes: int
+    begin: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What the workers train.
+
+    Args:
+        entries: in order of groups, buffers last.
+        optimizer: the class's name, as torch.optim has it.
+        groups: of each parameter group its settings, as JSON has them.
+        samples: how long the data set is.
+    """
+
+    entries: tuple[Entry, ...]
+    optimizer: str
+    groups: tuple[dict[str, Any], ...]
+    samples: int = 0
+
+    def to_json(self) -> str:
+        """As text; `of_json` reads it."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    def of_json(cls, text: str) -> Layout:
+        """Read a layout that came over a wire.
+
+        Raises:
+            ValueError: it is none.
+        """
+        value = json.loads(text)
+        try:
+            entries = tuple(_entry(one) for one in value["entries"])
+            groups, optimizer, samples = value["groups"], value["optimizer"], value["samples"]
+        except (TypeError, KeyError) as error:
+            raise ValueError(f"a layout without {error}") from None
+        is_well = isinstance(optimizer, str) and isinstance(samples, int) and isinstance(groups, list)
+        if not is_well or not all(isinstance(group, dict) for group in groups):
+            raise ValueError("a layout of other kinds")
+        if any(not AVERAGE <= entry.group < len(groups) for entry in entries):
+            raise ValueError("a parameter of a group that is not there")
+        return cls(entries, optimizer, tuple(groups), samples)
+
+    @property
+    def digest(self) -> str:
+        """A short name of the layout: equal where everything is."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:32]
+
+    def segments(self) -> list[Segment]:
+        """The entries in segments."""
+        segments: list[Segment] = []
+        begin = 0
+        for pieces, nbytes in _filled(self.entries):
+            first = self.entries[pieces[0].entry]
+            segments.append(Segment(first.group, first.dtype, tuple(pieces), nbytes, begin))
+            begin += nbytes
+        return segments
+
+    def ranges(self, servers: int) -> list[list[Segment]]:
+        """The segments in as many runs, of about as many bytes.
+
+        Raises:
+            PlanError: there are more servers than segments.
+        """
+        segments = self.segments()
+        if servers > len(segments):
+            raise PlanError(
+                f"{servers} servers, each with a part of the parameters",
+                f"the model fills {len(segments)} segment{'s' * (len(segments) > 1)} of {SEGMENT_BYTES >> 20} MiB",
+                f"write server={len(segments)}" + (" or fewer" if len(segments) > 1 else ""),
+            )
+        total = sum(segment.nbytes for segment in segments)
+        ranges: list[list[Segment]] = [[] for _ in range(servers)]
+        at = 0
+        for number, segment in enumerate(segments):
+            left, wanted = len(segments) - number, servers - at - 1
+            is_full = segment.begin + segment.nbytes / 2 > total * (at + 1) / servers
+            if ranges[at] and wanted and (is_full or left <= wanted):
+                at += 1
+            ranges[at].append(segment)
+        return ranges
+
+    def check_same(self, other: Layout, mine: str, theirs: str) -> None:
+        """Raise WorkloadError, naming the first difference, unless both are equal.
+
+        Args:
+            other: to compare with.
+            mine, theirs: whose they are, for the error.
+        """
+        if self.samples != other.samples:
+            raise WorkloadError(
+                "all workers should make the same data set",
+                f"that of {mine} has {self.samples} samples, that of {theirs} {other.samples}",
+                "make it without looking at the rank, the host or the time",
+            )
+        here = [*map(_shown, self.entries), self.optimizer, *map(str, self.groups)]
+        there = [*map(_shown, other.entries), other.optimizer, *map(str, other.groups)]
+        longest = max(len(here), len(there))
+        for a, b in zip([*here, *["nothing"] * longest], [*there, *["nothing"] * longest], strict=False):
+            if a != b:
+                raise WorkloadError(
+                    "all workers should train the same model with the same optimizer",
+                    f"{mine} has {a} where {theirs} has {b}",
+                    "make both without looking at the rank, the host or the time",
+                )
+
+
+def most_state_bytes(segments: Sequence[Segment]) -> int:
+    """What everything of a range may come to: its parameters, up to seven times as much of optimizer state, names."""
+    return 8 * sum(segment.nbytes for segment in segments) + 2**24
+
+
+def _entry(value: dict[str, Any]) -> Entry:
+    entry = Entry(value["name"], tuple(value["shape"]), value["dtype"], value["group"])
+    sizes_are_well = all(isinstance(size, int) and size >= 0 for size in entry.shape)
+    if not (isinstance(entry.name, str) and isinstance(entry.group, int) and sizes_are_well and entry.dtype in BYTES):
+        raise ValueError(f"an entry of other kinds: {value!r:.80}")
+    return entry
+
+
+def _shown(entry: Entry) -> str:
+    return f"{entry.name} {entry.shape} {entry.dtype} of group {entry.group}"
+
+
+def _filled(entries: Sequence[Entry]) -> list[tuple[list[Piece], int]]:
+    filled: list[tuple[list[Piece], int]] = []
+    kind: tuple[int, str] | None = None
+    for number, entry in enumerate(entries):
+        size, start = BYTES[entry.dtype], 0
+        while start < entry.numel:
+            used = filled[-1][1] if filled and kind == (entry.group, entry.dtype) else SEGMENT_BYTES
+            room = (SEGMENT_BYTES - used) // size
+            count = entry.numel - start
+            if count > room:
+                count = room // _ROW * _ROW
+            if count == 0:
+                filled.append(([], 0))
+                kind = (entry.group, entry.dtype)
+                continue
+            pieces, offset = filled[-1]
+            pieces.append(Piece(number, start, count, offset))
+            filled[-1] = (pieces, offset + -(-count * size // ALIGNMENT) * ALIGNMENT)
+            start += count
+    return filled

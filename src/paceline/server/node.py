@@ -1,0 +1,242 @@
+"""A server's process: keeps ranges of the parameters, takes gradients in, gives parameters out."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from paceline.nouns.errors import PacelineError
+from paceline.server import messages, setup
+from paceline.server.address import Address, Credentials
+from paceline.server.client import with_range
+from paceline.server.connection import Connection
+from paceline.server.frames import FrameError
+from paceline.server.layout import BYTES, Layout, Segment, most_state_bytes
+from paceline.server.member import Member
+from paceline.server.messages import COORDINATOR
+from paceline.server.peers import BEAT_S, Peers, every
+from paceline.server.replica import Replica
+from paceline.server.settings import JobSettings
+from paceline.server.tensors import Segments, bytes_of
+
+REPEAT_S = (0.5, 60.0)  # what has no answer is said again after so long; each time later, up to
+EXPIRE_S = 0.05  # how exact a deadline is
+_DTYPES = {name: getattr(torch, name) for name in BYTES}
+
+
+class Server(Peers):
+    """One server.
+
+    Args:
+        listen_at: where workers and other servers come.
+        coordinator: where it is.
+        credentials: for whatever leaves the host.
+    """
+
+    def __init__(self, listen_at: Address, coordinator: Address, credentials: Credentials | None = None) -> None:
+        super().__init__("server", credentials)
+        self.listen_at, self.where = listen_at, ""
+        self.addresses[COORDINATOR] = coordinator
+        self.node = -1
+        self.member: Member | None = None
+        self.ranges: list[list[Segment]] = []
+        self.waiting: list[tuple[Any, int, Any]] = []  # what came before the job's start
+        self.counts: Counter[str] = Counter()
+        self.progress_s = self.repeated_s = 0.0
+        self.repeat_after_s = REPEAT_S[0]
+        self.ending: asyncio.Future[None] | None = None
+
+    async def run(self) -> None:
+        """Serve until the coordinator is gone for good.
+
+        Raises:
+            PacelineError: the address can't be had, or the coordinator refuses this server.
+        """
+        self.ending = asyncio.get_running_loop().create_future()
+        self.where = await self.listen(self.listen_at)
+        self.open(COORDINATOR)
+        self.spawn(every(BEAT_S, self._tick))
+        self.spawn(every(EXPIRE_S, self._expire))
+        try:
+            await self.ending
+        finally:
+            self.close()
+
+    def hello(self, to: Any) -> setup.Hello:
+        """Who this is."""
+        return setup.Hello("server", self.node, 0, self.where, "")
+
+    def failed(self, error: BaseException | None) -> None:
+        """End with the error."""
+        if self.ending is not None and not self.ending.done():
+            self.ending.set_exception(error or RuntimeError("failed"))
+
+    def connected(self, peer: Any) -> None:
+        """Say again what another server may have missed."""
+        if isinstance(peer, int) and self.member is not None:
+            self.send(self.member.repeat())
+
+    def lost(self, peer: Any) -> None:
+        """The coordinator comes back, or it does not."""
+        if peer == COORDINATOR:
+            self.open(COORDINATOR)
+
+    def take(self, peer: Any, number: int, message: Any) -> None:
+        """A message about range `number`."""
+        self.counts[type(message).__name__] += 1
+        if isinstance(message, setup.Welcome):
+            self.node = message.name
+        elif isinstance(message, setup.Start):
+            self._start(message)
+        elif isinstance(message, setup.Addresses):
+            known = {int(node): Address.parse(text) for node, text in json.loads(message.servers).items()}
+            higher = {node: address for node, address in known.items() if node > self.node}  # the lower one connects
+            self.addresses = {COORDINATOR: self.addresses[COORDINATOR], **higher}
+            self._open_all()
+        elif isinstance(message, setup.Refused):
+            self.failed(PacelineError(message.asked, message.found, message.fix))
+        elif isinstance(message, setup.AskStatus):
+            self.connections[peer].send(0, setup.Status(json.dumps(self.status()).encode()))
+        elif self.member is None:
+            self.waiting.append((peer, number, message))
+        else:
+            self._take_started(peer, number, message)
+
+    def _take_started(self, peer: Any, number: int, message: Any) -> None:
+        assert self.member is not None
+        if number >= len(self.member.replicas):
+            self.connections[peer].close(f"a message about range {number} of {len(self.member.replicas)}")
+            return
+        replica = self.member.replicas[number]
+        if isinstance(message, setup.Install):
+            if not replica.is_synced:
+                replica.store.restore(message.content)
+            self.send([(COORDINATOR, number, setup.Installed(self.node))])
+        elif isinstance(message, setup.ReadState):
+            if replica.is_synced and replica.is_tail:
+                self.send([(peer, number, setup.StateRead(message.request, replica.store.content()))])
+        else:
+            before, done = replica.number, replica.committed
+            self.send(self.member.on(number, message))
+            self.counts["updates"] += replica.number - before
+            if isinstance(message, messages.Configuration | messages.State):
+                self.send(with_range(number, replica.beat()))  # others wait to hear that it is in
+            if replica.number + replica.committed > before + done:
+                self.progress_s, self.repeat_after_s = time.monotonic(), REPEAT_S[0]
+
+    def _start(self, message: setup.Start) -> None:
+        if self.member is not None:
+            return  # the coordinator began again
+        settings = JobSettings.of_json(message.settings)
+        layout = Layout.of_json(bytes(message.layout).decode())
+        self.ranges = layout.ranges(settings.servers)
+        stores = [
+            Segments(layout, own, settings.implementation, settings.clip_norm, settings.workers, settings.admission())
+            for own in self.ranges
+        ]
+        self.member = Member(
+            self.node,
+            [
+                Replica(self.node, len(own), settings.admission(), store, number, settings.gates)
+                for number, (own, store) in enumerate(zip(self.ranges, stores, strict=True))
+            ],
+        )
+        for peer, number, waiting in self.waiting:
+            self._take_started(peer, number, waiting)
+        self.waiting = []
+
+    def room(self, connection: Connection, number: int, message: Any, nbytes: int) -> tuple[Any, memoryview]:
+        """Where a payload goes; a gradient is exactly as long as its segment."""
+        if isinstance(message, messages.Push | messages.Forward | messages.State | setup.Install):
+            if connection.peer is None or number >= len(self.ranges):
+                raise FrameError(f"a {type(message).__name__} of range {number} of {len(self.ranges)}")
+            if isinstance(message, messages.State | setup.Install):
+                return self._room_for_state(number, nbytes)
+            at = message.segment if isinstance(message, messages.Push) else message.update.segment
+            return self._room_for_gradient(number, at, nbytes)
+        return super().room(connection, number, message, nbytes)
+
+    def _room_for_state(self, number: int, nbytes: int) -> tuple[Any, memoryview]:
+        if nbytes > most_state_bytes(self.ranges[number]):
+            raise FrameError(f"a state of {nbytes} bytes")
+        content = bytearray(nbytes)
+        return content, memoryview(content)
+
+    def _room_for_gradient(self, number: int, at: int, nbytes: int) -> tuple[Any, memoryview]:
+        if not 0 <= at < len(self.ranges[number]) or nbytes != self.ranges[number][at].nbytes:
+            raise FrameError(f"a gradient of segment {at} with {nbytes} bytes")
+        place = torch.empty(nbytes, dtype=torch.uint8)
+        return place.view(_DTYPES[self.ranges[number][at].dtype]), bytes_of(place)
+
+    def views(self, payload: Any) -> Sequence[memoryview]:
+        """The bytes of a payload."""
+        return [bytes_of(payload)] if isinstance(payload, torch.Tensor) else [memoryview(payload)]
+
+    def status(self) -> dict[str, Any]:
+        """What a person may want to know."""
+        replicas = self.member.replicas if self.member is not None else []
+        rows = []
+        for number, replica in enumerate(replicas):
+            role = "head" if replica.is_head else "tail" if replica.is_tail else ""
+            if self.node not in replica.configuration.chain:
+                continue
+            missing: list[int] = []
+            if replica.is_head and replica.mode.is_by_rounds:
+                oldest = min(replica.rounds.values())
+                due = [segment for segment, closed in replica.rounds.items() if closed == oldest]
+                here = {name for segment in due for name in replica.open[segment]}
+                staged = any(segment in replica.staged for segment in due)
+                missing = [] if staged else [w[0] for w in replica.configuration.workers if w[0] not in here]
+            rows.append(
+                {
+                    "range": number,
+                    "role": role,
+                    "epoch": replica.configuration.epoch,
+                    "updates": replica.number,
+                    "behind": replica.number - replica.committed,
+                    "readers_waiting": len(replica.waiting),
+                    "waits_for": missing,
+                    "duplicates": replica.duplicates,
+                    "staleness": replica.staleness,
+                }
+            )
+        sent = sum(connection.bytes_sent for connection in self.connections.values())
+        received = sum(connection.bytes_received for connection in self.connections.values())
+        facts = {"node": self.node, "ranges": rows, "bytes_sent": sent, "bytes_received": received}
+        return {**facts, "messages": dict(self.counts), "refused": self.refused[-5:], "pid": os.getpid()}
+
+    def _open_all(self) -> None:
+        for peer in self.addresses:
+            self.open(peer)
+
+    def _expire(self) -> None:
+        if self.member is not None:
+            self.send(self.member.expire(time.monotonic()))
+
+    def _tick(self) -> None:
+        self._open_all()
+        if self.member is None:
+            return
+        self.send(self.member.beat())
+        now = time.monotonic()
+        if now - max(self.progress_s, self.repeated_s) > self.repeat_after_s:
+            self.repeated_s = now
+            self.repeat_after_s = min(2 * self.repeat_after_s, REPEAT_S[1])
+            self.send(self.member.repeat())
+
+
+async def serve(listen_at: str, coordinator: str, credentials: Credentials | None = None) -> None:
+    """Run one server.
+
+    Raises:
+        PacelineError: the address can't be had, or the coordinator is not there or refuses it.
+    """
+    torch.set_num_threads(1)
+    await Server(Address.parse(listen_at), Address.parse(coordinator), credentials).run()

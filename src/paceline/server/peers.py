@@ -1,0 +1,231 @@
+"""A process among others: who is connected, who may say what, and how to reach those who are not.
+
+Coordinator, server and worker are each one of these, with a state machine inside.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from paceline.nouns.errors import PacelineError, PeerLostError
+from paceline.server import messages, setup
+from paceline.server.address import Address, Credentials, connect, listen, role_of, user_of
+from paceline.server.connection import HELLO_S, Connection
+from paceline.server.frames import LAYOUT_BYTES, FrameError
+from paceline.server.messages import COORDINATOR, Sent
+
+BEAT_S = 0.5
+RETRY_S = (0.05, 0.1, 0.2, 0.5, 1.0)  # between attempts to connect
+# Who may say what; everybody may ask for the status. A worker or server may speak for itself alone.
+_FROM_COORDINATOR = (messages.Configuration, setup.Welcome, setup.Start, setup.Addresses, setup.Refused)
+_FROM_WORKER = (messages.Push, messages.Pull, messages.WorkerBeat, setup.ReadState)
+_FROM_SERVER = (
+    *(messages.Forward, messages.Forwarded, messages.Missing, messages.State, messages.Partial, messages.Beat),
+    *(messages.Pushed, messages.Pulled, messages.Stale, setup.StateRead, setup.Installed),
+)
+
+
+class Peers:
+    """The connections of one process.
+
+    Args:
+        role: "coordinator", "server" or "worker".
+        credentials: for whatever leaves the host.
+    """
+
+    def __init__(self, role: str, credentials: Credentials | None) -> None:
+        self.role, self.credentials = role, credentials
+        self.connections: dict[Any, Connection] = {}  # by who is at the other end
+        self.addresses: dict[Any, Address] = {}
+        self.opening: set[Any] = set()
+        self.tasks: set[asyncio.Task[Any]] = set()
+        self.listener: Any = None
+        self.is_closing = False
+        self.refused: list[str] = []  # what was turned away, newest last
+
+    # --- what each process adds
+
+    def hello(self, to: Any) -> setup.Hello:
+        """What this process says first to another."""
+        raise NotImplementedError
+
+    def take(self, peer: Any, number: int, message: Any) -> None:
+        """A message from a known peer about range `number`."""
+        raise NotImplementedError
+
+    def greet(self, connection: Connection, hello: setup.Hello) -> Any:
+        """Who that is, in the terms of this process.
+
+        Raises:
+            PacelineError: it is nobody that belongs here.
+        """
+        return hello.name if hello.role == "server" else (hello.name, hello.incarnation)
+
+    def lost(self, peer: Any) -> None:
+        """A known peer's connection has ended."""
+
+    def connected(self, peer: Any) -> None:
+        """A connection to a peer is there, from either side."""
+
+    def room(self, connection: Connection, number: int, message: Any, nbytes: int) -> tuple[Any, memoryview]:
+        """Where a payload goes: see `connection.Endpoint`."""
+        if isinstance(message, setup.Hello | setup.Start | setup.Status) and nbytes <= LAYOUT_BYTES:
+            content = bytearray(nbytes)
+            return content, memoryview(content)
+        raise FrameError(f"a {type(message).__name__} with {nbytes} bytes")
+
+    def views(self, payload: Any) -> Sequence[memoryview]:
+        """The bytes of a payload."""
+        return [memoryview(payload)]
+
+    # --- connections
+
+    async def listen(self, address: Address) -> str:
+        """Accept connections; where they come."""
+        self.listener, where = await listen(address, lambda: Connection(self), self.credentials)
+        return where
+
+    def send(self, sent: Sent) -> None:
+        """Hand messages to their connections; one that must be opened first will say again what it missed."""
+        for addressee, number, message in sent:
+            connection = self.connections.get(addressee)
+            if connection is not None:
+                connection.send(number, message)
+            elif addressee in self.addresses:
+                self.open(addressee)
+
+    def open(self, peer: Any) -> None:
+        """Begin to connect to a peer, unless that is under way."""
+        if peer not in self.opening and peer not in self.connections and not self.is_closing:
+            self.opening.add(peer)
+            self.spawn(self._open(peer))
+
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Run something beside."""
+        task = asyncio.get_running_loop().create_task(work)
+        self.tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        self.tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self.failed(task.exception())
+
+    def failed(self, error: BaseException | None) -> None:
+        """Something that ran beside has failed."""
+        raise error or RuntimeError("failed")
+
+    async def _open(self, peer: Any) -> None:
+        try:
+            for wait_s in RETRY_S:
+                address = self.addresses.get(peer)
+                if address is None:
+                    return
+                try:
+                    connection = await connect(address, lambda: Connection(self), self.credentials)
+                except PeerLostError:
+                    await asyncio.sleep(wait_s)
+                    continue
+                role = "coordinator" if peer == messages.COORDINATOR else "server"
+                if connection.role not in (None, role):
+                    connection.close(f"its certificate is of a {connection.role}, where a {role} should be")
+                    return
+                connection.peer = peer
+                self.connections[peer] = connection
+                connection.send(0, self.hello(peer))
+                self.connected(peer)
+                return
+        finally:
+            self.opening.discard(peer)
+
+    def close(self) -> None:
+        """End everything."""
+        self.is_closing = True
+        for task in list(self.tasks):
+            task.cancel()
+        for connection in list(self.connections.values()):
+            connection.close("the process ends")
+        if self.listener is not None:
+            self.listener.close()
+
+    # --- Endpoint
+
+    def on_open(self, connection: Connection) -> None:
+        """Look who it is before a byte is read: this user on a unix socket, the job's certificate on any other."""
+        end = connection.transport.get_extra_info("socket")
+        role = role_of(connection.transport)
+        if role is None and user_of(end) not in (os.getuid(), None):
+            self._turn_away(connection, "it is no process of this user")
+            return
+        connection.role = role
+        if connection.peer is None and self.listener is not None:
+            loop = asyncio.get_running_loop()
+            loop.call_later(HELLO_S, _close_unless_known, connection)
+
+    def on_message(self, connection: Connection, number: int, message: Any) -> None:
+        """A message has come: is it its sender's to send?"""
+        if isinstance(message, setup.Hello):
+            self._greet(connection, message)
+            return
+        if connection.peer is None or not self._may_say(connection.peer, message):
+            self._turn_away(connection, f"a {type(message).__name__} is not its to send")
+            return
+        self.take(connection.peer, number, message)
+
+    def on_lost(self, connection: Connection, why: str) -> None:
+        """A connection has ended."""
+        if connection.why and connection.why != "the process ends":
+            self.refused.append(why)
+        if connection.peer is not None and self.connections.get(connection.peer) is connection:
+            del self.connections[connection.peer]
+            self.lost(connection.peer)
+
+    def _greet(self, connection: Connection, hello: setup.Hello) -> None:
+        if connection.peer is not None or hello.role not in ("server", "worker", "watcher"):
+            self._turn_away(connection, f"a second hello, or one as {hello.role!r}")
+            return
+        if connection.role not in (None, hello.role):
+            self._turn_away(connection, f"its certificate is of a {connection.role}, it says that it is a {hello.role}")
+            return
+        try:
+            peer = ("watcher", id(connection)) if hello.role == "watcher" else self.greet(connection, hello)
+        except PacelineError as error:
+            refusal = setup.Refused(type(error).__name__, error.asked, error.found, error.fix)
+            connection.send(0, refusal)
+            asyncio.get_running_loop().call_later(1.0, connection.close, str(error))
+            return
+        if (old := self.connections.get(peer)) is not None:
+            old.peer = None
+            old.close("it came again")
+        connection.peer = peer
+        self.connections[peer] = connection
+        self.connected(peer)
+
+    def _may_say(self, peer: Any, message: Any) -> bool:
+        if isinstance(message, setup.AskStatus | setup.Status):
+            return True
+        if isinstance(message, setup.Install):
+            return peer == COORDINATOR or isinstance(peer, tuple)
+        if peer == COORDINATOR:
+            return isinstance(message, _FROM_COORDINATOR)
+        if isinstance(peer, int):
+            return isinstance(message, _FROM_SERVER) and getattr(message, "node", peer) == peer
+        return isinstance(message, _FROM_WORKER) and getattr(message, "worker", peer) == peer
+
+    def _turn_away(self, connection: Connection, why: str) -> None:
+        connection.close(why)
+
+
+def _close_unless_known(connection: Connection) -> None:
+    if connection.peer is None:
+        connection.close("it did not say who it is")
+
+
+async def every(seconds: float, work: Callable[[], None]) -> None:
+    """Call `work` again and again."""
+    while True:
+        work()
+        await asyncio.sleep(seconds)

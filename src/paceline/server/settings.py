@@ -1,0 +1,81 @@
+"""How a job with parameter servers runs: what the plan says, what the workload says, in one JSON object."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from paceline.nouns.errors import PlanError
+from paceline.nouns.plan import Plan
+from paceline.server.admission import Mode
+
+
+@dataclass(frozen=True, slots=True)
+class JobSettings:
+    """What coordinator, servers and workers must agree on.
+
+    Args:
+        servers, workers: how many.
+        replicas: of every range of parameters.
+        mode, quorum, staleness, deadline: when gradients become an update: see `admission.Mode`.
+        steps: that every worker takes.
+        clip_norm: largest norm of the whole gradient.
+        implementation: of the optimizer, as torch names it.
+        is_strict: rounds are gated, and wait for the one that takes a lost worker's place.
+    """
+
+    servers: int
+    workers: int
+    replicas: int = 2
+    mode: str = "sync"
+    quorum: int = 0
+    staleness: int = 0
+    deadline: float = 0.0
+    steps: int = 0
+    clip_norm: float | None = None
+    implementation: dict[str, Any] = field(default_factory=dict)
+    is_strict: bool = True
+
+    @classmethod
+    def of(cls, plan: Plan) -> JobSettings:
+        """What a plan says; the workload's part is added by the workers."""
+        return cls(
+            servers=plan.server,
+            workers=plan.world_size,
+            replicas=min(plan.replicas, plan.server),
+            mode=plan.mode,
+            quorum=plan.quorum,
+            staleness=plan.staleness,
+            deadline=plan.deadline,
+        )
+
+    def admission(self) -> Mode:
+        """When gradients become an update."""
+        return Mode(self.mode, quorum=self.quorum, staleness=self.staleness, deadline_s=self.deadline)
+
+    @property
+    def gates(self) -> int:
+        """Ranges whose rounds wait for each other; 0 where every segment goes on by itself."""
+        by_rounds = self.admission().is_by_rounds
+        return self.servers if by_rounds and (self.is_strict or self.clip_norm is not None) else 0
+
+    def to_json(self) -> str:
+        """As text."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def of_json(cls, text: str) -> JobSettings:
+        """Read settings that came over a wire.
+
+        Raises:
+            PlanError: they are none.
+        """
+        try:
+            values: Mapping[str, Any] = json.loads(text)
+            if values.keys() != {one.name for one in fields(cls)}:
+                raise ValueError("with other parts")
+            return cls(**values)
+        except (ValueError, AttributeError) as error:
+            raise PlanError("a job's settings", f"they can't be read ({error})", "use one version everywhere") from None

@@ -1,0 +1,99 @@
+"""What processes say to each other beside the protocol: who they are, what is trained, what state is kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.server.messages import Worker
+
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """Who opens a connection: "worker", "server" or "watcher". To the coordinator a worker sends its layout with it."""
+
+    role: str
+    name: int  # a worker's number, or the server's node; -1 for a server that has none yet
+    incarnation: int
+    address: str  # where a server listens
+    digest: str
+    layout: Any = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """The coordinator's answer: who the process is from now on."""
+
+    name: int
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What is trained, and how: JSON of the job's settings, and its layout."""
+
+    settings: str
+    layout: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    """Where every server listens: JSON."""
+
+    servers: str
+
+
+@dataclass(frozen=True, slots=True)
+class Install:
+    """To a worker: hand the first parameters to the servers. From it to a server: here they are, of one range."""
+
+    nodes: tuple[int, ...]
+    content: Any = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """A server has the first parameters of one range."""
+
+    node: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReadState:
+    """A worker wants everything of one range, for a checkpoint."""
+
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
+class StateRead:
+    """Everything of one range: parameters and optimizer state."""
+
+    request: int
+    content: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """What was asked can't be met, and why: an error's three parts, and its kind."""
+
+    kind: str
+    asked: str
+    found: str
+    fix: str
+
+
+@dataclass(frozen=True, slots=True)
+class AskStatus:
+    """How does it go?"""
+
+    worker: Worker = (-1, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """JSON of what the process knows."""
+
+    facts: Any

@@ -1,0 +1,188 @@
+"""Servers and workers on real sockets: what they end with, who is refused, what is lost when somebody goes."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+from cluster import Cluster, alone, gradient, train
+
+from paceline.nouns.errors import PlanError, WorkloadError
+from paceline.server.client import Session
+
+pytestmark = pytest.mark.slow
+STEPS = 6
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+@pytest.mark.parametrize(("workers", "servers"), [(1, 1), (2, 1), (2, 2), (3, 3)])
+def test_workers_end_where_one_process_does(workers, servers):
+    with Cluster(f"replicate={workers},server={servers}") as cluster:
+        ended = [cluster.worker(number, STEPS, train) for number in range(workers)]
+        models = [worker.ended().model for worker in ended]
+    expected = alone(workers, STEPS, adamw)
+    for model in models:
+        assert all(torch.equal(one, other) for one, other in zip(model.parameters(), expected, strict=True))
+
+
+def test_the_plain_optimizer_is_not_taken_for_the_fused_one():
+    """Under `is_deterministic` the servers run what one process runs; otherwise torch's fused kernels, near it."""
+    with Cluster("replicate=1,server=1") as cluster:
+        model = cluster.worker(0, STEPS, train, is_deterministic=False).ended().model
+    expected = alone(1, STEPS, adamw)
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(model.parameters(), expected, strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(model.parameters(), expected, strict=True))
+
+
+def test_a_killed_server_loses_nothing():
+    with Cluster("replicate=2,server=2") as cluster:
+
+        def work(handle, model):
+            while not handle.is_done:
+                if handle.clock == 2 and handle.link.name == 0:
+                    cluster.kill(cluster.servers[1])
+                    cluster.start_server()
+                gradient(model, handle.link.name, handle.clock)
+                handle.push(1.0, 2.0)
+
+        models = [worker.ended().model for worker in [cluster.worker(n, STEPS, work) for n in range(2)]]
+        epochs = [event for event in cluster.events if event["event"] == "epoch"]
+    expected = alone(2, STEPS, adamw)
+    assert all(torch.equal(a, b) for m in models for a, b in zip(m.parameters(), expected, strict=True))
+    assert len(epochs) > 2
+
+
+@pytest.mark.parametrize(
+    "mode", ["mode=quorum,quorum=2", "mode=deadline,deadline=0.2", "mode=stale,staleness=1", "mode=async"]
+)
+def test_the_other_modes_train(mode):
+    """Every gradient is that of (w - 1)^2 / 2: all modes end near 1."""
+
+    def work(handle, model):
+        while not handle.is_done:
+            for parameter in model.parameters():
+                parameter.grad = 2 * (parameter.detach() - 1)
+            handle.push(1.0, 2.0)
+
+    def sgd(model):
+        return torch.optim.SGD(model.parameters(), lr=0.2)
+
+    with Cluster(f"replicate=3,server=2,{mode}") as cluster:
+        ended = [cluster.worker(number, 20, work, optimizer=sgd) for number in range(3)]
+        models = [worker.ended().model for worker in ended]
+    assert all(float((p.detach() - 1).abs().max()) < 0.05 for model in models for p in model.parameters())
+
+
+@pytest.mark.parametrize("mode", ["mode=quorum,quorum=2", "mode=deadline,deadline=0.3"])
+def test_rounds_go_on_without_a_worker_that_has_stopped(mode):
+    stopped = threading.Event()
+
+    def work(handle, model):
+        while not handle.is_done:
+            if handle.link.name == 2 and handle.clock >= 2:
+                stopped.wait(20)
+                return
+            gradient(model, handle.link.name, handle.clock)
+            handle.push(1.0, 2.0)
+
+    with Cluster(f"replicate=3,server=1,{mode}") as cluster:
+        began = time.monotonic()
+        workers = [cluster.worker(number, 15, work) for number in range(3)]
+        for worker in workers[:2]:
+            worker.ended(40)
+        assert time.monotonic() - began < 40  # 13 rounds; not 13 deadlines of 5 s
+        stopped.set()
+
+
+def test_a_worker_that_comes_later_takes_part():
+    begun = threading.Event()
+
+    def slow(handle, model):
+        while not handle.is_done:
+            if handle.clock == 1:
+                begun.set()
+            time.sleep(0.1)
+            gradient(model, handle.link.name, handle.clock)
+            handle.push(1.0, 2.0)
+
+    with Cluster("replicate=1,server=1") as cluster:
+        first = cluster.worker(0, 20, slow)
+        assert begun.wait(20)
+        second = cluster.worker(1, 20, slow)
+        models = [first.ended().model, second.ended().model]
+        clocks = {tuple(worker) for event in cluster.events if event["event"] == "epoch" for worker in event["workers"]}
+    assert (1, 0) in clocks
+    assert all(torch.equal(a, b) for a, b in zip(*(model.parameters() for model in models), strict=True))
+
+
+def other_shape():
+    return torch.nn.Sequential(torch.nn.Linear(600, 600), torch.nn.Linear(600, 599))
+
+
+class Own(torch.optim.SGD):
+    """Not torch's own."""
+
+
+@pytest.mark.parametrize(
+    ("plan", "options", "error", "says"),
+    [
+        ("replicate=1,server=2", {"optimizer": lambda m: Own(m.parameters())}, PlanError, "which they don't know"),
+        ("replicate=1,server=9", {}, PlanError, "the model fills 6 segments"),
+        (
+            "replicate=1,server=1",
+            {"model": lambda: torch.nn.ParameterList([torch.ones(3, dtype=torch.complex64)])},
+            PlanError,
+            "0 on a parameter server, but it is of complex64",
+        ),
+    ],
+)
+def test_what_servers_refuse(plan, options, error, says):
+    with Cluster(plan) as cluster, pytest.raises(error) as raised:
+        cluster.worker(0, 2, train, **options).ended()
+    assert says in str(raised.value)
+
+
+def test_the_first_differing_parameter_is_named():
+    with Cluster("replicate=2,server=1") as cluster:
+        first = cluster.worker(0, 2, train)
+        time.sleep(0.5)
+        with pytest.raises(WorkloadError, match=r"worker 1 has 1.weight \(599, 600\)"):
+            cluster.worker(1, 2, train, model=other_shape).ended()
+        assert first.is_alive()
+
+
+def test_a_gradient_from_before_a_worker_was_taken_for_dead_is_not_pushed(monkeypatch):
+    """It comes again, and reads where the others are; what it computed meanwhile is of older parameters."""
+    pushed, counts, plain = [], [], Session.push
+
+    def push(session, gradients):
+        pushed.append(session.worker)
+        return plain(session, gradients)
+
+    monkeypatch.setattr(Session, "push", push)
+
+    def work(handle, model):
+        link = handle.link
+        while not handle.is_done:
+            if link.name == 1 and handle.clock == 2 and not counts:
+                before = link.latest
+                link.loop.call_soon_threadsafe(link._rejoin)
+                while link.latest is before:
+                    time.sleep(0.01)
+                gradient(model, 1, handle.clock)
+                handle.push(1.0, 2.0)
+                counts.append(sum(name == 1 for name, _ in pushed))
+                continue
+            gradient(model, link.name, handle.clock)
+            handle.push(1.0, 2.0)
+
+    with Cluster("replicate=2,server=1") as cluster:
+        workers = [cluster.worker(number, STEPS, work) for number in range(2)]
+        models = [worker.ended().model for worker in workers]
+    assert counts == [2]  # of its steps 0 and 1
+    assert all(torch.equal(a, b) for a, b in zip(*(model.parameters() for model in models), strict=True))

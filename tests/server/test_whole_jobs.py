@@ -1,0 +1,69 @@
+"""A whole job with servers by its commands: what it trains, sends, saves and says."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from jobs import STEPS, events, losses, paceline, write_workload
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_job_with_servers_trains_as_one_without(tmp_path):
+    file = write_workload(tmp_path)
+    plain = paceline(tmp_path, "run", "-n", "2", "--job", "plain", file)
+    ended = paceline(tmp_path, "run", "-n", "2", "--plan", "server=1", "--job", "servers", "--json", file)
+    assert (plain.code, ended.code) == (0, 0), ended.err
+    first, second = losses(tmp_path / "runs" / "plain"), losses(tmp_path / "runs" / "servers")
+    assert list(second) == list(range(1, STEPS + 1))
+    assert second == pytest.approx(first, rel=1e-9)
+    planned = json.loads(paceline(tmp_path, "plan", "-n", "2", "--plan", "server=1", "--json", file).out)
+    (end,) = events(tmp_path / "runs" / "servers", "end")
+    counted = {(row["collective"], row["axis"]): (row["calls"], row["bytes"]) for row in end["ledger"]}
+    expected = {
+        (row["collective"], row["axis"]): (row["calls"] * STEPS, row["payload_bytes"] * STEPS)
+        for row in planned["traffic"]
+    }
+    assert counted == expected
+    assert set(counted) == {("push", "server"), ("pull", "server")}
+
+
+def test_a_checkpoint_goes_from_servers_to_ranks_and_back(tmp_path):
+    file = write_workload(tmp_path)
+    whole = paceline(tmp_path, "run", "-n", "2", "--job", "whole", file)
+    assert whole.code == 0
+    stop = "    if job and job.step_number == {step} and job.model.training: raise KeyError('stop')\n"
+    broken = write_workload(tmp_path, stop.format(step=7), name="tiny.py")
+    every = ("--checkpoint-every", "3", "--job", "a")
+    assert paceline(tmp_path, "run", "-n", "2", "--plan", "server=1", *every, broken).code == 1
+    broken = write_workload(tmp_path, stop.format(step=14), name="tiny.py")
+    assert paceline(tmp_path, "run", "-n", "2", "--resume", *every, broken).code == 1
+    file = write_workload(tmp_path, name="tiny.py")
+    ended = paceline(tmp_path, "run", "-n", "2", "--plan", "server=1", "--resume", "--job", "a", file)
+    assert ended.code == 0, ended.err
+    assert losses(tmp_path / "runs" / "a") == pytest.approx(losses(tmp_path / "runs" / "whole"), rel=1e-9)
+
+
+def test_collectives_between_workers_are_refused(tmp_path):
+    hook = "    if job: paceline.all_reduce(torch.ones(1))\n"
+    ended = paceline(tmp_path, "run", "-n", "2", "--plan", "server=1", write_workload(tmp_path, hook))
+    assert ended.code == 2
+    assert "use a plan without server" in ended.err
+
+
+def test_a_disk_that_is_full_at_a_checkpoint_ends_nothing(tmp_path):
+    """Servers have nothing on a disk; worker 0's checkpoint fails, is told, and training goes on."""
+    full = "    if job and job.rank == 0 and job.step_number == 2:\n        import resource\n"
+    full += "        resource.setrlimit(resource.RLIMIT_FSIZE, (100, 2**40))\n"
+    clear = "    if job and job.rank == 0 and job.step_number == 8:\n        import resource\n"
+    clear += "        resource.setrlimit(resource.RLIMIT_FSIZE, (2**40, 2**40))\n"
+    file = write_workload(tmp_path, full + clear)
+    plan = ("-n", "2", "--plan", "server=1", "--checkpoint-every", "5")
+    ended = paceline(tmp_path, "run", *plan, "--job", "a", file)
+    assert ended.code == 0, ended.err
+    assert "checkpoint" in ended.out
+    assert "File too large" in ended.out
+    kept = sorted(path.name for path in (tmp_path / "runs" / "a" / "checkpoints").iterdir())
+    assert kept == [f"step-{step:08d}" for step in (10, 15, 20)]
