@@ -15,6 +15,7 @@ VERBS = {
     "run": "train as planned, on this host",
     "plan": "say what a plan sends and holds, without training",
     "verify": "prove that a plan trains as one process does",
+    "server": "start a parameter server alone, and look at those of a job",
     "export": "write a checkpoint's model as transformers reads it",
     "demo": "pre-train a small BERT with two processes, from nothing",
     "bench": "measure Paceline against what else there is",

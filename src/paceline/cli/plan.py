@@ -61,7 +61,7 @@ def print_facts(plan: Plan, facts: dict[str, Any], schedule: Schedule | None) ->
     size = facts["parameter_bytes"] / mib
     batch = f"{facts['batch_size']} samples, {facts['samples_per_rank']} on a rank"
     rows = [
-        ("mesh", f"{facts['mesh']} ({plan.world_size} ranks)"),
+        ("mesh", f"{facts['mesh']} ({plan.world_size} {'workers' if plan.server else 'ranks'})"),
         ("batch", f"{batch}, micro-batches of {facts['micro_batch_size']}"),
         ("parameters", f"{facts['parameters']:,} in {size:.1f} MiB, as much again for gradients"),
         ("buffers", f"{facts['buffer_bytes'] / mib:.1f} MiB"),
@@ -69,6 +69,11 @@ def print_facts(plan: Plan, facts: dict[str, Any], schedule: Schedule | None) ->
     if facts["parameter_bytes_per_rank"]:
         held = ", ".join(f"{held / mib:.1f}" for held in facts["parameter_bytes_per_rank"])
         rows.append(("per rank", f"{held} MiB of parameters"))
+    if plan.server:
+        held = ", ".join(f"{sum(own) / mib:.1f}" for own in facts["ranges"])
+        rows.append(
+            ("servers", f"{plan.server} with {held} MiB, {min(plan.replicas, plan.server)} replicas, {plan.mode}")
+        )
     if schedule is not None:
         rows.append(("stages", " ".join(f"{share:.0%}" for share in facts["share"]) + " of the work"))
         rows.append(
@@ -123,6 +128,7 @@ def facts_of(plan: Plan, model: dict[str, Any]) -> dict[str, Any]:
         "parameter_bytes": _bytes(held),
         "parameter_bytes_per_rank": _bytes_per_rank(mesh, model),
         "buffer_bytes": _bytes(model["buffers"]),
+        "ranges": model.get("ranges", []),
         "layout": split.get("layout", []),
         "share": split.get("share", []),
         "coupled": split.get("coupled", ""),

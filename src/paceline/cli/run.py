@@ -19,8 +19,8 @@ from pathlib import Path
 
 from paceline.launch.workload_file import read_workload_file
 from paceline.nouns.errors import UsageError
-from paceline.nouns.mesh import Mesh
-from paceline.nouns.plan import COMPRESSIONS, TRANSPORTS, Plan
+from paceline.nouns.mesh import AXES, SHORT, Mesh
+from paceline.nouns.plan import COMPRESSIONS, SHORT_OPTIONS, TRANSPORTS, Plan
 from paceline.run import directory
 from paceline.run.failures import told
 from paceline.run.job import run_job
@@ -106,12 +106,19 @@ def decide_plan(arguments: argparse.Namespace) -> Plan:
     if arguments.n is not None and arguments.n < 1:
         raise UsageError(f"to start {arguments.n} ranks", "a job has at least one", "write -n 1 or more")
     text = arguments.plan or f"replicate={arguments.n or 1}"
-    plan = Plan.read(Path(text)) if text.endswith(".json") else Plan.parse(text)
+    plan = Plan.read(Path(text)) if text.endswith(".json") else Plan.parse(_with_workers(text, arguments.n))
     given = {name: getattr(arguments, name, None) for name in PLAN_FLAGS}
     mesh = Mesh.parse(plan.mesh)
     mesh.check_fits(arguments.n or mesh.world_size)
     changes = {name: value for name, value in given.items() if value is not None}
     return dataclasses.replace(plan, **changes, mesh=str(mesh))
+
+
+def _with_workers(text: str, ranks: int | None) -> str:
+    """A plan of servers that does not say how many workers they have: -n says it."""
+    names = [item.partition("=")[0].strip() for item in text.split(",")]
+    has_servers = any(SHORT_OPTIONS.get(name, name) == "server" for name in names)
+    return f"replicate={ranks},{text}" if has_servers and ranks and not {*names} & {*AXES, *SHORT} else text
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -130,7 +137,8 @@ def run(arguments: argparse.Namespace) -> int:
         screen.say(f"paceline: {folder.name} goes on" + (f" at {resume.name}" if resume else ""))
     else:
         folder = directory.new_run(arguments.runs, arguments.job, file.path)
-    request = JobRequest(file.path, arguments.arguments, plan.world_size, folder, resume, file.imports, arguments.grace)
+    parts = (file.path, arguments.arguments, plan.world_size, folder, resume, file.imports, arguments.grace)
+    request = JobRequest(*parts, plan.server)
     ending, progress, result = run_job(plan, request, screen)
     _tell(folder, ending, progress)
     if arguments.json:

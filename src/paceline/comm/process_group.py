@@ -20,6 +20,7 @@ import torch.distributed as dist
 from paceline.nouns.errors import UsageError
 
 TIMEOUT_S = 1800  # of one collective, as Gloo's own default
+COORDINATOR = "PACELINE_COORDINATOR"  # where the parameter servers' coordinator listens, in a job that has servers
 PACELINE = ("PACELINE_RANK", "PACELINE_WORLD_SIZE", "PACELINE_LOCAL_RANK", "PACELINE_LOCAL_SIZE")
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 

@@ -15,7 +15,7 @@ import torch
 
 from paceline.comm.collectives import AxisComm, check_op, split_rows
 from paceline.comm.ledger import Ledger
-from paceline.comm.process_group import Place, close_world, find_place, open_world
+from paceline.comm.process_group import COORDINATOR, Place, close_world, find_place, open_world
 from paceline.nouns.errors import UsageError
 
 
@@ -25,6 +25,7 @@ class World:
 
     place: Place
     comm: AxisComm
+    has_servers: bool = False  # the ranks are workers of parameter servers: there is nothing between them
 
 
 _world: list[World] = []  # empty before init; a list, so that no function needs `global`
@@ -39,8 +40,13 @@ def init() -> None:
     if _world:
         return
     place = find_place(os.environ)
-    open_world(place)
-    _world.append(World(place, AxisComm("world", place.rank, tuple(range(place.size)), None, Ledger())))
+    has_servers = COORDINATOR in os.environ
+    if has_servers:
+        comm = AxisComm("world", 0, (place.rank,), None, Ledger())
+    else:
+        open_world(place)
+        comm = AxisComm("world", place.rank, tuple(range(place.size)), None, Ledger())
+    _world.append(World(place, comm, has_servers))
     atexit.register(shutdown)
 
 
@@ -103,14 +109,14 @@ def all_reduce(tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
     """
     check_op(op)
     result = tensor.detach().clone(memory_format=torch.contiguous_format)
-    world().comm.all_reduce(result, op)
+    _comm().all_reduce(result, op)
     return result
 
 
 def all_gather(tensor: torch.Tensor) -> torch.Tensor:
     """Every rank's rows, joined on dim 0 in rank order; ranks may hold different numbers of rows."""
     _check_rows("all_gather", tensor)
-    return torch.cat(world().comm.all_gather(tensor.detach()))
+    return torch.cat(_comm().all_gather(tensor.detach()))
 
 
 def broadcast(tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
@@ -122,7 +128,7 @@ def broadcast(tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
     if not 0 <= root < size():
         raise UsageError(f"a broadcast from rank {root}", f"the ranks are 0 to {size() - 1}", "name one of them")
     result = tensor.detach().clone(memory_format=torch.contiguous_format)
-    world().comm.broadcast(result, root)
+    _comm().broadcast(result, root)
     return result
 
 
@@ -130,7 +136,7 @@ def reduce_scatter(tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
     """This rank's rows of the sum or mean over ranks; the first `rows % size` ranks get one row more."""
     check_op(op, ("sum", "mean"))
     _check_rows("reduce_scatter", tensor)
-    return world().comm.reduce_scatter(tensor.detach(), op)
+    return _comm().reduce_scatter(tensor.detach(), op)
 
 
 def all_to_all(tensor: torch.Tensor, splits: Sequence[int] | None = None) -> tuple[torch.Tensor, list[int]]:
@@ -152,12 +158,22 @@ def all_to_all(tensor: torch.Tensor, splits: Sequence[int] | None = None) -> tup
             f"the splits are {splits}",
             "give one count per rank that add up to the rows",
         )
-    return world().comm.all_to_all(tensor.detach(), counts)
+    return _comm().all_to_all(tensor.detach(), counts)
 
 
 def barrier() -> None:
     """Wait until every rank is here."""
-    world().comm.barrier()
+    _comm().barrier()
+
+
+def _comm() -> AxisComm:
+    if world().has_servers and size() > 1:
+        raise UsageError(
+            "a collective between workers of parameter servers",
+            "they come and go, and speak to the servers alone",
+            "use a plan without server, or leave the call out",
+        )
+    return world().comm
 
 
 def _check_rows(collective: str, tensor: torch.Tensor) -> None:

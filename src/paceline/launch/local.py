@@ -33,6 +33,7 @@ class RankSettings:
     outputs: list[int]  # the writing ends of the ranks' output pipes
     preload: list[str]  # modules to import before the fork
     is_forking: bool
+    servers: int  # parameter servers, and a coordinator: numbered after the ranks
 
 
 @dataclass(slots=True)
@@ -52,23 +53,24 @@ def can_fork() -> bool:
 def start_ranks(
     script: Path,
     arguments: Sequence[str],
-    ranks: int,
+    counts: tuple[int, int],
     folders: tuple[Path, Path],
     resume: Path | None,
     preload: Sequence[str],
 ) -> ForkServer:
-    """Start the fork server and tell it to start `ranks` ranks of `script`.
+    """Start the fork server and tell it to start the ranks of `script`.
 
     Args:
         script: the workload file.
         arguments: its arguments.
-        ranks: how many.
+        counts: of ranks, and of parameter servers beside them.
         folders: the run directory, and the private folder where the ranks meet.
         resume: the checkpoint to go on from.
         preload: modules to import once, before the fork.
     """
     run_dir, private = folders
-    pipes = [os.pipe() for _ in range(ranks)]
+    ranks, servers = counts
+    pipes = [os.pipe() for _ in range(ranks + (servers + 1 if servers else 0))]
     ours, theirs = socket.socketpair()
     writing = [pipe[1] for pipe in pipes]
     command = [sys.executable, "-m", "paceline.run.forkserver", str(theirs.fileno())]
@@ -92,6 +94,7 @@ def start_ranks(
         writing,
         list(preload),
         can_fork(),
+        servers,
     )
     ours.sendall(json.dumps(asdict(settings)).encode() + b"\n")
     return ForkServer(process, ours, [pipe[0] for pipe in pipes])

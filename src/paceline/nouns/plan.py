@@ -16,7 +16,10 @@ TRANSPORTS = ("auto", "shared_memory", "gloo", "nccl")
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero_bubble")
 CHECKPOINTING = ("none", "selective", "full")
 SWITCH = ("off", "on")
-OPTIONS = ("zero", "offload", "sequence", "schedule", "micro_batches", "checkpointing", "compile")
+MODES = ("sync", "quorum", "deadline", "stale", "async")  # of parameter servers: see server/admission.py
+SERVER_OPTIONS = ("server", "mode", "quorum", "staleness", "deadline", "replicas")
+SHORT_OPTIONS = {"ps": "server"}
+OPTIONS = ("zero", "offload", "sequence", "schedule", "micro_batches", "checkpointing", "compile", *SERVER_OPTIONS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,12 @@ class Plan:
     micro_batches: int = 0  # of `pipeline`, per step; 0 leaves it to micro_batch_size, else to the schedule
     checkpointing: str = "none"  # of activations
     compile: str = "off"  # torch.compile
+    server: int = 0  # parameter servers, beside the workers on the mesh's `replicate` axis; 0: none
+    mode: str = "sync"  # when the servers make an update of gradients
+    quorum: int = 0  # of mode=quorum, how many workers' gradients make an update
+    staleness: int = 0  # of mode=stale, how many steps the fastest worker may be ahead
+    deadline: float = 0.0  # of mode=deadline, seconds that the first gradient of a step waits for the others
+    replicas: int = 2  # servers that hold the same part of the parameters
     version: int = VERSION
 
     def __post_init__(self) -> None:
@@ -45,6 +54,7 @@ class Plan:
             ("compression", self.compression, COMPRESSIONS),
             ("schedule", self.schedule, SCHEDULES),
             ("checkpointing", self.checkpointing, CHECKPOINTING),
+            ("mode", self.mode, MODES),
             *((name, getattr(self, name), SWITCH) for name in ("offload", "sequence", "compile")),
         ):
             if value not in choices:
@@ -59,6 +69,10 @@ class Plan:
             ("keep", self.keep, 1),
             ("zero", self.zero, 1),
             ("micro_batches", self.micro_batches, 0),
+            ("server", self.server, 0),
+            ("quorum", self.quorum, 0),
+            ("staleness", self.staleness, 0),
+            ("replicas", self.replicas, 1),
         ):
             if not isinstance(number, int) or number < least:
                 raise PlanError(
@@ -69,6 +83,36 @@ class Plan:
 
         if self.zero > 3:
             raise PlanError(f"the plan's zero is {self.zero}", "there are 1, 2 and 3", "write zero=3")
+        self._check_server()
+
+    def _check_server(self) -> None:
+        """Raise PlanError unless what is said of servers fits the mesh and itself."""
+        mesh, workers = Mesh.parse(self.mesh), self.world_size
+        others = [axis for axis in AXES if axis != "replicate" and mesh.size(axis) > 1]
+        named = [name for name in ("mode", "quorum", "staleness", "deadline") if getattr(self, name) not in ("sync", 0)]
+        if not self.server and named:
+            raise PlanError(
+                f"the plan's {named[0]}={getattr(self, named[0])}", "it has no servers", "add e.g. server=2"
+            )
+        if self.server and others:
+            raise PlanError(
+                f"the plan {self.mesh} with server={self.server}",
+                f"servers go with workers that hold the whole model, not with {others[0]}",
+                f"leave {others[0]} out, or server",
+            )
+        if self.server and (self.compression != "none" or self.transport != "auto"):
+            what = f"compression={self.compression}" if self.compression != "none" else f"transport={self.transport}"
+            raise PlanError(f"the plan's {what}", "its gradients go to servers", f"leave {what.split('=')[0]} out")
+        if self.quorum and self.mode != "quorum":
+            raise PlanError(f"the plan's quorum={self.quorum}", f"its mode is {self.mode}", "write mode=quorum")
+        if self.mode == "quorum" and not 1 <= self.quorum <= workers:
+            found = f"it is {self.quorum} of {workers} worker{'s' * (workers > 1)}"
+            raise PlanError("a quorum of the plan's workers", found, f"write quorum={max(1, workers - 1)}")
+        if (self.mode == "deadline") != (self.deadline > 0):
+            found = f"its mode is {self.mode} and its deadline {self.deadline:g} s"
+            raise PlanError("the plan's deadline", found, "write both, such as mode=deadline,deadline=1")
+        if self.staleness and self.mode != "stale":
+            raise PlanError(f"the plan's staleness={self.staleness}", f"its mode is {self.mode}", "write mode=stale")
 
     @classmethod
     def parse(cls, text: str, **values: Any) -> Plan:
@@ -85,6 +129,7 @@ class Plan:
         axes = []
         for item in text.split(","):
             name, _, value = (part.strip() for part in item.partition("="))
+            name = SHORT_OPTIONS.get(name, name)
             if name not in OPTIONS:
                 if SHORT.get(name, name) not in AXES:
                     raise _unknown(text, name)
@@ -92,7 +137,7 @@ class Plan:
                 continue
             if name in values:
                 raise PlanError(f"the plan {text!r} should give {name} once", "it names it twice", "keep one of them")
-            values[name] = int(value) if value.isdecimal() else value
+            values[name] = _number(value) if name != "deadline" else _seconds(value)
         return cls(**{**values, "mesh": str(Mesh.parse(",".join(axes) or "replicate=1"))})
 
     def line(self) -> str:
@@ -150,6 +195,17 @@ class Plan:
                 "make it again with this Paceline",
             )
         return cls(**values)
+
+
+def _number(text: str) -> int | str:
+    return int(text) if text.removeprefix("-").isdecimal() else text
+
+
+def _seconds(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise PlanError(f"the plan's deadline is {text!r}", "it is a number of seconds", "write deadline=1") from None
 
 
 def _unknown(text: str, name: str) -> MeshError:

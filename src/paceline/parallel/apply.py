@@ -59,6 +59,7 @@ class Parallel:
         self.placed, self.workload, self.comms, self.plan, self.device = placed, workload, comms, plan, device
         self.mesh = Mesh.parse(plan.mesh)
         self.model = placed.model
+        self.norm: float | None = None  # of the last gradient, where it was clipped on the way
         self.buffers = Buffers(placed.model, comms.data)
         self.replicate = Replicate(
             placed.updated(),

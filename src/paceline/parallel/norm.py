@@ -7,9 +7,8 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from paceline.comm.collectives import AxisComm
+from paceline.comm.squares import square_norm
 from paceline.parallel.bucket import local_gradient
-
-_ROW = 4096  # elements whose squares float32 adds up without losing the small ones
 
 
 def global_norm(
@@ -28,7 +27,7 @@ def global_norm(
         if gradient is None or not counted.get(parameter, True):
             continue
         values = gradient.coalesce().values() if gradient.is_sparse else gradient
-        total = total.to(values.device) + _square_norm(values)
+        total = total.to(values.device) + square_norm(values)
     for comm in comms:
         total = total.reshape(1)
         comm.all_reduce(total)
@@ -44,22 +43,3 @@ def scale_gradients(parameters: Iterable[torch.nn.Parameter], factor: torch.Tens
     for gradient in gradients:
         if gradient.is_sparse:
             gradient.mul_(factor.to(gradient.dtype))
-
-
-def _square_norm(values: torch.Tensor) -> torch.Tensor:
-    """The squared norm, in float64.
-
-    In one go torch's float32 norm of two million elements is off by 8e-5 on CPUs, and by less on pieces: clipping would
-    depend on the mesh. Row by row it is off by 4e-8, in the same time (0.24 ms).
-    """
-    flat = values.reshape(-1)
-    whole = flat.numel() // _ROW * _ROW
-    dtype = _wide(values.dtype)
-    rows = torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1, dtype=dtype).double()
-    rest: torch.Tensor = torch.linalg.vector_norm(flat[whole:], dtype=dtype).double()
-    total: torch.Tensor = rows.square().sum() + rest.square()
-    return total
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)

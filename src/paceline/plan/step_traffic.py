@@ -19,6 +19,7 @@ from paceline.plan.traffic import (
     pipeline,
     replicate,
     replicated_gradients,
+    server,
     sums_bytes,
     tensor,
 )
@@ -39,6 +40,8 @@ def step_traffic(plan: Plan, model: Mapping[str, Any], shard_rank: int = 0) -> l
     mesh = Mesh.parse(plan.mesh)
     buffers = len(model["buffers"])
     trained = [as_tensor(sizes) for sizes in model["parameters"]]
+    if "ranges" in model:
+        return [server(model["ranges"])]
     if "split" not in model and "shards" not in model:
         rows = replicate(plan, trained, buffers)
         return None if rows is None else [rows]

@@ -85,6 +85,17 @@ def tensor(graph: Sequence[Sequence[Mapping[str, Any]]]) -> list[Traffic]:
     ]
 
 
+def server(ranges: Sequence[Sequence[int]]) -> list[Traffic]:
+    """What a worker of parameter servers pushes and pulls.
+
+    Args:
+        ranges: of every server's range the bytes of its segments.
+    """
+    total = sum(sum(segments) for segments in ranges)
+    pushes = Traffic("push", "server", sum(len(segments) for segments in ranges), total)
+    return [pushes, Traffic("pull", "server", len(ranges), total)]
+
+
 def pipeline(sends: Sequence[Sequence[int]], tied: Sequence[int]) -> list[Traffic]:
     """A step of `parallel/pipeline.py` on one rank: bytes of each message per micro-batch, and of tied gradients."""
     messages = [size for micro_batch in sends for size in micro_batch] + list(tied)

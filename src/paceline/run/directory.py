@@ -15,6 +15,8 @@ from paceline.checkpoint.manifest import find_good, list_checkpoints
 from paceline.nouns.errors import CheckpointError, UsageError
 from paceline.nouns.plan import Plan
 
+SERVERS = "servers.json"  # of a job with parameter servers: where their coordinator is
+
 
 def new_run(runs: Path, job: str | None, script: Path) -> Path:
     """A new run directory; named after the file and the time unless `job` says how.

@@ -1,7 +1,8 @@
 """The process that imports torch once and becomes every rank. `python -m paceline.run.forkserver FD`.
 
 It reads its settings from the socket FD, starts the ranks, and says over the socket who has started and
-who has ended and how. When the supervisor goes, the socket closes and every rank is killed.
+who has ended and how. With parameter servers it starts these too, and again whom it is told to. When the supervisor
+goes, the socket closes and every rank is killed.
 """
 
 from __future__ import annotations
@@ -31,21 +32,24 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     settings = json.loads(control.makefile().readline())
     if settings["is_forking"]:
-        preload(settings["preload"])
+        servers = ["paceline.parallel.server", "paceline.run.server_process"] if settings["servers"] else []
+        preload([*servers, *settings["preload"]])
     if _is_gone(control):
         _clear(settings)
         return
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_write, False)
     pids = {}
-    for rank in range(settings["ranks"]):
-        pids[_start(rank, settings, control, (wake_read, wake_write))] = rank
-    for output in settings["outputs"]:
-        os.close(output)
+    wake = (wake_read, wake_write)
+    for rank in range(len(settings["outputs"])):
+        pids[_start(rank, settings, control, wake)] = rank
+    if not settings["servers"]:
+        for output in settings["outputs"]:
+            os.close(output)
     _send(control, {"started": {rank: pid for pid, rank in pids.items()}})
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    _watch(control, wake_read, pids)
+    _watch(control, wake, pids, settings)
     if pids:  # the supervisor was killed
         _clear(settings)
 
@@ -68,11 +72,16 @@ def _start(rank: int, settings: dict[str, Any], control: socket.socket, wake: tu
         "PACELINE_RENDEZVOUS": settings["rendezvous"],
         "PACELINE_RUN_DIR": settings["run_dir"],
     }
+    if settings["servers"]:
+        private = Path(settings["rendezvous"]).parent
+        environment["PACELINE_COORDINATOR"] = f"unix:{private / 'coordinator'}"
     if settings["resume"]:
         environment["PACELINE_RESUME"] = settings["resume"]
     output = settings["outputs"][rank]
     if not settings["is_forking"]:
         command = [sys.executable, "-m", "paceline.run.worker", settings["script"], *settings["arguments"]]
+        if rank >= settings["ranks"]:
+            command = [sys.executable, "-c", f"import {__name__} as f; exit(f.be_server({rank}, {settings!r}))"]
         process = subprocess.Popen(
             command, env={**os.environ, **environment}, stdout=output, stderr=output, process_group=0
         )
@@ -82,11 +91,13 @@ def _start(rank: int, settings: dict[str, Any], control: socket.socket, wake: tu
         with contextlib.suppress(OSError):
             os.setpgid(pid, pid)
         return pid
-    _become_rank(output, environment, settings, [control.fileno(), *wake])
+    _become_rank(rank, output, environment, settings, [control.fileno(), *wake])
     return 0  # not reached: the rank has ended
 
 
-def _become_rank(output: int, environment: dict[str, str], settings: dict[str, Any], close: list[int]) -> None:
+def _become_rank(
+    rank: int, output: int, environment: dict[str, str], settings: dict[str, Any], close: list[int]
+) -> None:
     code = 1
     try:
         die_with_parent()
@@ -97,14 +108,25 @@ def _become_rank(output: int, environment: dict[str, str], settings: dict[str, A
             os.close(descriptor)
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         os.environ.update(environment)
-        from paceline.run.worker import run_rank
+        if rank >= settings["ranks"]:
+            code = be_server(rank, settings)
+        else:
+            from paceline.run.worker import run_rank
 
-        code = run_rank(settings["script"], settings["arguments"])
+            code = run_rank(settings["script"], settings["arguments"])
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
     finally:
         os._exit(code)
+
+
+def be_server(rank: int, settings: dict[str, Any]) -> int:
+    """Be a parameter server or, the last of all, their coordinator."""
+    from paceline.run.server_process import run_coordinator, run_server
+
+    private = Path(settings["rendezvous"]).parent
+    return run_server(private) if rank < settings["ranks"] + settings["servers"] else run_coordinator(private)
 
 
 def _clear(settings: dict[str, Any]) -> None:
@@ -117,19 +139,39 @@ def _is_gone(control: socket.socket) -> bool:
     return bool(select.select([control.fileno()], [], [], 0)[0])
 
 
-def _watch(control: socket.socket, wake: int, pids: dict[int, int]) -> None:
+def _watch(control: socket.socket, wake: tuple[int, int], pids: dict[int, int], settings: dict[str, Any]) -> None:
+    rest = b""
     while True:
         _reap(control, pids)
         if not pids:
             return
-        ready, _, _ = select.select([control.fileno(), wake], [], [])
-        if wake in ready:
-            os.read(wake, 4096)
-        if control.fileno() in ready:  # the supervisor says nothing more, so this is its end
+        ready, _, _ = select.select([control.fileno(), wake[0]], [], [])
+        if wake[0] in ready:
+            os.read(wake[0], 4096)
+        if control.fileno() not in ready:
+            continue
+        content = control.recv(4096)
+        if not content:  # the supervisor's end
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(pid, signal.SIGKILL)
             return
+        *lines, rest = (rest + content).split(b"\n")
+        for line in lines:
+            _start_again(json.loads(line)["restart"], control, wake, pids, settings)
+
+
+def _start_again(
+    rank: int, control: socket.socket, wake: tuple[int, int], pids: dict[int, int], settings: dict[str, Any]
+) -> None:
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # what is forked must not have these
+    pid = _start(rank, settings, control, wake)
+    pids[pid] = rank
+    signal.set_wakeup_fd(wake[1], warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    os.write(wake[1], b"x")  # one may have ended in between
+    _send(control, {"restarted": rank, "pid": pid})
 
 
 def _reap(control: socket.socket, pids: dict[int, int]) -> None:

@@ -20,10 +20,13 @@ from paceline.launch.local import ForkServer, start_ranks
 from paceline.nouns.clock import Clock, WallClock
 from paceline.run.failures import first_cause, lost_server, read_failures, silent_death
 from paceline.run.progress import Progress, Screen
+from paceline.run.replaced import Replaced
 
 SETTLE_S = 0.5  # after the first death the others may write down what they saw, then they are killed
+LEFT_BEHIND_S = 5.0  # for a worker that the others went on without, when they have ended
 GRACE_S = 30.0  # for a checkpoint after Ctrl-C or SIGTERM
 _TICK_S = 0.1
+_LONG = 60  # characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,7 @@ class JobRequest:
     resume: Path | None = None
     preload: Sequence[str] = ()
     grace_s: float = GRACE_S
+    servers: int = 0  # parameter servers; their coordinator comes on top
 
 
 @dataclass(slots=True)
@@ -66,22 +70,29 @@ class Supervisor:
     has_told_ranks: bool = False
     server_lost_at: float | None = None  # seconds since the epoch
     waiting: list[int] = field(default_factory=list)
+    replaced: Replaced = field(init=False)
+    control: socket.socket | None = None
+    is_over: bool = False  # the servers' coordinator says that the training has ended
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
+
+    def __post_init__(self) -> None:
+        self.replaced = Replaced(self.request.ranks, self.request.servers)
 
     def run(self) -> tuple[Ending, Progress]:
         """Run the job to its end. Nothing is left behind: no process, no file outside the run directory."""
-        private = Path(tempfile.mkdtemp(prefix="paceline-"))  # only this user can enter it
+        private = _private_folder(bool(self.request.servers))
         progress = Progress(self.request.run_dir)
         request = self.request
         restore = self._catch_signals()
         server = start_ranks(
             request.script,
             request.arguments,
-            request.ranks,
+            (request.ranks, request.servers),
             (request.run_dir, private),
             request.resume,
             request.preload,
         )
+        self.control = server.control
         try:
             self._listen(server)
             while self.waiting:
@@ -104,7 +115,8 @@ class Supervisor:
         lines = _Lines(server.control.fileno(), self._told)
         self.selector.register(server.control, selectors.EVENT_READ, lines)
         for rank, output in enumerate(server.outputs):
-            show = _Lines(output, lambda text, rank=rank: self.screen.show_output(rank, text))  # type: ignore[misc]
+            name = self.replaced.name(rank) if rank >= self.request.ranks else rank
+            show = _Lines(output, lambda text, name=name: self.screen.show_output(name, text))  # type: ignore[misc]
             self.selector.register(output, selectors.EVENT_READ, show)
 
     def _turn(self, progress: Progress) -> None:
@@ -113,7 +125,7 @@ class Supervisor:
                 self.selector.unregister(key.fileobj)
                 self.waiting.remove(key.fd)
                 if isinstance(key.fileobj, socket.socket):
-                    if len(self.ended) < self.request.ranks:
+                    if len(self._ended_workers()) < self.request.ranks:
                         self.server_lost_at = _time_stamp()
                     self._kill()
                 else:
@@ -129,14 +141,44 @@ class Supervisor:
         message = json.loads(text)
         if "started" in message:
             self.alive = {int(rank): pid for rank, pid in message["started"].items()}
+            self.replaced.started(self.alive, self.clock.now_s())
+            return
+        if "restarted" in message:
+            self.alive[message["restarted"]] = message["pid"]
+            self.replaced.started([message["restarted"]], self.clock.now_s())
             return
         rank, status = message["ended"], message["status"]
         self.alive.pop(rank, None)
+        if self._is_replaced(rank, status):
+            return
         self.ended[rank] = status
+        self._end_servers(rank, status)
         if status != 0 and not self._is_own_doing(rank, status):
             self.deaths.setdefault(rank, silent_death(rank, status, _time_stamp()))
             if self.kill_at_s is None or not self.asked_to_stop:
                 self.kill_at_s = min(self.kill_at_s or float("inf"), self.clock.now_s() + SETTLE_S)
+
+    def _end_servers(self, rank: int, status: int) -> None:
+        """Servers end when they have nobody left to serve; a worker that was left behind ends with them."""
+        request = self.request
+        if len(self._ended_workers()) == request.ranks:
+            self._kill()
+        elif request.servers and rank == request.ranks + request.servers and status == 0:
+            self.is_over = True
+            self.kill_at_s = self.clock.now_s() + LEFT_BEHIND_S
+
+    def _is_replaced(self, rank: int, status: int) -> bool:
+        """Whether another process takes this one's place."""
+        is_ending = bool(self.asked_to_stop) or self.kill_at_s is not None or rank in self.killed
+        if is_ending or self.control is None or not self.replaced.should(rank, status, self.clock.now_s()):
+            return False
+        name = self.replaced.name(rank)
+        self.screen.say(f"paceline: {name} was ended by {signal.Signals(-status).name}; another takes its place")
+        self.control.sendall(json.dumps({"restart": rank}).encode() + b"\n")
+        return True
+
+    def _ended_workers(self) -> dict[int, int]:
+        return {rank: status for rank, status in self.ended.items() if rank < self.request.ranks}
 
     def _is_own_doing(self, rank: int, status: int) -> bool:
         """Whether the supervisor's signal ended the rank: the kill, or the stop before the rank could catch it."""
@@ -164,9 +206,10 @@ class Supervisor:
             self.has_told_ranks = True
             self.kill_at_s = now_s + self.request.grace_s
             self.screen.say("stopping: finishing the step and saving; once more to kill")
-            for pid in self.alive.values():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGTERM)
+            for rank, pid in self.alive.items():
+                if rank < self.request.ranks:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGTERM)
 
     def _kill(self) -> None:
         self.killed |= self.alive.keys()
@@ -178,7 +221,9 @@ class Supervisor:
         stop = self.asked_to_stop[0] if self.asked_to_stop else None
         if stop and progress.has_stopped:
             return Ending("stopped", 130 if stop == signal.SIGINT else 0)
-        if len(self.ended) == self.request.ranks and not any(self.ended.values()):
+        ended = self._ended_workers()
+        left_behind = self.killed if self.is_over else set()
+        if len(ended) == self.request.ranks and not any(ended[rank] for rank in ended.keys() - left_behind):
             return Ending("done", 0)  # also when the signal came too late to stop anything
         failures = [*{**self.deaths, **read_failures(self.request.run_dir)}.values()]
         if self.server_lost_at is not None:
@@ -193,6 +238,12 @@ class Supervisor:
             return Ending("failed", 1, None, self.request.ranks)
         cause = first_cause(failures)
         return Ending("failed", cause["exit_code"], cause, self.request.ranks - (cause["rank"] is not None))
+
+
+def _private_folder(has_sockets: bool) -> Path:
+    """A folder that only this user can enter. A socket's path has 107 characters at most (Linux), so its is short."""
+    folder = tempfile.gettempdir()
+    return Path(tempfile.mkdtemp(prefix="paceline-", dir="/tmp" if has_sockets and len(folder) > _LONG else folder))
 
 
 def _time_stamp() -> float:

@@ -31,10 +31,10 @@ def run_rank(script: str, arguments: list[str]) -> int:
         jobs.close_open_jobs()
     except SystemExit as exit_:
         if exit_.code not in (None, 0):
-            return _failed(exit_)
+            return failed(exit_)
         jobs.close_open_jobs()
     except BaseException as error:
-        return _failed(error)
+        return failed(error)
     words.shutdown()
     return 0
 
@@ -54,8 +54,8 @@ def _workload(script: str, names: dict[str, Any]) -> Any:
     )
 
 
-def _failed(error: BaseException) -> int:
-    """Write what happened where the supervisor looks, and return the exit code."""
+def failed(error: BaseException) -> int:
+    """Write what happened where the supervisor looks; the exit code."""
     code = error.exit_code if isinstance(error, PacelineError) else 1
     rank = int(os.environ.get("PACELINE_RANK", "0"))
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_persons(frame.filename)]

@@ -41,7 +41,7 @@ def describe(workload: Workload, plan: Plan | None = None, tensor_rank: int = 0,
 
     Args:
         workload: whose model it is.
-        plan: with `shard`, `tensor` or `pipeline`; only its split is described, nothing is computed.
+        plan: with `shard`, `tensor`, `pipeline` or `server`; only its split is described, nothing is computed.
         tensor_rank: whose pieces are described.
         data_part: whose part of the batch.
     """
@@ -67,6 +67,11 @@ def describe(workload: Workload, plan: Plan | None = None, tensor_rank: int = 0,
             if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)
         },
     }
+    if plan is not None and plan.server:
+        from paceline.server.handle import laid_out
+
+        layout = laid_out(model, workload.optimizer(model), 0)[1]
+        facts["ranges"] = [[segment.nbytes for segment in own] for own in layout.ranges(plan.server)]
     if plan is not None and mesh.size("tensor") * mesh.size("pipeline") > 1:
         from paceline.train.describe_split import describe_split
 

@@ -25,13 +25,13 @@ from paceline.nouns.placement import Held
 from paceline.nouns.plan import Plan
 from paceline.nouns.record import StepRecord
 from paceline.nouns.workload import Workload
-from paceline.parallel.apply import Parallel, open_comms
+from paceline.parallel.apply import open_comms
 from paceline.train import evaluate as evaluation
-from paceline.train import prepare, snapshot
+from paceline.train import prepare, servers, snapshot
 from paceline.train.agree import check_same_data_everywhere
 from paceline.train.data import Batch, RankLoader, cut_into, moved, open_data
 from paceline.train.events import Events, peak_memory_bytes
-from paceline.train.place import place_model
+from paceline.train.place import make_parallel, place_model
 from paceline.train.seed import random_state, restore_random_state, seed_everything
 from paceline.train.step import train_step
 
@@ -77,13 +77,14 @@ class Job:
         mesh = Mesh.parse(plan.mesh)
         mesh.check_fits(self.size)
         workload.check_ranks(mesh.data_size)
-        self.comms = open_comms(mesh, self.rank, self.ledger)
+        alone = Mesh.parse("replicate=1")
+        self.comms = open_comms(alone, 0, self.ledger) if plan.server else open_comms(mesh, self.rank, self.ledger)
         self.comm = self.comms.data
         self.run_dir = prepare.run_dir(os.environ)
         if workload.deterministic:
             prepare.be_deterministic()
         self.data_part = mesh.data_part(self.rank)
-        self.loader = self._make_loader(workload.data, "data", mesh)
+        self.loader = self._make_loader(workload.data, "data", (self.data_part, mesh.data_size))
         example = self.loader.example() if self.size > 1 else None
         seed_everything(workload.seed)
         placed = place_model(workload, self.comms, plan, self.device, example)
@@ -91,7 +92,7 @@ class Job:
             self.loader = dataclasses.replace(self.loader, pieces_wanted=1)
             self._notice(f"samples meet in {placed.couples_samples}: the pipeline takes each batch whole")
         prepare.check_may_cut(placed, workload, self.loader, mesh)
-        self.parallel = Parallel(placed, workload, self.comms, plan, self.device)
+        self.parallel = make_parallel(placed, workload, self.comms, plan, (self.device, self.rank))
         self.model = self.parallel.model
         self.optimizer = prepare.make_optimizer(workload, self.model)
         prepare.keep_own(self.optimizer, mesh)
@@ -110,7 +111,10 @@ class Job:
     def batches(self) -> Iterator[Batch]:
         """This rank's part of every global batch from here to the last step; hand each to `step`."""
         self.model.train()
-        yield from self.loader.training(self.position, self.end)
+        if self.plan.server:
+            yield from servers.batches(self)
+        else:
+            yield from self.loader.training(self.position, self.end)
 
     def step(self, batch: Any) -> float:
         """One optimizer step; the mean loss of the global batch, the same on every rank.
@@ -123,6 +127,8 @@ class Job:
             PeerLostError: another rank has gone.
             Stopped: the job was asked to stop; it has been saved.
         """
+        if self.plan.server:
+            servers.begin_step(self)
         began_s, sent_before = self.clock.now_s(), self.ledger.total_bytes
         self.is_stepping = True
         own = isinstance(batch, Batch)
@@ -133,18 +139,21 @@ class Job:
                 microbatches,
                 self.parallel,
                 self.optimizer,
-                self.workload.clip_norm,
+                None if self.plan.server else self.workload.clip_norm,
                 (self.is_stopping.is_set(), batch.longest if own else 1),
             )
         except PacelineError as error:
             raise error.at(
                 rank=self.rank if error.rank is None else error.rank, step=self.step_number + 1
             ) from error.__cause__
-        if self.scheduler is not None:
-            self.scheduler.step()
-        self.step_number += 1
         samples = len(batch.positions) if own else 0
-        self.position = batch.positions.stop if own else self.position
+        if self.plan.server:
+            servers.end_step(self)
+        else:
+            if self.scheduler is not None:
+                self.scheduler.step()
+            self.step_number += 1
+            self.position = batch.positions.stop if own else self.position
         self.last = StepRecord(
             self.step_number,
             self.position,
@@ -177,7 +186,9 @@ class Job:
             WorkloadError: there is no data set for evaluation.
         """
         data = prepare.evaluation_data(self.workload, data)
-        loader = self._make_loader(data, "evaluation", Mesh.parse(self.plan.mesh))
+        # Workers of servers may be at different steps, so each evaluates on all of it.
+        parts = (0, 1) if self.plan.server else (self.data_part, Mesh.parse(self.plan.mesh).data_size)
+        loader = self._make_loader(data, "evaluation", parts)
         score = score or self.workload.score or self._score
         prepare.check_can_score(self.parallel.placed, metrics)
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.workload.precision == "bf16"):
@@ -195,6 +206,8 @@ class Job:
         """
         folder = Path(path)
         prepare.check_may_write(folder)
+        if self.plan.server and self.rank != 0:
+            return  # the servers' state is the same for all
         if self.rank == 0:
             remove_partial(folder)
         self.world.barrier()
@@ -216,6 +229,8 @@ class Job:
         Raises:
             CheckpointError: none is whole, or it is of another model, optimizer or data set.
         """
+        if self.plan.server:
+            servers.check_may_load(self)
         self._report_failed_save(self.writer.wait())
         self.world.barrier()  # no rank is writing any more: all find the same checkpoints
         folder = find_good(Path(path), self._notice, partial(check_files_together, comm=self.world))
@@ -230,7 +245,9 @@ class Job:
             has, lacks = ("checkpoint", "workload") if self.scheduler is None else ("workload", "checkpoint")
             self._notice(f"the {has} has a learning-rate scheduler, the {lacks} has none: the rate may jump")
         self.step_number, self.position, self.saved_step = manifest["step"], manifest["position"], manifest["step"]
-        if (manifest["world_size"], manifest.get("mesh")) == (self.size, self._mesh()):
+        if self.plan.server:
+            pass  # random numbers are drawn anew for every step
+        elif (manifest["world_size"], manifest.get("mesh")) == (self.size, self._mesh()):
             own = read_own(folder, manifest, self.rank)
             restore_random_state(snapshot.part(own, "random/"), self.device)
             if not snapshot.restore_wire(self.parallel.state(), own):
@@ -252,9 +269,8 @@ class Job:
         self.events.close()
         self.parallel.close()
 
-    def _make_loader(self, data: Any, name: str, mesh: Mesh) -> RankLoader:
-        parts = (self.data_part, mesh.data_size)
-        pieces = cut_into(self.plan, mesh, self.workload)
+    def _make_loader(self, data: Any, name: str, parts: tuple[int, int]) -> RankLoader:
+        pieces = cut_into(self.plan, Mesh.parse(self.plan.mesh), self.workload)
         return RankLoader(open_data(name, data), self.workload, *parts, self.device, pieces)
 
     def _score(self, model: Any, batch: Any) -> dict[str, Any]:
@@ -263,7 +279,7 @@ class Job:
     def _begin_run(self) -> None:
         _made[:] = [self]
         self.events = Events(self.run_dir if self.rank == 0 else None)
-        self.writer = Writer(self.rank, self.size, self.events.write)
+        self.writer = Writer(*((0, 1) if self.plan.server else (self.rank, self.size)), self.events.write)
         start = {"event": "start", "total_steps": self.total_steps, "samples": len(self.loader.data)}
         self.events.write({**start, "batch_size": self.workload.batch_size, "world_size": self.size})
         if self.run_dir is not None:
@@ -292,8 +308,13 @@ class Job:
 
     def _begin_save(self, folder: Path, keep: int) -> None:
         self._report_failed_save(self.writer.wait())
-        held = self._held()
-        parts, optimizer = snapshot.optimizer_state(self.model, self.optimizer, held, self.size)
+        if self.plan.server:
+            self.saved_step = self.step_number
+            if self.rank != 0:
+                return
+            servers.take_state(self)
+        held, size = self._held(), self.world.size
+        parts, optimizer = snapshot.optimizer_state(self.model, self.optimizer, held, size)
         scheduler = self.scheduler.state_dict() if self.scheduler is not None else None
         facts = {
             "step": self.step_number,
@@ -301,14 +322,14 @@ class Job:
             "seed": self.workload.seed,
             "samples": len(self.loader.data),
             "batch_size": self.workload.batch_size,
-            "world_size": self.size,
-            "mesh": self._mesh(),
+            "world_size": size,
+            "mesh": "replicate=1" if self.plan.server else self._mesh(),
             "optimizer": optimizer,
             "scheduler": snapshot.as_json("the scheduler's state", scheduler),
             "torch": torch.__version__,
             **snapshot.config_facts(self.model),
         }
-        parts = {**snapshot.model_parts(self.model, held, self.size), **parts}
+        parts = {**snapshot.model_parts(self.model, held, size), **parts}
         own = snapshot.own_tensors(random_state(self.device), self.parallel.state())
         self.writer.begin(folder, parts, own, facts, keep)
         self.saved_step = self.step_number

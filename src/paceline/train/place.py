@@ -21,7 +21,7 @@ from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
 from paceline.nouns.schedule import STAGES_PER_RANK
 from paceline.nouns.workload import Workload
-from paceline.parallel.apply import Comms
+from paceline.parallel.apply import Comms, Parallel
 from paceline.parallel.placed import EagerModel, PlacedModel
 from paceline.parallel.replicate import broadcast_state
 from paceline.train import prepare
@@ -57,6 +57,25 @@ def place_model(workload: Workload, comms: Comms, plan: Plan, device: torch.devi
     broadcast_state([*model.parameters(), *model.buffers()], comms.data)
     recompute_and_compile(model, plan)
     return EagerModel(model, autocast, _statistics(workload, model, comms), example)
+
+
+def make_parallel(
+    placed: PlacedModel, workload: Workload, comms: Comms, plan: Plan, here: tuple[torch.device, int]
+) -> Parallel:
+    """A step's moments under the plan.
+
+    Args:
+        placed: the model as this rank holds it.
+        workload: loss and precision.
+        comms: the mesh's axes.
+        plan: its mesh, or its servers.
+        here: this rank's device and number.
+    """
+    if not plan.server:
+        return Parallel(placed, workload, comms, plan, here[0])
+    from paceline.parallel.server import ServerParallel
+
+    return ServerParallel(placed, workload, comms, plan, here)
 
 
 def _split(workload: Workload, comms: Comms, plan: Plan, device: torch.device, example: Any, autocast: Any) -> Any:

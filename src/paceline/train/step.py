@@ -45,7 +45,7 @@ def train_step(
     parallel.forward_backward(microbatches, *facts)
     sums = parallel.reduce_gradients()
     check_finite(sums)
-    norm = None
+    norm = parallel.norm
     if clip_norm is not None:
         norm = clip(parallel, optimizer.param_groups, clip_norm)
     parallel.update(optimizer)

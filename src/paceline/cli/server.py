@@ -1,0 +1,147 @@
+"""Parameter servers: start one alone, look at those of a job, make what they need to leave a host.
+
+`paceline run --plan server=2` starts servers and workers on this host by itself. Over several hosts:
+
+  paceline server credentials FOLDER               certificates, a folder for each role
+  paceline server coordinate --listen HOST:PORT    one coordinator, which the others name
+  paceline server serve --coordinator HOST:PORT    as many servers as --servers says
+  PACELINE_COORDINATOR=HOST:PORT ... python FILE   as many workers: see docs/parameter-server.md
+
+  paceline server top JOB                          a live table of clocks, bytes and ranges
+  paceline server why-waiting JOB                  who everybody waits for
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from paceline.nouns.errors import UsageError
+from paceline.nouns.plan import Plan
+from paceline.run.directory import SERVERS
+from paceline.server.address import Address, Credentials
+
+REFRESH_S = 1.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    credentials = verbs.add_parser("credentials", help="make a job's certificates")
+    credentials.add_argument("folder", type=Path, metavar="FOLDER", help="a new folder")
+    coordinate = verbs.add_parser("coordinate", help="be a job's coordinator")
+    coordinate.add_argument("--listen", required=True, metavar="ADDRESS", help="unix:PATH or HOST:PORT")
+    coordinate.add_argument("--plan", required=True, metavar="PLAN", help="such as replicate=4,server=2,mode=sync")
+    coordinate.add_argument("--log", type=Path, required=True, metavar="FILE", help="keeps its decisions")
+    serve = verbs.add_parser("serve", help="be one server")
+    serve.add_argument("--coordinator", required=True, metavar="ADDRESS", help="unix:PATH or HOST:PORT")
+    serve.add_argument("--listen", required=True, metavar="ADDRESS", help="unix:PATH or HOST:PORT; port 0: a free one")
+    top = verbs.add_parser("top", help="a live table")
+    top.add_argument("--once", action="store_true", help="print it once")
+    why = verbs.add_parser("why-waiting", help="who everybody waits for")
+    for looking in (top, why):
+        looking.add_argument("job", metavar="JOB", help="a run directory, or the coordinator's address")
+        looking.add_argument("--json", action="store_true", help="print what is known as JSON")
+    for one in (coordinate, serve, top, why):
+        one.add_argument(
+            "--credentials", type=Path, metavar="FOLDER", help="this role's, for addresses that leave the host"
+        )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Do what the verb says."""
+    acts = {
+        "credentials": _make_credentials,
+        "coordinate": _coordinate,
+        "serve": _serve,
+        "top": _top,
+        "why-waiting": _why_waiting,
+    }
+    try:
+        return acts[arguments.verb](arguments)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _make_credentials(arguments: argparse.Namespace) -> int:
+    from paceline.server.credentials import make_credentials
+
+    for folder in make_credentials(arguments.folder):
+        print(folder)
+    print("paceline server: made; copy each folder to where its role runs, and nowhere else", file=sys.stderr)
+    return 0
+
+
+def _coordinate(arguments: argparse.Namespace) -> int:
+    from paceline.server.coordination import Coordination
+    from paceline.server.settings import JobSettings
+
+    plan = Plan.parse(arguments.plan)
+    if not plan.server:
+        raise UsageError(f"to coordinate the plan {arguments.plan}", "it has no servers", "add e.g. server=2")
+
+    def tell(event: dict[str, Any]) -> None:
+        print(json.dumps(event), flush=True)
+
+    address = Address.parse(arguments.listen)
+    process = Coordination(address, JobSettings.of(plan), arguments.log, tell, credentials=_credentials(arguments))
+    asyncio.run(process.run(lambda where: tell({"event": "listening", "at": where})))
+    return 0
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    from paceline.server.node import serve
+
+    asyncio.run(serve(arguments.listen, arguments.coordinator, _credentials(arguments)))
+    return 0
+
+
+def _top(arguments: argparse.Namespace) -> int:
+    from paceline.server.report import table
+
+    is_live = sys.stdout.isatty() and not arguments.once and not arguments.json
+    while True:
+        facts = _look(arguments)
+        if arguments.json:
+            print(json.dumps(facts))
+            return 0
+        print(("\x1b[H\x1b[2J" if is_live else "") + table(facts), flush=True)
+        if not is_live:
+            return 0
+        time.sleep(REFRESH_S)
+
+
+def _why_waiting(arguments: argparse.Namespace) -> int:
+    from paceline.server.report import why_waiting
+
+    facts = _look(arguments)
+    print(json.dumps({"why": why_waiting(facts)}) if arguments.json else why_waiting(facts))
+    return 0
+
+
+def _look(arguments: argparse.Namespace) -> dict[str, Any]:
+    from paceline.server.watch import look
+
+    return asyncio.run(look(_coordinator(arguments.job), _credentials(arguments)))
+
+
+def _coordinator(job: str) -> Address:
+    """Where the coordinator of a run, or at an address, is."""
+    folder = Path(job)
+    if not folder.is_dir():
+        return Address.parse(job)
+    try:
+        return Address.parse(json.loads((folder / SERVERS).read_text())["coordinator"])
+    except (OSError, ValueError, KeyError):
+        raise UsageError(
+            f"the servers of the run {job}", f"it has no {SERVERS}", "name a run whose plan has servers, or an address"
+        ) from None
+
+
+def _credentials(arguments: argparse.Namespace) -> Credentials | None:
+    return Credentials(arguments.credentials) if arguments.credentials else None

@@ -1,0 +1,197 @@
+"""Data parallelism by parameter servers: workers push gradients, servers average and update, workers pull.
+
+One step of a worker:
+
+    forward, backward     on its own micro-batches, gradients of the loss sum
+    reduce_gradients      the gradient is pushed, segment by segment; the servers add the workers' up, divide by the
+                          weight, clip and update; then the next parameters are pulled
+    update                they are copied into the model
+
+Needs: the loss as (sum, weight); an optimizer that the servers know.
+Promises: under `sync` and `deterministic`, parameters equal bit for bit those of one process that takes the same
+micro-batches one after another with as many threads; in the other modes what `server/admission.py` says. A push counts
+once; a lost server or worker is replaced without a step being lost.
+Traffic per step and worker: the parameters' bytes to the servers, and as many back; each segment of 1 MiB once more
+from each replica to the next.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.comm.process_group import COORDINATOR
+from paceline.nouns.errors import LossError, UsageError
+from paceline.nouns.plan import Plan
+from paceline.nouns.workload import Workload
+from paceline.parallel.apply import Comms, Parallel
+from paceline.parallel.bucket import local_gradient
+from paceline.parallel.local import Moments
+from paceline.parallel.norm import scale_gradients
+from paceline.parallel.placed import PlacedModel
+from paceline.parallel.sums import Sums
+from paceline.server.address import Credentials
+from paceline.server.handle import Handle
+from paceline.server.layout import AVERAGE
+from paceline.server.settings import JobSettings
+from paceline.server.tensors import MEAN, STOPPING
+
+CREDENTIALS = "PACELINE_CREDENTIALS"
+
+
+class ServerParallel(Parallel):
+    """A step's moments, where servers update the parameters.
+
+    Args:
+        placed: the whole model.
+        workload: loss, clipping and precision.
+        comms: axes of one rank: workers don't speak to each other.
+        plan: the servers' part of it.
+        device: where this worker computes.
+        rank: its number.
+    """
+
+    def __init__(
+        self,
+        placed: PlacedModel,
+        workload: Workload,
+        comms: Comms,
+        plan: Plan,
+        here: tuple[torch.device, int],
+    ) -> None:
+        super().__init__(placed, workload, comms, plan, here[0])
+        self.rank = here[1]
+        self.handle: Handle | None = None
+        self.base = 0  # the step of the checkpoint that the servers began with
+        self.was_stopping = False
+
+    def join(self, optimizer: torch.optim.Optimizer, samples: int, steps: int, base: int) -> None:
+        """Join the servers' job, and take over its parameters.
+
+        Args:
+            optimizer: whose settings, and state from a checkpoint, go to the servers.
+            samples: in the data set.
+            steps: of the whole training.
+            base: the step of the checkpoint that was loaded, 0 without.
+
+        Raises:
+            PlanError: the servers can't run the optimizer.
+            UsageError: there is no coordinator.
+            PacelineError: the servers refuse this worker, or have gone.
+        """
+        where = os.environ.get(COORDINATOR)
+        if where is None:
+            raise UsageError(
+                f"the plan {self.plan.line()}", "no servers are running", "start the file with `paceline run`"
+            )
+        folder = os.environ.get(CREDENTIALS)
+        self.base = base
+        self.handle = Handle(self.model, optimizer, samples)
+        options = {
+            "clip_norm": self.workload.clip_norm if self.is_by_rounds else None,
+            "is_deterministic": self.workload.deterministic,
+        }
+        self.handle.join(where, self.rank, steps - base, options, Credentials(Path(folder)) if folder else None)
+
+    @property
+    def is_by_rounds(self) -> bool:
+        """Whether several workers' gradients make one update."""
+        return JobSettings.of(self.plan).admission().is_by_rounds
+
+    @property
+    def step_number(self) -> int:
+        """The steps that are done: more than one further where others went on without this worker."""
+        return self.base + self._joined().clock
+
+    def forward_backward(self, microbatches: Sequence[Any], is_stopping: bool, longest: int = 1) -> None:
+        """Gradients of this worker's loss sum; of its mean where it is the only one with one micro-batch."""
+        self.sums.clear()
+        self.buffers.begin_step()
+        self.was_stopping = is_stopping
+        self.is_mean = self.plan.world_size == 1 and len(microbatches) == 1
+        moments = Moments(self.sums.add, self.placed.before_backward, lambda: None, self.is_mean)
+        self.placed.forward_backward(self.workload.loss, microbatches, moments, longest)
+
+    def reduce_gradients(self) -> Sums:
+        """Push this worker's gradient, and pull the parameters of the next step.
+
+        Raises:
+            LossError: this worker's loss is not finite, and nothing was pushed; or the whole gradient is not.
+            PeerLostError: the servers have gone.
+        """
+        handle = self._joined()
+        self.sums.begin(self.was_stopping, self.buffers.find_changed())
+        self.sums.finish()
+        own = self.sums.read()
+        if own.bad_ranks:
+            return Sums(own.loss, own.weight, own.is_stopping, [self.rank], own.changed)
+        if not self.is_by_rounds and self.workload.clip_norm is not None:
+            self._clip_own(own.weight)
+        before, flags = handle.clock, STOPPING * own.is_stopping | MEAN * self.is_mean
+        answer = handle.step(self._sent(), own.loss, own.weight, flags)
+        self._count_traffic()
+        is_stopping = own.is_stopping or any(note and note["flags"] & STOPPING for note in answer.notes)
+        note = next((note for note in answer.notes if note), None)
+        if note is None or not self.is_by_rounds or answer.clock == before:
+            # A worker without samples of a short batch pushes nothing that counts.
+            return Sums(own.loss, own.weight or 1.0, is_stopping, [], own.changed)
+        self.norm = note.get("norm")
+        if self.norm == float("inf"):
+            raise LossError(
+                "the gradient's norm should be a finite number",
+                "it is not, although the loss is finite; the parameters were left as they were",
+                "lower the learning rate, use precision float32, or look for samples on which the loss has no slope",
+            )
+        return Sums(note["loss"], note["weight"], is_stopping, [], own.changed)
+
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        """The servers have updated the parameters: take them."""
+        self._joined().take()
+
+    def take_optimizer_state(self) -> None:
+        """Put what the servers keep into the worker's optimizer, for a checkpoint."""
+        if self.handle is not None:
+            self.handle.take_optimizer_state()
+
+    def close(self) -> None:
+        """Leave the servers."""
+        if self.handle is not None:
+            self.handle.close()
+        super().close()
+
+    def _joined(self) -> Handle:
+        assert self.handle is not None
+        return self.handle
+
+    def _sent(self) -> list[torch.Tensor | None]:
+        """What goes to the servers: gradients, and buffers that the forward passes changed."""
+        number = {id(tensor): index for index, tensor in enumerate(self.buffers.tensors)}
+        handle = self._joined()
+        sent: list[torch.Tensor | None] = []
+        for entry, tensor in zip(handle.layout.entries, handle.tensors, strict=True):
+            if entry.group == AVERAGE:
+                sent.append(tensor if self.buffers.changed[number[id(tensor)]] else None)
+            else:
+                gradient = local_gradient(tensor)  # type: ignore[arg-type]
+                sent.append(gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient)
+        return sent
+
+    def _clip_own(self, weight: float) -> None:
+        """Where each worker's gradient is an update of its own, it is clipped by its own norm."""
+        norm = self.gradient_norm()
+        if weight and not self.is_mean:
+            norm = norm / weight
+        self.norm = float(norm)
+        factor = (float(self.workload.clip_norm or 0) / (norm + 1e-6)).clamp(max=1.0)
+        scale_gradients(self.placed.updated().values(), factor)
+
+    def _count_traffic(self) -> None:
+        link, ledger = self._joined().link, self.comms.data.ledger
+        for flat in link.values if link is not None else []:
+            for segment in flat.segments:
+                ledger.add("push", "server", segment.nbytes)
+            ledger.add("pull", "server", flat.memory.numel())

@@ -1,0 +1,63 @@
+"""What the process of a parameter server runs, and that of their coordinator."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from paceline.nouns.plan import Plan
+from paceline.run.directory import SERVERS
+from paceline.run.worker import failed
+from paceline.server.address import UNIX, Address
+from paceline.server.coordination import Coordination
+from paceline.server.node import serve
+from paceline.server.settings import JobSettings
+from paceline.train.compiler_import import defer_compiler_import
+
+RETURNS_S = 20.0  # for the worker that the supervisor starts in a lost one's place
+
+
+def run_server(private: Path) -> int:
+    """Be a server; the exit code."""
+    defer_compiler_import()
+    try:
+        asyncio.run(serve(f"{UNIX}{private / f'server-{os.getpid()}'}", coordinator_address(private)))
+    except KeyboardInterrupt:
+        return 0
+    except BaseException as error:
+        return failed(error)
+    return 0
+
+
+def run_coordinator(private: Path) -> int:
+    """Be the coordinator; the exit code."""
+    run_dir = Path(os.environ["PACELINE_RUN_DIR"])
+    job = JobSettings.of(Plan.read(run_dir / "plan.json"))
+    at = Address.parse(coordinator_address(private))
+    (run_dir / SERVERS).write_text(json.dumps({"coordinator": str(at)}) + "\n")
+    try:
+        asyncio.run(Coordination(at, job, private / "log", _teller(run_dir), RETURNS_S).run())
+    except KeyboardInterrupt:
+        return 0
+    except BaseException as error:
+        return failed(error)
+    return 0
+
+
+def coordinator_address(private: Path) -> str:
+    """Where the coordinator of a job on this host listens."""
+    return f"{UNIX}{private / 'coordinator'}"
+
+
+def _teller(run_dir: Path) -> Callable[[dict[str, Any]], None]:
+    file = (run_dir / "servers.jsonl").open("a", buffering=1)
+
+    def tell(event: dict[str, Any]) -> None:
+        file.write(json.dumps({"at": time.time_ns() // 10**6 / 1e3, **event}) + "\n")
+
+    return tell

@@ -1,0 +1,242 @@
+"""Whole jobs with parameter servers: real processes, killed and stopped at any moment, end where one process does."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from paceline.nouns.errors import PacelineError
+from paceline.server.address import Address
+from paceline.server.watch import look
+
+from jobs import leftovers, paceline, start, wait_for
+
+pytestmark = pytest.mark.integration
+
+KILLS = int(os.environ.get("PACELINE_KILLS", "50"))
+BERT = """
+import sys
+from pathlib import Path
+from paceline.demo.workload import make_workload
+workload = make_workload(Path({folder!r}), 50, 8, deterministic=True, micro_batch_size=8 // int(sys.argv[1]))
+"""
+SLOW = """
+import os, time
+import torch
+import paceline
+from torch.nn import functional as F
+
+torch.manual_seed(0)
+ROWS = torch.randn(64, 64)
+
+def loss(model, batch):
+    time.sleep(float(os.environ["TEST_PAUSE"]) if os.path.exists("slow") else 0)
+    return F.mse_loss(model(batch), batch, reduction="sum"), len(batch)
+
+workload = paceline.Workload(
+    model=lambda: torch.nn.Sequential(torch.nn.Linear(64, 7000), torch.nn.Dropout(0.1), torch.nn.Linear(7000, 64)),
+    loss=loss,
+    optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
+    scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.95),
+    data=list(ROWS), batch_size=16, steps={steps}, clip_norm=1.0, deterministic=True,
+)
+"""
+
+
+def saved(folder: Path, job: str) -> dict[str, torch.Tensor]:
+    """Parameters and optimizer state of a run's last checkpoint."""
+    last = max((folder / "runs" / job / "checkpoints").iterdir())
+    tensors = {name: t for path in last.glob("*.safetensors") for name, t in load_file(path).items()}
+    return {name: tensor for name, tensor in tensors.items() if name.startswith(("model/", "optimizer/"))}
+
+
+def check_equal(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    assert not [name for name in ours if not torch.equal(ours[name], theirs[name])]
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bert")
+    rows = np.random.default_rng(0).integers(5, 4096, (96, 32)).astype(np.uint16)  # whole batches
+    np.save(folder / "train.npy", rows)
+    np.save(folder / "held_out.npy", rows[:8])
+    (folder / "corpus.json").write_text(json.dumps({"most_frequent_id": 5}))
+    (folder / "bert.py").write_text(BERT.format(folder=str(folder)))
+    return folder
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_bert_ends_bit_for_bit_where_one_process_does(bert, workers):
+    """50 steps with AdamW, a schedule and clipping; the one process takes the same micro-batches, with one thread.
+
+    (torch's kernels share a sum out over their threads: with other threads one process does not equal itself.)
+    """
+    alone, one = f"alone{workers}", {"OMP_NUM_THREADS": "1"}
+    assert paceline(bert, "run", "--job", alone, "bert.py", str(workers), **one).code == 0
+    expected = saved(bert, alone)
+    for servers in (1, 2, 3):
+        job = f"servers{workers}{servers}"
+        plan = f"server={servers}"
+        ended = paceline(bert, "run", "-n", str(workers), "--plan", plan, "--job", job, "bert.py", str(workers), **one)
+        assert ended.code == 0, ended.err
+        check_equal(saved(bert, job), expected)
+
+
+def slow_job(folder, steps, plan="server=3", workers=2, pause="0.05"):
+    (folder / "slow").touch()
+    (folder / "slow.py").write_text(SLOW.format(steps=steps))
+    return start(folder, "run", "-n", str(workers), "--plan", plan, "--job", "wild", "slow.py", TEST_PAUSE=pause)
+
+
+def calm(folder):
+    (folder / "slow").unlink(missing_ok=True)
+    ended = paceline(folder, "run", "-n", "2", "--plan", "server=3", "--job", "calm", "slow.py", TEST_PAUSE="0")
+    assert ended.code == 0, ended.err
+    return saved(folder, "calm")
+
+
+def facts_of(folder, job="wild"):
+    """What the servers of a running job say; None before they are there."""
+    try:
+        where = json.loads((folder / "runs" / job / "servers.json").read_text())["coordinator"]
+        return asyncio.run(look(Address.parse(where)))
+    except (OSError, PacelineError):
+        return None
+
+
+def is_whole(facts):
+    return facts is not None and facts["state"] == "training" and all(c["is_whole"] for c in facts["chains"])
+
+
+def members(process):
+    """The processes of a job: workers, servers, coordinator."""
+    (server,) = psutil.Process(process.pid).children()
+    return server.children()
+
+
+def test_any_process_killed_at_any_moment_changes_nothing(tmp_path):
+    """k = 2: one at a time, the next when every range is whole again."""
+    process, draws, kills = slow_job(tmp_path, 700, pause="0.3"), random.Random(0), 0
+    while kills < KILLS:
+        assert process.poll() is None, f"ended after {kills} kills: {process.communicate()}"
+        time.sleep(draws.uniform(0.0, 0.5))
+        if is_whole(facts_of(tmp_path)):
+            os.kill(draws.choice(members(process)).pid, signal.SIGKILL)
+            kills += 1
+    (tmp_path / "slow").unlink()
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    assert out.count("another takes its place") + err.count("another takes its place") == KILLS
+    assert wait_for(lambda: not leftovers(tmp_path))
+    check_equal(saved(tmp_path, "wild"), calm(tmp_path))
+
+
+@pytest.mark.parametrize("who", ["server", "coordinator", "worker"])
+def test_a_process_that_is_stopped_and_goes_on(tmp_path, who):
+    """Beyond the deadline: a server is fenced and comes back, a worker comes back as another."""
+    process = slow_job(tmp_path, 200)
+    assert wait_for(lambda: is_whole(facts_of(tmp_path)), 60)
+    facts = facts_of(tmp_path)
+    pids = {"coordinator": facts["pid"], "server": facts["nodes"][0]["pid"]}
+    pid = pids.get(who) or members(process)[1].pid
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(8)
+    os.kill(pid, signal.SIGCONT)
+    (tmp_path / "slow").unlink()
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    events = [json.loads(line) for line in (tmp_path / "runs" / "wild" / "servers.jsonl").read_text().splitlines()]
+    epochs = [event for event in events if event["event"] == "epoch"]
+    if who == "worker":
+        assert any(len(event["workers"]) == 1 for event in epochs[1:-1])
+        return  # the others went on without it: not the same training
+    assert any(min(map(len, event["chains"])) == 1 for event in epochs) == (who == "server")
+    check_equal(saved(tmp_path, "wild"), calm(tmp_path))
+
+
+def test_a_quorum_goes_on_without_a_worker_that_is_stopped_for_good(tmp_path):
+    process = slow_job(tmp_path, 300, "server=1,mode=quorum,quorum=2", workers=3)
+    assert wait_for(lambda: is_whole(facts_of(tmp_path)), 60)
+    os.kill(members(process)[2].pid, signal.SIGSTOP)
+    began = time.monotonic()
+    _, err = process.communicate(timeout=200)
+    assert process.returncode == 0, err
+    assert time.monotonic() - began < 150  # 300 steps of 0.05 s and more, not a deadline of 5 s for each
+    last = json.loads((tmp_path / "runs" / "wild" / "result.json").read_text())
+    assert (last["status"], last["steps"]) == ("done", 300)
+
+
+def test_when_all_servers_of_a_range_die_the_job_goes_on_from_its_checkpoint(tmp_path):
+    process = slow_job(tmp_path, 300, "server=1")
+    job = tmp_path / "runs" / "wild"
+    assert wait_for(lambda: list((job / "checkpoints").glob("step-*")), 90)
+    os.kill(facts_of(tmp_path)["nodes"][0]["pid"], signal.SIGKILL)
+    _, err = process.communicate(timeout=100)
+    assert process.returncode == 1
+    assert "all servers that had it have ended" in err
+    (tmp_path / "slow").unlink()
+    plan = ("-n", "2", "--plan", "server=1")
+    ended = paceline(tmp_path, "run", *plan, "--resume", "--job", "wild", "slow.py", TEST_PAUSE="0")
+    assert ended.code == 0, ended.err
+    check_equal(saved(tmp_path, "wild"), calm(tmp_path))
+
+
+TLS_WORKER = """
+import sys, torch
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from cluster import gradient, small_model
+from paceline.server.handle import connect
+model = small_model()
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+where, worker, folder = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+handle = connect(where, worker, model, optimizer, 5, is_deterministic=True, credentials=folder)
+while not handle.is_done:
+    gradient(model, worker, handle.clock)
+    handle.push(1.0, 2.0)
+handle.close()
+torch.save([p.detach() for p in model.parameters()], sys.argv[4])
+"""
+
+
+def test_servers_started_alone_over_mutual_tls(tmp_path):
+    """The commands of docs/parameter-server.md, over TCP."""
+    from cluster import alone
+    from test_cluster import adamw
+
+    assert paceline(tmp_path, "server", "credentials", "creds").code == 0
+    plan = ("--plan", "replicate=2,server=2", "--log", "log", "--credentials", "creds/coordinator")
+    coordinator = start(tmp_path, "server", "coordinate", "--listen", "127.0.0.1:0", *plan)
+    where = json.loads(coordinator.stdout.readline())["at"]
+    serve = ("server", "serve", "--listen", "127.0.0.1:0", "--coordinator", where, "--credentials", "creds/server")
+    servers = [start(tmp_path, *serve) for _ in range(2)]
+    (tmp_path / "worker.py").write_text(TLS_WORKER.format(tests=str(Path(__file__).parents[1] / "server")))
+    import subprocess
+
+    workers = [
+        subprocess.Popen([sys.executable, "worker.py", where, str(n), "creds/worker", f"out{n}"], cwd=tmp_path)
+        for n in range(2)
+    ]
+    assert [worker.wait(120) for worker in workers] == [0, 0]
+    assert coordinator.wait(20) == 0
+    for server in servers:
+        server.kill()
+        server.communicate()
+    coordinator.communicate()
+    expected = alone(2, 5, adamw)
+    for number in range(2):
+        own = torch.load(tmp_path / f"out{number}", weights_only=True)
+        assert all(torch.equal(a, b) for a, b in zip(own, expected, strict=True))
