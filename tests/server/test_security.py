@@ -8,18 +8,19 @@ import socket
 import ssl
 import stat
 import threading
+from types import SimpleNamespace
 
 import pytest
 from cluster import Cluster, train
 
-from paceline.nouns.errors import PeerLostError, UsageError
+from paceline.nouns.errors import CheckpointError, PeerLostError, UsageError
 from paceline.server import address as addresses
 from paceline.server import messages, setup
 from paceline.server.address import Address, Credentials, connect
 from paceline.server.connection import Connection
 from paceline.server.credentials import ROLES, make_credentials
-from paceline.server.frames import write_frame
-from paceline.server.peers import Peers
+from paceline.server.frames import FrameError, write_frame
+from paceline.server.peers import Peers, addresses_of
 from paceline.server.watch import look
 
 pytestmark = pytest.mark.slow
@@ -29,7 +30,7 @@ class Listener(Peers):
     """Keeps what it takes."""
 
     def __init__(self, credentials):
-        super().__init__("server", credentials)
+        super().__init__(credentials)
         self.took = []
 
     def take(self, peer, number, message):
@@ -150,6 +151,28 @@ def test_nobody_speaks_for_another(tmp_path, sent):
     assert is_closed
     assert not listener.took
     assert len(listener.refused) == 1
+
+
+@pytest.mark.parametrize(
+    ("raised", "is_fatal"),
+    [(FrameError("no JSON"), False), (CheckpointError("a state", "torn", "-"), False), (OSError(28, "full"), True)],
+)
+def test_what_can_not_be_read_ends_that_connection_alone(raised, is_fatal, monkeypatch):
+    """A full disk is this process's own trouble: that ends it."""
+    ends, failures = [], []
+    one = Listener(None)
+    connection = SimpleNamespace(peer=PULL.worker, close=ends.append)
+    monkeypatch.setattr(one, "take", lambda *_: (_ for _ in ()).throw(raised))
+    monkeypatch.setattr(one, "failed", failures.append)
+    one.on_message(connection, 0, PULL)
+    assert failures == ([raised] if is_fatal else [])
+    assert [end.startswith("a wrong Pull: ") for end in ends] == ([] if is_fatal else [True])
+
+
+@pytest.mark.parametrize("content", [b"{", b"[1]", b"\xff", '{"1": "nowhere"}', '{"a": "unix:/x"}', '{"1": 2}'])
+def test_facts_and_addresses_that_are_none(content):
+    with pytest.raises(FrameError):
+        addresses_of(content)
 
 
 def test_another_user_is_refused_on_a_unix_socket(tmp_path, monkeypatch):

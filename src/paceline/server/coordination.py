@@ -23,7 +23,7 @@ from paceline.server.coordinator import Coordinator, Settings
 from paceline.server.layout import Layout
 from paceline.server.log import Log
 from paceline.server.messages import COORDINATOR, Beat, Node, WorkerBeat
-from paceline.server.peers import BEAT_S, Peers, every
+from paceline.server.peers import BEAT_S, Peers, every, facts_of
 from paceline.server.settings import JobSettings
 
 LEAST_DEADLINE_S = 5.0  # silence that may be a machine under load
@@ -51,7 +51,7 @@ class Coordination(Peers):
         returns_s: float = 0.0,
         credentials: Credentials | None = None,
     ) -> None:
-        super().__init__("coordinator", credentials)
+        super().__init__(credentials)
         self.listen_at, self.job, self.tell, self.returns_s = listen_at, job, tell, returns_s
         self.log = Log.open(log)
         self.where = ""
@@ -187,10 +187,8 @@ class Coordination(Peers):
 
     def take(self, peer: Any, number: int, message: Any) -> None:
         """A message about range `number`."""
-        if isinstance(message, setup.AskStatus):
-            self.connections[peer].send(0, setup.Status(json.dumps(self.status()).encode()))
-        elif isinstance(message, setup.Status):
-            self.facts[peer] = json.loads(bytes(message.facts))
+        if isinstance(message, setup.Status):
+            self.facts[peer] = facts_of(message.facts)
         elif isinstance(message, setup.Installed):
             self._is_installed(number, message.node)
         elif isinstance(message, Beat | WorkerBeat):
@@ -295,7 +293,7 @@ class Coordination(Peers):
         facts: dict[str, Any] = {
             "job": json.loads(self.job.to_json()),
             "pid": os.getpid(),
-            "refused": self.refused[-5:],
+            "refused": list(self.refused),
         }
         facts["servers"] = {node: str(at) for node, at in self.addresses.items() if node != COORDINATOR}
         if self.coordinator is None:

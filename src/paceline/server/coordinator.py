@@ -235,10 +235,12 @@ class Coordinator:
                 chain.heard[who] = (min(since_s, now_s - settings.node_deadline_s + settings.node_return_s), beat)
 
     def slept(self, seconds: float) -> None:
-        """The coordinator itself stood still: nobody was silent in that time."""
+        """The coordinator itself stood still: nobody was silent in that time, whether heard before it or not."""
+        self.began_s = None if self.began_s is None else self.began_s + seconds
         self.heard = {worker: (since + seconds, beat) for worker, (since, beat) in self.heard.items()}
         self.gone = {worker: since + seconds for worker, since in self.gone.items()}
         for chain in self.chains:
+            chain.began_s = None if chain.began_s is None else chain.began_s + seconds
             chain.heard = {node: (since + seconds, beat) for node, (since, beat) in chain.heard.items()}
 
     def _load(self, node: Node) -> int:

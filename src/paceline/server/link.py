@@ -22,10 +22,10 @@ from paceline.server.client import Client, Session
 from paceline.server.connection import Connection
 from paceline.server.frames import FrameError
 from paceline.server.layout import Layout, Segment, most_state_bytes
-from paceline.server.messages import COORDINATOR, Configuration, Pulled, Pushed, Stale
-from paceline.server.peers import BEAT_S, Peers, every
+from paceline.server.messages import COORDINATOR, Configuration, Node, Pulled, Pushed, Stale
+from paceline.server.peers import BEAT_S, Peers, addresses_of, every
 from paceline.server.settings import JobSettings
-from paceline.server.tensors import Flat, bytes_of
+from paceline.server.tensors import Flat, bytes_of, views_of
 
 SOON_S = 0.1
 REPEAT_S = (2.0, 60.0)  # what has no answer is said again after so long; each time later, up to
@@ -61,7 +61,7 @@ class Link(Peers):
         first: Callable[[Sequence[Segment]], bytes],
         credentials: Credentials | None = None,
     ) -> None:
-        super().__init__("worker", credentials)
+        super().__init__(credentials)
         self.addresses[COORDINATOR] = coordinator
         self.name, self.incarnation = name, -1
         self.layout, self.settings, self.first = layout, settings, first
@@ -180,7 +180,7 @@ class Link(Peers):
         elif isinstance(message, setup.Start):
             self._start(message)
         elif isinstance(message, setup.Addresses):
-            self._take_addresses(json.loads(message.servers))
+            self._take_addresses(addresses_of(message.servers))
         elif isinstance(message, setup.Install):
             self._install(number, message.nodes)
         elif isinstance(message, setup.Refused):
@@ -190,8 +190,6 @@ class Link(Peers):
             if message.request == self.state_request:
                 self.states[number] = bytes(message.content)
                 self.is_here.set()
-        elif isinstance(message, setup.AskStatus):
-            self.connections[peer].send(0, setup.Status(b"{}"))
         else:
             self._take_protocol(number, message)
 
@@ -243,8 +241,7 @@ class Link(Peers):
             await asyncio.sleep(0.02)
         self._new_session()
 
-    def _take_addresses(self, servers: dict[str, str]) -> None:
-        known = {int(node): Address.parse(text) for node, text in servers.items()}
+    def _take_addresses(self, known: dict[Node, Address]) -> None:
         self.addresses = {COORDINATOR: self.addresses[COORDINATOR], **known}
         for peer in self.addresses:
             self.open(peer)
@@ -315,7 +312,7 @@ class Link(Peers):
         if not self.sent_s and all(connection.is_idle for connection in self.connections.values()):
             self.sent_s = now
         self.send(self.session.beat())
-        self.send([(COORDINATOR, 0, setup.Status(json.dumps(self.facts()).encode()))])
+        self.send([(COORDINATOR, 0, setup.Status(json.dumps(self.status()).encode()))])
         if self.answer is None and now - max(self.progress_s, self.repeated_s) > self.repeat_after_s:
             self.repeated_s = now
             self.repeat_after_s = min(2 * self.repeat_after_s, REPEAT_S[1])
@@ -325,7 +322,7 @@ class Link(Peers):
         if self.session is not None:
             self.send(self.session.repeat(time.monotonic()))
 
-    def facts(self) -> dict[str, Any]:
+    def status(self) -> dict[str, Any]:
         """What a person may want to know of this worker."""
         known = self.connections.values()
         waited = {f"waited_for_{cause}_s": round(seconds, 3) for cause, seconds in self.waited_s.items()}
@@ -358,4 +355,4 @@ class Link(Peers):
 
     def views(self, payload: Any) -> Sequence[memoryview]:
         """The bytes of a payload."""
-        return [bytes_of(payload)] if isinstance(payload, torch.Tensor) else [memoryview(payload)]
+        return views_of(payload)

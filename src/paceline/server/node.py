@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,12 +20,13 @@ from paceline.server.frames import FrameError
 from paceline.server.layout import BYTES, Layout, Segment, most_state_bytes
 from paceline.server.member import Member
 from paceline.server.messages import COORDINATOR
-from paceline.server.peers import BEAT_S, Peers, every
+from paceline.server.peers import BEAT_S, Peers, addresses_of, every
 from paceline.server.replica import Replica
 from paceline.server.settings import JobSettings
-from paceline.server.tensors import Segments, bytes_of
+from paceline.server.tensors import Segments, bytes_of, views_of
 
 REPEAT_S = (0.5, 60.0)  # what has no answer is said again after so long; each time later, up to
+EARLY = 1000  # messages before the job's start that are kept; what is forgotten is said again
 EXPIRE_S = 0.05  # how exact a deadline is
 _DTYPES = {name: getattr(torch, name) for name in BYTES}
 
@@ -41,13 +41,13 @@ class Server(Peers):
     """
 
     def __init__(self, listen_at: Address, coordinator: Address, credentials: Credentials | None = None) -> None:
-        super().__init__("server", credentials)
+        super().__init__(credentials)
         self.listen_at, self.where = listen_at, ""
         self.addresses[COORDINATOR] = coordinator
         self.node = -1
         self.member: Member | None = None
         self.ranges: list[list[Segment]] = []
-        self.waiting: list[tuple[Any, int, Any]] = []  # what came before the job's start
+        self.waiting: deque[tuple[Any, int, Any]] = deque(maxlen=EARLY)  # what came before the job's start
         self.counts: Counter[str] = Counter()
         self.progress_s = self.repeated_s = 0.0
         self.repeat_after_s = REPEAT_S[0]
@@ -96,14 +96,12 @@ class Server(Peers):
         elif isinstance(message, setup.Start):
             self._start(message)
         elif isinstance(message, setup.Addresses):
-            known = {int(node): Address.parse(text) for node, text in json.loads(message.servers).items()}
-            higher = {node: address for node, address in known.items() if node > self.node}  # the lower one connects
+            known = addresses_of(message.servers).items()
+            higher = {node: address for node, address in known if node > self.node}  # the lower one connects
             self.addresses = {COORDINATOR: self.addresses[COORDINATOR], **higher}
             self._open_all()
         elif isinstance(message, setup.Refused):
             self.failed(PacelineError(message.asked, message.found, message.fix))
-        elif isinstance(message, setup.AskStatus):
-            self.connections[peer].send(0, setup.Status(json.dumps(self.status()).encode()))
         elif self.member is None:
             self.waiting.append((peer, number, message))
         else:
@@ -112,8 +110,7 @@ class Server(Peers):
     def _take_started(self, peer: Any, number: int, message: Any) -> None:
         assert self.member is not None
         if number >= len(self.member.replicas):
-            self.connections[peer].close(f"a message about range {number} of {len(self.member.replicas)}")
-            return
+            raise FrameError(f"range {number} of {len(self.member.replicas)}")
         replica = self.member.replicas[number]
         if isinstance(message, setup.Install):
             if not replica.is_synced:
@@ -148,9 +145,10 @@ class Server(Peers):
                 for number, (own, store) in enumerate(zip(self.ranges, stores, strict=True))
             ],
         )
-        for peer, number, waiting in self.waiting:
-            self._take_started(peer, number, waiting)
-        self.waiting = []
+        for peer, number, early in self.waiting:
+            if number < len(self.ranges):
+                self._take_started(peer, number, early)
+        self.waiting.clear()
 
     def room(self, connection: Connection, number: int, message: Any, nbytes: int) -> tuple[Any, memoryview]:
         """Where a payload goes; a gradient is exactly as long as its segment."""
@@ -177,40 +175,17 @@ class Server(Peers):
 
     def views(self, payload: Any) -> Sequence[memoryview]:
         """The bytes of a payload."""
-        return [bytes_of(payload)] if isinstance(payload, torch.Tensor) else [memoryview(payload)]
+        return views_of(payload)
 
     def status(self) -> dict[str, Any]:
         """What a person may want to know."""
         replicas = self.member.replicas if self.member is not None else []
-        rows = []
-        for number, replica in enumerate(replicas):
-            role = "head" if replica.is_head else "tail" if replica.is_tail else ""
-            if self.node not in replica.configuration.chain:
-                continue
-            missing: list[int] = []
-            if replica.is_head and replica.mode.is_by_rounds:
-                oldest = min(replica.rounds.values())
-                due = [segment for segment, closed in replica.rounds.items() if closed == oldest]
-                here = {name for segment in due for name in replica.open[segment]}
-                staged = any(segment in replica.staged for segment in due)
-                missing = [] if staged else [w[0] for w in replica.configuration.workers if w[0] not in here]
-            rows.append(
-                {
-                    "range": number,
-                    "role": role,
-                    "epoch": replica.configuration.epoch,
-                    "updates": replica.number,
-                    "behind": replica.number - replica.committed,
-                    "readers_waiting": len(replica.waiting),
-                    "waits_for": missing,
-                    "duplicates": replica.duplicates,
-                    "staleness": replica.staleness,
-                }
-            )
+        own = [(n, replica) for n, replica in enumerate(replicas) if self.node in replica.configuration.chain]
+        rows = [_status_of(number, replica) for number, replica in own]
         sent = sum(connection.bytes_sent for connection in self.connections.values())
         received = sum(connection.bytes_received for connection in self.connections.values())
         facts = {"node": self.node, "ranges": rows, "bytes_sent": sent, "bytes_received": received}
-        return {**facts, "messages": dict(self.counts), "refused": self.refused[-5:], "pid": os.getpid()}
+        return {**facts, "messages": dict(self.counts), "refused": list(self.refused), "pid": os.getpid()}
 
     def _open_all(self) -> None:
         for peer in self.addresses:
@@ -230,6 +205,32 @@ class Server(Peers):
             self.repeated_s = now
             self.repeat_after_s = min(2 * self.repeat_after_s, REPEAT_S[1])
             self.send(self.member.repeat())
+
+
+def _status_of(number: int, replica: Replica) -> dict[str, Any]:
+    return {
+        "range": number,
+        "role": "head" if replica.is_head else "tail" if replica.is_tail else "",
+        "epoch": replica.configuration.epoch,
+        "updates": replica.number,
+        "behind": replica.number - replica.committed,
+        "readers_waiting": len(replica.waiting),
+        "waits_for": _waits_for(replica),
+        "duplicates": replica.duplicates,
+        "staleness": replica.staleness,
+    }
+
+
+def _waits_for(replica: Replica) -> list[int]:
+    """Workers without whom the oldest open round can't close."""
+    if not (replica.is_head and replica.mode.is_by_rounds):
+        return []
+    oldest = min(replica.rounds.values())
+    due = [segment for segment, closed in replica.rounds.items() if closed == oldest]
+    if any(segment in replica.staged for segment in due):
+        return []
+    here = {name for segment in due for name in replica.open[segment]}
+    return [worker for worker, _ in replica.configuration.workers if worker not in here]
 
 
 async def serve(listen_at: str, coordinator: str, credentials: Credentials | None = None) -> None:

@@ -6,16 +6,18 @@ Coordinator, server and worker are each one of these, with a state machine insid
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from paceline.nouns.errors import PacelineError, PeerLostError
+from paceline.nouns.errors import CheckpointError, PacelineError, PeerLostError
 from paceline.server import messages, setup
 from paceline.server.address import Address, Credentials, connect, listen, role_of, user_of
 from paceline.server.connection import HELLO_S, Connection
 from paceline.server.frames import LAYOUT_BYTES, FrameError
-from paceline.server.messages import COORDINATOR, Sent
+from paceline.server.messages import COORDINATOR, Node, Sent
 
 BEAT_S = 0.5
 RETRY_S = (0.05, 0.1, 0.2, 0.5, 1.0)  # between attempts to connect
@@ -32,19 +34,18 @@ class Peers:
     """The connections of one process.
 
     Args:
-        role: "coordinator", "server" or "worker".
         credentials: for whatever leaves the host.
     """
 
-    def __init__(self, role: str, credentials: Credentials | None) -> None:
-        self.role, self.credentials = role, credentials
+    def __init__(self, credentials: Credentials | None) -> None:
+        self.credentials = credentials
         self.connections: dict[Any, Connection] = {}  # by who is at the other end
         self.addresses: dict[Any, Address] = {}
         self.opening: set[Any] = set()
         self.tasks: set[asyncio.Task[Any]] = set()
         self.listener: Any = None
         self.is_closing = False
-        self.refused: list[str] = []  # what was turned away, newest last
+        self.refused: deque[str] = deque(maxlen=5)  # what was turned away, newest last
 
     # --- what each process adds
 
@@ -53,8 +54,17 @@ class Peers:
         raise NotImplementedError
 
     def take(self, peer: Any, number: int, message: Any) -> None:
-        """A message from a known peer about range `number`."""
+        """A message from a known peer about range `number`.
+
+        Raises:
+            FrameError, CheckpointError: it is not what it should be: the connection is ended.
+            PacelineError, OSError: this process can't go on.
+        """
         raise NotImplementedError
+
+    def status(self) -> dict[str, Any]:
+        """What a person may want to know."""
+        return {}
 
     def greet(self, connection: Connection, hello: setup.Hello) -> Any:
         """Who that is, in the terms of this process.
@@ -158,7 +168,7 @@ class Peers:
         end = connection.transport.get_extra_info("socket")
         role = role_of(connection.transport)
         if role is None and user_of(end) not in (os.getuid(), None):
-            self._turn_away(connection, "it is no process of this user")
+            connection.close("it is no process of this user")
             return
         connection.role = role
         if connection.peer is None and self.listener is not None:
@@ -169,11 +179,20 @@ class Peers:
         """A message has come: is it its sender's to send?"""
         if isinstance(message, setup.Hello):
             self._greet(connection, message)
-            return
-        if connection.peer is None or not self._may_say(connection.peer, message):
-            self._turn_away(connection, f"a {type(message).__name__} is not its to send")
-            return
-        self.take(connection.peer, number, message)
+        elif connection.peer is None or not self._may_say(connection.peer, message):
+            connection.close(f"a {type(message).__name__} is not its to send")
+        elif isinstance(message, setup.AskStatus):
+            connection.send(0, setup.Status(json.dumps(self.status()).encode()))
+        else:
+            self._take(connection, number, message)
+
+    def _take(self, connection: Connection, number: int, message: Any) -> None:
+        try:
+            self.take(connection.peer, number, message)
+        except (FrameError, CheckpointError) as error:
+            connection.close(f"a wrong {type(message).__name__}: {error}")
+        except (PacelineError, OSError) as error:  # the disk is full, for example
+            self.failed(error)
 
     def on_lost(self, connection: Connection, why: str) -> None:
         """A connection has ended."""
@@ -185,10 +204,10 @@ class Peers:
 
     def _greet(self, connection: Connection, hello: setup.Hello) -> None:
         if connection.peer is not None or hello.role not in ("server", "worker", "watcher"):
-            self._turn_away(connection, f"a second hello, or one as {hello.role!r}")
+            connection.close(f"a second hello, or one as {hello.role!r}")
             return
         if connection.role not in (None, hello.role):
-            self._turn_away(connection, f"its certificate is of a {connection.role}, it says that it is a {hello.role}")
+            connection.close(f"its certificate is of a {connection.role}, it says that it is a {hello.role}")
             return
         try:
             peer = ("watcher", id(connection)) if hello.role == "watcher" else self.greet(connection, hello)
@@ -215,13 +234,37 @@ class Peers:
             return isinstance(message, _FROM_SERVER) and getattr(message, "node", peer) == peer
         return isinstance(message, _FROM_WORKER) and getattr(message, "worker", peer) == peer
 
-    def _turn_away(self, connection: Connection, why: str) -> None:
-        connection.close(why)
-
 
 def _close_unless_known(connection: Connection) -> None:
     if connection.peer is None:
         connection.close("it did not say who it is")
+
+
+def facts_of(content: Any) -> dict[str, Any]:
+    """A JSON object that a peer has sent.
+
+    Raises:
+        FrameError: it is none.
+    """
+    try:
+        facts = json.loads(bytes(content) if not isinstance(content, str) else content)
+    except ValueError as error:
+        raise FrameError(f"it can't be read ({error})") from None
+    if not isinstance(facts, dict):
+        raise FrameError("it is no object")
+    return facts
+
+
+def addresses_of(content: str) -> dict[Node, Address]:
+    """Where the servers are.
+
+    Raises:
+        FrameError: that is not what it says.
+    """
+    try:
+        return {int(node): Address.parse(text) for node, text in facts_of(content).items()}
+    except (ValueError, TypeError, AttributeError, PacelineError) as error:
+        raise FrameError(f"no addresses ({error})") from None
 
 
 async def every(seconds: float, work: Callable[[], None]) -> None:

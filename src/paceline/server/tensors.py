@@ -26,6 +26,11 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.detach().view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
+def views_of(payload: Any) -> Sequence[memoryview]:
+    """The bytes of a message's payload: a flat tensor, or bytes."""
+    return [bytes_of(payload)] if isinstance(payload, torch.Tensor) else [memoryview(payload)]
+
+
 class Flat:
     """One range's segments as one block of memory, with a view of every piece.
 

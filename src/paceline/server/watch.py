@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import Any
 
 from paceline.nouns.errors import PeerLostError
 from paceline.server import setup
 from paceline.server.address import Address, Credentials, connect
 from paceline.server.connection import Connection
-from paceline.server.peers import Peers
+from paceline.server.peers import Peers, facts_of
 
 ANSWER_S = 5.0
 
@@ -19,7 +18,7 @@ class Watcher(Peers):
     """Asks, and keeps the answers by who gave them."""
 
     def __init__(self, credentials: Credentials | None) -> None:
-        super().__init__("watcher", credentials)
+        super().__init__(credentials)
         self.answers: dict[Any, dict[str, Any]] = {}
         self.is_here = asyncio.Event()
 
@@ -46,7 +45,7 @@ class Watcher(Peers):
     def take(self, peer: Any, number: int, message: Any) -> None:
         """An answer."""
         if isinstance(message, setup.Status):
-            self.answers[peer] = json.loads(bytes(message.facts))
+            self.answers[peer] = facts_of(message.facts)
             self.is_here.set()
 
 

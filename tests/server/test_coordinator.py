@@ -1,0 +1,48 @@
+"""Who is taken for dead: values in, decisions out."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.server.coordinator import Coordinator, Settings
+from paceline.server.messages import Beat, WorkerBeat
+
+SETTINGS = Settings(replicas=2, node_deadline_s=5.0, worker_deadline_s=5.0, worker_return_s=5.0)
+WORKERS = [(0, 0), (1, 0)]
+STOPPED_S = 8.0
+
+
+def coordinator():
+    return Coordinator.first([(0, 1), (1, 0)], WORKERS, lambda entry: None, SETTINGS)
+
+
+def hear(one, now_s):
+    for node in (0, 1):
+        for number in range(2):
+            one.on(number, Beat(node, 0, state_epoch=0), now_s)
+    for worker in WORKERS:
+        one.on(0, WorkerBeat(worker, 0, 0, is_done=False), now_s)
+
+
+@pytest.mark.parametrize("is_heard", [True, False])
+def test_nobody_was_silent_while_the_coordinator_stood_still(is_heard):
+    """Stopped right after the start, before the first sign of life, or later."""
+    one = coordinator()
+    one.tick(0.0)
+    if is_heard:
+        hear(one, 0.1)
+    one.slept(STOPPED_S)
+    now_s = STOPPED_S + 1.0
+    one.tick(now_s)
+    assert not any(chain.is_lost(now_s) for chain in one.chains)
+    assert set(one.workers) == set(WORKERS)
+    assert [chain.configuration.epoch for chain in one.chains] == [0, 0]
+
+
+def test_who_is_silent_while_it_runs_is_taken_for_dead():
+    one = coordinator()
+    one.tick(0.0)
+    now_s = SETTINGS.node_deadline_s + 1.0
+    assert all(chain.is_lost(now_s) for chain in one.chains)
+    one.tick(now_s)
+    assert len(one.workers) == 1
