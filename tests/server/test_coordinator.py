@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
+from paceline.nouns.plan import Plan
+from paceline.server.address import Address
+from paceline.server.coordination import Coordination
 from paceline.server.coordinator import Coordinator, Settings
 from paceline.server.messages import Beat, WorkerBeat
+from paceline.server.settings import JobSettings
 
 SETTINGS = Settings(replicas=2, node_deadline_s=5.0, worker_deadline_s=5.0, worker_return_s=5.0)
 WORKERS = [(0, 0), (1, 0)]
@@ -37,6 +43,25 @@ def test_nobody_was_silent_while_the_coordinator_stood_still(is_heard):
     assert not any(chain.is_lost(now_s) for chain in one.chains)
     assert set(one.workers) == set(WORKERS)
     assert [chain.configuration.epoch for chain in one.chains] == [0, 0]
+
+
+@pytest.mark.parametrize("ticks", [0, 1])
+def test_the_process_notices_that_it_was_stopped_right_after_the_start(tmp_path, monkeypatch, ticks):
+    """Its first turn after the job's start may be the one in which it wakes."""
+    clock = [100.0]
+    monkeypatch.setattr("paceline.server.coordination.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    job = JobSettings.of(Plan.parse("replicate=2,server=2"))
+    process = Coordination(Address.parse(f"unix:{tmp_path}/c"), job, tmp_path / "log", lambda event: None)
+    process._tick()
+    process.coordinator = one = coordinator()
+    hear(one, clock[0])
+    for _ in range(ticks):
+        process._tick()
+    clock[0] += STOPPED_S
+    process._tick()
+    assert not any(chain.is_lost(clock[0]) for chain in one.chains)
+    assert set(one.workers) == set(WORKERS)
+    process.log.close()
 
 
 def test_who_is_silent_while_it_runs_is_taken_for_dead():

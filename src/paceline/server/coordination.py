@@ -215,12 +215,13 @@ class Coordination(Peers):
             self.workers.pop(peer[0], None)
 
     def _tick(self) -> None:
+        now = time.monotonic()
+        stood_still_s = now - self.ticked_s if self.ticked_s else 0.0
+        self.ticked_s = now  # also before the job's start: it may be stopped right after it
         if self.coordinator is None:
             return
-        now = time.monotonic()
-        if self.ticked_s and now - self.ticked_s > STOOD_STILL_S:
-            self.coordinator.slept(now - self.ticked_s)
-        self.ticked_s = now
+        if stood_still_s > STOOD_STILL_S:
+            self.coordinator.slept(stood_still_s)
         self.coordinator.settings = settings = self._settings()
         for chain in self.coordinator.chains:
             chain.settings = settings
