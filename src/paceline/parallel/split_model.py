@@ -182,7 +182,9 @@ class SplitModel:
         """The graph of `function` for batches like `batch`."""
         if not tensors_in(batch):
             raise WorkloadError("a batch of tensors", f"it is a {type(batch).__name__}", "collate samples into tensors")
-        return capture(self.form, function, batch, self.device)
+        # The graph runs under autocast; captured under it too, it would hold casts of weights, which no rule splits.
+        with torch.autocast(self.device.type, enabled=False):
+            return capture(self.form, function, batch, self.device)
 
     def stages_of(self, captured: Captured) -> tuple[Captured, list[Stage]]:
         """The graphs of all stages, in pieces, as this rank of `tensor` runs them, and the graph they are cut from."""
