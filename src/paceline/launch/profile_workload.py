@@ -1,0 +1,80 @@
+"""Ask a child process what a workload's step takes: the asking side has no torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.nouns.errors import WorkloadError
+from paceline.nouns.mesh import Mesh
+from paceline.nouns.plan import Plan
+from paceline.nouns.profile import Profile
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One step to rehearse.
+
+    Args:
+        plan: the plan's fields.
+        rank: whose step.
+        device: "cpu" or "cuda".
+        micro_batch_size: in place of the workload's.
+        precision: in place of the workload's.
+        is_brief: of many micro-batches, two are enough.
+    """
+
+    plan: dict[str, Any]
+    rank: int
+    device: str
+    micro_batch_size: int = 0
+    precision: str = ""
+    is_brief: bool = False
+
+
+def ranks_to_profile(plan: Plan) -> list[int]:
+    """One rank of each stage of the pipeline: where sizes don't divide, the first along an axis has most."""
+    mesh = Mesh.parse(plan.mesh)
+    others = ("replicate", "shard", "tensor")
+    return [r for r in range(mesh.world_size) if not any(mesh.coordinate(r)[axis] for axis in others)]
+
+
+def profile_workload(
+    requests: Sequence[Request], words: Sequence[str], done: Callable[[int], None] = lambda number: None
+) -> list[Profile | WorkloadError]:
+    """The profile of each request, or why there is none.
+
+    Args:
+        requests: what to rehearse.
+        words: the person's file and its arguments.
+        done: told the number of each request as it is done.
+
+    Raises:
+        WorkloadError: the file can't be loaded, or its process failed.
+    """
+    with tempfile.TemporaryDirectory(prefix="paceline-profile-") as name:
+        folder = Path(name)
+        (folder / "requests.json").write_text(json.dumps([asdict(one) for one in requests]))
+        command = [sys.executable, "-m", "paceline.train.profile", str(folder / "requests.json"), name, *words]
+        with (folder / "errors.txt").open("w+") as errors:
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+            assert process.stdout is not None
+            answers: list[Profile | WorkloadError] = []
+            for line in process.stdout:
+                answer = json.loads(line)
+                error = answer.get("error")
+                answers.append(WorkloadError(**error) if error else Profile.read(Path(answer["path"])))
+                done(answer["number"])
+            if process.wait() or not answers:
+                errors.seek(0)
+                last = (errors.read().strip().splitlines() or ["it said nothing"])[-1]
+                raise WorkloadError(
+                    f"to rehearse a step of {words[0]}", f"its process failed: {last}", "run it alone with python first"
+                )
+    return answers

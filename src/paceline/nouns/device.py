@@ -1,0 +1,54 @@
+"""A device by a short word: `cpu`, `16GB`, `V100-16GB`; how much memory a job has there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.nouns.errors import PlanError
+
+# Of a GPU's nominal memory the driver keeps a part: nvidia-smi says 16160 MiB of a V100-16GB, 81559 of an H100-80GB.
+USABLE = 0.985
+# The CUDA context, cuBLAS' workspace and the kernels themselves: reported from 0.3 to 0.6 GiB, not measured here.
+CONTEXT_BYTES = 2**29
+# NCCL's buffers for each communicator: reported from 0.1 to 1 GiB, not measured here.
+COMMUNICATOR_BYTES = 2**28
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What a rank computes on.
+
+    Attributes:
+        name: as it was asked for.
+        kind: "cpu" or "cuda".
+        memory: bytes that a process can have; None where that is not asked.
+    """
+
+    name: str
+    kind: str
+    memory: int | None
+
+    @classmethod
+    def parse(cls, text: str) -> Device:
+        """Read `cpu`, `cuda`, `16GB` or `V100-16GB`.
+
+        Raises:
+            PlanError: it is none of these.
+        """
+        if text in ("cpu", "cuda"):
+            return cls(text, text, None)
+        size = text.rpartition("-")[2]
+        number = size.upper().removesuffix("GB").removesuffix("GIB")
+        if number == size or not number.replace(".", "", 1).isdecimal() or not float(number) > 0:
+            raise PlanError(
+                f"the device {text!r}", "its memory is not said", "write cpu, cuda, 16GB or a name such as V100-16GB"
+            )
+        return cls(text, "cuda", int(float(number) * 2**30 * USABLE))
+
+    def beside(self, communicators: int) -> int:
+        """Bytes that a process takes beside torch's allocator."""
+        return CONTEXT_BYTES + communicators * COMMUNICATOR_BYTES if self.kind == "cuda" else 0
+
+    def capacity(self, communicators: int) -> int | None:
+        """Bytes that torch's allocator can have."""
+        return None if self.memory is None else self.memory - self.beside(communicators)

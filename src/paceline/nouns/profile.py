@@ -1,0 +1,179 @@
+"""What one rank's training step takes: every block of memory, its operations, what it sends.
+
+`train/rehearse.py` makes it, `plan/memory.py` reads it, and it is a file between them: `profile.json`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline.nouns.errors import WorkloadError
+
+VERSION = 1
+PARAMETERS, GRADIENTS, OPTIMIZER, BUFFERS = "parameters", "gradients", "optimizer state", "buffers"
+ACTIVATIONS, TEMPORARY, INPUTS = "activations", "temporaries", "inputs"
+COMMUNICATION, GATHERED = "gradient buckets", "gathered parameters"
+KINDS = (PARAMETERS, GRADIENTS, OPTIMIZER, BUFFERS, ACTIVATIONS, TEMPORARY, COMMUNICATION, GATHERED, INPUTS)
+
+
+@dataclass(slots=True)
+class Block:
+    """A block of memory from its allocation to its end.
+
+    Attributes:
+        nbytes: as asked for.
+        kind: one of KINDS.
+        holder: the parameter it belongs to, or the path of the module that made it.
+        phase: of the step, when it was made.
+        stream: 0 computes, others copy and communicate.
+    """
+
+    nbytes: int
+    kind: str
+    holder: str
+    phase: str
+    stream: int = 0
+
+
+@dataclass(slots=True)
+class Recording:
+    """Blocks and what became of them.
+
+    Attributes:
+        blocks: each once.
+        events: in order: n+1 where block n is taken, -(n+1) where it is given back.
+        phases: from which event on which phase: start, gather, forward, backward, reduce, update.
+        last_step: the event with which the last step begins; before it the optimizer may not have its state yet.
+    """
+
+    blocks: list[Block] = field(default_factory=list)
+    events: list[int] = field(default_factory=list)
+    phases: list[tuple[int, str]] = field(default_factory=list)
+    last_step: int = 0
+
+
+@dataclass(slots=True)
+class Work:
+    """Operations of one kind: how often, floating-point operations and bytes read and written, altogether."""
+
+    count: int = 0
+    flops: int = 0
+    nbytes: int = 0
+
+    def times(self, number: float) -> Work:
+        """So many of it."""
+        return Work(round(self.count * number), round(self.flops * number), round(self.nbytes * number))
+
+
+@dataclass(slots=True)
+class Profile:
+    """One rank's step under one plan.
+
+    Attributes:
+        plan: its line, see `Plan.line`.
+        rank: whose step.
+        device: "cpu", or "cuda" where it is computed as a GPU would.
+        micro_batch: samples in this rank's first micro-batch.
+        precision: the workload's.
+        recording: its memory.
+        operations: by name, shapes and dtype of what goes in: `aten.mm (8, 64)x(64, 64) float32`.
+        modules: by path, the work of the module's own operations and those of the modules in it.
+        traffic: rows as the ledger has them: collective, axis, calls, bytes.
+        shared_bytes: memory that ranks of one host share, beside the recording's.
+        notices: what a person should know of how it was made.
+    """
+
+    plan: str
+    rank: int
+    device: str
+    micro_batch: int
+    precision: str
+    recording: Recording
+    operations: dict[str, Work]
+    modules: dict[str, Work]
+    traffic: list[dict[str, Any]]
+    shared_bytes: int = 0
+    notices: list[str] = field(default_factory=list)
+
+    def write(self, path: Path) -> None:
+        """Write it as JSON, names once."""
+        path.write_text(json.dumps(self.to_json()) + "\n")
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON has it."""
+        recording = self.recording
+        holders = list(dict.fromkeys(block.holder for block in recording.blocks))
+        phases = list(dict.fromkeys(block.phase for block in recording.blocks))
+        at = {name: index for index, name in enumerate(holders)}
+        blocks = [
+            [block.nbytes, KINDS.index(block.kind), at[block.holder], phases.index(block.phase), block.stream]
+            for block in recording.blocks
+        ]
+        return {
+            "version": VERSION,
+            "plan": self.plan,
+            "rank": self.rank,
+            "device": self.device,
+            "micro_batch": self.micro_batch,
+            "precision": self.precision,
+            "kinds": list(KINDS),
+            "holders": holders,
+            "block_phases": phases,
+            "blocks": blocks,
+            "events": recording.events,
+            "phases": recording.phases,
+            "last_step": recording.last_step,
+            "operations": {name: [w.count, w.flops, w.nbytes] for name, w in self.operations.items()},
+            "modules": {name: [w.count, w.flops, w.nbytes] for name, w in self.modules.items()},
+            "traffic": self.traffic,
+            "shared_bytes": self.shared_bytes,
+            "notices": self.notices,
+        }
+
+    @classmethod
+    def read(cls, path: Path) -> Profile:
+        """Read one back.
+
+        Raises:
+            WorkloadError: the file is missing or is no profile.
+        """
+        try:
+            return cls.of_json(json.loads(path.read_text()))
+        except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+            raise WorkloadError(
+                f"a profile in {path}", f"it can't be read ({error})", "make it with: paceline profile -o FILE WORKLOAD"
+            ) from None
+
+    @classmethod
+    def of_json(cls, value: dict[str, Any]) -> Profile:
+        """What `to_json` wrote."""
+        if value["version"] != VERSION:
+            raise ValueError(f"version {value['version']}, this Paceline reads {VERSION}")
+        kinds, holders, phases = value["kinds"], value["holders"], value["block_phases"]
+        blocks = [
+            Block(nbytes, kinds[kind], holders[holder], phases[phase], stream)
+            for nbytes, kind, holder, phase, stream in value["blocks"]
+        ]
+        marks = [(at, phase) for at, phase in value["phases"]]
+        recording = Recording(blocks, value["events"], marks, value["last_step"])
+        return cls(
+            value["plan"],
+            value["rank"],
+            value["device"],
+            value["micro_batch"],
+            value["precision"],
+            recording,
+            {name: Work(*numbers) for name, numbers in value["operations"].items()},
+            {name: Work(*numbers) for name, numbers in value["modules"].items()},
+            value["traffic"],
+            value["shared_bytes"],
+            value["notices"],
+        )
+
+    @property
+    def flops(self) -> int:
+        """Of the whole step on this rank."""
+        return sum(work.flops for work in self.operations.values())

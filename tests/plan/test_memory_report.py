@@ -1,0 +1,120 @@
+"""From a recording to what a person reads: peak, moment, holders, the device, ways out."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from paceline.launch.profile_workload import ranks_to_profile
+from paceline.nouns.device import CONTEXT_BYTES, Device
+from paceline.nouns.errors import PlanError, WorkloadError
+from paceline.nouns.plan import Plan
+from paceline.nouns.profile import ACTIVATIONS, PARAMETERS, TEMPORARY, Block, Profile, Recording, Work
+from paceline.plan.memory import memory_of
+from paceline.plan.memory_table import holders, picture, size, table
+from paceline.plan.ways_out import Way, cheapest, ways
+
+GIB = 2**30
+BLOCKS = [
+    Block(4 * GIB, PARAMETERS, "weight", "start"),
+    Block(9 * GIB, TEMPORARY, "first", "forward"),  # in the first step, which is not looked at
+    Block(2 * GIB, ACTIVATIONS, "first", "forward"),
+    Block(3 * GIB, ACTIVATIONS, "second", "forward"),
+    Block(GIB, TEMPORARY, "", "backward"),
+]
+EVENTS = [1, 2, -2, 3, 4, 5, -5, -4, -3]
+PHASES = [(0, "start"), (1, "forward"), (5, "backward"), (8, "update")]
+
+
+def profile(device="cpu"):
+    recording = Recording(list(BLOCKS), EVENTS, PHASES, last_step=3)
+    work = {"aten.mm (8, 8)x(8, 8) float32": Work(2, 2048, 1536)}
+    rows = [{"collective": "all_reduce", "axis": "replicate", "calls": 1, "bytes": 8}]
+    return Profile("replicate=1", 0, device, 8, "float32", recording, work, {"first": Work(2, 2048, 1536)}, rows)
+
+
+def test_the_peak_of_the_last_step_and_whose_it_is():
+    memory = memory_of(profile())
+    assert (memory.peak, memory.phase, memory.reserved) == (10 * GIB, "backward", None)
+    assert memory.at_peak == {PARAMETERS: 4 * GIB, ACTIVATIONS: 5 * GIB, TEMPORARY: GIB}
+    assert memory.between == {PARAMETERS: 4 * GIB}
+    assert [(one.name, one.nbytes // GIB) for one in memory.holders] == [
+        ("weight", 4), ("second", 3), ("first", 2), ("", 1),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "is_too_large"), [("16GB", False), ("V100-16GB", False), ("12GB", True)])
+def test_whether_a_device_has_enough(text, is_too_large):
+    """13 GiB are reserved at most: the first step's temporary leaves a segment that the second goes on in."""
+    device = Device.parse(text)
+    memory = memory_of(profile("cuda"), device.capacity(0))
+    assert (memory.reserved, memory.is_too_large) == (13 * GIB, is_too_large)
+    lines = table([memory], device, 0)
+    assert lines[-1].split() == (["OUT", "OF", "MEMORY"] if is_too_large else ["fits"])
+    assert len({len(line) for line in lines}) == 1
+
+
+@pytest.mark.parametrize("text", ["16", "GB", "V100", "-GB", "xGB", "0GB", "V100-16MB"])
+def test_a_device_whose_memory_is_not_said(text):
+    with pytest.raises(PlanError, match="its memory is not said"):
+        Device.parse(text)
+
+
+def test_a_device():
+    assert Device.parse("cpu").capacity(3) is None
+    a100 = Device.parse("A100-80GB")
+    assert a100.kind == "cuda"
+    assert 78 * GIB < a100.memory < 80 * GIB
+    assert a100.memory - a100.capacity(0) == CONTEXT_BYTES
+    assert a100.capacity(0) > a100.capacity(1)
+
+
+def test_the_picture_and_the_holders():
+    lines = picture(profile())
+    assert lines[0].strip().startswith("10.00 GiB |")
+    assert {"^forward", "^backward"} <= set(lines[-1].replace("|", " ").split())
+    assert len({len(line) for line in lines}) == 1
+    assert holders(memory_of(profile()))[1].split()[:2] == ["weight", "parameters"]
+    assert (size(2**20), size(20 * GIB)) == ("1.0 MiB", "20.00 GiB")
+
+
+def test_a_profile_is_read_as_it_was_written(tmp_path):
+    profile().write(tmp_path / "profile.json")
+    assert Profile.read(tmp_path / "profile.json") == profile()
+    value = json.loads((tmp_path / "profile.json").read_text())
+    for broken in ({**value, "version": 9}, {}, [], {**value, "blocks": [[1, 99, 0, 0, 0]]}):
+        (tmp_path / "broken.json").write_text(json.dumps(broken))
+        with pytest.raises(WorkloadError, match="it can't be read"):
+            Profile.read(tmp_path / "broken.json")
+
+
+@pytest.mark.parametrize(
+    ("plan", "ranks"),
+    [("replicate=4", [0]), ("shard=2,tensor=2", [0]), ("pipeline=2,tensor=2", [0, 2]), ("pipeline=4", [0, 1, 2, 3])],
+)
+def test_one_rank_of_each_stage_is_profiled(plan, ranks):
+    assert ranks_to_profile(Plan.parse(plan)) == ranks
+
+
+def test_the_cheapest_ways_out_one_of_each_kind():
+    plan = Plan()
+    known = {way.text: way for way in ways(plan, 8, "float32")}
+    found = [
+        (known["shard=2 as the plan"], 5, 100.0),
+        (known["micro_batch_size=2 in the workload"], 3, 100.0),
+        (known["micro_batch_size=4 in the workload"], 4, 100.0),
+        (known["checkpointing=full in the plan"], 4, 133.0),
+    ]
+    outs = cheapest(found, plan, 100.0)
+    assert [out.way.kind for out in outs] == ["micro-batch", "checkpointing", "shard"]
+    assert outs[0].way.micro_batch_size == 4
+    assert outs[1].cost == "33% more computation"
+    assert outs[2].cost == "1 more device"
+
+
+def test_ways_that_a_plan_can_not_go():
+    kinds = {way.kind for way in ways(Plan.parse("pipeline=2,checkpointing=full"), 8, "bf16")}
+    assert kinds == set()
+    assert [way.micro_batch_size for way in ways(Plan(), 1, "bf16") if way.kind == "micro-batch"] == []
+    assert isinstance(next(ways(Plan(), 8, "float32")), Way)
