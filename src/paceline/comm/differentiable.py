@@ -20,12 +20,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
 from paceline.comm.collectives import AxisComm
 from paceline.nouns.placement import chunk_range
 
 Pieces = tuple[int, tuple[int, ...]]  # the dimension that is split and its blocks
+
+
+def _is_dry(tensor: torch.Tensor) -> bool:
+    """Whether only shapes are wanted. In a rehearsal the other ranks are fake too, and all is done as it will be."""
+    return isinstance(tensor, FakeTensor) and not (dist.is_initialized() and dist.get_backend() == "fake")
 
 
 def piece_ranges(blocks: tuple[int, ...], part: int, parts: int) -> list[tuple[int, int]]:
@@ -49,7 +55,7 @@ def _all_gather(piece: torch.Tensor, pieces: Pieces, comm: AxisComm) -> torch.Te
     dim, blocks = pieces
     shape = list(piece.shape)
     shape[dim] = sum(blocks)
-    if isinstance(piece, FakeTensor):
+    if _is_dry(piece):
         comm.ledger.add("all_gather", comm.axis, piece.nbytes)
         return piece.new_empty(shape)
     parts = comm.all_gather_along(piece, [_length(blocks, part, comm.size) for part in range(comm.size)], dim)
@@ -66,7 +72,7 @@ def _all_gather(piece: torch.Tensor, pieces: Pieces, comm: AxisComm) -> torch.Te
 
 def _reduce_scatter(parts: torch.Tensor, pieces: Pieces, comm: AxisComm) -> torch.Tensor:
     dim, blocks = pieces
-    if isinstance(parts, FakeTensor):
+    if _is_dry(parts):
         comm.ledger.add("reduce_scatter", comm.axis, parts.nbytes)
         shape = list(parts.shape)
         shape[dim] = _length(blocks, comm.rank, comm.size)
@@ -75,7 +81,7 @@ def _reduce_scatter(parts: torch.Tensor, pieces: Pieces, comm: AxisComm) -> torc
 
 
 def _all_reduce(tensor: torch.Tensor, comm: AxisComm) -> torch.Tensor:
-    if isinstance(tensor, FakeTensor):
+    if _is_dry(tensor):
         comm.ledger.add("all_reduce", comm.axis, tensor.nbytes)
         return tensor.clone()
     result = tensor.clone(memory_format=torch.contiguous_format)
@@ -180,7 +186,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
     ) -> torch.Tensor:
         start, stop = chunk_range(classes, comm.rank, comm.size)
         wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
-        if isinstance(scores, FakeTensor):
+        if _is_dry(scores):
             largest, sums = wide.new_empty(len(labels)), wide.new_empty(2, len(labels))
             comm.ledger.add("all_reduce", comm.axis, largest.nbytes)
             comm.ledger.add("all_reduce", comm.axis, sums.nbytes)
@@ -204,7 +210,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         probabilities, local, is_own = ctx.saved_tensors
         (gradient,) = gradients
-        if isinstance(gradient, FakeTensor):
+        if _is_dry(gradient):
             return probabilities.to(ctx.dtype), None, None, None, None
         result = probabilities.clone()
         if result.shape[1]:

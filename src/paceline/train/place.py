@@ -9,7 +9,7 @@ import contextlib
 import ctypes
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -30,7 +30,12 @@ _MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
 _LARGE_BYTES = 4 * 2**20
 
 
-def place_model(workload: Workload, comms: Comms, plan: Plan, device: torch.device, example: Any) -> PlacedModel:
+Fake = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+def place_model(
+    workload: Workload, comms: Comms, plan: Plan, device: torch.device, example: Any, fake: Fake | None = None
+) -> PlacedModel:
     """The model as the plan wants it on this rank.
 
     Args:
@@ -39,6 +44,7 @@ def place_model(workload: Workload, comms: Comms, plan: Plan, device: torch.devi
         plan: its mesh and options.
         device: where this rank computes.
         example: a micro-batch, from which the shapes that a split model is captured for are known.
+        fake: a context in which tensors have no values; then the model is made in it, to try a step out.
 
     Raises:
         WorkloadError, PlanError: the model can't be split so.
@@ -50,11 +56,15 @@ def place_model(workload: Workload, comms: Comms, plan: Plan, device: torch.devi
     if mesh.size("tensor") * mesh.size("pipeline") * mesh.size("shard") > 1:
         _return_freed_memory()
     if mesh.size("tensor") * mesh.size("pipeline") > 1:
-        return _split(workload, comms, plan, device, example, autocast)  # type: ignore[no-any-return]
+        return _split(workload, comms, plan, device, (autocast, example, fake))  # type: ignore[no-any-return]
     if mesh.size("shard") > 1:
-        return _sharded(workload, comms, plan, device, (autocast, example))  # type: ignore[no-any-return]
-    model = prepare.make_model(workload, device, comms.data)
-    broadcast_state([*model.parameters(), *model.buffers()], comms.data)
+        return _sharded(workload, comms, plan, device, (autocast, example, fake))  # type: ignore[no-any-return]
+    if fake is None:
+        model = prepare.make_model(workload, device, comms.data)
+        broadcast_state([*model.parameters(), *model.buffers()], comms.data)
+    else:
+        with fake():
+            model = prepare.make_model_without_values(workload)
     recompute_and_compile(model, plan)
     return EagerModel(model, autocast, _statistics(workload, model, comms), example)
 
@@ -78,7 +88,7 @@ def make_parallel(
     return ServerParallel(placed, workload, comms, plan, here)
 
 
-def _split(workload: Workload, comms: Comms, plan: Plan, device: torch.device, example: Any, autocast: Any) -> Any:
+def _split(workload: Workload, comms: Comms, plan: Plan, device: torch.device, run: tuple[Any, Any, Any]) -> Any:
     from paceline.graph.capture import skeleton
     from paceline.parallel.split import SplitPlaced
     from paceline.parallel.split_model import SplitModel
@@ -95,41 +105,48 @@ def _split(workload: Workload, comms: Comms, plan: Plan, device: torch.device, e
             "beside tensor the graphs hold collectives, which it can't take in",
             "leave compile out, or use it with replicate, shard or pipeline",
         )
+    autocast, example, fake = run
     pipeline = comms.axes["pipeline"]
     stages = pipeline.size * (STAGES_PER_RANK[plan.schedule] if pipeline.size > 1 else 1)
-    values, made = _values(workload)
+    values, made = _values(workload) if fake is None else (iter(()), _form(workload))
     prepare.check_model(made)
     model = skeleton(made, _dtype(workload))
     split = SplitModel(model, comms.axes["tensor"], pipeline, plan, device, stages)
     split.precision = torch.bfloat16 if workload.precision == "bf16" else None
     model.train()
     split.decide(workload.loss, example)
-    split.make_room()
+    with contextlib.nullcontext() if fake is None else fake():
+        split.make_room()
     if workload.micro_batch_size is None and comms.data.size > 1:
         split.shared = SharedStatistics(comms.data)
     digests = []
     for name, tensor in values:
         split.fill(name, tensor)
         digests.append(_digest(tensor))
-    _check_same_everywhere(digests, comms.step)
-    return SplitPlaced(split, comms.axes, plan, comms.step.peers[comms.step.rank], autocast)
+    if fake is None:
+        _check_same_everywhere(digests, comms.step)
+    with contextlib.nullcontext() if fake is None else fake():
+        return SplitPlaced(split, comms.axes, plan, comms.step.peers[comms.step.rank], autocast)
 
 
-def _sharded(workload: Workload, comms: Comms, plan: Plan, device: torch.device, run: tuple[Any, Any]) -> Any:
+def _sharded(workload: Workload, comms: Comms, plan: Plan, device: torch.device, run: tuple[Any, Any, Any]) -> Any:
     from paceline.graph.capture import skeleton
     from paceline.parallel.sharded import ShardedModel
 
-    values, made = _values(workload)
+    autocast, example, fake = run
+    values, made = _values(workload) if fake is None else (iter(()), _form(workload))
     prepare.check_model(made)
     model = skeleton(made, _dtype(workload)).train()
     shared = _statistics(workload, model, comms)
     recompute_and_compile(model, plan)
-    sharded = ShardedModel(model, comms.axes, plan, device, (*run, shared))
+    with contextlib.nullcontext() if fake is None else fake():
+        sharded = ShardedModel(model, comms.axes, plan, device, (autocast, example, shared))
     digests = []
     for name, tensor in values:
         sharded.fill(name, tensor)
         digests.append(_digest(tensor))
-    _check_same_everywhere(digests, comms.step)
+    if fake is None:
+        _check_same_everywhere(digests, comms.step)
     return sharded
 
 
@@ -183,6 +200,16 @@ def _values(workload: Workload) -> tuple[Iterator[tuple[str, torch.Tensor]], tor
         torch.set_rng_state(state)
     names = [name for name, _ in [*deferred.model.named_parameters(), *deferred.model.named_buffers()]]
     return deferred.tensors(names), deferred.model
+
+
+def _form(workload: Workload) -> torch.nn.Module:
+    """The model on the meta device."""
+    from paceline.parallel.deferred import CantDefer, defer
+
+    try:
+        return defer(workload.model).model
+    except CantDefer:
+        return prepare.make_model_without_values(workload)
 
 
 def _dtype(workload: Workload) -> torch.dtype | None:

@@ -72,6 +72,30 @@ def make_model(workload: Workload, device: torch.device, comm: AxisComm) -> torc
     return model.to(device, torch.float64 if workload.precision == "float64" else None).train()  # type: ignore[no-any-return]
 
 
+def make_model_without_values(workload: Workload) -> torch.nn.Module:
+    """The model as its factory makes it where tensors are fake, in the workload's precision.
+
+    Raises:
+        WorkloadError: the factory returns no module, or one without parameters.
+    """
+    model = workload.model()
+    check_model(model)
+    if workload.precision == "float64":
+        wide = {id(tensor): _widened(tensor) for tensor in [*model.parameters(), *model.buffers()]}
+        for module in model.modules():
+            for slots in (module._parameters, module._buffers):
+                for name, tensor in slots.items():
+                    if tensor is not None:
+                        slots[name] = wide[id(tensor)]
+    return model.train()  # type: ignore[no-any-return]
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    """`Module.double` can't put another tensor in a fake one's place."""
+    made = tensor.detach().double() if tensor.is_floating_point() else tensor
+    return torch.nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else made
+
+
 def check_model(model: Any) -> None:
     """Raise WorkloadError unless `model` is a module with something to train, all of it made."""
     if not isinstance(model, torch.nn.Module):

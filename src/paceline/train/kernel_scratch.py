@@ -1,0 +1,79 @@
+"""What a CPU kernel takes and gives back inside itself, which nobody outside sees: tried out once for each shape.
+
+oneDNN's convolutions copy images and weights into layouts of their own, two or three times their size at once;
+attention and matrix products in half precision copy what they read too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
+
+aten = torch.ops.aten
+TRIED = (
+    aten.convolution.default,
+    aten.convolution_backward.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+)
+IN_HALF = (aten.mm.default, aten.addmm.default, aten.bmm.default)  # tried in half precision only
+# Of what goes in: a larger kernel would take long to try, and its scratch weighs less.
+MOST_BYTES, MOST_BYTES_IN_HALF = 2**27, 2**25
+_known: dict[Any, int] = {}
+
+
+def scratch_bytes(func: Any, args: Any, kwargs: Any) -> int:
+    """The most bytes that the kernel holds besides what it returns; 0 for kernels that are not tried."""
+    if str(func.namespace) == "c10d":
+        return _gloo_bytes(func, args)
+    if func not in TRIED and func not in IN_HALF:
+        return 0
+    leaves, form = tree_flatten((args, kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    if func in IN_HALF and tensors[0].dtype not in (torch.bfloat16, torch.float16):
+        return 0
+    if sum(tensor.nbytes for tensor in tensors) > (MOST_BYTES if func in TRIED else MOST_BYTES_IN_HALF):
+        return 0
+    key = (func, *(_form(leaf) for leaf in leaves))
+    if key not in _known:
+        with unset_fake_temporarily(), torch.no_grad():
+            real, named = tree_unflatten([_zeros(leaf) for leaf in leaves], form)
+            func(*real, **named)  # the first time it makes what it keeps
+            _known[key] = _peak(func, real, named)
+    return _known[key]
+
+
+def _gloo_bytes(func: Any, args: Any) -> int:
+    """Gloo gathers into a flat tensor of its own first."""
+    if func.__name__ not in ("_allgather_base_.default", "allgather_.default"):
+        return 0
+    return sum(one.nbytes for one in tree_iter(args[0]) if isinstance(one, torch.Tensor))
+
+
+def _peak(func: Any, args: Any, kwargs: Any) -> int:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        result = func(*args, **kwargs)
+    assert profiler.profiler is not None
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]  # type: ignore[union-attr]
+    live = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    kept = sum(one.nbytes for one in tree_iter(result) if isinstance(one, torch.Tensor))
+    return max(0, peak - kept)
+
+
+def _form(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return str(leaf)
+    return tuple(leaf.shape), leaf.stride(), leaf.dtype
+
+
+def _zeros(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return torch.zeros(0, dtype=leaf.dtype).new_empty_strided(leaf.shape, leaf.stride()).zero_()

@@ -1,0 +1,26 @@
+"""Profiles a step of a Llama of seven billion parameters, and says what that took."""
+
+from __future__ import annotations
+
+import json
+import resource
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import paceline
+from paceline.nouns.plan import Plan
+from paceline.nouns.profile import PARAMETERS
+from paceline.plan.memory import memory_of
+from paceline.train.rehearse import rehearse
+
+workload = paceline.Workload(
+    model=lambda: LlamaForCausalLM(LlamaConfig(use_cache=False)),
+    loss=lambda model, batch: (model(input_ids=batch, labels=batch).loss * batch.numel(), batch.numel()),
+    optimizer=lambda model: torch.optim.AdamW(model.parameters()),
+    data=list(torch.randint(0, 32000, (4, 2048))),
+    batch_size=2,
+)
+memory = memory_of(rehearse(workload, Plan()))
+resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+print(json.dumps({"parameters": memory.between[PARAMETERS], "peak": memory.peak, "resident_bytes": resident}))

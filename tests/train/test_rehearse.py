@@ -1,0 +1,247 @@
+"""A step without values holds what a real one holds, computes what it computes and sends what it sends."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import paceline
+from paceline.nouns.errors import PlanError, WorkloadError
+from paceline.nouns.plan import Plan
+from paceline.nouns.profile import ACTIVATIONS, GRADIENTS, OPTIMIZER, PARAMETERS
+from paceline.plan.memory import memory_of
+from paceline.train.rehearse import rehearse
+
+import peaks
+from ranks import run_ranks
+
+OFF = 0.005  # of the measured peak: what the mission asks for; most are equal to the byte
+SLOW = pytest.mark.slow
+
+
+def measure(rank, plan, name, parts):
+    peaks.with_time_to_let_go()
+    return peaks.measured(rank, plan, name, parts)
+
+
+def check_same(line, name, parts):
+    """Each rank's peak and ledger, of a real job and of its rehearsals."""
+    plan = Plan.parse(line)
+    torch.set_num_threads(1)  # as the ranks have; kernels' scratch memory depends on it
+    for rank, (peak, _, rows) in enumerate(run_ranks(plan.world_size, measure, plan, name, parts)):
+        profile = rehearse(peaks.workload(name, **parts), plan, rank)
+        assert abs(memory_of(profile).peak / peak - 1) < OFF, (rank, memory_of(profile).peak, peak)
+        assert _sorted(profile.traffic) == _sorted(rows)
+
+
+def _sorted(rows):
+    return sorted((row["collective"], row["axis"], row["calls"], row["bytes"]) for row in rows)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name == "mlp" else SLOW) for name in peaks.MODELS])
+def test_one_process(name):
+    check_same("replicate=1", name, {})
+
+
+@SLOW
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"precision": "bf16"},
+        {"precision": "float64", "optimizer": "sgd"},
+        {"micro_batch_size": 2, "clip_norm": 1.0, "optimizer": "sgd"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["bert", "cnn"])
+def test_one_process_in_other_ways(name, parts):
+    check_same("replicate=1", name, parts)
+
+
+@SLOW
+@pytest.mark.parametrize(
+    "line", ["replicate=2", "shard=2", "shard=2,zero=1", "tensor=2", "pipeline=2", "replicate=1,checkpointing=full"]
+)
+def test_several_ranks(line):
+    check_same(line, "bert", {})
+
+
+PLANS = [
+    *("replicate=2", "shard=2", "shard=2,zero=2", "shard=2,zero=1", "tensor=2", "pipeline=2"),
+    *("replicate=4", "shard=4", "tensor=4", "pipeline=4", "replicate=2,shard=2", "shard=2,tensor=2"),
+    *("pipeline=2,tensor=2", "replicate=2,pipeline=2", "pipeline=2,schedule=zero_bubble"),
+    *("tensor=2,sequence=on", "shard=2,checkpointing=full", "shard=2,checkpointing=selective"),
+    *("pipeline=2,checkpointing=full", "replicate=2,compression=bf16"),
+]
+HAS_BLOCKS = ("bert", "gpt2", "llama", "t5")
+OTHERWISE = {"precision": "bf16", "optimizer": "sgd"}
+# Of the models under each plan one in turn, in one of two ways; PACELINE_MODELS=7 takes all of them in both.
+MODELS = int(os.environ.get("PACELINE_MODELS", "1"))
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("number", range(len(PLANS)), ids=PLANS)
+def test_models_under_plans(number):
+    line = PLANS[number]
+    names = HAS_BLOCKS if "checkpointing" in line or "4" in line else list(peaks.MODELS)
+    for turn in range(min(MODELS, len(names))):
+        name = names[(number + turn) % len(names)]
+        ways = [{}, OTHERWISE] if MODELS > 1 else [{} if number % 2 else OTHERWISE]
+        for parts in ways:
+            check_same(line, name, parts)
+
+
+def small(**parts):
+    usual = {
+        "model": lambda: nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8)),
+        "loss": lambda model, batch: (model(batch).square().sum(), len(batch)),
+        "optimizer": lambda model: torch.optim.AdamW(model.parameters()),
+        "data": list(torch.randn(32, 64)),
+        "batch_size": 16,
+    }
+    return paceline.Workload(**{**usual, **parts})
+
+
+def test_whose_memory_it_is():
+    memory = memory_of(rehearse(small(data=list(torch.randn(512, 64)), batch_size=512), Plan()))
+    size = (64 * 256 + 256 + 256 * 8 + 8) * 4
+    held = dict(memory.between)
+    assert held[PARAMETERS] == held[GRADIENTS] == size
+    assert 2 * size <= held[OPTIMIZER] <= 2 * size + 4 * 4  # and the number of steps of each parameter
+    names = {holder.name for holder in memory.holders}
+    assert "0.weight" in names
+    assert memory.at_peak[ACTIVATIONS] >= 512 * 256 * 4
+
+
+def test_operations_are_counted():
+    """Forward, and twice as much backward; but nobody wants the first layer's gradient of its input."""
+    profile = rehearse(small(), Plan())
+    forward = 2 * 16 * (64 * 256 + 256 * 8)
+    assert profile.flops == 3 * forward - 2 * 16 * 64 * 256
+    assert sum(work.flops for work in profile.modules.values()) == profile.flops
+    assert profile.modules["2"].flops == 3 * 2 * 16 * 256 * 8
+
+
+def test_of_many_micro_batches_two_are_enough():
+    workload = small(micro_batch_size=2)
+    whole, brief = rehearse(workload, Plan()), rehearse(workload, Plan(), is_brief=True)
+    assert memory_of(brief).peak == memory_of(whole).peak
+    assert brief.flops == whole.flops
+    assert len(brief.recording.events) < len(whole.recording.events)
+
+
+def test_a_gpu_updates_all_parameters_at_once_and_keeps_small_masks():
+    workload = peaks.workload("bert")
+    cpu, gpu = rehearse(workload, Plan()), rehearse(workload, Plan(), device="cuda")
+    memory = memory_of(gpu)
+    assert memory.reserved >= memory.peak
+    assert memory.at_peak[ACTIVATIONS] < memory_of(cpu).at_peak[ACTIVATIONS]
+    assert any("_foreach" in name for name in gpu.operations)
+    assert not any("_foreach" in name for name in cpu.operations)
+
+
+class Tied(nn.Module):
+    """Tied weights, a frozen part, an integer and a complex parameter, and no layer at all in one place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.back = nn.Embedding(50, 16), nn.Linear(16, 50, bias=False)
+        self.back.weight = self.words.weight
+        self.frozen = nn.Linear(16, 16).requires_grad_(False)
+        self.count = nn.Parameter(torch.zeros(3, dtype=torch.int64), requires_grad=False)
+        self.turn = nn.Parameter(torch.ones(16, dtype=torch.complex64))
+        self.none = nn.ModuleList()
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        turned = Cube.apply(self.frozen(self.words(words))) * self.turn
+        return self.back(turned.real)
+
+
+class Cube(torch.autograd.Function):
+    """Custom autograd."""
+
+    @staticmethod
+    def forward(ctx, values):
+        ctx.save_for_backward(values)
+        return values**3
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (values,) = ctx.saved_tensors
+        return gradient * 3 * values**2
+
+
+def test_an_unusual_model():
+    data = list(torch.randint(0, 50, (32, 6)))
+    workload = small(model=Tied, data=data, loss=lambda m, b: (F.cross_entropy(m(b).flatten(0, 1), b.flatten()), 1))
+    held = memory_of(rehearse(workload, Plan())).between
+    assert held[PARAMETERS] == 50 * 16 * 4 + (16 * 16 + 16) * 4 + 3 * 8 + 16 * 8
+    assert held[GRADIENTS] == 50 * 16 * 4 + 16 * 8
+
+
+def asks(model, batch):
+    hidden = model(batch)
+    rows = hidden[hidden.sum(1) > 0]  # how many rows depends on the values
+    return rows.square().sum() + hidden.sum() * 0, len(batch)
+
+
+def test_a_model_that_asks_for_values_is_measured_or_refused():
+    profile = rehearse(small(loss=asks), Plan())
+    assert "a real step was measured" in profile.notices[0]
+    assert memory_of(profile).peak > 0
+    with pytest.raises(WorkloadError, match="the model asks for values"):
+        rehearse(small(loss=asks), Plan.parse("replicate=2"))
+
+
+def test_a_branch_on_a_value_is_a_guess_and_says_so():
+    def branches(model, batch):
+        hidden = model(batch)
+        return (hidden if bool(hidden.sum() > 0) else hidden * 2).square().sum(), len(batch)
+
+    assert "is a guess" in rehearse(small(loss=branches), Plan()).notices[0]
+
+
+def test_a_loop_that_waits_for_a_value_ends():
+    def waits(model, batch):
+        hidden = model(batch)
+        while bool((hidden == hidden).all()):
+            if hidden.sum().item() != 1.0:
+                break
+        return hidden.square().sum(), len(batch)
+
+    assert "a real step was measured" in rehearse(small(loss=waits), Plan()).notices[0]
+
+
+@pytest.mark.parametrize(
+    ("line", "more", "device", "found"),
+    [
+        ("server=2", {}, "cpu", "server=2"),
+        ("replicate=1,compile=on", {}, "cpu", "compile=on"),
+        ("replicate=2", {"compression": "topk"}, "cpu", "compression=topk"),
+        ("shard=2,offload=on", {}, "cuda", "offload=on on a GPU"),
+    ],
+)
+def test_what_can_not_be_tried_out(line, more, device, found):
+    with pytest.raises(PlanError, match=found):
+        rehearse(small(), Plan.parse(line, **more), device=device)
+
+
+@SLOW
+def test_seven_billion_parameters_take_seconds_and_little_memory():
+    code = Path(__file__).with_name("llama_7b.py")
+    began = time.monotonic()
+
+    done = subprocess.run([sys.executable, str(code)], capture_output=True, text=True, check=True, timeout=120)
+    facts = json.loads(done.stdout.splitlines()[-1])
+    assert time.monotonic() - began < 60
+    assert facts["resident_bytes"] < 4 * 2**30
+    assert facts["parameters"] == 6_738_415_616 * 4  # Llama-2-7B's, in float32
