@@ -14,6 +14,7 @@ from paceline.nouns.errors import MEETS_NOT, PacelineError, did_you_mean
 VERBS = {
     "run": "train as planned, on this host",
     "plan": "say what a plan sends and holds, without training",
+    "profile": "say what a step takes: memory, operations, traffic",
     "verify": "prove that a plan trains as one process does",
     "server": "start a parameter server alone, and look at those of a job",
     "export": "write a checkpoint's model as transformers reads it",

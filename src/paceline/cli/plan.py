@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from dataclasses import asdict
 from typing import Any
 
+from paceline.cli.plan_memory import add_memory_arguments, check_memory_arguments, explain
 from paceline.cli.run import add_plan_arguments, decide_plan
 from paceline.launch.describe_workload import describe_workload
 from paceline.launch.workload_file import read_workload_file
@@ -27,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_plan_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument("--explain-layout", action="store_true", help="what tensor makes of each weight, and why")
+    add_memory_arguments(parser)
     parser.add_argument("--schedule-picture", action="store_true", help="draw the pipeline's schedule")
     parser.add_argument("workload", metavar="FILE", help="the Python file that declares `workload`")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the file")
@@ -37,15 +40,24 @@ def run(arguments: argparse.Namespace) -> int:
     plan = decide_plan(arguments)
     mesh = Mesh.parse(plan.mesh)
     file = read_workload_file(arguments.workload, plan.data_size)
-    facts = facts_of(plan, describe_workload(plan, [str(file.path), *arguments.arguments]))
+    device = check_memory_arguments(arguments)
+    words = [str(file.path), *arguments.arguments]
+    facts = facts_of(plan, describe_workload(plan, words))
     schedule = None
     if mesh.size("pipeline") > 1:
         schedule = make_schedule(plan.schedule, mesh.size("pipeline"), facts["micro_batches"])
         facts["schedule_bubble"] = round(schedule.bubble, 4)
+    lines: list[str] = []
+    if arguments.explain_memory or arguments.explain_oom:
+        facts["memory"], lines, notices = explain(plan, words, device, arguments.explain_oom)
+        for notice in notices:
+            print(f"note: {notice}", file=sys.stderr)
     if arguments.json:
         print(json.dumps(facts))
         return 0
     print_facts(plan, facts, schedule)
+    if lines:
+        print("\n" + "\n".join(lines))
     if arguments.explain_layout:
         print_layout(facts["layout"])
     if arguments.schedule_picture:

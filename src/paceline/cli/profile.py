@@ -1,0 +1,85 @@
+"""Say what a step takes, on tensors without values: memory, operations, traffic. No GPU is needed, no weights are held.
+
+The job's own step runs in a child process, under the plan, as one of its ranks. `-o FILE` keeps the profile, which
+other tools may read: every block of memory from its allocation to its end, every operation, what is sent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from paceline.cli.run import add_plan_arguments, decide_plan
+from paceline.launch.profile_workload import Request, profile_workload
+from paceline.launch.workload_file import read_workload_file
+from paceline.nouns.device import Device
+from paceline.nouns.errors import UsageError, WorkloadError
+from paceline.nouns.profile import Profile
+from paceline.plan.memory import memory_of
+from paceline.plan.memory_table import communicators, holders, picture, table
+
+MODULES = 12
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments; those after the file are the file's own."""
+    add_plan_arguments(parser)
+    parser.add_argument("--rank", type=int, default=0, metavar="R", help="whose step (default 0)")
+    parser.add_argument("--device", default="cpu", metavar="WORD", help="cpu, cuda, 16GB or a name such as V100-16GB")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the profile there, as JSON")
+    parser.add_argument("--json", action="store_true", help="print the sums as JSON")
+    parser.add_argument("workload", metavar="FILE", help="the Python file that declares `workload`")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the file")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Profile one rank's step."""
+    plan, device = decide_plan(arguments), Device.parse(arguments.device)
+    if not 0 <= arguments.rank < plan.world_size:
+        raise UsageError(
+            f"rank {arguments.rank} of the plan {plan.mesh}",
+            f"its ranks are 0 to {plan.world_size - 1}",
+            "write --rank 0",
+        )
+    file = read_workload_file(arguments.workload, plan.data_size)
+    request = Request(asdict(plan), arguments.rank, device.kind)
+    (profile,) = profile_workload([request], [str(file.path), *arguments.arguments])
+    if isinstance(profile, WorkloadError):
+        raise profile
+    if arguments.output is not None:
+        _write(profile, arguments.output)
+    memory = memory_of(profile, device.capacity(communicators(plan)))
+    if arguments.json:
+        facts = {"flops": profile.flops, "traffic": profile.traffic, "notices": profile.notices}
+        print(json.dumps({"plan": profile.plan, "device": device.name, **facts, "memory": memory.to_json()}))
+        return 0
+    lines = [*table([memory], device, communicators(plan)), "", *holders(memory), "", *picture(profile), ""]
+    print("\n".join([*lines, *_work(profile)]))
+    for notice in profile.notices:
+        print(f"note: {notice}", file=sys.stderr)
+    return 0
+
+
+def _write(profile: Profile, path: Path) -> None:
+    try:
+        profile.write(path)
+    except OSError as error:
+        raise UsageError(f"the profile in {path}", f"it can't be written ({error})", "name another file") from None
+
+
+def _work(profile: Profile) -> list[str]:
+    """The modules that compute most."""
+    rows = sorted(profile.modules.items(), key=lambda item: -item[1].flops)[:MODULES]
+    rows = [(name, work) for name, work in rows if work.flops]
+    total = max(profile.flops, 1)
+    width = max((len(name or "(the loss)") for name, _ in rows), default=0)
+    lines = [
+        f"{name or '(the loss)':<{width}}  {work.flops / 1e9:>12,.3f} GFLOP {work.flops / total:>6.1%}"
+        f" {work.nbytes / 2**20:>12,.1f} MiB moved"
+        for name, work in rows
+    ]
+    count = sum(work.count for work in profile.operations.values())
+    return [f"{count:,} operations, {profile.flops / 1e9:,.3f} GFLOP on this rank; the most of them in", *lines]

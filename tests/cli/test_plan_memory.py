@@ -1,0 +1,94 @@
+"""What `paceline plan --explain-memory`, `--explain-oom` and `paceline profile` print, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from jobs import paceline
+
+pytestmark = pytest.mark.slow
+
+MODEL = """
+import torch
+import paceline
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(256, 1024), torch.nn.Linear(1024, 256)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+workload = paceline.Workload(
+    model=lambda: torch.nn.Sequential(*(Block() for _ in range(4))),
+    loss=lambda model, batch: (model(batch).square().sum(), len(batch)),
+    optimizer=lambda model: torch.optim.AdamW(model.parameters()),
+    data=list(torch.randn(32768, 256)),
+    batch_size=16384,
+)
+print("a person's own line")
+"""
+
+
+def test_where_memory_goes_and_the_ways_out(tmp_path):
+    (tmp_path / "train.py").write_text(MODEL)
+    ended = paceline(tmp_path, "plan", "--explain-oom", "--device", "0.9GB", "train.py")
+    assert ended.code == 0, ended.err
+    assert "OUT OF MEMORY" in ended.out
+    ways = ended.out.split("The cheapest ways out:\n")[1].splitlines()
+    assert len(ways) == 3
+    assert ways[0].startswith("micro_batch_size=8192 in the workload")
+    assert all("cost: " in way for way in ways)
+    assert "^forward" in ended.out
+    assert "0.up" in ended.out
+    out = paceline(tmp_path, "plan", "--explain-oom", "--device", "A100-80GB", "--json", "train.py").out
+    facts = json.loads(out.splitlines()[-1])["memory"]
+    assert facts["ways_out"] == []
+    assert facts["ranks"][0]["is_too_large"] is False
+
+
+def test_each_stage_has_a_column(tmp_path):
+    (tmp_path / "train.py").write_text(MODEL)
+    ended = paceline(tmp_path, "plan", "--plan", "pipeline=2,tensor=2", "--explain-memory", "train.py")
+    assert ended.code == 0, ended.err
+    header = next(line for line in ended.out.splitlines() if line.strip().startswith("rank 0"))
+    assert header.split() == ["rank", "0", "rank", "2"]
+
+
+def test_a_profile_as_a_file_and_as_sums(tmp_path):
+    (tmp_path / "train.py").write_text(MODEL)
+    ended = paceline(tmp_path, "profile", "-o", "profile.json", "train.py")
+    assert ended.code == 0, ended.err
+    assert "GFLOP on this rank" in ended.out
+    kept = json.loads((tmp_path / "profile.json").read_text())
+    assert sum(flops for _, flops, _ in kept["operations"].values()) == 6 * 4 * 2 * 16384 * 256 * 1024 - (
+        2 * 16384 * 256 * 1024
+    )
+    sums = json.loads(paceline(tmp_path, "profile", "--json", "train.py").out.splitlines()[-1])
+    assert sums["memory"]["peak"] > 0
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (["plan", "--explain-oom", "train.py"], "has no memory of a known size"),
+        (["plan", "--explain-oom", "--device", "V100", "train.py"], "its memory is not said"),
+        (["profile", "--rank", "2", "--plan", "shard=2", "train.py"], "its ranks are 0 to 1"),
+        (["profile", "--device", "tpu", "train.py"], "its memory is not said"),
+        (["profile", "-o", "none/profile.json", "train.py"], "it can't be written"),
+        (["plan", "--explain-memory", "--plan", "server=1", "train.py"], "the plan has server=1"),
+        (["profile", "--plan", "replicate=1,compile=on", "train.py"], "the plan has compile=on"),
+    ],
+    ids=str,
+)
+def test_bad_input(tmp_path, words, found):
+    (tmp_path / "train.py").write_text(MODEL.replace("32768", "64").replace("16384", "32"))
+    ended = paceline(tmp_path, *words)
+    assert ended.code == 2, ended.out
+    assert found in ended.err
+    assert "Fix: " in ended.err
+    assert "Traceback" not in ended.err
