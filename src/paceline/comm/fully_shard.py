@@ -33,6 +33,7 @@ class Journal:
 
     comm: AxisComm
     crc: int = 0
+    sums_on_cpu: bool = True  # False: on the CPU too, do as on a GPU, to try a step out
 
     def enter(self, collective: str, group: int, tensor: torch.Tensor) -> None:
         """Count one call and remember its place in the order."""
@@ -92,7 +93,7 @@ class CountedReduceScatter(_Counted, ReduceScatter):  # type: ignore[misc]
         sent = self.narrowed(input_tensor)
         self.journal.enter("reduce_scatter", self.number, sent)
         with named_failure("reduce_scatter", self.journal.comm.axis):
-            if sent.device.type == "cpu":
+            if sent.device.type == "cpu" and self.journal.sums_on_cpu:
                 _sum_parts(output_tensor, sent, group, self.journal.comm.size)
                 return None
             if sent is input_tensor:
@@ -219,6 +220,11 @@ def split(model: nn.Module, comm: AxisComm, device: torch.device, grouping: Grou
 def is_part(tensor: Any) -> bool:
     """Whether `tensor` is spread over ranks."""
     return isinstance(tensor, DTensor)
+
+
+def has_parts(types: Sequence[type]) -> bool:
+    """Whether an operation on tensors of these types is one on parts, which will be taken apart."""
+    return any(issubclass(one, DTensor) for one in types)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
-from paceline.comm.fully_shard import is_part, local
+from paceline.comm.fully_shard import has_parts, is_part, local
 from paceline.nouns.profile import ACTIVATIONS, GATHERED, TEMPORARY, Block, Recording, Work
 from paceline.train.kernel_scratch import scratch_bytes
 
@@ -56,6 +56,7 @@ class Allocations(TorchDispatchMode):
         self.path: list[str] = [""]
         self.entries: list[tuple[int, str]] = []  # autograd's numbers from which on operations were in a module
         self.told_phase, self.answers = "", 0
+        self.fake_mode: Any = None
         self.has_ended = False  # what goes from now on goes with the recording's own objects
 
     # --- what is written
@@ -63,7 +64,8 @@ class Allocations(TorchDispatchMode):
     def note(self, tensor: torch.Tensor, kind: str | None = None, holder: str | None = None) -> None:
         """See a tensor: new memory is a block of its own; `kind` and `holder` say what a block is, once known."""
         own = local(tensor)
-        if own.device.type == "meta" or own.layout != torch.strided:
+        is_other = getattr(own, "fake_mode", self.fake_mode) is not self.fake_mode  # somebody asks for shapes
+        if is_other or own.device.type == "meta" or own.layout != torch.strided:
             return
         storage = own.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
@@ -159,6 +161,8 @@ class Allocations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and look at what it returns. Where tensors have no values, every number is 1."""
+        if has_parts(types):
+            return NotImplemented  # it comes again, as operations on what this rank holds
         if func in _ASKED and self.is_answering:
             return self._answer(func, args[0])
         result = func(*args, **(kwargs or {}))

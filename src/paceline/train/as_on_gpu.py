@@ -1,7 +1,8 @@
 """Have a step on the CPU run the operations that a GPU would, so that it allocates what they allocate.
 
-Four things differ: attention runs a fused kernel, dropout keeps a mask of one byte, autocast widens other
-operations, and optimizers update all parameters at once (foreach).
+Five things differ: attention runs a fused kernel, dropout keeps a mask of one byte, autocast widens other
+operations, optimizers update all parameters at once (foreach), and FSDP2 works on several streams, each of which has
+memory of its own.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.cpu
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+
+from paceline.train.allocations import Allocations
 
 FLASH_HEAD = 256  # the widest head that flash attention takes
 # Widened by CUDA's autocast (torch/_C autocast_mode.cpp, fp32 list) and not by the CPU's.
@@ -32,7 +36,7 @@ _WIDE: frozenset[Any] = frozenset(
 
 
 @contextmanager
-def as_on_gpu(device: str) -> Iterator[None]:
+def as_on_gpu(device: str, recorder: Allocations) -> Iterator[None]:
     """A GPU's operations where `device` is "cuda".
 
     Function modes are off while autograd recomputes a checkpointed block, so attention and dropout are exchanged
@@ -47,9 +51,49 @@ def as_on_gpu(device: str) -> Iterator[None]:
         mock.patch.object(functional, "dropout", dropout),
         mock.patch(foreach, return_value=["cpu"]),
         mock.patch("torch.optim.optimizer._foreach_supported_types", [torch.Tensor, torch.nn.Parameter, FakeTensor]),
+        mock.patch.multiple(
+            torch.cpu,
+            Stream=Stream,
+            stream=lambda stream: _on(recorder, stream),
+            current_stream=lambda device=None: Stream(recorder.stream),
+        ),
         _Widening(),
     ):
         yield
+
+
+class Stream:
+    """A stream of a GPU, by its number; FSDP2 copies and communicates on streams of its own."""
+
+    made = 0
+
+    def __init__(self, number: int = -1, **named: Any) -> None:
+        if number < 0:
+            Stream.made += 1
+            number = Stream.made
+        self.number = number
+
+    def wait_stream(self, stream: Any) -> None:
+        """Nothing to wait for."""
+
+    def wait_event(self, event: Any) -> None:
+        """Nothing to wait for."""
+
+    def record_event(self, event: Any = None) -> None:
+        """Nothing to record."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+
+@contextmanager
+def _on(recorder: Allocations, stream: Any) -> Iterator[None]:
+    """What is allocated here is the stream's: the allocator keeps its pools apart."""
+    before, recorder.stream = recorder.stream, getattr(stream, "number", 0)
+    try:
+        yield
+    finally:
+        recorder.stream = before
 
 
 def dropout(values: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:

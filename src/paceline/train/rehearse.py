@@ -106,6 +106,7 @@ class Rehearsal:
         self.mesh, self.device, self.ledger = Mesh.parse(plan.mesh), torch.device("cpu"), Ledger()
         self.mode = None if how.is_real else FakeTensorMode(allow_non_fake_inputs=True)
         self.recorder = Allocations()
+        self.recorder.fake_mode = self.mode
         self.recorder.is_answering = not how.is_real
         self.recorder.sees_scratch = how.device == "cpu" and not how.is_real
         comms = open_comms(self.mesh, rank, self.ledger)
@@ -140,7 +141,7 @@ class Rehearsal:
     def fake(self) -> Iterator[None]:
         """Where tensors have no values and are watched."""
         mode = self.mode if self.mode is not None else contextlib.nullcontext()
-        with as_on_gpu(self.asked_device), unnoticed(), mode, self.recorder.watching():
+        with as_on_gpu(self.asked_device, self.recorder), unnoticed(), mode, self.recorder.watching():
             yield
 
     def step(self) -> None:
@@ -199,6 +200,8 @@ class Rehearsal:
         shard = getattr(parallel.placed, "shard", None)
         if shard is not None:
             uses = shard.uses
+            if shard.groups is not None:
+                shard.groups.journal.sums_on_cpu = self.asked_device == "cpu"
             uses.find_unused = functools.partial(_find_unused, uses)
             self._name_what_is_gathered(shard)
         begin_step = parallel.placed.begin_step
