@@ -72,6 +72,16 @@ def test_a_profile_as_a_file_and_as_sums(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
+def test_what_the_persons_code_raises_is_told(tmp_path):
+    broken = MODEL.replace("model(batch).square().sum()", "model(batch).nothing()")
+    (tmp_path / "train.py").write_text(broken.replace("32768", "64").replace("16384", "32"))
+    ended = paceline(tmp_path, "profile", "train.py")
+    assert ended.code == 2
+    assert "it raised AttributeError: " in ended.err
+    assert "has no attribute 'nothing'" in ended.err
+    assert "Traceback" not in ended.err
+
+
 @pytest.mark.parametrize(
     ("words", "found"),
     [

@@ -188,6 +188,25 @@ def test_an_unusual_model():
     assert held[GRADIENTS] == 50 * 16 * 4 + 16 * 8
 
 
+class Sparse(nn.Module):
+    """Rows of an embedding, of which a step uses some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.last = nn.Embedding(100, 8, sparse=True), nn.Linear(8, 8)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.last(self.rows(words).mean(1))
+
+
+def test_sparse_gradients_alone_and_on_several_ranks():
+    words = list(torch.randint(0, 100, (32, 5)))
+    workload = small(model=Sparse, data=words, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
+    assert memory_of(rehearse(workload, Plan())).between[PARAMETERS] == (100 * 8 + 8 * 8 + 8) * 4
+    with pytest.raises(WorkloadError, match=r"exchange the rows of rows\.weight"):
+        rehearse(workload, Plan.parse("replicate=2"))
+
+
 def asks(model, batch):
     hidden = model(batch)
     rows = hidden[hidden.sum(1) > 0]  # how many rows depends on the values

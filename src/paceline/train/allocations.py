@@ -99,7 +99,7 @@ class Allocations(TorchDispatchMode):
 
     def _is_named(self, tensor: torch.Tensor) -> bool:
         own = local(tensor)
-        if own.device.type == "meta":
+        if own.device.type == "meta" or own.layout != torch.strided:
             return False
         block = self.alive.get(own.untyped_storage()._cdata)
         return block is not None and self.recording.blocks[block].kind not in (ACTIVATIONS, TEMPORARY)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from paceline.nouns.errors import PacelineError
+from paceline.nouns.errors import PacelineError, WorkloadError
 from paceline.nouns.plan import Plan
 from paceline.nouns.workload import Workload
 from paceline.train.find_workload import find_workload
@@ -50,6 +50,10 @@ def _answer(number: int, workload: Workload, request: dict[str, Any], folder: Pa
         )
     except PacelineError as error:
         return _failed(number, error)
+    except Exception as error:  # of the person's code; the next request may do without it
+        what = f"it raised {type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'nothing more'}"
+        fix = "run it alone with python first"
+        return _failed(number, WorkloadError(f"a step of {sys.argv[0]} under {request['plan']['mesh']}", what, fix))
     path = folder / f"profile-{number}.json"
     profile.write(path)
     return {"number": number, "path": str(path)}

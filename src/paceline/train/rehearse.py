@@ -122,6 +122,7 @@ class Rehearsal:
         self._note_batch(example)
         seed_everything(workload.seed)
         placed = place_model(workload, comms, self.plan, self.device, example, self.fake)
+        _check_dense(placed, self.mesh)
         if placed.couples_samples and loader.pieces_wanted and not plan.micro_batches:
             loader = dataclasses.replace(loader, pieces_wanted=1)
         self.batch = next(loader.training(0, loader.order(workload.batch_size).batch_at(0).stop))
@@ -321,6 +322,15 @@ def _rehearsed(workload: Workload, plan: Plan, rank: int, how: How) -> Profile:
             rehearsal.ledger.rows(),
             rehearsal.shared_bytes(),
             notices,
+        )
+
+
+def _check_dense(placed: Any, mesh: Mesh) -> None:
+    if mesh.size("replicate") > 1 and placed.sparse():
+        raise WorkloadError(
+            "a step tried out beforehand",
+            f"ranks exchange the rows of {min(placed.sparse())} that their samples use: how many depends on the data",
+            "make the embedding with sparse=False, or try it out in one process",
         )
 
 
