@@ -15,7 +15,7 @@ from paceline.nouns.plan import Plan
 from paceline.nouns.profile import Profile
 from paceline.plan.memory import memory_of
 from paceline.plan.memory_table import communicators, holders, picture, size, table
-from paceline.plan.ways_out import Way, WayOut, cheapest, ways
+from paceline.plan.ways_out import FREE, WANTED, Way, WayOut, cheapest, ways
 
 
 def add_memory_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,7 +82,20 @@ def explain(
 
 
 def _ways_out(plan: Plan, words: Sequence[str], device: Device, profiles: Sequence[Profile]) -> list[WayOut]:
-    candidates = list(ways(plan, profiles[0].micro_batch, profiles[0].precision))
+    """Of each kind the mildest way first; the next one where that was not enough."""
+    waiting: dict[str, list[Way]] = {}
+    for way in ways(plan, profiles[0].micro_batch, profiles[0].precision):
+        waiting.setdefault(way.kind, []).append(way)
+    found: list[tuple[Way, int, float]] = []
+    while waiting and (len(found) < WANTED or FREE in waiting):
+        found += _tried([rest.pop(0) for rest in waiting.values()], words, device)
+        done = {way.kind for way, _, _ in found}
+        waiting = {kind: rest for kind, rest in waiting.items() if rest and kind not in done}
+    return cheapest(found, plan, _flops(plan, profiles))
+
+
+def _tried(candidates: Sequence[Way], words: Sequence[str], device: Device) -> list[tuple[Way, int, float]]:
+    """Those that fit, with the bytes that they need and the operations of all their ranks."""
     requests = [
         Request(asdict(way.plan), rank, device.kind, way.micro_batch_size, way.precision, is_brief=True)
         for way in candidates
@@ -100,7 +113,7 @@ def _ways_out(plan: Plan, words: Sequence[str], device: Device, profiles: Sequen
         if not any(memory.is_too_large for memory in memories):
             needed = max(memory.reserved or 0 for memory in memories) + device.beside(communicators(way.plan))
             found.append((way, min(needed, device.memory or needed), _flops(way.plan, known)))
-    return cheapest(found, plan, _flops(plan, profiles))
+    return found
 
 
 def _flops(plan: Plan, profiles: Sequence[Profile]) -> float:

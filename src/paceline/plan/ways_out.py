@@ -10,6 +10,7 @@ from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
 
 WANTED = 3
+FREE = "micro-batch"  # the kind that costs neither devices nor computation
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,8 @@ class WayOut:
             parts.append(f"{self.devices} more device{'s' * (self.devices > 1)}")
         if self.flops > 1.005:
             parts.append(f"{self.flops - 1:.0%} more computation")
+        elif self.way.plan.checkpointing != "none":
+            parts.append("all but matrix products computed again")
         if self.way.micro_batch_size:
             number = self.way.micro_batch_size
             parts.append(f"kernels on {number} sample{'s' * (number > 1)} at a time")
@@ -80,7 +83,7 @@ def ways(plan: Plan, micro_batch: int, precision: str) -> Iterator[Way]:
     smaller = [size for size in (micro_batch // 2, micro_batch // 4, micro_batch // 8, 1) if size >= 1]
     smaller = [size for size in dict.fromkeys(smaller) if size < micro_batch and mesh.size("pipeline") == 1]
     for size in smaller:
-        yield Way("micro-batch", f"micro_batch_size={size} in the workload", plan, size)
+        yield Way(FREE, f"micro_batch_size={size} in the workload", plan, size)
     if precision == "float32":
         yield Way("precision", 'precision="bf16" in the workload', plan, 0, "bf16")
     for mode in ("selective", "full"):
