@@ -56,7 +56,7 @@ class WayOut:
             parts.append(f"{self.devices} more device{'s' * (self.devices > 1)}")
         if self.flops > 1.005:
             parts.append(f"{self.flops - 1:.0%} more computation")
-        elif self.way.plan.checkpointing != "none":
+        elif self.way.kind in ("checkpointing", "both"):
             parts.append("all but matrix products computed again")
         if self.way.micro_batch_size:
             number = self.way.micro_batch_size
