@@ -149,7 +149,7 @@ def with_time_to_let_go() -> None:
 
     def slowly(self: Any, *arguments: Any) -> Any:
         result = wait(self, *arguments)
-        time.sleep(0.003)
+        time.sleep(0.01)
         return result
 
     if wait.__name__ != "slowly":
