@@ -141,7 +141,9 @@ def test_any_process_killed_at_any_moment_changes_nothing(tmp_path):
         assert process.poll() is None, f"ended after {kills} kills: {process.communicate()}"
         time.sleep(draws.uniform(0.0, 0.5))
         if is_whole(facts_of(tmp_path), workers=2):
-            os.kill(draws.choice(members(process)).pid, signal.SIGKILL)
+            pid = draws.choice(members(process)).pid
+            os.kill(pid, signal.SIGKILL)
+            assert wait_for(lambda pid=pid: not psutil.pid_exists(pid), 20)  # one that is dead can't be killed again
             kills += 1
     (tmp_path / "slow").unlink()
     out, err = process.communicate(timeout=300)
