@@ -86,7 +86,7 @@ PLANS = [
     *("replicate=4", "shard=4", "tensor=4", "pipeline=4", "replicate=2,shard=2", "shard=2,tensor=2"),
     *("pipeline=2,tensor=2", "replicate=2,pipeline=2", "pipeline=2,schedule=zero_bubble"),
     *("tensor=2,sequence=on", "shard=2,checkpointing=full", "shard=2,checkpointing=selective"),
-    *("pipeline=2,checkpointing=full", "replicate=2,compression=bf16"),
+    *("pipeline=2,checkpointing=full", "shard=4,zero=1"),
 ]
 HAS_BLOCKS = ("bert", "gpt2", "llama", "t5")
 OTHERWISE = {"precision": "bf16", "optimizer": "sgd"}
