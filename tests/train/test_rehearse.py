@@ -129,6 +129,16 @@ def test_whose_memory_it_is():
     assert memory.at_peak[ACTIVATIONS] >= 512 * 256 * 4
 
 
+@pytest.mark.parametrize(
+    ("line", "transport", "times"), [("replicate=2", "auto", 4), ("replicate=2", "gloo", 0), ("replicate=1", "auto", 0)]
+)
+def test_what_ranks_of_a_host_share(line, transport, times):
+    """Two halves of each rank's gradients, and little more."""
+    shared = rehearse(small(), Plan.parse(line, transport=transport)).shared_bytes
+    size = (64 * 256 + 256 + 256 * 8 + 8) * 4
+    assert times * size <= shared <= times * (size + 200)
+
+
 def test_operations_are_counted():
     """Forward, and twice as much backward; but nobody wants the first layer's gradient of its input."""
     profile = rehearse(small(), Plan())

@@ -66,12 +66,17 @@ def profile_workload(
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
             assert process.stdout is not None
             answers: list[Profile | WorkloadError] = []
-            for line in process.stdout:
-                answer = json.loads(line)
-                error = answer.get("error")
-                answers.append(WorkloadError(**error) if error else Profile.read(Path(answer["path"])))
-                done(answer["number"])
-            if process.wait() or not answers:
+            try:
+                for line in process.stdout:
+                    answer = json.loads(line)
+                    error = answer.get("error")
+                    answers.append(WorkloadError(**error) if error else Profile.read(Path(answer["path"])))
+                    done(answer["number"])
+                status = process.wait()
+            finally:
+                process.kill()  # nothing where it has ended; whoever interrupts the asking ends the work too
+                process.wait()
+            if status or not answers:
                 errors.seek(0)
                 last = (errors.read().strip().splitlines() or ["it said nothing"])[-1]
                 raise WorkloadError(

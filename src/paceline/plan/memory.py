@@ -36,6 +36,7 @@ class Memory:
         holders: the largest at the peak.
         reserved: what torch's caching allocator takes from a GPU for it; None on CPUs.
         is_too_large: the device's memory is not enough.
+        shared: what ranks of one host share, besides.
     """
 
     rank: int

@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,7 @@ RETURNS_S = 20.0  # for the worker that the supervisor starts in a lost one's pl
 def run_server(private: Path) -> int:
     """Be a server; the exit code."""
     defer_compiler_import()
-    try:
-        asyncio.run(serve(f"{UNIX}{private / f'server-{os.getpid()}'}", coordinator_address(private)))
-    except KeyboardInterrupt:
-        return 0
-    except BaseException as error:
-        return failed(error)
-    return 0
+    return _exit_code(serve(f"{UNIX}{private / f'server-{os.getpid()}'}", coordinator_address(private)))
 
 
 def run_coordinator(private: Path) -> int:
@@ -40,8 +34,16 @@ def run_coordinator(private: Path) -> int:
     job = JobSettings.of(Plan.read(run_dir / "plan.json"))
     at = Address.parse(coordinator_address(private))
     (run_dir / SERVERS).write_text(json.dumps({"coordinator": str(at)}) + "\n")
+    return _exit_code(_coordinate(at, job, private / "log", run_dir))
+
+
+async def _coordinate(at: Address, job: JobSettings, log: Path, run_dir: Path) -> None:
+    await Coordination(at, job, log, _teller(run_dir), RETURNS_S).run()
+
+
+def _exit_code(work: Coroutine[Any, Any, None]) -> int:
     try:
-        asyncio.run(Coordination(at, job, private / "log", _teller(run_dir), RETURNS_S).run())
+        asyncio.run(work)
     except KeyboardInterrupt:
         return 0
     except BaseException as error:

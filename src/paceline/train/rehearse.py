@@ -102,7 +102,7 @@ class Rehearsal:
 
     def __init__(self, workload: Workload, plan: Plan, rank: int, how: How) -> None:
         self.workload, self.rank, self.asked_device = workload, rank, how.device
-        self.plan = dataclasses.replace(plan, transport="gloo")
+        self.plan, self.transport = dataclasses.replace(plan, transport="gloo"), plan.transport
         self.mesh, self.device, self.ledger = Mesh.parse(plan.mesh), torch.device("cpu"), Ledger()
         self.mode = None if how.is_real else FakeTensorMode(allow_non_fake_inputs=True)
         self.recorder = Allocations()
@@ -165,10 +165,10 @@ class Rehearsal:
 
     def shared_bytes(self) -> int:
         """What this rank maps for the ranks of its host, where sums go through shared memory."""
-        ranks, wires = self.mesh.size("replicate"), self._wires()
-        sums = sum(2 * wire.outbox.nbytes for wire in wires)
-        is_possible = self.asked_device == "cpu" and 1 < ranks <= MAX_RANKS and 2 * sums <= 2 * MAX_BYTES
-        return sums * ranks if is_possible else 0
+        ranks = self.mesh.size("replicate")
+        halves = sum(2 * wire.outbox.nbytes for wire in self._wires())
+        is_wanted = self.asked_device == "cpu" and self.transport in ("auto", "shared_memory")
+        return halves * ranks if is_wanted and 1 < ranks <= MAX_RANKS and halves <= MAX_BYTES else 0
 
     def _wires(self) -> list[Any]:
         return [bucket.wire for bucket in self.parallel.replicate.buckets] + [self.parallel.sums.wire]
