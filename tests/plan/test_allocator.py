@@ -57,6 +57,7 @@ def test_a_large_rest_is_split_off_and_a_small_one_stays():
     assert play([1, -1, 2, 3], [20 * MIB, 18 * MIB, 2 * MIB], [0] * 3).reserved == 20 * MIB
     kept = play([1, -1, 2], [20 * MIB, 20 * MIB - 512 * KIB], [0] * 2)
     assert kept.allocated == 20 * MIB  # half a MiB is no block of its own
+    assert play([1], [33 * MIB], [0]).allocated == 34 * MIB  # nor is one
 
 
 def test_free_neighbours_become_one():

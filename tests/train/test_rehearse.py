@@ -81,6 +81,12 @@ def test_several_ranks(line):
     check_same(line, "bert", {})
 
 
+@SLOW
+def test_weights_are_not_gathered_for_half_precision():
+    """A graph captured under autocast held casts of weights, which no rule splits: each step gathered them."""
+    check_same("tensor=2", "mlp", {"precision": "bf16", "optimizer": "sgd"})
+
+
 PLANS = [
     *("replicate=2", "shard=2", "shard=2,zero=2", "shard=2,zero=1", "tensor=2", "pipeline=2"),
     *("replicate=4", "shard=4", "tensor=4", "pipeline=4", "replicate=2,shard=2", "shard=2,tensor=2"),
