@@ -6,6 +6,9 @@ the command to the first step against torchrun.
 
 bench strategies: the time of a step under shard, tensor and pipeline on two ranks, each against the same by hand
 in raw torch (fully_shard, parallelize_module, PipelineStage); both sides must compute the same losses.
+
+bench planner: predicted memory against torch's profiler in real jobs, against a GPU of this host (--device cuda) and
+against a table of published measurements (--published FILE); the time of a profile of seven billion parameters.
 """
 
 from __future__ import annotations
@@ -17,18 +20,20 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from paceline.bench import strategies
+from paceline.bench import planner, strategies
 from paceline.bench.step import run_bench
 
-SUBJECTS = ("step", "strategies")
+SUBJECTS = ("step", "strategies", "planner")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
-    subjects = " or ".join(SUBJECTS)
+    subjects = ", ".join(SUBJECTS)
     parser.add_argument("subject", choices=SUBJECTS, metavar="SUBJECT", help=f"what to measure: {subjects}")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each contestant (default 5)")
     parser.add_argument("--startup-rounds", type=int, default=3, help="step: starts of each launcher (default 3)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="planner: also measure on a GPU")
+    parser.add_argument("--published", type=Path, metavar="FILE", help="planner: a table of measurements to predict")
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
 
 
@@ -40,7 +45,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as name:
         folder = Path(name)
-        if arguments.subject == "strategies":
+        if arguments.subject == "planner":
+            result = planner.run_planner(folder, arguments.device, arguments.published, tell)
+            shown = planner.table
+        elif arguments.subject == "strategies":
             result, shown = strategies.run_strategies(folder, arguments.rounds, tell), strategies.table
         else:
             result, shown = run_bench(folder, arguments.rounds, arguments.startup_rounds, tell), table

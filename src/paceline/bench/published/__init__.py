@@ -1,0 +1,1 @@
+"""Published measurements, each predicted from the training code that it was made with."""

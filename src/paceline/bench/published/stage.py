@@ -1,0 +1,123 @@
+"""Where other people's training steps are tried out: one rank of theirs, on tensors without values, as on a GPU.
+
+Each source of measurements has a file here that builds its model and its step as its authors' code does; what crosses
+the network needs no partner. The parts of a model that other ranks hold are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+from paceline.comm.fake_world import fake_world
+from paceline.nouns.profile import BUFFERS, PARAMETERS, Recording
+from paceline.plan.allocator import OutOfMemoryError, play
+from paceline.train.allocations import Allocations
+from paceline.train.as_on_gpu import as_on_gpu
+from paceline.train.rehearse import unnoticed
+
+STEPS = 2  # in the first the optimizer makes its state
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What a step takes from a GPU, in bytes.
+
+    Attributes:
+        allocated: `torch.cuda.max_memory_allocated` would say.
+        reserved: `torch.cuda.max_memory_reserved` would say.
+        is_too_large: the device's memory is not enough.
+    """
+
+    allocated: int
+    reserved: int
+    is_too_large: bool
+
+
+class Stage:
+    """A rank and its recorder.
+
+    Attributes:
+        recorder: writes down what is allocated.
+        mesh: of all ranks; None where there is one.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self.mesh = init_device_mesh("cpu", (ranks,)) if ranks > 1 else None
+        self.recorder = Allocations()
+        self.recorder.sees_scratch = False
+        self.recorder.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def note(self, tensors: Iterable[Tensor], kind: str) -> None:
+        """Say of memory that was made before the steps."""
+        self.recorder.note_all((("", one) for one in tensors), kind)
+
+    def run(self, model: nn.Module, step: Callable[[], None], steps: int = STEPS) -> Recording:
+        """Take some steps; `model` is the whole of what stays, `step` one step of training."""
+        recorder = self.recorder
+        recorder.note_all(model.named_parameters(), PARAMETERS)
+        recorder.note_all(model.named_buffers(), BUFFERS)
+        recorder.names = {module: name for name, module in model.named_modules()}
+        with recorder.watching():
+            for _ in range(steps):
+                recorder.phase = "forward"
+                recorder.recording.last_step = len(recorder.recording.events)
+                step()
+        recorder.has_ended = True
+        return recorder.recording
+
+
+@contextmanager
+def stage(ranks: int = 1) -> Iterator[Stage]:
+    """One rank of so many, on a GPU that is not there."""
+    propagate = ShardingPropagator._propagate_tensor_meta_non_cached
+    made: Stage
+
+    def unseen(*arguments: Any, **named: Any) -> Any:
+        """DTensor asks for shapes with tensors that nobody will have."""
+        mode, made.recorder.fake_mode = made.recorder.fake_mode, None
+        try:
+            return propagate(*arguments, **named)
+        finally:
+            made.recorder.fake_mode = mode
+
+    with fake_world(0, ranks), mock.patch.object(ShardingPropagator, propagate.__name__, unseen), unnoticed():
+        made = Stage(ranks)
+        with as_on_gpu("cuda", made.recorder), made.recorder.fake_mode:
+            yield made
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Parameters made here are of it."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def taken(recording: Recording, capacity: int | None = None) -> Taken:
+    """What torch's caching allocator takes for a recording.
+
+    Args:
+        recording: of a step.
+        capacity: bytes that the allocator may have.
+    """
+    sizes = [block.nbytes for block in recording.blocks]
+    streams = [block.stream for block in recording.blocks]
+    try:
+        allocator, is_too_large = play(recording.events, sizes, streams, capacity), False
+    except OutOfMemoryError:
+        allocator, is_too_large = play(recording.events, sizes, streams), True
+    return Taken(allocator.peak_allocated, allocator.peak_reserved, is_too_large)
