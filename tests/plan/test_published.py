@@ -7,11 +7,10 @@ import os
 from pathlib import Path
 
 import pytest
+import titan
 
 from paceline.nouns.device import Device
 from paceline.plan.allocator import OutOfMemoryError, play
-
-import titan
 
 pytestmark = pytest.mark.integration
 PUBLISHED = Path(__file__).parents[3] / "shared" / "data" / "published_measurements.csv"

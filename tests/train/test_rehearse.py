@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,13 +10,13 @@ from torch import nn
 from torch.nn import functional as F
 
 import paceline
+from paceline.bench import planner, planner_models, planner_peaks
 from paceline.nouns.errors import PlanError, WorkloadError
 from paceline.nouns.plan import Plan
 from paceline.nouns.profile import ACTIVATIONS, GRADIENTS, OPTIMIZER, PARAMETERS
 from paceline.plan.memory import memory_of
 from paceline.train.rehearse import rehearse
 
-import peaks
 from ranks import run_ranks
 
 OFF = 0.005  # of the measured peak; most are equal to the byte
@@ -30,15 +25,15 @@ SLOW = pytest.mark.slow
 
 
 def measure(rank, plan, name, parts):
-    peaks.with_time_to_let_go()
-    return peaks.measured(rank, plan, name, parts)
+    planner_peaks.with_time_to_let_go()
+    return planner_peaks.measured(plan, name, parts)
 
 
 def check_same(line, name, parts):
     """Each rank's peak and ledger, of a real job and of its rehearsals."""
     plan = Plan.parse(line)
     torch.set_num_threads(1)  # as the ranks have; kernels' scratch memory depends on it
-    profiles = [rehearse(peaks.workload(name, **parts), plan, rank) for rank in range(plan.world_size)]
+    profiles = [rehearse(planner_models.workload(name, **parts), plan, rank) for rank in range(plan.world_size)]
     expected = [memory_of(profile).peak for profile in profiles]
     for _ in range(TRIES):
         answers = run_ranks(plan.world_size, measure, plan, name, parts)
@@ -53,7 +48,9 @@ def _sorted(rows):
     return sorted((row["collective"], row["axis"], row["calls"], row["bytes"]) for row in rows)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name == "mlp" else SLOW) for name in peaks.MODELS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "mlp" else SLOW) for name in planner_models.MODELS]
+)
 def test_one_process(name):
     check_same("replicate=1", name, {})
 
@@ -105,7 +102,7 @@ TAKEN = range(0, len(PLANS), 2 if MODELS == 1 else 1)
 @pytest.mark.parametrize("number", TAKEN, ids=[PLANS[number] for number in TAKEN])
 def test_models_under_plans(number):
     line = PLANS[number]
-    names = HAS_BLOCKS if "checkpointing" in line or "4" in line else list(peaks.MODELS)
+    names = HAS_BLOCKS if "checkpointing" in line or "4" in line else list(planner_models.MODELS)
     for turn in range(min(MODELS, len(names))):
         name = names[(number + turn) % len(names)]
         ways = [{}, OTHERWISE] if MODELS > 1 else [{} if number % 4 else OTHERWISE]
@@ -163,7 +160,7 @@ def test_of_many_micro_batches_two_are_enough():
 
 
 def test_a_gpu_updates_all_parameters_at_once_and_keeps_small_masks():
-    workload = peaks.workload("bert")
+    workload = planner_models.workload("bert")
     cpu, gpu = rehearse(workload, Plan()), rehearse(workload, Plan(), device="cuda")
     memory = memory_of(gpu)
     assert memory.reserved >= memory.peak
@@ -279,11 +276,6 @@ def test_what_can_not_be_tried_out(line, more, device, found):
 
 @SLOW
 def test_seven_billion_parameters_take_seconds_and_little_memory():
-    code = Path(__file__).with_name("llama_7b.py")
-    began = time.monotonic()
-
-    done = subprocess.run([sys.executable, str(code)], capture_output=True, text=True, check=True, timeout=120)
-    facts = json.loads(done.stdout.splitlines()[-1])
-    assert time.monotonic() - began < 60
-    assert facts["resident_bytes"] < 4 * 2**30
-    assert facts["parameters"] == 6_738_415_616 * 4  # Llama-2-7B's, in float32
+    taken = planner.time_7b()
+    assert taken["seconds"] < 60
+    assert taken["resident_bytes"] < 4 * 2**30

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -189,6 +188,11 @@ def table(result: dict[str, Any]) -> str:
         )
     resident = result["profile_7b"]["resident_bytes"] / 2**30
     lines += ["", f"a profile of 7 billion parameters held {resident:.2f} GiB", ""]
-    lines += [f"{name:<40}{'-' if value is None else format(value, '.4f'):>10}" for name, value in result["ratios"].items()]
-    errors = [row["error"] for row in result["rows"]]
-    return "\n".join([*lines, f"{'median error of the rows above':<40}{statistics.median(errors):>10.6f}"])
+    lines += [
+        f"{name:<40}{'-' if value is None else format(value, '.4f'):>10}" for name, value in result["ratios"].items()
+    ]
+    if "published" in result:
+        from paceline.bench.published.table import table as published_table
+
+        lines += ["", *published_table(result["published"])]
+    return "\n".join(lines)

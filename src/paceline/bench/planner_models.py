@@ -11,14 +11,14 @@ from torch.nn import functional as F
 import paceline
 
 BATCH, LENGTH, WORDS = 8, 48, 800
-SMALL = {"vocab_size": WORDS, "hidden_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4}
+SMALL: dict[str, Any] = {"vocab_size": WORDS, "hidden_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4}
 
 
 def bert(is_full: bool = False) -> nn.Module:
     """BERT with its masked-language head; in full BERT-Base."""
     from transformers import BertConfig, BertForMaskedLM
 
-    sizes = {} if is_full else {**SMALL, "intermediate_size": 384, "max_position_embeddings": 64}
+    sizes: dict[str, Any] = {} if is_full else {**SMALL, "intermediate_size": 384, "max_position_embeddings": 64}
     return BertForMaskedLM(BertConfig(**sizes))
 
 
@@ -26,7 +26,7 @@ def gpt2(is_full: bool = False) -> nn.Module:
     """GPT-2; in full the one of 124 million parameters."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    sizes = {"vocab_size": WORDS, "n_embd": 96, "n_layer": 4, "n_head": 4, "n_positions": 64}
+    sizes: dict[str, Any] = {"vocab_size": WORDS, "n_embd": 96, "n_layer": 4, "n_head": 4, "n_positions": 64}
     sizes |= {"bos_token_id": 1, "eos_token_id": 2}
     return GPT2LMHeadModel(GPT2Config(**({} if is_full else sizes), use_cache=False))
 
@@ -36,7 +36,12 @@ def llama(is_full: bool = False) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {**SMALL, "num_key_value_heads": 2, "intermediate_size": 256, "max_position_embeddings": 64}
-    full = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 11, "num_key_value_heads": 4}
+    full: dict[str, Any] = {
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 11,
+        "num_key_value_heads": 4,
+    }
     return LlamaForCausalLM(LlamaConfig(**(full if is_full else sizes), use_cache=False))
 
 
@@ -44,20 +49,27 @@ def t5(is_full: bool = False) -> nn.Module:
     """T5, which has an encoder and a decoder; in full T5-base."""
     from transformers import T5Config, T5ForConditionalGeneration
 
-    sizes = {"vocab_size": WORDS, "d_model": 96, "d_kv": 24, "d_ff": 256, "num_layers": 3, "num_heads": 4}
-    full = {"d_model": 768, "d_ff": 3072, "num_layers": 12, "num_heads": 12}
-    return T5ForConditionalGeneration(
-        T5Config(**(full if is_full else sizes), decoder_start_token_id=0, use_cache=False)
-    )
+    sizes: dict[str, Any] = {
+        "vocab_size": WORDS,
+        "d_model": 96,
+        "d_kv": 24,
+        "d_ff": 256,
+        "num_layers": 3,
+        "num_heads": 4,
+    }
+    full: dict[str, Any] = {"d_model": 768, "d_ff": 3072, "num_layers": 12, "num_heads": 12}
+    more: dict[str, Any] = {"decoder_start_token_id": 0, "use_cache": False}
+    return T5ForConditionalGeneration(T5Config(**(full if is_full else sizes), **more))
 
 
 def vit(is_full: bool = False) -> nn.Module:
     """A vision transformer; in full ViT-Base."""
     from transformers import ViTConfig, ViTForImageClassification
 
-    sizes = {name: value for name, value in SMALL.items() if name != "vocab_size"}
+    sizes: dict[str, Any] = {name: value for name, value in SMALL.items() if name != "vocab_size"}
     sizes |= {"intermediate_size": 384, "image_size": 32, "patch_size": 8}
-    return ViTForImageClassification(ViTConfig(**({} if is_full else sizes), num_labels=10))
+    more: dict[str, Any] = {"num_labels": 10}
+    return ViTForImageClassification(ViTConfig(**({} if is_full else sizes), **more))
 
 
 class Block(nn.Module):
@@ -69,7 +81,7 @@ class Block(nn.Module):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Of `images`, as many and as large ones."""
-        return images + self.second(F.relu(self.first(F.relu(images))))
+        return images + self.second(F.relu(self.first(F.relu(images))))  # type: ignore[no-any-return]
 
 
 def cnn(is_full: bool = False) -> nn.Module:

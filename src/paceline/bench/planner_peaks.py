@@ -59,7 +59,7 @@ def with_time_to_let_go() -> None:
         return result
 
     if wait.__name__ != "slowly":
-        Work.wait = slowly  # type: ignore[method-assign]
+        Work.wait = slowly  # type: ignore[method-assign, assignment]
 
 
 def main() -> None:

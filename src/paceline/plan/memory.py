@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from paceline.nouns.profile import KINDS, Profile, Recording
+from paceline.nouns.profile import BUFFERS, KINDS, PARAMETERS, Profile, Recording
 from paceline.plan.allocator import OutOfMemoryError, play
 
 HOLDERS = 10
@@ -81,6 +81,14 @@ def memory_of(profile: Profile, capacity: int | None = None) -> Memory:
         is_too_large,
         profile.shared_bytes,
     )
+
+
+def activations_of(recording: Recording) -> int:
+    """The most bytes that a forward pass of the last step has left beside parameters and buffers."""
+    ends = [event for event, phase in recording.phases if phase == "backward" and event >= recording.last_step]
+    beside = (PARAMETERS, BUFFERS)
+    blocks = recording.blocks
+    return max(sum(blocks[i].nbytes for i in living(recording, end) if blocks[i].kind not in beside) for end in ends)
 
 
 def living(recording: Recording, count: int) -> list[int]:

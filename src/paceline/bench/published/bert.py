@@ -128,4 +128,4 @@ def recorded(shape: Shape, has_words: bool, is_half: bool, sizes: tuple[int, int
             made.recorder.phase = "update"
             update()
 
-        return made.run(model, step)
+        return made.run(model, step, steps=1)

@@ -18,11 +18,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from paceline.bench.published.pieces import RmsNorm
-from paceline.bench.published.stage import Stage, default_dtype, stage
+from paceline.bench.published.stage import Stage, default_dtype, stage, steps_for
 from paceline.bench.published.zero import FlatOptimizer, Keeping
 from paceline.nouns.profile import OPTIMIZER, Recording
 
 MICRO_BATCHES = 4
+BRIEF = 2  # to try out, where no more are in flight
 WORDS = 103168
 BUCKET = 512 * 2**20  # gradients that are summed at a time
 
@@ -89,8 +90,7 @@ class FeedForward(nn.Module):
         super().__init__()
         inner = shape.inner // tensor
         self.gate, self.up, self.down = (
-            nn.Linear(a, b, bias=False)
-            for a, b in ((shape.width, inner), (shape.width, inner), (inner, shape.width))
+            nn.Linear(a, b, bias=False) for a, b in ((shape.width, inner), (shape.width, inner), (inner, shape.width))
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -151,6 +151,11 @@ class LossInPlace(torch.autograd.Function):
         return scores.detach()
 
 
+def why_not(row: dict[str, str]) -> str | None:
+    """Why a row is not predicted: all are."""
+    return None
+
+
 def predicted(row: dict[str, str]) -> list[Recording]:
     """A row's steps, of the GPUs that may have most."""
     shape, length = SHAPES[row["model"]], int(row["seq_len"])
@@ -163,24 +168,25 @@ def predicted(row: dict[str, str]) -> list[Recording]:
     parts = gpus // tensor if zero == "all" else max(int(zero), 1)
     if stages == 1:
         part = Part(shape.layers, True, True, tensor, shards, 1, parts, recomputes)
-        return [recorded(shape, part, (batch, length))]
+        return [recorded(shape, part, (batch, length), steps_for(row))]
     least, more = divmod(shape.layers, stages)
     recordings = []
     for number in sorted({0, stages - more if more else 1, stages - 1}):
         layers = least + (number >= stages - more)
         flight = min(stages - number, MICRO_BATCHES)
         part = Part(layers, number == 0, number == stages - 1, tensor, 1, flight, 1, recomputes)
-        recordings.append(recorded(shape, part, (batch, length)))
+        recordings.append(recorded(shape, part, (batch, length), steps_for(row)))
     return recordings
 
 
-def recorded(shape: Shape, part: Part, sizes: tuple[int, int]) -> Recording:
+def recorded(shape: Shape, part: Part, sizes: tuple[int, int], steps: int) -> Recording:
     """Steps of one GPU.
 
     Args:
         shape: of the model.
         part: what this GPU has of it.
         sizes: samples of so many words in a micro-batch.
+        steps: to try out.
     """
     with stage(part.shards) as made:
         with default_dtype(torch.bfloat16):
@@ -196,17 +202,18 @@ def recorded(shape: Shape, part: Part, sizes: tuple[int, int]) -> Recording:
 
         def step() -> None:
             waiting = []
-            for number in range(MICRO_BATCHES):
+            count = max(part.in_flight, BRIEF)
+            for number in range(count):
                 made.recorder.phase = "forward"
                 waiting.append(forward())
-                if len(waiting) == part.in_flight or number == MICRO_BATCHES - 1:
+                if len(waiting) == part.in_flight or number == count - 1:
                     _backward(waiting.pop(0))
             while waiting:
                 _backward(waiting.pop(0))
             made.recorder.phase = "update"
             update()
 
-        return made.run(model, step)
+        return made.run(model, step, steps)
 
 
 def _backward(out: Tensor) -> None:
@@ -221,7 +228,7 @@ def _optimizer(model: Model, part: Part, made: Stage) -> Callable[[], None]:
         return FlatOptimizer(model, keeping, made).step
     for block in model.blocks:
         for unit in (block.attention, block.feed_forward):
-            fully_shard(unit, mesh=made.mesh)
+            fully_shard(unit, mesh=made.mesh)  # type: ignore[arg-type]
     fully_shard(model, mesh=made.mesh)
     local: list[Tensor] = [one.to_local() for one in model.parameters()]  # type: ignore[attr-defined]
     states = [torch.empty_like(one, dtype=torch.float32) for one in local for _ in range(3)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,11 +45,9 @@ class Shape:
     is_late: bool = False  # from July 2024 on the norm's weight is multiplied in float32
 
 
-_LLAMA = {"layers": 32, "inner": 14336, "groups": 8, "mlp": "silu"}
+_LLAMA: dict[str, Any] = {"layers": 32, "inner": 14336, "groups": 8, "mlp": "silu"}
 SHAPES = {
-    "falcon-7b": Shape(
-        32, 4544, 71, 1, 64, 18176, 65024, norm="layer", is_parallel=True, shares_norm=True
-    ),
+    "falcon-7b": Shape(32, 4544, 71, 1, 64, 18176, 65024, norm="layer", is_parallel=True, shares_norm=True),
     "gemma-2b": Shape(18, 2048, 8, 1, 256, 16384, 256000, mlp="gemma", norm="offset"),
     "gemma-7b": Shape(28, 3072, 16, 16, 256, 24576, 256000, mlp="gemma", norm="offset"),
     "gemma-2-2b": Shape(26, 2304, 8, 4, 256, 9216, 256000, 1.0, "gemma", "offset", is_gemma2=True, is_late=True),
@@ -59,9 +58,7 @@ SHAPES = {
     "llama-3.2-1b": Shape(16, 2048, 32, 8, 64, 8192, 128256, mlp="silu", is_late=True),
     "llama-3.2-3b": Shape(28, 3072, 24, 8, 128, 8192, 128256, mlp="silu", is_late=True),
     "mistral-7b": Shape(**_LLAMA, words=32000),
-    "phi-2": Shape(
-        32, 2560, 32, 32, 80, 10240, 51200, 0.4, "gelu", "layer", True, True, True, True
-    ),
+    "phi-2": Shape(32, 2560, 32, 32, 80, 10240, 51200, 0.4, "gelu", "layer", True, True, True, True),
     "Phi-3-mini-4k-instruct": Shape(32, 3072, 32, 32, 96, 8192, 32064, mlp="silu"),
     "stablelm-base-alpha-3b": Shape(rotary=0.25, norm="layer", has_bias=True, is_parallel=True),
     "tiny-llama": Shape(22, 2048, 32, 4, 64, 5632, 32000, mlp="silu"),
@@ -92,7 +89,7 @@ class Tuning:
     accumulates: bool = False
 
 
-ALL = {"key": True, "projection": True, "mlp": True, "head": True}
+ALL: dict[str, Any] = {"key": True, "projection": True, "mlp": True, "head": True}
 # The recipes' settings, config_hub/finetune/MODEL/METHOD.yaml. Of the table, "gemma-2b lora" with 14.31 GB is
 # Gemma-2-2b's recipe. Those that train everything on several GPUs don't say so in the table: two for phi and stablelm,
 # four for gemma; phi-3 and llama-3.2-3b can't have run on the one GPU of 24 GB that their recipes ask for.
@@ -201,15 +198,15 @@ class Mlp(nn.Module):
 
     def __init__(self, shape: Shape, tuning: Tuning) -> None:
         super().__init__()
-        names = ["up"] if shape.mlp == "gelu" else ["gate", "up"]
-        for name in names:
-            self.add_module(name, _linear((shape.width, shape.inner), shape.has_bias, tuning, tuning.mlp))
+        sizes = (shape.width, shape.inner)
+        self.up = _linear(sizes, shape.has_bias, tuning, tuning.mlp)
+        self.gate = None if shape.mlp == "gelu" else _linear(sizes, shape.has_bias, tuning, tuning.mlp)
         self.down = _linear((shape.inner, shape.width), shape.has_bias, tuning, tuning.mlp)
         self.kind = shape.mlp
 
     def forward(self, x: Tensor) -> Tensor:
         """Of `x`."""
-        if self.kind == "gelu":
+        if self.gate is None:
             return self.down(F.gelu(self.up(x)))
         gate, up = self.gate(x), self.up(x)
         return self.down((F.silu(gate) if self.kind == "silu" else F.gelu(gate, approximate="tanh")) * up)
@@ -269,13 +266,18 @@ class Model(nn.Module):
         return [one.float() for one in [self.scores(part) for part in x.split(chunk or x.shape[1], 1)]]
 
 
-def predicted(row: dict[str, str]) -> Recording:
+def why_not(row: dict[str, str]) -> str | None:
+    """Why a row is not predicted."""
+    return None if row["strategy"] in USUAL else f"the method {row['strategy']}"
+
+
+def predicted(row: dict[str, str]) -> list[Recording]:
     """A row's steps."""
     name, method = row["model"], row["strategy"]
     if (name, method, row["value"]) == ("gemma-2b", "lora", "14.31"):
         name = "gemma-2-2b"
     tuning = TUNINGS.get((name, method), USUAL[method])
-    return recorded(SHAPES[name], tuning, int(row["micro_batch"]), int(row["seq_len"]))
+    return [recorded(SHAPES[name], tuning, int(row["micro_batch"]), int(row["seq_len"]))]
 
 
 def recorded(shape: Shape, tuning: Tuning, batch: int, length: int) -> Recording:

@@ -1,7 +1,7 @@
 """MosaicML's MPT (mosaicml/llm-foundry, scripts/train/benchmarking): Composer with FSDP, flash attention, bfloat16.
 
-Parameters and AdamW's states are float32 parts, gathered and summed in bfloat16; the cross-entropy is fused; every block
-is computed again where a row says so. Rows tell speed: that they ran is what can be predicted.
+Parameters and AdamW's states are float32 parts, gathered and summed in bfloat16; the cross-entropy is fused; blocks
+are computed again where a row says so. Rows tell speed: that they ran is what can be predicted.
 """
 
 from __future__ import annotations
@@ -95,9 +95,7 @@ def predicted(row: dict[str, str]) -> list[Recording]:
     return [recorded(SHAPES[row["model"]], sizes, int(row["gpus"]), (row["act_ckpt"] == "full", is_full))]
 
 
-def recorded(
-    shape: tuple[int, int, int], sizes: tuple[int, int], gpus: int, ways: tuple[bool, bool]
-) -> Recording:
+def recorded(shape: tuple[int, int, int], sizes: tuple[int, int], gpus: int, ways: tuple[bool, bool]) -> Recording:
     """A step of one GPU.
 
     Args:

@@ -47,7 +47,7 @@ SHAPES = {
 
 
 class GptqLinear(nn.Module):
-    """A frozen layer of four bits a number, AutoGPTQ's way: widened whole by plain operations, and kept for backward."""
+    """A frozen layer of four bits a number, AutoGPTQ's way: widened by plain operations, and kept for backward."""
 
     def __init__(self, inner: int, outer: int, has_bias: bool) -> None:
         super().__init__()
@@ -148,9 +148,15 @@ def _maker(method: str) -> Make:
     return make
 
 
-def predicted(row: dict[str, str]) -> Recording:
+def why_not(row: dict[str, str]) -> str | None:
+    """Why a row is not predicted."""
+    known = ("LoRA", "Q-LoRA", "Full-parameter", "LoRA+ZeRO3")
+    return None if row["strategy"] in known else f"the method {row['strategy']}"
+
+
+def predicted(row: dict[str, str]) -> list[Recording]:
     """A row's steps, of one of its GPUs."""
-    return recorded(SHAPES[row["model"]], row["strategy"], int(row["seq_len"]), int(row["gpus"]))
+    return [recorded(SHAPES[row["model"]], row["strategy"], int(row["seq_len"]), int(row["gpus"]))]
 
 
 def recorded(shape: Shape, method: str, length: int, gpus: int) -> Recording:

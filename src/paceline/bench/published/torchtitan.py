@@ -1,6 +1,6 @@
-"""Llama as torchtitan trains it (FSDP2, bf16 parameters in the step, float32 kept), tried out without a GPU.
+"""torchtitan's Llama (pytorch/torchtitan, docs/performance.md, benchmarks/): FSDP2, bfloat16 beside float32.
 
-Published for it are reserved bytes and what fits: see `shared/data/published_measurements.csv`. Its rotary positions
+Told are `torch.cuda.max_memory_reserved` in units of 2^30 bytes, and what ran and what did not. Its rotary positions
 are plain operations, and so was its norm by the end of 2024. The tables of mid-2024 are taken to be made with its fused
 norm, which keeps what enters it and one number a row; that is an assumption: with the plain one Llama-2-13B would need
 81.8 GiB of the 78 that there are, and it did run.
@@ -11,22 +11,16 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from paceline.comm.fake_world import fake_world
-from paceline.nouns.profile import INPUTS, PARAMETERS, Recording
-from paceline.train.allocations import Allocations
-from paceline.train.as_on_gpu import as_on_gpu
+from paceline.bench.published.stage import stage
+from paceline.nouns.profile import INPUTS, Recording
 
 aten = torch.ops.aten
 _SAVED = (aten.mm.default, aten._scaled_dot_product_flash_attention.default)
@@ -46,6 +40,7 @@ class Sizes:
 
 LLAMA = {
     "Llama-3.1-8B": Sizes(4096, 32, 32, 8, 14336, 128256),
+    "Llama-3-8B": Sizes(4096, 32, 32, 8, 14336, 128256),
     "Llama-2-13B": Sizes(5120, 40, 40, 40, 13824, 32000),
     "Llama-2-70B": Sizes(8192, 80, 64, 8, 28672, 32000),
     "Llama-3-70B": Sizes(8192, 80, 64, 8, 28672, 128256),
@@ -56,11 +51,14 @@ FUSED = ("4d88a8a44", "395a52627")  # the table's revisions of mid-2024
 
 
 class Norm(nn.Module):
+    """By plain operations, or fused: then it keeps what enters it and one number a row."""
+
     def __init__(self, width: int, is_fused: bool) -> None:
         super().__init__()
         self.weight, self.is_fused = nn.Parameter(torch.ones(width)), is_fused
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Of `x`."""
         if self.is_fused:
             return F.layer_norm(x, (x.shape[-1],), self.weight)  # it keeps the same
         wide = x.float()
@@ -68,11 +66,14 @@ class Norm(nn.Module):
 
 
 def turned(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+    """Rotary positions: pairs as complex numbers, turned in float32."""
     pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
     return torch.view_as_real(pairs * turns[: x.shape[1]].view(1, x.shape[1], 1, -1)).flatten(3).type_as(x)
 
 
 class Block(nn.Module):
+    """Attention and feed-forward."""
+
     def __init__(self, sizes: Sizes, is_fused: bool) -> None:
         super().__init__()
         self.sizes, width, head = sizes, sizes.width, sizes.width // sizes.heads
@@ -85,11 +86,13 @@ class Block(nn.Module):
         self.norms = nn.ModuleList([Norm(width, is_fused), Norm(width, is_fused)])
 
     def forward(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+        """Of `x` (samples, words, width)."""
         x = x + self.attend(self.norms[0](x), turns)
         y = self.norms[1](x)
         return x + self.down(F.silu(self.gate(y)) * self.up(y))
 
     def attend(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+        """Causal attention; keys and values are repeated for their queries."""
         batch, length, sizes = *x.shape[:2], self.sizes
         head, times = sizes.width // sizes.heads, sizes.heads // sizes.key_heads
         query, key, value = (layer(x).view(batch, length, -1, head) for layer in (self.query, self.key, self.value))
@@ -99,12 +102,14 @@ class Block(nn.Module):
             wide = one[:, :, :, None, :].expand(batch, length, sizes.key_heads, times, head)
             return wide.reshape(batch, length, sizes.heads, head)
 
-        parts = [one.transpose(1, 2) for one in (query, repeated(key), repeated(value))]
-        mixed = F.scaled_dot_product_attention(*parts, is_causal=True)
+        query, key, value = (one.transpose(1, 2) for one in (query, repeated(key), repeated(value)))
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         return self.output(mixed.transpose(1, 2).contiguous().view(batch, length, -1))
 
 
 class Llama(nn.Module):
+    """A decoder with a head of its own."""
+
     def __init__(self, sizes: Sizes, length: int, is_fused: bool) -> None:
         super().__init__()
         self.words = nn.Embedding(sizes.words, sizes.width)
@@ -114,6 +119,7 @@ class Llama(nn.Module):
         self.register_buffer("turns", torch.empty(length, half, dtype=torch.complex64))
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
+        """Scores."""
         x = self.words(words)
         for layer in self.layers:
             x = layer(x, self.turns)
@@ -134,6 +140,7 @@ def every_second_product() -> Any:
 
 
 def recompute(model: Llama, how: str) -> None:
+    """Have blocks computed again in the backward pass: none, all ("full"), every second, or by operation."""
     for number, layer in enumerate(model.layers):
         if how == "selective op":
             wrapped = checkpoint_wrapper(layer, preserve_rng_state=False, context_fn=every_second_product)
@@ -145,6 +152,7 @@ def recompute(model: Llama, how: str) -> None:
 
 
 def shard(model: Llama, mesh: Any) -> None:
+    """Every block a unit of its own; the last is not gathered again."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for number, layer in enumerate(model.layers):
         is_last = number == len(model.layers) - 1
@@ -152,48 +160,35 @@ def shard(model: Llama, mesh: Any) -> None:
     fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
-def recorded(row: dict[str, str]) -> Recording:
+def why_not(row: dict[str, str]) -> str | None:
+    """Why a row is not predicted."""
+    told = row["strategy"] + row["precision"]
+    for word, what in (("loat8", "float8 products"), ("fp8", "float8 products"), ("compile", "compiled kernels")):
+        if word in told:
+            return what
+    return None
+
+
+def predicted(row: dict[str, str]) -> list[Recording]:
     """Two steps of rank 0, as a row of the table describes them."""
-    name, ranks, how = row["model"], int(row["gpus"]), row["act_ckpt"]
     batch, length, is_fused = int(row["micro_batch"]), int(row["seq_len"]), row["rev"] in FUSED
-    sizes, recorder = LLAMA[name], Allocations()
-    recorder.sees_scratch = False
-    propagate = ShardingPropagator._propagate_tensor_meta_non_cached
+    sizes = LLAMA[row["model"]]
+    with stage(int(row["gpus"])) as made:
+        model = Llama(sizes, length, is_fused)
+        recompute(model, row["act_ckpt"])
+        shard(model, made.mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+        words, labels = (torch.randint(0, sizes.words, (batch, length)) for _ in range(2))
+        made.note([words, labels], INPUTS)
 
-    def unseen(*arguments: Any, **named: Any) -> Any:
-        """DTensor asks for shapes with tensors that nobody will have."""
-        mode, recorder.fake_mode = recorder.fake_mode, None
-        try:
-            return propagate(*arguments, **named)
-        finally:
-            recorder.fake_mode = mode
+        def step() -> None:
+            scores = model(words)
+            loss = F.cross_entropy(scores.flatten(0, 1).float(), labels.flatten())
+            del scores
+            loss.backward()  # type: ignore[no-untyped-call]
+            made.recorder.phase = "update"
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+            optimizer.step()
+            optimizer.zero_grad()
 
-    with fake_world(0, ranks), mock.patch.object(ShardingPropagator, propagate.__name__, unseen):
-        mesh = init_device_mesh("cpu", (ranks,))
-        recorder.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-        with as_on_gpu("cuda", recorder), recorder.fake_mode:
-            model = Llama(sizes, length, is_fused)
-            recompute(model, how)
-            shard(model, mesh)
-            optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
-            words, labels = (torch.randint(0, sizes.words, (batch, length)) for _ in range(2))
-            recorder.note_all(model.named_parameters(), PARAMETERS)
-            recorder.note_all((("batch", one) for one in (*model.buffers(), words, labels)), INPUTS)
-            with recorder.watching():
-                for _ in range(2):
-                    recorder.recording.last_step = len(recorder.recording.events)
-                    step(model, optimizer, words, labels, recorder)
-        recorder.has_ended = True
-    return recorder.recording
-
-
-def step(model: Llama, optimizer: Any, words: torch.Tensor, labels: torch.Tensor, recorder: Allocations) -> None:
-    recorder.phase = "forward"
-    scores = model(words)
-    loss = F.cross_entropy(scores.flatten(0, 1).float(), labels.flatten())
-    del scores
-    loss.backward()
-    recorder.phase = "update"
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
-    optimizer.step()
-    optimizer.zero_grad()
+        return [made.run(model, step)]

@@ -53,11 +53,13 @@ class FlatOptimizer:
         self.trained = [one for one in model.parameters() if one.requires_grad]
         self.count = sum(one.numel() for one in self.trained)
         self.own = -(-self.count // keeping.parts)
-        self.states = [torch.empty(self.own, dtype=torch.float32)]
+        self.states = [torch.empty(self.own, dtype=torch.float32) for _ in range(3)]
         self.averaged: dict[int, Tensor] = {}
         dtype = self.trained[0].dtype
         self.wide = [torch.empty_like(one, dtype=torch.float32) for one in self.trained] if keeping.keeps_wide else []
-        self.pending = [torch.empty(keeping.bucket, dtype=dtype) for _ in range(keeping.buckets if keeping.bucket else 0)]
+        self.pending = [
+            torch.empty(keeping.bucket, dtype=dtype) for _ in range(keeping.buckets if keeping.bucket else 0)
+        ]
         made.note(self.states + self.wide, OPTIMIZER)
         made.note(self.pending, COMMUNICATION)
         if keeping.shares_gradients:
@@ -95,8 +97,6 @@ class FlatOptimizer:
         else:
             wide_flat = torch.empty(0)
         gradients.clear()
-        if len(self.states) == 1:
-            self.states += [torch.empty(self.own, dtype=torch.float32) for _ in range(2)]
         if self.keeping.plain_update:
             root = self.states[2].sqrt()
             root = root / 0.5
