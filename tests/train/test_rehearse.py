@@ -263,7 +263,6 @@ def test_a_loop_that_waits_for_a_value_ends():
 @pytest.mark.parametrize(
     ("line", "more", "device", "found"),
     [
-        ("server=2", {}, "cpu", "server=2"),
         ("replicate=1,compile=on", {}, "cpu", "compile=on"),
         ("replicate=2", {"compression": "topk"}, "cpu", "compression=topk"),
         ("shard=2,offload=on", {}, "cuda", "offload=on on a GPU"),

@@ -14,7 +14,7 @@ from paceline.nouns.errors import UsageError, WorkloadError
 from paceline.nouns.plan import Plan
 from paceline.nouns.profile import Profile
 from paceline.plan.memory import memory_of
-from paceline.plan.memory_table import communicators, holders, picture, size, table
+from paceline.plan.memory_table import communicators, holders, picture, servers_table, size, table
 from paceline.plan.ways_out import FREE, WANTED, Way, WayOut, cheapest, ways
 
 
@@ -60,10 +60,13 @@ def explain(
     largest = max(range(len(memories)), key=lambda index: memories[index].peak)
     lines = [
         *table(memories, device, communicators(plan)), "",
+        *servers_table(profiles[largest]),
         *holders(memories[largest]), "",
         *picture(profiles[largest]),
     ]  # fmt: skip
     facts: dict[str, Any] = {"device": device.name, "ranks": [memory.to_json() for memory in memories]}
+    if profiles[largest].servers:
+        facts["servers"] = profiles[largest].servers
     notices = list(dict.fromkeys(notice for profile in profiles for notice in profile.notices))
     if with_ways_out:
         is_too_large = any(memory.is_too_large for memory in memories)

@@ -84,6 +84,7 @@ class Profile:
         traffic: rows as the ledger has them: collective, axis, calls, bytes.
         shared_bytes: memory that ranks of one host share, beside the recording's.
         notices: what a person should know of how it was made.
+        servers: of each parameter server what it holds: parameters, optimizer_state, gradients.
     """
 
     plan: str
@@ -97,6 +98,7 @@ class Profile:
     traffic: list[dict[str, Any]]
     shared_bytes: int = 0
     notices: list[str] = field(default_factory=list)
+    servers: list[dict[str, int]] = field(default_factory=list)
 
     def write(self, path: Path) -> None:
         """Write it as JSON, names once."""
@@ -131,6 +133,7 @@ class Profile:
             "traffic": self.traffic,
             "shared_bytes": self.shared_bytes,
             "notices": self.notices,
+            "servers": self.servers,
         }
 
     @classmethod
@@ -171,6 +174,7 @@ class Profile:
             value["traffic"],
             value["shared_bytes"],
             value["notices"],
+            value["servers"],
         )
 
     @property

@@ -45,6 +45,17 @@ def table(memories: Sequence[Memory], device: Device, communicators: int) -> lis
     return lines
 
 
+def servers_table(profile: Profile) -> list[str]:
+    """A line for each parameter server; nothing where there is none."""
+    if not profile.servers:
+        return []
+    lines = [f"{'':<10}{'parameters':>14}{'optimizer state':>17}{'gradients, at most':>20}"]
+    for number, held in enumerate(profile.servers):
+        cells = [size(held[name]) for name in ("parameters", "optimizer_state", "gradients")]
+        lines.append(f"server {number:<3}{cells[0]:>14}{cells[1]:>17}{cells[2]:>20}")
+    return [*lines, ""]
+
+
 def holders(memory: Memory) -> list[str]:
     """The largest holders at a rank's peak."""
     rows = [(holder.name or "(the loss)", holder.kind, size(holder.nbytes)) for holder in memory.holders]

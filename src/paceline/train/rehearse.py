@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 from unittest import mock
 
 import torch
@@ -52,8 +52,12 @@ from paceline.train.allocations import Allocations, with_places
 from paceline.train.as_on_gpu import as_on_gpu
 from paceline.train.data import RankLoader, cut_into, open_data
 from paceline.train.place import make_parallel, place_model
+from paceline.train.rehearse_servers import join_nobody, servers_memory
 from paceline.train.seed import seed_everything
 from paceline.train.step import train_step
+
+if TYPE_CHECKING:
+    from paceline.parallel.server import ServerParallel
 
 STEPS = 2  # in the first the optimizer makes its state
 BRIEF = 2  # micro-batches: from the second on gradients are there already, and each is like the one before
@@ -102,14 +106,17 @@ class Rehearsal:
 
     def __init__(self, workload: Workload, plan: Plan, rank: int, how: How) -> None:
         self.workload, self.rank, self.asked_device = workload, rank, how.device
-        self.plan, self.transport = dataclasses.replace(plan, transport="gloo"), plan.transport
+        self.plan, self.transport = plan, plan.transport
+        if not plan.server:
+            self.plan = dataclasses.replace(plan, transport="gloo")
         self.mesh, self.device, self.ledger = Mesh.parse(plan.mesh), torch.device("cpu"), Ledger()
         self.mode = None if how.is_real else FakeTensorMode(allow_non_fake_inputs=True)
         self.recorder = Allocations()
         self.recorder.fake_mode = self.mode
         self.recorder.is_answering = not how.is_real
         self.recorder.sees_scratch = how.device == "cpu" and not how.is_real
-        comms = open_comms(self.mesh, rank, self.ledger)
+        alone = Mesh.parse("replicate=1")  # workers of servers don't speak to each other
+        comms = open_comms(alone, 0, self.ledger) if plan.server else open_comms(self.mesh, rank, self.ledger)
         loader = RankLoader(
             open_data("data", workload.data),
             workload,
@@ -122,7 +129,7 @@ class Rehearsal:
         self._note_batch(example)
         seed_everything(workload.seed)
         placed = place_model(workload, comms, self.plan, self.device, example, self.fake)
-        _check_dense(placed, self.mesh)
+        _check_dense(placed, alone if plan.server else self.mesh)
         if placed.couples_samples and loader.pieces_wanted and not plan.micro_batches:
             loader = dataclasses.replace(loader, pieces_wanted=1)
         self.batch = next(loader.training(0, loader.order(workload.batch_size).batch_at(0).stop))
@@ -136,6 +143,7 @@ class Rehearsal:
         prepare.keep_own(self.optimizer, self.mesh)
         self.recorder.names = {module: name for name, module in self.parallel.model.named_modules()}
         self._answer_for_the_others(self.parallel)
+        self.servers = self._join_servers(len(loader.data)) if plan.server else []
         self._name_what_stays()
 
     @contextmanager
@@ -160,15 +168,24 @@ class Rehearsal:
                 self._note_batch(one)
             count = round(len(microbatches) / self.times)
             facts = (False, round(self.batch.longest / self.times))
-            train_step(microbatches[:count], self.parallel, self.optimizer, workload.clip_norm, facts)
+            clip_norm = None if self.plan.server else workload.clip_norm
+            train_step(microbatches[:count], self.parallel, self.optimizer, clip_norm, facts)
         self._name_what_stays()
 
     def shared_bytes(self) -> int:
         """What this rank maps for the ranks of its host, where sums go through shared memory."""
         ranks = self.mesh.size("replicate")
         halves = sum(2 * wire.outbox.nbytes for wire in self._wires())
-        is_wanted = self.asked_device == "cpu" and self.transport in ("auto", "shared_memory")
-        return halves * ranks if is_wanted and 1 < ranks <= MAX_RANKS and halves <= MAX_BYTES else 0
+        can_share = self.asked_device == "cpu" and not self.plan.server and self.transport in ("auto", "shared_memory")
+        return halves * ranks if can_share and 1 < ranks <= MAX_RANKS and halves <= MAX_BYTES else 0
+
+    def _join_servers(self, samples: int) -> list[dict[str, int]]:
+        """Take up a connection that nobody answers; what each server would hold."""
+        parallel = cast("ServerParallel", self.parallel)
+        with contextlib.nullcontext() if self.mode is None else self.mode:
+            # A GPU's worker keeps them in its host's memory.
+            join_nobody(parallel, self.optimizer, samples, self.recorder if self.asked_device == "cpu" else None)
+            return servers_memory(parallel, self.workload.deterministic)
 
     def _wires(self) -> list[Any]:
         return [bucket.wire for bucket in self.parallel.replicate.buckets] + [self.parallel.sums.wire]
@@ -297,7 +314,7 @@ def rehearse(workload: Workload, plan: Plan, rank: int = 0, device: str = "cpu",
 
 
 def _rehearsed(workload: Workload, plan: Plan, rank: int, how: How) -> Profile:
-    with fake_world(rank, plan.world_size):
+    with fake_world(0 if plan.server else rank, 1 if plan.server else plan.world_size):
         rehearsal = Rehearsal(workload, plan, rank, how)
         for _ in range(STEPS):
             rehearsal.ledger.calls.clear()
@@ -322,6 +339,7 @@ def _rehearsed(workload: Workload, plan: Plan, rank: int, how: How) -> Profile:
             rehearsal.ledger.rows(),
             rehearsal.shared_bytes(),
             notices,
+            rehearsal.servers,
         )
 
 
@@ -336,7 +354,6 @@ def _check_dense(placed: Any, mesh: Mesh) -> None:
 
 def _check(plan: Plan, device: str) -> None:
     refused = [
-        (plan.server > 0, f"server={plan.server}", "ask for the plan without --explain-memory"),
         (plan.compile == "on", "compile=on", "leave compile out: what it fuses is not known beforehand"),
         (plan.compression == "topk", "compression=topk", "leave it out: what it sends depends on the values"),
         (plan.offload == "on" and device != "cpu", "offload=on on a GPU", "leave offload out"),

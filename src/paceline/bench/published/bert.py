@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from paceline.bench.published.stage import default_dtype, stage
+from paceline.bench.published.stage import default_dtype, depth, stage
 from paceline.bench.published.zero import FlatOptimizer, Keeping
 from paceline.nouns.profile import OPTIMIZER, Recording
 
@@ -66,7 +66,7 @@ class Model(nn.Module):
         width = shape.width
         self.words, self.places = nn.Embedding(shape.words, width), nn.Embedding(512, width)
         self.norm = nn.LayerNorm(width)
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(depth(shape.layers)))
         self.last = nn.Linear(width, width if has_words else 2)
         self.last_norm = nn.LayerNorm(width) if has_words else None
         self.bias = nn.Parameter(torch.zeros(shape.words)) if has_words else None

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from paceline.bench.published.pieces import RmsNorm
-from paceline.bench.published.stage import Stage, default_dtype, stage, steps_for
+from paceline.bench.published.stage import Stage, default_dtype, depth, stage, steps_for
 from paceline.bench.published.zero import FlatOptimizer, Keeping
 from paceline.nouns.profile import OPTIMIZER, Recording
 
@@ -120,7 +120,7 @@ class Model(nn.Module):
         self.part, width = part, shape.width
         self.words = nn.Embedding(WORDS, width // part.tensor) if part.is_first else None
         self.widen = part.tensor
-        self.blocks = nn.ModuleList(Block(shape, part.tensor) for _ in range(part.layers))
+        self.blocks = nn.ModuleList(Block(shape, part.tensor) for _ in range(depth(part.layers)))
         self.norm = RmsNorm(width) if part.is_last else None
         self.scores = nn.Linear(width, WORDS // part.tensor, bias=False) if part.is_last else None
 

@@ -12,7 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 
-from paceline.bench.published.stage import Stage, stage
+from paceline.bench.published.stage import Stage, depth, stage
 from paceline.nouns.profile import OPTIMIZER, Recording
 
 WORDS = 50368
@@ -56,7 +56,7 @@ class Model(nn.Module):
         super().__init__()
         width, heads, layers = sizes
         self.words, self.places = nn.Embedding(WORDS, width), nn.Embedding(length, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth(layers)))
         self.norm = nn.LayerNorm(width)
 
     def forward(self, words: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from paceline.bench.published.stage import default_dtype, stage
+from paceline.bench.published.stage import default_dtype, depth, stage
 from paceline.bench.published.zero import FlatOptimizer, Keeping
 from paceline.nouns.profile import Recording
 
@@ -146,7 +146,7 @@ class Model(nn.Module):
         self.part = part
         own = shape.words // part.tensor
         self.words = nn.Embedding(own, shape.width) if part.is_first or part.is_last else None
-        self.blocks = nn.ModuleList(Block(shape, part) for _ in range(part.layers))
+        self.blocks = nn.ModuleList(Block(shape, part) for _ in range(depth(part.layers)))
         self.norm = nn.LayerNorm(shape.width) if part.is_last else None
 
     def forward(self, x: Tensor) -> Tensor:

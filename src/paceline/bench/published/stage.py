@@ -6,7 +6,7 @@ the network needs no partner. The parts of a model that other ranks hold are lef
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +25,7 @@ from paceline.train.allocations import Allocations
 from paceline.train.as_on_gpu import as_on_gpu
 from paceline.train.rehearse import unnoticed
 
+CUTS = (2, 5)  # layers, of which a whole model's memory is extrapolated where it need not be exact
 STEPS = 2  # in the first the optimizer makes its state
 
 
@@ -74,6 +75,35 @@ class Stage:
                 step()
         recorder.has_ended = True
         return recorder.recording
+
+
+@dataclass(slots=True)
+class _Depth:
+    """How many of a model's layers are made, and how many it has."""
+
+    cut: int | None = None
+    whole: int = 0
+
+
+_depth = _Depth()
+
+
+def depth(layers: int) -> int:
+    """So many layers, or fewer where a trial is cut."""
+    _depth.whole = layers
+    return layers if _depth.cut is None else min(layers, _depth.cut)
+
+
+def extrapolated(run: Callable[[], Sequence[Recording]]) -> int:
+    """About how many bytes are reserved for the fullest of `run`'s recordings, from trials of few layers."""
+    reserved = []
+    try:
+        for _depth.cut in CUTS:
+            reserved.append(max(taken(one).reserved for one in run()))
+    finally:
+        _depth.cut = None
+    low, high = CUTS
+    return round(reserved[0] + (reserved[1] - reserved[0]) / (high - low) * max(_depth.whole - low, 0))
 
 
 def steps_for(row: dict[str, str]) -> int:
