@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.bench.published import llm_foundry, stage
+from paceline.bench.published import llm_foundry, predict, stage
 from paceline.bench.published import table as published
 from paceline.nouns.errors import UsageError
 
@@ -44,7 +44,7 @@ def rows(**wanted):
 
 def error_of(row):
     """Of a row's prediction, relative, and whether it is too large."""
-    nbytes, is_too_large = published.predict(row)
+    nbytes, is_too_large = predict.predict(row)
     gpus = int(row["gpus"]) if row["metric"].endswith("_total") else 1
     return nbytes * gpus / (float(row["value"]) * published.UNITS[row["unit"]]) - 1, is_too_large
 
@@ -66,7 +66,7 @@ def test_a_table_is_predicted_row_by_row(tmp_path):
         {**ROW, "source": "nccl-tests", "metric": "latency", "value": "1202", "unit": "us"},
     ]
     told = []
-    result = published.predict_table(write(tmp_path / "t.csv", given), told.append)
+    result = predict.predict_table(write(tmp_path / "t.csv", given), told.append)
     said = result["rows"]
     assert [row["number"] for row in said] == [2, 3, 4, 5]  # the last tells nothing of memory
     assert said[0]["error"] < 0.002
@@ -105,7 +105,7 @@ def test_what_rows_tell():
 def test_whether_it_fits_is_right_or_wrong():
     def said(claim, is_too_large):
         row = {**KORTHIKANTI, "metric": "fits", "value": claim, "micro_batch": "1"}
-        return published._said(2, row, (1.0, is_too_large)).is_right
+        return published.said_of(2, row, (1.0, is_too_large)).is_right
 
     assert said("OOM", True) is True
     assert said("OOM", False) is False
@@ -178,5 +178,5 @@ def test_what_ran_fits_and_what_did_not_does_not(metric):
     row = next(
         row for row in rows(source="torchtitan", metric=metric) if row["model"] in ("Llama-2-13B", "Llama-2-70B")
     )
-    _, is_too_large = published.predict(row)
+    _, is_too_large = predict.predict(row)
     assert is_too_large == (row["value"] == "OOM")

@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.bench import planner_models
+from paceline.bench.published.table import read
+from paceline.bench.published.table import table as published_table
 from paceline.bench.step import machine
 from paceline.nouns.errors import UsageError
 from paceline.nouns.plan import Plan
@@ -25,7 +26,7 @@ Tell = Callable[[str], None]
 OTHERWISE = {"precision": "bf16", "optimizer": "sgd"}
 # Model, plan and how: all seven models, both optimizers, both precisions and every axis, alone and with others.
 CELLS: list[tuple[str, str, dict[str, Any]]] = [
-    *((name, "replicate=1", {}) for name in planner_models.MODELS),
+    *((name, "replicate=1", {}) for name in ("bert", "gpt2", "llama", "t5", "vit", "cnn", "mlp")),
     *((name, "replicate=1", OTHERWISE) for name in ("bert", "cnn")),
     *((name, "replicate=1,checkpointing=full", {}) for name in ("gpt2", "llama")),
     *(("bert", "replicate=2", {}), ("t5", "shard=2", {}), ("llama", "shard=2,zero=2", OTHERWISE)),
@@ -60,6 +61,8 @@ def run_planner(folder: Path, device: str, published: Path | None, tell: Tell) -
         UsageError: a GPU is asked for and there is none, or a run failed.
     """
     load_before = os.getloadavg()[0]
+    if published is not None:
+        read(published)  # before anything takes time
     if device == "cuda":
         _need_a_gpu()
     rows = []
@@ -74,10 +77,9 @@ def run_planner(folder: Path, device: str, published: Path | None, tell: Tell) -
     tell("planner: a profile of 7 billion parameters")
     taken = time_7b()
     result: dict[str, Any] = {"rows": rows, "profile_7b": taken}
+    ratios |= {"published_fit_accuracy": None, "published_memory_error_median": None}
     if published is not None:
-        from paceline.bench.published.table import predict_table
-
-        result["published"] = predict_table(published, tell)
+        result["published"] = _predict(published)
         ratios |= result["published"].pop("ratios")
     ratios["profile_7b_s"] = taken["seconds"]
     return {**result, "ratios": ratios, "machine": machine(load_before)}
@@ -89,20 +91,9 @@ def check_cell(folder: Path, cell: tuple[str, str, dict[str, Any]]) -> list[dict
     Raises:
         UsageError: the run failed.
     """
-    import torch
-
-    from paceline.plan.memory import memory_of
-    from paceline.train.rehearse import rehearse
-
     name, line, parts = cell
     plan = Plan.parse(line)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as the ranks have
-    try:
-        profiles = [rehearse(planner_models.workload(name, **parts), plan, rank) for rank in range(plan.world_size)]
-    finally:
-        torch.set_num_threads(threads)
-    predicted = [memory_of(profile).peak for profile in profiles]
+    predicted = [memory["peak"] for memory in _rehearse(["cpu", name, line, json.dumps(parts)])]
     lowest: list[int] = []
     for _ in range(TRIES):
         peaks = [answer["peak"] for answer in _measure(folder, cell, plan.world_size)]
@@ -127,36 +118,46 @@ def _measure(folder: Path, cell: tuple[str, str, dict[str, Any]], ranks: int) ->
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
 
 
+def _rehearse(words: Sequence[str]) -> list[dict[str, Any]]:
+    """By rank, what a rehearsal says of memory."""
+    command = [sys.executable, "-m", "paceline.bench.planner_rehearsal", *words]
+    return list(json.loads(_run(command, "the rehearsal", {"OMP_NUM_THREADS": "1"}).splitlines()[-1]))
+
+
 def _on_gpu(tell: Tell) -> list[dict[str, Any]]:
     """Steps on a GPU of this host, each in a process of its own, and what was predicted of them."""
-    from paceline.plan.memory import memory_of
-    from paceline.train.rehearse import rehearse
-
     rows = []
     for name, batch, length, parts in GPU_CELLS:
         tell(f"planner: {name}, {batch} x {length}, on the GPU")
-        command = [sys.executable, "-m", "paceline.bench.planner_gpu", name, str(batch), str(length), json.dumps(parts)]
+        words = [name, str(batch), str(length), json.dumps(parts)]
+        command = [sys.executable, "-m", "paceline.bench.planner_gpu", *words]
         real = json.loads(_run(command, f"{name} on the GPU", {}).splitlines()[-1])
-        workload = planner_models.full_workload(name, batch, length, **parts)
-        memory = memory_of(rehearse(workload, Plan(), device="cuda"))
-        reserved = memory.reserved or 0
+        (memory,) = _rehearse(["cuda", *words])
         rows.append(
             {"device": real["device"], "model": name, "batch": batch, "length": length, "parts": parts}
-            | {"predicted": memory.peak, "measured": real["allocated"]}
-            | {"predicted_reserved": reserved, "measured_reserved": real["reserved"]}
-            | {"error": abs(memory.peak / real["allocated"] - 1)}
-            | {"reserved_error": abs(reserved / real["reserved"] - 1)}
+            | {"predicted": memory["peak"], "measured": real["allocated"]}
+            | {"predicted_reserved": memory["reserved"], "measured_reserved": real["reserved"]}
+            | {"error": abs(memory["peak"] / real["allocated"] - 1)}
+            | {"reserved_error": abs(memory["reserved"] / real["reserved"] - 1)}
         )
     return rows
 
 
 def _need_a_gpu() -> None:
-    import torch
-
-    if not torch.cuda.is_available():
+    code = "import torch; print(torch.cuda.is_available())"
+    if _run([sys.executable, "-c", code], "torch", {}).strip() != "True":
         raise UsageError(
             "bench planner --device cuda", "this host has no GPU that torch can use", "leave --device out, or go to one"
         )
+
+
+def _predict(published: Path) -> dict[str, Any]:
+    """The table's rows; its process tells on stderr how far it is."""
+    command = [sys.executable, "-m", "paceline.bench.published.predict", str(published)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise UsageError(f"the table {published} to be predicted", "its process failed (see above)", "report this")
+    return dict(json.loads(done.stdout))
 
 
 def time_7b() -> dict[str, float]:
@@ -192,7 +193,5 @@ def table(result: dict[str, Any]) -> str:
         f"{name:<40}{'-' if value is None else format(value, '.4f'):>10}" for name, value in result["ratios"].items()
     ]
     if "published" in result:
-        from paceline.bench.published.table import table as published_table
-
         lines += ["", *published_table(result["published"])]
     return "\n".join(lines)

@@ -17,12 +17,14 @@ import argparse
 import json
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from paceline.bench import planner, strategies
 from paceline.bench.step import run_bench
 
+BESIDE = "../shared/data/published_measurements.csv"
 SUBJECTS = ("step", "strategies", "planner")
 
 
@@ -33,7 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=5, help="turns of each contestant (default 5)")
     parser.add_argument("--startup-rounds", type=int, default=3, help="step: starts of each launcher (default 3)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="planner: also measure on a GPU")
-    parser.add_argument("--published", type=Path, metavar="FILE", help="planner: a table of measurements to predict")
+    parser.add_argument(
+        "--published", metavar="FILE", help=f"planner: a table of measurements to predict, or none (default {BESIDE})"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
 
 
@@ -46,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as name:
         folder = Path(name)
         if arguments.subject == "planner":
-            result = planner.run_planner(folder, arguments.device, arguments.published, tell)
+            result = planner.run_planner(folder, arguments.device, _published(arguments.published, tell), tell)
             shown = planner.table
         elif arguments.subject == "strategies":
             result, shown = strategies.run_strategies(folder, arguments.rounds, tell), strategies.table
@@ -54,6 +58,17 @@ def run(arguments: argparse.Namespace) -> int:
             result, shown = run_bench(folder, arguments.rounds, arguments.startup_rounds, tell), table
     print(json.dumps(result) if arguments.json else shown(result))
     return 0
+
+
+def _published(asked: str | None, tell: Callable[[str], None]) -> Path | None:
+    """The table to predict; without a word the one beside the checkout, where it is there."""
+    if asked == "none":
+        return None
+    path = Path(asked or BESIDE)
+    if asked is None and not path.exists():
+        tell(f"planner: no table of published measurements in {BESIDE}: --published FILE names one")
+        return None
+    return path
 
 
 def table(result: dict[str, Any]) -> str:

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from paceline.bench.published.pieces import RmsNorm
+from paceline.bench.published.pieces import RmsNorm, adamw_of_2_0
 from paceline.bench.published.stage import Stage, default_dtype, depth, stage, steps_for
 from paceline.bench.published.zero import FlatOptimizer, Keeping
 from paceline.nouns.profile import OPTIMIZER, Recording
@@ -188,7 +188,7 @@ def recorded(shape: Shape, part: Part, sizes: tuple[int, int], steps: int) -> Re
         sizes: samples of so many words in a micro-batch.
         steps: to try out.
     """
-    with stage(part.shards) as made:
+    with stage(part.shards, sees_making=part.shards > 1) as made:
         with default_dtype(torch.bfloat16):
             model = Model(shape, part)
         update = _optimizer(model, part, made)
@@ -238,9 +238,8 @@ def _optimizer(model: Model, part: Part, made: Stage) -> Callable[[], None]:
         normed = [torch.empty_like(one, dtype=torch.float32) for one in local]
         del normed
         wide = [torch.empty_like(one, dtype=torch.float32) for one in local]
-        roots = torch._foreach_sqrt(wide)  # Adam for all parameters at once
-        torch._foreach_div_(roots, 0.5)
-        del roots, wide
+        adamw_of_2_0(wide)
+        del wide
         model.zero_grad()
         assert states
 

@@ -37,6 +37,17 @@ def rotate_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos + turned * sin).to(x.dtype)
 
 
+def adamw_of_2_0(squares: list[Tensor]) -> None:
+    """What torch 2.0's AdamW takes for all parameters at once beside its states: two temporaries of their size.
+
+    Later versions need one. FSDP's use_orig_params came with 2.0, so who uses it has no earlier one.
+    """
+    roots = torch._foreach_sqrt(squares)
+    torch._foreach_div_(roots, 0.5)
+    denominators = torch._foreach_add(roots, 1e-8)
+    del roots, denominators
+
+
 class FourBit(torch.autograd.Function):
     """bitsandbytes' product with a weight of four bits a number: widened each time, to float16 and then to `x`'s dtype.
 

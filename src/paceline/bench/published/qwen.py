@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from paceline.bench.published.pieces import RmsNorm, rotate_half
+from paceline.bench.published.pieces import RmsNorm, adamw_of_2_0, rotate_half
 from paceline.bench.published.stage import Stage, default_dtype, stage
 from paceline.bench.published.zero import FlatOptimizer, Keeping
 from paceline.nouns.profile import OPTIMIZER, Recording
@@ -205,11 +204,14 @@ def _optimizer(model: Model, method: str, made: Stage) -> Callable[[], None]:
         fully_shard(model, mesh=made.mesh)
         return _shared_update(model, made)
     if method == "LoRA":
-        optimizer: Any = torch.optim.AdamW(trained, foreach=True)
+        states: list[Tensor] = []
 
         def update() -> None:
-            optimizer.step()
-            optimizer.zero_grad()
+            if not states:
+                states.extend(torch.zeros_like(one) for one in trained for _ in range(2))
+                made.note(states, OPTIMIZER)
+            adamw_of_2_0(states[: len(trained)])
+            model.zero_grad()
 
         return update
     keeping = Keeping(shares_gradients=True, buckets=2, bucket=200_000_000)

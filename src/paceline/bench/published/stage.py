@@ -6,6 +6,7 @@ the network needs no partner. The parts of a model that other ranks hold are lef
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -52,7 +53,8 @@ class Stage:
         mesh: of all ranks; None where there is one.
     """
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks: int, sees_making: bool) -> None:
+        self.sees_making = sees_making
         self.mesh = init_device_mesh("cpu", (ranks,)) if ranks > 1 else None
         self.recorder = Allocations()
         self.recorder.sees_scratch = False
@@ -68,7 +70,7 @@ class Stage:
         recorder.note_all(model.named_parameters(), PARAMETERS)
         recorder.note_all(model.named_buffers(), BUFFERS)
         recorder.names = {module: name for name, module in model.named_modules()}
-        with recorder.watching():
+        with contextlib.nullcontext() if self.sees_making else recorder.watching():
             for _ in range(steps):
                 recorder.phase = "forward"
                 recorder.recording.last_step = len(recorder.recording.events)
@@ -112,8 +114,13 @@ def steps_for(row: dict[str, str]) -> int:
 
 
 @contextmanager
-def stage(ranks: int = 1) -> Iterator[Stage]:
-    """One rank of so many, on a GPU that is not there."""
+def stage(ranks: int = 1, sees_making: bool = False) -> Iterator[Stage]:
+    """One rank of so many, on a GPU that is not there.
+
+    Args:
+        ranks: how many.
+        sees_making: the model is made on the GPU, whole, before it is cut: that counts too.
+    """
     propagate = ShardingPropagator._propagate_tensor_meta_non_cached
     made: Stage
 
@@ -126,8 +133,9 @@ def stage(ranks: int = 1) -> Iterator[Stage]:
             made.recorder.fake_mode = mode
 
     with fake_world(0, ranks), mock.patch.object(ShardingPropagator, propagate.__name__, unseen), unnoticed():
-        made = Stage(ranks)
-        with as_on_gpu("cuda", made.recorder), made.recorder.fake_mode:
+        made = Stage(ranks, sees_making)
+        watching = made.recorder.watching() if sees_making else contextlib.nullcontext()
+        with as_on_gpu("cuda", made.recorder), made.recorder.fake_mode, watching:
             yield made
 
 

@@ -8,16 +8,11 @@ ran; one that tells memory is held against the same number that its authors read
 from __future__ import annotations
 
 import csv
-import importlib
-import multiprocessing
-import os
 import re
 import statistics
-import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +36,6 @@ SOURCES = {
 MEMORY = ("peak_memory", "gpu_memory", "gpu_memory_total", "peak_reserved_memory", "activation_memory")
 RAN = ("tokens_per_s_per_gpu", "throughput", "iter_time", "MFU")
 UNITS = {"GB": 1e9, "GiB": 2.0**30}
-CUTTABLE = ("llm_foundry", "megatron", "intern_evo", "bert")
-CLEARLY = 0.8  # of a GPU's memory: what needs less by extrapolation fits
 OFF = 0.12  # from here on a row is listed
 COLUMNS = ("source", "model", "hardware", "gpus", "strategy", "precision", "seq_len", "micro_batch", "act_ckpt")
 
@@ -103,30 +96,6 @@ def communicators_of(row: Row) -> int:
     return int(row["gpus"] or 1) > 1
 
 
-def predict_table(path: Path, tell: Callable[[str], None]) -> dict[str, Any]:
-    """Predict every row of a table that tells of memory.
-
-    Args:
-        path: the CSV file.
-        tell: told how far it is.
-
-    Returns:
-        `rows` (each a `Said`), `sources` (by source: rows, how many right, errors), and `ratios`.
-
-    Raises:
-        UsageError: the file can't be read, or is no such table.
-    """
-    rows = read(path)
-    claims = [(number, row) for number, row in rows if claim_of(row) is not None]
-    jobs: dict[tuple[str, ...], Row] = {}
-    for _, row in sorted(claims, key=lambda claim: claim[1]["metric"] not in MEMORY):
-        if _why_not(row) is None:
-            jobs.setdefault(_same(row), row)
-    predictions = dict(_predictions(jobs, tell))
-    said = [_said(number, row, predictions.get(_same(row))) for number, row in claims]
-    return {"rows": [asdict(one) for one in said], "sources": by_source(said), "ratios": ratios(said)}
-
-
 def read(path: Path) -> list[tuple[int, Row]]:
     """The rows of a table and their lines.
 
@@ -146,72 +115,12 @@ def read(path: Path) -> list[tuple[int, Row]]:
     return rows
 
 
-def _same(row: Row) -> tuple[str, ...]:
-    """Rows for which these are the same take the same steps."""
-    name, _ = source_of(row) or ("", "")
-    is_told = row["metric"] == "max_batch" or row["source"].startswith("litgpt")
-    kind = "pretrain" if "pretrain" in row["note"] else ""
-    columns = [row[one] for one in ("model", "strategy", "precision", "seq_len", "micro_batch", "act_ckpt", "rev")]
-    gpus = "" if name == "bert" else row["gpus"]
-    device = device_of(row)
-    more = (row["value"] if is_told else "", kind, gpus, device.name, row["framework"])
-    return (name, *columns, row["global_batch"] if name == "megatron" else "", *more)
-
-
-def _why_not(row: Row) -> str | None:
-    name, _ = source_of(row) or ("", "")
-    module = importlib.import_module(f"paceline.bench.published.{name}")
-    if not hasattr(module, "SHAPES") or row["model"].split()[0] in module.SHAPES or name == "megatron":
-        return module.why_not(row)  # type: ignore[no-any-return]
-    return f"the model {row['model']} is not known here"
-
-
-def _predictions(
-    jobs: dict[tuple[str, ...], Row], tell: Callable[[str], None]
-) -> Iterator[tuple[tuple[str, ...], tuple[float, bool] | str]]:
-    began, done = time.monotonic(), 0
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(os.cpu_count(), context) as pool:
-        waiting = {pool.submit(predict, row): key for key, row in jobs.items()}
-        for future in as_completed(waiting):
-            done += 1
-            left = (time.monotonic() - began) / done * (len(jobs) - done)
-            tell(f"published: {done} of {len(jobs)} jobs, {left / 60:.0f} min left")
-            yield waiting[future], future.result()
-
-
-def predict(row: Row) -> tuple[float, bool] | str:
-    """Bytes of a row's fullest GPU, as its authors read them, and whether that is too much; or why it can't be told."""
-    import torch
-
-    from paceline.bench.published import stage
-    from paceline.plan.memory import activations_of
-
-    torch.set_num_threads(1)
-    name, number = source_of(row) or ("", "")
-    module = importlib.import_module(f"paceline.bench.published.{name}")
-    device, beside = device_of(row), device_of(row).beside(communicators_of(row))
-    try:
-        if row["metric"] not in MEMORY and name in CUTTABLE:
-            about = stage.extrapolated(lambda: module.predicted(row)) + beside
-            if about < CLEARLY * (device.memory or 0):
-                return float(about), False
-        recordings = module.predicted(row)
-    except (ValueError, KeyError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    if number == "activations":
-        return max(activations_of(one) for one in recordings), False
-    all_taken = [stage.taken(one, device.capacity(communicators_of(row))) for one in recordings]
-    most = max(all_taken, key=lambda one: one.reserved)
-    nbytes = {"reserved": most.reserved, "allocated": most.allocated}.get(number)
-    return nbytes or most.reserved + beside, any(one.is_too_large for one in all_taken)
-
-
-def _said(number: int, row: Row, prediction: tuple[float, bool] | str | None) -> Said:
+def said_of(number: int, row: Row, prediction: tuple[float, bool] | str) -> Said:
+    """What a prediction says of a row: bytes and whether that is too much, or why there is none."""
     claim = claim_of(row) or ""
     short = ", ".join(value for value in (row[one] for one in COLUMNS[1:]) if value)
-    if prediction is None or isinstance(prediction, str):
-        return Said(number, short, row["source"], claim, why_not=prediction or _why_not(row))
+    if isinstance(prediction, str):
+        return Said(number, short, row["source"], claim, why_not=prediction)
     nbytes, is_too_large = prediction
     if claim == "memory":
         gpus = int(row["gpus"]) if row["metric"].endswith("_total") else 1
