@@ -182,7 +182,7 @@ def recorded(shape: Shape, method: str, length: int, gpus: int) -> Recording:
         has_autocast = lora == "LoRA" and not is_split
 
         def step() -> None:
-            for _ in range(MICRO_BATCHES if lora == "Full-parameter" else 1):
+            for _ in range(MICRO_BATCHES):
                 made.recorder.phase = "forward"
                 with torch.autocast("cpu", torch.bfloat16, enabled=has_autocast):
                     loss, scores = model(words, cos, sin)
