@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from paceline.bench.published.pieces import RmsNorm, adamw_of_2_0
+from paceline.bench.published.pieces import FusedLoss, RmsNorm, adamw_of_2_0
 from paceline.bench.published.stage import Stage, default_dtype, depth, stage, steps_for
 from paceline.bench.published.zero import FlatOptimizer, Keeping
 from paceline.nouns.profile import OPTIMIZER, Recording
@@ -135,22 +135,6 @@ class Model(nn.Module):
         return x if self.norm is None or self.scores is None else self.scores(self.norm(x.float()).to(x.dtype))
 
 
-class LossInPlace(torch.autograd.Function):
-    """flash-attn's cross-entropy: a number for each row; its gradient overwrites the scores."""
-
-    @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, scores: Tensor) -> Tensor:
-        """The rows' losses."""
-        ctx.save_for_backward(scores)
-        return scores.new_empty(scores.shape[:-1], dtype=torch.float32)
-
-    @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        """The scores' memory again."""
-        scores: Tensor = ctx.saved_tensors[0]  # type: ignore[attr-defined]
-        return scores.detach()
-
-
 def why_not(row: dict[str, str]) -> str | None:
     """Why a row is not predicted: all are."""
     return None
@@ -198,7 +182,7 @@ def recorded(shape: Shape, part: Part, sizes: tuple[int, int], steps: int) -> Re
             dtype = torch.int64 if part.is_first else torch.bfloat16
             came = torch.zeros(shape_in, dtype=dtype)
             out = model(came if part.is_first else came.requires_grad_())
-            return LossInPlace.apply(out.flatten(0, 1)).sum() if part.is_last else out  # type: ignore[no-any-return]
+            return FusedLoss.apply(out.flatten(0, 1), True).sum() if part.is_last else out  # type: ignore[no-any-return]
 
         def step() -> None:
             waiting = []

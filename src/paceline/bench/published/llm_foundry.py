@@ -12,6 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 
+from paceline.bench.published.pieces import FusedLoss
 from paceline.bench.published.stage import Stage, depth, stage
 from paceline.nouns.profile import OPTIMIZER, Recording
 
@@ -67,22 +68,6 @@ class Model(nn.Module):
         return self.norm(x) @ self.words.weight.t()
 
 
-class FusedLoss(torch.autograd.Function):
-    """flash-attn's cross-entropy: a number for each row; a gradient beside the scores."""
-
-    @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, scores: Tensor) -> Tensor:
-        """The rows' losses."""
-        ctx.save_for_backward(scores)
-        return scores.new_empty(scores.shape[:-1], dtype=torch.float32)
-
-    @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        """As large as the scores."""
-        scores: Tensor = ctx.saved_tensors[0]  # type: ignore[attr-defined]
-        return torch.empty_like(scores)
-
-
 def why_not(row: dict[str, str]) -> str | None:
     """Why a row is not predicted."""
     return "float8 products" if "fp8" in row["precision"] else None
@@ -116,7 +101,7 @@ def recorded(shape: tuple[int, int, int], sizes: tuple[int, int], gpus: int, way
         def step() -> None:
             made.recorder.phase = "forward"
             scores = model(words)
-            FusedLoss.apply(scores.flatten(0, 1)).sum().backward()  # type: ignore[no-untyped-call]
+            FusedLoss.apply(scores.flatten(0, 1), False).sum().backward()  # type: ignore[no-untyped-call]
             made.recorder.phase = "update"
             del scores
             model.zero_grad(set_to_none=True)

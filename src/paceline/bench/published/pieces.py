@@ -48,6 +48,23 @@ def adamw_of_2_0(squares: list[Tensor]) -> None:
     del roots, denominators
 
 
+class FusedLoss(torch.autograd.Function):
+    """flash-attn's cross-entropy: a number for each row, and a gradient beside the scores or in their place."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, is_in_place: bool) -> Tensor:
+        """The rows' losses."""
+        ctx.save_for_backward(scores)
+        ctx.is_in_place = is_in_place
+        return scores.new_empty(scores.shape[:-1], dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        """As large as the scores."""
+        (scores,) = ctx.saved_tensors
+        return scores.detach() if ctx.is_in_place else torch.empty_like(scores), None
+
+
 class FourBit(torch.autograd.Function):
     """bitsandbytes' product with a weight of four bits a number: widened each time, to float16 and then to `x`'s dtype.
 
