@@ -265,7 +265,6 @@ def test_a_loop_that_waits_for_a_value_ends():
     [
         ("replicate=1,compile=on", {}, "cpu", "compile=on"),
         ("replicate=2", {"compression": "topk"}, "cpu", "compression=topk"),
-        ("shard=2,offload=on", {}, "cuda", "offload=on on a GPU"),
     ],
 )
 def test_what_can_not_be_tried_out(line, more, device, found):

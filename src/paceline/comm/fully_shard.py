@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import warnings
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -18,6 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
 from paceline.comm.collectives import AxisComm, named_failure
@@ -215,6 +218,18 @@ def split(model: nn.Module, comm: AxisComm, device: torch.device, grouping: Grou
         modules.append(module)
     modules[-1].set_reduce_scatter_unused_params(True)
     return Groups(root, modules, journal)
+
+
+@contextmanager
+def copies_from_host() -> Iterator[None]:
+    """Where there is no GPU that parts in the host's memory could be copied to, copy them all the same."""
+    read = FSDPParam.all_gather_inputs.fget  # type: ignore[attr-defined]
+
+    def copied(own: FSDPParam) -> list[torch.Tensor]:
+        return [one.clone() for one in read(own)]
+
+    with mock.patch.object(FSDPParam, "all_gather_inputs", property(copied)):
+        yield
 
 
 def is_part(tensor: Any) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 from paceline.nouns.errors import WorkloadError
 
-VERSION = 1
+VERSION = 2
 PARAMETERS, GRADIENTS, OPTIMIZER, BUFFERS = "parameters", "gradients", "optimizer state", "buffers"
 ACTIVATIONS, TEMPORARY, INPUTS = "activations", "temporaries", "inputs"
 COMMUNICATION, GATHERED = "gradient buckets", "gathered parameters"
@@ -85,6 +85,7 @@ class Profile:
         shared_bytes: memory that ranks of one host share, beside the recording's.
         notices: what a person should know of how it was made.
         servers: of each parameter server what it holds: parameters, optimizer_state, gradients.
+        host_bytes: with offload=on, what the host holds for a GPU's rank, beside the recording's.
     """
 
     plan: str
@@ -99,6 +100,7 @@ class Profile:
     shared_bytes: int = 0
     notices: list[str] = field(default_factory=list)
     servers: list[dict[str, int]] = field(default_factory=list)
+    host_bytes: int = 0
 
     def write(self, path: Path) -> None:
         """Write it as JSON, names once."""
@@ -134,6 +136,7 @@ class Profile:
             "shared_bytes": self.shared_bytes,
             "notices": self.notices,
             "servers": self.servers,
+            "host_bytes": self.host_bytes,
         }
 
     @classmethod
@@ -175,6 +178,7 @@ class Profile:
             value["shared_bytes"],
             value["notices"],
             value["servers"],
+            value["host_bytes"],
         )
 
     @property

@@ -37,6 +37,7 @@ class Memory:
         reserved: what torch's caching allocator takes from a GPU for it; None on CPUs.
         is_too_large: the device's memory is not enough.
         shared: what ranks of one host share, besides.
+        host: with offload=on, what the host holds for a GPU's rank.
     """
 
     rank: int
@@ -48,6 +49,7 @@ class Memory:
     reserved: int | None
     is_too_large: bool
     shared: int
+    host: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """As JSON has it."""
@@ -80,6 +82,7 @@ def memory_of(profile: Profile, capacity: int | None = None) -> Memory:
         reserved,
         is_too_large,
         profile.shared_bytes,
+        profile.host_bytes,
     )
 
 

@@ -28,6 +28,8 @@ def table(memories: Sequence[Memory], device: Device, communicators: int) -> lis
     rows.append(("in", [f"{memory.phase}" for memory in memories]))
     if any(memory.shared for memory in memories):
         rows.append(("shared memory, besides", [_or_dash(memory.shared) for memory in memories]))
+    if any(memory.host for memory in memories):
+        rows.append(("in the host's memory, besides", [size(memory.host) for memory in memories]))
     if device.kind == "cuda":
         reserved = [memory.reserved or 0 for memory in memories]
         rows.append(("reserved by the allocator", [size(one) for one in reserved]))

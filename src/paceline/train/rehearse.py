@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from paceline.comm.fake_world import fake_world
-from paceline.comm.fully_shard import is_part
+from paceline.comm.fully_shard import copies_from_host, is_part
 from paceline.comm.leaves import map_tensors, tensors_in
 from paceline.comm.ledger import Ledger
 from paceline.comm.shared_memory import MAX_BYTES, MAX_RANKS
@@ -52,6 +52,7 @@ from paceline.train.allocations import Allocations, with_places
 from paceline.train.as_on_gpu import as_on_gpu
 from paceline.train.data import RankLoader, cut_into, open_data
 from paceline.train.place import make_parallel, place_model
+from paceline.train.rehearse_offload import HostMemory
 from paceline.train.rehearse_servers import join_nobody, servers_memory
 from paceline.train.seed import seed_everything
 from paceline.train.step import train_step
@@ -114,6 +115,8 @@ class Rehearsal:
         self.recorder = Allocations()
         self.recorder.fake_mode = self.mode
         self.recorder.is_answering = not how.is_real
+        is_apart = plan.offload == "on" and how.device != "cpu"
+        self.host = HostMemory(self.recorder) if is_apart else None
         self.recorder.sees_scratch = how.device == "cpu" and not how.is_real
         alone = Mesh.parse("replicate=1")  # workers of servers don't speak to each other
         comms = open_comms(alone, 0, self.ledger) if plan.server else open_comms(self.mesh, rank, self.ledger)
@@ -150,7 +153,8 @@ class Rehearsal:
     def fake(self) -> Iterator[None]:
         """Where tensors have no values and are watched."""
         mode = self.mode if self.mode is not None else contextlib.nullcontext()
-        with as_on_gpu(self.asked_device, self.recorder), unnoticed(), mode, self.recorder.watching():
+        copying = copies_from_host() if self.host is not None else contextlib.nullcontext()
+        with as_on_gpu(self.asked_device, self.recorder), unnoticed(), copying, mode, self.recorder.watching():
             yield
 
     def step(self) -> None:
@@ -234,6 +238,8 @@ class Rehearsal:
             recorder.phase = "reduce"
             sums = reduce_gradients()
             recorder.note_all(_gradients(parallel), GRADIENTS)
+            if self.host is not None:
+                self.host.note(gradient for _, gradient in _gradients(parallel))
             return sums
 
         def updated(optimizer: torch.optim.Optimizer) -> None:
@@ -260,6 +266,9 @@ class Rehearsal:
         recorder.note_all(self.parallel.placed.updated().items(), PARAMETERS)
         recorder.note_all(model.named_parameters(), PARAMETERS)
         recorder.note_all(model.named_buffers(), BUFFERS)
+        if self.host is not None:
+            self.host.note(self.parallel.placed.updated().values())
+            self.host.note(state for _, state in _state(self.parallel, self.optimizer))
         for wire in self._wires():
             recorder.note_all((("gradient buckets", one) for one in [*wire.inboxes, wire.outbox]), COMMUNICATION)
 
@@ -327,19 +336,23 @@ def _rehearsed(workload: Workload, plan: Plan, rank: int, how: How) -> Profile:
             f"{path or 'the loss'} asks for a tensor's values: each was taken for 1, and its path is a guess"
             for path in recorder.asked
         ]
+        recording, host_bytes = recorder.recording, 0
+        if rehearsal.host is not None:
+            recording, host_bytes = rehearsal.host.apart()
         return Profile(
             plan.line(),
             rank,
             how.device,
             -(-len(rehearsal.batch.positions) // (max(len(microbatches), 1) * rehearsal.mesh.data_size)),
             workload.precision,
-            recorder.recording,
+            recording,
             {name: work.times(rehearsal.times) for name, work in recorder.operations.items()},
             {name: work.times(rehearsal.times) for name, work in recorder.modules.items()},
             rehearsal.ledger.rows(),
             rehearsal.shared_bytes(),
             notices,
             rehearsal.servers,
+            host_bytes,
         )
 
 
@@ -356,7 +369,6 @@ def _check(plan: Plan, device: str) -> None:
     refused = [
         (plan.compile == "on", "compile=on", "leave compile out: what it fuses is not known beforehand"),
         (plan.compression == "topk", "compression=topk", "leave it out: what it sends depends on the values"),
-        (plan.offload == "on" and device != "cpu", "offload=on on a GPU", "leave offload out"),
     ]
     for is_asked, what, fix in refused:
         if is_asked:
