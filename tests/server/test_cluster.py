@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 
@@ -11,6 +12,8 @@ from cluster import Cluster, alone, gradient, train
 
 from paceline.nouns.errors import PlanError, WorkloadError
 from paceline.server.client import Session
+from paceline.server.node import Server
+from paceline.server.setup import Start
 
 pytestmark = pytest.mark.slow
 STEPS = 6
@@ -28,6 +31,26 @@ def test_workers_end_where_one_process_does(workers, servers):
     expected = alone(workers, STEPS, adamw)
     for model in models:
         assert all(torch.equal(one, other) for one, other in zip(model.parameters(), expected, strict=True))
+
+
+def test_a_server_may_hear_of_the_start_after_its_first_content(monkeypatch):
+    """The worker's bytes and the coordinator's word come on two connections: it turns the first one away, and both
+    must find together again."""
+    take, late = Server.take, []
+
+    def slowly(self, peer, number, message):
+        if isinstance(message, Start) and self not in late:
+            late.append(self)
+            asyncio.get_running_loop().call_later(0.3, take, self, peer, number, message)
+        else:
+            take(self, peer, number, message)
+
+    monkeypatch.setattr(Server, "take", slowly)
+    with Cluster("replicate=2,server=2") as cluster:
+        models = [worker.ended(20).model for worker in [cluster.worker(n, STEPS, train) for n in range(2)]]
+        assert any("of range 0 of 0" in why for server in cluster.servers for why in server.refused)
+    expected = alone(2, STEPS, adamw)
+    assert all(torch.equal(a, b) for m in models for a, b in zip(m.parameters(), expected, strict=True))
 
 
 def test_the_plain_optimizer_is_not_taken_for_the_fused_one():

@@ -77,6 +77,7 @@ class Link(Peers):
         self.states: dict[int, Any] = {}
         self.state_request = 0
         self.known: dict[int, Configuration] = {}  # by range, also before the job's start
+        self.handed_out: set[tuple[int, int]] = set()  # ranges and servers that it gave their first content
         self.is_here = threading.Event()  # an answer, a state or an error
         self.error: BaseException | None = None
         self.progress_s = self.repeated_s = self.seen_s = time.monotonic()
@@ -167,6 +168,9 @@ class Link(Peers):
         """To a server: say again what it may have missed."""
         if peer != COORDINATOR:
             self._repeat()
+            for number, node in sorted(self.handed_out):
+                if node == peer and number not in self.known:
+                    self._install(number, [node])
 
     def lost(self, peer: Any) -> None:
         """Try again; a server that has died is replaced by the coordinator."""
@@ -255,6 +259,7 @@ class Link(Peers):
             while node not in self.connections:
                 await asyncio.sleep(0.02)
             self.send([(node, number, setup.Install((node,), content))])
+            self.handed_out.add((number, node))
 
     def _push(self, notes: Sequence[Sequence[dict[str, Any]]], seen: Answer | None) -> None:
         session = self.session
