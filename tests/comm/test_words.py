@@ -113,6 +113,7 @@ def test_wrong_calls_say_what_to_do():
 
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1"}
+STORE = {"MASTER_ADDR": "h1", "MASTER_PORT": "29500"}
 OURS = {"PACELINE_RANK": "1", "PACELINE_WORLD_SIZE": "2", "PACELINE_LOCAL_RANK": "1", "PACELINE_LOCAL_SIZE": "2"}
 
 
@@ -120,9 +121,10 @@ OURS = {"PACELINE_RANK": "1", "PACELINE_WORLD_SIZE": "2", "PACELINE_LOCAL_RANK":
     ("environment", "place"),
     [
         ({}, Place()),
-        (TORCHRUN, Place(3, 4, 1, 2, 1)),
+        ({**TORCHRUN, **STORE}, Place(3, 4, 1, 2, 1)),
         ({**OURS, "PACELINE_RENDEZVOUS": "x"}, Place(1, 2, 1, 2, 0, "x")),
-        ({**TORCHRUN, **OURS}, Place(1, 2, 1, 2, 1)),
+        ({**OURS, "PACELINE_LOCAL_SIZE": "1", "PACELINE_LOCAL_RANK": "0", "PACELINE_MASTER": "h1:29400"},
+         Place(1, 2, 0, 1, 1, None, ("h1", 29400))),
     ],
 )
 def test_a_place_is_read_from_the_launchers_variables(environment, place):
@@ -135,6 +137,7 @@ def test_a_place_is_read_from_the_launchers_variables(environment, place):
         ({"PACELINE_RANK": "0"}, "only PACELINE_RANK is set"),
         ({"RANK": "x", "WORLD_SIZE": "2"}, "it is 'x'"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "rank 2 of 2"),
+        ({**TORCHRUN, **STORE, **OURS}, "paceline run and torchrun"),
     ],
 )
 def test_contradicting_variables_are_refused(environment, said):

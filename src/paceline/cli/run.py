@@ -1,7 +1,11 @@
-"""Train as planned: start the ranks on this host, show how they get on, end them together.
+"""Train as planned: start the ranks, show how they get on, end them together.
 
 The workload file runs as it would with `python FILE`, once per rank. What the job decides and does is
 written to RUNS/JOB: plan.json, events.jsonl, failures, checkpoints, result.json.
+
+Ranks start on this host; with --on ssh on the hosts of -H or --hostfile, with --on mpi under mpirun, with --on ray as
+actors. --on slurm and --on kubernetes send the job and return. Started itself by torchrun, mpirun, srun or in a pod, it
+becomes the rank, or starts the ranks of its node.
 
 Exit codes: 0 done, or stopped by SIGTERM with a checkpoint; 130 stopped by Ctrl-C with a checkpoint;
 1 the job failed; 2 the request can't be met.
@@ -17,6 +21,9 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+from paceline.cli import run_as_rank, run_on
+from paceline.comm.dialects import NodePosition, Position
+from paceline.launch.seats import Meeting, Seats
 from paceline.launch.workload_file import read_workload_file
 from paceline.nouns.errors import UsageError
 from paceline.nouns.mesh import AXES, SHORT, Mesh
@@ -25,19 +32,13 @@ from paceline.run import directory
 from paceline.run.failures import told
 from paceline.run.job import run_job
 from paceline.run.progress import Progress, Screen
-from paceline.run.supervisor import GRACE_S, Ending, JobRequest
+from paceline.run.station import LocalStation
+from paceline.run.supervisor import GRACE_S, Ending, JobRequest, Post, Supervisor
 
 RUNS = Path("runs")
-# Flags of the run directory and its supervisor, and what they are when nobody wrote them.
-_NEEDS_SUPERVISOR = {
-    "resume": False,
-    "job": None,
-    "runs": RUNS,
-    "checkpoint_every": None,
-    "keep": None,
-    "grace": GRACE_S,
-    "json": False,
-}
+# Flags of a run's supervisor, and what they are when nobody wrote them; with --job, some are a rank's too.
+_NEEDS_SUPERVISOR = {"grace": GRACE_S, "json": False}
+_NEEDS_JOB = {"resume": False, "resume_or_start": False, "runs": RUNS, "checkpoint_every": None, "keep": None}
 PLAN_FLAGS = ("transport", "compression", "bucket_bytes", "checkpoint_every", "keep")
 
 
@@ -69,6 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", action="store_true", help="print the result as JSON on stdout; all else goes to stderr"
     )
+    run_on.add_arguments(parser)
     parser.add_argument("workload", metavar="FILE", help="the Python file that declares the workload")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the file")
 
@@ -122,27 +124,105 @@ def _with_workers(text: str, ranks: int | None) -> str:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the job."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        return _be_torchruns_rank(arguments)
+    """Run the job, send it, or be a part of it."""
+    place = run_as_rank.find_place(arguments)
+    if isinstance(place, Position):
+        needs = _NEEDS_SUPERVISOR if arguments.job else {**_NEEDS_JOB, **_NEEDS_SUPERVISOR}
+        run_as_rank.check_no_supervisor(arguments, place.source, needs)
+        return run_as_rank.be_rank(arguments, place, decide_plan)
+    if place is not None:
+        return _run_node(arguments, place)
+    arguments.n = run_on.ranks_asked(arguments)
     plan = decide_plan(arguments)
+    run_on.check_place(arguments, plan)
     file = read_workload_file(arguments.workload, plan.data_size)
+    if arguments.dry_run:
+        name = arguments.job or directory.new_name(file.path)
+        print(run_on.rendered(arguments, plan, arguments.runs / name, file.path))
+        return 0
     screen = Screen(sys.stderr if arguments.json else sys.stdout, sys.stderr)
-    if plan.world_size > (os.cpu_count() or 1):
+    if arguments.on in (None, "local") and plan.world_size > (os.cpu_count() or 1):
         screen.say(f"paceline: {plan.world_size} ranks share {os.cpu_count()} cores: they will take turns")
-    resume = None
-    if arguments.resume:
-        folder = directory.find_run(arguments.runs, arguments.job, file.path)
-        resume = directory.find_resume_point(folder, lambda text: screen.say(f"paceline: {text}"))
-        screen.say(f"paceline: {folder.name} goes on" + (f" at {resume.name}" if resume else ""))
-    else:
-        folder = directory.new_run(arguments.runs, arguments.job, file.path)
+    folder, resume = _folder(arguments, file.path, screen)
+    if arguments.on in ("slurm", "kubernetes"):
+        return _send(arguments, plan, folder, file.path)
+    posts = run_on.posts_of(arguments, plan, folder, file.path)
+    given = {} if arguments.on in ("mpi", "ray", "ssh") else run_on.environment_of(arguments.env)
     parts = (file.path, arguments.arguments, plan.world_size, folder, resume, file.imports, arguments.grace)
-    request = JobRequest(*parts, plan.server)
+    request = JobRequest(*parts, plan.server, posts, environment=given)
+    return _supervise(arguments, plan, request, screen)
+
+
+def _folder(arguments: argparse.Namespace, script: Path, screen: Screen) -> tuple[Path, Path | None]:
+    """The run directory, and the checkpoint to go on from."""
+    may_start = (
+        arguments.resume_or_start and arguments.job and not (arguments.runs / arguments.job / "job.json").exists()
+    )
+    if not (arguments.resume or arguments.resume_or_start) or may_start:
+        return directory.new_run(arguments.runs, arguments.job, script), None
+    if arguments.job is None and not arguments.resume:
+        raise UsageError("--resume-or-start", "no job is named", "write --job NAME")
+    folder = directory.find_run(arguments.runs, arguments.job, script)
+    resume = directory.find_resume_point(folder, lambda text: screen.say(f"paceline: {text}"))
+    screen.say(f"paceline: {folder.name} goes on" + (f" at {resume.name}" if resume else ""))
+    return folder, resume
+
+
+def _supervise(arguments: argparse.Namespace, plan: Plan, request: JobRequest, screen: Screen) -> int:
     ending, progress, result = run_job(plan, request, screen)
-    _tell(folder, ending, progress)
+    _tell(request.run_dir, ending, progress)
     if arguments.json:
         print(json.dumps(result))
+    return ending.exit_code
+
+
+def _send(arguments: argparse.Namespace, plan: Plan, folder: Path, script: Path) -> int:
+    """Hand the job to a scheduler."""
+    directory.write_start(folder, plan, script, arguments.arguments)
+    number = run_on.send_to_slurm(arguments, plan, folder, script)
+    if arguments.json:
+        print(json.dumps({"job": folder.name, "run_dir": str(folder), "slurm_job": number}))
+    else:
+        print(number)
+    log = folder / f"slurm-{number}.log"
+    print(f"paceline run: sent as job {number}; look with `squeue -j {number}` and `tail -f {log}`", file=sys.stderr)
+    return 0
+
+
+def _run_node(arguments: argparse.Namespace, node: NodePosition) -> int:
+    """Start this node's ranks of a job that has other nodes; rank 0's node keeps the run directory."""
+    per_node = node.ranks_per_node or (run_on.shape_of(arguments.shape) or (0, 1))[1]
+    world = node.nodes * per_node
+    shape = run_on.shape_of(arguments.shape)
+    if shape is not None and shape != (node.nodes, per_node):
+        raise UsageError(
+            f"-j {arguments.shape} on a node of {node.source}", f"it says {node.nodes}x{per_node}", "leave -j out"
+        )
+    if arguments.job is None:
+        raise UsageError("a job of several nodes", "each would name it for itself", "write --job NAME")
+    arguments.n = arguments.n or world
+    plan = decide_plan(arguments)
+    Mesh.parse(plan.mesh).check_fits(world)
+    file = read_workload_file(arguments.workload, plan.data_size)
+    screen = Screen(sys.stderr if arguments.json else sys.stdout, sys.stderr)
+    folder, resume = arguments.runs / arguments.job, None
+    if node.node_rank == 0:
+        folder, _ = _folder(arguments, file.path, screen)
+        directory.write_start(folder, plan, file.path, arguments.arguments)
+    else:
+        (folder / "failures").mkdir(parents=True, exist_ok=True)
+    if arguments.resume or arguments.resume_or_start:
+        resume = folder / "checkpoints" if any((folder / "checkpoints").glob("step-*")) else None
+    master = f"{node.master[0]}:{node.master[1]}" if node.master else ""
+    seats = Seats("", node.node_rank * per_node, per_node, node.node_rank, node.nodes)
+    post = Post(LocalStation(), seats, Meeting(master=master, interface=arguments.interface))
+    parts = (file.path, arguments.arguments, per_node, folder, resume, file.imports, arguments.grace)
+    told = {**run_on.environment_of(arguments.env), "PACELINE_PLAN": json.dumps(asdict(plan))}
+    request = JobRequest(*parts, 0, [post], world, told)
+    if node.node_rank == 0:
+        return _supervise(arguments, plan, request, screen)
+    ending, progress = Supervisor(request, screen).run()
+    _tell(folder, ending, progress)
     return ending.exit_code
 
 
@@ -156,27 +236,3 @@ def _tell(folder: Path, ending: Ending, progress: Progress) -> None:
         print(f"paceline run: stopped; {kept}; go on with --resume --job {folder.name}", file=sys.stderr)
     else:
         print(f"paceline run: done; {folder}", file=sys.stderr)
-
-
-def _be_torchruns_rank(arguments: argparse.Namespace) -> int:
-    """Under torchrun the ranks are there already: this process is one of them, and becomes the file.
-
-    Raises:
-        UsageError: an argument is about what `paceline run` does itself, and torchrun does here.
-    """
-    for name, otherwise in _NEEDS_SUPERVISOR.items():
-        if getattr(arguments, name) != otherwise:
-            flag = "--" + name.replace("_", "-")
-            raise UsageError(
-                f"{flag} under torchrun",
-                "torchrun starts and ends the ranks there, so there is no run directory",
-                f"leave {flag} out, or start the job with `paceline run -n N` in torchrun's place",
-            )
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    arguments.n = arguments.n or world_size
-    plan = decide_plan(arguments)
-    Mesh.parse(plan.mesh).check_fits(world_size)
-    read_workload_file(arguments.workload, plan.data_size)
-    os.environ["PACELINE_PLAN"] = json.dumps(asdict(plan))
-    sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, arguments.workload, *arguments.arguments])

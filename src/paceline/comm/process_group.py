@@ -1,40 +1,53 @@
-"""Where a process stands among the ranks, and the process groups that join them.
+"""A process's place among the ranks, and the process groups that join them.
 
-A rank may find itself under `paceline run` (PACELINE_* variables) or under torchrun (RANK, WORLD_SIZE,
-LOCAL_RANK, ...); alone it is a world of one. On one host Paceline meets through a file in a folder that
-only this user can open, and Gloo's and NCCL's own sockets are bound to the loopback interface.
+Who started this process, and so where it stands and where the ranks meet, is read from its environment
+(`dialects.py`). On one host they meet through a file in a folder that only this user can open, and Gloo's and NCCL's
+own sockets are bound to the loopback interface. On several they meet at a store of torch's that rank 0 holds: it
+listens at one address of one interface, where torch by itself would listen on all, and Gloo's and NCCL's sockets are
+bound to the interface that leads there.
 """
 
 from __future__ import annotations
 
 import datetime
 import os
+import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from paceline.nouns.errors import UsageError
+from paceline.comm.dialects import find_position
+from paceline.comm.interfaces import address_of, address_towards, interface_of, open_listener
+from paceline.nouns.errors import PeerLostError, UsageError
 
 TIMEOUT_S = 1800  # of one collective, as Gloo's own default
+START_S = 600  # for all ranks to come to the store
 COORDINATOR = "PACELINE_COORDINATOR"  # where the parameter servers' coordinator listens, in a job that has servers
-PACELINE = ("PACELINE_RANK", "PACELINE_WORLD_SIZE", "PACELINE_LOCAL_RANK", "PACELINE_LOCAL_SIZE")
-TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """This process among the ranks. `cross_rank` is the host's index, as Horovod has it."""
+    """This process among the ranks. `cross_rank` is the host's index, as Horovod has it.
+
+    Args:
+        rendezvous: a file to meet at.
+        master: host and port of a store to meet at; with neither, torchrun's own store, or a world of one.
+        interface: the network interface for torch's sockets; None: the one that leads to the master.
+    """
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
     local_size: int = 1
     cross_rank: int = 0
-    rendezvous: str | None = None  # a file to meet at; None means torchrun's store, or a world of one
+    rendezvous: str | None = None
+    master: tuple[str, int] | None = None
+    interface: str | None = None
 
     @property
     def device(self) -> torch.device:
@@ -48,63 +61,97 @@ def find_place(environment: Mapping[str, str]) -> Place:
     """Read this process's place from its environment.
 
     Raises:
-        UsageError: the launcher's variables are incomplete, not numbers, or contradict each other.
+        UsageError: the launcher's variables are incomplete, not numbers, or contradict each other or another's.
     """
-    for names, source in ((PACELINE, "paceline run"), (TORCHRUN, "torchrun")):
-        given = [name for name in names if name in environment]
-        if names[0] in given and names[1] in given:
-            return _place(environment, names, source)
-        if given and names is PACELINE:
-            raise UsageError(
-                "the ranks' variables of paceline run should be set together",
-                f"only {', '.join(given)} is set",
-                "unset it, or start the job with `paceline run`",
-            )
-    return Place()
-
-
-def _place(environment: Mapping[str, str], names: tuple[str, ...], source: str) -> Place:
-    values = []
-    for name, otherwise in zip(names, ("0", "1", "0", "1"), strict=True):
-        text = environment.get(name, otherwise)
-        if not text.isdecimal():
-            raise UsageError(
-                f"{name} from {source} should be a whole number",
-                f"it is {text!r}",
-                f"unset {name}, or start the job with `paceline run` or torchrun",
-            )
-        values.append(int(text))
-    rank, size, local_rank, local_size = values
-    if not (rank < size and local_rank < local_size <= size):
-        raise UsageError(
-            f"the variables of {source} should name one of {size} ranks",
-            f"they say rank {rank} of {size}, local rank {local_rank} of {local_size}",
-            "unset them, or start the job with `paceline run` or torchrun",
-        )
-    cross = int(environment.get("GROUP_RANK", rank // local_size))
-    return Place(rank, size, local_rank, local_size, cross, environment.get("PACELINE_RENDEZVOUS"))
+    at = find_position(environment)
+    master = None if at.has_own_store else at.master
+    own = (at.rank, at.size, at.local_rank, at.local_size, at.cross_rank)
+    return Place(*own, at.file, master, at.interface)
 
 
 def open_world(place: Place) -> None:
-    """Join the ranks' process group: NCCL and Gloo where there are GPUs, Gloo alone on CPUs."""
+    """Join the ranks' process group: NCCL and Gloo where there are GPUs, Gloo alone on CPUs.
+
+    Raises:
+        UsageError: the ranks can't meet where they should.
+        PeerLostError: not all came.
+    """
     if place.size == 1 or dist.is_initialized():
         return
-    if place.size == place.local_size:
-        loopback = "lo0" if sys.platform == "darwin" else "lo"
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+    _bind_sockets(place)
     backend = "gloo"
     if place.device.type == "cuda":
         torch.cuda.set_device(place.device)
         backend = "cpu:gloo,cuda:nccl"
     timeout = datetime.timedelta(seconds=TIMEOUT_S)
-    if place.rendezvous is None:
+    store = _file_store(place) if place.rendezvous is not None else _tcp_store(place) if place.master else None
+    if store is None:
         dist.init_process_group(backend, timeout=timeout)
         return
-    store = dist.FileStore(  # type: ignore[attr-defined]
-        str(Path(place.rendezvous)), place.size
-    )
     dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.size, timeout=timeout)
+
+
+def _bind_sockets(place: Place) -> None:
+    """Gloo and NCCL open their sockets on this interface, unless the person said which."""
+    interface = place.interface
+    if interface is None and place.size == place.local_size:
+        interface = "lo0" if sys.platform == "darwin" else "lo"
+    elif interface is None and place.master is not None:
+        interface = interface_of(_own_address(place))
+    if interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+
+
+def _own_address(place: Place) -> str:
+    """Where the other ranks reach this one."""
+    assert place.master is not None
+    return address_of(place.interface) if place.interface else address_towards(place.master[0])
+
+
+def _file_store(place: Place) -> Any:
+    path = Path(str(place.rendezvous))
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    own = path.parent.stat()
+    if own.st_uid != os.getuid() or own.st_mode & 0o022:
+        raise UsageError(
+            f"to meet at {path}", "others may write to that folder", f"remove {path.parent}, or set MASTER_ADDR"
+        )
+    return dist.FileStore(str(path), place.size)  # type: ignore[attr-defined]
+
+
+def _tcp_store(place: Place) -> Any:
+    assert place.master is not None
+    host, port = place.master
+    make: Any = dist.TCPStore  # type: ignore[attr-defined]
+    options = {"timeout": datetime.timedelta(seconds=START_S), "wait_for_workers": False}
+    if place.rank == 0:
+        descriptor = _listener(place)
+        address = socket.socket(fileno=os.dup(descriptor)).getsockname()[0]
+        return make(address, port, place.size, True, master_listen_fd=descriptor, **options)
+    try:
+        return make(host, port, place.size, False, **options)
+    except dist.DistNetworkError as error:
+        raise PeerLostError(
+            f"rank {place.rank} to reach rank 0's store at {host}:{port}",
+            f"it did not within {START_S} s ({str(error).splitlines()[0]})",
+            "see whether rank 0 runs, and whether a firewall is between them: `paceline doctor -H ...` looks",
+        ) from None
+
+
+def _listener(place: Place) -> int:
+    """The socket of rank 0's store: handed down by who started this process, or opened at its own address."""
+    assert place.master is not None
+    if "PACELINE_LISTENER" in os.environ:
+        return int(os.environ.pop("PACELINE_LISTENER"))
+    address = _own_address(place)
+    if place.size > place.local_size and address.startswith("127."):
+        raise UsageError(
+            f"rank 0's store for {place.size} ranks on several hosts",
+            f"{place.master[0]} is {address} here, which other hosts can't reach (a line of /etc/hosts?)",
+            "name the interface with PACELINE_INTERFACE or --interface, or an address as the master",
+        )
+    return open_listener(address, place.master[1]).detach()
 
 
 def close_world() -> None:

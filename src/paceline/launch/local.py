@@ -1,19 +1,20 @@
-"""Starts the ranks of a job on this host, through a fork server that imports torch once.
+"""Starts a host's ranks of a job, through a fork server that imports torch once.
 
-The supervisor does not import torch; the fork server does, and each rank is a copy of it, ready in some
+Who supervises does not import torch; the fork server does, and each rank is a copy of it, ready in some
 milliseconds. Where forking is not safe (macOS, Windows) the same server starts fresh interpreters.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass, field
+
+from paceline.launch.seats import Meeting, Seats
 
 # The C library maps and unmaps large tensors at every step unless told otherwise; with huge pages most page
 # faults go (570,000 to 71,000 in 12 steps of a small BERT): 12 % of a step with large tensors, less with small.
@@ -22,18 +23,52 @@ _ALLOCATOR = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 @dataclass(frozen=True, slots=True)
 class RankSettings:
-    """What the fork server must know to start ranks."""
+    """What the fork server must know to start ranks.
+
+    Args:
+        script, arguments: the person's file.
+        world_size: ranks of the job, on all hosts.
+        seats: this host's.
+        meeting: where they meet.
+        run_dir: of the job.
+        resume: the checkpoint to go on from.
+        preload: modules to import before the fork.
+        servers: parameter servers; with their coordinator they are numbered after the ranks, and on this host.
+        private: a folder that only this user can enter, gone after the job.
+        outputs: the writing ends of the processes' output pipes.
+        environment: more of it, for the ranks alone.
+    """
 
     script: str
     arguments: list[str]
-    ranks: int
+    world_size: int
+    seats: Seats
+    meeting: Meeting
     run_dir: str
-    rendezvous: str
     resume: str | None
-    outputs: list[int]  # the writing ends of the ranks' output pipes
-    preload: list[str]  # modules to import before the fork
-    is_forking: bool
-    servers: int  # parameter servers, and a coordinator: numbered after the ranks
+    preload: list[str]
+    servers: int
+    private: str
+    outputs: list[int] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
+    is_forking: bool = False
+
+    @property
+    def processes(self) -> range:
+        """The ranks of this host, and the servers and coordinator with their numbers after all ranks."""
+        more = self.servers + 1 if self.servers else 0
+        return range(self.seats.first, self.seats.first + self.seats.count + more)
+
+    def to_json(self) -> str:
+        """All of it, in a line."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> RankSettings:
+        """What `to_json` wrote."""
+        values = json.loads(text)
+        seats, meeting = Seats(**values.pop("seats")), Meeting(**values.pop("meeting"))
+        return cls(seats=seats, meeting=meeting, **values)
 
 
 @dataclass(slots=True)
@@ -42,7 +77,7 @@ class ForkServer:
 
     process: subprocess.Popen[bytes]
     control: socket.socket
-    outputs: list[int]
+    outputs: dict[int, int]  # by rank
 
 
 def can_fork() -> bool:
@@ -50,61 +85,32 @@ def can_fork() -> bool:
     return sys.platform.startswith("linux")
 
 
-def start_ranks(
-    script: Path,
-    arguments: Sequence[str],
-    counts: tuple[int, int],
-    folders: tuple[Path, Path],
-    resume: Path | None,
-    preload: Sequence[str],
-) -> ForkServer:
-    """Start the fork server and tell it to start the ranks of `script`.
-
-    Args:
-        script: the workload file.
-        arguments: its arguments.
-        counts: of ranks, and of parameter servers beside them.
-        folders: the run directory, and the private folder where the ranks meet.
-        resume: the checkpoint to go on from.
-        preload: modules to import once, before the fork.
-    """
-    run_dir, private = folders
-    ranks, servers = counts
-    pipes = [os.pipe() for _ in range(ranks + (servers + 1 if servers else 0))]
+def start_ranks(settings: RankSettings) -> ForkServer:
+    """Start the fork server, and tell it to start this host's ranks."""
+    pipes = [os.pipe() for _ in settings.processes]
     ours, theirs = socket.socketpair()
     writing = [pipe[1] for pipe in pipes]
+    listener = [settings.meeting.listener] if settings.meeting.listener >= 0 else []
     command = [sys.executable, "-m", "paceline.run.forkserver", str(theirs.fileno())]
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
-        pass_fds=[theirs.fileno(), *writing],
-        env=rank_environment(ranks),
+        pass_fds=[theirs.fileno(), *writing, *listener],
+        env=rank_environment(settings.seats.count),
         start_new_session=True,  # Ctrl-C reaches the supervisor alone, which lets the ranks save
     )
     theirs.close()
-    for end in writing:
+    for end in [*writing, *listener]:
         os.close(end)
-    settings = RankSettings(
-        str(script.resolve()),
-        list(arguments),
-        ranks,
-        str(run_dir.resolve()),
-        str(private / "rendezvous"),
-        str(resume.resolve()) if resume else None,
-        writing,
-        list(preload),
-        can_fork(),
-        servers,
-    )
-    ours.sendall(json.dumps(asdict(settings)).encode() + b"\n")
-    return ForkServer(process, ours, [pipe[0] for pipe in pipes])
+    whole = dataclasses.replace(settings, outputs=writing, is_forking=can_fork())
+    ours.sendall(whole.to_json().encode() + b"\n")
+    return ForkServer(process, ours, dict(zip(settings.processes, [pipe[0] for pipe in pipes], strict=True)))
 
 
 def rank_environment(ranks: int) -> dict[str, str]:
     """The environment of the ranks: this one's, with the cores shared out and the allocator set, unless they are."""
-    environment = dict(os.environ)
-    threads = str(max(1, (os.cpu_count() or 1) // ranks))
-    environment.setdefault("OMP_NUM_THREADS", threads)
+    own = {name: value for name, value in os.environ.items() if name != "PACELINE_PLAN"}  # theirs is in a file
+    own.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
     for name, value in _ALLOCATOR.items():
-        environment.setdefault(name, value)
-    return environment
+        own.setdefault(name, value)
+    return own

@@ -24,7 +24,7 @@ def new_run(runs: Path, job: str | None, script: Path) -> Path:
     Raises:
         UsageError: the job exists, or the folder can't be made.
     """
-    name = job or f"{script.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    name = job or new_name(script)
     folder = runs / name
     number = 1
     while job is None and folder.exists():
@@ -44,6 +44,11 @@ def new_run(runs: Path, job: str | None, script: Path) -> Path:
             f"a run directory in {runs}", f"it can't be written ({error.strerror})", "name another place with --runs"
         ) from None
     return folder
+
+
+def new_name(script: Path) -> str:
+    """A run's name: of the file and the time."""
+    return f"{script.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def find_run(runs: Path, job: str | None, script: Path) -> Path:

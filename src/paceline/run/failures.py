@@ -48,6 +48,34 @@ def lost_server(status: int, at: float) -> dict[str, Any]:
     return {**_died(None, at, message), "is_paceline": True}
 
 
+def failed_launcher(program: str, status: int, last_words: str, at: float) -> dict[str, Any]:
+    """The failure of a program that had started the ranks, where no rank wrote down its own.
+
+    Args:
+        program: its name.
+        status: its exit code; below 0 the signal that ended it.
+        last_words: its last line.
+        at: when the supervisor heard of it, seconds since the epoch.
+    """
+    found = f"it ended with exit code {status}" + (f": {last_words}" if last_words else "")
+    fix = "look at its output above; go on with --resume once that is mended"
+    message = str(PacelineError(f"{program} should run the ranks to their end", found, fix))
+    return {**_died(None, at, message), "is_paceline": True}
+
+
+def lost_host(host: str, why: str, at: float) -> dict[str, Any]:
+    """The failure of a host to which the connection ended, and whose ranks end with it.
+
+    Args:
+        host: its name.
+        why: the last words of what held the connection.
+        at: when the supervisor heard of it, seconds since the epoch.
+    """
+    found = f"the connection to {host} ended" + (f" ({why})" if why else "")
+    message = str(PacelineError(f"the host {host} should be there to the end", found, "go on with --resume"))
+    return {**_died(None, at, message), "is_paceline": True, "host": host}
+
+
 def _died(rank: int | None, at: float, message: str) -> dict[str, Any]:
     return {
         "rank": rank,

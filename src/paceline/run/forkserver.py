@@ -22,6 +22,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from paceline.launch.local import RankSettings
 from paceline.launch.orphans import die_with_parent
 
 
@@ -30,10 +31,10 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     # Not die_with_parent: when the supervisor is killed, somebody must still clear its private folder.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    settings = json.loads(control.makefile().readline())
-    if settings["is_forking"]:
-        servers = ["paceline.parallel.server", "paceline.run.server_process"] if settings["servers"] else []
-        preload([*servers, *settings["preload"]])
+    settings = RankSettings.from_json(control.makefile().readline())
+    if settings.is_forking:
+        servers = ["paceline.parallel.server", "paceline.run.server_process"] if settings.servers else []
+        preload([*servers, *settings.preload])
     if _is_gone(control):
         _clear(settings)
         return
@@ -41,11 +42,13 @@ def main() -> None:
     os.set_blocking(wake_write, False)
     pids = {}
     wake = (wake_read, wake_write)
-    for rank in range(len(settings["outputs"])):
+    for rank in settings.processes:
         pids[_start(rank, settings, control, wake)] = rank
-    if not settings["servers"]:
-        for output in settings["outputs"]:
+    if not settings.servers:
+        for output in settings.outputs:
             os.close(output)
+    if settings.meeting.listener >= 0:
+        os.close(settings.meeting.listener)
     _send(control, {"started": {rank: pid for pid, rank in pids.items()}})
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -63,27 +66,50 @@ def preload(modules: list[str]) -> None:
     gc.freeze()  # the ranks share these objects' pages as long as nobody writes to them
 
 
-def _start(rank: int, settings: dict[str, Any], control: socket.socket, wake: tuple[int, int]) -> int:
+def environment_of(rank: int, settings: RankSettings) -> dict[str, str]:
+    """What a rank must know, in its environment."""
+    seats, meeting = settings.seats, settings.meeting
     environment = {
+        **settings.environment,
         "PACELINE_RANK": str(rank),
-        "PACELINE_WORLD_SIZE": str(settings["ranks"]),
-        "PACELINE_LOCAL_RANK": str(rank),
-        "PACELINE_LOCAL_SIZE": str(settings["ranks"]),
-        "PACELINE_RENDEZVOUS": settings["rendezvous"],
-        "PACELINE_RUN_DIR": settings["run_dir"],
+        "PACELINE_WORLD_SIZE": str(settings.world_size),
+        "PACELINE_LOCAL_RANK": str(rank - seats.first),
+        "PACELINE_LOCAL_SIZE": str(seats.count),
+        "PACELINE_CROSS_RANK": str(seats.cross_rank),
+        "PACELINE_CROSS_SIZE": str(seats.cross_size),
+        "PACELINE_RUN_DIR": settings.run_dir,
     }
-    if settings["servers"]:
-        private = Path(settings["rendezvous"]).parent
-        environment["PACELINE_COORDINATOR"] = f"unix:{private / 'coordinator'}"
-    if settings["resume"]:
-        environment["PACELINE_RESUME"] = settings["resume"]
-    output = settings["outputs"][rank]
-    if not settings["is_forking"]:
-        command = [sys.executable, "-m", "paceline.run.worker", settings["script"], *settings["arguments"]]
-        if rank >= settings["ranks"]:
-            command = [sys.executable, "-c", f"import {__name__} as f; exit(f.be_server({rank}, {settings!r}))"]
+    if meeting.file:
+        environment["PACELINE_RENDEZVOUS"] = meeting.file
+    if meeting.master:
+        environment["PACELINE_MASTER"] = meeting.master
+    if meeting.interface:
+        environment["PACELINE_INTERFACE"] = meeting.interface
+    if meeting.listener >= 0 and rank == 0:
+        environment["PACELINE_LISTENER"] = str(meeting.listener)
+    if settings.servers:
+        environment["PACELINE_COORDINATOR"] = f"unix:{Path(settings.private) / 'coordinator'}"
+    if settings.resume:
+        environment["PACELINE_RESUME"] = settings.resume
+    return environment
+
+
+def _start(rank: int, settings: RankSettings, control: socket.socket, wake: tuple[int, int]) -> int:
+    environment = environment_of(rank, settings)
+    output = settings.outputs[rank - settings.seats.first]
+    if not settings.is_forking:
+        command = [sys.executable, "-m", "paceline.run.worker", settings.script, *settings.arguments]
+        if _is_server(rank, settings):
+            words = (rank, settings.private, settings.world_size + settings.servers)
+            command = [sys.executable, "-c", f"import {__name__} as f; exit(f.be_server(*{words!r}))"]
+        kept = [settings.meeting.listener] if "PACELINE_LISTENER" in environment else []
         process = subprocess.Popen(
-            command, env={**os.environ, **environment}, stdout=output, stderr=output, process_group=0
+            command,
+            env={**os.environ, **environment},
+            stdout=output,
+            stderr=output,
+            process_group=0,
+            pass_fds=kept,
         )
         return process.pid
     pid = os.fork()
@@ -95,25 +121,29 @@ def _start(rank: int, settings: dict[str, Any], control: socket.socket, wake: tu
     return 0  # not reached: the rank has ended
 
 
-def _become_rank(
-    rank: int, output: int, environment: dict[str, str], settings: dict[str, Any], close: list[int]
-) -> None:
+def _is_server(rank: int, settings: RankSettings) -> bool:
+    return rank not in settings.seats.ranks
+
+
+def _become_rank(rank: int, output: int, environment: dict[str, str], settings: RankSettings, close: list[int]) -> None:
     code = 1
     try:
         die_with_parent()
         os.setpgid(0, 0)
         os.dup2(output, 1)
         os.dup2(output, 2)
-        for descriptor in {*close, *settings["outputs"]}:
+        if settings.meeting.listener >= 0 and rank != 0:
+            close = [*close, settings.meeting.listener]
+        for descriptor in {*close, *settings.outputs}:
             os.close(descriptor)
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         os.environ.update(environment)
-        if rank >= settings["ranks"]:
-            code = be_server(rank, settings)
+        if _is_server(rank, settings):
+            code = be_server(rank, settings.private, settings.world_size + settings.servers)
         else:
             from paceline.run.worker import run_rank
 
-            code = run_rank(settings["script"], settings["arguments"])
+            code = run_rank(settings.script, settings.arguments)
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -121,17 +151,16 @@ def _become_rank(
         os._exit(code)
 
 
-def be_server(rank: int, settings: dict[str, Any]) -> int:
+def be_server(number: int, private: str, last: int) -> int:
     """Be a parameter server or, the last of all, their coordinator."""
     from paceline.run.server_process import run_coordinator, run_server
 
-    private = Path(settings["rendezvous"]).parent
-    return run_server(private) if rank < settings["ranks"] + settings["servers"] else run_coordinator(private)
+    return run_server(Path(private)) if number < last else run_coordinator(Path(private))
 
 
-def _clear(settings: dict[str, Any]) -> None:
+def _clear(settings: RankSettings) -> None:
     """Remove the private folder that a killed supervisor left."""
-    shutil.rmtree(Path(settings["rendezvous"]).parent, ignore_errors=True)
+    shutil.rmtree(settings.private, ignore_errors=True)
 
 
 def _is_gone(control: socket.socket) -> bool:
@@ -139,7 +168,7 @@ def _is_gone(control: socket.socket) -> bool:
     return bool(select.select([control.fileno()], [], [], 0)[0])
 
 
-def _watch(control: socket.socket, wake: tuple[int, int], pids: dict[int, int], settings: dict[str, Any]) -> None:
+def _watch(control: socket.socket, wake: tuple[int, int], pids: dict[int, int], settings: RankSettings) -> None:
     rest = b""
     while True:
         _reap(control, pids)
@@ -162,7 +191,7 @@ def _watch(control: socket.socket, wake: tuple[int, int], pids: dict[int, int], 
 
 
 def _start_again(
-    rank: int, control: socket.socket, wake: tuple[int, int], pids: dict[int, int], settings: dict[str, Any]
+    rank: int, control: socket.socket, wake: tuple[int, int], pids: dict[int, int], settings: RankSettings
 ) -> None:
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # what is forked must not have these

@@ -115,8 +115,8 @@ class Screen:
         self.is_live = status.isatty()
         self.shown, self.printed_at_s = "", float("-inf")
 
-    def show_output(self, rank: int, text: str) -> None:
-        """Print one line that a rank wrote."""
+    def show_output(self, rank: int | str, text: str) -> None:
+        """Print one line that a rank, or a server by its name, wrote."""
         self._clear()
         print(f"[{rank}] {text}", file=self.out, flush=True)
         self._draw()

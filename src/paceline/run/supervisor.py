@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import selectors
 import shutil
 import signal
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -16,11 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.launch.local import ForkServer, start_ranks
+from paceline.launch.local import RankSettings
+from paceline.launch.seats import Meeting, Seats
 from paceline.nouns.clock import Clock, WallClock
-from paceline.run.failures import first_cause, lost_server, read_failures, silent_death
+from paceline.run.failures import first_cause, read_failures, silent_death
 from paceline.run.progress import Progress, Screen
 from paceline.run.replaced import Replaced
+from paceline.run.station import Listening, LocalStation, Station
 
 SETTLE_S = 0.5  # after the first death the others may write down what they saw, then they are killed
 LEFT_BEHIND_S = 5.0  # for a worker that the others went on without, when they have ended
@@ -30,8 +27,24 @@ _LONG = 60  # characters
 
 
 @dataclass(frozen=True, slots=True)
+class Post:
+    """A host, the ranks that it has, and where they meet."""
+
+    station: Station
+    seats: Seats
+    meeting: Meeting
+
+
+@dataclass(frozen=True, slots=True)
 class JobRequest:
-    """A job to run: its file, its ranks, its folder."""
+    """A job to run: its file, its ranks, its folder.
+
+    Args:
+        ranks: that are started and supervised from here.
+        posts: the hosts that have them; without any, all are on this one.
+        world_size: ranks of the job, where others are started elsewhere; 0: there are no others.
+        environment: more of it, for the ranks.
+    """
 
     script: Path
     arguments: Sequence[str]
@@ -41,6 +54,9 @@ class JobRequest:
     preload: Sequence[str] = ()
     grace_s: float = GRACE_S
     servers: int = 0  # parameter servers; their coordinator comes on top
+    posts: Sequence[Post] = ()
+    world_size: int = 0
+    environment: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -68,12 +84,11 @@ class Supervisor:
     kill_at_s: float | None = None
     asked_to_stop: list[int] = field(default_factory=list)
     has_told_ranks: bool = False
-    server_lost_at: float | None = None  # seconds since the epoch
-    waiting: list[int] = field(default_factory=list)
+    lost: list[tuple[Station, float]] = field(default_factory=list)  # hosts with ranks; seconds since the epoch
     replaced: Replaced = field(init=False)
-    control: socket.socket | None = None
+    stations: dict[int, Station] = field(default_factory=dict)  # by rank
     is_over: bool = False  # the servers' coordinator says that the training has ended
-    selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
+    listening: Listening = field(default_factory=Listening)
 
     def __post_init__(self) -> None:
         self.replaced = Replaced(self.request.ranks, self.request.servers)
@@ -82,54 +97,50 @@ class Supervisor:
         """Run the job to its end. Nothing is left behind: no process, no file outside the run directory."""
         private = _private_folder(bool(self.request.servers))
         progress = Progress(self.request.run_dir)
-        request = self.request
+        posts = self.request.posts or [self._here(private)]
         restore = self._catch_signals()
-        server = start_ranks(
-            request.script,
-            request.arguments,
-            (request.ranks, request.servers),
-            (request.run_dir, private),
-            request.resume,
-            request.preload,
-        )
-        self.control = server.control
+        statuses: dict[Station, int] = {}
         try:
-            self._listen(server)
-            while self.waiting:
+            for post in posts:
+                self._start(post, private)
+            while self.listening.open:
                 self._turn(progress)
         finally:
             self._kill()
-            server.control.close()
-            server.process.wait()
+            statuses = {post.station: post.station.close() for post in posts}
             restore()
             shutil.rmtree(private, ignore_errors=True)
-            self.selector.close()
+            self.listening.close()
         progress.read()
         if progress.last is not None:
             self.screen.show_progress(progress.line(), float("inf"))
         self.screen.end()
-        return self._ending(progress, server.process.returncode), progress
+        return self._ending(progress, statuses), progress
 
-    def _listen(self, server: ForkServer) -> None:
-        self.waiting = [*server.outputs, server.control.fileno()]
-        lines = _Lines(server.control.fileno(), self._told)
-        self.selector.register(server.control, selectors.EVENT_READ, lines)
-        for rank, output in enumerate(server.outputs):
-            name = self.replaced.name(rank) if rank >= self.request.ranks else rank
-            show = _Lines(output, lambda text, name=name: self.screen.show_output(name, text))  # type: ignore[misc]
-            self.selector.register(output, selectors.EVENT_READ, show)
+    def _here(self, private: Path) -> Post:
+        return Post(LocalStation(), Seats("", 0, self.request.ranks), Meeting(str(private / "rendezvous")))
+
+    def _start(self, post: Post, private: Path) -> None:
+        request = self.request
+        settings = RankSettings(
+            str(request.script.resolve()),
+            list(request.arguments),
+            request.world_size or request.ranks,
+            post.seats,
+            post.meeting,
+            str(request.run_dir.resolve()),
+            str(request.resume.resolve()) if request.resume else None,
+            list(request.preload),
+            request.servers,
+            str(private),
+            environment=request.environment,
+        )
+        post.station.start(settings)
+        self.stations.update(dict.fromkeys(settings.processes, post.station))
+        post.station.listen(self.listening.register, self)
 
     def _turn(self, progress: Progress) -> None:
-        for key, _ in self.selector.select(_TICK_S):
-            if not key.data.read():
-                self.selector.unregister(key.fileobj)
-                self.waiting.remove(key.fd)
-                if isinstance(key.fileobj, socket.socket):
-                    if len(self._ended_workers()) < self.request.ranks:
-                        self.server_lost_at = _time_stamp()
-                    self._kill()
-                else:
-                    os.close(key.fd)
+        self.listening.turn(_TICK_S)
         now_s = self.clock.now_s()
         self._pass_on_stop(now_s)
         if (self.kill_at_s is not None and now_s >= self.kill_at_s) or self.is_hung():
@@ -137,17 +148,28 @@ class Supervisor:
         if progress.read():
             self.screen.show_progress(progress.line(), now_s)
 
-    def _told(self, text: str) -> None:
-        message = json.loads(text)
-        if "started" in message:
-            self.alive = {int(rank): pid for rank, pid in message["started"].items()}
-            self.replaced.started(self.alive, self.clock.now_s())
-            return
-        if "restarted" in message:
-            self.alive[message["restarted"]] = message["pid"]
-            self.replaced.started([message["restarted"]], self.clock.now_s())
-            return
-        rank, status = message["ended"], message["status"]
+    # --- station.Hearer
+
+    def on_output(self, rank: int, text: str) -> None:
+        """A rank has written a line."""
+        self.screen.show_output(rank if self._is_worker(rank) else self.replaced.name(rank), text)
+
+    def on_lost(self, station: Station) -> None:
+        """A fork server or a connection has ended: its ranks end with it, and then the others."""
+        left = [rank for rank, own in self.stations.items() if own is station and self._is_worker(rank)]
+        if not all(rank in self.ended for rank in left):
+            self.lost.append((station, _time_stamp()))
+            for rank in left:
+                self.alive.pop(rank, None)
+        self._kill()
+
+    def on_started(self, pids: dict[int, int]) -> None:
+        """Ranks have been started."""
+        self.alive.update(pids)
+        self.replaced.started(pids, self.clock.now_s())
+
+    def on_ended(self, rank: int, status: int) -> None:
+        """A rank has ended."""
         self.alive.pop(rank, None)
         if self._is_replaced(rank, status):
             return
@@ -157,6 +179,10 @@ class Supervisor:
             self.deaths.setdefault(rank, silent_death(rank, status, _time_stamp()))
             if self.kill_at_s is None or not self.asked_to_stop:
                 self.kill_at_s = min(self.kill_at_s or float("inf"), self.clock.now_s() + SETTLE_S)
+
+    def _is_worker(self, rank: int) -> bool:
+        """Whether it is a rank, and no server."""
+        return not self.request.servers or rank < self.request.ranks
 
     def _end_servers(self, rank: int, status: int) -> None:
         """Servers end when they have nobody left to serve; a worker that was left behind ends with them."""
@@ -170,15 +196,15 @@ class Supervisor:
     def _is_replaced(self, rank: int, status: int) -> bool:
         """Whether another process takes this one's place."""
         is_ending = bool(self.asked_to_stop) or self.kill_at_s is not None or rank in self.killed
-        if is_ending or self.control is None or not self.replaced.should(rank, status, self.clock.now_s()):
+        if is_ending or not self.replaced.should(rank, status, self.clock.now_s()):
             return False
         name = self.replaced.name(rank)
         self.screen.say(f"paceline: {name} was ended by {signal.Signals(-status).name}; another takes its place")
-        self.control.sendall(json.dumps({"restart": rank}).encode() + b"\n")
+        self.stations[rank].restart(rank)
         return True
 
     def _ended_workers(self) -> dict[int, int]:
-        return {rank: status for rank, status in self.ended.items() if rank < self.request.ranks}
+        return {rank: status for rank, status in self.ended.items() if self._is_worker(rank)}
 
     def _is_own_doing(self, rank: int, status: int) -> bool:
         """Whether the supervisor's signal ended the rank: the kill, or the stop before the rank could catch it."""
@@ -206,18 +232,16 @@ class Supervisor:
             self.has_told_ranks = True
             self.kill_at_s = now_s + self.request.grace_s
             self.screen.say("stopping: finishing the step and saving; once more to kill")
-            for rank, pid in self.alive.items():
-                if rank < self.request.ranks:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGTERM)
+            for station in set(self.stations.values()):
+                own = [rank for rank in self.alive if self.stations[rank] is station and self._is_worker(rank)]
+                station.signal(own, signal.SIGTERM)
 
     def _kill(self) -> None:
         self.killed |= self.alive.keys()
-        for pid in self.alive.values():
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
+        for station in {self.stations[rank] for rank in self.alive}:
+            station.kill()
 
-    def _ending(self, progress: Progress, server_status: int) -> Ending:
+    def _ending(self, progress: Progress, statuses: dict[Station, int]) -> Ending:
         stop = self.asked_to_stop[0] if self.asked_to_stop else None
         if stop and progress.has_stopped:
             return Ending("stopped", 130 if stop == signal.SIGINT else 0)
@@ -226,8 +250,7 @@ class Supervisor:
         if len(ended) == self.request.ranks and not any(ended[rank] for rank in ended.keys() - left_behind):
             return Ending("done", 0)  # also when the signal came too late to stop anything
         failures = [*{**self.deaths, **read_failures(self.request.run_dir)}.values()]
-        if self.server_lost_at is not None:
-            failures.append(lost_server(server_status, self.server_lost_at))
+        failures += [station.failure(statuses[station], at) for station, at in self.lost]
         # A stop before the first step, or one that had to be forced, kills ranks on purpose.
         if stop and all(failure["is_peer_loss"] for failure in failures):
             return Ending("stopped", 128 + stop)
@@ -248,23 +271,3 @@ def _private_folder(has_sockets: bool) -> Path:
 
 def _time_stamp() -> float:
     return time.time_ns() / 1e9
-
-
-class _Lines:
-    """Splits what comes from a descriptor into lines."""
-
-    def __init__(self, descriptor: int, take: Callable[[str], None]) -> None:
-        self.descriptor, self.take, self.rest = descriptor, take, b""
-
-    def read(self) -> bool:
-        """Take what is there; False at the end."""
-        try:
-            content = os.read(self.descriptor, 2**16)
-        except ConnectionResetError:
-            content = b""
-        *lines, self.rest = (self.rest + content).split(b"\n")
-        if not content and self.rest:
-            lines, self.rest = [self.rest], b""
-        for line in lines:
-            self.take(line.decode(errors="replace"))
-        return bool(content)

@@ -18,8 +18,13 @@ from paceline.train import job as jobs
 from paceline.train import loop
 
 
-def run_rank(script: str, arguments: list[str]) -> int:
-    """Run `script` as `__main__`; the exit code. A file that only declares `workload` gets the plain loop."""
+def run_rank(script: str, arguments: list[str], stopped_code: int = 0) -> int:
+    """Run `script` as `__main__`; the exit code. A file that only declares `workload` gets the plain loop.
+
+    Args:
+        script, arguments: the person's.
+        stopped_code: the exit code of a job that was asked to stop, and has been saved before its end.
+    """
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).parent))
     try:
@@ -29,6 +34,7 @@ def run_rank(script: str, arguments: list[str]) -> int:
         jobs.close_open_jobs()
     except jobs.Stopped:
         jobs.close_open_jobs()
+        return stopped_code
     except SystemExit as exit_:
         if exit_.code not in (None, 0):
             return failed(exit_)

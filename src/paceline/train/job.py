@@ -81,6 +81,7 @@ class Job:
         self.comms = open_comms(alone, 0, self.ledger) if plan.server else open_comms(mesh, self.rank, self.ledger)
         self.comm = self.comms.data
         self.run_dir = prepare.run_dir(os.environ)
+        self.stop_file = prepare.stop_file(os.environ) if self.rank == 0 else None
         if workload.deterministic:
             prepare.be_deterministic()
         self.data_part = mesh.data_part(self.rank)
@@ -140,7 +141,7 @@ class Job:
                 self.parallel,
                 self.optimizer,
                 None if self.plan.server else self.workload.clip_norm,
-                (self.is_stopping.is_set(), batch.longest if own else 1),
+                (self._is_asked_to_stop(), batch.longest if own else 1),
             )
         except PacelineError as error:
             raise error.at(
@@ -291,6 +292,10 @@ class Job:
 
     def _asked_to_stop(self, number: int, frame: FrameType | None) -> None:
         self.is_stopping.set()
+
+    def _is_asked_to_stop(self) -> bool:
+        """By a signal; or, where the launcher can't hand one on, by a file in the run directory."""
+        return self.is_stopping.is_set() or (self.stop_file is not None and self.stop_file.exists())
 
     def _save_if_due(self, is_stopping: bool) -> None:
         if self.run_dir is None:

@@ -33,6 +33,12 @@ def run_dir(environment: Mapping[str, str]) -> Path | None:
     return Path(text) if text else None
 
 
+def stop_file(environment: Mapping[str, str]) -> Path | None:
+    """A file that says "stop" once it is there, where the launcher can't hand on a signal."""
+    text = environment.get("PACELINE_STOP_FILE")
+    return Path(text) if text else None
+
+
 def read_plan(environment: Mapping[str, str], size: int) -> Plan:
     """The launcher's plan, from the run directory or, under torchrun, the environment; or replication over all ranks.
 
@@ -40,7 +46,7 @@ def read_plan(environment: Mapping[str, str], size: int) -> Plan:
         PlanError: it can't be read, or has what a plan does not have.
     """
     folder = run_dir(environment)
-    if folder:
+    if folder and "PACELINE_PLAN" not in environment:
         return Plan.read(folder / "plan.json")
     if "PACELINE_PLAN" not in environment:
         return Plan(mesh=f"replicate={size}")

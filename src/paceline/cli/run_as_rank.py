@@ -1,0 +1,97 @@
+"""`paceline run` started by somebody else's launcher: it becomes the rank, or starts the ranks of its node."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+from paceline.comm.dialects import NodePosition, Position, find_node, find_position
+from paceline.launch.workload_file import read_workload_file
+from paceline.nouns.errors import UsageError
+from paceline.nouns.mesh import Mesh
+from paceline.nouns.plan import Plan
+from paceline.run import directory
+
+TORCHRUN = "torchrun"
+
+
+def find_place(arguments: argparse.Namespace) -> Position | NodePosition | None:
+    """What the environment says that this process is: a rank, or a node of a job; None: neither.
+
+    `--on` says that a job is started from here, whatever the environment has.
+
+    Raises:
+        UsageError: two launchers contradict each other, or many ranks were promised and this is one alone.
+    """
+    if arguments.on is not None:
+        return None
+    node = find_node(os.environ)
+    if node is not None:
+        return node
+    position = find_position(os.environ)
+    return position if position.size > 1 or position.source == TORCHRUN else None
+
+
+def check_no_supervisor(arguments: argparse.Namespace, source: str, needs: Mapping[str, object]) -> None:
+    """Raise UsageError where an argument is about what `paceline run` does itself, and another launcher does here."""
+    for name, otherwise in needs.items():
+        if getattr(arguments, name) != otherwise:
+            flag = "--" + name.replace("_", "-")
+            raise UsageError(
+                f"{flag} under {source}",
+                f"{source} starts and ends the ranks there; a run directory is kept where --job names one",
+                f"leave {flag} out, or start the job with `paceline run -n N` in its place",
+            )
+
+
+def be_rank(arguments: argparse.Namespace, position: Position, decide: Callable[[argparse.Namespace], Plan]) -> int:
+    """Become the file: with --job as a rank that keeps a run directory, else as plain Python.
+
+    Raises:
+        UsageError: the job exists and is not to be resumed.
+        MeshError: the plan does not cover the ranks that were started.
+    """
+    arguments.n = arguments.n or position.size
+    plan = decide(arguments)
+    Mesh.parse(plan.mesh).check_fits(position.size)
+    file = read_workload_file(arguments.workload, plan.data_size)
+    os.environ["PACELINE_PLAN"] = json.dumps(asdict(plan))
+    program = [sys.executable, arguments.workload]
+    if arguments.job is not None:
+        run_dir = arguments.runs / arguments.job
+        if position.rank == 0:
+            _write_start(arguments, plan, file.path)
+        if (arguments.resume or arguments.resume_or_start) and any((run_dir / "checkpoints").glob("step-*")):
+            os.environ["PACELINE_RESUME"] = str(run_dir.resolve() / "checkpoints")
+        os.environ["PACELINE_RUN_DIR"] = str(run_dir.resolve())
+        program = [sys.executable, "-m", "paceline.run.joined", arguments.workload]
+        _say_place(position)
+    sys.stdout.flush()
+    os.execv(sys.executable, [*program, *arguments.arguments])
+
+
+def _write_start(arguments: argparse.Namespace, plan: Plan, script: Path) -> None:
+    run_dir = arguments.runs / arguments.job
+    if not (arguments.resume or arguments.resume_or_start) or not (run_dir / "plan.json").exists():
+        directory.new_run(arguments.runs, arguments.job, script)
+    directory.write_start(run_dir, plan, script, arguments.arguments)
+
+
+def _say_place(position: Position) -> None:
+    """The worker names a failure's file after its rank; where it meets the others stays for the launcher to say."""
+    os.environ.setdefault("PACELINE_RANK", str(position.rank))
+    os.environ.setdefault("PACELINE_WORLD_SIZE", str(position.size))
+    os.environ.setdefault("PACELINE_LOCAL_RANK", str(position.local_rank))
+    os.environ.setdefault("PACELINE_LOCAL_SIZE", str(position.local_size))
+    os.environ.setdefault("PACELINE_CROSS_RANK", str(position.cross_rank))
+    os.environ.setdefault("PACELINE_CROSS_SIZE", str(position.cross_size))
+    if position.file is not None:
+        os.environ.setdefault("PACELINE_RENDEZVOUS", position.file)
+    elif position.master is not None and not position.has_own_store:
+        host, port = position.master
+        os.environ.setdefault("PACELINE_MASTER", f"[{host}]:{port}" if ":" in host else f"{host}:{port}")

@@ -1,0 +1,281 @@
+"""Where a job runs: the arguments of `paceline run` about hosts and schedulers, and sending it there."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from paceline.launch.command import SECRET_WORDS, RankCommand
+from paceline.launch.hosts import Host, parse_hosts, read_hostfile
+from paceline.launch.mpi import find_mpirun, mpi_command
+from paceline.launch.ray import STRATEGIES, RayJob, RayOptions, ray_job
+from paceline.launch.seats import Meeting, Seats, seat
+from paceline.launch.slurm import SlurmOptions, sbatch_script, submit
+from paceline.launch.ssh import SshOptions, check_ssh
+from paceline.nouns.errors import UsageError
+from paceline.nouns.plan import Plan
+from paceline.run.command_station import CommandStation
+from paceline.run.fleet import FleetOptions, agent_command, agent_request, open_posts
+from paceline.run.supervisor import Post
+
+PLACES = ("local", "ssh", "mpi", "slurm", "kubernetes", "ray")
+_PORTS = range(20000, 40000)  # for rank 0's store under somebody else's mpirun; below the kernel's own
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments about hosts."""
+    where = parser.add_argument_group("hosts")
+    where.add_argument("--on", choices=PLACES, help="what starts the ranks (default local)")
+    where.add_argument("-j", metavar="NODESxRANKS", dest="shape", help="hosts and ranks on each, such as 2x8")
+    where.add_argument("-H", "--hosts", metavar="H1:4,H2:4", help="hosts and their slots: ssh, or mpi")
+    where.add_argument("--hostfile", type=Path, metavar="FILE", help="a host a line: `h1:4`, `h1 slots=4` or `h1`")
+    where.add_argument("--interface", metavar="IF", default="", help="network interface for torch's sockets")
+    where.add_argument(
+        "-x", "--env", metavar="NAME[=VALUE]", action="append", default=[], help="a variable for the ranks; may repeat"
+    )
+    where.add_argument("--python", metavar="PATH", default=sys.executable, help="Python on the hosts (default: this)")
+    where.add_argument("--dry-run", action="store_true", help="print what would be sent, and send nothing")
+    where.add_argument(
+        "--resume-or-start", action="store_true", help="go on at the newest whole checkpoint of --job, if it has one"
+    )
+    where.add_argument("--ssh-option", metavar="WORD", action="append", default=[], help="for ssh, such as -p2222")
+    where.add_argument("--ssh-program", metavar="PATH", default="ssh", help="which ssh (default ssh)")
+    where.add_argument("--mpirun", metavar="PATH", default="", help="which mpirun (default: the first in PATH)")
+    where.add_argument("--mpi-option", metavar="WORD", action="append", default=[], help="for mpirun; may repeat")
+    _add_slurm(parser.add_argument_group("Slurm"))
+    ray = parser.add_argument_group("Ray")
+    ray.add_argument("--ray-address", default="local", metavar="ADDRESS", help="HOST:PORT, auto, or local (default)")
+    ray.add_argument("--cpus-per-rank", type=float, default=1, metavar="N", help="of each bundle (default 1)")
+    ray.add_argument("--gpus-per-rank", type=float, default=0, metavar="N", help="of each bundle (default 0)")
+    ray.add_argument("--strategy", choices=STRATEGIES, default="PACK", help="of the placement group (default PACK)")
+
+
+def _add_slurm(slurm: argparse._ArgumentGroup) -> None:
+    for name in ("partition", "account", "qos", "time"):
+        slurm.add_argument(f"--{name}", default="", metavar=name.upper(), help="as sbatch has it")
+    slurm.add_argument("--gpus-per-node", type=int, default=0, metavar="N", help="(default 0)")
+    slurm.add_argument("--cpus-per-task", type=int, default=0, metavar="N", help="(default: the cluster's own)")
+    slurm.add_argument(
+        "--signal", type=int, default=120, metavar="S", help="save so long before the limit (default 120)"
+    )
+    slurm.add_argument("--sbatch-option", metavar="WORD", action="append", default=[], help="a line more; may repeat")
+
+
+def hosts_of(arguments: argparse.Namespace) -> tuple[Host, ...]:
+    """The hosts that were named.
+
+    Raises:
+        UsageError: they can't be read, or are given twice.
+    """
+    if arguments.hosts and arguments.hostfile:
+        raise UsageError("the job's hosts", "there is -H and --hostfile", "leave one out")
+    if arguments.hosts:
+        return parse_hosts(arguments.hosts)
+    return read_hostfile(arguments.hostfile) if arguments.hostfile else ()
+
+
+def shape_of(text: str | None) -> tuple[int, int] | None:
+    """Hosts and ranks on each, of `2x8`.
+
+    Raises:
+        UsageError: it can't be read.
+    """
+    if text is None:
+        return None
+    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+    if not found:
+        raise UsageError(f"-j {text}", "it is not NODESxRANKS", "write such as -j 2x8: 2 hosts with 8 ranks each")
+    return int(found[1]), int(found[2])
+
+
+def ranks_asked(arguments: argparse.Namespace) -> int | None:
+    """How many ranks the arguments ask for; None: they leave it to the plan.
+
+    Raises:
+        UsageError: they contradict each other.
+    """
+    shape, hosts = shape_of(arguments.shape), hosts_of(arguments)
+    asked: int | None = arguments.n
+    if shape is not None:
+        if asked not in (None, shape[0] * shape[1]):
+            raise UsageError(
+                f"-n {asked} and -j {arguments.shape}", f"-j is {shape[0] * shape[1]} ranks", "leave one out"
+            )
+        asked = shape[0] * shape[1]
+    if asked is None and hosts and not arguments.plan:
+        asked = sum(host.slots for host in hosts)
+    return asked
+
+
+def environment_of(words: Sequence[str]) -> dict[str, str]:
+    """The variables that -x names, with the values given or those of this process.
+
+    Raises:
+        UsageError: a name is none, or it is not set here.
+    """
+    found = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise UsageError(f"-x {word}", "that is no variable's name", "write -x NAME or -x NAME=VALUE")
+        if not equals and name not in os.environ:
+            raise UsageError(f"-x {name}", "it is not set here", f"write -x {name}=VALUE, or set it")
+        if equals and any(secret in name.upper() for secret in SECRET_WORDS):
+            raise UsageError(
+                f"-x {name}=...", "a secret on a command line is read by others", f"set it, then write -x {name}"
+            )
+        found[name] = value if equals else os.environ[name]
+    return found
+
+
+def check_place(arguments: argparse.Namespace, plan: Plan) -> None:
+    """Raise UsageError unless what is said of hosts goes with the place and the plan."""
+    place, hosts = arguments.on or "local", hosts_of(arguments)
+    if hosts and place not in ("ssh", "mpi"):
+        raise UsageError(
+            f"hosts for --on {place}", "it finds its hosts by itself", "write --on ssh, or leave the hosts out"
+        )
+    if place == "ssh" and not hosts:
+        raise UsageError("--on ssh", "no host is named", "write -H h1:4,h2:4 or --hostfile FILE")
+    if plan.server and place in ("ssh", "mpi", "slurm", "ray"):
+        raise UsageError(
+            f"a plan with servers --on {place}",
+            "they are started beside workers on one host, or in a cluster's pods",
+            "see docs/parameter-server.md for servers over several hosts",
+        )
+
+
+def posts_of(arguments: argparse.Namespace, plan: Plan, run_dir: Path, file: Path) -> list[Post]:
+    """The hosts of the job, ready to start ranks; none: this host alone.
+
+    Raises:
+        UsageError: a host is not ready, or there is no such program.
+    """
+    if arguments.on == "ssh":
+        options = fleet_options(arguments)
+        check_ssh(options.ssh)
+        return open_posts(seat(hosts_of(arguments), plan.world_size), file, run_dir, options)
+    if arguments.on in ("mpi", "ray"):
+        station = (
+            _mpi_station(arguments, plan, run_dir, file)
+            if arguments.on == "mpi"
+            else _ray_station(arguments, plan, run_dir, file)
+        )
+        return [Post(station, Seats(arguments.on, 0, plan.world_size), Meeting())]
+    return []
+
+
+def fleet_options(arguments: argparse.Namespace) -> FleetOptions:
+    """How other hosts are reached."""
+    ssh = SshOptions(arguments.ssh_program, tuple(arguments.ssh_option))
+    return FleetOptions(ssh, arguments.python, arguments.interface, environment_of(arguments.env))
+
+
+def _supervised(arguments: argparse.Namespace, run_dir: Path) -> dict[str, str]:
+    """What ranks under somebody else's launcher, with our supervisor above it, must know."""
+    interface = {"PACELINE_INTERFACE": arguments.interface} if arguments.interface else {}
+    resume = {"PACELINE_RESUME": str(run_dir.resolve() / "checkpoints")} if _has_checkpoint(run_dir) else {}
+    told = {"PACELINE_RUN_DIR": str(run_dir.resolve()), "PACELINE_SUPERVISED": "1"}
+    return {**environment_of(arguments.env), **interface, **resume, **told}
+
+
+def _has_checkpoint(run_dir: Path) -> bool:
+    return any((run_dir / "checkpoints").glob("step-*"))
+
+
+def mpi_words(arguments: argparse.Namespace, plan: Plan, run_dir: Path, file: Path) -> tuple[list[str], dict[str, str]]:
+    """mpirun's command line, and the variables that it takes from its environment."""
+    hosts = hosts_of(arguments)
+    environment = _supervised(arguments, run_dir)
+    if len(hosts) > 1:
+        port = _PORTS[int.from_bytes(os.urandom(4)) % len(_PORTS)]
+        environment |= {"MASTER_ADDR": hosts[0].name, "MASTER_PORT": os.environ.get("MASTER_PORT", str(port))}
+    program = [arguments.python, "-m", "paceline.run.joined", str(file.resolve()), *arguments.arguments]
+    names = sorted({*environment, "PACELINE_STOP_FILE"})
+    mpirun = find_mpirun(arguments.mpirun, arguments.mpi_option)
+    return mpi_command(mpirun, plan.world_size, hosts, names, program), environment
+
+
+def _mpi_station(arguments: argparse.Namespace, plan: Plan, run_dir: Path, file: Path) -> CommandStation:
+    words, environment = mpi_words(arguments, plan, run_dir, file)
+    return CommandStation(words, environment)
+
+
+def _ray_job(arguments: argparse.Namespace, plan: Plan, run_dir: Path, file: Path) -> RayJob:
+    options = RayOptions(arguments.ray_address, arguments.cpus_per_rank, arguments.gpus_per_rank, arguments.strategy)
+    stop = {"PACELINE_STOP_FILE": str(run_dir.resolve() / "stop")}
+    rank = rank_command(arguments, plan, run_dir, file)
+    rank = dataclasses.replace(rank, environment={**_supervised(arguments, run_dir), **stop})
+    return ray_job(rank, options, os.getcwd())
+
+
+def _ray_station(arguments: argparse.Namespace, plan: Plan, run_dir: Path, file: Path) -> CommandStation:
+    job = _ray_job(arguments, plan, run_dir, file)
+    return CommandStation([sys.executable, "-m", "paceline.run.ray_driver"], {}, job.request())
+
+
+def rank_command(arguments: argparse.Namespace, plan: Plan, run_dir: Path, file: Path) -> RankCommand:
+    """What a scheduler's task runs."""
+    nodes, per_node = shape_of(arguments.shape) or (1, plan.world_size)
+    given = environment_of(arguments.env)
+    more = (nodes, per_node, given, arguments.python)
+    return RankCommand(file, arguments.arguments, plan, run_dir.parent, run_dir.name, *more)
+
+
+def slurm_options(arguments: argparse.Namespace) -> SlurmOptions:
+    """What sbatch is asked for."""
+    return SlurmOptions(
+        arguments.partition,
+        arguments.account,
+        arguments.qos,
+        arguments.time,
+        arguments.gpus_per_node,
+        arguments.cpus_per_task,
+        arguments.signal,
+        more=tuple(arguments.sbatch_option),
+    )
+
+
+def rendered(arguments: argparse.Namespace, plan: Plan, run_dir: Path, file: Path) -> str:
+    """What would be sent, as text."""
+    import json
+    import shlex
+
+    from paceline.launch.command import shown
+
+    if arguments.on == "ssh":
+        seats, options = seat(hosts_of(arguments), plan.world_size), fleet_options(arguments)
+        lines = []
+        for number, own in enumerate(seats):
+            request = agent_request(seats, number, file, run_dir, options)
+            request["environment"] = shown(request["environment"])
+            ranks = f"{own.first} to {own.ranks[-1]}" if own.count > 1 else str(own.first)
+            lines += [f"# {own.host}: ranks {ranks}", shlex.join(agent_command(own.host, options))]
+            lines += [f"# on its standard input: {json.dumps(request)}"]
+        return "\n".join(lines)
+    if arguments.on == "mpi":
+        words, environment = mpi_words(arguments, plan, run_dir, file)
+        return "\n".join(
+            [*(f"{name}={shlex.quote(value)}" for name, value in shown(environment).items()), shlex.join(words)]
+        )
+    if arguments.on == "ray":
+        return _ray_job(arguments, plan, run_dir, file).text()
+    if arguments.on == "slurm":
+        return sbatch_script(rank_command(arguments, plan, run_dir, file), slurm_options(arguments))
+    return f"# {plan.world_size} ranks on this host\n{shlex.join([sys.executable, str(file), *arguments.arguments])}"
+
+
+def send_to_slurm(arguments: argparse.Namespace, plan: Plan, run_dir: Path, file: Path) -> str:
+    """Hand the job to Slurm; its number.
+
+    Raises:
+        UsageError: there is no Slurm here, or it refuses.
+    """
+    options = slurm_options(arguments)
+    rank = rank_command(arguments, plan, run_dir, file)
+    return submit(sbatch_script(rank, options), options, {**os.environ, **rank.environment})

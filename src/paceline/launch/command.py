@@ -1,0 +1,59 @@
+"""What a launcher that is not ours starts: one process for each rank, which finds its place in its environment."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from paceline.nouns.plan import Plan
+
+# Of a variable whose name holds one of these, people are shown that it is set, and not to what.
+SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
+
+
+@dataclass(frozen=True, slots=True)
+class RankCommand:
+    """A rank's command.
+
+    Args:
+        file, arguments: the person's.
+        plan: of the job.
+        runs, job: its run directory is RUNS/JOB.
+        nodes, ranks_per_node: whose product the plan covers.
+        environment: variables for the ranks; values never stand on a command line.
+        python: on each host.
+    """
+
+    file: Path
+    arguments: Sequence[str]
+    plan: Plan
+    runs: Path
+    job: str
+    nodes: int = 1
+    ranks_per_node: int = 1
+    environment: dict[str, str] = field(default_factory=dict)
+    python: str = sys.executable
+
+    @property
+    def run_dir(self) -> Path:
+        """The job's folder."""
+        return self.runs / self.job
+
+    def words(self) -> list[str]:
+        """The command line."""
+        return [
+            *(self.python, "-m", "paceline.cli.main", "run"),
+            *("--runs", str(self.runs.resolve()), "--job", self.job, "--resume-or-start"),
+            *("--plan", str((self.run_dir / "plan.json").resolve())),
+            *(str(self.file.resolve()), *self.arguments),
+        ]
+
+
+def shown(environment: dict[str, str]) -> dict[str, str]:
+    """Variables as they may be printed."""
+    return {
+        name: "(set, not shown)" if any(word in name.upper() for word in SECRET_WORDS) else value
+        for name, value in environment.items()
+    }

@@ -1,0 +1,111 @@
+"""Hosts and their slots, as people already write them: Horovod's, DeepSpeed's and Open MPI's words and files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.nouns.errors import UsageError
+
+# A name or an address that ssh takes, and no option of it: `-oProxyCommand=...` as a host would be a command.
+_NAME = re.compile(r"(?!-)[A-Za-z0-9_.:%@-]+")
+_SLOT_WORDS = ("slots", "max_slots", "max-slots")
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A host, and how many ranks it takes."""
+
+    name: str
+    slots: int = 1
+
+
+def parse_hosts(text: str) -> tuple[Host, ...]:
+    """The hosts of `h1:4,h2:4`; `h1` alone has one slot, and an IPv6 address stands in brackets.
+
+    Raises:
+        UsageError: a host has no name, its slots are no number, or it is named twice.
+    """
+    return _checked([_of_word(word.strip(), text) for word in text.split(",")], f"-H {text}")
+
+
+def read_hostfile(path: Path) -> tuple[Host, ...]:
+    """The hosts of a file, one in a line: `h1:4` (Horovod), `h1 slots=4` (DeepSpeed, Open MPI), or `h1`.
+
+    `#` begins a comment. Open MPI counts a host that stands in several lines without slots once a line.
+
+    Raises:
+        UsageError: the file can't be read, has no host, or a line can't be understood.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(
+            f"the hosts of {path}", f"it can't be read ({error})", "name a file with a host a line"
+        ) from None
+    hosts = []
+    for number, line in enumerate(lines, 1):
+        words = line.split("#")[0].split()
+        if words:
+            hosts.append(_of_line(words, f"{path}, line {number}"))
+    bare = {host.name for host, has_slots in hosts if not has_slots}
+    merged: dict[str, int] = {}
+    for host, has_slots in hosts:
+        if host.name in merged and (has_slots or host.name not in bare):
+            raise _twice(host.name, str(path))
+        merged[host.name] = merged.get(host.name, 0) + host.slots
+    if not merged:
+        raise UsageError(f"the hosts of {path}", "it names none", "write a host a line, such as `h1 slots=4`")
+    return tuple(Host(name, slots) for name, slots in merged.items())
+
+
+def _of_word(word: str, text: str) -> Host:
+    name, slots = word, "1"
+    if word.startswith("["):
+        name, _, rest = word[1:].partition("]")
+        slots = rest.removeprefix(":") if rest else "1"
+    elif word.count(":") == 1:
+        name, slots = word.split(":")
+    return Host(_name(name, text), _slots(slots, word, text))
+
+
+def _of_line(words: Sequence[str], where: str) -> tuple[Host, bool]:
+    host = _of_word(words[0], where)
+    has_slots = ":" in words[0]
+    for word in words[1:]:
+        key, _, value = word.partition("=")
+        if key not in _SLOT_WORDS:
+            raise UsageError(f"a host in {where}", f"it says {word!r}", "write `h1 slots=4` or `h1:4`")
+        if key == "slots":
+            host, has_slots = Host(host.name, _slots(value, word, where)), True
+    return host, has_slots
+
+
+def _name(name: str, text: str) -> str:
+    if not _NAME.fullmatch(name):
+        raise UsageError(f"the hosts {text!r}", f"{name!r} is no host's name", "write such as h1:4,h2:4")
+    return name
+
+
+def _slots(value: str, word: str, text: str) -> int:
+    if not value.isdecimal() or int(value) < 1:
+        raise UsageError(
+            f"the hosts {text!r}", f"{word!r} has no number of slots of 1 or more", "write such as h1:4,h2:4"
+        )
+    return int(value)
+
+
+def _checked(hosts: Iterable[Host], text: str) -> tuple[Host, ...]:
+    seen: set[str] = set()
+    known = tuple(hosts)
+    for host in known:
+        if host.name in seen:
+            raise _twice(host.name, text)
+        seen.add(host.name)
+    return known
+
+
+def _twice(name: str, text: str) -> UsageError:
+    return UsageError(f"the hosts of {text}", f"{name} is named twice", "name each host once, with all its slots")

@@ -1,0 +1,117 @@
+"""Jobs for Slurm: the text of an sbatch script that starts a rank a task, and sending it.
+
+The script asks for a signal before the time limit, so that the ranks save, and goes back to the queue by itself: after
+such a stop always, after a rank's death by a signal a few times. A rank's own error ends the job.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+from dataclasses import dataclass
+
+from paceline.launch.command import RankCommand
+from paceline.nouns.errors import UsageError
+
+STOPPED_CODE = 75  # of run/joined.py: saved before the end
+_TIME = re.compile(r"(\d+-)?\d+(:\d{1,2}){0,2}")
+
+
+@dataclass(frozen=True, slots=True)
+class SlurmOptions:
+    """What sbatch is asked for.
+
+    Args:
+        partition, account, qos, time: as sbatch knows them; "": the cluster's own.
+        gpus_per_node: 0: none.
+        cpus_per_task: 0: the cluster's own.
+        signal_s: seconds before the time limit at which ranks are told to save.
+        max_restarts: after deaths by a signal.
+        more: lines of the user's, such as `--exclusive`.
+        program: sbatch.
+    """
+
+    partition: str = ""
+    account: str = ""
+    qos: str = ""
+    time: str = ""
+    gpus_per_node: int = 0
+    cpus_per_task: int = 0
+    signal_s: int = 120
+    max_restarts: int = 3
+    more: tuple[str, ...] = ()
+    program: str = "sbatch"
+
+    def __post_init__(self) -> None:
+        if self.time and not _TIME.fullmatch(self.time):
+            raise UsageError(
+                f"the time limit {self.time!r}", "Slurm can't read it", "write such as 30, 12:00:00 or 2-12:00"
+            )
+        for line in self.more:
+            if not re.fullmatch(r"--?[a-zA-Z][^\n]*", line):
+                raise UsageError(f"the line {line!r} for sbatch", "it is no option", "write such as --exclusive")
+
+
+def sbatch_script(rank: RankCommand, options: SlurmOptions) -> str:
+    """The script. Shell variables of a rank stand nowhere in it: srun gives each its own."""
+    asked = [
+        f"--job-name={_one_line(rank.job)}",
+        f"--nodes={rank.nodes}",
+        f"--ntasks-per-node={rank.ranks_per_node}",
+        f"--output={rank.run_dir.resolve()}/slurm-%j.log",
+        "--open-mode=append",
+        "--requeue",
+        f"--signal=TERM@{options.signal_s}",
+    ]
+    named = {"partition": options.partition, "account": options.account, "qos": options.qos, "time": options.time}
+    counted = {"gpus-per-node": options.gpus_per_node, "cpus-per-task": options.cpus_per_task}
+    asked += [f"--{name}={_one_line(str(value))}" for name, value in {**named, **counted}.items() if value]
+    lines = "\n".join(f"#SBATCH {line}" for line in [*asked, *options.more])
+    cpus = " --cpus-per-task=$SLURM_CPUS_PER_TASK" if options.cpus_per_task else ""
+    return f"""#!/bin/bash
+{lines}
+
+srun --kill-on-bad-exit=1 --export=ALL{cpus} {shlex.join(rank.words())}
+code=$?
+# {STOPPED_CODE}: the ranks were told to save before the time limit, or for a job that matters more, and there is more
+# to do. Above 128: a signal ended a rank.
+if [ "$code" -eq {STOPPED_CODE} ] ||
+  {{ [ "$code" -gt 128 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {options.max_restarts} ]; }}; then
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"
+"""
+
+
+def submit(script: str, options: SlurmOptions, environment: dict[str, str]) -> str:
+    """Hand the script to sbatch; the job's number.
+
+    Args:
+        script: from `sbatch_script`.
+        options: which sbatch.
+        environment: the submitter's, which the job gets.
+
+    Raises:
+        UsageError: there is no sbatch, or it refuses.
+    """
+    if shutil.which(options.program) is None:
+        raise UsageError(
+            f"{options.program} to send the job",
+            "there is no such program here",
+            "go to a login node, or use --dry-run",
+        )
+    done = subprocess.run(
+        [options.program, "--parsable"], input=script, capture_output=True, text=True, env=environment
+    )
+    if done.returncode:
+        told = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise UsageError("Slurm to take the job", told, "mend the option that it names; --dry-run shows the script")
+    return done.stdout.strip().split(";")[0]
+
+
+def _one_line(text: str) -> str:
+    if not re.fullmatch(r"[^\s#]+", text):
+        raise UsageError(f"the word {text!r} for sbatch", "it has spaces or signs that end the line", "write another")
+    return text

@@ -1,0 +1,85 @@
+"""Commands on other hosts through the user's own ssh: its keys, its configuration, its known hosts.
+
+What a host must know, secrets too, goes in on the command's standard input: a command line can be read by everybody
+on that host.
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.nouns.errors import UsageError
+
+# No question can be answered here, an unknown or changed host key ends the attempt, and what was lost is noticed:
+# after 3 signs of life that nobody answered, 5 s apart.
+_ALWAYS = (
+    *("-T", "-x", "-a"),
+    *("-o", "BatchMode=yes"),
+    *("-o", "StrictHostKeyChecking=yes"),
+    *("-o", "ConnectTimeout=15"),
+    *("-o", "ServerAliveInterval=5"),
+    *("-o", "ServerAliveCountMax=3"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SshOptions:
+    """How ssh is called.
+
+    Args:
+        program: which.
+        more: arguments of the user's, before the host; of options named twice ssh takes the first, so theirs win.
+    """
+
+    program: str = "ssh"
+    more: tuple[str, ...] = ()
+
+
+def ssh_command(host: str, command: Sequence[str], options: SshOptions | None = None) -> list[str]:
+    """What starts `command` on `host`: ssh hands it to that host's shell, so each word is quoted."""
+    options = options or SshOptions()
+    return [options.program, *options.more, *_ALWAYS, "--", host, shlex.join(command)]
+
+
+def check_ssh(options: SshOptions) -> None:
+    """Raise UsageError unless there is an ssh to call."""
+    if shutil.which(options.program) is None:
+        raise UsageError(
+            f"{options.program} to reach other hosts", "there is no such program", "install OpenSSH's client"
+        )
+
+
+def why_lost(host: str, last_words: str) -> UsageError:
+    """What ssh's last words mean, and what to do about it.
+
+    Args:
+        host: that it should have reached.
+        last_words: what it wrote to its standard error.
+    """
+    words = last_words.lower()
+    told = last_words.strip().splitlines()[-1] if last_words.strip() else "ssh said nothing"
+    fixes = (
+        (
+            "host key verification failed",
+            f"compare {host}'s key with one you got another way, then add it to known_hosts",
+        ),
+        (
+            "remote host identification has changed",
+            f"if {host} was installed anew, remove its old key from known_hosts",
+        ),
+        (
+            "permission denied",
+            f"let `ssh {host} true` work without a password first: a key, and an agent that holds it",
+        ),
+        ("could not resolve", f"write {host} as it is known here, or its address"),
+        ("connection refused", f"is sshd running on {host}? `paceline doctor -H {host}` looks"),
+        ("timed out", f"is {host} up, and port 22 open from here?"),
+        ("no route to host", f"is {host} up, and in a network that this host reaches?"),
+        ("no module named", f"install Paceline on {host} in the same place as here, or name its Python with --python"),
+        ("no such file", f"{host} needs the same Python and folder as this host, or --python"),
+    )
+    fix = next((fix for sign, fix in fixes if sign in words), f"see that `ssh {host} true` works")
+    return UsageError(f"to reach {host} over ssh", told, fix)

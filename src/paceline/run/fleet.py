@@ -1,0 +1,131 @@
+"""Agents on a job's hosts: each is asked whether its host is ready before any rank starts anywhere."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline.launch.seats import Meeting, Seats
+from paceline.launch.ssh import SshOptions, ssh_command, why_lost
+from paceline.nouns.errors import PacelineError, UsageError
+from paceline.run.station import RemoteStation
+from paceline.run.supervisor import Post
+
+ANSWER_S = 60.0  # for ssh to connect, and Python to start from a cold file system
+_FAMILIES = ("NCCL_", "GLOO_", "TORCH_", "OMP_", "MKL_", "PYTHONPATH", "PYTHONHASHSEED", "GLIBC_TUNABLES")
+
+
+@dataclass(frozen=True, slots=True)
+class FleetOptions:
+    """How other hosts are reached, and what they get.
+
+    Args:
+        ssh: how ssh is called.
+        python: of each host.
+        interface: that torch's sockets are bound to on every host; "": the one that ssh came to.
+        environment: variables for the ranks, beside those whose names say that they are torch's or Python's.
+    """
+
+    ssh: SshOptions = field(default_factory=SshOptions)
+    python: str = sys.executable
+    interface: str = ""
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def agent_command(host: str, options: FleetOptions) -> list[str]:
+    """What starts an agent on a host; all else goes in on its standard input."""
+    return ssh_command(host, [options.python, "-m", "paceline.run.agent"], options.ssh)
+
+
+def agent_request(
+    seats: Sequence[Seats], at: int, script: Path, run_dir: Path, options: FleetOptions
+) -> dict[str, Any]:
+    """What the agent of host number `at` is told first, but for the token."""
+    kept = {name: value for name, value in os.environ.items() if name.startswith(_FAMILIES)}
+    return {
+        "run_dir": str(run_dir.resolve()),
+        "script": str(script.resolve()),
+        "cwd": os.getcwd(),
+        "environment": {**kept, **options.environment},
+        "interface": options.interface,
+        "others": [one.host for number, one in enumerate(seats) if number != at],
+        "is_head": at == 0,
+    }
+
+
+def open_posts(seats: Sequence[Seats], script: Path, run_dir: Path, options: FleetOptions) -> list[Post]:
+    """An agent on every host, ready to start its ranks.
+
+    Raises:
+        HostError: a host can't be reached, or does not see the job's files. No rank has started.
+    """
+    token = secrets.token_hex(16)
+    path = run_dir / ".token"
+    path.write_text(token)
+    stations: list[RemoteStation] = []
+    try:
+        for number, one in enumerate(seats):
+            request = {**agent_request(seats, number, script, run_dir, options), "token": token}
+            stations.append(RemoteStation(one.host, agent_command(one.host, options), request))
+        answers = _answers(stations)
+    except BaseException:
+        for station in stations:
+            station.close(0.5)
+        raise
+    finally:
+        path.unlink(missing_ok=True)
+    master = f"{answers[0]['address']}:{answers[0]['port']}"
+    return [
+        Post(station, own, Meeting(master=master, interface=answer["interface"]))
+        for station, own, answer in zip(stations, seats, answers, strict=True)
+    ]
+
+
+class HostError(UsageError):
+    """Hosts that are not ready.
+
+    Attributes:
+        hosts: their names.
+    """
+
+    def __init__(self, errors: dict[str, PacelineError]) -> None:
+        first = next(iter(errors.values()))
+        others = [host for host in errors if errors[host] is not first]
+        more = f"; {len(others)} more: {', '.join(others)}" if others else ""
+        super().__init__(first.asked, f"{first.found}{more}", first.fix)
+        self.hosts = tuple(errors)
+
+
+def _answers(stations: Sequence[RemoteStation]) -> list[dict[str, Any]]:
+    """What each agent says of its host; all are waited for at once."""
+    answers: dict[str, dict[str, Any]] = {}
+    errors: dict[str, PacelineError] = {}
+
+    def wait(station: RemoteStation) -> None:
+        try:
+            answer = station.answer()
+        except PacelineError as error:
+            errors[station.host] = error
+            return
+        if answer is not None:
+            answers[station.host] = answer
+        else:
+            errors[station.host] = why_lost(station.host, station.last_words() or "the agent ended without a word")
+
+    threads = [threading.Thread(target=wait, args=(station,), daemon=True) for station in stations]
+    for thread in threads:
+        thread.start()
+    for thread, station in zip(threads, stations, strict=True):
+        thread.join(ANSWER_S)
+        if thread.is_alive():
+            found = f"it has not answered for {ANSWER_S:g} s"
+            errors[station.host] = UsageError(f"to reach {station.host} over ssh", found, "see whether the host hangs")
+    if errors:
+        raise HostError({station.host: errors[station.host] for station in stations if station.host in errors})
+    return [answers[station.host] for station in stations]

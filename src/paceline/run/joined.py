@@ -1,0 +1,43 @@
+"""A rank that somebody else's launcher started: `python -m paceline.run.joined FILE ARGS`.
+
+Under srun, mpirun or in a pod nobody of ours supervises: rank 0 writes the result, and the exit code tells the
+launcher what to do: 0 done, STOPPED_CODE saved before the end (start it again), 1 and 2 as everywhere.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from paceline.launch.orphans import die_with_parent
+from paceline.run import directory
+from paceline.run.failures import first_cause, read_failures
+from paceline.run.job import result_of
+from paceline.run.progress import Progress
+from paceline.run.supervisor import Ending
+from paceline.run.worker import run_rank
+
+STOPPED_CODE = 75  # sysexits.h, EX_TEMPFAIL: try again
+
+
+def main() -> int:
+    """Run the rank; its exit code."""
+    die_with_parent()
+    code = run_rank(sys.argv[1], sys.argv[2:], STOPPED_CODE)
+    if os.environ["PACELINE_RANK"] == "0" and "PACELINE_SUPERVISED" not in os.environ:
+        _write_result(Path(os.environ["PACELINE_RUN_DIR"]), code)
+    return code
+
+
+def _write_result(run_dir: Path, code: int) -> None:
+    progress = Progress(run_dir)
+    progress.read()
+    failures = read_failures(run_dir)
+    cause = first_cause(failures.values()) if code not in (0, STOPPED_CODE) and failures else None
+    status = {0: "done", STOPPED_CODE: "stopped"}.get(code, "failed")
+    directory.write_json(run_dir / "result.json", result_of(run_dir, Ending(status, code, cause), progress))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

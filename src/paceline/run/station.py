@@ -1,0 +1,312 @@
+"""The hosts of a job as their supervisor has them: start ranks there, hear of them, signal them.
+
+A `LocalStation` has the fork server of this host. A `RemoteStation` has an agent on another, reached over ssh's
+standard input and output: nothing listens for it, and when the connection ends the agent ends the ranks.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+from paceline.launch.local import ForkServer, RankSettings, start_ranks
+from paceline.nouns.errors import PacelineError, UsageError
+from paceline.run.failures import lost_host, lost_server
+
+Listen = Callable[[int, Callable[[], bool]], None]  # a descriptor, and what reads it: False at its end
+
+
+class Hearer(Protocol):
+    """Who is told what happens on a host."""
+
+    def on_started(self, pids: dict[int, int]) -> None:
+        """Ranks have been started, by rank their processes."""
+
+    def on_ended(self, rank: int, status: int) -> None:
+        """A rank has ended with an exit code; below 0 the signal."""
+
+    def on_output(self, rank: int, text: str) -> None:
+        """A rank has written a line."""
+
+    def on_lost(self, station: Station) -> None:
+        """The fork server or the connection has ended; the ranks end with it."""
+
+
+class Station(Protocol):
+    """One host."""
+
+    @property
+    def host(self) -> str:
+        """Its name; "" is this host."""
+
+    def start(self, settings: RankSettings) -> None:
+        """Start its ranks."""
+
+    def listen(self, register: Listen, hearer: Hearer) -> None:
+        """Register what is to be read."""
+
+    def signal(self, ranks: Iterable[int], number: int) -> None:
+        """Signal ranks."""
+
+    def kill(self) -> None:
+        """Kill its ranks and all that they started."""
+
+    def restart(self, rank: int) -> None:
+        """Start one again."""
+
+    def close(self) -> int:
+        """Wait for its end; the fork server's or ssh's exit code."""
+
+    def failure(self, status: int, at: float) -> dict[str, Any]:
+        """What to tell when it was lost.
+
+        Args:
+            status: what `close` gave.
+            at: when that was heard, seconds since the epoch.
+        """
+
+
+class LocalStation:
+    """This host."""
+
+    def __init__(self, host: str = "") -> None:
+        self.host = host
+        self.server: ForkServer | None = None
+        self.pids: dict[int, int] = {}
+
+    def start(self, settings: RankSettings) -> None:
+        """Start its ranks."""
+        self.server = start_ranks(settings)
+
+    def listen(self, register: Listen, hearer: Hearer) -> None:
+        """Register the fork server's words and the ranks' output."""
+        assert self.server is not None
+        self.hearer = hearer
+        for rank, output in self.server.outputs.items():
+            register(output, _Reader(output, _saying(hearer, rank), lambda at=output: os.close(at)))  # type: ignore[misc]
+        control = self.server.control.fileno()
+        register(control, _Reader(control, self._told, lambda: hearer.on_lost(self)))
+
+    def _told(self, text: str) -> None:
+        message = json.loads(text)
+        if "started" in message:
+            self.pids = {int(rank): pid for rank, pid in message["started"].items()}
+            self.hearer.on_started(dict(self.pids))
+        elif "restarted" in message:
+            self.pids[message["restarted"]] = message["pid"]
+            self.hearer.on_started({message["restarted"]: message["pid"]})
+        else:
+            self.pids.pop(message["ended"], None)
+            self.hearer.on_ended(message["ended"], message["status"])
+
+    def signal(self, ranks: Iterable[int], number: int) -> None:
+        """Signal ranks."""
+        for rank in ranks:
+            if rank in self.pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self.pids[rank], number)
+
+    def kill(self) -> None:
+        """Kill its ranks and all that they started."""
+        for pid in self.pids.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+
+    def restart(self, rank: int) -> None:
+        """Start one again."""
+        assert self.server is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.server.control.sendall(json.dumps({"restart": rank}).encode() + b"\n")
+
+    def close(self) -> int:
+        """Wait for the fork server's end; its exit code."""
+        if self.server is None:
+            return 0
+        self.server.control.close()
+        return self.server.process.wait()
+
+    def failure(self, status: int, at: float) -> dict[str, Any]:
+        """The fork server's end."""
+        return lost_server(status, at)
+
+
+class RemoteStation:
+    """Another host, by an agent.
+
+    Args:
+        host: its name.
+        command: what starts the agent there.
+        request: what the agent is told first: see `run/agent.py`.
+    """
+
+    def __init__(self, host: str, command: Sequence[str], request: dict[str, Any]) -> None:
+        self.host, self.ranks = host, range(0)
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+        )
+        self.errors = b""
+        assert self.process.stdout is not None
+        self.lines = Lines(self.process.stdout.fileno())
+        self.tell(request)
+
+    def answer(self) -> dict[str, Any] | None:
+        """The agent's first words, read until they are there; None: ssh or the agent has ended.
+
+        Raises:
+            PacelineError: the agent says what is wrong with its host.
+        """
+        assert self.process.stdout is not None
+        while True:
+            for line in self.lines.read():
+                with contextlib.suppress(ValueError):  # a login shell may greet first
+                    message = json.loads(line)
+                    if isinstance(message, dict) and "error" in message:
+                        error = message["error"]
+                        raise PacelineError(f"{error['asked']} on {self.host}", error["found"], error["fix"])
+                    if isinstance(message, dict) and "address" in message:
+                        return message
+            if self.lines.is_over:
+                return None
+
+    def last_words(self) -> str:
+        """What ssh or the agent wrote to its standard error, once it has ended."""
+        assert self.process.stderr is not None
+        self.errors += self.process.stderr.read()
+        return self.errors.decode(errors="replace")
+
+    def failure(self, status: int, at: float) -> dict[str, Any]:
+        """The connection's end, with the last line of ssh or the agent."""
+        return lost_host(self.host, (self.errors.decode(errors="replace").strip().splitlines() or [""])[-1], at)
+
+    def start(self, settings: RankSettings) -> None:
+        """Start its ranks."""
+        self.ranks = settings.seats.ranks
+        self.tell({"start": settings.to_json()})
+
+    def listen(self, register: Listen, hearer: Hearer) -> None:
+        """Register the agent's words."""
+        self.hearer = hearer
+        assert self.process.stdout is not None
+        assert self.process.stderr is not None
+        out, err = self.process.stdout.fileno(), self.process.stderr.fileno()
+        register(out, _Reader(out, self._told, lambda: hearer.on_lost(self), self.lines))
+        register(err, _Reader(err, self._complained, lambda: None))
+
+    def _told(self, line: str) -> None:
+        try:
+            message = json.loads(line)
+            if "started" in message:
+                self.hearer.on_started({int(rank): int(pid) for rank, pid in message["started"].items()})
+            elif "output" in message:
+                text = base64.b64decode(message["text"]).decode(errors="replace")
+                self.hearer.on_output(int(message["output"]), text)
+            elif "ended" in message:
+                self.hearer.on_ended(int(message["ended"]), int(message["status"]))
+            elif "error" in message:
+                self._complained(": ".join(map(str, message["error"].values())))
+        except (ValueError, TypeError, KeyError, AttributeError):
+            self._complained(line)
+
+    def _complained(self, text: str) -> None:
+        self.errors += text.encode() + b"\n"
+        self.hearer.on_output(self.ranks.start, f"({self.host}) {text}")
+
+    def signal(self, ranks: Iterable[int], number: int) -> None:
+        """Signal ranks."""
+        self.tell({"signal": number, "ranks": list(ranks)})
+
+    def kill(self) -> None:
+        """Kill its ranks and all that they started."""
+        self.tell({"kill": True})
+
+    def restart(self, rank: int) -> None:
+        """Nothing: only a host with parameter servers has any to start again."""
+        raise UsageError(f"to start rank {rank} on {self.host} again", "it is not this host", "start the job anew")
+
+    def tell(self, message: dict[str, Any]) -> None:
+        """Send the agent a line; one that has gone says so on its other end."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError, ValueError):
+            self.process.stdin.write(json.dumps(message).encode() + b"\n")
+            self.process.stdin.flush()
+
+    def close(self, patience_s: float = 10.0) -> int:
+        """Let the agent end what it has, and wait for it; ssh's exit code."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        try:
+            return self.process.wait(patience_s)
+        except subprocess.TimeoutExpired:  # a host that stands still: its own sshd ends the agent
+            self.process.kill()
+            return self.process.wait()
+
+
+class Lines:
+    """Splits what comes from a descriptor into lines."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor, self.rest, self.is_over = descriptor, b"", False
+
+    def read(self) -> list[str]:
+        """The lines that are there; waits for the first bytes."""
+        try:
+            content = os.read(self.descriptor, 2**16)
+        except (ConnectionResetError, OSError):
+            content = b""
+        *lines, self.rest = (self.rest + content).split(b"\n")
+        self.is_over = not content
+        if self.is_over and self.rest:
+            lines, self.rest = [self.rest], b""
+        return [line.decode(errors="replace") for line in lines]
+
+
+class _Reader:
+    """Hands on the lines of a descriptor, and says when it has ended."""
+
+    def __init__(
+        self, descriptor: int, take: Callable[[str], None], over: Callable[[], None], lines: Lines | None = None
+    ) -> None:
+        self.lines, self.take, self.over = lines or Lines(descriptor), take, over
+
+    def __call__(self) -> bool:
+        for line in self.lines.read():
+            self.take(line)
+        if self.lines.is_over:
+            self.over()
+        return not self.lines.is_over
+
+
+def _saying(hearer: Hearer, rank: int) -> Callable[[str], None]:
+    return lambda text: hearer.on_output(rank, text)
+
+
+class Listening:
+    """The descriptors of some stations in one selector."""
+
+    def __init__(self) -> None:
+        self.selector = selectors.DefaultSelector()
+        self.open: set[int] = set()
+
+    def register(self, descriptor: int, read: Callable[[], bool]) -> None:
+        """Read this one too."""
+        self.open.add(descriptor)
+        self.selector.register(descriptor, selectors.EVENT_READ, read)
+
+    def turn(self, seconds: float) -> None:
+        """Read what is there, or comes within so long."""
+        for key, _ in self.selector.select(seconds):
+            if not key.data():
+                self.selector.unregister(key.fd)
+                self.open.discard(key.fd)
+
+    def close(self) -> None:
+        """Forget them."""
+        self.selector.close()
