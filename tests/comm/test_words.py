@@ -123,8 +123,10 @@ OURS = {"PACELINE_RANK": "1", "PACELINE_WORLD_SIZE": "2", "PACELINE_LOCAL_RANK":
         ({}, Place()),
         ({**TORCHRUN, **STORE}, Place(3, 4, 1, 2, 1)),
         ({**OURS, "PACELINE_RENDEZVOUS": "x"}, Place(1, 2, 1, 2, 0, "x")),
-        ({**OURS, "PACELINE_LOCAL_SIZE": "1", "PACELINE_LOCAL_RANK": "0", "PACELINE_MASTER": "h1:29400"},
-         Place(1, 2, 0, 1, 1, None, ("h1", 29400))),
+        (
+            {**OURS, "PACELINE_LOCAL_SIZE": "1", "PACELINE_LOCAL_RANK": "0", "PACELINE_MASTER": "h1:29400"},
+            Place(1, 2, 0, 1, 1, None, ("h1", 29400)),
+        ),
     ],
 )
 def test_a_place_is_read_from_the_launchers_variables(environment, place):

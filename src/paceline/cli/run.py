@@ -24,11 +24,13 @@ from pathlib import Path
 from paceline.cli import run_as_rank, run_on
 from paceline.comm.dialects import NodePosition, Position
 from paceline.launch.seats import Meeting, Seats
+from paceline.launch.ssh import check_ssh
 from paceline.launch.workload_file import read_workload_file
 from paceline.nouns.errors import UsageError
 from paceline.nouns.mesh import AXES, SHORT, Mesh
 from paceline.nouns.plan import COMPRESSIONS, SHORT_OPTIONS, TRANSPORTS, Plan
 from paceline.run import directory
+from paceline.run.elastic import Elastic
 from paceline.run.failures import told
 from paceline.run.job import run_job
 from paceline.run.progress import Progress, Screen
@@ -132,6 +134,8 @@ def run(arguments: argparse.Namespace) -> int:
         return run_as_rank.be_rank(arguments, place, decide_plan)
     if place is not None:
         return _run_node(arguments, place)
+    if run_on.is_elastic(arguments):
+        return _run_elastic(arguments)
     arguments.n = run_on.ranks_asked(arguments)
     plan = decide_plan(arguments)
     run_on.check_place(arguments, plan)
@@ -166,6 +170,26 @@ def _folder(arguments: argparse.Namespace, script: Path, screen: Screen) -> tupl
     resume = directory.find_resume_point(folder, lambda text: screen.say(f"paceline: {text}"))
     screen.say(f"paceline: {folder.name} goes on" + (f" at {resume.name}" if resume else ""))
     return folder, resume
+
+
+def _run_elastic(arguments: argparse.Namespace) -> int:
+    """Run the job on the hosts that there are, generation after generation."""
+    rules, discover = run_on.elastic_rules(arguments)
+    plan = decide_plan(arguments)
+    if plan.server:
+        raise UsageError("servers on hosts that come and go", "they stay where they are", "leave server out")
+    file = read_workload_file(arguments.workload, 1)
+    options = run_on.fleet_options(arguments)
+    check_ssh(options.ssh)
+    screen = Screen(sys.stderr if arguments.json else sys.stdout, sys.stderr)
+    folder, _ = _folder(arguments, file.path, screen)
+    parts = (file.path, arguments.arguments, plan.world_size, folder, None, file.imports, arguments.grace)
+    job = Elastic(rules, discover, options, plan, JobRequest(*parts), screen)
+    ending, progress, result = job.run()
+    _tell(folder, ending, progress)
+    if arguments.json:
+        print(json.dumps(result))
+    return ending.exit_code
 
 
 def _supervise(arguments: argparse.Namespace, plan: Plan, request: JobRequest, screen: Screen) -> int:

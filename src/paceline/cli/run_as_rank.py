@@ -16,6 +16,7 @@ from paceline.nouns.errors import UsageError
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
 from paceline.run import directory
+from paceline.run.place import said
 
 TORCHRUN = "torchrun"
 
@@ -70,7 +71,7 @@ def be_rank(arguments: argparse.Namespace, position: Position, decide: Callable[
             os.environ["PACELINE_RESUME"] = str(run_dir.resolve() / "checkpoints")
         os.environ["PACELINE_RUN_DIR"] = str(run_dir.resolve())
         program = [sys.executable, "-m", "paceline.run.joined", arguments.workload]
-        _say_place(position)
+        os.environ.update(said(position))
     sys.stdout.flush()
     os.execv(sys.executable, [*program, *arguments.arguments])
 
@@ -80,18 +81,3 @@ def _write_start(arguments: argparse.Namespace, plan: Plan, script: Path) -> Non
     if not (arguments.resume or arguments.resume_or_start) or not (run_dir / "plan.json").exists():
         directory.new_run(arguments.runs, arguments.job, script)
     directory.write_start(run_dir, plan, script, arguments.arguments)
-
-
-def _say_place(position: Position) -> None:
-    """The worker names a failure's file after its rank; where it meets the others stays for the launcher to say."""
-    os.environ.setdefault("PACELINE_RANK", str(position.rank))
-    os.environ.setdefault("PACELINE_WORLD_SIZE", str(position.size))
-    os.environ.setdefault("PACELINE_LOCAL_RANK", str(position.local_rank))
-    os.environ.setdefault("PACELINE_LOCAL_SIZE", str(position.local_size))
-    os.environ.setdefault("PACELINE_CROSS_RANK", str(position.cross_rank))
-    os.environ.setdefault("PACELINE_CROSS_SIZE", str(position.cross_size))
-    if position.file is not None:
-        os.environ.setdefault("PACELINE_RENDEZVOUS", position.file)
-    elif position.master is not None and not position.has_own_store:
-        host, port = position.master
-        os.environ.setdefault("PACELINE_MASTER", f"[{host}]:{port}" if ":" in host else f"{host}:{port}")

@@ -7,7 +7,7 @@ import dataclasses
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from paceline.launch.command import SECRET_WORDS, RankCommand
@@ -20,7 +20,9 @@ from paceline.launch.ssh import SshOptions, check_ssh
 from paceline.nouns.errors import UsageError
 from paceline.nouns.plan import Plan
 from paceline.run.command_station import CommandStation
+from paceline.run.elastic import script_hosts
 from paceline.run.fleet import FleetOptions, agent_command, agent_request, open_posts
+from paceline.run.membership import Rules
 from paceline.run.supervisor import Post
 
 PLACES = ("local", "ssh", "mpi", "slurm", "kubernetes", "ray")
@@ -48,6 +50,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--mpirun", metavar="PATH", default="", help="which mpirun (default: the first in PATH)")
     where.add_argument("--mpi-option", metavar="WORD", action="append", default=[], help="for mpirun; may repeat")
     _add_slurm(parser.add_argument_group("Slurm"))
+    elastic = parser.add_argument_group("hosts that come and go")
+    elastic.add_argument("--min-hosts", type=int, metavar="N", help="fewest hosts to run on (with --on ssh)")
+    elastic.add_argument("--max-hosts", type=int, metavar="N", help="most hosts to run on")
+    elastic.add_argument(
+        "--host-discovery-script",
+        type=Path,
+        metavar="FILE",
+        help="a program that prints the hosts there are, a line each",
+    )
     ray = parser.add_argument_group("Ray")
     ray.add_argument("--ray-address", default="local", metavar="ADDRESS", help="HOST:PORT, auto, or local (default)")
     ray.add_argument("--cpus-per-rank", type=float, default=1, metavar="N", help="of each bundle (default 1)")
@@ -168,6 +179,34 @@ def posts_of(arguments: argparse.Namespace, plan: Plan, run_dir: Path, file: Pat
         )
         return [Post(station, Seats(arguments.on, 0, plan.world_size), Meeting())]
     return []
+
+
+def is_elastic(arguments: argparse.Namespace) -> bool:
+    """Whether the job's hosts may change."""
+    asked = (arguments.min_hosts, arguments.max_hosts, arguments.host_discovery_script)
+    return any(one is not None for one in asked)
+
+
+def elastic_rules(arguments: argparse.Namespace) -> tuple[Rules, Callable[[], Sequence[Host]]]:
+    """How many hosts the job wants, and what tells which there are.
+
+    Raises:
+        UsageError: the numbers contradict each other, or nothing names hosts.
+    """
+    hosts = hosts_of(arguments)
+    if arguments.on not in (None, "ssh"):
+        raise UsageError(f"hosts that come and go --on {arguments.on}", "there its scheduler decides", "use --on ssh")
+    if hosts and arguments.host_discovery_script:
+        raise UsageError("the job's hosts", "they are named, and there is a script", "leave one out")
+    if not hosts and arguments.host_discovery_script is None:
+        raise UsageError(
+            "--min-hosts or --max-hosts", "no host is named", "write -H, --hostfile or --host-discovery-script"
+        )
+    least = 1 if arguments.min_hosts is None else arguments.min_hosts
+    most = arguments.max_hosts or max(least, len(hosts) or sys.maxsize)
+    if not 1 <= least <= most:
+        raise UsageError(f"between {least} and {most} hosts", "there is no such number", "let 1 <= min <= max")
+    return Rules(least, most), script_hosts(arguments.host_discovery_script) if not hosts else lambda: hosts
 
 
 def fleet_options(arguments: argparse.Namespace) -> FleetOptions:

@@ -21,8 +21,8 @@ from paceline.nouns.errors import UsageError
 __all__ = ["NodePosition", "Position", "find_node", "find_position", "meeting_file"]
 ALONE = "alone"
 _OWN_MEETING = ("PACELINE_RENDEZVOUS", "PACELINE_MASTER")
-# Their daemons may be tasks of a Slurm step, whose variables the ranks inherit.
-_HAS_DAEMONS = (launchers.OPEN_MPI, launchers.MVAPICH, launchers.PMI)
+# Of MPI: their daemons may be tasks of a Slurm step, whose variables the ranks inherit.
+_MPI = (launchers.OPEN_MPI, launchers.MVAPICH, launchers.PMI)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ def _incomplete(said: Said) -> UsageError:
     only = ", ".join(said.names)
     return UsageError(
         f"the ranks' variables of {said.source} should be set together",
-        f"only {only} is set, and {' and '.join(missing)} is not",
+        f"only {only} is set, and {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not",
         f"unset {only}, or start the job with `paceline run`",
     )
 
@@ -133,7 +133,7 @@ def _check_agreement(inner: Said, outer: Said) -> None:
         return
     local = inner.values.get("local_size", 1)
     is_step_of_daemons = outer.source == launchers.SLURM and outer.values.get("local_size") == 1
-    if inner.source in _HAS_DAEMONS and is_step_of_daemons and local < inner.values["size"] > size:
+    if inner.source in _MPI and is_step_of_daemons and local < inner.values["size"] > size:
         return  # `mpirun` starts its daemons by `srun`, on every host or on every host but its own
     raise _disagreement(inner, outer)
 
@@ -149,11 +149,8 @@ def _hosts(said: Said) -> set[tuple[int, int]]:
     hosts = size // local
     if "cross_rank" in values:
         return {(values["cross_rank"], hosts)}
-    return (
-        {(rank // local, hosts)}
-        if said.source == launchers.TORCHRUN
-        else {(rank // local, hosts), (rank % hosts, hosts)}
-    )
+    may_go_round = {(rank % hosts, hosts)} if said.source in _MPI else set()
+    return {(rank // local, hosts)} | may_go_round
 
 
 def _disagreement(inner: Said, outer: Said) -> UsageError:

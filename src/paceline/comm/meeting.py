@@ -32,6 +32,7 @@ _MARKS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 # A port computed from a job's number lies below those that Linux (32768) and Kubernetes (30000) hand out.
 _FIRST_PORT, _PORTS = 12000, 18000
+_PROCESSES = Path("/proc")
 
 
 def meeting_file(source: str, environment: Mapping[str, str]) -> str:
@@ -140,7 +141,7 @@ def _launcher_process(processes: tuple[str, ...], is_outermost: bool) -> list[st
     process = os.getppid()
     while processes and process > 1:
         try:
-            stat = Path(f"/proc/{process}/stat").read_text()
+            stat = (_PROCESSES / str(process) / "stat").read_text()
         except OSError:  # no Linux, another user's process, or one that has just ended
             break
         name = stat[stat.index("(") + 1 : stat.rindex(")")]

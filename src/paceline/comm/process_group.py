@@ -9,6 +9,7 @@ bound to the interface that leads there.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import socket
@@ -158,3 +159,10 @@ def close_world() -> None:
     """Leave the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def forget_meeting(place: Place) -> None:
+    """Remove the folder where ranks met, once the last of them has left it empty."""
+    if place.rendezvous is not None:
+        with contextlib.suppress(OSError):
+            Path(place.rendezvous).parent.rmdir()

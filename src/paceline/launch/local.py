@@ -96,7 +96,7 @@ def start_ranks(settings: RankSettings) -> ForkServer:
         command,
         stdin=subprocess.DEVNULL,
         pass_fds=[theirs.fileno(), *writing, *listener],
-        env=rank_environment(settings.seats.count),
+        env=_environment(settings),
         start_new_session=True,  # Ctrl-C reaches the supervisor alone, which lets the ranks save
     )
     theirs.close()
@@ -105,6 +105,13 @@ def start_ranks(settings: RankSettings) -> ForkServer:
     whole = dataclasses.replace(settings, outputs=writing, is_forking=can_fork())
     ours.sendall(whole.to_json().encode() + b"\n")
     return ForkServer(process, ours, dict(zip(settings.processes, [pipe[0] for pipe in pipes], strict=True)))
+
+
+def _environment(settings: RankSettings) -> dict[str, str]:
+    environment = rank_environment(settings.seats.count)
+    if settings.meeting.master:  # torch's store warns of every address that has no name
+        environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    return environment
 
 
 def rank_environment(ranks: int) -> dict[str, str]:

@@ -21,6 +21,7 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ from paceline.comm.interfaces import address_of, address_towards, interface_of, 
 from paceline.launch.local import RankSettings
 from paceline.nouns.errors import PacelineError, UsageError
 from paceline.run.station import Lines, Listening, LocalStation, Station
+
+LEASE_S = 20.0  # the ranks' life after the supervisor's last sign; none starts in their place before it has ended
 
 
 class Agent:
@@ -40,6 +43,7 @@ class Agent:
         self.private = tempfile.mkdtemp(prefix="paceline-")
         self.lines = Lines(sys.stdin.fileno())
         self.has_started = self.is_over = False
+        self.heard_s = time.monotonic()
 
     def run(self) -> int:
         """Serve until the ranks have ended, or the supervisor has gone."""
@@ -47,7 +51,7 @@ class Agent:
             signal.signal(number, signal.SIG_IGN)  # the end of the input says it
         try:
             self.listening.register(sys.stdin.fileno(), self._hear)
-            while not self.is_over:
+            while not self.is_over and not self._is_alone():
                 self.listening.turn(1.0)
             self.station.kill()
             while self.listening.open - {sys.stdin.fileno()}:
@@ -57,7 +61,12 @@ class Agent:
             shutil.rmtree(self.private, ignore_errors=True)
         return 0
 
+    def _is_alone(self) -> bool:
+        """Whether the supervisor has not been heard for so long that it may have started others in these' place."""
+        return self.has_started and time.monotonic() - self.heard_s > LEASE_S
+
     def _hear(self) -> bool:
+        self.heard_s = time.monotonic()
         for line in self.lines.read():
             try:
                 self._obey(json.loads(line))

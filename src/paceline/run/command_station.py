@@ -84,7 +84,7 @@ class CommandStation:
         for line in self.lines.read():
             found = _TAGS.fullmatch(line)
             rank, text = (int(found[1]), found[2]) if found else (0, line)
-            if text.strip():
+            if any(letter.isalnum() for letter in text):
                 self.last.append(text.strip())
             self.hearer.on_output(rank, text)
         if self.lines.is_over:
@@ -112,6 +112,9 @@ class CommandStation:
     def restart(self, rank: int) -> None:
         """Nothing: only a host with parameter servers has any to start again."""
         raise UsageError(f"to start rank {rank} again", f"{self.host} started it", "start the job anew")
+
+    def beat(self, now_s: float) -> None:
+        """Nothing: the program has its own means."""
 
     def close(self, patience_s: float = 15.0) -> int:
         """Wait for the program's end; its exit code."""

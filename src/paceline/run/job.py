@@ -15,9 +15,14 @@ def run_job(plan: Plan, request: JobRequest, screen: Screen) -> tuple[Ending, Pr
     """Run the job and write `result.json`: how it ended, what it did, and the result as JSON has it."""
     directory.write_start(request.run_dir, plan, request.script, request.arguments)
     ending, progress = Supervisor(request, screen).run()
-    result = result_of(request.run_dir, ending, progress)
-    directory.write_json(request.run_dir / "result.json", result)
-    return ending, progress, result
+    return ending, progress, finish(request.run_dir, ending, progress)
+
+
+def finish(run_dir: Path, ending: Ending, progress: Progress) -> dict[str, Any]:
+    """Write `result.json`; its content."""
+    result = result_of(run_dir, ending, progress)
+    directory.write_json(run_dir / "result.json", result)
+    return result
 
 
 def result_of(folder: Path, ending: Ending, progress: Progress) -> dict[str, Any]:

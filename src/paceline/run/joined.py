@@ -10,10 +10,12 @@ import os
 import sys
 from pathlib import Path
 
+from paceline.comm.dialects import find_position
 from paceline.launch.orphans import die_with_parent
 from paceline.run import directory
 from paceline.run.failures import first_cause, read_failures
 from paceline.run.job import result_of
+from paceline.run.place import said
 from paceline.run.progress import Progress
 from paceline.run.supervisor import Ending
 from paceline.run.worker import run_rank
@@ -24,14 +26,16 @@ STOPPED_CODE = 75  # sysexits.h, EX_TEMPFAIL: try again
 def main() -> int:
     """Run the rank; its exit code."""
     die_with_parent()
+    os.environ.update(said(find_position(os.environ)))
+    run_dir = Path(os.environ["PACELINE_RUN_DIR"])
+    progress = Progress(run_dir)  # before the first step: it follows from the file's present end
     code = run_rank(sys.argv[1], sys.argv[2:], STOPPED_CODE)
     if os.environ["PACELINE_RANK"] == "0" and "PACELINE_SUPERVISED" not in os.environ:
-        _write_result(Path(os.environ["PACELINE_RUN_DIR"]), code)
+        _write_result(run_dir, code, progress)
     return code
 
 
-def _write_result(run_dir: Path, code: int) -> None:
-    progress = Progress(run_dir)
+def _write_result(run_dir: Path, code: int, progress: Progress) -> None:
     progress.read()
     failures = read_failures(run_dir)
     cause = first_cause(failures.values()) if code not in (0, STOPPED_CODE) and failures else None

@@ -7,6 +7,7 @@ rank. Ray carries calls and results by its own means; a rank's tensors go over t
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import subprocess
@@ -34,9 +35,10 @@ class Seat:
 
     def where(self) -> str:
         """The node that it is on."""
-        import ray
+        import ray.util
 
-        return str(ray.util.get_node_ip_address())
+        find: Any = ray.util.get_node_ip_address
+        return str(find())
 
     def listen(self, others: Sequence[str]) -> str:
         """Open the socket of the ranks' store, at the address that the others reach; HOST:PORT."""
@@ -92,13 +94,13 @@ def main() -> int:
     except ModuleNotFoundError:
         print("to run on Ray, the package ray is needed, but it is not installed: pip install 'paceline[ray]'")
         return 2
-    told: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False, "include_dashboard": False}
+    told: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
     if job["address"] == "local":
         # One for this job alone: on loopback, with as many CPUs as its ranks take, and no dashboard.
         wanted = sum(bundle.get("CPU", 0) for bundle in job["bundles"])
-        ray.init(num_cpus=max(1, int(wanted)), _node_ip_address="127.0.0.1", **told)
+        ray.init(num_cpus=max(1, int(wanted)), include_dashboard=False, _node_ip_address="127.0.0.1", **told)
     else:
-        ray.init(address=job["address"], logging_level="ERROR", log_to_driver=False)
+        ray.init(address=job["address"], **told)
     try:
         return _run(ray, job)
     finally:

@@ -20,6 +20,7 @@ from paceline.launch.local import ForkServer, RankSettings, start_ranks
 from paceline.nouns.errors import PacelineError, UsageError
 from paceline.run.failures import lost_host, lost_server
 
+BEAT_S = 2.0
 Listen = Callable[[int, Callable[[], bool]], None]  # a descriptor, and what reads it: False at its end
 
 
@@ -60,6 +61,9 @@ class Station(Protocol):
 
     def restart(self, rank: int) -> None:
         """Start one again."""
+
+    def beat(self, now_s: float) -> None:
+        """Say now and then that the supervisor lives."""
 
     def close(self) -> int:
         """Wait for its end; the fork server's or ssh's exit code."""
@@ -125,6 +129,9 @@ class LocalStation:
         with contextlib.suppress(BrokenPipeError):
             self.server.control.sendall(json.dumps({"restart": rank}).encode() + b"\n")
 
+    def beat(self, now_s: float) -> None:
+        """Nothing: the fork server sees the supervisor's end by itself."""
+
     def close(self) -> int:
         """Wait for the fork server's end; its exit code."""
         if self.server is None:
@@ -151,7 +158,7 @@ class RemoteStation:
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
         )
-        self.errors = b""
+        self.errors, self.beat_s = b"", float("-inf")
         assert self.process.stdout is not None
         self.lines = Lines(self.process.stdout.fileno())
         self.tell(request)
@@ -229,6 +236,12 @@ class RemoteStation:
     def restart(self, rank: int) -> None:
         """Nothing: only a host with parameter servers has any to start again."""
         raise UsageError(f"to start rank {rank} on {self.host} again", "it is not this host", "start the job anew")
+
+    def beat(self, now_s: float) -> None:
+        """Without it for some time the agent ends the ranks: see `run/agent.py`."""
+        if now_s - self.beat_s > BEAT_S:
+            self.beat_s = now_s
+            self.tell({"beat": True})
 
     def tell(self, message: dict[str, Any]) -> None:
         """Send the agent a line; one that has gone says so on its other end."""

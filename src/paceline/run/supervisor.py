@@ -61,12 +61,24 @@ class JobRequest:
 
 @dataclass(slots=True)
 class Ending:
-    """How a job ended. `status` is "done", "stopped" or "failed"."""
+    """How a job ended.
+
+    Attributes:
+        status: "done", "stopped" or "failed".
+        is_regroup: it was stopped by `should_stop`.
+        is_of_hosts: the first cause is a host's, or a process that was ended by a signal: no error of the file's.
+        lost_hosts: hosts to which the connection ended.
+        bad_hosts: these, and hosts on which a rank was ended by a signal.
+    """
 
     status: str
     exit_code: int
     cause: dict[str, Any] | None = None
     others: int = 0
+    is_regroup: bool = False
+    is_of_hosts: bool = False
+    lost_hosts: tuple[str, ...] = ()
+    bad_hosts: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -77,6 +89,8 @@ class Supervisor:
     screen: Screen
     clock: Clock = field(default_factory=WallClock)
     is_hung: Callable[[], bool] = bool  # asked at every turn; all ranks are killed where it says so
+    should_stop: Callable[[], bool] = bool  # the same; all ranks save and end
+    is_regroup: bool = False
     alive: dict[int, int] = field(default_factory=dict)  # rank: process
     ended: dict[int, int] = field(default_factory=dict)  # rank: exit code, below 0 the signal
     killed: set[int] = field(default_factory=set)  # ranks that the supervisor killed itself
@@ -115,7 +129,7 @@ class Supervisor:
         if progress.last is not None:
             self.screen.show_progress(progress.line(), float("inf"))
         self.screen.end()
-        return self._ending(progress, statuses), progress
+        return self._with_hosts(self._ending(progress, statuses)), progress
 
     def _here(self, private: Path) -> Post:
         return Post(LocalStation(), Seats("", 0, self.request.ranks), Meeting(str(private / "rendezvous")))
@@ -142,6 +156,11 @@ class Supervisor:
     def _turn(self, progress: Progress) -> None:
         self.listening.turn(_TICK_S)
         now_s = self.clock.now_s()
+        for station in set(self.stations.values()):
+            station.beat(now_s)
+        if not self.asked_to_stop and self.should_stop():
+            self.is_regroup = True
+            self.asked_to_stop.append(signal.SIGTERM)
         self._pass_on_stop(now_s)
         if (self.kill_at_s is not None and now_s >= self.kill_at_s) or self.is_hung():
             self._kill()
@@ -231,7 +250,8 @@ class Supervisor:
         elif not self.has_told_ranks:
             self.has_told_ranks = True
             self.kill_at_s = now_s + self.request.grace_s
-            self.screen.say("stopping: finishing the step and saving; once more to kill")
+            why = "other hosts: " if self.is_regroup else "stopping: "
+            self.screen.say(why + "finishing the step and saving" + ("" if self.is_regroup else "; once more to kill"))
             for station in set(self.stations.values()):
                 own = [rank for rank in self.alive if self.stations[rank] is station and self._is_worker(rank)]
                 station.signal(own, signal.SIGTERM)
@@ -240,6 +260,15 @@ class Supervisor:
         self.killed |= self.alive.keys()
         for station in {self.stations[rank] for rank in self.alive}:
             station.kill()
+
+    def _with_hosts(self, ending: Ending) -> Ending:
+        ending.is_regroup = self.is_regroup and ending.status == "stopped"
+        ending.lost_hosts = tuple(sorted({station.host for station, _ in self.lost}))
+        signalled = {self.stations[rank].host for rank, death in self.deaths.items() if self.ended.get(rank, 0) < 0}
+        ending.bad_hosts = tuple(sorted({*ending.lost_hosts, *signalled}))
+        cause = ending.cause or {}
+        ending.is_of_hosts = not ending.cause or cause["type"] == "ProcessDied" or bool(cause["is_peer_loss"])
+        return ending
 
     def _ending(self, progress: Progress, statuses: dict[Station, int]) -> Ending:
         stop = self.asked_to_stop[0] if self.asked_to_stop else None

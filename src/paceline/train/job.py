@@ -312,6 +312,7 @@ class Job:
         return Path(str(self.run_dir), "checkpoints", folder_name(self.step_number))
 
     def _begin_save(self, folder: Path, keep: int) -> None:
+        prepare.check_generation(os.environ)
         self._report_failed_save(self.writer.wait())
         if self.plan.server:
             self.saved_step = self.step_number

@@ -14,7 +14,7 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 
 from paceline.checkpoint.manifest import MANIFEST, remove_partial_in
 from paceline.comm.collectives import AxisComm
-from paceline.nouns.errors import CheckpointError, PlanError, WorkloadError
+from paceline.nouns.errors import CheckpointError, PeerLostError, PlanError, WorkloadError
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
 from paceline.nouns.workload import Workload
@@ -37,6 +37,20 @@ def stop_file(environment: Mapping[str, str]) -> Path | None:
     """A file that says "stop" once it is there, where the launcher can't hand on a signal."""
     text = environment.get("PACELINE_STOP_FILE")
     return Path(text) if text else None
+
+
+def check_generation(environment: Mapping[str, str]) -> None:
+    """Raise PeerLostError where the job has gone on without this rank: it must not write into the run directory."""
+    folder, own = run_dir(environment), environment.get("PACELINE_GENERATION")
+    if folder is None or own is None:
+        return
+    now = (folder / "generation").read_text().strip()
+    if now != own:
+        raise PeerLostError(
+            "to save a checkpoint",
+            f"this rank is of generation {own}, and the job is at {now} on other hosts",
+            "nothing: the others go on without it",
+        )
 
 
 def read_plan(environment: Mapping[str, str], size: int) -> Plan:

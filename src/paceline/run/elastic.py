@@ -1,0 +1,211 @@
+"""Runs a job generation after generation, on the hosts that there are."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.launch.hosts import Host, parse_hosts
+from paceline.launch.seats import seat
+from paceline.nouns.errors import PacelineError, UsageError
+from paceline.nouns.mesh import Mesh
+from paceline.nouns.plan import Plan
+from paceline.run import directory
+from paceline.run.agent import LEASE_S
+from paceline.run.fleet import FleetOptions, HostError, open_posts
+from paceline.run.job import finish
+from paceline.run.membership import GiveUp, Membership, Regroup, Rules, Start, Wait
+from paceline.run.progress import Progress, Screen
+from paceline.run.supervisor import Ending, JobRequest, Supervisor
+
+DISCOVER_S = 1.0  # between two looks, as Horovod has it
+SCRIPT_S = 30.0  # for the script to end
+WAIT_S = 600.0  # for enough hosts
+MARGIN_S = 2.0  # beyond the lease, for clocks that run unlike each other
+GENERATION = "generation"  # a file of the run directory
+
+
+@dataclass(slots=True)
+class Elastic:
+    """A job that goes on while hosts come and go.
+
+    Args:
+        rules: how many hosts it wants.
+        discover: the hosts that there are now; raises UsageError when that can't be known.
+        fleet: how they are reached.
+        plan: for any number of ranks: its `replicate` or `shard` axis grows and shrinks.
+        request: the job; its ranks and posts are each generation's own.
+        screen: for people.
+    """
+
+    rules: Rules
+    discover: Callable[[], Sequence[Host]]
+    fleet: FleetOptions
+    plan: Plan
+    request: JobRequest
+    screen: Screen
+    wait_s: float = WAIT_S
+
+    def run(self) -> tuple[Ending, Progress, dict[str, object]]:
+        """Run the job to its end, and write its result.
+
+        Raises:
+            UsageError: there were not enough hosts for too long.
+        """
+        members = Membership(self.rules)
+        while True:
+            members, start = self._next(members)
+            try:
+                ending, progress, members = self._generation(members, start)
+            except HostError as error:
+                self.screen.say(f"paceline: {error.asked}: {error.found}")
+                members = members.not_ready(error.hosts)
+                time.sleep(DISCOVER_S)
+                continue
+            if not _goes_on(ending):
+                return ending, progress, finish(self.request.run_dir, ending, progress)
+            self.screen.say(f"paceline: generation {start.generation} ended: {_why(ending)}")
+            members, decision = members.ended(ending.bad_hosts, ending.status == "failed")
+            if isinstance(decision, GiveUp):
+                raise UsageError("the job on its hosts", decision.why, "mend what the lines above tell; then --resume")
+
+    def _next(self, members: Membership) -> tuple[Membership, Start]:
+        """The next generation, as soon as there are hosts enough."""
+        began, told = time.monotonic(), ""
+        while True:
+            members, decision = members.discovered(self._discover(members))
+            if isinstance(decision, Start):
+                return members, decision
+            assert isinstance(decision, Wait)
+            if decision.why != told:
+                told = decision.why
+                self.screen.say(f"paceline: waiting for hosts: {told}")
+            if time.monotonic() - began > self.wait_s:
+                raise UsageError(f"hosts within {self.wait_s:g} s", told, "start hosts, or lower --min-hosts")
+            time.sleep(DISCOVER_S)
+
+    def _discover(self, members: Membership) -> Sequence[Host]:
+        """The hosts now; those known when that can't be found out.
+
+        Raises:
+            UsageError: none is known yet.
+        """
+        try:
+            return self.discover()
+        except PacelineError as error:
+            if not members.known:
+                raise
+            self.screen.say(f"paceline: {error.asked}: {error.found}; the hosts known stay")
+            return members.known
+
+    def _generation(self, members: Membership, start: Start) -> tuple[Ending, Progress, Membership]:
+        run_dir = self.request.run_dir
+        plan = rescaled(self.plan, sum(host.slots for host in start.hosts))
+        seats = seat(start.hosts, plan.world_size)
+        directory.write_start(run_dir, plan, self.request.script, self.request.arguments)
+        (run_dir / GENERATION).write_text(f"{start.generation}\n")
+        resume = directory.find_resume_point(run_dir, lambda text: None)
+        where = ", ".join(f"{one.host}:{one.count}" for one in seats)
+        self.screen.say(
+            f"paceline: generation {start.generation}: {where}" + (f", from {resume.name}" if resume else "")
+        )
+        posts = open_posts(seats, self.request.script, run_dir, self.fleet)
+        told = {**self.request.environment, "PACELINE_GENERATION": str(start.generation)}
+        request = dataclasses.replace(self.request, ranks=plan.world_size, posts=posts, resume=resume, environment=told)
+        with _Watch(members, self._discover) as watch:
+            supervisor = Supervisor(request, self.screen, should_stop=watch.should_stop)
+            ending, progress = supervisor.run()
+        if ending.lost_hosts:  # their ranks may still be there until the agents' leases have ended
+            time.sleep(LEASE_S + MARGIN_S)
+        return ending, progress, watch.members
+
+
+class _Watch:
+    """Looks for hosts while a generation runs."""
+
+    def __init__(self, members: Membership, discover: Callable[[Membership], Sequence[Host]]) -> None:
+        self.members, self.discover = members, discover
+        self.regroup = threading.Event()
+        self.over = threading.Event()
+        self.thread = threading.Thread(target=self._look, daemon=True)
+
+    def __enter__(self) -> _Watch:
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.over.set()
+        self.thread.join(SCRIPT_S)
+
+    def should_stop(self) -> bool:
+        """Whether the ranks are to save and end."""
+        return self.regroup.is_set()
+
+    def _look(self) -> None:
+        while not self.over.wait(DISCOVER_S):
+            self.members, decision = self.members.discovered(self.discover(self.members))
+            if isinstance(decision, Regroup):
+                self.regroup.set()
+                return
+
+
+def _goes_on(ending: Ending) -> bool:
+    """Whether another generation may do better: the person's own error would come again."""
+    if ending.status == "failed":
+        return ending.is_of_hosts
+    return ending.status == "stopped" and ending.is_regroup
+
+
+def rescaled(plan: Plan, ranks: int) -> Plan:
+    """The plan for at most so many ranks: what is split by tensor and pipeline stays, the data axis takes the rest.
+
+    Raises:
+        UsageError: there are too few for one copy of the model.
+    """
+    mesh = Mesh.parse(plan.mesh)
+    sizes = {axis: mesh.size(axis) for axis in ("replicate", "shard", "tensor", "pipeline")}
+    grows = "shard" if sizes["shard"] > 1 and sizes["replicate"] == 1 else "replicate"
+    fixed = mesh.world_size // sizes[grows]
+    if ranks < fixed:
+        raise UsageError(
+            f"the plan {plan.mesh} on {ranks} ranks",
+            f"{fixed} hold one copy of the model",
+            "raise --min-hosts or the slots",
+        )
+    line = ",".join(f"{axis}={size}" for axis, size in {**sizes, grows: ranks // fixed}.items() if size > 1)
+    return dataclasses.replace(plan, mesh=str(Mesh.parse(line or "replicate=1")))
+
+
+def script_hosts(script: Path) -> Callable[[], tuple[Host, ...]]:
+    """Horovod's protocol: a program that prints a host a line, `h1:4` or `h1`, and ends with 0.
+
+    Raises:
+        UsageError: it failed, or printed what is no host.
+    """
+
+    def ask() -> tuple[Host, ...]:
+        asked = f"the hosts of {script}"
+        try:
+            done = subprocess.run([str(script.resolve())], capture_output=True, text=True, timeout=SCRIPT_S)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise UsageError(
+                asked, f"it did not run ({error})", "make it a program that prints a host a line"
+            ) from None
+        if done.returncode:
+            last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+            raise UsageError(asked, f"it ended with {done.returncode}: {last}", "run it by hand")
+        lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
+        return parse_hosts(",".join(lines)) if lines else ()
+
+    return ask
+
+
+def _why(ending: Ending) -> str:
+    if ending.status == "stopped":
+        return "its hosts change"
+    return str((ending.cause or {"message": "its ranks hung"})["message"]).splitlines()[0]

@@ -1,0 +1,146 @@
+"""Which hosts a job runs on, generation after generation: values in, values out, nothing is read or started here.
+
+A generation is one set of hosts with the ranks on them. Whatever changes the set ends the generation, and the next one
+goes on from the newest checkpoint. Ranks of an older generation are out: their host's agent ends them when it no longer
+hears from the supervisor, and the supervisor waits for so long before it starts the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+
+from paceline.launch.hosts import Host
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What a job asks of its hosts.
+
+    Args:
+        least, most: how many it runs on.
+        restarts: generations that may follow a failure.
+        patience: failures of one host after which it is no longer asked.
+    """
+
+    least: int = 1
+    most: int = 1
+    restarts: int = 10
+    patience: int = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Begin a generation on these hosts."""
+
+    generation: int
+    hosts: tuple[Host, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Regroup:
+    """Let the ranks save and end: the next generation has other hosts."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """There are not enough hosts now."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """The job has failed."""
+
+    why: str
+
+
+Decision = Start | Regroup | Wait | GiveUp | None
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """A job's hosts now.
+
+    Args:
+        rules: that it keeps.
+        generation: the number of the present one, or the last.
+        hosts: of the present one; empty between two.
+        known: hosts that there are, in the order in which they were first seen.
+        failures: by host.
+        restarts: after failures, so far.
+        is_regrouping: the present generation is ending since its hosts change.
+    """
+
+    rules: Rules
+    generation: int = 0
+    hosts: tuple[Host, ...] = ()
+    known: tuple[Host, ...] = ()
+    failures: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    restarts: int = 0
+    is_regrouping: bool = False
+
+    def discovered(self, hosts: Sequence[Host]) -> tuple[Membership, Decision]:
+        """These hosts are there now, and no others."""
+        slots = {host.name: host for host in hosts}
+        names = [host.name for host in self.known if host.name in slots]
+        names += [host.name for host in hosts if host.name not in names]
+        now = replace(self, known=tuple(slots[name] for name in names))
+        if not self.hosts:
+            return now._begin()
+        wanted = now._wanted()
+        if self.is_regrouping or wanted == self.hosts or len(wanted) < self.rules.least:
+            return now, None
+        gone = [host.name for host in self.hosts if host not in wanted]
+        come = [host.name for host in wanted if host not in self.hosts]
+        why = " and ".join(
+            f"{', '.join(names)} {word}" for names, word in ((gone, "went or changed"), (come, "came")) if names
+        )
+        return replace(now, is_regrouping=True), Regroup(why)
+
+    def not_ready(self, names: Iterable[str]) -> Membership:
+        """The generation could not begin: these hosts can't be reached, or are not fit."""
+        return replace(self, hosts=(), failures=self._counted(names), is_regrouping=False)
+
+    def ended(self, names: Iterable[str] = (), is_failure: bool = True) -> tuple[Membership, Decision]:
+        """The generation has ended before the job did; what hosts there are now is asked next.
+
+        Args:
+            names: hosts that were lost, or on which a rank was killed.
+            is_failure: it did not end by itself; False after `Regroup`.
+        """
+        restarts = self.restarts + is_failure
+        now = replace(self, hosts=(), failures=self._counted(names), restarts=restarts, is_regrouping=False)
+        if restarts > self.rules.restarts:
+            return now, GiveUp(f"it failed {restarts} times, and {self.rules.restarts} are allowed")
+        return now, None
+
+    def _counted(self, names: Iterable[str]) -> Mapping[str, int]:
+        counts = dict(self.failures)
+        for name in set(names):
+            counts[name] = counts.get(name, 0) + 1
+        return MappingProxyType(counts)
+
+    def _fit(self) -> tuple[Host, ...]:
+        return tuple(host for host in self.known if self.failures.get(host.name, 0) < self.rules.patience)
+
+    def _wanted(self) -> tuple[Host, ...]:
+        """Hosts that are in already come first: rank 0's stays, as long as it can."""
+        names = [host.name for host in self.hosts]
+        fit = sorted(
+            self._fit(), key=lambda host: (host.name not in names, names.index(host.name) if host.name in names else 0)
+        )
+        return tuple(fit[: self.rules.most])
+
+    def _begin(self) -> tuple[Membership, Decision]:
+        wanted = self._wanted()
+        if len(wanted) < self.rules.least:
+            out = [name for name, count in self.failures.items() if count >= self.rules.patience]
+            told = f"; {', '.join(sorted(out))} failed {self.rules.patience} times" if out else ""
+            return self, Wait(f"{len(wanted)} of at least {self.rules.least} hosts are there{told}")
+        number = self.generation + 1
+        return replace(self, generation=number, hosts=wanted, is_regrouping=False), Start(number, wanted)
