@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SSHD = shutil.which("sshd", path="/usr/sbin:/usr/bin:/sbin")
+_MADE = itertools.count()
 WHY_NOT = "needs root, ip and sshd"
 
 
@@ -43,6 +45,10 @@ class Hosts:
         """Of a host."""
         return f"10.77.{self.subnet}.{self.names.index(name) + 2}"
 
+    def other(self, name: str) -> str:
+        """Its address on a second network, which no job was told to use."""
+        return f"10.78.{self.subnet}.{self.names.index(name) + 2}"
+
     @property
     def subnet(self) -> int:
         """A number that no other test's hosts have."""
@@ -60,7 +66,7 @@ class Hosts:
 @contextlib.contextmanager
 def hosts(folder: Path, names: Sequence[str] = ("h1", "h2")) -> Iterator[Hosts]:
     """Hosts for the time of the block."""
-    made = Hosts(names, folder, f"pl{os.getpid() % 10000}")
+    made = Hosts(names, folder, f"pl{(os.getpid() + 7 * next(_MADE)) % 10000}")
     daemons: list[subprocess.Popen] = []
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -90,6 +96,7 @@ def _make_network(made: Hosts) -> None:
         _call("ip", "link", "add", wire, "type", "veth", "peer", "name", "eth0", "netns", space)
         _call("ip", "link", "set", wire, "master", made.prefix, "up")
         _call("ip", "-n", space, "addr", "add", f"10.77.{made.subnet}.{number}/24", "dev", "eth0")
+        _call("ip", "-n", space, "addr", "add", f"10.78.{made.subnet}.{number}/24", "dev", "eth0", "label", "eth0:1")
         _call("ip", "-n", space, "link", "set", "eth0", "up")
         _call("ip", "-n", space, "link", "set", "lo", "up")
 
@@ -121,11 +128,13 @@ def _start_sshd(made: Hosts, name: str) -> subprocess.Popen:
         "ListenAddress": made.address(name),
     }
     words = [word for key, value in settings.items() for word in ("-o", f"{key}={value}")]
-    log = (made.folder / f"{name}.log").open("w")
     assert SSHD is not None
-    daemon = subprocess.Popen(made.inside(name, SSHD, "-D", "-e", "-f", "/dev/null", *words), stderr=log)
+    with (made.folder / f"{name}.log").open("w") as log:
+        daemon = subprocess.Popen(made.inside(name, SSHD, "-D", "-e", "-f", "/dev/null", *words), stderr=log)
     deadline = time.monotonic() + 10
-    while subprocess.run(made.inside("from", "ssh", "-F", str(made.config), name, "true"), capture_output=True).returncode:
+    while subprocess.run(
+        made.inside("from", "ssh", "-F", str(made.config), name, "true"), capture_output=True
+    ).returncode:
         if time.monotonic() > deadline or daemon.poll() is not None:
             raise RuntimeError((made.folder / f"{name}.log").read_text())
         time.sleep(0.1)

@@ -18,7 +18,9 @@ WHY_NOT = "needs root, slurmctld, slurmd and munged"
 
 def can_start() -> bool:
     """Whether this machine has what it takes."""
-    return os.geteuid() == 0 and all(shutil.which(name, path=_PATH) for name in ("slurmctld", "slurmd", "munged", "srun"))
+    return os.geteuid() == 0 and all(
+        shutil.which(name, path=_PATH) for name in ("slurmctld", "slurmd", "munged", "srun")
+    )
 
 
 @dataclass
@@ -58,10 +60,10 @@ def slurm(folder: Path) -> Iterator[Slurm]:
         started.append(_start_munge(folder))
         made = Slurm(folder)
         for program in (("slurmctld", "-D"), ("slurmd", "-D")):
-            log = (folder / f"{program[0]}.out").open("w")
             environment = {**os.environ, **made.environment}
             path = shutil.which(program[0], path=_PATH)
-            started.append(subprocess.Popen([str(path), *program[1:]], env=environment, stdout=log, stderr=log))
+            with (folder / f"{program[0]}.out").open("w") as log:
+                started.append(subprocess.Popen([str(path), *program[1:]], env=environment, stdout=log, stderr=log))
         _wait(made, folder)
         yield made
     finally:
@@ -117,11 +119,9 @@ def _start_munge(folder: Path) -> subprocess.Popen:
     munged = str(shutil.which("munged", path=_PATH))
     names = ("pid-file", "log-file", "seed-file")
     words = [f"--{name}={folder}/munge.{name}" for name in names]
-    log = (folder / "munge.out").open("w")
-    process = subprocess.Popen(
-        [munged, "--foreground", "--force", f"--key-file={key}", f"--socket={folder}/munge.socket", *words],
-        stdout=log, stderr=log,
-    )  # fmt: skip
+    line = [munged, "--foreground", "--force", f"--key-file={key}", f"--socket={folder}/munge.socket", *words]
+    with (folder / "munge.out").open("w") as log:
+        process = subprocess.Popen(line, stdout=log, stderr=log)
     deadline = time.monotonic() + 10
     while not (folder / "munge.socket").exists():
         if process.poll() is not None or time.monotonic() > deadline:

@@ -6,6 +6,10 @@ from __future__ import annotations
 import re
 
 import pytest
+
+from paceline.comm.dialects import find_node, find_position
+from paceline.nouns.errors import UsageError
+
 from environments import (
     LAUNCHERS,
     allocation,
@@ -19,9 +23,6 @@ from environments import (
     slurm,
     torchrun,
 )
-
-from paceline.comm.dialects import find_node, find_position
-from paceline.nouns.errors import UsageError
 
 MASTER = {"MASTER_ADDR": "a1", "MASTER_PORT": "29511"}
 POD = {"PET_NNODES": "4", "PET_NODE_RANK": "2", "PET_NPROC_PER_NODE": "8", **MASTER}

@@ -10,11 +10,12 @@ import textwrap
 
 import psutil
 import pytest
-from environments import LAUNCHERS, NEEDS_MASTER, SOURCES, allocation, hydra, open_mpi, paceline, seats, slurm, torchrun
 
 from paceline.comm.dialects import NodePosition, Position, find_node, find_position, meeting_file
 from paceline.comm.meeting import _launcher_process
 from paceline.nouns.errors import UsageError
+
+from environments import LAUNCHERS, NEEDS_MASTER, SOURCES, allocation, hydra, open_mpi, paceline, seats, slurm, torchrun
 
 MASTER = {"MASTER_ADDR": "a1", "MASTER_PORT": "29511"}
 

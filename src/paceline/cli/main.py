@@ -14,8 +14,10 @@ from paceline.nouns.errors import MEETS_NOT, PacelineError, did_you_mean
 VERBS = {
     "run": "train as planned, on this host",
     "plan": "say what a plan sends and holds, without training",
+    "explain": "say each setting of a job here, and where it comes from",
     "profile": "say what a step takes: memory, operations, traffic",
     "verify": "prove that a plan trains as one process does",
+    "doctor": "look at the hosts before a job does: what would stop it or slow it down",
     "server": "start a parameter server alone, and look at those of a job",
     "export": "write a checkpoint's model as transformers reads it",
     "demo": "pre-train a small BERT with two processes, from nothing",

@@ -21,7 +21,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from paceline.cli import run_as_rank, run_on
+from paceline.cli import run_as_rank, run_on, run_on_kubernetes
 from paceline.comm.dialects import NodePosition, Position
 from paceline.launch.seats import Meeting, Seats
 from paceline.launch.ssh import check_ssh
@@ -73,6 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--json", action="store_true", help="print the result as JSON on stdout; all else goes to stderr"
     )
     run_on.add_arguments(parser)
+    run_on_kubernetes.add_arguments(parser)
     parser.add_argument("workload", metavar="FILE", help="the Python file that declares the workload")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the file")
 
@@ -134,11 +135,15 @@ def run(arguments: argparse.Namespace) -> int:
         return run_as_rank.be_rank(arguments, place, decide_plan)
     if place is not None:
         return _run_node(arguments, place)
+    if arguments.on == "kubernetes" and arguments.check:
+        return run_on_kubernetes.check(Path(arguments.workload))
     if run_on.is_elastic(arguments):
         return _run_elastic(arguments)
     arguments.n = run_on.ranks_asked(arguments)
     plan = decide_plan(arguments)
     run_on.check_place(arguments, plan)
+    if arguments.on == "kubernetes":
+        return run_on_kubernetes.run(arguments, plan)  # FILE is in the image
     file = read_workload_file(arguments.workload, plan.data_size)
     if arguments.dry_run:
         name = arguments.job or directory.new_name(file.path)
@@ -148,7 +153,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.on in (None, "local") and plan.world_size > (os.cpu_count() or 1):
         screen.say(f"paceline: {plan.world_size} ranks share {os.cpu_count()} cores: they will take turns")
     folder, resume = _folder(arguments, file.path, screen)
-    if arguments.on in ("slurm", "kubernetes"):
+    if arguments.on == "slurm":
         return _send(arguments, plan, folder, file.path)
     posts = run_on.posts_of(arguments, plan, folder, file.path)
     given = {} if arguments.on in ("mpi", "ray", "ssh") else run_on.environment_of(arguments.env)

@@ -139,7 +139,7 @@ def _check_agreement(inner: Said, outer: Said) -> None:
 
 
 def _hosts(said: Said) -> set[tuple[int, int]]:
-    """This host among the hosts, as a launcher says or as it may be: ranks fill the hosts, or go round them."""
+    """This host among the hosts, as the launcher says, or as it is where ranks fill one host after the other."""
     values = said.values
     if "cross_rank" in values and "cross_size" in values:
         return {(values["cross_rank"], values["cross_size"])}
@@ -149,8 +149,7 @@ def _hosts(said: Said) -> set[tuple[int, int]]:
     hosts = size // local
     if "cross_rank" in values:
         return {(values["cross_rank"], hosts)}
-    may_go_round = {(rank % hosts, hosts)} if said.source in _MPI else set()
-    return {(rank // local, hosts)} | may_go_round
+    return {(rank // local, hosts)}
 
 
 def _disagreement(inner: Said, outer: Said) -> UsageError:

@@ -39,6 +39,7 @@ class Place:
         rendezvous: a file to meet at.
         master: host and port of a store to meet at; with neither, torchrun's own store, or a world of one.
         interface: the network interface for torch's sockets; None: the one that leads to the master.
+        is_cross_computed: no launcher says `cross_rank`; the hosts' names do, once the ranks have met.
     """
 
     rank: int = 0
@@ -49,6 +50,7 @@ class Place:
     rendezvous: str | None = None
     master: tuple[str, int] | None = None
     interface: str | None = None
+    is_cross_computed: bool = False
 
     @property
     def device(self) -> torch.device:
@@ -67,7 +69,7 @@ def find_place(environment: Mapping[str, str]) -> Place:
     at = find_position(environment)
     master = None if at.has_own_store else at.master
     own = (at.rank, at.size, at.local_rank, at.local_size, at.cross_rank)
-    return Place(*own, at.file, master, at.interface)
+    return Place(*own, at.file, master, at.interface, at.is_cross_computed)
 
 
 def open_world(place: Place) -> None:

@@ -127,6 +127,8 @@ class CommandStation:
                 os.killpg(self.process.pid, signal.SIGKILL)
             return self.process.wait()
         finally:
+            assert self.process.stdout is not None
+            self.process.stdout.close()
             self.stop_file.unlink(missing_ok=True)
 
     def failure(self, status: int, at: float) -> dict[str, Any]:

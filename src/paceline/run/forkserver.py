@@ -79,6 +79,8 @@ def environment_of(rank: int, settings: RankSettings) -> dict[str, str]:
         "PACELINE_CROSS_SIZE": str(seats.cross_size),
         "PACELINE_RUN_DIR": settings.run_dir,
     }
+    for name in ("PACELINE_RENDEZVOUS", "PACELINE_MASTER"):
+        environment[name] = ""  # unset: another launcher around this one may have set it
     if meeting.file:
         environment["PACELINE_RENDEZVOUS"] = meeting.file
     if meeting.master:
@@ -160,7 +162,8 @@ def be_server(number: int, private: str, last: int) -> int:
 
 def _clear(settings: RankSettings) -> None:
     """Remove the private folder that a killed supervisor left."""
-    shutil.rmtree(settings.private, ignore_errors=True)
+    if settings.private:
+        shutil.rmtree(settings.private, ignore_errors=True)
 
 
 def _is_gone(control: socket.socket) -> bool:

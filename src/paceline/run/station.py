@@ -260,6 +260,10 @@ class RemoteStation:
         except subprocess.TimeoutExpired:  # a host that stands still: its own sshd ends the agent
             self.process.kill()
             return self.process.wait()
+        finally:
+            for end in (self.process.stdout, self.process.stderr):
+                assert end is not None
+                end.close()
 
 
 class Lines:

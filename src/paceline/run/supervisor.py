@@ -109,9 +109,9 @@ class Supervisor:
 
     def run(self) -> tuple[Ending, Progress]:
         """Run the job to its end. Nothing is left behind: no process, no file outside the run directory."""
-        private = _private_folder(bool(self.request.servers))
+        private = None if self.request.posts else _private_folder(bool(self.request.servers))
         progress = Progress(self.request.run_dir)
-        posts = self.request.posts or [self._here(private)]
+        posts = [self._here(private)] if private else self.request.posts
         restore = self._catch_signals()
         statuses: dict[Station, int] = {}
         try:
@@ -123,7 +123,8 @@ class Supervisor:
             self._kill()
             statuses = {post.station: post.station.close() for post in posts}
             restore()
-            shutil.rmtree(private, ignore_errors=True)
+            if private:
+                shutil.rmtree(private, ignore_errors=True)
             self.listening.close()
         progress.read()
         if progress.last is not None:
@@ -134,7 +135,7 @@ class Supervisor:
     def _here(self, private: Path) -> Post:
         return Post(LocalStation(), Seats("", 0, self.request.ranks), Meeting(str(private / "rendezvous")))
 
-    def _start(self, post: Post, private: Path) -> None:
+    def _start(self, post: Post, private: Path | None) -> None:
         request = self.request
         settings = RankSettings(
             str(request.script.resolve()),
@@ -146,7 +147,7 @@ class Supervisor:
             str(request.resume.resolve()) if request.resume else None,
             list(request.preload),
             request.servers,
-            str(private),
+            str(private or ""),
             environment=request.environment,
         )
         post.station.start(settings)

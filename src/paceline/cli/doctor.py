@@ -1,0 +1,106 @@
+"""Look at this host, or at all hosts of a fleet, before a job does: what would stop it, slow it down or make it wrong.
+
+Versions, cores, memory, accelerators and their links, network interfaces, names, ports, clocks, /dev/shm, limits and
+disks, each finding with its fix. Nothing is changed. With several hosts, each is asked through your own ssh, and for
+some seconds listens on one port while the others try to reach it.
+
+Exit codes: 0 no errors (there may be warnings); 1 at least one error; 2 the request can't be met.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import secrets
+import shutil
+import sys
+import time
+from pathlib import Path
+
+from paceline.doctor.ask import Asker, SshAsker, answer, ask_fleet
+from paceline.doctor.checks import check_host
+from paceline.doctor.facts import HostFacts
+from paceline.doctor.finding import Finding
+from paceline.doctor.fleet_checks import check_fleet
+from paceline.doctor.look import Question, look
+from paceline.doctor.report import as_json, summary_line, table
+from paceline.launch.hosts import Host, parse_hosts, read_hostfile
+from paceline.launch.ssh import SshOptions, check_ssh
+from paceline.nouns.errors import UsageError
+
+_PORT = 29400  # torchrun's
+_WIDTH = 120
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("-H", "--hosts", metavar="H1:N,H2:N", help="look at these hosts and between them")
+    where.add_argument("--hostfile", type=Path, metavar="FILE", help="the same, a host a line")
+    parser.add_argument("--runs", type=Path, metavar="DIR", help="the run directory, for all hosts (default runs)")
+    parser.add_argument("--port", type=int, metavar="P", help=f"where ranks will meet (MASTER_PORT, or {_PORT})")
+    parser.add_argument("--python", default=sys.executable, metavar="PATH", help="Python on the other hosts (this one)")
+    parser.add_argument("--quick", action="store_true", help="leave out how fast the disk is")
+    parser.add_argument("--json", action="store_true", help="print facts and findings as JSON")
+    parser.add_argument("--answer", action="store_true", help=argparse.SUPPRESS)  # another host's doctor asks
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Look, and print the table."""
+    if arguments.answer:
+        text = sys.stdin.buffer.read()
+        print(json.dumps(answer(text, time.time_ns())))
+        return 0
+    hosts = _hosts(arguments)
+    asker = SshAsker(arguments.python)
+    if any(asker.needs_ssh(host.name) for host in hosts):
+        check_ssh(SshOptions())
+    facts, findings = examine(hosts, _question(arguments, hosts), asker, has_runs=arguments.runs is not None)
+    if arguments.json:
+        print(json.dumps(as_json(facts, findings)))
+    else:
+        width = min(_WIDTH, shutil.get_terminal_size((_WIDTH, 24)).columns)
+        print("\n".join([*table(findings, width), "", summary_line(findings, len(hosts) or 1)]))
+    return int(any(finding.level == "error" for finding in findings))
+
+
+def examine(
+    hosts: tuple[Host, ...], question: Question, asker: Asker, has_runs: bool
+) -> tuple[dict[str, HostFacts], list[Finding]]:
+    """The facts of every host, and all findings.
+
+    Args:
+        hosts: those of the fleet; none is this host alone.
+        question: what to look at.
+        asker: the way to them.
+        has_runs: whether the person named a run directory.
+    """
+    if not hosts:
+        facts = look(question)
+        name = facts.network.hostname or "this host"
+        return {name: facts}, check_host(facts, name)
+    names = [host.name for host in hosts]
+    fleet = ask_fleet(names, question, asker, lambda text: print(text, file=sys.stderr, flush=True))
+    findings = check_fleet(fleet, {host.name: host.slots for host in hosts}, has_runs)
+    for name, facts in fleet.hosts.items():
+        findings += check_host(facts, name, is_fleet=len(names) > 1)
+    return fleet.hosts, findings
+
+
+def _hosts(arguments: argparse.Namespace) -> tuple[Host, ...]:
+    if arguments.hosts is not None:
+        return parse_hosts(arguments.hosts)
+    return read_hostfile(arguments.hostfile) if arguments.hostfile else ()
+
+
+def _question(arguments: argparse.Namespace, hosts: tuple[Host, ...]) -> Question:
+    text = os.environ.get("MASTER_PORT", "")
+    port = arguments.port if arguments.port is not None else int(text) if text.isdecimal() else _PORT
+    if not 0 < port < 65536:
+        if arguments.port is not None:
+            raise UsageError(f"the port {port}", "ports go from 1 to 65535", "write such as --port 29400")
+        port = _PORT  # what MASTER_PORT says is a finding of its own
+    runs = (arguments.runs or Path("runs")).absolute()
+    marker = secrets.token_hex(16) if len(hosts) > 1 and arguments.runs else ""
+    return Question(tuple(host.name for host in hosts), str(runs), (port,), arguments.quick, marker)

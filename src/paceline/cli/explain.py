@@ -1,0 +1,166 @@
+"""Say how a job would run here: each setting, its value, and the flag or variable that it comes from.
+
+It reads what `paceline run` or a rank started by another launcher would read, and starts nothing. Two launchers
+that contradict each other are the same error here as there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from paceline.cli.run import add_plan_arguments, decide_plan
+from paceline.comm.dialects import ALONE, NodePosition, Position, find_node, find_position
+from paceline.nouns.errors import PlanError
+from paceline.nouns.mesh import Mesh
+from paceline.nouns.plan import Plan
+
+Row = tuple[str, str, str]  # the setting, its value, where it comes from
+# Variables of these beginnings change a job, and so do these.
+PREFIXES = ("PACELINE_", "PET_", "NCCL_", "GLOO_", "TORCH_", "TORCHELASTIC_", "OMP_")
+NAMES = ("CUDA_VISIBLE_DEVICES",)
+SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
+NO_FILE = (
+    "No configuration file is read: a setting comes from a flag, a variable or the launcher, else it is the default."
+)
+_WIDEST = 60  # letters of a value in the table; --json has all of them
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    add_plan_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print the settings as JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the settings."""
+    rows = settings(arguments, os.environ)
+    if arguments.json:
+        print(json.dumps({"settings": [dict(zip(("setting", "value", "from"), row, strict=True)) for row in rows]}))
+        return 0
+    cells = [("setting", "value", "from"), *((name, _shortened(value), origin) for name, value, origin in rows)]
+    widths = [max(len(row[column]) for row in cells) for column in (0, 1)]
+    for name, value, origin in cells:
+        print(f"{name:<{widths[0]}}  {value:<{widths[1]}}  {origin}".rstrip())
+    print(f"\n{NO_FILE}")
+    return 0
+
+
+def settings(arguments: argparse.Namespace, environment: Mapping[str, str]) -> list[Row]:
+    """Every setting of a job that is started here.
+
+    Raises:
+        UsageError: the launcher's variables contradict each other.
+        PlanError, MeshError: the plan can't be read, or does not fit the ranks.
+    """
+    node = find_node(environment)
+    position = Position() if node is not None else find_position(environment)
+    plan, origin = _plan(arguments, environment, position)
+    rows = _node_rows(node, environment) if node is not None else _position_rows(position)
+    rows += [
+        ("plan", plan.line(), origin),
+        ("transport", plan.transport, _flag(arguments, "transport", origin)),
+        ("compression", plan.compression, _flag(arguments, "compression", origin)),
+        ("bucket bytes", str(plan.bucket_bytes), _flag(arguments, "bucket_bytes", origin)),
+        _variable("run directory", "PACELINE_RUN_DIR", "none", environment),
+        _variable("coordinator", "PACELINE_COORDINATOR", "none", environment),
+        _threads(position, node, plan, environment),
+    ]
+    rows += [(name, _shown(name, text), "environment") for name, text in sorted(environment.items()) if _changes(name)]
+    return rows
+
+
+def _position_rows(position: Position) -> list[Row]:
+    origins = position.origins
+    meeting = "nowhere" if position.master is None else f"{position.master[0]} port {position.master[1]}"
+    host = f"{position.cross_rank} of {position.cross_size}"
+    return [
+        ("launcher", position.source, "default: no launcher" if position.source == ALONE else "its variables, below"),
+        *(
+            (field.replace("_", " "), str(getattr(position, field)), origins[field])
+            for field in ("rank", "size", "local_rank", "local_size")
+        ),
+        ("host", host, ", ".join(dict.fromkeys((origins["cross_rank"], origins["cross_size"])))),
+        ("ranks meet at", position.file or meeting, origins.get("meeting", "not needed by one rank")),
+        ("interface", position.interface or "any", origins["interface"]),
+    ]
+
+
+def _node_rows(node: NodePosition, environment: Mapping[str, str]) -> list[Row]:
+    """The rows of a host that is to start its own ranks."""
+    origins = node.origins
+    meeting = "this host" if node.master is None else f"{node.master[0]} port {node.master[1]}"
+    return [
+        ("launcher", node.source, "its variables, below"),
+        ("host", f"{node.node_rank} of {node.nodes}", f"{origins['node_rank']}, {origins['nodes']}"),
+        ("ranks of a host", str(node.ranks_per_node or "as many as devices"), origins["ranks_per_node"]),
+        ("ranks meet at", meeting, origins["meeting"]),
+        _variable("interface", "PACELINE_INTERFACE", "any", environment),
+    ]
+
+
+def _plan(arguments: argparse.Namespace, environment: Mapping[str, str], position: Position) -> tuple[Plan, str]:
+    """The plan, and where it comes from; a rank's plan is its launcher's, as the rank itself reads it."""
+    folder, text = environment.get("PACELINE_RUN_DIR"), environment.get("PACELINE_PLAN")
+    if arguments.plan or arguments.n is not None:
+        plan = decide_plan(arguments)
+        flag = f"--plan {arguments.plan}" if arguments.plan else f"-n {arguments.n}"
+        origin = f"flag {flag}"
+    elif folder:
+        plan, origin = Plan.read(Path(folder, "plan.json")), f"PACELINE_RUN_DIR={folder}: plan.json"
+    elif text:
+        plan, origin = _plan_of(text), "PACELINE_PLAN"
+    else:
+        arguments.n = position.size
+        plan, origin = decide_plan(arguments), f"default: replicate over {position.size}"
+    if position.source != ALONE:
+        Mesh.parse(plan.mesh).check_fits(position.size)
+    return plan, origin
+
+
+def _plan_of(text: str) -> Plan:
+    try:
+        return Plan.of(json.loads(text), "PACELINE_PLAN")
+    except ValueError as error:
+        raise PlanError(
+            "the variable PACELINE_PLAN should hold a plan", f"it is not JSON ({error})", "unset PACELINE_PLAN"
+        ) from None
+
+
+def _flag(arguments: argparse.Namespace, name: str, otherwise: str) -> str:
+    """Where an option of the plan comes from: its own flag, else what the plan comes from."""
+    if getattr(arguments, name) is not None:
+        return f"flag --{name.replace('_', '-')}"
+    return "default" if otherwise.startswith(("default", "flag")) and not otherwise.endswith(".json") else otherwise
+
+
+def _threads(
+    position: Position, node: NodePosition | None, plan: Plan, environment: Mapping[str, str]
+) -> tuple[str, str, str]:
+    if environment.get("OMP_NUM_THREADS"):
+        return _variable("threads of a rank", "OMP_NUM_THREADS", "", environment)
+    if position.source != ALONE or (node is not None and not node.ranks_per_node):
+        return "threads of a rank", "torch's choice", "default"
+    ranks, cores = node.ranks_per_node if node is not None else plan.world_size, os.cpu_count() or 1
+    return "threads of a rank", str(max(1, cores // ranks)), f"computed: {cores} cores for {ranks} ranks"
+
+
+def _variable(setting: str, name: str, otherwise: str, environment: Mapping[str, str]) -> Row:
+    text = environment.get(name)
+    return (setting, _shown(name, text), name) if text else (setting, otherwise, "default")
+
+
+def _changes(name: str) -> bool:
+    return name.startswith(PREFIXES) or name in NAMES
+
+
+def _shown(name: str, text: str) -> str:
+    return "(set, not shown)" if any(word in name.upper() for word in SECRET) else text
+
+
+def _shortened(text: str) -> str:
+    text = " ".join(text.split())  # a variable may hold line ends
+    return text if len(text) <= _WIDEST else f"{text[: _WIDEST - 1]}…"

@@ -1,0 +1,70 @@
+"""Kubernetes quantities such as 500m, 16 and 200Gi: read exactly, added up, and written again."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from fractions import Fraction
+from typing import Any
+
+_BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50, "Ei": 2**60}
+_DECIMAL = {"n": -9, "u": -6, "m": -3, "": 0, "k": 3, "M": 6, "G": 9, "T": 12, "P": 15, "E": 18}
+# The grammar of k8s.io/apimachinery's resource.Quantity.
+_QUANTITY = re.compile(
+    r"(?P<number>[+-]?(?:\d+\.?\d*|\.\d+))(?:(?P<suffix>[numkMGTPE]|[KMGTPE]i)|[eE](?P<exponent>[+-]?\d{1,3}))?"
+)
+
+
+def read_quantity(text: Any) -> Fraction | None:
+    """What a quantity is worth, exactly; None where it is none. A bare whole number is one too."""
+    if isinstance(text, int) and not isinstance(text, bool):
+        return Fraction(text)
+    match = _QUANTITY.fullmatch(text) if isinstance(text, str) else None
+    if match is None:
+        return None
+    number, suffix = Fraction(match["number"]), match["suffix"] or ""
+    if match["exponent"]:
+        return number * Fraction(10) ** int(match["exponent"])
+    return number * (_BINARY[suffix] if suffix in _BINARY else Fraction(10) ** _DECIMAL[suffix])
+
+
+def write_quantity(value: Fraction) -> str:
+    """A quantity as people write it: 800Gi, 64, 1500m."""
+    if value.denominator > 1:
+        milli = value * 1000
+        return f"{-(-milli.numerator // milli.denominator)}m"  # rounded up, as Kubernetes does
+    for suffix, unit in reversed(_BINARY.items()):
+        if value and value % unit == 0:
+            return f"{value // unit}{suffix}"
+    return str(value)
+
+
+def add_resources(parts: Iterable[tuple[int, Mapping[str, Any]]]) -> dict[str, Fraction]:
+    """The sum of so many times these resources; a quantity that can't be read counts as nothing."""
+    total: dict[str, Fraction] = {}
+    for times, resources in parts:
+        for name, text in resources.items():
+            total[name] = total.get(name, Fraction(0)) + times * (read_quantity(text) or 0)
+    return total
+
+
+def pod_resources(spec: Mapping[str, Any]) -> dict[str, Fraction]:
+    """What a scheduler reserves for a pod: the sum of all containers, or the largest init container if that is more.
+
+    A request that is not written is the limit; an init container that never ends counts as a container.
+    """
+    containers = list(spec.get("containers") or [])
+    initial = list(spec.get("initContainers") or [])
+    containers += [one for one in initial if one.get("restartPolicy") == "Always"]
+    total = add_resources((1, _requests(one)) for one in containers)
+    for one in initial:
+        for name, value in add_resources([(1, _requests(one))]).items():
+            total[name] = max(total.get(name, Fraction(0)), value)
+    for name, value in add_resources([(1, spec.get("overhead") or {})]).items():
+        total[name] = total.get(name, Fraction(0)) + value
+    return total
+
+
+def _requests(container: Mapping[str, Any]) -> dict[str, Any]:
+    resources = container.get("resources") or {}
+    return {**(resources.get("limits") or {}), **(resources.get("requests") or {})}

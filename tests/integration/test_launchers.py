@@ -1,0 +1,410 @@
+"""The demo's BERT by every launcher: real sshd, mpirun, Slurm and Ray, and the parameters of `--on local`."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import namespaces
+import slurm
+from jobs import command, leftovers, losses, marked, wait_for
+
+pytestmark = pytest.mark.integration
+STEPS, RANKS = 10, 4
+BERT = """
+import os, time
+from pathlib import Path
+import paceline
+from paceline.demo.workload import make_workload
+workload = make_workload(Path({folder!r}), {steps}, 8, deterministic=True)
+if __name__ == "__main__":
+    job = paceline.distribute(workload)
+    for batch in job.batches():
+        job.step(batch)
+        time.sleep(float(os.environ.get("TEST_PAUSE", "0")))
+"""
+AS_ROOT = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+}
+MPIRUNS = ["mpirun.openmpi", "mpirun.mpich"]
+needs_hosts = pytest.mark.skipif(not namespaces.can_make(), reason=namespaces.WHY_NOT)
+needs_slurm = pytest.mark.skipif(not slurm.can_start(), reason=slurm.WHY_NOT)
+needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs the package ray")
+
+
+def run(folder: Path, *words, inside=None, timeout=400, **environment) -> subprocess.CompletedProcess:
+    line = command("run", *words)
+    whole = inside.inside("from", *line) if inside else line
+    env = marked(folder, {"OMP_NUM_THREADS": "1", **environment})
+    return subprocess.run(whole, cwd=folder, capture_output=True, text=True, timeout=timeout, env=env)
+
+
+def parameters(run_dir: Path) -> dict[str, torch.Tensor]:
+    last = max((run_dir / "checkpoints").iterdir(), key=lambda path: path.name)
+    assert last.name == f"step-{STEPS:08d}", last
+    return {name: tensor for path in last.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def check_same(folder: Path, job: str) -> None:
+    ours, theirs = parameters(folder / "runs" / job), parameters(folder / "runs" / "local")
+    names = [name for name in theirs if name.startswith(("model/", "optimizer/"))]
+    assert len(names) > 100
+    assert not [name for name in names if not torch.equal(ours[name], theirs[name])]
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory):
+    """The file, and a job of it on this host: Gloo's sums are the same wherever its ranks are."""
+    folder = tmp_path_factory.mktemp("launchers")
+    rows = np.random.default_rng(0).integers(5, 4096, (96, 32)).astype(np.uint16)
+    np.save(folder / "train.npy", rows)
+    np.save(folder / "held_out.npy", rows[:8])
+    (folder / "corpus.json").write_text(json.dumps({"most_frequent_id": 5}))
+    (folder / "bert.py").write_text(BERT.format(folder=str(folder), steps=STEPS))
+    done = run(folder, "-n", RANKS, "--transport", "gloo", "--job", "local", "bert.py")
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory):
+    with namespaces.hosts(tmp_path_factory.mktemp("hosts")) as made:
+        yield made
+
+
+def over_ssh(hosts, *words):
+    return ("--on", "ssh", "--ssh-option=-F", f"--ssh-option={hosts.config}", *words)
+
+
+# --- ssh
+
+
+@needs_hosts
+def test_two_hosts_over_ssh_end_where_one_host_does(bert, hosts):
+    done = run(
+        bert, *over_ssh(hosts, "-H", "h1:2,h2:2", "--transport", "gloo", "--job", "ssh", "bert.py"), inside=hosts
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    check_same(bert, "ssh")
+    assert not leftovers(bert)
+    assert json.loads((bert / "runs/ssh/result.json").read_text())["status"] == "done"
+
+
+@contextlib.contextmanager
+def started(bert, hosts, job, *words, **environment):
+    line = command(
+        "run",
+        *over_ssh(
+            hosts, "--job", job, "-x", "TEST_PAUSE", "--checkpoint-every", "2", "--transport", "gloo", *words, "bert.py"
+        ),
+    )
+    env = marked(bert, {"OMP_NUM_THREADS": "1", "TEST_PAUSE": "0.3", **environment})
+    process = subprocess.Popen(
+        hosts.inside("from", *line), cwd=bert, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def ranks_on(hosts, name):
+    """The processes that a host's fork server has started."""
+    listed = subprocess.run(
+        ["ip", "netns", "pids", f"{hosts.prefix}-{name}"], capture_output=True, text=True, check=True
+    ).stdout.split()
+    found = []
+    for pid in map(int, listed):
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(pid)
+            parent = " ".join(process.parent().cmdline()) if process.parent() else ""
+            if "paceline.run.forkserver" in parent:
+                found.append(pid)
+    return found
+
+
+@needs_hosts
+def test_a_port_scan_of_a_running_job_finds_torchs_sockets_alone(bert, hosts):
+    """From another host every port of both is tried: beside sshd only what torch opens, at the chosen address."""
+    with started(bert, hosts, "scan", "-H", "h1:2,h2:2", TEST_PAUSE="2") as job:
+        assert wait_for(lambda: losses(bert / "runs" / "scan"), 90)
+        torchs = {}
+        for name in hosts.names:
+            own = set(ranks_on(hosts, name))
+            assert len(own) == 2
+            listening = subprocess.run(hosts.inside(name, "ss", "-ltnpH"), capture_output=True, text=True).stdout
+            at = {}
+            for line in listening.splitlines():
+                address, _, port = line.split()[3].rpartition(":")
+                at[int(port)] = (address, any(f"pid={pid}," in line for pid in own), "sshd" in line)
+            assert all(address == hosts.address(name) for address, _, _ in at.values()), listening
+            assert all(is_rank or is_sshd for _, is_rank, is_sshd in at.values()), listening
+            torchs[name] = {port for port, (_, is_rank, _) in at.items() if is_rank}
+            assert open_ports(hosts, hosts.address(name)) == torchs[name] | {22}
+            assert open_ports(hosts, hosts.other(name)) == set(), "the other interface answers"
+        assert torchs["h1"]
+        assert torchs["h2"]
+        job.send_signal(signal.SIGTERM)
+        out, _ = job.communicate(timeout=60)
+        assert job.returncode == 0, out
+
+
+def open_ports(hosts, address):
+    script = (
+        "import socket, sys\n"
+        "for port in range(1, 65536):\n"
+        "    one = socket.socket(); one.settimeout(1)\n"
+        "    if one.connect_ex((sys.argv[1], port)) == 0: print(port)\n"
+        "    one.close()\n"
+    )
+    done = subprocess.run(
+        hosts.inside("from", "python3", "-c", script, address), capture_output=True, text=True, timeout=120, check=True
+    )
+    return set(map(int, done.stdout.split()))
+
+
+@needs_hosts
+def test_a_rank_killed_on_another_host_is_told_and_nothing_stays(bert, hosts):
+    with started(bert, hosts, "killed", "-H", "h1:2,h2:2") as job:
+        assert wait_for(lambda: len(losses(bert / "runs" / "killed")) >= 3, 90)
+        os.kill(ranks_on(hosts, "h2")[0], signal.SIGKILL)
+        out, _ = job.communicate(timeout=60)
+    assert job.returncode == 1
+    assert "process was ended by SIGKILL" in out
+    assert "go on with --resume --job killed" in out
+    assert wait_for(lambda: not [*ranks_on(hosts, "h1"), *ranks_on(hosts, "h2"), *leftovers(bert)], 15)
+    again = run(
+        bert,
+        *over_ssh(hosts, "-H", "h2:2,h1:2", "--resume", "--transport", "gloo", "--job", "killed", "bert.py"),
+        inside=hosts,
+    )
+    assert again.returncode == 0, again.stderr
+    check_same(bert, "killed")
+
+
+@needs_hosts
+def test_when_the_supervisor_is_killed_no_host_keeps_ranks(bert, hosts):
+    with started(bert, hosts, "orphans", "-H", "h1:1,h2:1") as job:
+        assert wait_for(lambda: len(losses(bert / "runs" / "orphans")) >= 2, 90)
+        assert ranks_on(hosts, "h2")
+        # `ip netns exec` becomes the command: this is the supervisor itself.
+        job.kill()
+        assert wait_for(lambda: not [*ranks_on(hosts, "h1"), *ranks_on(hosts, "h2")], 15)
+    assert wait_for(lambda: not leftovers(bert), 15)
+
+
+@needs_hosts
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["-H", "h1:1,h9:1"], "h9"),
+        (["-H", "h1:1,h2:1", "--python", "/nowhere/python"], "/nowhere/python"),
+        (["-H", "h1:1,h2:1", "--interface", "eth7"], "eth7"),
+        (["-H", "h1:1,h2:1", "--ssh-option=-oUserKnownHostsFile=/dev/null"], "verification failed"),
+        (["-H", "h1:1,h2:1", "--ssh-option=-oPubkeyAuthentication=no"], "ermission denied"),
+    ],
+)
+def test_a_host_that_is_not_ready_is_one_error_before_anything_starts(bert, hosts, words, said):
+    done = run(bert, *over_ssh(hosts, *words, "bert.py"), inside=hosts)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert said in done.stderr
+    assert "Fix: " in done.stderr
+    assert "Traceback" not in done.stderr
+    assert wait_for(lambda: not leftovers(bert), 15)
+
+
+@needs_hosts
+def test_hosts_that_come_and_go(bert, tmp_path):
+    """Two hosts, then three, then one of them is cut off: each step is taken once, in the order of one process."""
+    known = tmp_path / "known"
+    known.write_text("h1:1\nh2:1\n")
+    script = tmp_path / "discover"
+    script.write_text(f"#!/bin/sh\ncat {known}\n")
+    script.chmod(0o755)
+    with namespaces.hosts(tmp_path / "three", ("h1", "h2", "h3")) as three:
+        words = ("--host-discovery-script", str(script), "--min-hosts", "1", "--max-hosts", "3")
+        with started(bert, three, "elastic", *words, TEST_PAUSE="1") as job:
+            assert wait_for(lambda: len(losses(bert / "runs" / "elastic")) >= 2, 90)
+            known.write_text("h1:1\nh2:1\nh3:1\n")
+            assert wait_for(lambda: size_now(bert) == 3 and max(losses(bert / "runs" / "elastic")) >= 5, 90)
+            three.cut("h2")
+            known.write_text("h1:1\nh3:1\n")
+            out, _ = job.communicate(timeout=180)
+        assert job.returncode == 0, out
+    assert "generation 2: h1:1, h2:1, h3:1" in out
+    assert size_now(bert) == 2
+    ours, theirs = losses(bert / "runs" / "elastic"), losses(bert / "runs" / "local")
+    assert ours == pytest.approx(theirs, rel=1e-4)
+
+
+def size_now(bert):
+    events = (bert / "runs/elastic/events.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, events) if event["event"] == "start"][-1]["world_size"]
+
+
+@needs_hosts
+def test_a_supervisor_for_each_node(bert, hosts):
+    """As in pods: torchrun's PET_* variables name the node, and each node starts its own ranks."""
+    jobs = []
+    for number, name in enumerate(hosts.names):
+        pod = {"PET_NNODES": "2", "PET_NODE_RANK": str(number), "PET_NPROC_PER_NODE": "2"}
+        pod |= {"PET_MASTER_ADDR": hosts.address("h1"), "PET_MASTER_PORT": "29400", "OMP_NUM_THREADS": "1"}
+        words = ("--transport", "gloo", "--resume-or-start", "--job", "nodes", "bert.py")
+        jobs.append(
+            subprocess.Popen(
+                hosts.inside(name, *command("run", *words)),
+                cwd=bert,
+                env=marked(bert, pod),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    for job in jobs:
+        out, _ = job.communicate(timeout=200)
+        assert job.returncode == 0, out
+    check_same(bert, "nodes")
+
+
+# --- MPI
+
+
+@pytest.mark.parametrize("mpirun", MPIRUNS)
+@pytest.mark.parametrize("is_ours", [True, False], ids=["paceline calls it", "it calls paceline"])
+def test_under_mpirun(bert, mpirun, is_ours):
+    if shutil.which(mpirun) is None:
+        pytest.skip(f"needs {mpirun}")
+    job = f"{mpirun}-{is_ours}"
+    if is_ours:
+        words = ("--on", "mpi", "--mpirun", mpirun, "-n", RANKS, "--transport", "gloo", "--job", job, "bert.py")
+        done = run(bert, *words, **AS_ROOT)
+    else:
+        line = command("run", "--transport", "gloo", "--job", job, "bert.py")
+        env = marked(bert, {"OMP_NUM_THREADS": "1", **AS_ROOT})
+        whole = [mpirun, "-n", str(RANKS), *line]
+        done = subprocess.run(whole, cwd=bert, capture_output=True, text=True, timeout=400, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    check_same(bert, job)
+    result = json.loads((bert / "runs" / job / "result.json").read_text())
+    assert (result["status"], result["steps"]) == ("done", STEPS)
+    assert wait_for(lambda: not leftovers(bert), 15), leftovers(bert)
+
+
+@pytest.mark.parametrize("mpirun", MPIRUNS)
+def test_a_stop_under_mpirun_saves(bert, mpirun):
+    if shutil.which(mpirun) is None:
+        pytest.skip(f"needs {mpirun}")
+    job = f"{mpirun}-stop"
+    line = command("run", "--on", "mpi", "--mpirun", mpirun, "-n", "2", "--job", job, "bert.py")
+    env = marked(bert, {"OMP_NUM_THREADS": "1", "TEST_PAUSE": "0.5", **AS_ROOT})
+    process = subprocess.Popen(line, cwd=bert, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert wait_for(lambda: len(losses(bert / "runs" / job)) >= 2, 120)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert "stopped; saved as" in err
+    steps = max(losses(bert / "runs" / job))
+    assert steps < STEPS
+    assert (bert / "runs" / job / "checkpoints" / f"step-{steps:08d}").is_dir()
+
+
+# --- Slurm
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    if not slurm.can_start():
+        pytest.skip(slurm.WHY_NOT)
+    with slurm.slurm(tmp_path_factory.mktemp("slurm")) as made:
+        yield made
+
+
+def sent(bert, cluster, job, *words, **environment):
+    environment = {**cluster.environment, "TEST_PAUSE": "0", **environment}
+    done = run(
+        bert, "--on", "slurm", "-j", f"1x{RANKS}", "--job", job, "--transport", "gloo", *words, "bert.py", **environment
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def ended(cluster, number, timeout_s=240.0):
+    """The state in which a job ends; one that waits to begin again begins at once."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        state = cluster.state(number)
+        if state in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"):
+            return state
+        if state == "PENDING":
+            with contextlib.suppress(RuntimeError):
+                cluster.call("scontrol", "update", f"JobId={number}", "StartTime=now")
+        time.sleep(0.5)
+    return f"still {cluster.state(number)}"
+
+
+def log(bert, job, number):
+    return (bert / "runs" / job / f"slurm-{number}.log").read_text()
+
+
+@needs_slurm
+def test_four_tasks_of_slurm(bert, cluster):
+    number = sent(bert, cluster, "slurm")
+    assert ended(cluster, number) == "COMPLETED", log(bert, "slurm", number)
+    check_same(bert, "slurm")
+
+
+@needs_slurm
+def test_slurm_takes_a_job_back_after_a_kill(bert, cluster):
+    number = sent(bert, cluster, "requeued", "--checkpoint-every", "2", TEST_PAUSE="0.5")
+    assert wait_for(lambda: len(losses(bert / "runs" / "requeued")) >= 4, 120)
+    ranks = [
+        process for process in psutil.process_iter(["cmdline"]) if "paceline.run.joined" in process.info["cmdline"]
+    ]
+    assert len(ranks) == RANKS
+    ranks[1].kill()
+    assert ended(cluster, number) == "COMPLETED", log(bert, "requeued", number)
+    assert "Restarts=1" in cluster.call("scontrol", "show", "job", number)
+    check_same(bert, "requeued")
+
+
+@needs_slurm
+def test_slurm_saves_before_its_time_limit_and_goes_on(bert, cluster):
+    """A minute's limit with a signal a minute before it comes at once: within the first minute the ranks save."""
+    number = sent(bert, cluster, "limited", "--time", "1", "--signal", "50", TEST_PAUSE="3")
+    stopped = bert / "runs" / "limited" / "events.jsonl"
+    assert wait_for(lambda: stopped.exists() and '"event": "stopped"' in stopped.read_text(), 150), log(
+        bert, "limited", number
+    )
+    at = max(losses(bert / "runs" / "limited"))
+    assert 1 <= at < STEPS
+    assert (bert / "runs" / "limited" / "checkpoints" / f"step-{at:08d}").is_dir()
+    cluster.call("scontrol", "update", f"JobId={number}", "TimeLimit=10")
+    assert ended(cluster, number) == "COMPLETED", log(bert, "limited", number)
+    check_same(bert, "limited")
+
+
+# --- Ray
+
+
+@needs_ray
+def test_a_local_ray(bert):
+    done = run(bert, "--on", "ray", "-n", RANKS, "--transport", "gloo", "--job", "ray", "bert.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    check_same(bert, "ray")
+    assert wait_for(lambda: not [one for one in leftovers(bert) if "/tmp/ray" not in one], 30), leftovers(bert)
