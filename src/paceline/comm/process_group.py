@@ -164,7 +164,8 @@ def close_world() -> None:
 
 
 def forget_meeting(place: Place) -> None:
-    """Remove the folder where ranks met, once the last of them has left it empty."""
+    """Remove the file where ranks met, and its folder once that is empty: nobody comes any more."""
     if place.rendezvous is not None:
         with contextlib.suppress(OSError):
+            Path(place.rendezvous).unlink(missing_ok=True)
             Path(place.rendezvous).parent.rmdir()

@@ -50,10 +50,10 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
         words = line.split("#")[0].split()
         if words:
             hosts.append(_of_line(words, f"{path}, line {number}"))
-    bare = {host.name for host, has_slots in hosts if not has_slots}
+    counted = {host.name for host, has_slots in hosts if has_slots}
     merged: dict[str, int] = {}
-    for host, has_slots in hosts:
-        if host.name in merged and (has_slots or host.name not in bare):
+    for host, _ in hosts:
+        if host.name in merged and host.name in counted:
             raise _twice(host.name, str(path))
         merged[host.name] = merged.get(host.name, 0) + host.slots
     if not merged:

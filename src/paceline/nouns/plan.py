@@ -157,8 +157,10 @@ class Plan:
         return Mesh.parse(self.mesh).data_size
 
     def write(self, path: Path) -> None:
-        """Write the plan as JSON."""
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        """Write the plan as JSON, at once: other ranks may be reading what was there."""
+        draft = path.with_name(f".{path.name}.draft")
+        draft.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        draft.replace(path)
 
     @classmethod
     def read(cls, path: Path) -> Plan:

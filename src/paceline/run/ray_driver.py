@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -98,6 +100,9 @@ def main() -> int:
     if job["address"] == "local":
         # One for this job alone: on loopback, with as many CPUs as its ranks take, and no dashboard.
         wanted = sum(bundle.get("CPU", 0) for bundle in job["bundles"])
+        # A folder of its own: a socket's path has 107 characters at most.
+        own = tempfile.mkdtemp(prefix="paceline-ray-", dir="/tmp" if os.path.isdir("/tmp") else None)
+        told["_temp_dir"] = own
         ray.init(num_cpus=max(1, int(wanted)), include_dashboard=False, _node_ip_address="127.0.0.1", **told)
     else:
         ray.init(address=job["address"], **told)
@@ -105,6 +110,8 @@ def main() -> int:
         return _run(ray, job)
     finally:
         ray.shutdown()
+        if "_temp_dir" in told:
+            shutil.rmtree(told["_temp_dir"], ignore_errors=True)
 
 
 def _run(ray: Any, job: dict[str, Any]) -> int:

@@ -1,0 +1,92 @@
+"""Hosts as people write them, and ranks onto hosts."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.launch.hosts import Host, parse_hosts, read_hostfile
+from paceline.launch.seats import Seats, seat
+from paceline.nouns.errors import UsageError
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("h1:4,h2:4", [("h1", 4), ("h2", 4)]),
+        ("h1", [("h1", 1)]),
+        (" h1 , h2:2 ", [("h1", 1), ("h2", 2)]),
+        ("[fe80::1]:3,10.0.0.2:1", [("fe80::1", 3), ("10.0.0.2", 1)]),
+        ("user@h1:2", [("user@h1", 2)]),
+    ],
+)
+def test_hosts_of_a_line(text, hosts):
+    assert parse_hosts(text) == tuple(Host(*one) for one in hosts)
+
+
+@pytest.mark.parametrize(
+    ("lines", "hosts"),
+    [
+        ("h1:4\nh2:2\n", [("h1", 4), ("h2", 2)]),  # Horovod
+        ("worker-1 slots=4\n# a comment\n\nworker-2 slots=2 # more\n", [("worker-1", 4), ("worker-2", 2)]),  # DeepSpeed
+        ("h1 slots=2 max_slots=4\nh2 slots=1 max-slots=9\n", [("h1", 2), ("h2", 1)]),  # Open MPI
+        ("h1\nh1\nh2\n", [("h1", 2), ("h2", 1)]),  # Open MPI, a line a slot
+        ("h1\n", [("h1", 1)]),
+    ],
+)
+def test_hosts_of_a_file(tmp_path, lines, hosts):
+    path = tmp_path / "hosts"
+    path.write_text(lines)
+    assert read_hostfile(path) == tuple(Host(*one) for one in hosts)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("h1:x", "no number of slots"),
+        ("h1:0", "no number of slots"),
+        ("h1:-1", "no number of slots"),
+        ("h1:", "no number of slots"),
+        ("", "'' is no host's name"),
+        ("h1,,h2", "'' is no host's name"),
+        ("-oProxyCommand=id:1", "is no host's name"),
+        ("h1;reboot", "is no host's name"),
+        ("h1 h2", "is no host's name"),
+        ("$(id)", "is no host's name"),
+        ("h1:1,h1:2", "h1 is named twice"),
+    ],
+)
+def test_what_is_no_list_of_hosts(text, said):
+    with pytest.raises(UsageError, match=said.replace("$", r"\$").replace("(", r"\(").replace(")", r"\)")):
+        parse_hosts(text)
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ("", "it names none"),
+        ("# nothing\n", "it names none"),
+        ("h1 slots=four\n", "line 1"),
+        ("h1:2\nh2 cores=4\n", "line 2"),
+        ("h1:2\nh1:2\n", "h1 is named twice"),
+        ("h1 slots=2\nh1\n", "h1 is named twice"),
+        ("-F/etc/passwd\n", "is no host's name"),
+    ],
+)
+def test_what_is_no_hostfile(tmp_path, lines, said):
+    path = tmp_path / "hosts"
+    path.write_text(lines)
+    with pytest.raises(UsageError, match=said):
+        read_hostfile(path)
+
+
+def test_a_hostfile_that_is_not_there(tmp_path):
+    with pytest.raises(UsageError, match="can't be read"):
+        read_hostfile(tmp_path / "none")
+
+
+def test_each_host_is_filled_before_the_next():
+    hosts = parse_hosts("a:2,b:3,c:1")
+    assert seat(hosts, None) == (Seats("a", 0, 2, 0, 3), Seats("b", 2, 3, 1, 3), Seats("c", 5, 1, 2, 3))
+    assert seat(hosts, 3) == (Seats("a", 0, 2, 0, 2), Seats("b", 2, 1, 1, 2))
+    with pytest.raises(UsageError, match=r"7 ranks on 3 hosts.*6 slots"):
+        seat(hosts, 7)
