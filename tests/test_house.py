@@ -54,7 +54,16 @@ def test_a_strategy_says_what_it_needs_promises_and_sends(axis):
 
 @pytest.mark.parametrize(
     "command",
-    [["--help"], ["plan", "--help"], ["run", "--help"], ["demo", "--help"], ["bench", "--help"], ["export", "--help"]],
+    [
+        ["--help"],
+        ["plan", "--help"],
+        ["run", "--help"],
+        ["demo", "--help"],
+        ["bench", "--help"],
+        ["export", "--help"],
+        ["doctor", "--help"],
+        ["explain", "--help"],
+    ],
 )
 def test_help_starts_without_torch_and_at_once(command):
     code = (
