@@ -17,7 +17,8 @@ from jobs import write_workload
 @pytest.fixture
 def torchrun(monkeypatch, tmp_path):
     """The environment of one of torchrun's two ranks; the process that `exec` would start is returned instead."""
-    for name, value in {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "2"}.items():
+    torchs = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
+    for name, value in {"TORCHELASTIC_RUN_ID": "x", "MASTER_ADDR": "h1", "MASTER_PORT": "29500", **torchs}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("PACELINE_PLAN", "")
     monkeypatch.delenv("PACELINE_PLAN")
@@ -53,7 +54,6 @@ def test_a_plan_file_reaches_the_rank(torchrun, tmp_path):
     "words",
     [
         ["--resume"],
-        ["--job", "a"],
         ["--json"],
         ["--checkpoint-every", "5"],
         ["--keep", "2"],

@@ -59,16 +59,14 @@ def start_ours(made, folder: Path, log: Path) -> list[subprocess.Popen]:
 
 
 def start_torchrun(made, folder: Path, log: Path) -> list[subprocess.Popen]:
-    words = [
-        "-m",
-        "torch.distributed.run",
-        "--nnodes=1:2",
-        "--nproc-per-node=1",
-        "--max-restarts=5",
-        "--rdzv-backend=c10d",
-    ]
-    words += [f"--rdzv-endpoint={made.address('h1')}:29400", folder / "theirs.py", log]
-    return [start(made, name, folder, *words) for name in made.names]
+    words = ["-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=5"]
+    words += ["--rdzv-backend=c10d", f"--rdzv-endpoint={made.address('h1')}:29400"]
+    # Namespaces of one machine share its name, by which torchrun would look for its store and its workers.
+    started = []
+    for name in made.names:
+        own = [f"--local-addr={made.address(name)}", f"--rdzv-conf=is_host={int(name == 'h1')}"]
+        started.append(start(made, name, folder, *words, *own, folder / "theirs.py", log))
+    return started
 
 
 def start(made, name: str, folder: Path, *words: object) -> subprocess.Popen:

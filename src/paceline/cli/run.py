@@ -247,7 +247,8 @@ def _run_node(arguments: argparse.Namespace, node: NodePosition) -> int:
     post = Post(LocalStation(), seats, Meeting(master=master, interface=arguments.interface))
     parts = (file.path, arguments.arguments, per_node, folder, resume, file.imports, arguments.grace)
     told = {**run_on.environment_of(arguments.env), "PACELINE_PLAN": json.dumps(asdict(plan))}
-    request = JobRequest(*parts, 0, [post], world, told)
+    posts = [post] if node.nodes > 1 else []  # a node alone has a file to meet at
+    request = JobRequest(*parts, 0, posts, world, told)
     if node.node_rank == 0:
         return _supervise(arguments, plan, request, screen)
     ending, progress = Supervisor(request, screen).run()

@@ -255,7 +255,7 @@ def _ray_job(arguments: argparse.Namespace, plan: Plan, run_dir: Path, file: Pat
 
 def _ray_station(arguments: argparse.Namespace, plan: Plan, run_dir: Path, file: Path) -> CommandStation:
     job = _ray_job(arguments, plan, run_dir, file)
-    return CommandStation([sys.executable, "-m", "paceline.run.ray_driver"], {}, job.request())
+    return CommandStation([sys.executable, "-m", "paceline.run.ray_driver"], {}, job.request(), "Ray's driver")
 
 
 def rank_command(arguments: argparse.Namespace, plan: Plan, run_dir: Path, file: Path) -> RankCommand:

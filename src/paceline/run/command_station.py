@@ -33,11 +33,14 @@ class CommandStation:
         command: it, and its arguments.
         environment: more of it; no secret may stand in a command.
         request: what goes in on its standard input.
+        name: of the program, for people; "": its file's.
     """
 
-    def __init__(self, command: Sequence[str], environment: dict[str, str], request: bytes = b"") -> None:
+    def __init__(
+        self, command: Sequence[str], environment: dict[str, str], request: bytes = b"", name: str = ""
+    ) -> None:
         self.command, self.environment, self.request = list(command), environment, request
-        self.host = Path(command[0]).name
+        self.host = name or Path(command[0]).name
         self.process: subprocess.Popen[bytes] | None = None
         self.last: deque[str] = deque(maxlen=1)
         self.is_killed = False
