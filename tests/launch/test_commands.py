@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -216,6 +217,8 @@ def test_secrets_are_not_shown():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (["--on", "slurm", "-n", "2"], "sbatch"),
+        (["--on", "ssh", "-H", "h1:2", "--ssh-program", "/nowhere/ssh"], "/nowhere/ssh"),
         (["--on", "ssh"], "no host is named"),
         (["--on", "ssh", "-H", "h1:2", "-n", "3"], "2 slots"),
         (["--on", "ssh", "-H", "h1:2", "--hostfile", "x"], "leave one out"),
@@ -243,13 +246,15 @@ def test_secrets_are_not_shown():
 )
 def test_bad_input_is_one_error_before_anything(tmp_path, capsys, monkeypatch, words, said):
     monkeypatch.chdir(tmp_path)
+    which = shutil.which
+    monkeypatch.setattr("shutil.which", lambda name, **more: None if name == "sbatch" else which(name, **more))
     file = tmp_path / "train.py"
     file.write_text(WORKLOAD)
     assert main(["run", *words, str(file)]) == 2
     err = capsys.readouterr().err
     assert said in err, err
     assert "Fix: " in err
-    assert not list(tmp_path.glob("runs/*/plan.json")), "something was begun"
+    assert not list(tmp_path.glob("runs/*")), "something was begun"
 
 
 def test_ranks_of_this_host_in_a_dry_run(tmp_path, capsys):

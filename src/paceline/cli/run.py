@@ -21,6 +21,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+from paceline.checkpoint.manifest import list_checkpoints
 from paceline.cli import run_as_rank, run_on, run_on_kubernetes
 from paceline.comm.dialects import NodePosition, Position
 from paceline.launch.seats import Meeting, Seats
@@ -149,6 +150,7 @@ def run(arguments: argparse.Namespace) -> int:
         name = arguments.job or directory.new_name(file.path)
         print(run_on.rendered(arguments, plan, arguments.runs / name, file.path))
         return 0
+    run_on.check_programs(arguments, plan)
     screen = Screen(sys.stderr if arguments.json else sys.stdout, sys.stderr)
     if arguments.on in (None, "local") and plan.world_size > (os.cpu_count() or 1):
         screen.say(f"paceline: {plan.world_size} ranks share {os.cpu_count()} cores: they will take turns")
@@ -241,7 +243,7 @@ def _run_node(arguments: argparse.Namespace, node: NodePosition) -> int:
     else:
         (folder / "failures").mkdir(parents=True, exist_ok=True)
     if arguments.resume or arguments.resume_or_start:
-        resume = folder / "checkpoints" if any((folder / "checkpoints").glob("step-*")) else None
+        resume = folder / "checkpoints" if list_checkpoints(folder / "checkpoints") else None
     master = f"{node.master[0]}:{node.master[1]}" if node.master else ""
     seats = Seats("", node.node_rank * per_node, per_node, node.node_rank, node.nodes)
     post = Post(LocalStation(), seats, Meeting(master=master, interface=arguments.interface))

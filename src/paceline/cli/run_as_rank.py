@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
+from paceline.checkpoint.manifest import list_checkpoints
 from paceline.comm.dialects import NodePosition, Position, find_node, find_position
 from paceline.launch.workload_file import read_workload_file
 from paceline.nouns.errors import UsageError
@@ -67,7 +68,7 @@ def be_rank(arguments: argparse.Namespace, position: Position, decide: Callable[
         run_dir = arguments.runs / arguments.job
         if position.rank == 0:
             _write_start(arguments, plan, file.path)
-        if (arguments.resume or arguments.resume_or_start) and any((run_dir / "checkpoints").glob("step-*")):
+        if (arguments.resume or arguments.resume_or_start) and list_checkpoints(run_dir / "checkpoints"):
             os.environ["PACELINE_RESUME"] = str(run_dir.resolve() / "checkpoints")
         os.environ["PACELINE_RUN_DIR"] = str(run_dir.resolve())
         program = [sys.executable, "-m", "paceline.run.joined", arguments.workload]

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
+import json
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from paceline.launch.command import SECRET_WORDS, RankCommand
+from paceline.checkpoint.manifest import list_checkpoints
+from paceline.launch.command import SECRET_WORDS, RankCommand, shown
 from paceline.launch.hosts import Host, parse_hosts, read_hostfile
 from paceline.launch.mpi import find_mpirun, mpi_command
 from paceline.launch.ray import STRATEGIES, RayJob, RayOptions, ray_job
 from paceline.launch.seats import Meeting, Seats, seat
-from paceline.launch.slurm import SlurmOptions, sbatch_script, submit
+from paceline.launch.slurm import SlurmOptions, check_sbatch, sbatch_script, submit
 from paceline.launch.ssh import SshOptions, check_ssh
 from paceline.nouns.errors import UsageError
 from paceline.nouns.plan import Plan
@@ -161,6 +165,27 @@ def check_place(arguments: argparse.Namespace, plan: Plan) -> None:
         )
 
 
+def check_programs(arguments: argparse.Namespace, plan: Plan) -> None:
+    """Raise UsageError, before anything is written, where what is to be called is not there or would refuse."""
+    environment_of(arguments.env)
+    if arguments.on == "ssh":
+        check_ssh(fleet_options(arguments).ssh)
+        seat(hosts_of(arguments), plan.world_size)
+    elif arguments.on == "mpi":
+        find_mpirun(arguments.mpirun, arguments.mpi_option)
+    elif arguments.on == "slurm":
+        check_sbatch(slurm_options(arguments))
+    elif arguments.on == "ray":
+        ray_options(arguments)
+        if importlib.util.find_spec("ray") is None:
+            raise UsageError("--on ray", "the package ray is not installed", "pip install 'paceline[ray]'")
+
+
+def ray_options(arguments: argparse.Namespace) -> RayOptions:
+    """What Ray is asked for."""
+    return RayOptions(arguments.ray_address, arguments.cpus_per_rank, arguments.gpus_per_rank, arguments.strategy)
+
+
 def posts_of(arguments: argparse.Namespace, plan: Plan, run_dir: Path, file: Path) -> list[Post]:
     """The hosts of the job, ready to start ranks; none: this host alone.
 
@@ -169,7 +194,6 @@ def posts_of(arguments: argparse.Namespace, plan: Plan, run_dir: Path, file: Pat
     """
     if arguments.on == "ssh":
         options = fleet_options(arguments)
-        check_ssh(options.ssh)
         return open_posts(seat(hosts_of(arguments), plan.world_size), file, run_dir, options)
     if arguments.on in ("mpi", "ray"):
         station = (
@@ -218,13 +242,10 @@ def fleet_options(arguments: argparse.Namespace) -> FleetOptions:
 def _supervised(arguments: argparse.Namespace, run_dir: Path) -> dict[str, str]:
     """What ranks under somebody else's launcher, with our supervisor above it, must know."""
     interface = {"PACELINE_INTERFACE": arguments.interface} if arguments.interface else {}
-    resume = {"PACELINE_RESUME": str(run_dir.resolve() / "checkpoints")} if _has_checkpoint(run_dir) else {}
+    checkpoints = run_dir.resolve() / "checkpoints"
+    resume = {"PACELINE_RESUME": str(checkpoints)} if list_checkpoints(checkpoints) else {}
     told = {"PACELINE_RUN_DIR": str(run_dir.resolve()), "PACELINE_SUPERVISED": "1"}
     return {**environment_of(arguments.env), **interface, **resume, **told}
-
-
-def _has_checkpoint(run_dir: Path) -> bool:
-    return any((run_dir / "checkpoints").glob("step-*"))
 
 
 def mpi_words(arguments: argparse.Namespace, plan: Plan, run_dir: Path, file: Path) -> tuple[list[str], dict[str, str]]:
@@ -246,7 +267,7 @@ def _mpi_station(arguments: argparse.Namespace, plan: Plan, run_dir: Path, file:
 
 
 def _ray_job(arguments: argparse.Namespace, plan: Plan, run_dir: Path, file: Path) -> RayJob:
-    options = RayOptions(arguments.ray_address, arguments.cpus_per_rank, arguments.gpus_per_rank, arguments.strategy)
+    options = ray_options(arguments)
     stop = {"PACELINE_STOP_FILE": str(run_dir.resolve() / "stop")}
     rank = rank_command(arguments, plan, run_dir, file)
     rank = dataclasses.replace(rank, environment={**_supervised(arguments, run_dir), **stop})
@@ -282,11 +303,6 @@ def slurm_options(arguments: argparse.Namespace) -> SlurmOptions:
 
 def rendered(arguments: argparse.Namespace, plan: Plan, run_dir: Path, file: Path) -> str:
     """What would be sent, as text."""
-    import json
-    import shlex
-
-    from paceline.launch.command import shown
-
     if arguments.on == "ssh":
         seats, options = seat(hosts_of(arguments), plan.world_size), fleet_options(arguments)
         lines = []

@@ -85,6 +85,13 @@ exit "$code"
 """
 
 
+def check_sbatch(options: SlurmOptions) -> None:
+    """Raise UsageError unless there is an sbatch to call."""
+    if shutil.which(options.program) is None:
+        found = "there is no such program here"
+        raise UsageError(f"{options.program} to send the job", found, "go to a login node, or use --dry-run")
+
+
 def submit(script: str, options: SlurmOptions, environment: dict[str, str]) -> str:
     """Hand the script to sbatch; the job's number.
 
@@ -96,12 +103,7 @@ def submit(script: str, options: SlurmOptions, environment: dict[str, str]) -> s
     Raises:
         UsageError: there is no sbatch, or it refuses.
     """
-    if shutil.which(options.program) is None:
-        raise UsageError(
-            f"{options.program} to send the job",
-            "there is no such program here",
-            "go to a login node, or use --dry-run",
-        )
+    check_sbatch(options)
     done = subprocess.run(
         [options.program, "--parsable"], input=script, capture_output=True, text=True, env=environment
     )
