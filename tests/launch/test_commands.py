@@ -89,7 +89,7 @@ def test_mpirun_gets_names_and_no_values():
     )
     assert words == [
         *("mpirun", "-np", "4", "-H", "h1:2,h2:2", "--bind-to", "none", "--tag-output"),
-        *("--mca", "odls_base_sigkill_timeout", "30", "-x", "A", "--mca", "x", "y", "p"),
+        *("-x", "A", "--mca", "x", "y", "p"),
     ]
     words = mpi_command(Mpirun("mpiexec", "mpich"), 4, [Host("h1", 4)], ["A", "B"], ["p"])
     assert words == ["mpiexec", "-n", "4", "-hosts", "h1:4", "-prepend-rank", "-genvlist", "A,B", "p"]

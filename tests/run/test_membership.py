@@ -78,6 +78,12 @@ def test_hosts_that_are_not_ready_count_and_are_no_restart():
     assert decision == Wait("0 of at least 1 hosts are there; a, b failed 1 times")
 
 
+def test_what_a_host_did_is_forgotten_once_it_has_gone_from_the_list():
+    members = begun("a:1,b:1", patience=1).ended(["b"])[0]
+    assert names(members.listed(["a", "b"]).discovered(parse_hosts("a:1,b:1"))[1]) == ["a"]
+    assert names(members.listed(["a"]).listed(["a", "b"]).discovered(parse_hosts("a:1,b:1"))[1]) == ["a", "b"]
+
+
 def test_it_gives_up_after_so_many_failures():
     members = begun(restarts=2, patience=99)
     for _ in range(2):

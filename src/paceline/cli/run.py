@@ -33,14 +33,16 @@ from paceline.nouns.plan import COMPRESSIONS, SHORT_OPTIONS, TRANSPORTS, Plan
 from paceline.run import directory
 from paceline.run.elastic import Elastic
 from paceline.run.failures import told
+from paceline.run.interrupts import interruptible
 from paceline.run.job import run_job
+from paceline.run.place import joined_address
 from paceline.run.progress import Progress, Screen
 from paceline.run.station import LocalStation
 from paceline.run.supervisor import GRACE_S, Ending, JobRequest, Post, Supervisor
 
 RUNS = Path("runs")
 # Flags of a run's supervisor, and what they are when nobody wrote them; with --job, some are a rank's too.
-_NEEDS_SUPERVISOR = {"grace": GRACE_S, "json": False}
+_NEEDS_SUPERVISOR = {"grace": GRACE_S, "json": False, "dry_run": False}
 _NEEDS_JOB = {"resume": False, "resume_or_start": False, "runs": RUNS, "checkpoint_every": None, "keep": None}
 PLAN_FLAGS = ("transport", "compression", "bucket_bytes", "checkpoint_every", "keep")
 
@@ -129,6 +131,13 @@ def _with_workers(text: str, ranks: int | None) -> str:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the job, send it, or be a part of it."""
+    with interruptible() as interrupted:
+        return _run(arguments)
+    print("paceline run: stopped before it was under way", file=sys.stderr)
+    return 128 + interrupted[0]
+
+
+def _run(arguments: argparse.Namespace) -> int:
     place = run_as_rank.find_place(arguments)
     if isinstance(place, Position):
         needs = _NEEDS_SUPERVISOR if arguments.job else {**_NEEDS_JOB, **_NEEDS_SUPERVISOR}
@@ -188,6 +197,9 @@ def _run_elastic(arguments: argparse.Namespace) -> int:
     file = read_workload_file(arguments.workload, 1)
     options = run_on.fleet_options(arguments)
     check_ssh(options.ssh)
+    if arguments.dry_run:
+        print(f"# between {rules.least} and {rules.most} hosts; now: {', '.join(host.name for host in discover())}")
+        return 0
     screen = Screen(sys.stderr if arguments.json else sys.stdout, sys.stderr)
     folder, _ = _folder(arguments, file.path, screen)
     parts = (file.path, arguments.arguments, plan.world_size, folder, None, file.imports, arguments.grace)
@@ -235,6 +247,9 @@ def _run_node(arguments: argparse.Namespace, node: NodePosition) -> int:
     plan = decide_plan(arguments)
     Mesh.parse(plan.mesh).check_fits(world)
     file = read_workload_file(arguments.workload, plan.data_size)
+    if arguments.dry_run:
+        print(f"# {per_node} ranks from {node.node_rank * per_node} of {world} on this node")
+        return 0
     screen = Screen(sys.stderr if arguments.json else sys.stdout, sys.stderr)
     folder, resume = arguments.runs / arguments.job, None
     if node.node_rank == 0:
@@ -244,7 +259,7 @@ def _run_node(arguments: argparse.Namespace, node: NodePosition) -> int:
         (folder / "failures").mkdir(parents=True, exist_ok=True)
     if arguments.resume or arguments.resume_or_start:
         resume = folder / "checkpoints" if list_checkpoints(folder / "checkpoints") else None
-    master = f"{node.master[0]}:{node.master[1]}" if node.master else ""
+    master = joined_address(*node.master) if node.master else ""
     seats = Seats("", node.node_rank * per_node, per_node, node.node_rank, node.nodes)
     post = Post(LocalStation(), seats, Meeting(master=master, interface=arguments.interface))
     parts = (file.path, arguments.arguments, per_node, folder, resume, file.imports, arguments.grace)
@@ -266,5 +281,7 @@ def _tell(folder: Path, ending: Ending, progress: Progress) -> None:
     elif ending.status == "stopped":
         kept = f"saved as {progress.checkpoint}" if progress.checkpoint else "nothing had been saved"
         print(f"paceline run: stopped; {kept}; go on with --resume --job {folder.name}", file=sys.stderr)
+    elif ending.status == "failed":
+        print("paceline run: the ranks had to be killed: they did not end by themselves", file=sys.stderr)
     else:
         print(f"paceline run: done; {folder}", file=sys.stderr)

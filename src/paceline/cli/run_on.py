@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from paceline.checkpoint.manifest import list_checkpoints
-from paceline.launch.command import SECRET_WORDS, RankCommand, shown
+from paceline.launch.command import RankCommand, is_secret, shown
 from paceline.launch.hosts import Host, parse_hosts, read_hostfile
 from paceline.launch.mpi import find_mpirun, mpi_command
 from paceline.launch.ray import STRATEGIES, RayJob, RayOptions, ray_job
@@ -90,8 +90,21 @@ def hosts_of(arguments: argparse.Namespace) -> tuple[Host, ...]:
     if arguments.hosts and arguments.hostfile:
         raise UsageError("the job's hosts", "there is -H and --hostfile", "leave one out")
     if arguments.hosts:
-        return parse_hosts(arguments.hosts)
-    return read_hostfile(arguments.hostfile) if arguments.hostfile else ()
+        return _shaped(parse_hosts(arguments.hosts), arguments.shape)
+    return _shaped(read_hostfile(arguments.hostfile), arguments.shape) if arguments.hostfile else ()
+
+
+def _shaped(hosts: tuple[Host, ...], text: str | None) -> tuple[Host, ...]:
+    """With -j: so many of the hosts, with so many slots each."""
+    shape = shape_of(text)
+    if shape is None:
+        return hosts
+    nodes, ranks = shape
+    fit = [dataclasses.replace(host, slots=ranks) for host in hosts if host.slots >= ranks]
+    if len(fit) < nodes:
+        found = f"{len(fit)} of the {len(hosts)} hosts have {ranks} slots"
+        raise UsageError(f"-j {text} on these hosts", found, "name more, or write fewer")
+    return tuple(fit[:nodes])
 
 
 def shape_of(text: str | None) -> tuple[int, int] | None:
@@ -140,7 +153,7 @@ def environment_of(words: Sequence[str]) -> dict[str, str]:
             raise UsageError(f"-x {word}", "that is no variable's name", "write -x NAME or -x NAME=VALUE")
         if not equals and name not in os.environ:
             raise UsageError(f"-x {name}", "it is not set here", f"write -x {name}=VALUE, or set it")
-        if equals and any(secret in name.upper() for secret in SECRET_WORDS):
+        if equals and is_secret(name):
             raise UsageError(
                 f"-x {name}=...", "a secret on a command line is read by others", f"set it, then write -x {name}"
             )
@@ -227,7 +240,9 @@ def elastic_rules(arguments: argparse.Namespace) -> tuple[Rules, Callable[[], Se
             "--min-hosts or --max-hosts", "no host is named", "write -H, --hostfile or --host-discovery-script"
         )
     least = 1 if arguments.min_hosts is None else arguments.min_hosts
-    most = arguments.max_hosts or max(least, len(hosts) or sys.maxsize)
+    most = max(least, len(hosts) or sys.maxsize) if arguments.max_hosts is None else arguments.max_hosts
+    if arguments.n is not None or arguments.shape is not None:
+        raise UsageError("-n or -j for hosts that come and go", "the ranks are as many as their slots", "leave it out")
     if not 1 <= least <= most:
         raise UsageError(f"between {least} and {most} hosts", "there is no such number", "let 1 <= min <= max")
     return Rules(least, most), script_hosts(arguments.host_discovery_script) if not hosts else lambda: hosts
@@ -282,7 +297,8 @@ def _ray_station(arguments: argparse.Namespace, plan: Plan, run_dir: Path, file:
 def rank_command(arguments: argparse.Namespace, plan: Plan, run_dir: Path, file: Path) -> RankCommand:
     """What a scheduler's task runs."""
     nodes, per_node = shape_of(arguments.shape) or (1, plan.world_size)
-    given = environment_of(arguments.env)
+    interface = {"PACELINE_INTERFACE": arguments.interface} if arguments.interface else {}
+    given = {**environment_of(arguments.env), **interface}
     more = (nodes, per_node, given, arguments.python)
     return RankCommand(file, arguments.arguments, plan, run_dir.parent, run_dir.name, *more)
 

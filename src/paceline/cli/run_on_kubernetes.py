@@ -10,7 +10,7 @@ from typing import Any
 
 from paceline.cli.run_on import environment_of, shape_of
 from paceline.launch import kubernetes
-from paceline.launch.command import SECRET_WORDS
+from paceline.launch.command import is_secret
 from paceline.launch.kubernetes_job import GANGS, KINDS, POD_GROUP_APIS, KubernetesJob
 from paceline.nouns.errors import UsageError
 from paceline.nouns.plan import Plan
@@ -60,7 +60,7 @@ def job_of(arguments: argparse.Namespace, plan: Plan) -> KubernetesJob:
             raise UsageError("a job on Kubernetes", f"{flag} is not given", f"write {flag}, as in docs/kubernetes.md")
     environment = environment_of(arguments.env)
     for name in environment:
-        if any(word in name.upper() for word in SECRET_WORDS):
+        if is_secret(name):
             raise UsageError(
                 f"-x {name} on Kubernetes", "a manifest is plain text", "put it into a Secret of the cluster's"
             )

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from paceline.nouns.plan import Plan
 
-# Of a variable whose name holds one of these, people are shown that it is set, and not to what.
-SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
+# Of a variable whose name has one of these words, people are shown that it is set, and not to what.
+SECRETS = {"KEY", "APIKEY", "TOKEN", "SECRET", "SECRETS", "PASSWORD", "PASSWD", "CREDENTIAL", "CREDENTIALS"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +51,11 @@ class RankCommand:
         ]
 
 
+def is_secret(name: str) -> bool:
+    """Whether a variable's name says that its value is nobody else's: by whole words, API_KEY and not TOKENIZERS."""
+    return not SECRETS.isdisjoint(name.upper().split("_"))
+
+
 def shown(environment: dict[str, str]) -> dict[str, str]:
     """Variables as they may be printed."""
-    return {
-        name: "(set, not shown)" if any(word in name.upper() for word in SECRET_WORDS) else value
-        for name, value in environment.items()
-    }
+    return {name: "(set, not shown)" if is_secret(name) else value for name, value in environment.items()}

@@ -95,6 +95,7 @@ def start_ranks(settings: RankSettings) -> ForkServer:
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
+        stdout=2,  # an agent's standard output is its connection
         pass_fds=[theirs.fileno(), *writing, *listener],
         env=_environment(settings),
         start_new_session=True,  # Ctrl-C reaches the supervisor alone, which lets the ranks save

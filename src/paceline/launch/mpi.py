@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from paceline.launch.hosts import Host
 from paceline.nouns.errors import UsageError
 
-SAVE_S = 30  # for ranks to save after the launcher has told them to end
-
 
 @dataclass(frozen=True, slots=True)
 class Mpirun:
@@ -81,10 +79,8 @@ def mpi_command(
 
 def _openmpi(ranks: int, hosts: Sequence[Host], variables: Sequence[str]) -> list[str]:
     places = ["-H", ",".join(f"{host.name}:{host.slots}" for host in hosts)] if hosts else ["--oversubscribe"]
-    # The default gives a process one second between SIGTERM and SIGKILL; a rank saves in that time.
-    patience = ["--mca", "odls_base_sigkill_timeout", str(SAVE_S)]
     given = [word for name in variables for word in ("-x", name)]
-    return ["-np", str(ranks), *places, "--bind-to", "none", "--tag-output", *patience, *given]
+    return ["-np", str(ranks), *places, "--bind-to", "none", "--tag-output", *given]
 
 
 def _mpich(ranks: int, hosts: Sequence[Host], variables: Sequence[str]) -> list[str]:

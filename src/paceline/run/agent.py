@@ -16,11 +16,13 @@ import contextlib
 import dataclasses
 import json
 import os
+import queue
 import shutil
 import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,38 @@ from paceline.run.station import Lines, Listening, LocalStation, Station
 LEASE_S = 20.0  # the ranks' life after the supervisor's last sign; none starts in their place before it has ended
 
 
+HELD_S = 3.0  # for output, after the fork server has ended
+END_S = 5.0  # for the last words to be taken
+MOST_WAITING = 2**16  # lines that nobody takes; what ranks write after that is left out
+
+
+class Mouth:
+    """Standard output, written by a thread of its own: a connection that takes nothing must not stop the agent."""
+
+    def __init__(self) -> None:
+        self.waiting: queue.Queue[str | None] = queue.Queue()
+        self.is_broken = False
+        self.thread = threading.Thread(target=self._write, daemon=True)
+        self.thread.start()
+
+    def say(self, line: str) -> None:
+        """Send a line, when it can be sent."""
+        if self.waiting.qsize() < MOST_WAITING or not line.startswith('{"output"'):
+            self.waiting.put(line)
+
+    def close(self, seconds: float) -> None:
+        """Wait at most so long for what is still to be sent."""
+        self.waiting.put(None)
+        self.thread.join(seconds)
+
+    def _write(self) -> None:
+        try:
+            while (line := self.waiting.get()) is not None:
+                print(line, flush=True)
+        except (BrokenPipeError, OSError):
+            self.is_broken = True
+
+
 class Agent:
     """One host's part of one generation of a job."""
 
@@ -42,24 +76,37 @@ class Agent:
         self.listener: socket.socket | None = None
         self.private = tempfile.mkdtemp(prefix="paceline-")
         self.lines = Lines(sys.stdin.fileno())
-        self.has_started = self.is_over = False
+        self.has_started = self.is_over = self.has_lost = False
+        self.mouth = Mouth()
         self.heard_s = time.monotonic()
 
     def run(self) -> int:
         """Serve until the ranks have ended, or the supervisor has gone."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)  # the end of the input says it
+            signal.signal(number, lambda *_: None)  # the end of the input says it; ranks must not inherit "ignore"
         try:
             self.listening.register(sys.stdin.fileno(), self._hear)
             while not self.is_over and not self._is_alone():
                 self.listening.turn(1.0)
-            self.station.kill()
-            while self.listening.open - {sys.stdin.fileno()}:
-                self.listening.turn(1.0)
-            self.station.close()
+            if self._is_alone():
+                self._say_error("the supervisor's signs of life", f"none came for {LEASE_S:g} s", "its ranks are ended")
+            self._end()
         finally:
             shutil.rmtree(self.private, ignore_errors=True)
         return 0
+
+    def _end(self) -> None:
+        """Until nothing is left: ranks that are only about to start are killed too."""
+        deadline = None
+        while self.listening.open - {sys.stdin.fileno()}:
+            self.station.kill()
+            self.listening.turn(0.2)
+            if self.has_lost and deadline is None:
+                deadline = time.monotonic() + HELD_S
+            if deadline is not None and time.monotonic() > deadline:
+                break  # something that a rank has left behind holds its output
+        self.station.close()
+        self.mouth.close(END_S)
 
     def _is_alone(self) -> bool:
         """Whether the supervisor has not been heard for so long that it may have started others in these' place."""
@@ -71,7 +118,7 @@ class Agent:
             try:
                 self._obey(json.loads(line))
             except PacelineError as error:
-                self._say({"error": {"asked": error.asked, "found": error.found, "fix": error.fix}})
+                self._say_error(error.asked, error.found, error.fix)
                 self.is_over = True
         self.is_over = self.is_over or self.lines.is_over
         return not self.lines.is_over
@@ -95,7 +142,7 @@ class Agent:
             raise UsageError(
                 f"the file {request['script']}", "it is not there", "keep the code in a folder that all hosts share"
             )
-        token = Path(request["run_dir"], ".token")
+        token = Path(request["run_dir"], f".token-{request['token'][:8]}")
         if not token.is_file() or token.read_text() != request["token"]:
             raise UsageError(
                 f"the run directory {request['run_dir']}",
@@ -119,10 +166,11 @@ class Agent:
         self.has_started = True
 
     def _say(self, message: dict[str, Any]) -> None:
-        try:
-            print(json.dumps(message), flush=True)
-        except BrokenPipeError:
-            self.is_over = True
+        self.mouth.say(json.dumps(message))
+        self.is_over = self.is_over or self.mouth.is_broken
+
+    def _say_error(self, asked: str, found: str, fix: str) -> None:
+        self._say({"error": {"asked": asked, "found": found, "fix": fix}})
 
     # --- station.Hearer
 
@@ -140,7 +188,9 @@ class Agent:
 
     def on_lost(self, station: Station) -> None:
         """The fork server has ended: so has the work here."""
-        self.is_over = True
+        self.is_over = self.has_lost = True
+        if self.station.pids:
+            self._say_error("the fork server should live as long as its ranks", "it has ended", "see `dmesg` there")
 
 
 def own_address(request: dict[str, Any]) -> str:
@@ -153,11 +203,13 @@ def own_address(request: dict[str, Any]) -> str:
         return address_of(request["interface"])
     words = os.environ.get("SSH_CONNECTION", "").split()
     came_to = words[2] if len(words) == 4 else "127.0.0.1"
-    if came_to.startswith("127.") or ":" in came_to:
-        others = request["others"]
-        return address_towards(others[0]) if others else "127.0.0.1"
-    return came_to
+    if not came_to.startswith("127.") and ":" not in came_to:
+        return came_to
+    others = [other.rpartition("@")[2] for other in request["others"]]
+    return address_towards(others[0]) if others else "127.0.0.1"
 
 
 if __name__ == "__main__":
-    sys.exit(Agent().run())
+    status = Agent().run()
+    sys.stderr.flush()
+    os._exit(status)  # a thread may still wait for a connection that takes nothing

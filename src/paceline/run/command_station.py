@@ -12,6 +12,7 @@ import os
 import re
 import signal
 import subprocess
+import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from paceline.nouns.errors import UsageError
 from paceline.run.failures import failed_launcher
 from paceline.run.station import Hearer, Lines, Listen
 
+CLEAR_S = 5.0  # between asking the program to end, and killing it
 STOP = "stop"  # the file, in the run directory
 _TAGS = re.compile(r"\[(?:\d+,)?(\d+)\](?:<std(?:out|err)>:)? ?(.*)")  # Open MPI's and MPICH's names of ranks
 
@@ -43,7 +45,7 @@ class CommandStation:
         self.host = name or Path(command[0]).name
         self.process: subprocess.Popen[bytes] | None = None
         self.last: deque[str] = deque(maxlen=1)
-        self.is_killed = False
+        self.killed_s: float | None = None
 
     def start(self, settings: RankSettings) -> None:
         """Start the program.
@@ -92,9 +94,10 @@ class CommandStation:
             self.hearer.on_output(rank, text)
         if self.lines.is_over:
             status = self.process.wait()
-            if status == 0 or self.is_killed:
+            is_killed = self.killed_s is not None
+            if status == 0 or is_killed:
                 for rank in self.settings.seats.ranks:
-                    self.hearer.on_ended(rank, -signal.SIGKILL if self.is_killed else 0)
+                    self.hearer.on_ended(rank, -signal.SIGKILL if is_killed else 0)
             else:
                 self.hearer.on_lost(self)
         return not self.lines.is_over
@@ -107,8 +110,10 @@ class CommandStation:
         """End the program, and with it the ranks: first so that it may clear up on other hosts."""
         if self.process is None or self.process.poll() is not None:
             return
-        number = signal.SIGKILL if self.is_killed else signal.SIGTERM
-        self.is_killed = True
+        if self.killed_s is not None and time.monotonic() - self.killed_s < CLEAR_S:
+            return
+        number = signal.SIGTERM if self.killed_s is None else signal.SIGKILL
+        self.killed_s = time.monotonic()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from paceline.launch.hosts import Host, parse_hosts
 from paceline.launch.seats import seat
-from paceline.nouns.errors import PacelineError, UsageError
+from paceline.launch.ssh import ssh_command
+from paceline.launch.workload_file import read_workload_file
+from paceline.nouns.errors import PacelineError, UsageError, WorkloadError
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
 from paceline.run import directory
@@ -57,7 +60,7 @@ class Elastic:
         Raises:
             UsageError: there were not enough hosts for too long.
         """
-        members = Membership(self.rules)
+        members = Membership(self.rules, generation=last_generation(self.request.run_dir))
         while True:
             members, start = self._next(members)
             try:
@@ -72,15 +75,20 @@ class Elastic:
             self.screen.say(f"paceline: generation {start.generation} ended: {_why(ending)}")
             members, decision = members.ended(ending.bad_hosts, ending.status == "failed")
             if isinstance(decision, GiveUp):
-                raise UsageError("the job on its hosts", decision.why, "mend what the lines above tell; then --resume")
+                self.screen.say(f"paceline: no other generation: {decision.why}")
+                return ending, progress, finish(self.request.run_dir, ending, progress)
 
     def _next(self, members: Membership) -> tuple[Membership, Start]:
         """The next generation, as soon as there are hosts enough."""
         began, told = time.monotonic(), ""
         while True:
+            members = self._listed(members)
             members, decision = members.discovered(self._discover(members))
             if isinstance(decision, Start):
-                return members, decision
+                lacking = self._lacking(decision.hosts)
+                if lacking is None:
+                    return members, decision
+                members, decision = replace(members, hosts=(), generation=members.generation - 1), Wait(lacking)
             assert isinstance(decision, Wait)
             if decision.why != told:
                 told = decision.why
@@ -90,25 +98,56 @@ class Elastic:
             time.sleep(DISCOVER_S)
 
     def _discover(self, members: Membership) -> Sequence[Host]:
-        """The hosts now; those known when that can't be found out.
+        """The hosts now; those known when that can't be found out. One that failed before is looked at first.
 
         Raises:
             UsageError: none is known yet.
         """
         try:
-            return self.discover()
+            found = self.discover()
+            own = {host.name for host in members.hosts}
+            doubtful = members.failures.keys() - own
+            return [host for host in found if host.name not in doubtful or self._answers(host)]
         except PacelineError as error:
             if not members.known:
                 raise
             self.screen.say(f"paceline: {error.asked}: {error.found}; the hosts known stay")
             return members.known
 
+    def _listed(self, members: Membership) -> Membership:
+        with contextlib.suppress(PacelineError):
+            return members.listed([host.name for host in self.discover()])
+        return members
+
+    def _answers(self, host: Host) -> bool:
+        """Whether a host can be reached at all."""
+        quick = dataclasses.replace(self.fleet.ssh, more=(*self.fleet.ssh.more, "-oConnectTimeout=5"))
+        command = ssh_command(host.name, ["true"], quick)
+        return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True).returncode == 0
+
+    def _fitting(self, slots: int) -> Plan:
+        """The plan for so many slots, or for fewer where the file says that its batch has fewer samples."""
+        least = fixed_size(self.plan)
+        for ranks in range(slots, least, -1):
+            plan = rescaled(self.plan, ranks)
+            with contextlib.suppress(WorkloadError):
+                read_workload_file(str(self.request.script), plan.data_size)
+                return plan
+        return rescaled(self.plan, least)
+
+    def _lacking(self, hosts: Sequence[Host]) -> str | None:
+        """What these hosts lack for one copy of the model."""
+        slots, least = sum(host.slots for host in hosts), fixed_size(self.plan)
+        return None if slots >= least else f"{slots} of at least {least} slots are there, for one copy of the model"
+
     def _generation(self, members: Membership, start: Start) -> tuple[Ending, Progress, Membership]:
         run_dir = self.request.run_dir
-        plan = rescaled(self.plan, sum(host.slots for host in start.hosts))
+        plan = self._fitting(sum(host.slots for host in start.hosts))
         seats = seat(start.hosts, plan.world_size)
         directory.write_start(run_dir, plan, self.request.script, self.request.arguments)
-        (run_dir / GENERATION).write_text(f"{start.generation}\n")
+        draft = run_dir / f".{GENERATION}"
+        draft.write_text(f"{start.generation}\n")
+        draft.replace(run_dir / GENERATION)
         resume = directory.find_resume_point(run_dir, lambda text: None)
         where = ", ".join(f"{one.host}:{one.count}" for one in seats)
         self.screen.say(
@@ -123,6 +162,24 @@ class Elastic:
         if ending.lost_hosts:  # their ranks may still be there until the agents' leases have ended
             time.sleep(LEASE_S + MARGIN_S)
         return ending, progress, watch.members
+
+
+def last_generation(run_dir: Path) -> int:
+    """The newest generation of a run: ranks of an older one may still be somewhere."""
+    try:
+        return int((run_dir / GENERATION).read_text())
+    except (OSError, ValueError):
+        return 0
+
+
+def fixed_size(plan: Plan) -> int:
+    """Ranks that hold one copy of the model, and of the data axis that does not grow."""
+    mesh = Mesh.parse(plan.mesh)
+    return mesh.world_size // mesh.size(_growing(mesh))
+
+
+def _growing(mesh: Mesh) -> str:
+    return "shard" if mesh.size("shard") > 1 and mesh.size("replicate") == 1 else "replicate"
 
 
 class _Watch:
@@ -169,8 +226,7 @@ def rescaled(plan: Plan, ranks: int) -> Plan:
     """
     mesh = Mesh.parse(plan.mesh)
     sizes = {axis: mesh.size(axis) for axis in ("replicate", "shard", "tensor", "pipeline")}
-    grows = "shard" if sizes["shard"] > 1 and sizes["replicate"] == 1 else "replicate"
-    fixed = mesh.world_size // sizes[grows]
+    grows, fixed = _growing(mesh), fixed_size(plan)
     if ranks < fixed:
         raise UsageError(
             f"the plan {plan.mesh} on {ranks} ranks",
@@ -191,7 +247,9 @@ def script_hosts(script: Path) -> Callable[[], tuple[Host, ...]]:
     def ask() -> tuple[Host, ...]:
         asked = f"the hosts of {script}"
         try:
-            done = subprocess.run([str(script.resolve())], capture_output=True, text=True, timeout=SCRIPT_S)
+            done = subprocess.run(
+                [str(script.resolve())], capture_output=True, text=True, errors="replace", timeout=SCRIPT_S
+            )
         except (OSError, subprocess.TimeoutExpired) as error:
             raise UsageError(
                 asked, f"it did not run ({error})", "make it a program that prints a host a line"

@@ -6,6 +6,7 @@ import os
 import secrets
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,7 +67,7 @@ def open_posts(seats: Sequence[Seats], script: Path, run_dir: Path, options: Fle
         HostError: a host can't be reached, or does not see the job's files. No rank has started.
     """
     token = secrets.token_hex(16)
-    path = run_dir / ".token"
+    path = run_dir / f".token-{token[:8]}"  # a name of its own: a network file system may remember an older one
     path.write_text(token)
     stations: list[RemoteStation] = []
     try:
@@ -121,8 +122,9 @@ def _answers(stations: Sequence[RemoteStation]) -> list[dict[str, Any]]:
     threads = [threading.Thread(target=wait, args=(station,), daemon=True) for station in stations]
     for thread in threads:
         thread.start()
+    deadline = time.monotonic() + ANSWER_S
     for thread, station in zip(threads, stations, strict=True):
-        thread.join(ANSWER_S)
+        thread.join(max(0.0, deadline - time.monotonic()))
         if thread.is_alive():
             found = f"it has not answered for {ANSWER_S:g} s"
             errors[station.host] = UsageError(f"to reach {station.host} over ssh", found, "see whether the host hangs")

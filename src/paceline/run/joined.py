@@ -12,13 +12,14 @@ from pathlib import Path
 
 from paceline.comm.dialects import find_position
 from paceline.launch.orphans import die_with_parent
+from paceline.nouns.errors import PacelineError
 from paceline.run import directory
 from paceline.run.failures import first_cause, read_failures
 from paceline.run.job import result_of
 from paceline.run.place import said
 from paceline.run.progress import Progress
 from paceline.run.supervisor import Ending
-from paceline.run.worker import run_rank
+from paceline.run.worker import failed, run_rank
 
 STOPPED_CODE = 75  # sysexits.h, EX_TEMPFAIL: try again
 
@@ -26,11 +27,17 @@ STOPPED_CODE = 75  # sysexits.h, EX_TEMPFAIL: try again
 def main() -> int:
     """Run the rank; its exit code."""
     die_with_parent()
-    os.environ.update(said(find_position(os.environ)))
+    try:
+        os.environ.update(said(find_position(os.environ)))
+    except PacelineError as error:
+        return failed(error)
+    is_supervised = (
+        "PACELINE_SUPERVISED" in os.environ
+    )  # our supervisor looks for itself, and mpirun takes 75 for a failure
     run_dir = Path(os.environ["PACELINE_RUN_DIR"])
     progress = Progress(run_dir)  # before the first step: it follows from the file's present end
-    code = run_rank(sys.argv[1], sys.argv[2:], STOPPED_CODE)
-    if os.environ["PACELINE_RANK"] == "0" and "PACELINE_SUPERVISED" not in os.environ:
+    code = run_rank(sys.argv[1], sys.argv[2:], 0 if is_supervised else STOPPED_CODE)
+    if os.environ["PACELINE_RANK"] == "0" and not is_supervised:
         _write_result(run_dir, code, progress)
     return code
 

@@ -102,6 +102,12 @@ class Membership:
         )
         return replace(now, is_regrouping=True), Regroup(why)
 
+    def listed(self, names: Iterable[str]) -> Membership:
+        """What a host did is forgotten once it has gone from the list: it may have been mended."""
+        still = set(names)
+        kept = {name: count for name, count in self.failures.items() if name in still}
+        return replace(self, failures=MappingProxyType(kept))
+
     def not_ready(self, names: Iterable[str]) -> Membership:
         """The generation could not begin: these hosts can't be reached, or are not fit."""
         return replace(self, hosts=(), failures=self._counted(names), is_regrouping=False)

@@ -19,6 +19,10 @@ def said(position: Position) -> dict[str, str]:
     if position.file is not None:
         told["PACELINE_RENDEZVOUS"] = position.file
     elif position.master is not None and not position.has_own_store:
-        host, port = position.master
-        told["PACELINE_MASTER"] = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        told["PACELINE_MASTER"] = joined_address(*position.master)
     return told
+
+
+def joined_address(host: str, port: int) -> str:
+    """HOST:PORT; an IPv6 address stands in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

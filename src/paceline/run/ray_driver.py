@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -69,7 +70,8 @@ class Seat:
         )
         if self.listener is not None:
             self.listener.close()
-        threading.Thread(target=self._read, daemon=True).start()
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
 
     def _read(self) -> None:
         assert self.process is not None
@@ -82,6 +84,8 @@ class Seat:
         """What was written since, and the exit code once it has ended."""
         assert self.process is not None
         status = self.process.poll()
+        if status is not None:
+            self.reader.join(1.0)  # its last lines
         with self.lock:
             lines, self.lines = self.lines, []
         return lines, status
@@ -90,6 +94,7 @@ class Seat:
 def main() -> int:
     """Run the job; the first exit code that is not 0."""
     die_with_parent()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is below is cleared up
     job = json.loads(sys.stdin.read())
     try:
         import ray

@@ -10,6 +10,7 @@ import base64
 import contextlib
 import json
 import os
+import select
 import selectors
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from paceline.nouns.errors import PacelineError, UsageError
 from paceline.run.failures import lost_host, lost_server
 
 BEAT_S = 2.0
+MOST_BYTES = 2**20  # of a line
 Listen = Callable[[int, Callable[[], bool]], None]  # a descriptor, and what reads it: False at its end
 
 
@@ -185,7 +187,10 @@ class RemoteStation:
     def last_words(self) -> str:
         """What ssh or the agent wrote to its standard error, once it has ended."""
         assert self.process.stderr is not None
-        self.errors += self.process.stderr.read()
+        descriptor = self.process.stderr.fileno()
+        # Not `read`: what ssh started, such as a ProxyCommand, may live on and hold the other end.
+        while select.select([descriptor], [], [], 0.5)[0] and (content := os.read(descriptor, 2**16)):
+            self.errors += content
         return self.errors.decode(errors="replace")
 
     def failure(self, status: int, at: float) -> dict[str, Any]:
@@ -258,7 +263,8 @@ class RemoteStation:
         try:
             return self.process.wait(patience_s)
         except subprocess.TimeoutExpired:  # a host that stands still: its own sshd ends the agent
-            self.process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
             return self.process.wait()
         finally:
             for end in (self.process.stdout, self.process.stderr):
@@ -279,6 +285,8 @@ class Lines:
         except (ConnectionResetError, OSError):
             content = b""
         *lines, self.rest = (self.rest + content).split(b"\n")
+        if b"\r" in self.rest or len(self.rest) > MOST_BYTES:  # a bar that is drawn anew: only its last state
+            self.rest = self.rest[self.rest.rstrip(b"\r").rfind(b"\r") + 1 :][-MOST_BYTES:]
         self.is_over = not content
         if self.is_over and self.rest:
             lines, self.rest = [self.rest], b""

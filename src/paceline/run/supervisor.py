@@ -6,7 +6,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from paceline.run.replaced import Replaced
 from paceline.run.station import Listening, LocalStation, Station
 
 SETTLE_S = 0.5  # after the first death the others may write down what they saw, then they are killed
+HELD_S = 3.0  # for output, after the last process has ended
 LEFT_BEHIND_S = 5.0  # for a worker that the others went on without, when they have ended
 GRACE_S = 30.0  # for a checkpoint after Ctrl-C or SIGTERM
 _TICK_S = 0.1
@@ -103,6 +104,7 @@ class Supervisor:
     stations: dict[int, Station] = field(default_factory=dict)  # by rank
     is_over: bool = False  # the servers' coordinator says that the training has ended
     listening: Listening = field(default_factory=Listening)
+    all_ended_s: float | None = None
 
     def __post_init__(self) -> None:
         self.replaced = Replaced(self.request.ranks, self.request.servers)
@@ -117,7 +119,7 @@ class Supervisor:
         try:
             for post in posts:
                 self._start(post, private)
-            while self.listening.open:
+            while self.listening.open and not self._is_held_open():
                 self._turn(progress)
         finally:
             self._kill()
@@ -159,14 +161,20 @@ class Supervisor:
         now_s = self.clock.now_s()
         for station in set(self.stations.values()):
             station.beat(now_s)
-        if not self.asked_to_stop and self.should_stop():
-            self.is_regroup = True
-            self.asked_to_stop.append(signal.SIGTERM)
+        self.is_regroup = self.is_regroup or (not self.asked_to_stop and self.should_stop())
         self._pass_on_stop(now_s)
         if (self.kill_at_s is not None and now_s >= self.kill_at_s) or self.is_hung():
             self._kill()
         if progress.read():
             self.screen.show_progress(progress.line(), now_s)
+
+    def _is_held_open(self) -> bool:
+        """Whether all processes have ended, and only something that one of them has left behind holds its output."""
+        if len(self.ended) < len(self.stations):
+            self.all_ended_s = None
+        elif self.all_ended_s is None:
+            self.all_ended_s = self.clock.now_s()
+        return self.all_ended_s is not None and self.clock.now_s() - self.all_ended_s > HELD_S
 
     # --- station.Hearer
 
@@ -177,16 +185,20 @@ class Supervisor:
     def on_lost(self, station: Station) -> None:
         """A fork server or a connection has ended: its ranks end with it, and then the others."""
         left = [rank for rank, own in self.stations.items() if own is station and self._is_worker(rank)]
-        if not all(rank in self.ended for rank in left):
-            self.lost.append((station, _time_stamp()))
-            for rank in left:
-                self.alive.pop(rank, None)
+        if all(rank in self.ended for rank in left):
+            return  # it has done its part; others may still be saving
+        self.lost.append((station, _time_stamp()))
+        for rank in left:
+            self.alive.pop(rank, None)
+        self.kill_at_s = self.clock.now_s()  # also those that are only about to start
         self._kill()
 
     def on_started(self, pids: dict[int, int]) -> None:
         """Ranks have been started."""
         self.alive.update(pids)
         self.replaced.started(pids, self.clock.now_s())
+        if self.has_told_ranks:  # the others were told before these were there
+            self._tell_ranks(pids)
 
     def on_ended(self, rank: int, status: int) -> None:
         """A rank has ended."""
@@ -195,7 +207,9 @@ class Supervisor:
             return
         self.ended[rank] = status
         self._end_servers(rank, status)
-        if status != 0 and not self._is_own_doing(rank, status):
+        if self._is_own_doing(rank, status) and status == -signal.SIGTERM:  # without it the others can't save
+            self.kill_at_s = min(self.kill_at_s or float("inf"), self.clock.now_s() + SETTLE_S)
+        elif status != 0 and not self._is_own_doing(rank, status):
             self.deaths.setdefault(rank, silent_death(rank, status, _time_stamp()))
             if self.kill_at_s is None or not self.asked_to_stop:
                 self.kill_at_s = min(self.kill_at_s or float("inf"), self.clock.now_s() + SETTLE_S)
@@ -215,7 +229,7 @@ class Supervisor:
 
     def _is_replaced(self, rank: int, status: int) -> bool:
         """Whether another process takes this one's place."""
-        is_ending = bool(self.asked_to_stop) or self.kill_at_s is not None or rank in self.killed
+        is_ending = bool(self.asked_to_stop) or self.is_regroup or self.kill_at_s is not None or rank in self.killed
         if is_ending or not self.replaced.should(rank, status, self.clock.now_s()):
             return False
         name = self.replaced.name(rank)
@@ -244,17 +258,22 @@ class Supervisor:
         return restore
 
     def _pass_on_stop(self, now_s: float) -> None:
-        if not self.asked_to_stop or (self.has_told_ranks and len(self.asked_to_stop) < 2) or not self.alive:
+        if not (self.asked_to_stop or self.is_regroup) or not self.alive:
             return
         if len(self.asked_to_stop) >= 2:
             self._kill()
         elif not self.has_told_ranks:
             self.has_told_ranks = True
             self.kill_at_s = now_s + self.request.grace_s
-            why = "other hosts: " if self.is_regroup else "stopping: "
-            self.screen.say(why + "finishing the step and saving" + ("" if self.is_regroup else "; once more to kill"))
-            for station in set(self.stations.values()):
-                own = [rank for rank in self.alive if self.stations[rank] is station and self._is_worker(rank)]
+            why = "stopping: " if self.asked_to_stop else "other hosts: "
+            self.screen.say(why + "finishing the step and saving" + ("; once more to kill" * bool(self.asked_to_stop)))
+            self._tell_ranks(self.alive)
+
+    def _tell_ranks(self, ranks: Iterable[int]) -> None:
+        """Ask them to save and stop."""
+        for station in set(self.stations.values()):
+            own = [rank for rank in ranks if self.stations[rank] is station and self._is_worker(rank)]
+            if own:
                 station.signal(own, signal.SIGTERM)
 
     def _kill(self) -> None:
@@ -263,16 +282,18 @@ class Supervisor:
             station.kill()
 
     def _with_hosts(self, ending: Ending) -> Ending:
-        ending.is_regroup = self.is_regroup and ending.status == "stopped"
+        ending.is_regroup = self.is_regroup and not self.asked_to_stop and ending.status == "stopped"
         ending.lost_hosts = tuple(sorted({station.host for station, _ in self.lost}))
         signalled = {self.stations[rank].host for rank, death in self.deaths.items() if self.ended.get(rank, 0) < 0}
         ending.bad_hosts = tuple(sorted({*ending.lost_hosts, *signalled}))
         cause = ending.cause or {}
-        ending.is_of_hosts = not ending.cause or cause["type"] == "ProcessDied" or bool(cause["is_peer_loss"])
+        is_signalled = cause.get("rank") is not None and self.ended.get(cause["rank"], 0) < 0
+        is_of_hosts = not cause or "host" in cause or is_signalled or bool(cause["is_peer_loss"])
+        ending.is_of_hosts = is_of_hosts and not self.asked_to_stop
         return ending
 
     def _ending(self, progress: Progress, statuses: dict[Station, int]) -> Ending:
-        stop = self.asked_to_stop[0] if self.asked_to_stop else None
+        stop = self.asked_to_stop[0] if self.asked_to_stop else signal.SIGTERM if self.is_regroup else None
         if stop and progress.has_stopped:
             return Ending("stopped", 130 if stop == signal.SIGINT else 0)
         ended = self._ended_workers()
