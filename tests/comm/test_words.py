@@ -125,7 +125,7 @@ OURS = {"PACELINE_RANK": "1", "PACELINE_WORLD_SIZE": "2", "PACELINE_LOCAL_RANK":
         ({**OURS, "PACELINE_RENDEZVOUS": "x"}, Place(1, 2, 1, 2, 0, "x")),
         (
             {**OURS, "PACELINE_LOCAL_SIZE": "1", "PACELINE_LOCAL_RANK": "0", "PACELINE_MASTER": "h1:29400"},
-            Place(1, 2, 0, 1, 1, None, ("h1", 29400)),
+            Place(1, 2, 0, 1, 1, None, ("h1", 29400), None, True),
         ),
     ],
 )

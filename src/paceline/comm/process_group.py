@@ -14,6 +14,7 @@ import datetime
 import os
 import socket
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ from paceline.nouns.errors import PeerLostError, UsageError
 
 TIMEOUT_S = 1800  # of one collective, as Gloo's own default
 START_S = 600  # for all ranks to come to the store
+STALE_S = 7 * 86400  # a file where ranks met, in the folder that jobs of this user share
 COORDINATOR = "PACELINE_COORDINATOR"  # where the parameter servers' coordinator listens, in a job that has servers
 
 
@@ -120,7 +122,20 @@ def _file_store(place: Place) -> Any:
         raise UsageError(
             f"to meet at {path}", "others may write to that folder", f"remove {path.parent}, or set MASTER_ADDR"
         )
+    if place.rank == 0:
+        _sweep(path.parent)
     return dist.FileStore(str(path), place.size)  # type: ignore[attr-defined]
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what killed jobs left where ranks meet. torch removes a file itself when its last rank has gone: whoever
+    removed it before would let the others wait for it in their end."""
+    if folder.name != f"paceline-{os.getuid()}":
+        return  # a folder of the launcher's, or of somebody who set PACELINE_RENDEZVOUS
+    for left in folder.iterdir():
+        with contextlib.suppress(OSError):
+            if time.time_ns() / 1e9 - left.stat().st_mtime > STALE_S:
+                left.unlink()
 
 
 def _tcp_store(place: Place) -> Any:
@@ -161,11 +176,3 @@ def close_world() -> None:
     """Leave the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def forget_meeting(place: Place) -> None:
-    """Remove the file where ranks met, and its folder once that is empty: nobody comes any more."""
-    if place.rendezvous is not None:
-        with contextlib.suppress(OSError):
-            Path(place.rendezvous).unlink(missing_ok=True)
-            Path(place.rendezvous).parent.rmdir()

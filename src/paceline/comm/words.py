@@ -18,7 +18,7 @@ import torch
 
 from paceline.comm.collectives import AxisComm, check_op, split_rows
 from paceline.comm.ledger import Ledger
-from paceline.comm.process_group import COORDINATOR, Place, close_world, find_place, forget_meeting, open_world
+from paceline.comm.process_group import COORDINATOR, Place, close_world, find_place, open_world
 from paceline.nouns.errors import UsageError
 
 
@@ -66,9 +66,8 @@ def _with_cross_rank(place: Place, comm: AxisComm) -> Place:
 def shutdown() -> None:
     """Leave the ranks. `init` may follow only in a world of one."""
     if _world:
-        place = _world.pop().place
+        _world.clear()
         close_world()
-        forget_meeting(place)
 
 
 def is_initialized() -> bool:
