@@ -127,13 +127,10 @@ def marked(folder: Path, environment: dict[str, str]) -> dict[str, str]:
 
 def leftovers(folder: Path) -> list[str]:
     """Processes, shared memory and temporary files of the jobs started in `folder`."""
-    # torchrun's logs and the compiler's cache are torch's own, which it leaves on purpose.
-    meeting = f"paceline-{os.getuid()}"  # where ranks of other launchers meet: the folder stays, and is empty
-    found = [
-        str(path)
-        for path in (folder / "tmp").iterdir()
-        if not path.name.startswith("torch") and (path.name != meeting or any(path.iterdir()))
-    ]
+    # torch's logs and the compiler's cache are torch's own; under other launchers ranks meet in a file that stays a day.
+    meeting = f"paceline-{os.getuid()}"
+    names = [path for path in (folder / "tmp").iterdir() if path.name != meeting and not path.name.startswith("torch")]
+    found = [str(path) for path in names]
     found += [str(path) for path in Path("/dev/shm").glob("*paceline*")]
     for process in psutil.process_iter():
         try:

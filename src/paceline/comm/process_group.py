@@ -29,7 +29,7 @@ from paceline.nouns.errors import PeerLostError, UsageError
 
 TIMEOUT_S = 1800  # of one collective, as Gloo's own default
 START_S = 600  # for all ranks to come to the store
-STALE_S = 7 * 86400  # a file where ranks met, in the folder that jobs of this user share
+STALE_S = 86400  # a file where ranks met, in the folder that jobs of this user share
 COORDINATOR = "PACELINE_COORDINATOR"  # where the parameter servers' coordinator listens, in a job that has servers
 
 
@@ -128,8 +128,8 @@ def _file_store(place: Place) -> Any:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what killed jobs left where ranks meet. torch removes a file itself when its last rank has gone: whoever
-    removed it before would let the others wait for it in their end."""
+    """Remove what earlier jobs left where ranks meet, under 1 kB each. No rank may do so at its end: torch's store looks
+    for its file once more when it is taken down, and would wait for it in the others."""
     if folder.name != f"paceline-{os.getuid()}":
         return  # a folder of the launcher's, or of somebody who set PACELINE_RENDEZVOUS
     for left in folder.iterdir():
