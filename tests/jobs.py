@@ -127,7 +127,7 @@ def marked(folder: Path, environment: dict[str, str]) -> dict[str, str]:
 
 def leftovers(folder: Path) -> list[str]:
     """Processes, shared memory and temporary files of the jobs started in `folder`."""
-    # torch's logs and the compiler's cache are torch's own; under other launchers ranks meet in a file that stays a day.
+    # torch's logs and the compiler's cache are torch's own; where ranks of other launchers met stays for a day.
     meeting = f"paceline-{os.getuid()}"
     names = [path for path in (folder / "tmp").iterdir() if path.name != meeting and not path.name.startswith("torch")]
     found = [str(path) for path in names]

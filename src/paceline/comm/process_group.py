@@ -128,8 +128,10 @@ def _file_store(place: Place) -> Any:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what earlier jobs left where ranks meet, under 1 kB each. No rank may do so at its end: torch's store looks
-    for its file once more when it is taken down, and would wait for it in the others."""
+    """Remove what earlier jobs left where ranks meet, under 1 kB each.
+
+    No rank may do so at its end: torch's store opens its file once more when it is taken down, and would wait for it.
+    """
     if folder.name != f"paceline-{os.getuid()}":
         return  # a folder of the launcher's, or of somebody who set PACELINE_RENDEZVOUS
     for left in folder.iterdir():
