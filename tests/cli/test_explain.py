@@ -15,7 +15,7 @@ from paceline.nouns.plan import Plan
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1"}
 TORCHRUN |= {"GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "a1", "MASTER_PORT": "29511"}
 OURS = {"PACELINE_RANK": "1", "PACELINE_WORLD_SIZE": "2", "PACELINE_LOCAL_RANK": "1", "PACELINE_LOCAL_SIZE": "2"}
-OURS |= {"PACELINE_RENDEZVOUS": "/tmp/x/rendezvous", "PACELINE_COORDINATOR": "unix:/tmp/x/coordinator"}
+OURS |= {"PACELINE_RENDEZVOUS": "/run/job/rendezvous", "PACELINE_COORDINATOR": "unix:/run/job/coordinator"}
 POD = {"PET_NNODES": "4", "PET_NODE_RANK": "2", "PET_NPROC_PER_NODE": "2", "MASTER_ADDR": "a1", "MASTER_PORT": "1234"}
 
 
@@ -79,8 +79,8 @@ def test_paceline_runs_own(settings, tmp_path):
     Plan(mesh="replicate=2", compression="bf16").write(tmp_path / "plan.json")
     found = settings({**OURS, "PACELINE_RUN_DIR": str(tmp_path)})
     assert found["launcher"][0] == "paceline run"
-    assert found["ranks meet at"] == ("/tmp/x/rendezvous", "PACELINE_RENDEZVOUS=/tmp/x/rendezvous")
-    assert found["coordinator"] == ("unix:/tmp/x/coordinator", "PACELINE_COORDINATOR")
+    assert found["ranks meet at"] == ("/run/job/rendezvous", "PACELINE_RENDEZVOUS=/run/job/rendezvous")
+    assert found["coordinator"] == ("unix:/run/job/coordinator", "PACELINE_COORDINATOR")
     assert found["run directory"] == (str(tmp_path), "PACELINE_RUN_DIR")
     assert found["plan"] == ("replicate=2", f"PACELINE_RUN_DIR={tmp_path}: plan.json")
     assert found["compression"] == ("bf16", f"PACELINE_RUN_DIR={tmp_path}: plan.json")

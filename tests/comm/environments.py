@@ -24,7 +24,7 @@ def _texts(**values):
 def paceline(hosts, rank):
     """As `run/forkserver.py` has it."""
     _, local, many, host = seats(hosts)[rank]
-    meet = {"PACELINE_MASTER": "a1:29400"} if len(hosts) > 1 else {"PACELINE_RENDEZVOUS": "/tmp/x/rendezvous"}
+    meet = {"PACELINE_MASTER": "a1:29400"} if len(hosts) > 1 else {"PACELINE_RENDEZVOUS": "/run/job/rendezvous"}
     own = _texts(
         PACELINE_RANK=rank, PACELINE_WORLD_SIZE=sum(hosts), PACELINE_LOCAL_RANK=local, PACELINE_LOCAL_SIZE=many
     )

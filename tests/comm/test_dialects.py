@@ -151,10 +151,10 @@ def test_launchers_that_agree_may_be_nested(case):
 
 # Where ranks meet: the environment, the file or the host and port, and what says so.
 MEETINGS = {
-    "paceline run's file": (paceline((2,), 0), "/tmp/x/rendezvous", "PACELINE_RENDEZVOUS="),
+    "paceline run's file": (paceline((2,), 0), "/run/job/rendezvous", "PACELINE_RENDEZVOUS="),
     "paceline run's store": (paceline((2, 2), 0), ("a1", 29400), "PACELINE_MASTER=a1:29400"),
     "IPv6": ({**paceline((2, 2), 0), "PACELINE_MASTER": "[fd00::1]:29400"}, ("fd00::1", 29400), "PACELINE_MASTER"),
-    "a batch script's MASTER_ADDR is not paceline run's": ({**paceline((2,), 0), "MASTER_ADDR": "b"}, "/tmp/x/rendezvous", "PACELINE_"),
+    "a batch script's MASTER_ADDR is not paceline run's": ({**paceline((2,), 0), "MASTER_ADDR": "b"}, "/run/job/rendezvous", "PACELINE_"),
     "MASTER_ADDR wins over a computed one": ({**slurm((2, 2), 0), **MASTER}, ("a1", 29511), "MASTER_ADDR=a1"),
     "MASTER_ADDR on one host": ({**slurm((2,), 0), **MASTER}, ("a1", 29511), "MASTER_ADDR=a1"),
     "IPv6 in MASTER_ADDR": ({**slurm((2,), 0), "MASTER_ADDR": "fd00::1", "MASTER_PORT": "1"}, ("fd00::1", 1), "MASTER_ADDR"),

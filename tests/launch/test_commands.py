@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cli.main import main
-from paceline.launch.command import RankCommand, shown
+from paceline.launch.command import RankCommand, is_secret, shown
 from paceline.launch.hosts import Host
 from paceline.launch.mpi import Mpirun, find_mpirun, mpi_command
 from paceline.launch.ray import RayOptions, ray_job
@@ -209,6 +209,9 @@ def test_secrets_are_not_shown():
     given = {"A": "1", "MY_API_KEY": "x", "hf_token": "x", "DB_PASSWORD": "x", "AWS_SECRET_ACCESS_KEY": "x"}
     assert [name for name, value in shown(given).items() if value == "x"] == []
     assert shown(given)["A"] == "1"
+    assert not is_secret("TOKENIZERS_PARALLELISM")
+    assert is_secret("MYTOKEN")
+    assert is_secret("AWSSECRETKEY")
 
 
 # --- the command

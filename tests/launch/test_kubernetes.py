@@ -456,3 +456,10 @@ def test_writing_manifests_needs_no_torch():
 def test_the_schemas_are_there():
     assert schema("podtemplatespec-v1", NEWEST).is_valid({"spec": {"containers": [{"name": "a"}]}})
     assert job_manifests(render(a_job()))
+
+
+def test_a_ray_job_without_its_network_policy_is_refused():
+    manifests = render(a_job(kind="rayjob"))
+    check(manifests)
+    with pytest.raises(PlanError, match="whoever reaches Ray's dashboard can run code"):
+        check([one for one in manifests if one["kind"] != "NetworkPolicy"])

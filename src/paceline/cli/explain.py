@@ -14,6 +14,7 @@ from pathlib import Path
 
 from paceline.cli.run import add_plan_arguments, decide_plan
 from paceline.comm.dialects import ALONE, NodePosition, Position, find_node, find_position
+from paceline.launch.command import HIDDEN, is_secret
 from paceline.nouns.errors import PlanError
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
@@ -22,7 +23,6 @@ Row = tuple[str, str, str]  # the setting, its value, where it comes from
 # Variables of these beginnings change a job, and so do these.
 PREFIXES = ("PACELINE_", "PET_", "NCCL_", "GLOO_", "TORCH_", "TORCHELASTIC_", "OMP_")
 NAMES = ("CUDA_VISIBLE_DEVICES",)
-SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 NO_FILE = (
     "No configuration file is read: a setting comes from a flag, a variable or the launcher, else it is the default."
 )
@@ -158,7 +158,7 @@ def _changes(name: str) -> bool:
 
 
 def _shown(name: str, text: str) -> str:
-    return "(set, not shown)" if any(word in name.upper() for word in SECRET) else text
+    return HIDDEN if is_secret(name) else text
 
 
 def _shortened(text: str) -> str:

@@ -164,9 +164,13 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.on in (None, "local") and plan.world_size > (os.cpu_count() or 1):
         screen.say(f"paceline: {plan.world_size} ranks share {os.cpu_count()} cores: they will take turns")
     folder, resume = _folder(arguments, file.path, screen)
-    if arguments.on == "slurm":
-        return _send(arguments, plan, folder, file.path)
-    posts = run_on.posts_of(arguments, plan, folder, file.path)
+    try:
+        if arguments.on == "slurm":
+            return _send(arguments, plan, folder, file.path)
+        posts = run_on.posts_of(arguments, plan, folder, file.path)
+    except BaseException:
+        directory.remove_unbegun(folder)
+        raise
     given = {} if arguments.on in ("mpi", "ray", "ssh") else run_on.environment_of(arguments.env)
     parts = (file.path, arguments.arguments, plan.world_size, folder, resume, file.imports, arguments.grace)
     request = JobRequest(*parts, plan.server, posts, environment=given)
@@ -197,8 +201,9 @@ def _run_elastic(arguments: argparse.Namespace) -> int:
     file = read_workload_file(arguments.workload, 1)
     options = run_on.fleet_options(arguments)
     check_ssh(options.ssh)
+    now = ", ".join(host.name for host in discover())  # asked before anything is written, too
     if arguments.dry_run:
-        print(f"# between {rules.least} and {rules.most} hosts; now: {', '.join(host.name for host in discover())}")
+        print(f"# between {rules.least} and {rules.most} hosts; now: {now}")
         return 0
     screen = Screen(sys.stderr if arguments.json else sys.stdout, sys.stderr)
     folder, _ = _folder(arguments, file.path, screen)
@@ -234,9 +239,13 @@ def _send(arguments: argparse.Namespace, plan: Plan, folder: Path, script: Path)
 
 def _run_node(arguments: argparse.Namespace, node: NodePosition) -> int:
     """Start this node's ranks of a job that has other nodes; rank 0's node keeps the run directory."""
-    per_node = node.ranks_per_node or (run_on.shape_of(arguments.shape) or (0, 1))[1]
-    world = node.nodes * per_node
     shape = run_on.shape_of(arguments.shape)
+    per_node = node.ranks_per_node or (shape[1] if shape else 0)
+    if not per_node:
+        raise UsageError(
+            f"the ranks of a node of {node.source}", "nothing says how many", "write -j NODESxRANKS, such as -j 2x8"
+        )
+    world = node.nodes * per_node
     if shape is not None and shape != (node.nodes, per_node):
         raise UsageError(
             f"-j {arguments.shape} on a node of {node.source}", f"it says {node.nodes}x{per_node}", "leave -j out"

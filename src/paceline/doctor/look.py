@@ -18,6 +18,7 @@ from paceline.doctor.facts import Cores, HostFacts, Limits, Memory, Shm
 from paceline.doctor.look_accelerators import look_at_accelerators
 from paceline.doctor.look_disk import look_at_folder, look_for_leftovers, mount_of
 from paceline.doctor.look_network import is_clock_synchronised, look_at_network
+from paceline.launch.command import is_secret
 
 # Variables that change how training runs. Nothing else of the environment is read or sent: it may hold secrets.
 _PREFIXES = ("NCCL_", "GLOO_", "OMP_", "MKL_NUM", "CUDA_", "TORCH_NCCL_", "TORCH_DISTRIBUTED_", "PACELINE_")
@@ -25,7 +26,6 @@ _NAMES = (
     *("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     *("LD_PRELOAD", "TMPDIR", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
 )
-_SECRET = ("SECRET", "TOKEN", "PASSWORD", "KEY", "CREDENTIAL")
 _NO_LIMIT = 2**60  # cgroup v1 writes its "no limit" as a number near 2^63
 
 
@@ -88,7 +88,7 @@ def chosen_environment(environment: dict[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in sorted(environment.items())
-        if (name in _NAMES or name.startswith(_PREFIXES)) and not any(word in name for word in _SECRET)
+        if (name in _NAMES or name.startswith(_PREFIXES)) and not is_secret(name)
     }
 
 

@@ -9,8 +9,10 @@ from pathlib import Path
 
 from paceline.nouns.plan import Plan
 
-# Of a variable whose name has one of these words, people are shown that it is set, and not to what.
-SECRETS = {"KEY", "APIKEY", "TOKEN", "SECRET", "SECRETS", "PASSWORD", "PASSWD", "CREDENTIAL", "CREDENTIALS"}
+# Of a variable whose name holds one of these, people are shown that it is set, and not to what.
+_SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL")
+_HARMLESS = "TOKENIZER"  # TOKENIZERS_PARALLELISM
+HIDDEN = "(set, not shown)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +54,10 @@ class RankCommand:
 
 
 def is_secret(name: str) -> bool:
-    """Whether a variable's name says that its value is nobody else's: by whole words, API_KEY and not TOKENIZERS."""
-    return not SECRETS.isdisjoint(name.upper().split("_"))
+    """Whether a variable's name says that its value is nobody else's."""
+    return any(word in name.upper().replace(_HARMLESS, "") for word in _SECRETS)
 
 
 def shown(environment: dict[str, str]) -> dict[str, str]:
     """Variables as they may be printed."""
-    return {name: "(set, not shown)" if is_secret(name) else value for name, value in environment.items()}
+    return {name: HIDDEN if is_secret(name) else value for name, value in environment.items()}

@@ -86,6 +86,9 @@ def _shape_reasons(manifests: Sequence[Manifest], sets: Sequence[PodSet]) -> Ite
     spaces = {field_of(one, "metadata", "namespace") or "default" for one in manifests}
     if len(spaces) > 1:
         yield f"they are in several namespaces ({', '.join(sorted(map(str, spaces)))})"
+    kinds = {one.get("kind") for one in manifests}
+    if "RayJob" in kinds and "NetworkPolicy" not in kinds:
+        yield "there is no NetworkPolicy: whoever reaches Ray's dashboard can run code"
     for one in sets:
         for key in one.template:
             if key not in ("metadata", "spec"):

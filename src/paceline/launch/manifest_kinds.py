@@ -233,8 +233,7 @@ SSH_HOME = pods.SSH_FOLDER.rpartition("/")[0]
 def ray_job(job: KubernetesJob) -> list[Manifest]:
     """A RayJob: the head's pod is the first node; the operator asks it to start the job, no pod has to."""
     cluster: Manifest = {
-        # The operator asks for the job's state here; the NetworkPolicy lets nobody else in.
-        "headGroupSpec": {"rayStartParams": {"dashboard-host": "0.0.0.0"}, "template": pods.pod(job, WORKER, [])},
+        "headGroupSpec": {"rayStartParams": {}, "template": pods.pod(job, WORKER, [])},
     }
     if job.nodes > 1:
         count = job.nodes - 1

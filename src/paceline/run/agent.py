@@ -30,7 +30,7 @@ from typing import Any
 from paceline.comm.interfaces import address_of, address_towards, interface_of, open_listener
 from paceline.launch.local import RankSettings
 from paceline.nouns.errors import PacelineError, UsageError
-from paceline.run.station import Lines, Listening, LocalStation, Station
+from paceline.run.station import MOST_TOLD_BYTES, Lines, Listening, LocalStation, Station
 
 LEASE_S = 20.0  # the ranks' life after the supervisor's last sign; none starts in their place before it has ended
 
@@ -75,7 +75,7 @@ class Agent:
         self.listening = Listening()
         self.listener: socket.socket | None = None
         self.private = tempfile.mkdtemp(prefix="paceline-")
-        self.lines = Lines(sys.stdin.fileno())
+        self.lines = Lines(sys.stdin.fileno(), MOST_TOLD_BYTES)
         self.has_started = self.is_over = self.has_lost = False
         self.mouth = Mouth()
         self.heard_s = time.monotonic()

@@ -5,6 +5,7 @@ runs/JOB/plan.json  job.json  events.jsonl  failures/RANK.json  checkpoints/step
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -44,6 +45,17 @@ def new_run(runs: Path, job: str | None, script: Path) -> Path:
             f"a run directory in {runs}", f"it can't be written ({error.strerror})", "name another place with --runs"
         ) from None
     return folder
+
+
+def remove_unbegun(folder: Path) -> None:
+    """Remove a run directory that was made for a job which then did not start; never one with a checkpoint."""
+    if list_checkpoints(folder / "checkpoints") or (folder / "events.jsonl").exists():
+        return
+    for name in ("plan.json", "job.json"):
+        (folder / name).unlink(missing_ok=True)
+    for empty in (folder / "checkpoints", folder / "failures", folder):
+        with contextlib.suppress(OSError):
+            empty.rmdir()
 
 
 def new_name(script: Path) -> str:

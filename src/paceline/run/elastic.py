@@ -123,7 +123,11 @@ class Elastic:
         """Whether a host can be reached at all."""
         quick = dataclasses.replace(self.fleet.ssh, more=(*self.fleet.ssh.more, "-oConnectTimeout=5"))
         command = ssh_command(host.name, ["true"], quick)
-        return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True).returncode == 0
+        try:
+            done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=SCRIPT_S)
+        except (OSError, subprocess.TimeoutExpired):
+            return False
+        return done.returncode == 0
 
     def _fitting(self, slots: int) -> Plan:
         """The plan for so many slots, or for fewer where the file says that its batch has fewer samples."""

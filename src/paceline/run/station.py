@@ -22,7 +22,8 @@ from paceline.nouns.errors import PacelineError, UsageError
 from paceline.run.failures import lost_host, lost_server
 
 BEAT_S = 2.0
-MOST_BYTES = 2**20  # of a line
+MOST_BYTES = 2**20  # of a line that a rank writes
+MOST_TOLD_BYTES = 2 * MOST_BYTES  # of a line of JSON that carries one, in base64
 Listen = Callable[[int, Callable[[], bool]], None]  # a descriptor, and what reads it: False at its end
 
 
@@ -162,7 +163,7 @@ class RemoteStation:
         )
         self.errors, self.beat_s = b"", float("-inf")
         assert self.process.stdout is not None
-        self.lines = Lines(self.process.stdout.fileno())
+        self.lines = Lines(self.process.stdout.fileno(), MOST_TOLD_BYTES)
         self.tell(request)
 
     def answer(self) -> dict[str, Any] | None:
@@ -214,17 +215,25 @@ class RemoteStation:
     def _told(self, line: str) -> None:
         try:
             message = json.loads(line)
+            if not isinstance(message, dict):
+                raise TypeError(line)
             if "started" in message:
-                self.hearer.on_started({int(rank): int(pid) for rank, pid in message["started"].items()})
+                self.hearer.on_started({self._own(rank): int(pid) for rank, pid in message["started"].items()})
             elif "output" in message:
                 text = base64.b64decode(message["text"]).decode(errors="replace")
-                self.hearer.on_output(int(message["output"]), text)
+                self.hearer.on_output(self._own(message["output"]), text)
             elif "ended" in message:
-                self.hearer.on_ended(int(message["ended"]), int(message["status"]))
+                self.hearer.on_ended(self._own(message["ended"]), int(message["status"]))
             elif "error" in message:
                 self._complained(": ".join(map(str, message["error"].values())))
         except (ValueError, TypeError, KeyError, AttributeError):
             self._complained(line)
+
+    def _own(self, rank: Any) -> int:
+        """A host speaks of its own ranks alone."""
+        if int(rank) not in self.ranks:
+            raise ValueError(rank)
+        return int(rank)
 
     def _complained(self, text: str) -> None:
         self.errors += text.encode() + b"\n"
@@ -273,10 +282,10 @@ class RemoteStation:
 
 
 class Lines:
-    """Splits what comes from a descriptor into lines."""
+    """Splits what comes from a descriptor into lines; of a longer one the end is kept."""
 
-    def __init__(self, descriptor: int) -> None:
-        self.descriptor, self.rest, self.is_over = descriptor, b"", False
+    def __init__(self, descriptor: int, most_bytes: int = MOST_BYTES) -> None:
+        self.descriptor, self.most_bytes, self.rest, self.is_over = descriptor, most_bytes, b"", False
 
     def read(self) -> list[str]:
         """The lines that are there; waits for the first bytes."""
@@ -285,8 +294,9 @@ class Lines:
         except (ConnectionResetError, OSError):
             content = b""
         *lines, self.rest = (self.rest + content).split(b"\n")
-        if b"\r" in self.rest or len(self.rest) > MOST_BYTES:  # a bar that is drawn anew: only its last state
-            self.rest = self.rest[self.rest.rstrip(b"\r").rfind(b"\r") + 1 :][-MOST_BYTES:]
+        if b"\r" in self.rest:  # a bar that is drawn anew: only its last state
+            self.rest = self.rest[self.rest.rstrip(b"\r").rfind(b"\r") + 1 :]
+        lines, self.rest = [line[-self.most_bytes :] for line in lines], self.rest[-self.most_bytes :]
         self.is_over = not content
         if self.is_over and self.rest:
             lines, self.rest = [self.rest], b""

@@ -207,8 +207,9 @@ class Supervisor:
             return
         self.ended[rank] = status
         self._end_servers(rank, status)
-        if self._is_own_doing(rank, status) and status == -signal.SIGTERM:  # without it the others can't save
-            self.kill_at_s = min(self.kill_at_s or float("inf"), self.clock.now_s() + SETTLE_S)
+        if self._is_own_doing(rank, status) and status == -signal.SIGTERM:
+            if not self.request.servers:  # without it the others can't save; workers of servers can
+                self.kill_at_s = min(self.kill_at_s or float("inf"), self.clock.now_s() + SETTLE_S)
         elif status != 0 and not self._is_own_doing(rank, status):
             self.deaths.setdefault(rank, silent_death(rank, status, _time_stamp()))
             if self.kill_at_s is None or not self.asked_to_stop:
