@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
 import paceline
 from paceline.comm import words
-from paceline.comm.process_group import Place, find_place
+from paceline.comm.process_group import Place, _file_store, find_place
 from paceline.nouns.errors import UsageError
 
 from ranks import run_ranks
@@ -145,3 +147,35 @@ def test_a_place_is_read_from_the_launchers_variables(environment, place):
 def test_contradicting_variables_are_refused(environment, said):
     with pytest.raises(UsageError, match=said):
         find_place(environment)
+
+
+@pytest.mark.parametrize("is_linked", [False, True])
+def test_a_folder_to_meet_in_is_no_link_to_another(tmp_path, is_linked):
+    """In a folder where all may write, somebody else's link could lead to what is swept there."""
+    own, shared = tmp_path / "precious", tmp_path / f"paceline-{os.getuid()}"
+    (own if is_linked else shared).mkdir(mode=0o700)
+    if is_linked:
+        shared.symlink_to(own)
+    for name, age in (("old", 1), ("new", None)):
+        (shared / name).write_text("x")
+        if age:
+            os.utime(shared / name, (age, age))
+    place = Place(0, 1, 0, 1, 0, str(shared / "meeting"))
+    if is_linked:
+        with pytest.raises(UsageError, match="its folder is a link"):
+            _file_store(place)
+        assert (own / "old").exists()
+    else:
+        _file_store(place)
+        assert sorted(path.name for path in shared.iterdir() if path.name != "meeting") == ["new"]
+        shared.chmod(0o770)
+        with pytest.raises(UsageError, match="others may write"):
+            _file_store(place)
+
+
+def test_only_the_shared_folder_is_swept(tmp_path):
+    (tmp_path / "mine").mkdir(mode=0o700)
+    (tmp_path / "mine" / "old").write_text("x")
+    os.utime(tmp_path / "mine" / "old", (1, 1))
+    _file_store(Place(0, 1, 0, 1, 0, str(tmp_path / "mine" / "meeting")))
+    assert (tmp_path / "mine" / "old").exists()

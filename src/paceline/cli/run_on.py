@@ -23,7 +23,7 @@ from paceline.launch.slurm import SlurmOptions, check_sbatch, sbatch_script, sub
 from paceline.launch.ssh import SshOptions, check_ssh
 from paceline.nouns.errors import UsageError
 from paceline.nouns.plan import Plan
-from paceline.run.command_station import CommandStation
+from paceline.run.command_station import STOP, CommandStation
 from paceline.run.elastic import script_hosts
 from paceline.run.fleet import FleetOptions, agent_command, agent_request, open_posts
 from paceline.run.membership import Rules
@@ -283,7 +283,7 @@ def _mpi_station(arguments: argparse.Namespace, plan: Plan, run_dir: Path, file:
 
 def _ray_job(arguments: argparse.Namespace, plan: Plan, run_dir: Path, file: Path) -> RayJob:
     options = ray_options(arguments)
-    stop = {"PACELINE_STOP_FILE": str(run_dir.resolve() / "stop")}
+    stop = {"PACELINE_STOP_FILE": str(run_dir.resolve() / STOP)}
     rank = rank_command(arguments, plan, run_dir, file)
     rank = dataclasses.replace(rank, environment={**_supervised(arguments, run_dir), **stop})
     return ray_job(rank, options, os.getcwd())

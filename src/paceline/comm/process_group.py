@@ -13,6 +13,7 @@ import contextlib
 import datetime
 import os
 import socket
+import stat
 import sys
 import time
 from collections.abc import Mapping
@@ -117,12 +118,15 @@ def _own_address(place: Place) -> str:
 def _file_store(place: Place) -> Any:
     path = Path(str(place.rendezvous))
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    own = path.parent.stat()
-    if own.st_uid != os.getuid() or own.st_mode & 0o022:
+    is_shared = path.parent.name == f"paceline-{os.getuid()}"  # by this user's jobs, in a folder where all may write
+    own = path.parent.lstat() if is_shared else path.parent.stat()  # a link there may be another user's
+    if own.st_uid != os.getuid() or own.st_mode & 0o022 or not stat.S_ISDIR(own.st_mode):
         raise UsageError(
-            f"to meet at {path}", "others may write to that folder", f"remove {path.parent}, or set MASTER_ADDR"
+            f"to meet at {path}",
+            "its folder is a link, or another user's, or others may write to it",
+            f"remove {path.parent}, or set MASTER_ADDR and MASTER_PORT",
         )
-    if place.rank == 0:
+    if place.rank == 0 and is_shared:
         _sweep(path.parent)
     return dist.FileStore(str(path), place.size)  # type: ignore[attr-defined]
 
@@ -132,11 +136,9 @@ def _sweep(folder: Path) -> None:
 
     No rank may do so at its end: torch's store opens its file once more when it is taken down, and would wait for it.
     """
-    if folder.name != f"paceline-{os.getuid()}":
-        return  # a folder of the launcher's, or of somebody who set PACELINE_RENDEZVOUS
     for left in folder.iterdir():
         with contextlib.suppress(OSError):
-            if time.time_ns() / 1e9 - left.stat().st_mtime > STALE_S:
+            if time.time_ns() / 1e9 - left.lstat().st_mtime > STALE_S:
                 left.unlink()
 
 

@@ -12,10 +12,9 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 
-from paceline.launch.command import RankCommand
+from paceline.launch.command import STOPPED_CODE, RankCommand
 from paceline.nouns.errors import UsageError
 
-STOPPED_CODE = 75  # of run/joined.py: saved before the end
 _TIME = re.compile(r"(\d+-)?\d+(:\d{1,2}){0,2}")
 
 

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from paceline.comm.dialects import find_position
+from paceline.launch.command import STOPPED_CODE
 from paceline.launch.orphans import die_with_parent
 from paceline.nouns.errors import PacelineError
 from paceline.run import directory
@@ -20,8 +21,6 @@ from paceline.run.place import said
 from paceline.run.progress import Progress
 from paceline.run.supervisor import Ending
 from paceline.run.worker import failed, run_rank
-
-STOPPED_CODE = 75  # sysexits.h, EX_TEMPFAIL: try again
 
 
 def main() -> int:

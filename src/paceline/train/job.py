@@ -305,8 +305,8 @@ class Job:
             self._begin_save(self._checkpoint_folder(), self.plan.keep)
         if is_stopping:
             self._report_failed_save(self.writer.wait())
-            self.world.barrier()  # a launcher may end the others when the first leaves: rank 0 publishes before
             self.events.write({"event": "stopped", "step": self.step_number})
+            self.world.barrier()  # a launcher may end the others when the first leaves: rank 0 publishes before
             raise Stopped(0)
 
     def _checkpoint_folder(self) -> Path:
