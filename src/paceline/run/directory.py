@@ -113,5 +113,7 @@ def write_start(folder: Path, plan: Plan, script: Path, arguments: Sequence[str]
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a JSON object, readable."""
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    """Write a JSON object, readable, at once: somebody may be reading what was there."""
+    draft = path.with_name(f".{path.name}.draft")
+    draft.write_text(json.dumps(content, indent=1) + "\n")
+    draft.replace(path)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.nouns.plan import Plan
-from paceline.run.directory import SERVERS
+from paceline.run.directory import SERVERS, write_json
 from paceline.run.worker import failed
 from paceline.server.address import UNIX, Address
 from paceline.server.coordination import Coordination
@@ -33,7 +33,7 @@ def run_coordinator(private: Path) -> int:
     run_dir = Path(os.environ["PACELINE_RUN_DIR"])
     job = JobSettings.of(Plan.read(run_dir / "plan.json"))
     at = Address.parse(coordinator_address(private))
-    (run_dir / SERVERS).write_text(json.dumps({"coordinator": str(at)}) + "\n")
+    write_json(run_dir / SERVERS, {"coordinator": str(at)})
     return _exit_code(_coordinate(at, job, private / "log", run_dir))
 
 
