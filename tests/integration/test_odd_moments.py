@@ -105,7 +105,7 @@ def test_ctrl_c_while_hosts_are_asked(tmp_path, hosts):
     with started(
         tmp_path, hosts, "-H", "h1:1,h2:1", "--ssh-option=-oProxyCommand=sleep 60", write_workload(tmp_path)
     ) as job:
-        time.sleep(2)
+        assert wait_for(lambda: "ssh" in [one.name() for one in psutil.Process(job.pid).children()], 60)
         job.send_signal(signal.SIGTERM)
         out, _ = job.communicate(timeout=15)
     assert job.returncode == 143, out
@@ -129,6 +129,29 @@ def test_ctrl_c_during_a_change_of_hosts_saves_and_stops(tmp_path, hosts):
     assert "generation 2" not in out
     steps = max(losses(tmp_path / "runs" / "a"))
     assert (tmp_path / "runs/a/checkpoints" / f"step-{steps:08d}").is_dir()
+
+
+@pytest.mark.parametrize("wait_s", [3, 30])  # within a lost host's lease, and after it
+def test_a_stop_while_too_few_hosts_are_left_writes_a_result(tmp_path, hosts, wait_s):
+    (tmp_path / "known").write_text("h1:1\nh2:1\n")
+    script = tmp_path / "discover"
+    script.write_text(f"#!/bin/sh\ncat {tmp_path}/known\n")
+    script.chmod(0o755)
+    words = ["--host-discovery-script", script, "--min-hosts", "2", write_workload(tmp_path)]
+    with started(tmp_path, hosts, *words, TEST_PAUSE="0.5") as job:
+        assert wait_for(lambda: losses(tmp_path / "runs" / "a"), 60)
+        (tmp_path / "known").write_text("h1:1\n")
+        pid, *_ = pids_on(hosts, "h2", "paceline.run.agent")
+        os.kill(pid, signal.SIGKILL)
+        assert wait_for(lambda: nothing_of_paceline(hosts), 60)
+        time.sleep(wait_s)
+        job.send_signal(signal.SIGTERM)
+        out, _ = job.communicate(timeout=60)
+    assert job.returncode == 143, out
+    assert ("waiting for hosts: 1 of at least 2" in out) == (wait_s > 20)
+    result = json.loads((tmp_path / "runs/a/result.json").read_text())
+    assert (result["status"], result["exit_code"]) == ("stopped", 143)
+    assert result["steps"] == max(losses(tmp_path / "runs" / "a"))
 
 
 def test_the_lease_ends_ranks_that_write_without_end(tmp_path):

@@ -209,7 +209,11 @@ def _run_elastic(arguments: argparse.Namespace) -> int:
     folder, _ = _folder(arguments, file.path, screen)
     parts = (file.path, arguments.arguments, plan.world_size, folder, None, file.imports, arguments.grace)
     job = Elastic(rules, discover, options, plan, JobRequest(*parts), screen)
-    ending, progress, result = job.run()
+    try:
+        ending, progress, result = job.run()
+    except BaseException:
+        directory.remove_unbegun(folder)
+        raise
     _tell(folder, ending, progress)
     if arguments.json:
         print(json.dumps(result))

@@ -20,7 +20,9 @@ from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
 from paceline.run import directory
 from paceline.run.agent import LEASE_S
+from paceline.run.failures import refusal
 from paceline.run.fleet import FleetOptions, HostError, open_posts
+from paceline.run.interrupts import Interrupted
 from paceline.run.job import finish
 from paceline.run.membership import GiveUp, Membership, Regroup, Rules, Start, Wait
 from paceline.run.progress import Progress, Screen
@@ -53,13 +55,23 @@ class Elastic:
     request: JobRequest
     screen: Screen
     wait_s: float = WAIT_S
+    progress: Progress | None = None  # of the newest generation that has begun
 
     def run(self) -> tuple[Ending, Progress, dict[str, object]]:
         """Run the job to its end, and write its result.
 
         Raises:
-            UsageError: there were not enough hosts for too long.
+            UsageError: there were not enough hosts for the first generation.
         """
+        try:
+            ending, progress = self._generations()
+        except (PacelineError, Interrupted) as error:  # between two generations
+            if self.progress is None:
+                raise
+            ending, progress = _ended_by(error), self.progress
+        return ending, progress, finish(self.request.run_dir, ending, progress)
+
+    def _generations(self) -> tuple[Ending, Progress]:
         members = Membership(self.rules, generation=last_generation(self.request.run_dir))
         while True:
             members, start = self._next(members)
@@ -71,12 +83,12 @@ class Elastic:
                 time.sleep(DISCOVER_S)
                 continue
             if not _goes_on(ending):
-                return ending, progress, finish(self.request.run_dir, ending, progress)
+                return ending, progress
             self.screen.say(f"paceline: generation {start.generation} ended: {_why(ending)}")
             members, decision = members.ended(ending.bad_hosts, ending.status == "failed")
             if isinstance(decision, GiveUp):
                 self.screen.say(f"paceline: no other generation: {decision.why}")
-                return ending, progress, finish(self.request.run_dir, ending, progress)
+                return ending, progress
 
     def _next(self, members: Membership) -> tuple[Membership, Start]:
         """The next generation, as soon as there are hosts enough."""
@@ -163,6 +175,7 @@ class Elastic:
         with _Watch(members, self._discover) as watch:
             supervisor = Supervisor(request, self.screen, should_stop=watch.should_stop)
             ending, progress = supervisor.run()
+        self.progress = progress
         if ending.lost_hosts:  # their ranks may still be there until the agents' leases have ended
             time.sleep(LEASE_S + MARGIN_S)
         return ending, progress, watch.members
@@ -220,6 +233,12 @@ def _goes_on(ending: Ending) -> bool:
     if ending.status == "failed":
         return ending.is_of_hosts
     return ending.status == "stopped" and ending.is_regroup
+
+
+def _ended_by(error: PacelineError | Interrupted) -> Ending:
+    if isinstance(error, Interrupted):
+        return Ending("stopped", 128 + error.number)
+    return Ending("failed", error.exit_code, refusal(error, time.time_ns() / 1e9))
 
 
 def rescaled(plan: Plan, ranks: int) -> Plan:

@@ -76,6 +76,17 @@ def lost_host(host: str, why: str, at: float) -> dict[str, Any]:
     return {**_died(None, at, message), "is_paceline": True, "host": host}
 
 
+def refusal(error: PacelineError, at: float) -> dict[str, Any]:
+    """The failure of a job that the supervisor itself could not go on with.
+
+    Args:
+        error: why.
+        at: when, seconds since the epoch.
+    """
+    own = {"type": type(error).__name__, "is_paceline": True, "exit_code": error.exit_code}
+    return {**_died(None, at, str(error)), **own}
+
+
 def _died(rank: int | None, at: float, message: str) -> dict[str, Any]:
     return {
         "rank": rank,

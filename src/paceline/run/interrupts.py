@@ -9,8 +9,16 @@ from collections.abc import Iterator
 from types import FrameType
 
 
-class _Interrupted(BaseException):
-    """Unwinds to whoever asked to be told."""
+class Interrupted(BaseException):
+    """Unwinds to whoever asked to be told.
+
+    Args:
+        number: the signal's.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
 
 
 @contextlib.contextmanager
@@ -21,14 +29,14 @@ def interruptible() -> Iterator[list[int]]:
     def leave(number: int, frame: FrameType | None) -> None:
         seen.append(number)
         if len(seen) == 1:
-            raise _Interrupted
+            raise Interrupted(number)
 
     if threading.current_thread() is not threading.main_thread():
         yield seen
         return
     before = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        with contextlib.suppress(_Interrupted):
+        with contextlib.suppress(Interrupted):
             yield seen
     finally:
         for number, handler in before.items():
