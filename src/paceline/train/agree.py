@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from paceline.checkpoint.manifest import MANIFEST, list_checkpoints
 from paceline.comm.collectives import AxisComm
-from paceline.nouns.errors import LossError, WorkloadError
+from paceline.nouns.errors import CheckpointError, LossError, WorkloadError
 from paceline.parallel.local import checked_loss
 from paceline.parallel.placed import PlacedModel
 from paceline.train.data import RankLoader
@@ -72,6 +74,40 @@ def check_same_data_everywhere(samples: int, first: Any, comm: AxisComm, warn: C
             "the ranks' data sets begin with different samples: is the data made of random numbers "
             "without a seed? Then no two ranks train on the same data"
         )
+
+
+def check_same_start(resume: str | None, comm: AxisComm) -> None:
+    """Raise CheckpointError on every rank unless all go on from the same checkpoint, or all from the start.
+
+    A host that does not see the run directory would train from the start, and the others would wait for it.
+
+    Args:
+        resume: the checkpoint, or the folder of checkpoints, that this rank was told to go on from.
+        comm: all ranks.
+    """
+    if comm.size == 1:
+        return
+    comm.barrier()  # no rank still writes what an earlier job of the same file saves
+    seen = [int(one) for one in comm.all_gather(torch.tensor([_newest_step(resume)]))]
+    other = next((index for index, one in enumerate(seen) if one != seen[0]), None)
+    if other is not None:
+        words = {-1: "was told of no checkpoint", 0: "finds no checkpoint"}
+        first, second = (words.get(step, f"finds step {step}") for step in (seen[0], seen[other]))
+        raise CheckpointError(
+            "all ranks should go on from the same checkpoint",
+            f"rank {comm.peers[0]} {first}, rank {comm.peers[other]} {second}",
+            "see that the run directory is one file system on all hosts, and start again",
+        )
+
+
+def _newest_step(resume: str | None) -> int:
+    """The step of the newest checkpoint there; 0: there is none; -1: there need be none."""
+    if resume is None:
+        return -1
+    path = Path(resume)
+    names = [path.name] if (path / MANIFEST).exists() else [one.name for one in list_checkpoints(path)]
+    steps = [int(number) for name in names if (number := name.rpartition("-")[2]).isdecimal()]
+    return max(steps, default=0)
 
 
 def _digest(sample: Any, update: Callable[[bytes], None]) -> None:

@@ -28,7 +28,7 @@ from paceline.nouns.workload import Workload
 from paceline.parallel.apply import open_comms
 from paceline.train import evaluate as evaluation
 from paceline.train import prepare, servers, snapshot
-from paceline.train.agree import check_same_data_everywhere
+from paceline.train.agree import check_same_data_everywhere, check_same_start
 from paceline.train.data import Batch, RankLoader, cut_into, moved, open_data
 from paceline.train.events import Events, peak_memory_bytes
 from paceline.train.place import make_parallel, place_model
@@ -287,8 +287,11 @@ class Job:
             _open_jobs.append(self)
             prepare.check_space(self.run_dir, self.model)
             signal.signal(signal.SIGTERM, self._asked_to_stop)
-            if "PACELINE_RESUME" in os.environ:
-                self.load(os.environ["PACELINE_RESUME"])
+            resume = os.environ.get("PACELINE_RESUME")
+            if not self.plan.server:
+                check_same_start(resume, self.world)
+            if resume is not None:
+                self.load(resume)
 
     def _asked_to_stop(self, number: int, frame: FrameType | None) -> None:
         self.is_stopping.set()
