@@ -1,4 +1,4 @@
-"""Before the first step: do all ranks have the same model and data? If not, say where they differ."""
+"""Before the first step: do all ranks have the same model, data and checkpoint? If not, say where they differ."""
 
 from __future__ import annotations
 
