@@ -113,12 +113,17 @@ def test_ctrl_c_while_hosts_are_asked(tmp_path, hosts):
     assert not list((tmp_path / "runs" / "a").glob(".token*"))
 
 
+def discovery(folder):
+    """A program that prints the file of hosts that are known."""
+    script = folder / "discover"
+    script.write_text(f"#!/bin/sh\ncat {folder}/known\n")
+    script.chmod(0o755)
+    return script
+
+
 def test_ctrl_c_during_a_change_of_hosts_saves_and_stops(tmp_path, hosts):
     (tmp_path / "known").write_text("h1:1\n")
-    script = tmp_path / "discover"
-    script.write_text(f"#!/bin/sh\ncat {tmp_path}/known\n")
-    script.chmod(0o755)
-    words = ["--host-discovery-script", script, "--max-hosts", "2", write_workload(tmp_path)]
+    words = ["--host-discovery-script", discovery(tmp_path), "--max-hosts", "2", write_workload(tmp_path)]
     with started(tmp_path, hosts, *words, TEST_PAUSE="3") as job:
         assert wait_for(lambda: losses(tmp_path / "runs" / "a"), 60)
         (tmp_path / "known").write_text("h1:1\nh2:1\n")
@@ -134,10 +139,7 @@ def test_ctrl_c_during_a_change_of_hosts_saves_and_stops(tmp_path, hosts):
 @pytest.mark.parametrize("wait_s", [3, 30])  # within a lost host's lease, and after it
 def test_a_stop_while_too_few_hosts_are_left_writes_a_result(tmp_path, hosts, wait_s):
     (tmp_path / "known").write_text("h1:1\nh2:1\n")
-    script = tmp_path / "discover"
-    script.write_text(f"#!/bin/sh\ncat {tmp_path}/known\n")
-    script.chmod(0o755)
-    words = ["--host-discovery-script", script, "--min-hosts", "2", write_workload(tmp_path)]
+    words = ["--host-discovery-script", discovery(tmp_path), "--min-hosts", "2", write_workload(tmp_path)]
     with started(tmp_path, hosts, *words, TEST_PAUSE="0.5") as job:
         assert wait_for(lambda: losses(tmp_path / "runs" / "a"), 60)
         (tmp_path / "known").write_text("h1:1\n")
