@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import secrets
+import selectors
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -106,28 +106,39 @@ class HostError(UsageError):
 def _answers(stations: Sequence[RemoteStation]) -> list[dict[str, Any]]:
     """What each agent says of its host; all are waited for at once."""
     answers: dict[str, dict[str, Any]] = {}
-    errors: dict[str, PacelineError] = {}
-
-    def wait(station: RemoteStation) -> None:
-        try:
-            answer = station.answer()
-        except PacelineError as error:
-            errors[station.host] = error
-            return
-        if answer is not None:
-            answers[station.host] = answer
-        else:
-            errors[station.host] = why_lost(station.host, station.last_words() or "the agent ended without a word")
-
-    threads = [threading.Thread(target=wait, args=(station,), daemon=True) for station in stations]
-    for thread in threads:
-        thread.start()
+    errors = {one.host: _silent(one.host) for one in stations}
     deadline = time.monotonic() + ANSWER_S
-    for thread, station in zip(threads, stations, strict=True):
-        thread.join(max(0.0, deadline - time.monotonic()))
-        if thread.is_alive():
-            found = f"it has not answered for {ANSWER_S:g} s"
-            errors[station.host] = UsageError(f"to reach {station.host} over ssh", found, "see whether the host hangs")
+    # No threads: a signal ends the wait anywhere, and the stations are closed while nobody reads them.
+    with selectors.DefaultSelector() as waited:
+        for station in stations:
+            waited.register(station.lines.descriptor, selectors.EVENT_READ, station)
+        while waited.get_map() and (left_s := deadline - time.monotonic()) > 0:
+            for key, _ in waited.select(left_s):
+                outcome = _outcome(key.data)
+                if outcome is None:
+                    continue
+                waited.unregister(key.fd)
+                if isinstance(outcome, PacelineError):
+                    errors[key.data.host] = outcome
+                else:
+                    del errors[key.data.host]
+                    answers[key.data.host] = outcome
     if errors:
-        raise HostError({station.host: errors[station.host] for station in stations if station.host in errors})
+        raise HostError(errors)
     return [answers[station.host] for station in stations]
+
+
+def _outcome(station: RemoteStation) -> dict[str, Any] | PacelineError | None:
+    """What a host has answered, or why it never will; None: not yet."""
+    try:
+        answer = station.answer()
+    except PacelineError as error:
+        return error
+    if answer is None and station.lines.is_over:
+        return why_lost(station.host, station.last_words() or "the agent ended without a word")
+    return answer
+
+
+def _silent(host: str) -> PacelineError:
+    found = f"it has not answered for {ANSWER_S:g} s"
+    return UsageError(f"to reach {host} over ssh", found, "see whether the host hangs")

@@ -167,23 +167,22 @@ class RemoteStation:
         self.tell(request)
 
     def answer(self) -> dict[str, Any] | None:
-        """The agent's first words, read until they are there; None: ssh or the agent has ended.
+        """The agent's first words, if they are in what it has written by now: waits for the first bytes alone.
+
+        None is "not yet", or, where `lines.is_over`, that ssh or the agent has ended.
 
         Raises:
             PacelineError: the agent says what is wrong with its host.
         """
-        assert self.process.stdout is not None
-        while True:
-            for line in self.lines.read():
-                with contextlib.suppress(ValueError):  # a login shell may greet first
-                    message = json.loads(line)
-                    if isinstance(message, dict) and "error" in message:
-                        error = message["error"]
-                        raise PacelineError(f"{error['asked']} on {self.host}", error["found"], error["fix"])
-                    if isinstance(message, dict) and "address" in message:
-                        return message
-            if self.lines.is_over:
-                return None
+        for line in self.lines.read():
+            with contextlib.suppress(ValueError):  # a login shell may greet first
+                message = json.loads(line)
+                if isinstance(message, dict) and "error" in message:
+                    error = message["error"]
+                    raise PacelineError(f"{error['asked']} on {self.host}", error["found"], error["fix"])
+                if isinstance(message, dict) and "address" in message:
+                    return message
+        return None
 
     def last_words(self) -> str:
         """What ssh or the agent wrote to its standard error, once it has ended."""
