@@ -26,13 +26,17 @@ PRELOADED = [
     "paceline.parallel.sharded",
     "paceline.parallel.split",
     "paceline.parallel.split_model",
+    "transformers.models.bert.modeling_bert",
+    "hypothesis",
+    "pytest",
 ]
 _context.set_forkserver_preload(PRELOADED)
 
 
-def preload(modules: list[str]) -> None:
-    """Have the fork server import more; before the first ranks start."""
-    _context.set_forkserver_preload([*PRELOADED, *modules])
+def preload(*modules: str) -> None:
+    """Have the fork server import more; before the first ranks start, so while tests are collected."""
+    PRELOADED.extend(modules)
+    _context.set_forkserver_preload(PRELOADED)
 
 
 def run_ranks(

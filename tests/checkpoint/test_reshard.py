@@ -221,6 +221,7 @@ def largest_allocation(function, *arguments):
     return max(event.cpu_memory_usage for event in profile.events())
 
 
+@pytest.mark.slow
 def test_a_large_part_is_hashed_in_little_memory():
     # Not contiguous, and half a tensor: a careless view would copy 32 MiB, positions would take twice that.
     place = Placement((4096, 4096), (Cut(1, (1024, 3072), 1, 2),))

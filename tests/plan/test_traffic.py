@@ -76,9 +76,7 @@ def rows_of_first_step(rank, plan):
     return job.ledger.rows()
 
 
-@pytest.mark.parametrize(
-    "text", [pytest.param(t, marks=() if t.startswith(("tensor", "pipeline=2,tensor")) else SLOW) for t in ANY_MESH]
-)
+@pytest.mark.parametrize("text", [pytest.param(t, marks=() if t.startswith("tensor") else SLOW) for t in ANY_MESH])
 def test_every_axis_sends_what_was_predicted(text):
     """Embedding, attention, norms and a head under each axis and their mixes, clipped: call by call, byte by byte."""
     plan = Plan.parse(text)

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 STEP = """
 import sys, torch
 from paceline.train.compiler_import import defer_compiler_import
@@ -27,6 +29,7 @@ def test_steps_without_the_compiler():
     run(STEP + f"assert not {LOADED}, 'the compiler was imported'")
 
 
+@pytest.mark.slow
 def test_compiles_afterwards():
     run(
         STEP
@@ -38,5 +41,6 @@ def test_compiles_afterwards():
     )
 
 
+@pytest.mark.slow
 def test_imports_of_its_parts_get_the_real_one():
     run(STEP + "from torch._dynamo import explain\nimport torch._dynamo.config\nassert callable(explain)\n")

@@ -13,7 +13,9 @@ from paceline.nouns.errors import WorkloadError
 from paceline.nouns.plan import Plan
 from paceline.train.job import Job
 
-from ranks import run_ranks
+from ranks import preload, run_ranks
+
+preload("sklearn.metrics", "torchmetrics.classification")
 
 SAMPLES = 23
 

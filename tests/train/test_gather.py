@@ -8,7 +8,9 @@ import torch
 from paceline.comm import words
 from paceline.train.evaluate import gather_rows, reduce_metric
 
-from ranks import run_ranks
+from ranks import preload, run_ranks
+
+preload("torchmetrics.classification")
 
 
 def gathered(rank, cases):

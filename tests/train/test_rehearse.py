@@ -159,6 +159,7 @@ def test_of_many_micro_batches_two_are_enough():
     assert len(brief.recording.events) < len(whole.recording.events)
 
 
+@pytest.mark.slow
 def test_a_gpu_updates_all_parameters_at_once_and_keeps_small_masks():
     workload = planner_models.workload("bert")
     cpu, gpu = rehearse(workload, Plan()), rehearse(workload, Plan(), device="cuda")

@@ -12,6 +12,8 @@ from paceline.plan.memory import memory_of
 from paceline.plan.memory_table import table
 from paceline.train.rehearse import rehearse
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def pair():

@@ -80,7 +80,7 @@ def judged(name: str, plan: Plan, number: int, folder: Path) -> tuple[str, str]:
 
 
 def main() -> None:
-    preload([f"transformers.models.{family}.modeling_{family}" for family in FAMILIES])
+    preload(*(f"transformers.models.{family}.modeling_{family}" for family in FAMILIES))
     began = time.monotonic()
     names = sys.argv[1:] or list(MODELS)
     plans = list(dict.fromkeys(plan for name in names for plan in plans_of(name)))
