@@ -126,6 +126,7 @@ def _start_sshd(made: Hosts, name: str) -> subprocess.Popen:
         "PermitRootLogin": "prohibit-password",
         "PidFile": "none",
         "ListenAddress": made.address(name),
+        "SetEnv": f"HOME={made.folder}",  # what a login shell of this user does is not tested, and may take its time
     }
     words = [word for key, value in settings.items() for word in ("-o", f"{key}={value}")]
     assert SSHD is not None

@@ -15,13 +15,13 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from paceline.nouns.errors import PacelineError
 from paceline.server.address import Address
 from paceline.server.watch import look
 
 from jobs import leftovers, paceline, start, wait_for
+from served import SLOW, check_equal, saved
 
 pytestmark = pytest.mark.integration
 
@@ -32,39 +32,6 @@ from pathlib import Path
 from paceline.demo.workload import make_workload
 workload = make_workload(Path({folder!r}), 50, 8, deterministic=True, micro_batch_size=8 // int(sys.argv[1]))
 """
-SLOW = """
-import os, time
-import torch
-import paceline
-from torch.nn import functional as F
-
-torch.manual_seed(0)
-ROWS = torch.randn(64, 64)
-
-def loss(model, batch):
-    time.sleep(float(os.environ["TEST_PAUSE"]) if os.path.exists("slow") else 0)
-    return F.mse_loss(model(batch), batch, reduction="sum"), len(batch)
-
-workload = paceline.Workload(
-    model=lambda: torch.nn.Sequential(torch.nn.Linear(64, 7000), torch.nn.Dropout(0.1), torch.nn.Linear(7000, 64)),
-    loss=loss,
-    optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
-    scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.95),
-    data=list(ROWS), batch_size=16, steps={steps}, clip_norm=1.0, deterministic=True,
-)
-"""
-
-
-def saved(folder: Path, job: str) -> dict[str, torch.Tensor]:
-    """Parameters and optimizer state of a run's last checkpoint."""
-    last = max((folder / "runs" / job / "checkpoints").iterdir())
-    tensors = {name: t for path in last.glob("*.safetensors") for name, t in load_file(path).items()}
-    return {name: tensor for name, tensor in tensors.items() if name.startswith(("model/", "optimizer/"))}
-
-
-def check_equal(ours, theirs):
-    assert ours.keys() == theirs.keys()
-    assert not [name for name in ours if not torch.equal(ours[name], theirs[name])]
 
 
 @pytest.fixture(scope="module")

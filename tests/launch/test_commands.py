@@ -78,6 +78,10 @@ def test_a_dry_run_over_ssh_shows_all_and_no_secret(tmp_path, capsys, monkeypatc
     assert [one["is_head"] for one in requests] == [True, False]
     assert requests[0]["environment"] | {"NCCL_DEBUG": "WARN", "A": "1"} == requests[0]["environment"]
     assert not (tmp_path / "runs").exists(), "a dry run makes nothing"
+    assert main([*line, "--plan", "replicate=3,server=2", str(file)]) == 0
+    out = capsys.readouterr().out
+    assert "# h1: ranks 0 to 1, server 0, the coordinator\n" in out
+    assert "# h2: rank 2, server 1\n" in out
 
 
 # --- MPI
@@ -233,7 +237,10 @@ def test_secrets_are_not_shown():
         (["--on", "ssh", "-H", "h1:2", "-x", "NOT_SET_ANYWHERE"], "not set here"),
         (["--on", "ssh", "-H", "h1:2", "-x", "A B=1"], "no variable's name"),
         (["--on", "ssh", "-H", "h1:2", "-x", "API_KEY=abc"], "read by others"),
-        (["--on", "ssh", "-H", "h1:2,h2:2", "--plan", "replicate=2,server=1"], "servers"),
+        (["--on", "mpi", "--plan", "replicate=2,server=1"], "it starts ranks alone"),
+        (["--on", "slurm", "--plan", "replicate=2,server=1"], "it starts ranks alone"),
+        (["--on", "ray", "--plan", "replicate=2,server=1"], "write --on ssh"),
+        (["--on", "ssh", "-H", "h1:2,h2:2", "--min-hosts", "1", "--plan", "server=1"], "they stay where they are"),
         (["--on", "mpi", "--mpirun", "/nowhere/mpirun", "-n", "2"], "no such program"),
         (["--on", "slurm", "--time", "soon", "-n", "2"], "time limit"),
         (["--on", "ray", "--cpus-per-rank", "0", "-n", "2"], "it is nothing"),

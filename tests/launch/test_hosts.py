@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from paceline.launch.hosts import Host, parse_hosts, read_hostfile
-from paceline.launch.seats import Seats, seat
+from paceline.launch.local import RankSettings
+from paceline.launch.seats import Meeting, Seats, seat, with_servers
 from paceline.nouns.errors import UsageError
 
 
@@ -82,6 +83,17 @@ def test_what_is_no_hostfile(tmp_path, lines, said):
 def test_a_hostfile_that_is_not_there(tmp_path):
     with pytest.raises(UsageError, match="can't be read"):
         read_hostfile(tmp_path / "none")
+
+
+def test_servers_are_dealt_out_and_their_coordinator_is_first():
+    seats = seat(parse_hosts("a:2,b:3,c:1"), None)
+    assert with_servers(seats, 0) == seats
+    assert [one.servers for one in with_servers(seats, 2)] == [(6, 8), (7,), ()]
+    assert [one.servers for one in with_servers(seats, 4)] == [(6, 9, 10), (7,), (8,)]
+    here = with_servers(seats, 4)[1]
+    assert (here.ranks, here.processes) == (range(2, 5), (2, 3, 4, 7))
+    settings = RankSettings("f.py", [], 6, here, Meeting(coordinator="h:1", own="h2"), "/run", None, [], 4, "")
+    assert RankSettings.from_json(settings.to_json()) == settings
 
 
 def test_each_host_is_filled_before_the_next():

@@ -11,9 +11,12 @@ import time
 import psutil
 import pytest
 
-from paceline.launch.seats import Seats
+from paceline.launch.local import RankSettings
+from paceline.launch.seats import Seats, with_servers
+from paceline.nouns.errors import UsageError
 from paceline.run import fleet
 from paceline.run.fleet import FleetOptions, HostError, open_posts
+from paceline.server.credentials import check_can_make, keep_credentials
 
 READY = json.dumps({"address": "10.0.0.1", "port": 7, "interface": "eth0"})
 ANSWERS = f"print('Welcome!'); print('{{}}'); print('{READY}', flush=True); sys.stdin.read()"
@@ -69,6 +72,45 @@ def test_hosts_that_are_not_ready(ask, monkeypatch, programs, hosts, found):
         ask(*programs)
     assert caught.value.hosts == hosts
     assert found in caught.value.found
+
+
+def test_a_host_gets_the_certificates_of_what_it_has(monkeypatch, tmp_path):
+    def command(host, _):
+        keep = f"open({str(tmp_path / host)!r}, 'w').write(sys.stdin.read())"
+        return [sys.executable, "-c", f"import sys; sys.stdin.readline(); print('{READY}', flush=True); {keep}"]
+
+    monkeypatch.setattr(fleet, "agent_command", command)
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    seats = with_servers([Seats(f"h{number}", number, 1, number, 3) for number in range(3)], 2)
+    posts = open_posts(seats, tmp_path / "f.py", run_dir, FleetOptions())
+    for post in posts:
+        settings = RankSettings("f.py", [], 3, post.seats, post.meeting, str(run_dir), None, [], 2, "")
+        post.station.start(settings)
+        post.station.close()
+    assert {(post.meeting.coordinator, post.meeting.master) for post in posts} == {("10.0.0.1:7", "")}
+    told = {host: (tmp_path / host).read_text().splitlines() for host in ("h0", "h1", "h2")}
+    given = {host: json.loads(lines[0])["credentials"] for host, lines in told.items()}
+    roles = {host: set(own) for host, own in given.items()}
+    assert roles == {"h0": {"worker", "server", "coordinator"}, "h1": {"worker", "server"}, "h2": {"worker"}}
+    (kept,) = (run_dir / "credentials").iterdir()
+    assert kept.name == "watcher"
+    assert {(file.name, file.stat().st_mode & 0o777) for file in kept.iterdir()} == {
+        ("authority.pem", 0o600), ("certificate.pem", 0o600), ("key.pem", 0o600),
+    }  # fmt: skip
+    own = tmp_path / "private"
+    keep_credentials(own, given["h2"])
+    assert (own / "credentials" / "worker" / "key.pem").read_text() == given["h2"]["worker"]["key.pem"]
+    with pytest.raises(UsageError, match="no such role"):
+        keep_credentials(own, {"../../../x": given["h2"]["worker"]})
+    fleet.end_watch(run_dir)
+    assert not list(run_dir.iterdir())
+
+
+def test_without_the_library_there_are_no_certificates(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UsageError, match="cryptography is not installed"):
+        check_can_make()
 
 
 def test_a_signal_while_hosts_are_asked(ask):

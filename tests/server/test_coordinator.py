@@ -8,7 +8,7 @@ import pytest
 
 from paceline.nouns.plan import Plan
 from paceline.server.address import Address
-from paceline.server.coordination import Coordination
+from paceline.server.coordination import Coordination, hosts_in_turn
 from paceline.server.coordinator import Coordinator, Settings
 from paceline.server.messages import Beat, WorkerBeat
 from paceline.server.settings import JobSettings
@@ -28,6 +28,16 @@ def hear(one, now_s):
             one.on(number, Beat(node, 0, state_epoch=0), now_s)
     for worker in WORKERS:
         one.on(0, WorkerBeat(worker, 0, 0, is_done=False), now_s)
+
+
+def test_neighbours_are_on_different_hosts():
+    where = dict(enumerate(["b:1", "b:2", "a:1", "a:2", "c:1"]))
+    addresses = {node: Address.parse(at) for node, at in where.items()}
+    assert hosts_in_turn([0, 1, 2, 3], addresses) == [2, 0, 3, 1]
+    assert hosts_in_turn([0, 1, 2, 3, 4], addresses) == [2, 0, 4, 3, 1]
+    assert hosts_in_turn([2, 3], addresses) == [2, 3]
+    here = {node: Address.parse(f"unix:/tmp/{9 - node}") for node in range(3)}
+    assert hosts_in_turn([0, 1, 2], here) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("is_heard", [True, False])

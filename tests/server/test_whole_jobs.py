@@ -46,6 +46,18 @@ def test_a_checkpoint_goes_from_servers_to_ranks_and_back(tmp_path):
     assert losses(tmp_path / "runs" / "a") == pytest.approx(losses(tmp_path / "runs" / "whole"), rel=1e-9)
 
 
+def test_where_forking_is_unsafe_servers_are_fresh_interpreters(tmp_path, monkeypatch):
+    from paceline.cli.main import main
+
+    file = write_workload(tmp_path)
+    monkeypatch.setattr("paceline.launch.local.can_fork", lambda: False)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    words = ("run", "-n", "2", "--plan", "server=1", "--runs", str(tmp_path / "runs"), "--job", "a", str(file))
+    assert main([*words]) == 0
+    assert len(losses(tmp_path / "runs" / "a")) == STEPS
+    assert not list(tmp_path.glob("paceline-*"))
+
+
 def test_collectives_between_workers_are_refused(tmp_path):
     hook = "    if job: paceline.all_reduce(torch.ones(1))\n"
     ended = paceline(tmp_path, "run", "-n", "2", "--plan", "server=1", write_workload(tmp_path, hook))

@@ -3,8 +3,9 @@
 The workload file runs as it would with `python FILE`, once per rank. What the job decides and does is
 written to RUNS/JOB: plan.json, events.jsonl, failures, checkpoints, result.json.
 
-Ranks start on this host; with --on ssh on the hosts of -H or --hostfile, with --on mpi under mpirun, with --on ray as
-actors. --on slurm and --on kubernetes send the job and return. Started itself by torchrun, mpirun, srun or in a pod, it
+Ranks start on this host; with --on ssh on the hosts of -H or --hostfile, and parameter servers with them; with --on mpi
+under mpirun, with --on ray as actors.
+--on slurm and --on kubernetes send the job and return. Started itself by torchrun, mpirun, srun or in a pod, it
 becomes the rank, or starts the ranks of its node.
 
 Exit codes: 0 done, or stopped by SIGTERM with a checkpoint; 130 stopped by Ctrl-C with a checkpoint;
@@ -33,6 +34,7 @@ from paceline.nouns.plan import COMPRESSIONS, SHORT_OPTIONS, TRANSPORTS, Plan
 from paceline.run import directory
 from paceline.run.elastic import Elastic
 from paceline.run.failures import told
+from paceline.run.fleet import end_watch
 from paceline.run.interrupts import interruptible
 from paceline.run.job import run_job
 from paceline.run.place import joined_address
@@ -221,7 +223,10 @@ def _run_elastic(arguments: argparse.Namespace) -> int:
 
 
 def _supervise(arguments: argparse.Namespace, plan: Plan, request: JobRequest, screen: Screen) -> int:
-    ending, progress, result = run_job(plan, request, screen)
+    try:
+        ending, progress, result = run_job(plan, request, screen)
+    finally:
+        end_watch(request.run_dir)
     _tell(request.run_dir, ending, progress)
     if arguments.json:
         print(json.dumps(result))

@@ -18,7 +18,7 @@ from paceline.launch.command import RankCommand, is_secret, shown
 from paceline.launch.hosts import Host, parse_hosts, read_hostfile
 from paceline.launch.mpi import find_mpirun, mpi_command
 from paceline.launch.ray import STRATEGIES, RayJob, RayOptions, ray_job
-from paceline.launch.seats import Meeting, Seats, seat
+from paceline.launch.seats import Meeting, Seats, seat, with_servers
 from paceline.launch.slurm import SlurmOptions, check_sbatch, sbatch_script, submit
 from paceline.launch.ssh import SshOptions, check_ssh
 from paceline.nouns.errors import UsageError
@@ -27,7 +27,9 @@ from paceline.run.command_station import STOP, CommandStation
 from paceline.run.elastic import script_hosts
 from paceline.run.fleet import FleetOptions, agent_command, agent_request, open_posts
 from paceline.run.membership import Rules
+from paceline.run.replaced import Replaced
 from paceline.run.supervisor import Post
+from paceline.server.credentials import check_can_make
 
 PLACES = ("local", "ssh", "mpi", "slurm", "kubernetes", "ray")
 _PORTS = range(20000, 40000)  # for rank 0's store under somebody else's mpirun; below the kernel's own
@@ -170,11 +172,11 @@ def check_place(arguments: argparse.Namespace, plan: Plan) -> None:
         )
     if place == "ssh" and not hosts:
         raise UsageError("--on ssh", "no host is named", "write -H h1:4,h2:4 or --hostfile FILE")
-    if plan.server and place in ("ssh", "mpi", "slurm", "ray"):
+    if plan.server and place in ("mpi", "slurm", "ray"):
         raise UsageError(
             f"a plan with servers --on {place}",
-            "they are started beside workers on one host, or in a cluster's pods",
-            "see docs/parameter-server.md for servers over several hosts",
+            "it starts ranks alone",
+            "write --on ssh, or see docs/parameter-server.md for servers that are started by hand",
         )
 
 
@@ -184,6 +186,8 @@ def check_programs(arguments: argparse.Namespace, plan: Plan) -> None:
     if arguments.on == "ssh":
         check_ssh(fleet_options(arguments).ssh)
         seat(hosts_of(arguments), plan.world_size)
+        if plan.server:
+            check_can_make()
     elif arguments.on == "mpi":
         find_mpirun(arguments.mpirun, arguments.mpi_option)
     elif arguments.on == "slurm":
@@ -206,8 +210,7 @@ def posts_of(arguments: argparse.Namespace, plan: Plan, run_dir: Path, file: Pat
         UsageError: a host is not ready, or there is no such program.
     """
     if arguments.on == "ssh":
-        options = fleet_options(arguments)
-        return open_posts(seat(hosts_of(arguments), plan.world_size), file, run_dir, options)
+        return open_posts(_seats(arguments, plan), file, run_dir, fleet_options(arguments))
     if arguments.on in ("mpi", "ray"):
         station = (
             _mpi_station(arguments, plan, run_dir, file)
@@ -216,6 +219,10 @@ def posts_of(arguments: argparse.Namespace, plan: Plan, run_dir: Path, file: Pat
         )
         return [Post(station, Seats(arguments.on, 0, plan.world_size), Meeting())]
     return []
+
+
+def _seats(arguments: argparse.Namespace, plan: Plan) -> tuple[Seats, ...]:
+    return with_servers(seat(hosts_of(arguments), plan.world_size), plan.server)
 
 
 def is_elastic(arguments: argparse.Namespace) -> bool:
@@ -320,13 +327,14 @@ def slurm_options(arguments: argparse.Namespace) -> SlurmOptions:
 def rendered(arguments: argparse.Namespace, plan: Plan, run_dir: Path, file: Path) -> str:
     """What would be sent, as text."""
     if arguments.on == "ssh":
-        seats, options = seat(hosts_of(arguments), plan.world_size), fleet_options(arguments)
-        lines = []
+        seats, options = _seats(arguments, plan), fleet_options(arguments)
+        lines, who = [], Replaced(plan.world_size, plan.server)
         for number, own in enumerate(seats):
             request = agent_request(seats, number, file, run_dir, options)
             request["environment"] = shown(request["environment"])
-            ranks = f"{own.first} to {own.ranks[-1]}" if own.count > 1 else str(own.first)
-            lines += [f"# {own.host}: ranks {ranks}", shlex.join(agent_command(own.host, options))]
+            ranks = f"ranks {own.first} to {own.ranks[-1]}" if own.count > 1 else f"rank {own.first}"
+            servers = "".join(f", {who.name(number)}" for number in own.servers)
+            lines += [f"# {own.host}: {ranks}{servers}", shlex.join(agent_command(own.host, options))]
             lines += [f"# on its standard input: {json.dumps(request)}"]
         return "\n".join(lines)
     if arguments.on == "mpi":

@@ -1,6 +1,7 @@
 """Parameter servers: start one alone, look at those of a job, make what they need to leave a host.
 
-`paceline run --plan server=2` starts servers and workers on this host by itself. Over several hosts:
+`paceline run --plan server=2` starts servers and workers by itself, with `--on ssh -H h1:4,h2:4` on several hosts, with
+`--on kubernetes` in pods. By hand:
 
   paceline server credentials FOLDER               certificates, a folder for each role
   paceline server coordinate --listen HOST:PORT    one coordinator, which the others name
@@ -25,6 +26,7 @@ from paceline.nouns.errors import UsageError
 from paceline.nouns.plan import Plan
 from paceline.run.directory import SERVERS
 from paceline.server.address import Address, Credentials
+from paceline.server.credentials import credentials_folder
 
 REFRESH_S = 1.0
 
@@ -127,7 +129,10 @@ def _why_waiting(arguments: argparse.Namespace) -> int:
 def _look(arguments: argparse.Namespace) -> dict[str, Any]:
     from paceline.server.watch import look
 
-    return asyncio.run(look(_coordinator(arguments.job), _credentials(arguments)))
+    at, kept = _coordinator(arguments.job), credentials_folder(Path(arguments.job), "watcher")
+    if arguments.credentials is None and not at.is_unix and kept.is_dir():
+        arguments.credentials = kept  # of a run on several hosts
+    return asyncio.run(look(at, _credentials(arguments)))
 
 
 def _coordinator(job: str) -> Address:

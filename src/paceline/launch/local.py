@@ -33,7 +33,7 @@ class RankSettings:
         run_dir: of the job.
         resume: the checkpoint to go on from.
         preload: modules to import before the fork.
-        servers: parameter servers; with their coordinator they are numbered after the ranks, and on this host.
+        servers: parameter servers of the job, on all hosts.
         private: a folder that only this user can enter, gone after the job.
         outputs: the writing ends of the processes' output pipes.
         environment: more of it, for the ranks alone.
@@ -54,10 +54,9 @@ class RankSettings:
     is_forking: bool = False
 
     @property
-    def processes(self) -> range:
+    def processes(self) -> tuple[int, ...]:
         """The ranks of this host, and the servers and coordinator with their numbers after all ranks."""
-        more = self.servers + 1 if self.servers else 0
-        return range(self.seats.first, self.seats.first + self.seats.count + more)
+        return self.seats.processes
 
     def to_json(self) -> str:
         """All of it, in a line."""
@@ -67,7 +66,8 @@ class RankSettings:
     def from_json(cls, text: str) -> RankSettings:
         """What `to_json` wrote."""
         values = json.loads(text)
-        seats, meeting = Seats(**values.pop("seats")), Meeting(**values.pop("meeting"))
+        seats, meeting = values.pop("seats"), Meeting(**values.pop("meeting"))
+        seats = Seats(**{**seats, "servers": tuple(seats["servers"])})
         return cls(seats=seats, meeting=meeting, **values)
 
 

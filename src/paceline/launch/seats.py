@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.launch.hosts import Host
 from paceline.nouns.errors import UsageError
@@ -19,6 +19,7 @@ class Seats:
         count: of its ranks.
         cross_rank: this host among those of the job.
         cross_size: the hosts of the job.
+        servers: parameter servers here, and their coordinator: numbers after those of all ranks.
     """
 
     host: str
@@ -26,11 +27,17 @@ class Seats:
     count: int
     cross_rank: int = 0
     cross_size: int = 1
+    servers: tuple[int, ...] = ()
 
     @property
     def ranks(self) -> range:
         """The ranks themselves."""
         return range(self.first, self.first + self.count)
+
+    @property
+    def processes(self) -> tuple[int, ...]:
+        """The ranks, and then the servers."""
+        return (*self.ranks, *self.servers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +49,16 @@ class Meeting:
         master: HOST:PORT of the store.
         interface: of this host, that torch's sockets are bound to; "": the one that leads to the master.
         listener: the descriptor on which rank 0's store listens, open in the fork server; -1: rank 0 opens it.
+        coordinator: HOST:PORT of the parameter servers' coordinator; "": they and the workers are on one host.
+        own: this host's address, for its servers to listen at.
     """
 
     file: str = ""
     master: str = ""
     interface: str = ""
     listener: int = -1
+    coordinator: str = ""
+    own: str = ""
 
 
 def seat(hosts: Sequence[Host], ranks: int | None) -> tuple[Seats, ...]:
@@ -75,3 +86,19 @@ def seat(hosts: Sequence[Host], ranks: int | None) -> tuple[Seats, ...]:
         Seats(name, first, count, number, len(counts))
         for number, ((name, count), first) in enumerate(zip(counts, firsts, strict=True))
     )
+
+
+def with_servers(seats: Sequence[Seats], servers: int) -> tuple[Seats, ...]:
+    """Parameter servers onto the hosts in turn, so that the two that keep a range are on two; the coordinator is first.
+
+    Args:
+        seats: of all ranks of the job.
+        servers: how many; 0: there are none, and no coordinator.
+    """
+    ranks = sum(one.count for one in seats)
+    numbers: list[list[int]] = [[] for _ in seats]
+    for server in range(servers):
+        numbers[server % len(seats)].append(ranks + server)
+    if servers:
+        numbers[0].append(ranks + servers)
+    return tuple(replace(one, servers=tuple(own)) for one, own in zip(seats, numbers, strict=True))

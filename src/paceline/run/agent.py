@@ -5,7 +5,8 @@ ends, the supervisor or the way to it has gone: the ranks are killed, and nothin
 
     in   {"run_dir", "token", "script", "cwd", "environment", "interface", "others", "is_head"}   first
     out  {"address", "port", "interface"} or {"error": {"asked", "found", "fix"}}
-    in   {"start": RankSettings}   {"signal": N, "ranks": [...]}   {"kill": true}
+    in   {"credentials": {role: {file: text}}}   {"start": RankSettings}
+    in   {"signal": N, "ranks": [...]}   {"kill": true}   {"restart": rank}   {"over": true}
     out  {"started": {rank: pid}}  {"ended": rank, "status": N}    {"output": rank, "text": base64}
 """
 
@@ -31,6 +32,7 @@ from paceline.comm.interfaces import address_of, address_towards, interface_of, 
 from paceline.launch.local import RankSettings
 from paceline.nouns.errors import PacelineError, UsageError
 from paceline.run.station import MOST_TOLD_BYTES, Lines, Listening, LocalStation, Station
+from paceline.server.credentials import keep_credentials
 
 LEASE_S = 20.0  # the ranks' life after the supervisor's last sign; none starts in their place before it has ended
 
@@ -132,6 +134,12 @@ class Agent:
             self.station.kill()
         elif "signal" in message:
             self.station.signal(message["ranks"], message["signal"])
+        elif "restart" in message:
+            self.station.restart(message["restart"])
+        elif "over" in message:
+            self.station.finish()
+        elif "credentials" in message:
+            keep_credentials(Path(self.private), message["credentials"])
 
     def _prepare(self, request: dict[str, Any]) -> dict[str, Any]:
         """Look whether this host sees the same files, and find its address."""
@@ -158,9 +166,11 @@ class Agent:
 
     def _start(self, settings: RankSettings) -> None:
         meeting = settings.meeting
-        if self.listener is not None:
+        if settings.servers and self.listener is not None:
+            self.listener.close()  # their coordinator listens there, now and when it is started again
+        elif self.listener is not None:
             meeting = dataclasses.replace(meeting, listener=self.listener.detach())
-            self.listener = None
+        self.listener = None
         self.station.start(dataclasses.replace(settings, private=self.private, meeting=meeting))
         self.station.listen(self.listening.register, self)
         self.has_started = True

@@ -121,6 +121,9 @@ class CommandStation:
         """Nothing: only a host with parameter servers has any to start again."""
         raise UsageError(f"to start rank {rank} again", f"{self.host} started it", "start the job anew")
 
+    def finish(self) -> None:
+        """Nothing: the program ends with its ranks."""
+
     def beat(self, now_s: float) -> None:
         """Nothing: the program has its own means."""
 

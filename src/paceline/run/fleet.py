@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import secrets
 import selectors
+import shutil
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from paceline.launch.ssh import SshOptions, ssh_command, why_lost
 from paceline.nouns.errors import PacelineError, UsageError
 from paceline.run.station import RemoteStation
 from paceline.run.supervisor import Post
+from paceline.server.credentials import keep_credentials, new_credentials
 
 ANSWER_S = 60.0  # for ssh to connect, and Python to start from a cold file system
 _FAMILIES = ("NCCL_", "GLOO_", "TORCH_", "OMP_", "MKL_", "PYTHONPATH", "PYTHONHASHSEED", "GLIBC_TUNABLES")
@@ -66,6 +68,7 @@ def open_posts(seats: Sequence[Seats], script: Path, run_dir: Path, options: Fle
     Raises:
         HostError: a host can't be reached, or does not see the job's files. No rank has started.
     """
+    credentials = new_credentials() if any(one.servers for one in seats) else {}
     token = secrets.token_hex(16)
     path = run_dir / f".token-{token[:8]}"  # a name of its own: a network file system may remember an older one
     path.write_text(token)
@@ -74,6 +77,7 @@ def open_posts(seats: Sequence[Seats], script: Path, run_dir: Path, options: Fle
         for number, one in enumerate(seats):
             request = {**agent_request(seats, number, script, run_dir, options), "token": token}
             stations.append(RemoteStation(one.host, agent_command(one.host, options), request))
+            stations[-1].credentials = {role: credentials[role] for role in _roles(one) if credentials}
         answers = _answers(stations)
     except BaseException:
         for station in stations:
@@ -81,11 +85,31 @@ def open_posts(seats: Sequence[Seats], script: Path, run_dir: Path, options: Fle
         raise
     finally:
         path.unlink(missing_ok=True)
-    master = f"{answers[0]['address']}:{answers[0]['port']}"
+    if credentials:
+        let_watch(run_dir, credentials)
+    first = f"{answers[0]['address']}:{answers[0]['port']}"
+    meeting = Meeting(coordinator=first) if credentials else Meeting(master=first)
     return [
-        Post(station, own, Meeting(master=master, interface=answer["interface"]))
+        Post(station, own, replace(meeting, interface=answer["interface"], own=answer["address"]))
         for station, own, answer in zip(stations, seats, answers, strict=True)
     ]
+
+
+def _roles(seats: Seats) -> list[str]:
+    """Whose certificates a host of a job with parameter servers gets: those of what it has, and no more."""
+    last = ["coordinator"] if seats.cross_rank == 0 else []
+    return ["worker", *(["server"] if len(seats.servers) > len(last) else []), *last]
+
+
+def let_watch(run_dir: Path, credentials: Mapping[str, Mapping[str, str]]) -> None:
+    """Keep what `paceline server top` needs to look at a job of several hosts; `end_watch` removes it."""
+    end_watch(run_dir)  # an earlier attempt's
+    keep_credentials(run_dir, {"watcher": credentials["watcher"]})
+
+
+def end_watch(run_dir: Path) -> None:
+    """The job has ended."""
+    shutil.rmtree(run_dir / "credentials", ignore_errors=True)
 
 
 class HostError(UsageError):

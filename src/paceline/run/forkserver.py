@@ -1,8 +1,8 @@
 """The process that imports torch once and becomes every rank. `python -m paceline.run.forkserver FD`.
 
 It reads its settings from the socket FD, starts the ranks, and says over the socket who has started and
-who has ended and how. With parameter servers it starts these too, and again whom it is told to. When the supervisor
-goes, the socket closes and every rank is killed.
+who has ended and how. In a job with parameter servers it starts these too, and again whom it is told to, until it hears
+that nobody will be asked for again. When the supervisor goes, the socket closes and every rank is killed.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any
 
 from paceline.launch.local import RankSettings
 from paceline.launch.orphans import die_with_parent
+from paceline.server.credentials import credentials_folder
 
 
 def main() -> None:
@@ -90,7 +91,11 @@ def environment_of(rank: int, settings: RankSettings) -> dict[str, str]:
     if meeting.listener >= 0 and rank == 0:
         environment["PACELINE_LISTENER"] = str(meeting.listener)
     if settings.servers:
-        environment["PACELINE_COORDINATOR"] = f"unix:{Path(settings.private) / 'coordinator'}"
+        own = f"unix:{Path(settings.private) / 'coordinator'}"
+        environment["PACELINE_COORDINATOR"] = meeting.coordinator or own
+        environment["PACELINE_CREDENTIALS"] = ""  # unset, too
+        if meeting.coordinator:
+            environment["PACELINE_CREDENTIALS"] = str(credentials_folder(Path(settings.private), "worker"))
     if settings.resume:
         environment["PACELINE_RESUME"] = settings.resume
     return environment
@@ -98,12 +103,12 @@ def environment_of(rank: int, settings: RankSettings) -> dict[str, str]:
 
 def _start(rank: int, settings: RankSettings, control: socket.socket, wake: tuple[int, int]) -> int:
     environment = environment_of(rank, settings)
-    output = settings.outputs[rank - settings.seats.first]
+    output = settings.outputs[settings.processes.index(rank)]
     if not settings.is_forking:
         command = [sys.executable, "-m", "paceline.run.worker", settings.script, *settings.arguments]
         if _is_server(rank, settings):
-            words = (rank, settings.private, settings.world_size + settings.servers)
-            command = [sys.executable, "-c", f"import {__name__} as f; exit(f.be_server(*{words!r}))"]
+            words = _server_words(rank, settings)
+            command = [sys.executable, "-c", f"import {__spec__.name} as f; exit(f.be_server(*{words!r}))"]
         kept = [settings.meeting.listener] if "PACELINE_LISTENER" in environment else []
         process = subprocess.Popen(
             command,
@@ -124,7 +129,13 @@ def _start(rank: int, settings: RankSettings, control: socket.socket, wake: tupl
 
 
 def _is_server(rank: int, settings: RankSettings) -> bool:
-    return rank not in settings.seats.ranks
+    return rank in settings.seats.servers
+
+
+def _server_words(number: int, settings: RankSettings) -> tuple[bool, str, str, str]:
+    """What `be_server` takes."""
+    is_coordinator = number == settings.world_size + settings.servers
+    return is_coordinator, settings.private, settings.meeting.coordinator, settings.meeting.own
 
 
 def _become_rank(rank: int, output: int, environment: dict[str, str], settings: RankSettings, close: list[int]) -> None:
@@ -141,7 +152,7 @@ def _become_rank(rank: int, output: int, environment: dict[str, str], settings: 
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         os.environ.update(environment)
         if _is_server(rank, settings):
-            code = be_server(rank, settings.private, settings.world_size + settings.servers)
+            code = be_server(*_server_words(rank, settings))
         else:
             from paceline.run.worker import run_rank
 
@@ -153,11 +164,13 @@ def _become_rank(rank: int, output: int, environment: dict[str, str], settings: 
         os._exit(code)
 
 
-def be_server(number: int, private: str, last: int) -> int:
-    """Be a parameter server or, the last of all, their coordinator."""
+def be_server(is_coordinator: bool, private: str, coordinator: str, own: str) -> int:
+    """Be a parameter server, or their coordinator: see `run/server_process.py`."""
     from paceline.run.server_process import run_coordinator, run_server
 
-    return run_server(Path(private)) if number < last else run_coordinator(Path(private))
+    if is_coordinator:
+        return run_coordinator(Path(private), coordinator)
+    return run_server(Path(private), coordinator, own)
 
 
 def _clear(settings: RankSettings) -> None:
@@ -175,7 +188,7 @@ def _watch(control: socket.socket, wake: tuple[int, int], pids: dict[int, int], 
     rest = b""
     while True:
         _reap(control, pids)
-        if not pids:
+        if not pids and not settings.servers:  # of a server's job each may be started again
             return
         ready, _, _ = select.select([control.fileno(), wake[0]], [], [])
         if wake[0] in ready:

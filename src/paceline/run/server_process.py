@@ -13,8 +13,9 @@ from typing import Any
 from paceline.nouns.plan import Plan
 from paceline.run.directory import SERVERS, write_json
 from paceline.run.worker import failed
-from paceline.server.address import UNIX, Address
+from paceline.server.address import UNIX, Address, Credentials
 from paceline.server.coordination import Coordination
+from paceline.server.credentials import credentials_folder
 from paceline.server.node import serve
 from paceline.server.settings import JobSettings
 from paceline.train.compiler_import import defer_compiler_import
@@ -22,23 +23,39 @@ from paceline.train.compiler_import import defer_compiler_import
 RETURNS_S = 20.0  # for the worker that the supervisor starts in a lost one's place
 
 
-def run_server(private: Path) -> int:
-    """Be a server; the exit code."""
+def run_server(private: Path, coordinator: str = "", own: str = "") -> int:
+    """Be a server.
+
+    Args:
+        private: a folder that only this user can enter: sockets, and credentials for what leaves the host.
+        coordinator: HOST:PORT, in a job of several hosts; "": a socket in `private`.
+        own: this host's address, in a job of several.
+
+    Returns:
+        The exit code.
+    """
     defer_compiler_import()
-    return _exit_code(serve(f"{UNIX}{private / f'server-{os.getpid()}'}", coordinator_address(private)))
+    at = f"{own}:0" if coordinator else f"{UNIX}{private / f'server-{os.getpid()}'}"
+    where = coordinator or coordinator_address(private)
+    return _exit_code(serve(at, where, _credentials(private, "server") if coordinator else None))
 
 
-def run_coordinator(private: Path) -> int:
-    """Be the coordinator; the exit code."""
+def run_coordinator(private: Path, coordinator: str = "") -> int:
+    """Be the coordinator; the exit code. Arguments as `run_server` has them."""
     run_dir = Path(os.environ["PACELINE_RUN_DIR"])
     job = JobSettings.of(Plan.read(run_dir / "plan.json"))
-    at = Address.parse(coordinator_address(private))
+    at = Address.parse(coordinator or coordinator_address(private))
     write_json(run_dir / SERVERS, {"coordinator": str(at)})
-    return _exit_code(_coordinate(at, job, private / "log", run_dir))
+    credentials = _credentials(private, "coordinator") if coordinator else None
+    return _exit_code(_coordinate(at, job, private / "log", run_dir, credentials))
 
 
-async def _coordinate(at: Address, job: JobSettings, log: Path, run_dir: Path) -> None:
-    await Coordination(at, job, log, _teller(run_dir), RETURNS_S).run()
+def _credentials(private: Path, role: str) -> Credentials:
+    return Credentials(credentials_folder(private, role))
+
+
+async def _coordinate(at: Address, job: JobSettings, log: Path, run_dir: Path, credentials: Credentials | None) -> None:
+    await Coordination(at, job, log, _teller(run_dir), RETURNS_S, credentials).run()
 
 
 def _exit_code(work: Coroutine[Any, Any, None]) -> int:

@@ -13,12 +13,13 @@ import os
 import select
 import selectors
 import signal
+import socket
 import subprocess
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from paceline.launch.local import ForkServer, RankSettings, start_ranks
-from paceline.nouns.errors import PacelineError, UsageError
+from paceline.nouns.errors import PacelineError
 from paceline.run.failures import lost_host, lost_server
 
 BEAT_S = 2.0
@@ -64,6 +65,9 @@ class Station(Protocol):
 
     def restart(self, rank: int) -> None:
         """Start one again."""
+
+    def finish(self) -> None:
+        """All have ended, and none will be started again."""
 
     def beat(self, now_s: float) -> None:
         """Say now and then that the supervisor lives."""
@@ -132,6 +136,12 @@ class LocalStation:
         with contextlib.suppress(BrokenPipeError):
             self.server.control.sendall(json.dumps({"restart": rank}).encode() + b"\n")
 
+    def finish(self) -> None:
+        """Let the fork server end; in a job without parameter servers it does so by itself."""
+        assert self.server is not None
+        with contextlib.suppress(OSError):
+            self.server.control.shutdown(socket.SHUT_WR)
+
     def beat(self, now_s: float) -> None:
         """Nothing: the fork server sees the supervisor's end by itself."""
 
@@ -157,7 +167,9 @@ class RemoteStation:
     """
 
     def __init__(self, host: str, command: Sequence[str], request: dict[str, Any]) -> None:
-        self.host, self.ranks = host, range(0)
+        self.host = host
+        self.processes: tuple[int, ...] = (0,)
+        self.credentials: dict[str, dict[str, str]] = {}  # that go there before the start: see server/credentials.py
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
         )
@@ -199,7 +211,9 @@ class RemoteStation:
 
     def start(self, settings: RankSettings) -> None:
         """Start its ranks."""
-        self.ranks = settings.seats.ranks
+        self.processes = settings.processes
+        if self.credentials:
+            self.tell({"credentials": self.credentials})
         self.tell({"start": settings.to_json()})
 
     def listen(self, register: Listen, hearer: Hearer) -> None:
@@ -230,13 +244,13 @@ class RemoteStation:
 
     def _own(self, rank: Any) -> int:
         """A host speaks of its own ranks alone."""
-        if int(rank) not in self.ranks:
+        if int(rank) not in self.processes:
             raise ValueError(rank)
         return int(rank)
 
     def _complained(self, text: str) -> None:
         self.errors += text.encode() + b"\n"
-        self.hearer.on_output(self.ranks.start, f"({self.host}) {text}")
+        self.hearer.on_output(self.processes[0], f"({self.host}) {text}")
 
     def signal(self, ranks: Iterable[int], number: int) -> None:
         """Signal ranks."""
@@ -247,8 +261,12 @@ class RemoteStation:
         self.tell({"kill": True})
 
     def restart(self, rank: int) -> None:
-        """Nothing: only a host with parameter servers has any to start again."""
-        raise UsageError(f"to start rank {rank} on {self.host} again", "it is not this host", "start the job anew")
+        """Start one again."""
+        self.tell({"restart": rank})
+
+    def finish(self) -> None:
+        """Let its fork server end."""
+        self.tell({"over": True})
 
     def beat(self, now_s: float) -> None:
         """Without it for some time the agent ends the ranks: see `run/agent.py`."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.launch.local import RankSettings
-from paceline.launch.seats import Meeting, Seats
+from paceline.launch.seats import Meeting, Seats, with_servers
 from paceline.nouns.clock import Clock, WallClock
 from paceline.run.failures import first_cause, read_failures, silent_death
 from paceline.run.progress import Progress, Screen
@@ -102,6 +102,8 @@ class Supervisor:
     lost: list[tuple[Station, float]] = field(default_factory=list)  # hosts with ranks; seconds since the epoch
     replaced: Replaced = field(init=False)
     stations: dict[int, Station] = field(default_factory=dict)  # by rank
+    gone: set[int] = field(default_factory=set)  # processes of lost hosts
+    left_out: set[int] = field(default_factory=set)  # those of them without which the others went on
     is_over: bool = False  # the servers' coordinator says that the training has ended
     listening: Listening = field(default_factory=Listening)
     all_ended_s: float | None = None
@@ -135,7 +137,8 @@ class Supervisor:
         return self._with_hosts(self._ending(progress, statuses)), progress
 
     def _here(self, private: Path) -> Post:
-        return Post(LocalStation(), Seats("", 0, self.request.ranks), Meeting(str(private / "rendezvous")))
+        (seats,) = with_servers([Seats("", 0, self.request.ranks)], self.request.servers)
+        return Post(LocalStation(), seats, Meeting(str(private / "rendezvous")))
 
     def _start(self, post: Post, private: Path | None) -> None:
         request = self.request
@@ -170,10 +173,12 @@ class Supervisor:
 
     def _is_held_open(self) -> bool:
         """Whether all processes have ended, and only something that one of them has left behind holds its output."""
-        if len(self.ended) < len(self.stations):
+        if len(self.ended.keys() | self.gone) < len(self.stations):
             self.all_ended_s = None
         elif self.all_ended_s is None:
             self.all_ended_s = self.clock.now_s()
+            for station in set(self.stations.values()):
+                station.finish()
         return self.all_ended_s is not None and self.clock.now_s() - self.all_ended_s > HELD_S
 
     # --- station.Hearer
@@ -184,14 +189,28 @@ class Supervisor:
 
     def on_lost(self, station: Station) -> None:
         """A fork server or a connection has ended: its ranks end with it, and then the others."""
-        left = [rank for rank, own in self.stations.items() if own is station and self._is_worker(rank)]
-        if all(rank in self.ended for rank in left):
+        left = [rank for rank, own in self.stations.items() if own is station]
+        if len(self._ended_workers()) == self.request.ranks or all(rank in self.ended for rank in left):
             return  # it has done its part; others may still be saving
         self.lost.append((station, _time_stamp()))
+        self.gone |= set(left)
         for rank in left:
             self.alive.pop(rank, None)
+        if self._goes_on_without(left):
+            self.left_out |= {rank for rank in left if rank not in self.ended}
+            self.ended.update(dict.fromkeys(self.left_out, -signal.SIGKILL))
+            names = ", ".join(self.replaced.name(rank) for rank in sorted(self.left_out))
+            self.screen.say(f"paceline: {station.host} is lost; the others go on without {names}")
+            return
         self.kill_at_s = self.clock.now_s()  # also those that are only about to start
         self._kill()
+
+    def _goes_on_without(self, lost: Sequence[int]) -> bool:
+        """Whether a host's processes may be missing: servers have the parameters, and their coordinator lives."""
+        request = self.request
+        others = set(range(request.ranks)) - set(lost) - self.ended.keys()
+        is_ending = bool(self.asked_to_stop) or self.kill_at_s is not None
+        return bool(request.servers and others) and request.ranks + request.servers not in lost and not is_ending
 
     def on_started(self, pids: dict[int, int]) -> None:
         """Ranks have been started."""
@@ -298,7 +317,7 @@ class Supervisor:
         if stop and progress.has_stopped:
             return Ending("stopped", 130 if stop == signal.SIGINT else 0)
         ended = self._ended_workers()
-        left_behind = self.killed if self.is_over else set()
+        left_behind = (self.killed if self.is_over else set()) | self.left_out
         if len(ended) == self.request.ranks and not any(ended[rank] for rank in ended.keys() - left_behind):
             return Ending("done", 0)  # also when the signal came too late to stop anything
         failures = [*{**self.deaths, **read_failures(self.request.run_dir)}.values()]

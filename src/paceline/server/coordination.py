@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +161,7 @@ class Coordination(Peers):
         here = [worker for worker in self.workers.values() if worker in self.connections]
         if len(servers) < self.job.servers or len(here) < self.job.workers:
             return
-        nodes = servers[: self.job.servers]
+        nodes = hosts_in_turn(servers[: self.job.servers], self.addresses)
         layout = self.layouts[min(self.layouts)]
         if self.log.job is None:
             self.log.begin(self.job.to_json(), layout.to_json())
@@ -321,6 +322,20 @@ class Coordination(Peers):
             for number, chain in enumerate(self.coordinator.chains)
         ]
         return {**facts, "state": "training", "chains": chains}
+
+
+def hosts_in_turn(nodes: Sequence[Node], addresses: Mapping[Any, Address]) -> list[Node]:
+    """Servers in such an order that neighbours, which have a range together, are on different hosts where that can be.
+
+    Args:
+        nodes: the servers' names, which they got in the order in which they came.
+        addresses: where each listens.
+    """
+    by_host: dict[str, list[Node]] = {}
+    for node in nodes:
+        by_host.setdefault("" if addresses[node].is_unix else addresses[node].host, []).append(node)
+    turns = itertools.zip_longest(*(by_host[host] for host in sorted(by_host)))
+    return [node for turn in turns for node in turn if node is not None]
 
 
 def _layout_of(hello: setup.Hello) -> tuple[Layout, dict[str, Any]]:

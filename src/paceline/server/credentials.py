@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import datetime
+import importlib.util
 import os
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +33,9 @@ def make_credentials(folder: Path, days: int = DAYS) -> list[Path]:
     Raises:
         UsageError: the folder exists or can't be written, or the library for it is not installed.
     """
-    try:
-        from cryptography.hazmat.primitives.asymmetric import ec
-    except ImportError:
-        raise UsageError(
-            "certificates for a job", "the package cryptography is not installed", "pip install 'paceline[tls]'"
-        ) from None
+    check_can_make()
+    from cryptography.hazmat.primitives.asymmetric import ec
+
     try:
         folder.mkdir(mode=0o700, parents=True)
     except OSError as error:
@@ -54,6 +54,45 @@ def make_credentials(folder: Path, days: int = DAYS) -> list[Path]:
         _write(own / KEY, _key_pem(key))
         made.append(own)
     return made
+
+
+def check_can_make() -> None:
+    """Raise UsageError where the library for certificates is not installed."""
+    if importlib.util.find_spec("cryptography") is None:
+        raise UsageError(
+            "certificates for a job", "the package cryptography is not installed", "pip install 'paceline[tls]'"
+        )
+
+
+def new_credentials() -> dict[str, dict[str, str]]:
+    """A job's certificates as texts, by role and file, for `keep_credentials` on its hosts; on no disk of this one.
+
+    Raises:
+        UsageError: the library for them is not installed.
+    """
+    with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
+        made = make_credentials(Path(folder, "job"))
+        return {own.name: {file.name: file.read_text() for file in own.iterdir()} for own in made}
+
+
+def keep_credentials(private: Path, texts: Mapping[str, Mapping[str, str]]) -> None:
+    """Write a job's certificates to files that this user alone can read, by role: see `credentials_folder`."""
+    for role, files in texts.items():
+        own = credentials_folder(private, role)
+        own.mkdir(mode=0o700, parents=True)
+        for name in (AUTHORITY, CERTIFICATE, KEY):
+            _write(own / name, files[name].encode())
+
+
+def credentials_folder(private: Path, role: str) -> Path:
+    """Where a role's certificate and key are, in a folder that only this user can enter.
+
+    Raises:
+        UsageError: there is no such role.
+    """
+    if role not in ROLES:
+        raise UsageError(f"credentials of a {role}", "there is no such role", f"name one of {', '.join(ROLES)}")
+    return private / "credentials" / role
 
 
 def _certificate(name: str, public: Any, signer: Any, days: int, is_authority: bool = False) -> Any:

@@ -1,0 +1,221 @@
+"""Parameter servers and workers on several hosts over ssh: the same bits as on one, whatever is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+import namespaces
+from jobs import command, leftovers, losses, marked, paceline, wait_for
+from served import SLOW, check_equal, saved
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.skipif(not namespaces.can_make(), reason=namespaces.WHY_NOT),
+]
+PLAN = ("-H", "h1:1,h2:1", "--plan", "replicate=2,server=2")
+STEPS = 60
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory):
+    with namespaces.hosts(tmp_path_factory.mktemp("hosts")) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """What a job on one host ends with."""
+    folder = tmp_path_factory.mktemp("calm")
+    (folder / "slow.py").write_text(SLOW.format(steps=STEPS))
+    plan = ("-n", "2", "--plan", "server=2")
+    ended = paceline(folder, "run", *plan, "--job", "calm", "slow.py", TEST_PAUSE="0", OMP_NUM_THREADS="1")
+    assert ended.code == 0, ended.err
+    return saved(folder, "calm")
+
+
+def line(hosts, *words):
+    return command("run", "--on", "ssh", "--ssh-option=-F", f"--ssh-option={hosts.config}", *words)
+
+
+@contextlib.contextmanager
+def started(folder, hosts, *words, pause="0.1"):
+    """A job that takes its time as long as there is a file `slow`."""
+    (folder / "slow").touch()
+    (folder / "slow.py").write_text(SLOW.format(steps=STEPS))
+    named = ("--job", "wild", "-x", "TEST_PAUSE", "-x", "OMP_NUM_THREADS=1", *words, "slow.py")
+    process = subprocess.Popen(
+        hosts.inside("from", *line(hosts, *named)),
+        cwd=folder,
+        env=marked(folder, {"TEST_PAUSE": pause}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def top(folder, hosts):
+    """What `paceline server top` says of the running job; None: nothing yet."""
+    words = hosts.inside("from", *command("server", "top", "runs/wild", "--json"))
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True)
+    return json.loads(done.stdout) if done.returncode == 0 else None
+
+
+def is_whole(folder, hosts, workers=2):
+    facts = top(folder, hosts)
+    if facts is None or facts["state"] != "training" or len(facts["nodes"]) < 2:
+        return False
+    here = [one for one in facts["workers"] if one["is_in"] and one["silent_s"] < 2]
+    return len(here) >= workers and all(chain["is_whole"] for chain in facts["chains"])
+
+
+def processes(hosts, name):
+    """The job's processes on a host by what they are: the fork server's children in the order of their start."""
+    listed = subprocess.run(["ip", "netns", "pids", f"{hosts.prefix}-{name}"], capture_output=True, text=True).stdout
+    for pid in map(int, listed.split()):
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(pid)
+            parent = process.parent()
+            if "paceline.run.forkserver" in process.cmdline() and "paceline.run.agent" in parent.cmdline():
+                return [child.pid for child in process.children()]
+    return []
+
+
+def test_they_end_where_a_job_on_one_host_does(tmp_path, hosts, expected):
+    with started(tmp_path, hosts, *PLAN, pause="0") as job:
+        out, _ = job.communicate(timeout=120)
+    assert job.returncode == 0, out
+    assert (tmp_path / "runs/wild/servers.json").is_file()
+    assert not (tmp_path / "runs/wild/credentials").exists()
+    assert wait_for(lambda: not leftovers(tmp_path)), leftovers(tmp_path)
+    check_equal(saved(tmp_path, "wild"), expected)
+
+
+@pytest.mark.parametrize(
+    ("host", "number", "name"), [("h2", 0, "worker 1"), ("h2", 1, "server 1"), ("h1", 2, "the coordinator")]
+)
+def test_a_process_that_is_killed_is_replaced(tmp_path, hosts, expected, host, number, name):
+    with started(tmp_path, hosts, *PLAN) as job:
+        assert wait_for(lambda: is_whole(tmp_path, hosts), 60)
+        os.kill(processes(hosts, host)[number], signal.SIGKILL)
+        time.sleep(1.0)
+        assert wait_for(lambda: is_whole(tmp_path, hosts), 60)
+        (tmp_path / "slow").unlink()
+        out, _ = job.communicate(timeout=120)
+    assert job.returncode == 0, out
+    assert f"paceline: {name}" in out
+    assert out.count("another takes its place") == 1
+    assert wait_for(lambda: not leftovers(tmp_path)), leftovers(tmp_path)
+    check_equal(saved(tmp_path, "wild"), expected)
+
+
+def test_a_stop_saves_and_goes_on(tmp_path, hosts, expected):
+    with started(tmp_path, hosts, *PLAN) as job:
+        assert wait_for(lambda: len(losses(tmp_path / "runs/wild")) > 3, 60)
+        job.send_signal(signal.SIGINT)
+        out, _ = job.communicate(timeout=60)
+    assert job.returncode == 130, out
+    assert len(losses(tmp_path / "runs/wild")) < STEPS
+    assert wait_for(lambda: not leftovers(tmp_path)), leftovers(tmp_path)
+    with started(tmp_path, hosts, *PLAN, "--resume", pause="0") as job:
+        out, _ = job.communicate(timeout=120)
+    assert job.returncode == 0, out
+    check_equal(saved(tmp_path, "wild"), expected)
+
+
+def test_without_a_host_the_others_go_on(tmp_path):
+    """The one that is cut off had a worker and a server; each range has a replica elsewhere."""
+    with namespaces.hosts(tmp_path / "hosts") as hosts, started(tmp_path, hosts, *PLAN, pause="0.3") as job:
+        assert wait_for(lambda: is_whole(tmp_path, hosts), 60)
+        assert len(losses(tmp_path / "runs/wild")) < STEPS // 2
+        hosts.cut("h2")
+        out, _ = job.communicate(timeout=200)
+        assert wait_for(lambda: not processes(hosts, "h2"), 40)  # its own end, without a word from anybody
+    assert job.returncode == 0, out
+    assert "h2 is lost; the others go on without worker 1, server 1" in out
+    result = json.loads((tmp_path / "runs/wild/result.json").read_text())
+    assert (result["status"], result["steps"]) == ("done", STEPS)
+
+
+def test_without_the_coordinators_host_the_job_ends_and_goes_on_later(tmp_path):
+    """Until its agent knows, the host that is cut off takes the other for dead, and may go on by itself."""
+    with namespaces.hosts(tmp_path / "hosts") as hosts:
+        with started(tmp_path, hosts, *PLAN, "--checkpoint-every", "5", pause="0.5") as job:
+            assert wait_for(lambda: list((tmp_path / "runs/wild/checkpoints").glob("step-*")), 60)
+            hosts.cut("h1")
+            out, _ = job.communicate(timeout=100)
+        assert job.returncode == 1, out
+        assert "h1" in out
+        assert "go on with --resume --job wild" in out
+        assert wait_for(lambda: not processes(hosts, "h1"), 40)
+        assert len(losses(tmp_path / "runs/wild")) < STEPS
+    with namespaces.hosts(tmp_path / "more") as hosts:
+        with started(tmp_path, hosts, *PLAN, "--resume", pause="0") as job:
+            out, _ = job.communicate(timeout=120)
+        assert job.returncode == 0, out
+    result = json.loads((tmp_path / "runs/wild/result.json").read_text())
+    assert (result["status"], result["steps"]) == ("done", STEPS)
+
+
+ASK = """
+import json, socket, ssl, sys
+found = {}
+for name in sys.argv[1:]:
+    host, _, port = name.rpartition(":")
+    plain = socket.create_connection((host, int(port)), 5)
+    plain.sendall(bytes(64))
+    plain.settimeout(5)
+    try:
+        said = plain.recv(64)
+    except OSError:
+        said = b""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    try:
+        with context.wrap_socket(socket.create_connection((host, int(port)), 5)) as end:
+            end.sendall(bytes(64))
+            answer = end.recv(64)
+    except (ssl.SSLError, ConnectionError) as error:
+        answer = b""
+    found[name] = [said.hex(), answer.hex()]
+print(json.dumps(found))
+"""
+
+
+def test_nobody_without_a_certificate_is_answered(tmp_path, hosts):
+    with started(tmp_path, hosts, *PLAN) as job:
+        assert wait_for(lambda: is_whole(tmp_path, hosts), 60)
+        facts = top(tmp_path, hosts)
+        where = json.loads((tmp_path / "runs/wild/servers.json").read_text())["coordinator"]
+        at = [where, *facts["servers"].values()]
+        assert sorted({one.rpartition(":")[0] for one in at}) == [hosts.address("h1"), hosts.address("h2")]
+        done = subprocess.run(hosts.inside("from", sys.executable, "-c", ASK, *at), capture_output=True, text=True)
+        assert wait_for(lambda: is_whole(tmp_path, hosts), 20)  # and nobody was disturbed
+        listening = {
+            (name, one.laddr.ip, one.laddr.port)
+            for name in hosts.names
+            for pid in processes(hosts, name)
+            for one in psutil.Process(pid).net_connections()
+            if one.status == psutil.CONN_LISTEN
+        }
+        job.send_signal(signal.SIGINT)
+        job.communicate(timeout=60)
+    answers = json.loads(done.stdout)
+    assert len(answers) == 3
+    # To plain bytes a TLS alert and nothing more, to a handshake without a certificate the end.
+    assert all(said in ("",) or said.startswith("15") for said, _ in answers.values()), answers
+    assert not any(answer for _, answer in answers.values()), answers
+    assert {f"{ip}:{port}" for _, ip, port in listening} <= set(at)
