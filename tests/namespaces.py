@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 SSHD = shutil.which("sshd", path="/usr/sbin:/usr/bin:/sbin")
 _MADE = itertools.count()
 WHY_NOT = "needs root, ip and sshd"
@@ -61,6 +63,25 @@ class Hosts:
     def cut(self, name: str) -> None:
         """Nothing reaches the host any more."""
         _call("ip", "-n", f"{self.prefix}-{name}", "link", "set", "eth0", "down")
+
+    def pids(self, name: str, words: str) -> list[int]:
+        """A host's processes with these words in their command line."""
+        listed = subprocess.run(["ip", "netns", "pids", f"{self.prefix}-{name}"], capture_output=True, text=True)
+        found = []
+        for pid in map(int, listed.stdout.split()):
+            with contextlib.suppress(psutil.Error):
+                if words in " ".join(psutil.Process(pid).cmdline()):
+                    found.append(pid)
+        return found
+
+    def has_nothing_of_paceline(self) -> bool:
+        """Whether no host has a process of a job."""
+        return not [pid for name in self.names for pid in self.pids(name, "paceline.run")]
+
+    def listening(self, name: str) -> set[str]:
+        """Where something on the host takes connections: address:port."""
+        done = subprocess.run(self.inside(name, "ss", "-ltnH"), capture_output=True, text=True, check=True)
+        return {line.split()[3] for line in done.stdout.splitlines()}
 
 
 @contextlib.contextmanager

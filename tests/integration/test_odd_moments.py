@@ -55,20 +55,6 @@ def started(folder, hosts, *words, **environment):
         process.communicate()
 
 
-def pids_on(hosts, name, words):
-    listed = subprocess.run(["ip", "netns", "pids", f"{hosts.prefix}-{name}"], capture_output=True, text=True).stdout
-    found = []
-    for pid in map(int, listed.split()):
-        with contextlib.suppress(psutil.Error):
-            if words in " ".join(psutil.Process(pid).cmdline()):
-                found.append(pid)
-    return found
-
-
-def nothing_of_paceline(hosts):
-    return not [pid for name in hosts.names for pid in pids_on(hosts, name, "paceline.run")]
-
-
 def test_the_first_host_to_finish_does_not_end_the_others(tmp_path, hosts):
     file = write_workload(tmp_path, loop=SLOW_END)
     with started(tmp_path, hosts, "-H", "h1:1,h2:1", file) as job:
@@ -81,9 +67,9 @@ def test_the_first_host_to_finish_does_not_end_the_others(tmp_path, hosts):
 
 def test_a_supervisor_that_dies_while_hosts_import(tmp_path, hosts):
     with started(tmp_path, hosts, "-H", "h1:1,h2:1", write_workload(tmp_path), TEST_PAUSE="1") as job:
-        assert wait_for(lambda: pids_on(hosts, "h2", "paceline.run.forkserver"), 60)
+        assert wait_for(lambda: hosts.pids("h2", "paceline.run.forkserver"), 60)
         job.kill()
-        assert wait_for(lambda: nothing_of_paceline(hosts), 20)
+        assert wait_for(hosts.has_nothing_of_paceline, 20)
     assert not losses(tmp_path / "runs" / "a")
     assert wait_for(lambda: not leftovers(tmp_path), 10)
 
@@ -91,14 +77,14 @@ def test_a_supervisor_that_dies_while_hosts_import(tmp_path, hosts):
 @pytest.mark.parametrize("moment", ["fork server", "first step"])
 def test_a_stop_in_the_first_seconds(tmp_path, hosts, moment):
     with started(tmp_path, hosts, "-H", "h1:1,h2:1", write_workload(tmp_path), TEST_PAUSE="1") as job:
-        assert wait_for(lambda: pids_on(hosts, "h2", "paceline.run.forkserver"), 60)
+        assert wait_for(lambda: hosts.pids("h2", "paceline.run.forkserver"), 60)
         if moment == "first step":
             assert wait_for(lambda: losses(tmp_path / "runs" / "a"), 60)
         job.send_signal(signal.SIGINT)
         out, _ = job.communicate(timeout=25)
     assert job.returncode == 130, out
     assert len(losses(tmp_path / "runs" / "a")) < STEPS
-    assert wait_for(lambda: nothing_of_paceline(hosts), 10)
+    assert wait_for(hosts.has_nothing_of_paceline, 10)
 
 
 def test_ctrl_c_while_hosts_are_asked(tmp_path, hosts):
@@ -143,9 +129,9 @@ def test_a_stop_while_too_few_hosts_are_left_writes_a_result(tmp_path, hosts, wa
     with started(tmp_path, hosts, *words, TEST_PAUSE="0.5") as job:
         assert wait_for(lambda: losses(tmp_path / "runs" / "a"), 60)
         (tmp_path / "known").write_text("h1:1\n")
-        pid, *_ = pids_on(hosts, "h2", "paceline.run.agent")
+        pid, *_ = hosts.pids("h2", "paceline.run.agent")
         os.kill(pid, signal.SIGKILL)
-        assert wait_for(lambda: nothing_of_paceline(hosts), 60)
+        assert wait_for(hosts.has_nothing_of_paceline, 60)
         time.sleep(wait_s)
         job.send_signal(signal.SIGTERM)
         out, _ = job.communicate(timeout=60)
@@ -167,7 +153,7 @@ def test_the_lease_ends_ranks_that_write_without_end(tmp_path):
         assert wait_for(lambda: len(losses(tmp_path / "runs" / "a")) >= 1, 60)
         own.cut("h2")
         cut_at = time.monotonic()
-        assert wait_for(lambda: not pids_on(own, "h2", "paceline.run"), 30), "still there after its lease"
+        assert wait_for(lambda: not own.pids("h2", "paceline.run"), 30), "still there after its lease"
         assert time.monotonic() - cut_at < 28
         job.communicate(timeout=60)
     assert job.returncode == 1

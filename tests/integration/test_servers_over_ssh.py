@@ -8,7 +8,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -40,6 +42,18 @@ def expected(tmp_path_factory):
     ended = paceline(folder, "run", *plan, "--job", "calm", "slow.py", TEST_PAUSE="0", OMP_NUM_THREADS="1")
     assert ended.code == 0, ended.err
     return saved(folder, "calm")
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays():
+    """The hosts' private folders, with keys in them."""
+    before = keys()
+    yield
+    assert wait_for(lambda: keys() <= before, 40), keys() - before
+
+
+def keys():
+    return set(Path(tempfile.gettempdir()).glob("paceline-*/credentials"))
 
 
 def line(hosts, *words):
@@ -84,14 +98,9 @@ def is_whole(folder, hosts, workers=2):
 
 def processes(hosts, name):
     """The job's processes on a host by what they are: the fork server's children in the order of their start."""
-    listed = subprocess.run(["ip", "netns", "pids", f"{hosts.prefix}-{name}"], capture_output=True, text=True).stdout
-    for pid in map(int, listed.split()):
-        with contextlib.suppress(psutil.Error):
-            process = psutil.Process(pid)
-            parent = process.parent()
-            if "paceline.run.forkserver" in process.cmdline() and "paceline.run.agent" in parent.cmdline():
-                return [child.pid for child in process.children()]
-    return []
+    agents = set(hosts.pids(name, "paceline.run.agent"))
+    (server,) = [pid for pid in hosts.pids(name, "paceline.run.forkserver") if psutil.Process(pid).ppid() in agents]
+    return [child.pid for child in psutil.Process(server).children()]
 
 
 def test_they_end_where_a_job_on_one_host_does(tmp_path, hosts, expected):
@@ -100,6 +109,10 @@ def test_they_end_where_a_job_on_one_host_does(tmp_path, hosts, expected):
     assert job.returncode == 0, out
     assert (tmp_path / "runs/wild/servers.json").is_file()
     assert not (tmp_path / "runs/wild/credentials").exists()
+    ended = subprocess.run(
+        hosts.inside("from", *command("server", "top", "runs/wild")), cwd=tmp_path, capture_output=True, text=True
+    )
+    assert (ended.returncode, "it has ended" in ended.stderr) == (2, True), ended
     assert wait_for(lambda: not leftovers(tmp_path)), leftovers(tmp_path)
     check_equal(saved(tmp_path, "wild"), expected)
 
@@ -141,9 +154,10 @@ def test_without_a_host_the_others_go_on(tmp_path):
     with namespaces.hosts(tmp_path / "hosts") as hosts, started(tmp_path, hosts, *PLAN, pause="0.3") as job:
         assert wait_for(lambda: is_whole(tmp_path, hosts), 60)
         assert len(losses(tmp_path / "runs/wild")) < STEPS // 2
+        assert keys()
         hosts.cut("h2")
         out, _ = job.communicate(timeout=200)
-        assert wait_for(lambda: not processes(hosts, "h2"), 40)  # its own end, without a word from anybody
+        assert wait_for(hosts.has_nothing_of_paceline, 40)  # its own end, without a word from anybody
     assert job.returncode == 0, out
     assert "h2 is lost; the others go on without worker 1, server 1" in out
     result = json.loads((tmp_path / "runs/wild/result.json").read_text())
@@ -160,7 +174,7 @@ def test_without_the_coordinators_host_the_job_ends_and_goes_on_later(tmp_path):
         assert job.returncode == 1, out
         assert "h1" in out
         assert "go on with --resume --job wild" in out
-        assert wait_for(lambda: not processes(hosts, "h1"), 40)
+        assert hosts.has_nothing_of_paceline()  # it has waited for that
         assert len(losses(tmp_path / "runs/wild")) < STEPS
     with namespaces.hosts(tmp_path / "more") as hosts:
         with started(tmp_path, hosts, *PLAN, "--resume", pause="0") as job:
@@ -168,6 +182,29 @@ def test_without_the_coordinators_host_the_job_ends_and_goes_on_later(tmp_path):
         assert job.returncode == 0, out
     result = json.loads((tmp_path / "runs/wild/result.json").read_text())
     assert (result["status"], result["steps"]) == ("done", STEPS)
+
+
+def test_a_host_that_is_lost_before_the_first_step_ends_the_job(tmp_path):
+    """Nobody comes in its worker's place, and servers begin when all are there."""
+    with namespaces.hosts(tmp_path / "hosts") as hosts, started(tmp_path, hosts, *PLAN) as job:
+        (tmp_path / "slow.py").write_text(f"import time\ntime.sleep(8)\n{SLOW.format(steps=STEPS)}")
+        assert wait_for(lambda: hosts.pids("h2", "paceline.run.forkserver"), 60)
+        hosts.cut("h2")
+        out, _ = job.communicate(timeout=100)
+        assert wait_for(hosts.has_nothing_of_paceline, 40)
+    assert job.returncode == 1, out
+    assert "(h2)" in out or "h2 " in out, out
+    assert "the others go on" not in out
+    assert not losses(tmp_path / "runs/wild")
+
+
+def test_the_supervisors_sudden_death_leaves_nothing(tmp_path, hosts):
+    with started(tmp_path, hosts, *PLAN) as job:
+        assert wait_for(lambda: is_whole(tmp_path, hosts), 60)
+        assert keys()
+        job.kill()
+        assert wait_for(hosts.has_nothing_of_paceline, 20)
+    assert wait_for(lambda: not leftovers(tmp_path)), leftovers(tmp_path)
 
 
 ASK = """
@@ -204,13 +241,7 @@ def test_nobody_without_a_certificate_is_answered(tmp_path, hosts):
         assert sorted({one.rpartition(":")[0] for one in at}) == [hosts.address("h1"), hosts.address("h2")]
         done = subprocess.run(hosts.inside("from", sys.executable, "-c", ASK, *at), capture_output=True, text=True)
         assert wait_for(lambda: is_whole(tmp_path, hosts), 20)  # and nobody was disturbed
-        listening = {
-            (name, one.laddr.ip, one.laddr.port)
-            for name in hosts.names
-            for pid in processes(hosts, name)
-            for one in psutil.Process(pid).net_connections()
-            if one.status == psutil.CONN_LISTEN
-        }
+        listening = {one for name in hosts.names for one in hosts.listening(name)}
         job.send_signal(signal.SIGINT)
         job.communicate(timeout=60)
     answers = json.loads(done.stdout)
@@ -218,4 +249,4 @@ def test_nobody_without_a_certificate_is_answered(tmp_path, hosts):
     # To plain bytes a TLS alert and nothing more, to a handshake without a certificate the end.
     assert all(said in ("",) or said.startswith("15") for said, _ in answers.values()), answers
     assert not any(answer for _, answer in answers.values()), answers
-    assert {f"{ip}:{port}" for _, ip, port in listening} <= set(at)
+    assert listening == {*at, *(f"{hosts.address(name)}:22" for name in hosts.names)}

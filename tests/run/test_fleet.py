@@ -99,12 +99,43 @@ def test_a_host_gets_the_certificates_of_what_it_has(monkeypatch, tmp_path):
         ("authority.pem", 0o600), ("certificate.pem", 0o600), ("key.pem", 0o600),
     }  # fmt: skip
     own = tmp_path / "private"
+    own.mkdir()
     keep_credentials(own, given["h2"])
     assert (own / "credentials" / "worker" / "key.pem").read_text() == given["h2"]["worker"]["key.pem"]
     with pytest.raises(UsageError, match="no such role"):
         keep_credentials(own, {"../../../x": given["h2"]["worker"]})
     fleet.end_watch(run_dir)
     assert not list(run_dir.iterdir())
+
+
+def test_agents_of_a_job_with_servers_end_with_the_supervisor(monkeypatch, tmp_path):
+    """Their fork server waits for the word that nobody will be started again: the agent must say it, too."""
+
+    def command(host, _):
+        return ["env", f"TMPDIR={tmp_path / host}", sys.executable, "-m", "paceline.run.agent"]
+
+    monkeypatch.setattr(fleet, "agent_command", command)
+    (run_dir := tmp_path / "run").mkdir()
+    (script := tmp_path / "f.py").write_text("import time\ntime.sleep(600)\n")
+    seats = with_servers([Seats("127.0.0.1", 0, 1, 0, 1)], 1)
+    (tmp_path / "127.0.0.1").mkdir()
+    (post,) = open_posts(seats, script, run_dir, FleetOptions())
+    settings = RankSettings(str(script), [], 1, post.seats, post.meeting, str(run_dir), None, [], 1, "")
+    post.station.start(settings)
+    with post.station.process as agent:
+        said = []
+        while not any(b'{"started"' in line for line in said):
+            said.append(agent.stdout.readline())
+        everybody = psutil.Process(agent.pid).children(recursive=True)
+        assert len(everybody) == 4, said  # the fork server and its three
+        assert list((tmp_path / "127.0.0.1").glob("paceline-*/credentials"))
+        agent.stdin.close()
+        try:
+            assert agent.wait(20) == 0
+        finally:
+            agent.kill()
+    assert not psutil.wait_procs(everybody, 5)[1]
+    assert not list((tmp_path / "127.0.0.1").iterdir())
 
 
 def test_without_the_library_there_are_no_certificates(monkeypatch):

@@ -154,6 +154,21 @@ def test_nobody_speaks_for_another(tmp_path, sent):
 
 
 @pytest.mark.parametrize(
+    "message",
+    [PULL, messages.Configuration(9, (1,), {}), messages.Forwarded(0, 99), setup.Install((0,)), setup.ReadState(1)],
+)
+def test_a_watcher_may_only_ask(tmp_path, message):
+    make_credentials(tmp_path / "job")
+    hello, watcher = setup.Hello("watcher", -1, 0, "", ""), Credentials(tmp_path / "job" / "watcher")
+    listener, is_closed = exchange(tmp_path, watcher, speak(hello, setup.AskStatus()))
+    assert (is_closed, len(listener.refused)) == (False, 0)
+    listener, is_closed = exchange(tmp_path, watcher, speak(hello, message))
+    assert is_closed
+    assert not listener.took
+    assert len(listener.refused) == 1
+
+
+@pytest.mark.parametrize(
     ("raised", "is_fatal"),
     [(FrameError("no JSON"), False), (CheckpointError("a state", "torn", "-"), False), (OSError(28, "full"), True)],
 )

@@ -171,6 +171,7 @@ def _run(arguments: argparse.Namespace) -> int:
             return _send(arguments, plan, folder, file.path)
         posts = run_on.posts_of(arguments, plan, folder, file.path)
     except BaseException:
+        end_watch(folder)
         directory.remove_unbegun(folder)
         raise
     given = {} if arguments.on in ("mpi", "ray", "ssh") else run_on.environment_of(arguments.env)

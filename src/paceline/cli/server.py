@@ -130,7 +130,9 @@ def _look(arguments: argparse.Namespace) -> dict[str, Any]:
     from paceline.server.watch import look
 
     at, kept = _coordinator(arguments.job), credentials_folder(Path(arguments.job), "watcher")
-    if arguments.credentials is None and not at.is_unix and kept.is_dir():
+    if arguments.credentials is None and not at.is_unix and Path(arguments.job).is_dir():
+        if not kept.is_dir():
+            raise UsageError(f"the servers of the run {arguments.job}", "it has ended", "name a run that goes on")
         arguments.credentials = kept  # of a run on several hosts
     return asyncio.run(look(at, _credentials(arguments)))
 

@@ -3,7 +3,7 @@
 It hears lines of JSON on its standard input and answers on its standard output; it listens nowhere. When the input
 ends, the supervisor or the way to it has gone: the ranks are killed, and nothing is left behind.
 
-    in   {"run_dir", "token", "script", "cwd", "environment", "interface", "others", "is_head"}   first
+    in   {"run_dir", "token", "script", "cwd", "environment", "interface", "others", "is_head", "has_servers"}  first
     out  {"address", "port", "interface"} or {"error": {"asked", "found", "fix"}}
     in   {"credentials": {role: {file: text}}}   {"start": RankSettings}
     in   {"signal": N, "ranks": [...]}   {"kill": true}   {"restart": rank}   {"over": true}
@@ -28,14 +28,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from paceline.comm.interfaces import address_of, address_towards, interface_of, open_listener
+from paceline.comm.interfaces import address_of, address_towards, interface_of, open_listener, reserve_port
 from paceline.launch.local import RankSettings
 from paceline.nouns.errors import PacelineError, UsageError
 from paceline.run.station import MOST_TOLD_BYTES, Lines, Listening, LocalStation, Station
 from paceline.server.credentials import keep_credentials
 
 LEASE_S = 20.0  # the ranks' life after the supervisor's last sign; none starts in their place before it has ended
-
+OUTLIVED_S = LEASE_S + 2.0  # on another host's clock, which may run unlike this one's
 
 HELD_S = 3.0  # for output, after the fork server has ended
 END_S = 5.0  # for the last words to be taken
@@ -102,6 +102,8 @@ class Agent:
         deadline = None
         while self.listening.open - {sys.stdin.fileno()}:
             self.station.kill()
+            if not self.station.pids:
+                self.station.finish()  # a fork server of a job with parameter servers waits for the word
             self.listening.turn(0.2)
             if self.has_lost and deadline is None:
                 deadline = time.monotonic() + HELD_S
@@ -160,17 +162,15 @@ class Agent:
         address = own_address(request)
         port = 0
         if request["is_head"]:
-            self.listener = open_listener(address, 0)
+            self.listener = reserve_port(address) if request["has_servers"] else open_listener(address, 0)
             port = self.listener.getsockname()[1]
         return {"address": address, "port": port, "interface": interface_of(address) or ""}
 
     def _start(self, settings: RankSettings) -> None:
         meeting = settings.meeting
-        if settings.servers and self.listener is not None:
-            self.listener.close()  # their coordinator listens there, now and when it is started again
-        elif self.listener is not None:
+        if self.listener is not None and not settings.servers:  # else their coordinator listens there, now and again
             meeting = dataclasses.replace(meeting, listener=self.listener.detach())
-        self.listener = None
+            self.listener = None
         self.station.start(dataclasses.replace(settings, private=self.private, meeting=meeting))
         self.station.listen(self.listening.register, self)
         self.has_started = True

@@ -19,7 +19,7 @@ from paceline.nouns.errors import PacelineError, UsageError, WorkloadError
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
 from paceline.run import directory
-from paceline.run.agent import LEASE_S
+from paceline.run.agent import OUTLIVED_S
 from paceline.run.failures import refusal
 from paceline.run.fleet import FleetOptions, HostError, open_posts
 from paceline.run.interrupts import Interrupted
@@ -31,7 +31,6 @@ from paceline.run.supervisor import Ending, JobRequest, Supervisor
 DISCOVER_S = 1.0  # between two looks, as Horovod has it
 SCRIPT_S = 30.0  # for the script to end
 WAIT_S = 600.0  # for enough hosts
-MARGIN_S = 2.0  # beyond the lease, for clocks that run unlike each other
 GENERATION = "generation"  # a file of the run directory
 
 
@@ -177,7 +176,7 @@ class Elastic:
             ending, progress = supervisor.run()
         self.progress = progress
         if ending.lost_hosts:  # their ranks may still be there until the agents' leases have ended
-            time.sleep(LEASE_S + MARGIN_S)
+            time.sleep(OUTLIVED_S)
         return ending, progress, watch.members
 
 

@@ -11,23 +11,25 @@ from typing import Any
 from paceline.nouns.errors import PacelineError
 
 
-def silent_death(rank: int, status: int, at: float) -> dict[str, Any]:
+def silent_death(rank: int, status: int, at: float, who: str = "") -> dict[str, Any]:
     """The failure of a rank whose process ended without a word.
 
     Args:
         rank: which.
         status: its exit code; below 0 the signal that ended it.
         at: when the supervisor heard of it, seconds since the epoch.
+        who: what people call it; "": rank N.
     """
+    who = who or f"rank {rank}"
     if status < 0:
         name = signal.Signals(-status).name
         fix = {
             "SIGKILL": "was it the kernel for want of memory (see `dmesg`), or somebody's kill -9?",
             "SIGSEGV": "native code crashed; PYTHONFAULTHANDLER=1 shows where",
         }.get(name, "look at its last output above")
-        message = f"rank {rank}'s process was ended by {name}: {fix}"
+        message = f"{who}'s process was ended by {name}: {fix}"
     else:
-        message = f"rank {rank}'s process ended with exit code {status} without an error; did the file call os._exit?"
+        message = f"{who}'s process ended with exit code {status} without an error; did the file call os._exit?"
     return _died(rank, at, message)
 
 

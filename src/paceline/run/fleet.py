@@ -59,6 +59,7 @@ def agent_request(
         "interface": options.interface,
         "others": [one.host for number, one in enumerate(seats) if number != at],
         "is_head": at == 0,
+        "has_servers": any(one.servers for one in seats),
     }
 
 
@@ -79,14 +80,15 @@ def open_posts(seats: Sequence[Seats], script: Path, run_dir: Path, options: Fle
             stations.append(RemoteStation(one.host, agent_command(one.host, options), request))
             stations[-1].credentials = {role: credentials[role] for role in _roles(one) if credentials}
         answers = _answers(stations)
+        if credentials:
+            let_watch(run_dir, credentials)
     except BaseException:
         for station in stations:
             station.close(0.5)
+        end_watch(run_dir)
         raise
     finally:
         path.unlink(missing_ok=True)
-    if credentials:
-        let_watch(run_dir, credentials)
     first = f"{answers[0]['address']}:{answers[0]['port']}"
     meeting = Meeting(coordinator=first) if credentials else Meeting(master=first)
     return [

@@ -54,7 +54,7 @@ def main() -> None:
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     _watch(control, wake, pids, settings)
-    if pids:  # the supervisor was killed
+    if pids or settings.servers:  # the supervisor was killed; or has gone, or clears it itself
         _clear(settings)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from paceline.launch.local import RankSettings
 from paceline.launch.seats import Meeting, Seats, with_servers
 from paceline.nouns.clock import Clock, WallClock
+from paceline.run.agent import OUTLIVED_S
 from paceline.run.failures import first_cause, read_failures, silent_death
 from paceline.run.progress import Progress, Screen
 from paceline.run.replaced import Replaced
@@ -107,14 +108,16 @@ class Supervisor:
     is_over: bool = False  # the servers' coordinator says that the training has ended
     listening: Listening = field(default_factory=Listening)
     all_ended_s: float | None = None
+    progress: Progress = field(init=False)
 
     def __post_init__(self) -> None:
+        self.progress = Progress(self.request.run_dir)
         self.replaced = Replaced(self.request.ranks, self.request.servers)
 
     def run(self) -> tuple[Ending, Progress]:
         """Run the job to its end. Nothing is left behind: no process, no file outside the run directory."""
         private = None if self.request.posts else _private_folder(bool(self.request.servers))
-        progress = Progress(self.request.run_dir)
+        progress = self.progress
         posts = [self._here(private)] if private else self.request.posts
         restore = self._catch_signals()
         statuses: dict[Station, int] = {}
@@ -126,6 +129,7 @@ class Supervisor:
         finally:
             self._kill()
             statuses = {post.station: post.station.close() for post in posts}
+            self._outwait_lost_coordinator()
             restore()
             if private:
                 shutil.rmtree(private, ignore_errors=True)
@@ -189,28 +193,55 @@ class Supervisor:
 
     def on_lost(self, station: Station) -> None:
         """A fork server or a connection has ended: its ranks end with it, and then the others."""
-        left = [rank for rank, own in self.stations.items() if own is station]
-        if len(self._ended_workers()) == self.request.ranks or all(rank in self.ended for rank in left):
-            return  # it has done its part; others may still be saving
-        self.lost.append((station, _time_stamp()))
-        self.gone |= set(left)
+        left = {rank for rank, own in self.stations.items() if own is station} - self.ended.keys()
+        self.gone |= left
         for rank in left:
             self.alive.pop(rank, None)
+        if self._have_workers_ended() or not left:
+            return  # it has done its part; others may still be saving
+        self.lost.append((station, _time_stamp()))
         if self._goes_on_without(left):
-            self.left_out |= {rank for rank in left if rank not in self.ended}
-            self.ended.update(dict.fromkeys(self.left_out, -signal.SIGKILL))
-            names = ", ".join(self.replaced.name(rank) for rank in sorted(self.left_out))
-            self.screen.say(f"paceline: {station.host} is lost; the others go on without {names}")
+            self._leave_out(station, left)
             return
         self.kill_at_s = self.clock.now_s()  # also those that are only about to start
         self._kill()
 
-    def _goes_on_without(self, lost: Sequence[int]) -> bool:
-        """Whether a host's processes may be missing: servers have the parameters, and their coordinator lives."""
+    def _goes_on_without(self, lost: set[int]) -> bool:
+        """Whether a host's processes may be missing: training is under way, and servers have the parameters.
+
+        Neither the coordinator's, nor rank 0's, which saves. Also when a stop has been asked for: others may be saving.
+        """
         request = self.request
-        others = set(range(request.ranks)) - set(lost) - self.ended.keys()
-        is_ending = bool(self.asked_to_stop) or self.kill_at_s is not None
-        return bool(request.servers and others) and request.ranks + request.servers not in lost and not is_ending
+        others = set(range(request.ranks)) - lost
+        is_useful = any(self.ended.get(rank, 0) == 0 for rank in others)
+        self.progress.read()
+        has_begun = bool(request.servers) and self.progress.last is not None
+        return has_begun and is_useful and not self.deaths and not {0, request.ranks + request.servers} & lost
+
+    def _leave_out(self, station: Station, lost: set[int]) -> None:
+        self.left_out |= lost
+        self.ended.update(dict.fromkeys(lost, -signal.SIGKILL))
+        names = ", ".join(self.replaced.name(rank) for rank in sorted(lost))
+        self.screen.say(f"paceline: {station.host} is lost; the others go on without {names}")
+        self._end_if_all_workers_have()
+
+    def _outwait_lost_coordinator(self) -> None:
+        """Lost with the coordinator, a host may train on until its agent knows: none may take its place before."""
+        if not (self.request.servers and self.request.ranks + self.request.servers in self.gone and self.lost):
+            return
+        until = max(at for _, at in self.lost) + OUTLIVED_S
+        self.screen.say(f"paceline: waiting {OUTLIVED_S:g} s, in which a lost host that still lives ends its processes")
+        before = len(self.asked_to_stop)
+        while _time_stamp() < until and len(self.asked_to_stop) == before:
+            time.sleep(_TICK_S)
+
+    def _have_workers_ended(self) -> bool:
+        return len(self._ended_workers()) == self.request.ranks
+
+    def _end_if_all_workers_have(self) -> None:
+        """Servers end when they have nobody left to serve."""
+        if self._have_workers_ended():
+            self._kill()
 
     def on_started(self, pids: dict[int, int]) -> None:
         """Ranks have been started."""
@@ -218,6 +249,7 @@ class Supervisor:
         self.replaced.started(pids, self.clock.now_s())
         if self.has_told_ranks:  # the others were told before these were there
             self._tell_ranks(pids)
+        self._end_if_all_workers_have()  # a server that comes back only now
 
     def on_ended(self, rank: int, status: int) -> None:
         """A rank has ended."""
@@ -230,7 +262,8 @@ class Supervisor:
             if not self.request.servers:  # without it the others can't save; workers of servers can
                 self.kill_at_s = min(self.kill_at_s or float("inf"), self.clock.now_s() + SETTLE_S)
         elif status != 0 and not self._is_own_doing(rank, status):
-            self.deaths.setdefault(rank, silent_death(rank, status, _time_stamp()))
+            name = f"rank {rank}" if self._is_worker(rank) else self.replaced.name(rank)
+            self.deaths.setdefault(rank, silent_death(rank, status, _time_stamp(), name))
             if self.kill_at_s is None or not self.asked_to_stop:
                 self.kill_at_s = min(self.kill_at_s or float("inf"), self.clock.now_s() + SETTLE_S)
 
@@ -239,9 +272,9 @@ class Supervisor:
         return not self.request.servers or rank < self.request.ranks
 
     def _end_servers(self, rank: int, status: int) -> None:
-        """Servers end when they have nobody left to serve; a worker that was left behind ends with them."""
+        """A worker that was left behind ends with the servers."""
         request = self.request
-        if len(self._ended_workers()) == request.ranks:
+        if self._have_workers_ended():
             self._kill()
         elif request.servers and rank == request.ranks + request.servers and status == 0:
             self.is_over = True
@@ -318,16 +351,19 @@ class Supervisor:
             return Ending("stopped", 130 if stop == signal.SIGINT else 0)
         ended = self._ended_workers()
         left_behind = (self.killed if self.is_over else set()) | self.left_out
-        if len(ended) == self.request.ranks and not any(ended[rank] for rank in ended.keys() - left_behind):
+        if self._have_workers_ended() and not any(ended[rank] for rank in ended.keys() - left_behind):
             return Ending("done", 0)  # also when the signal came too late to stop anything
         failures = [*{**self.deaths, **read_failures(self.request.run_dir)}.values()]
-        failures += [station.failure(statuses[station], at) for station, at in self.lost]
+        told = [station.failure(statuses[station], at) for station, at in self.lost]
+        if not self.left_out:
+            failures += told
         # A stop before the first step, or one that had to be forced, kills ranks on purpose.
         if stop and all(failure["is_peer_loss"] for failure in failures):
             return Ending("stopped", 128 + stop)
         for failure in failures:
             if failure["type"] == "ProcessDied" and progress.last is not None:
                 failure["step"] = progress.last["step"] + 1
+        failures = failures or told  # a loss that the others survived counts where nothing else explains the end
         if not failures:  # all were killed on purpose: they hung
             return Ending("failed", 1, None, self.request.ranks)
         cause = first_cause(failures)

@@ -109,7 +109,7 @@ async def listen(address: Address, make: Callable[[], Connection], credentials: 
         raise UsageError(
             f"to listen at {address}",
             f"it can't be had ({error.strerror or error})",
-            "name another with --listen",
+            "free it, or name another with --listen; `paceline run`, started again, takes another port",
         ) from None
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import importlib.util
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from paceline.server.address import AUTHORITY, CERTIFICATE, KEY
 ROLES = ("coordinator", "server", "worker", "watcher")
 DAYS = 30
 _NAME = "paceline job authority"
+_FOLDER = "credentials"
 
 
 def make_credentials(folder: Path, days: int = DAYS) -> list[Path]:
@@ -33,27 +33,15 @@ def make_credentials(folder: Path, days: int = DAYS) -> list[Path]:
     Raises:
         UsageError: the folder exists or can't be written, or the library for it is not installed.
     """
-    check_can_make()
-    from cryptography.hazmat.primitives.asymmetric import ec
-
+    texts = new_credentials(days)
     try:
         folder.mkdir(mode=0o700, parents=True)
     except OSError as error:
         raise UsageError(
             f"credentials in {folder}", f"the folder can't be made ({error.strerror})", "name a new one"
         ) from None
-    authority_key = ec.generate_private_key(ec.SECP256R1())
-    authority = _certificate(_NAME, authority_key.public_key(), authority_key, days, is_authority=True)
-    made = []
-    for role in ROLES:
-        own = folder / role
-        own.mkdir(mode=0o700)
-        key = ec.generate_private_key(ec.SECP256R1())
-        _write(own / AUTHORITY, _pem(authority))
-        _write(own / CERTIFICATE, _pem(_certificate(role, key.public_key(), authority_key, days)))
-        _write(own / KEY, _key_pem(key))
-        made.append(own)
-    return made
+    _write_roles(folder, texts)
+    return [folder / role for role in ROLES]
 
 
 def check_can_make() -> None:
@@ -64,24 +52,34 @@ def check_can_make() -> None:
         )
 
 
-def new_credentials() -> dict[str, dict[str, str]]:
-    """A job's certificates as texts, by role and file, for `keep_credentials` on its hosts; on no disk of this one.
+def new_credentials(days: int = DAYS) -> dict[str, dict[str, str]]:
+    """A job's certificates as texts, by role and file, for `keep_credentials` on its hosts.
+
+    Args:
+        days: that the certificates hold.
 
     Raises:
         UsageError: the library for them is not installed.
     """
-    with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
-        made = make_credentials(Path(folder, "job"))
-        return {own.name: {file.name: file.read_text() for file in own.iterdir()} for own in made}
+    check_can_make()
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    authority_key = ec.generate_private_key(ec.SECP256R1())
+    authority = _pem(_certificate(_NAME, authority_key.public_key(), authority_key, days, is_authority=True))
+    texts = {}
+    for role in ROLES:
+        key = ec.generate_private_key(ec.SECP256R1())
+        certificate = _pem(_certificate(role, key.public_key(), authority_key, days))
+        texts[role] = {AUTHORITY: authority, CERTIFICATE: certificate, KEY: _key_pem(key)}
+    return texts
 
 
 def keep_credentials(private: Path, texts: Mapping[str, Mapping[str, str]]) -> None:
     """Write a job's certificates to files that this user alone can read, by role: see `credentials_folder`."""
-    for role, files in texts.items():
-        own = credentials_folder(private, role)
-        own.mkdir(mode=0o700, parents=True)
-        for name in (AUTHORITY, CERTIFICATE, KEY):
-            _write(own / name, files[name].encode())
+    for role in texts:
+        credentials_folder(private, role)
+    (private / _FOLDER).mkdir(mode=0o700)
+    _write_roles(private / _FOLDER, texts)
 
 
 def credentials_folder(private: Path, role: str) -> Path:
@@ -92,7 +90,14 @@ def credentials_folder(private: Path, role: str) -> Path:
     """
     if role not in ROLES:
         raise UsageError(f"credentials of a {role}", "there is no such role", f"name one of {', '.join(ROLES)}")
-    return private / "credentials" / role
+    return private / _FOLDER / role
+
+
+def _write_roles(folder: Path, texts: Mapping[str, Mapping[str, str]]) -> None:
+    for role, files in texts.items():
+        (folder / role).mkdir(mode=0o700)
+        for name in (AUTHORITY, CERTIFICATE, KEY):
+            _write(folder / role / name, files[name].encode())
 
 
 def _certificate(name: str, public: Any, signer: Any, days: int, is_authority: bool = False) -> Any:
@@ -108,7 +113,7 @@ def _certificate(name: str, public: Any, signer: Any, days: int, is_authority: b
         .issuer_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, _NAME)]))
         .public_key(public)
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(minutes=5))
+        .not_valid_before(now - datetime.timedelta(days=1))  # hosts' clocks need not agree
         .not_valid_after(now + datetime.timedelta(days=days))
         .add_extension(x509.BasicConstraints(ca=is_authority, path_length=0 if is_authority else None), critical=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
@@ -128,18 +133,18 @@ _USAGES = (
 )
 
 
-def _pem(certificate: Any) -> bytes:
+def _pem(certificate: Any) -> str:
     from cryptography.hazmat.primitives.serialization import Encoding
 
     content: bytes = certificate.public_bytes(Encoding.PEM)
-    return content
+    return content.decode()
 
 
-def _key_pem(key: Any) -> bytes:
+def _key_pem(key: Any) -> str:
     from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
     content: bytes = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    return content
+    return content.decode()
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -224,6 +224,8 @@ class Peers:
         self.connected(peer)
 
     def _may_say(self, peer: Any, message: Any) -> bool:
+        if isinstance(peer, tuple) and peer[0] == "watcher":
+            return isinstance(message, setup.AskStatus)
         if isinstance(message, setup.AskStatus | setup.Status):
             return True
         if isinstance(message, setup.Install):
