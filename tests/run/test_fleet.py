@@ -14,6 +14,7 @@ import pytest
 from paceline.launch.local import RankSettings
 from paceline.launch.seats import Seats, with_servers
 from paceline.nouns.errors import UsageError
+from paceline.nouns.plan import Plan
 from paceline.run import fleet
 from paceline.run.fleet import FleetOptions, HostError, open_posts
 from paceline.server.credentials import check_can_make, keep_credentials
@@ -116,6 +117,7 @@ def test_agents_of_a_job_with_servers_end_with_the_supervisor(monkeypatch, tmp_p
 
     monkeypatch.setattr(fleet, "agent_command", command)
     (run_dir := tmp_path / "run").mkdir()
+    Plan.parse("server=1").write(run_dir / "plan.json")
     (script := tmp_path / "f.py").write_text("import time\ntime.sleep(600)\n")
     seats = with_servers([Seats("127.0.0.1", 0, 1, 0, 1)], 1)
     (tmp_path / "127.0.0.1").mkdir()
@@ -126,6 +128,7 @@ def test_agents_of_a_job_with_servers_end_with_the_supervisor(monkeypatch, tmp_p
         said = []
         while not any(b'{"started"' in line for line in said):
             said.append(agent.stdout.readline())
+            assert said[-1], (said, agent.stderr.read())
         everybody = psutil.Process(agent.pid).children(recursive=True)
         assert len(everybody) == 4, said  # the fork server and its three
         assert list((tmp_path / "127.0.0.1").glob("paceline-*/credentials"))

@@ -185,10 +185,11 @@ def test_when_the_supervisor_is_killed_nothing_lives_on(tmp_path):
     assert wait_for(lambda: not leftovers(tmp_path), 2)
 
 
-def test_when_the_fork_server_is_killed_the_job_fails(tmp_path):
+@pytest.mark.parametrize("plan", [("-n", "2"), ("-n", "2", "--plan", "server=1")])
+def test_when_the_fork_server_is_killed_the_job_fails(tmp_path, plan):
     import psutil
 
-    job = start(tmp_path, "run", "-n", "2", "--job", "a", write_workload(tmp_path), TEST_PAUSE="0.2")
+    job = start(tmp_path, "run", *plan, "--job", "a", write_workload(tmp_path), TEST_PAUSE="0.2")
     assert wait_for(lambda: len(losses(run_of(tmp_path))) >= 2, 30)
     psutil.Process(job.pid).children()[0].kill()
     _, err = job.communicate(timeout=10)

@@ -1,4 +1,4 @@
-"""Jobs with parameter servers on several hosts of which one is lost: scripted hosts, the real supervisor."""
+"""Jobs with parameter servers on several hosts of which some are lost: scripted hosts, the real supervisor."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import io
 import json
 import os
 import signal
+import time
 
 import pytest
 
@@ -95,7 +96,7 @@ class Play:
     """A job of two hosts that follow a script, a line each turn of the supervisor."""
 
     def __init__(self, folder):
-        self.folder, self.h1, self.h2 = folder, Host("h1"), Host("h2")
+        self.folder, self.h1, self.h2, self.h3 = folder, Host("h1"), Host("h2"), Host("h3")
         (folder / "failures").mkdir()
         self.said = []
 
@@ -104,11 +105,11 @@ class Play:
         with (self.folder / "events.jsonl").open("a") as file:
             file.write(json.dumps(event) + "\n")
 
-    def run(self, script):
-        seats = with_servers([Seats("h1", 0, 1, 0, 2), Seats("h2", 1, 1, 1, 2)], 2)
-        hosts = zip((self.h1, self.h2), seats, strict=True)
+    def run(self, script, size=2):
+        seats = with_servers([Seats(f"h{at + 1}", at, 1, at, size) for at in range(size)], 2)
+        hosts = zip((self.h1, self.h2, self.h3)[:size], seats, strict=True)
         posts = [Post(host, own, Meeting(coordinator="h1:1")) for host, own in hosts]
-        request = JobRequest(self.folder / "f.py", [], 2, self.folder, servers=2, posts=posts, grace_s=1.0)
+        request = JobRequest(self.folder / "f.py", [], size, self.folder, servers=2, posts=posts, grace_s=1.0)
         lines = script(self)
         turns = iter(range(MOST_TURNS))
 
@@ -174,13 +175,17 @@ def test_a_loss_later_is_survived(play):
     assert not play.h1.alive, "its server was ended"
 
 
-def test_a_loss_of_the_coordinator_is_waited_out(play):
+def test_a_loss_of_the_coordinator_is_waited_out(play, monkeypatch):
     def script(play):
         yield from begin(play)
+        began.append(time.monotonic())
         play.h1.lose()
         yield
 
+    began = []
+    monkeypatch.setattr(supervisor, "OUTLIVED_S", 1.5)
     ending = play.run(script)
+    assert time.monotonic() - began[0] >= 1.4
     assert (ending.status, ending.cause["host"]) == ("failed", "h1")
     assert "in which a lost host that still lives ends its processes" in play.said[-1]
     assert not play.h2.alive
@@ -191,12 +196,51 @@ def test_a_host_whose_worker_is_done_may_go_while_another_saves(play):
         yield from begin(play)
         play.h2.end(WORKER_1)
         yield
-        play.h1.end(WORKER_0)
-        yield
         play.h2.lose()
+        yield
+        yield
+        assert WORKER_0 in play.h1.alive
+        play.h1.end(WORKER_0)
         yield
 
     assert play.run(script).status == "done"
+
+
+@pytest.mark.parametrize("is_stopping", [False, True])
+def test_a_second_loss_is_told_if_it_is_the_one_that_ended_the_job(play, is_stopping):
+    def script(play):
+        play.h3.begin()
+        yield from begin(play)
+        play.h3.lose()
+        yield
+        if is_stopping:
+            play.supervisor.asked_to_stop.append(signal.SIGTERM)
+            yield
+        play.h1.lose()
+        yield
+
+    ending = play.run(script, size=3)
+    assert "h3 is lost; the others go on without worker 2" in "".join(play.said)
+    assert (ending.status, ending.exit_code, ending.cause["host"]) == ("failed", 1, "h1")
+    assert ending.lost_hosts == ("h1", "h3")
+
+
+def test_a_host_that_dies_piece_by_piece_while_others_save_lets_them_save(play):
+    """As one does that is taken away: its processes are killed, then its connection ends."""
+
+    def script(play):
+        yield from begin(play)
+        play.supervisor.asked_to_stop.append(signal.SIGTERM)
+        yield
+        play.h2.end(WORKER_1, -signal.SIGKILL)
+        play.h2.lose()
+        yield
+        assert WORKER_0 in play.h1.alive
+        play.step("stopped")
+        play.h1.end(WORKER_0)
+        yield
+
+    assert play.run(script).status == "stopped"
 
 
 def test_what_failed_later_is_told(play):

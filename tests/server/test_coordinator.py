@@ -40,6 +40,25 @@ def test_neighbours_are_on_different_hosts():
     assert hosts_in_turn([0, 1, 2], here) == [0, 1, 2]
 
 
+@pytest.mark.parametrize(("hosts", "taken"), [({}, 1), ({0: "h1", 1: "h2", 2: "h1", 3: "h2"}, 2)])
+def test_a_replica_that_takes_over_is_on_another_host(hosts, taken):
+    """Also where one beside the last replica has less to do."""
+    chains = [(0, 3), (1, 2), (2, 3)]
+    one = Coordinator.first(chains, WORKERS, lambda entry: None, SETTINGS)
+    one.hosts = hosts
+    one.tick(0.0)
+    for now_s in (0.1, 4.0):
+        for number in range(len(chains)):
+            for node in (0, 1, 2, 3) if now_s < 1 else (1, 2, 3):
+                one.on(number, Beat(node, 0, state_epoch=0), now_s)
+    for step in range(3):
+        one.tick(6.0 + step / 10)
+        first = one.chains[0].configuration
+        for node in first.chain:
+            one.on(0, Beat(node, first.epoch, state_epoch=first.epoch), 6.0 + step / 10)
+    assert one.chains[0].configuration.chain == (3, taken)
+
+
 @pytest.mark.parametrize("is_heard", [True, False])
 def test_nobody_was_silent_while_the_coordinator_stood_still(is_heard):
     """Stopped right after the start, before the first sign of life, or later."""

@@ -171,7 +171,6 @@ def _run(arguments: argparse.Namespace) -> int:
             return _send(arguments, plan, folder, file.path)
         posts = run_on.posts_of(arguments, plan, folder, file.path)
     except BaseException:
-        end_watch(folder)
         directory.remove_unbegun(folder)
         raise
     given = {} if arguments.on in ("mpi", "ray", "ssh") else run_on.environment_of(arguments.env)
@@ -227,7 +226,8 @@ def _supervise(arguments: argparse.Namespace, plan: Plan, request: JobRequest, s
     try:
         ending, progress, result = run_job(plan, request, screen)
     finally:
-        end_watch(request.run_dir)
+        if request.posts and request.servers:
+            end_watch(request.run_dir)
     _tell(request.run_dir, ending, progress)
     if arguments.json:
         print(json.dumps(result))

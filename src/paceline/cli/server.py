@@ -129,12 +129,13 @@ def _why_waiting(arguments: argparse.Namespace) -> int:
 def _look(arguments: argparse.Namespace) -> dict[str, Any]:
     from paceline.server.watch import look
 
-    at, kept = _coordinator(arguments.job), credentials_folder(Path(arguments.job), "watcher")
-    if arguments.credentials is None and not at.is_unix and Path(arguments.job).is_dir():
+    at, credentials = _coordinator(arguments.job), _credentials(arguments)
+    if credentials is None and not at.is_unix and Path(arguments.job).is_dir():  # a run on several hosts
+        kept = credentials_folder(Path(arguments.job), "watcher")
         if not kept.is_dir():
             raise UsageError(f"the servers of the run {arguments.job}", "it has ended", "name a run that goes on")
-        arguments.credentials = kept  # of a run on several hosts
-    return asyncio.run(look(at, _credentials(arguments)))
+        credentials = Credentials(kept)
+    return asyncio.run(look(at, credentials))
 
 
 def _coordinator(job: str) -> Address:

@@ -10,6 +10,7 @@ import sys
 from paceline.nouns.errors import UsageError
 
 BACKLOG = 2048  # connections to a store that may wait
+CAN_SHARE = sys.platform.startswith("linux")  # a reserved port, with its reservation
 _SIOCGIFADDR = 0x8915 if sys.platform.startswith("linux") else 0xC0206921  # net/if.h
 
 
@@ -82,7 +83,8 @@ def reserve_port(address: str) -> socket.socket:
     """A socket that holds a free port at one address of this host for processes that will listen there.
 
     As long as it is open, the kernel gives the port to nobody who asks for any, and a listener that names it
-    (SO_REUSEADDR) may have it, one after the other: seen with all other ports taken (Linux 6).
+    (SO_REUSEADDR) may have it, one after the other: seen with all other ports taken (Linux 6). Where not `CAN_SHARE`
+    the socket must be closed before one listens.
 
     Raises:
         UsageError: there is no such address here, or no port is free.

@@ -28,7 +28,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from paceline.comm.interfaces import address_of, address_towards, interface_of, open_listener, reserve_port
+from paceline.comm.interfaces import CAN_SHARE, address_of, address_towards, interface_of, open_listener, reserve_port
 from paceline.launch.local import RankSettings
 from paceline.nouns.errors import PacelineError, UsageError
 from paceline.run.station import MOST_TOLD_BYTES, Lines, Listening, LocalStation, Station
@@ -141,6 +141,7 @@ class Agent:
         elif "over" in message:
             self.station.finish()
         elif "credentials" in message:
+            self.has_started = True  # the lease runs as soon as keys are here
             keep_credentials(Path(self.private), message["credentials"])
 
     def _prepare(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -168,9 +169,11 @@ class Agent:
 
     def _start(self, settings: RankSettings) -> None:
         meeting = settings.meeting
-        if self.listener is not None and not settings.servers:  # else their coordinator listens there, now and again
+        if self.listener is not None and not settings.servers:
             meeting = dataclasses.replace(meeting, listener=self.listener.detach())
             self.listener = None
+        elif self.listener is not None and not CAN_SHARE:  # else it is kept: their coordinator may be started again
+            self.listener.close()
         self.station.start(dataclasses.replace(settings, private=self.private, meeting=meeting))
         self.station.listen(self.listening.register, self)
         self.has_started = True

@@ -195,7 +195,10 @@ def _watch(control: socket.socket, wake: tuple[int, int], pids: dict[int, int], 
             os.read(wake[0], 4096)
         if control.fileno() not in ready:
             continue
-        content = control.recv(4096)
+        try:
+            content = control.recv(4096)
+        except ConnectionResetError:  # it was killed before it had read everything
+            content = b""
         if not content:  # the supervisor's end
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):

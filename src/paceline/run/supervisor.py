@@ -105,6 +105,7 @@ class Supervisor:
     stations: dict[int, Station] = field(default_factory=dict)  # by rank
     gone: set[int] = field(default_factory=set)  # processes of lost hosts
     left_out: set[int] = field(default_factory=set)  # those of them without which the others went on
+    survived: set[Station] = field(default_factory=set)  # where they were
     is_over: bool = False  # the servers' coordinator says that the training has ended
     listening: Listening = field(default_factory=Listening)
     all_ended_s: float | None = None
@@ -209,16 +210,19 @@ class Supervisor:
     def _goes_on_without(self, lost: set[int]) -> bool:
         """Whether a host's processes may be missing: training is under way, and servers have the parameters.
 
-        Neither the coordinator's, nor rank 0's, which saves. Also when a stop has been asked for: others may be saving.
+        Neither the coordinator's, nor rank 0's, which saves. When a stop has been asked for, others may be saving,
+        whoever died.
         """
         request = self.request
         others = set(range(request.ranks)) - lost
         is_useful = any(self.ended.get(rank, 0) == 0 for rank in others)
         self.progress.read()
         has_begun = bool(request.servers) and self.progress.last is not None
-        return has_begun and is_useful and not self.deaths and not {0, request.ranks + request.servers} & lost
+        is_failing = bool(self.deaths) and not self.asked_to_stop
+        return has_begun and is_useful and not is_failing and not {0, request.ranks + request.servers} & lost
 
     def _leave_out(self, station: Station, lost: set[int]) -> None:
+        self.survived.add(station)
         self.left_out |= lost
         self.ended.update(dict.fromkeys(lost, -signal.SIGKILL))
         names = ", ".join(self.replaced.name(rank) for rank in sorted(lost))
@@ -227,9 +231,13 @@ class Supervisor:
 
     def _outwait_lost_coordinator(self) -> None:
         """Lost with the coordinator, a host may train on until its agent knows: none may take its place before."""
-        if not (self.request.servers and self.request.ranks + self.request.servers in self.gone and self.lost):
+        coordinator = self.request.ranks + self.request.servers
+        if not (self.request.posts and self.request.servers and coordinator in self.gone):
             return
-        until = max(at for _, at in self.lost) + OUTLIVED_S
+        times = [at for station, at in self.lost if station is self.stations[coordinator]]
+        if not times:
+            return
+        until = times[0] + OUTLIVED_S
         self.screen.say(f"paceline: waiting {OUTLIVED_S:g} s, in which a lost host that still lives ends its processes")
         before = len(self.asked_to_stop)
         while _time_stamp() < until and len(self.asked_to_stop) == before:
@@ -354,16 +362,15 @@ class Supervisor:
         if self._have_workers_ended() and not any(ended[rank] for rank in ended.keys() - left_behind):
             return Ending("done", 0)  # also when the signal came too late to stop anything
         failures = [*{**self.deaths, **read_failures(self.request.run_dir)}.values()]
-        told = [station.failure(statuses[station], at) for station, at in self.lost]
-        if not self.left_out:
-            failures += told
+        told = {station: station.failure(statuses[station], at) for station, at in self.lost}
+        failures += [failure for station, failure in told.items() if station not in self.survived]
         # A stop before the first step, or one that had to be forced, kills ranks on purpose.
         if stop and all(failure["is_peer_loss"] for failure in failures):
             return Ending("stopped", 128 + stop)
         for failure in failures:
             if failure["type"] == "ProcessDied" and progress.last is not None:
                 failure["step"] = progress.last["step"] + 1
-        failures = failures or told  # a loss that the others survived counts where nothing else explains the end
+        failures = failures or [*told.values()]  # those that were survived: nothing else explains the end
         if not failures:  # all were killed on purpose: they hung
             return Ending("failed", 1, None, self.request.ranks)
         cause = first_cause(failures)

@@ -226,6 +226,7 @@ class Coordination(Peers):
         self.coordinator.settings = settings = self._settings()
         for chain in self.coordinator.chains:
             chain.settings = settings
+        self.coordinator.hosts = {node: _host(at) for node, at in self.addresses.items()}
         self.send(self.coordinator.tick(now))
         lost = [number for number, chain in enumerate(self.coordinator.chains) if chain.is_lost(now)]
         if lost and self.coordinator.workers:
@@ -333,9 +334,14 @@ def hosts_in_turn(nodes: Sequence[Node], addresses: Mapping[Any, Address]) -> li
     """
     by_host: dict[str, list[Node]] = {}
     for node in nodes:
-        by_host.setdefault("" if addresses[node].is_unix else addresses[node].host, []).append(node)
+        by_host.setdefault(_host(addresses[node]), []).append(node)
     turns = itertools.zip_longest(*(by_host[host] for host in sorted(by_host)))
     return [node for turn in turns for node in turn if node is not None]
+
+
+def _host(at: Address) -> str:
+    """Of a server: "", where all are on this one."""
+    return "" if at.is_unix else at.host
 
 
 def _layout_of(hello: setup.Hello) -> tuple[Layout, dict[str, Any]]:

@@ -71,15 +71,16 @@ class Chain:
         now = self.configuration  # said again even to who has it: whether it is confirmed may have been lost
         return [(addressee, now)] if epoch < now.epoch or now.confirmed == now.epoch else []
 
-    def tick(self, now_s: float, load: Callable[[Node], int]) -> Out:
+    def tick(self, now_s: float, load: Callable[[Node], int], host: Callable[[Node], str]) -> Out:
         """Now and then: who is silent, who wants in.
 
         Args:
             now_s: the time.
             load: in how many chains a node is.
+            host: where a node is: replicas are to be on several.
         """
         self.began_s = now_s if self.began_s is None else self.began_s
-        return self._drop_nodes(now_s) or self._bring_back(now_s) or self._add_node(now_s, load)
+        return self._drop_nodes(now_s) or self._bring_back(now_s) or self._add_node(now_s, load, host)
 
     @property
     def is_whole(self) -> bool:
@@ -139,12 +140,13 @@ class Chain:
                 return self.decide(chain=(node,), joining=None)
         return []
 
-    def _add_node(self, now_s: float, load: Callable[[Node], int]) -> Out:
+    def _add_node(self, now_s: float, load: Callable[[Node], int], host: Callable[[Node], str]) -> Out:
         chain = self.configuration.chain
         is_confirmed = self.configuration.confirmed == self.configuration.epoch
         if not is_confirmed or self.configuration.joining is not None or len(chain) >= self.settings.replicas:
             return []  # unconfirmed: one that was taken for dead may be the only one left, and joining begins empty
-        for node in sorted(self.heard, key=lambda node: (load(node), node)):
+        hosts = {host(node) for node in chain}
+        for node in sorted(self.heard, key=lambda node: (host(node) in hosts, load(node), node)):
             if node not in chain and not self._is_silent(node, now_s):
                 return self.decide(chain=(*chain, node), joining=(node, self.configuration.epoch + 1))
         return []
@@ -165,6 +167,7 @@ class Coordinator:
     settings: Settings
     heard: dict[Worker, tuple[float, WorkerBeat]] = field(default_factory=dict)
     gone: dict[Worker, float] = field(default_factory=dict)  # since when their connections are broken
+    hosts: Mapping[Node, str] = field(default_factory=dict)  # of replicas; unknown ones count as one
     known: set[Worker] = field(default_factory=set)  # that are or were active: one that was dropped comes as another
     began_s: float | None = None
 
@@ -213,7 +216,7 @@ class Coordinator:
         self.began_s = now_s if self.began_s is None else self.began_s
         for number, chain in enumerate(self.chains):
             before = chain.configuration
-            if out := chain.tick(now_s, self._load):
+            if out := chain.tick(now_s, self._load, lambda node: self.hosts.get(node, "")):
                 return self._kept([before], [number], [out])
         return self._drop_worker(now_s) or self._add_worker(now_s)
 
