@@ -91,7 +91,7 @@ def command(*words: str | Path) -> list[str]:
     return [sys.executable, "-m", "paceline.cli.main", *map(str, words)]
 
 
-def paceline(folder: Path, *words: str | Path, timeout: float = 120, **environment: str) -> Ended:
+def paceline(folder: Path, *words: str | Path, timeout: float = 300, **environment: str) -> Ended:
     """Run `paceline` in `folder` to its end, and check that it left nothing behind."""
     began = time.monotonic()
     done = subprocess.run(
