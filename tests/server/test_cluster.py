@@ -15,6 +15,8 @@ from paceline.server.client import Session
 from paceline.server.node import Server
 from paceline.server.setup import Start
 
+from jobs import wait_for
+
 pytestmark = pytest.mark.slow
 STEPS = 6
 
@@ -209,3 +211,43 @@ def test_a_gradient_from_before_a_worker_was_taken_for_dead_is_not_pushed(monkey
         models = [worker.ended().model for worker in workers]
     assert counts == [2]  # of its steps 0 and 1
     assert all(torch.equal(a, b) for a, b in zip(*(model.parameters() for model in models), strict=True))
+
+
+def test_what_is_said_again_and_again_is_not_answered_again_and_again():
+    """The coordinator answers a beat with the configuration, and a server a configuration with a beat: only once."""
+
+    def slowly(handle, model):
+        time.sleep(2.0)
+        train(handle, model)
+
+    with Cluster("replicate=2,server=2") as cluster:
+        workers = [cluster.worker(number, 5, slowly, optimizer=adamw) for number in range(2)]
+        for worker in workers:
+            worker.ended(60)
+        counted = [server.counts["Configuration"] for server in cluster.servers]
+    assert all(2 <= count < 200 for count in counted), counted  # each range's, with every beat of 0.5 s
+
+
+def test_the_last_word_is_heard(monkeypatch):
+    """However soon a sign of life follows it: else the coordinator would wait for one to take the worker's place."""
+    monkeypatch.setattr("paceline.server.link.BEAT_S", 0.01)  # a sign of life follows the last word at once
+    with Cluster("replicate=2,server=1", returns_s=60.0) as cluster:
+        workers = [cluster.worker(number, 5, train, optimizer=adamw) for number in range(2)]
+        for worker in workers:
+            worker.ended(60)
+        decided = cluster.coordination.coordinator
+        assert not decided.workers
+        assert all(beat.is_done for _, beat in decided.heard.values())
+        assert wait_for(cluster.coordination.ending.done, 5)
+
+
+def test_a_worker_that_leaves_early_does_not_come_again():
+    def some(handle, model):
+        gradient(model, handle.link.name, handle.clock)
+        handle.push(1.0, 2.0)
+
+    with Cluster("replicate=1,server=1") as cluster:
+        cluster.worker(0, 5, some, optimizer=adamw).ended(60)
+        known = cluster.coordination.coordinator.known
+        time.sleep(0.5)
+        assert known == {(0, 0)}

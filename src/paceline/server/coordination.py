@@ -196,6 +196,8 @@ class Coordination(Peers):
             self._note_gap(peer)
             if self.coordinator is not None and number < len(self.coordinator.chains):
                 self.send(self.coordinator.on(number, message, time.monotonic()))
+                if isinstance(message, WorkerBeat) and message.is_done:
+                    self._tick()  # it waits to hear that it is out
 
     def _is_installed(self, number: int, node: Node) -> None:
         if self.coordinator is not None:

@@ -30,6 +30,7 @@ from paceline.server.tensors import Flat, bytes_of, views_of
 SOON_S = 0.1
 REPEAT_S = (2.0, 60.0)  # what has no answer is said again after so long; each time later, up to
 ALONE_S = 60.0  # without coordinator or server before a worker gives up
+GOODBYE_S = 2.0  # for the coordinator to take a worker's last word
 _WAKE_S = 0.1  # so that a signal is seen while the worker waits
 
 
@@ -84,6 +85,7 @@ class Link(Peers):
         self.repeat_after_s = REPEAT_S[0]
         self.waited_s = {"network": 0.0, "others": 0.0}
         self.sent_s = self.pushed_s = 0.0
+        self.is_leaving = False
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self._run, name="paceline-link", daemon=True)
 
@@ -122,9 +124,9 @@ class Link(Peers):
         """Leave: say that all is done, and close."""
         if not self.thread.is_alive():
             return
-        done = threading.Event()
-        self.loop.call_soon_threadsafe(self._say_goodbye, done)
-        done.wait(2.0)
+        done, self.is_leaving = threading.Event(), True
+        self.loop.call_soon_threadsafe(lambda: self.spawn(self._say_goodbye(done)))
+        done.wait(2 * GOODBYE_S)
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join(2.0)
 
@@ -209,7 +211,7 @@ class Link(Peers):
             self.progress_s, self.repeat_after_s = time.monotonic(), REPEAT_S[0]
         sent, answers = self.session.on(number, message, time.monotonic())
         self.send(sent)
-        if self.session.is_out and not self.session.is_done:
+        if self.session.is_out and not self.session.is_done and not self.is_leaving:
             self._rejoin()
         elif answers is not None:
             self._note_waiting(answers)
@@ -285,10 +287,14 @@ class Link(Peers):
         if request == self.state_request and len(self.states) < len(self.ranges):
             self._ask_state()
 
-    def _say_goodbye(self, done: threading.Event) -> None:
+    async def _say_goodbye(self, done: threading.Event) -> None:
+        """Until the coordinator has taken it: what a process that ends has written may be lost with its connection."""
+        deadline_s = time.monotonic() + GOODBYE_S
         if self.session is not None:
-            self.send(self.session.beat(is_leaving=True))
-        self.loop.call_later(0.1, done.set)
+            self.send(self.session.beat(self.is_leaving))
+            while not self.session.is_out and time.monotonic() < deadline_s:
+                await asyncio.sleep(0.01)
+        done.set()
 
     def _note_waiting(self, answers: Sequence[Pulled]) -> None:
         """What a step waited for: its own bytes on the wire, or other workers."""
@@ -316,7 +322,7 @@ class Link(Peers):
             return
         if not self.sent_s and all(connection.is_idle for connection in self.connections.values()):
             self.sent_s = now
-        self.send(self.session.beat())
+        self.send(self.session.beat(self.is_leaving))
         self.send([(COORDINATOR, 0, setup.Status(json.dumps(self.status()).encode()))])
         if self.answer is None and now - max(self.progress_s, self.repeated_s) > self.repeat_after_s:
             self.repeated_s = now

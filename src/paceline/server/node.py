@@ -49,6 +49,7 @@ class Server(Peers):
         self.ranges: list[list[Segment]] = []
         self.waiting: deque[tuple[Any, int, Any]] = deque(maxlen=EARLY)  # what came before the job's start
         self.counts: Counter[str] = Counter()
+        self.beaten: dict[int, messages.Out] = {}  # by range, what it last said because of a message
         self.progress_s = self.repeated_s = 0.0
         self.repeat_after_s = REPEAT_S[0]
         self.ending: asyncio.Future[None] | None = None
@@ -124,9 +125,15 @@ class Server(Peers):
             self.send(self.member.on(number, message))
             self.counts["updates"] += replica.number - before
             if isinstance(message, messages.Configuration | messages.State):
-                self.send(with_range(number, replica.beat()))  # others wait to hear that it is in
+                self._beat_if_new(number, replica.beat())
             if replica.number + replica.committed > before + done:
                 self.progress_s, self.repeat_after_s = time.monotonic(), REPEAT_S[0]
+
+    def _beat_if_new(self, number: int, beat: messages.Out) -> None:
+        """Others wait to hear that it is in. Once: the coordinator answers each beat with the configuration."""
+        if self.beaten.get(number) != beat:
+            self.beaten[number] = beat
+            self.send(with_range(number, beat))
 
     def _start(self, message: setup.Start) -> None:
         if self.member is not None:
