@@ -198,3 +198,19 @@ def test_more_ranks_than_cores_is_allowed_with_a_word(tmp_path):
     ended = paceline(tmp_path, "run", "-n", str(ranks), str(file))
     assert ended.code == 0, ended.err
     assert f"{ranks} ranks share {os.cpu_count()} cores" in ended.err
+
+
+@pytest.mark.parametrize(
+    ("job", "said"),
+    [
+        ("runs/none", "the servers of the run runs/none, but there is no such folder"),
+        ("host:99999", "the address 'host:99999', but it is neither unix:PATH nor HOST:PORT"),
+        (".", "the servers of the run ., but it has no servers.json"),
+    ],
+)
+def test_servers_that_nobody_finds(job, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["server", "top", job]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert THREE_PARTS.search(error), error

@@ -75,6 +75,14 @@ def test_hosts_that_are_not_ready(ask, monkeypatch, programs, hosts, found):
     assert found in caught.value.found
 
 
+def test_a_job_without_servers_touches_no_credentials(ask, tmp_path):
+    """They may be somebody's own, in the run directory."""
+    (kept := tmp_path / "credentials").mkdir()
+    with pytest.raises(HostError):
+        ask(ENDS)
+    kept.rmdir()
+
+
 def test_a_host_gets_the_certificates_of_what_it_has(monkeypatch, tmp_path):
     def command(host, _):
         keep = f"open({str(tmp_path / host)!r}, 'w').write(sys.stdin.read())"

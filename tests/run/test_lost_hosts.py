@@ -225,24 +225,6 @@ def test_a_second_loss_is_told_if_it_is_the_one_that_ended_the_job(play, is_stop
     assert ending.lost_hosts == ("h1", "h3")
 
 
-def test_a_host_that_dies_piece_by_piece_while_others_save_lets_them_save(play):
-    """As one does that is taken away: its processes are killed, then its connection ends."""
-
-    def script(play):
-        yield from begin(play)
-        play.supervisor.asked_to_stop.append(signal.SIGTERM)
-        yield
-        play.h2.end(WORKER_1, -signal.SIGKILL)
-        play.h2.lose()
-        yield
-        assert WORKER_0 in play.h1.alive
-        play.step("stopped")
-        play.h1.end(WORKER_0)
-        yield
-
-    assert play.run(script).status == "stopped"
-
-
 def test_what_failed_later_is_told(play):
     def script(play):
         yield from begin(play)
@@ -270,13 +252,18 @@ def test_a_stop_after_a_loss_is_a_stop(play):
     assert (ending.status, ending.exit_code) == ("stopped", 130)
 
 
-def test_a_loss_while_others_save_lets_them_save(play):
+@pytest.mark.parametrize("is_piece_by_piece", [False, True])
+def test_a_loss_while_others_save_lets_them_save(play, is_piece_by_piece):
+    """Also of a host that is taken away: its processes are killed, then its connection ends."""
+
     def script(play):
         yield from begin(play)
         play.supervisor.asked_to_stop.append(signal.SIGINT)
         yield
         yield
         assert play.h1.signalled == [WORKER_0]
+        if is_piece_by_piece:
+            play.h2.end(WORKER_1, -signal.SIGKILL)
         play.h2.lose()
         yield
         assert WORKER_0 in play.h1.alive

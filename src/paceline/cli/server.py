@@ -141,6 +141,10 @@ def _look(arguments: argparse.Namespace) -> dict[str, Any]:
 def _coordinator(job: str) -> Address:
     """Where the coordinator of a run, or at an address, is."""
     folder = Path(job)
+    if not folder.is_dir() and ":" not in job:
+        raise UsageError(
+            f"the servers of the run {job}", "there is no such folder", "name a run directory, unix:PATH or HOST:PORT"
+        )
     if not folder.is_dir():
         return Address.parse(job)
     try:

@@ -85,7 +85,8 @@ def open_posts(seats: Sequence[Seats], script: Path, run_dir: Path, options: Fle
     except BaseException:
         for station in stations:
             station.close(0.5)
-        end_watch(run_dir)
+        if credentials:
+            end_watch(run_dir)
         raise
     finally:
         path.unlink(missing_ok=True)

@@ -54,7 +54,7 @@ def main() -> None:
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     _watch(control, wake, pids, settings)
-    if pids or settings.servers:  # the supervisor was killed; or has gone, or clears it itself
+    if pids or settings.servers:  # the supervisor may have been killed; one that lives has no more use for it
         _clear(settings)
 
 

@@ -77,7 +77,7 @@ def new_credentials(days: int = DAYS) -> dict[str, dict[str, str]]:
 def keep_credentials(private: Path, texts: Mapping[str, Mapping[str, str]]) -> None:
     """Write a job's certificates to files that this user alone can read, by role: see `credentials_folder`."""
     for role in texts:
-        credentials_folder(private, role)
+        credentials_folder(private, role)  # refuses what is no role, before anything is written
     (private / _FOLDER).mkdir(mode=0o700)
     _write_roles(private / _FOLDER, texts)
 
