@@ -14,7 +14,7 @@ from paceline.nouns.mesh import AXES
 HOUSE = Path(paceline.__file__).parent
 ROOT = Path(__file__).parent.parent
 FILES = sorted(HOUSE.rglob("*.py"))
-MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 600, 60  # signs, not goals: density costs a reader more than length
 VAGUE = {"utils", "util", "helpers", "common", "misc", "base", "core", "manager", "types"}
 
 
