@@ -8,6 +8,7 @@
     ├── LossError         the loss has the wrong form, or is not finite
     ├── DataError         a row or a sample can't be read
     ├── CheckpointError   a checkpoint is missing, torn, altered or of another model
+    ├── ReadError         a file, variable or message is not what it should be; a ValueError, too
     ├── CollectiveError   ranks disagreed inside one collective
     └── PeerLostError     another rank has gone; the cause is that rank's, not this one's
 
@@ -86,6 +87,10 @@ class DataError(PacelineError):
 
 class CheckpointError(PacelineError):
     """A checkpoint is missing, torn, altered or of another model."""
+
+
+class ReadError(PacelineError, ValueError):
+    """A file, a variable or a message is not what it should be."""
 
 
 class CollectiveError(PacelineError):

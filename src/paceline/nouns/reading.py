@@ -1,0 +1,260 @@
+"""Reads what others wrote: JSON, numbers and text from disks, peers, variables and child processes.
+
+All of these can hold anything. What a function here returns is bounded: JSON is UTF-8, at most DEEPEST levels deep,
+has no key twice and no number of over MOST_DIGITS digits. Anything else is one ReadError, which is also a ValueError.
+Whether the values are those that are wanted says `fault_of`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.nouns.errors import ReadError
+
+DEEPEST = 100  # levels of lists and objects; Python's own recursion ends at about 1,000
+MOST_DIGITS = 300  # of a whole number: it then still fits in a float
+MOST_BYTES = 2**24  # of a file, where the caller names no other limit
+LARGEST = 2**63 - 1  # of a whole number that torch, numpy or the kernel are handed
+_LONGEST_SHOWN = 200  # characters of a value in an error
+_CHUNK_BYTES = 2**20
+_FIX = "make it again with this version of Paceline"
+_LONG_NUMBER = re.compile(f"[0-9]{{{MOST_DIGITS + 1}}}")
+_NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?")
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = _LONGEST_SHOWN
+_SHORT.maxlevel = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """The form of a whole number within limits, for `fault_of`."""
+
+    least: int = 0
+    most: int = LARGEST
+
+
+COUNT = Whole()
+# A form is one of: bool, str, object (anything), None; int (64 bits, signed); float (any finite number); a Whole; a
+# tuple of forms, of which one is enough; [form], a list; {str: form}, an object with any keys; {"key": form}, an
+# object with these keys and maybe others. A key that ends with "?" may be missing.
+Form = Any
+
+
+def shown(value: Any) -> str:
+    """The value as an error shows it: at most 200 characters."""
+    text = _SHORT.repr(value)
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[: _LONGEST_SHOWN - 3]}..."
+
+
+def reason_of(error: Exception) -> str:
+    """Why something could not be read, in a few words for an error of the caller's own."""
+    if isinstance(error, ReadError):
+        return error.found
+    return (error.strerror if isinstance(error, OSError) else None) or f"{type(error).__name__}: {error}"
+
+
+def read_bytes(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
+    """All of a file.
+
+    Raises:
+        ReadError: it can't be read, or is longer than `most_bytes`.
+    """
+    content = bytearray()
+    try:
+        with path.open("rb") as file:
+            while len(content) <= most_bytes and (chunk := file.read(_CHUNK_BYTES)):
+                content += chunk
+    except (OSError, ValueError) as error:  # ValueError: a path with a null character
+        raise ReadError(f"to read {path}", f"it can't be read ({reason_of(error)})", "see that it is there") from None
+    if len(content) > most_bytes:
+        raise ReadError(f"to read {path}", f"it has more than {most_bytes} bytes", "see what wrote it")
+    return bytes(content)
+
+
+def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
+    """All of a file of UTF-8.
+
+    Raises:
+        ReadError: it can't be read, is longer than `most_bytes`, or is not UTF-8.
+    """
+    return _decoded(read_bytes(path, most_bytes), str(path))
+
+
+def read_json(path: Path, form: Form = object, most_bytes: int = MOST_BYTES) -> Any:
+    """The JSON in a file, checked against a form.
+
+    Raises:
+        ReadError: it can't be read, is no JSON within the limits, or is not of the form.
+    """
+    return parse_json(read_bytes(path, most_bytes), str(path), form)
+
+
+def parse_json(
+    content: str | bytes | bytearray | memoryview,
+    source: str,
+    form: Form = object,
+    pairs: Callable[[list[tuple[str, Any]]], Any] | None = None,
+) -> Any:
+    """JSON, checked against a form.
+
+    Args:
+        content: as text or UTF-8.
+        source: where it came from, for the error.
+        form: what it should be; see `Form`.
+        pairs: makes an object of its keys and values; without it, a key that stands twice is refused.
+
+    Raises:
+        ReadError: it is no JSON within the limits, or is not of the form.
+    """
+    text = content if isinstance(content, str) else _decoded(content, source)
+    try:
+        whole = _whole_of_json if _LONG_NUMBER.search(text) else None
+        value = json.loads(text, parse_int=whole, object_pairs_hook=pairs or _object_of)
+        if text.count("[") + text.count("{") > DEEPEST:
+            _check_depth(value)
+    except json.JSONDecodeError as error:
+        raise _bad(source, f"it is not JSON (line {error.lineno}, column {error.colno}: {error.msg})") from None
+    except RecursionError:
+        raise _bad(source, _TOO_DEEP) from None
+    except ValueError as error:
+        raise _bad(source, str(error)) from None
+    fault = fault_of(value, form)
+    if fault is not None:
+        raise _bad(source, fault)
+    return value
+
+
+def parse_whole(text: str, least: int = 0, most: int = LARGEST) -> int | None:
+    """The whole number that a text of ASCII digits is, with a minus sign or without; None where it is none in range."""
+    digits = text.removeprefix("-")
+    if not (digits.isascii() and digits.isdecimal()):
+        return None
+    digits = digits.lstrip("0") or "0"
+    if len(digits) > len(str(LARGEST)):
+        return None
+    number = -int(digits) if text.startswith("-") else int(digits)
+    return number if least <= number <= most else None
+
+
+def parse_number(text: str) -> float | None:
+    """The finite number that a text is, such as 5, 0.5 or 1e-3; None where it is none."""
+    number = float(text) if len(text) <= MOST_DIGITS and _NUMBER.fullmatch(text) else math.inf
+    return number if math.isfinite(number) else None
+
+
+def fault_of(value: Any, form: Form, where: str = "") -> str | None:
+    """The first thing in `value` that is not of `form`, as a sentence that begins with "it"; None where all is.
+
+    Args:
+        value: decoded JSON.
+        form: what it should be; see `Form`.
+        where: the way to `value` in what was read, such as `workers[0].clock`.
+    """
+    if isinstance(form, tuple):
+        faults = [fault_of(value, one, where) for one in form]
+        return None if None in faults else faults[-1]
+    if isinstance(form, list):
+        return _fault_of_list(value, form[0], where)
+    if isinstance(form, dict):
+        return _fault_of_object(value, form, where)
+    return None if _is_of(value, form) else _other(where, value)
+
+
+def _fault_of_list(value: Any, form: Form, where: str) -> str | None:
+    if not isinstance(value, list):
+        return _other(where, value)
+    faults = (fault_of(one, form, f"{where}[{number}]") for number, one in enumerate(value))
+    return next((fault for fault in faults if fault is not None), None)
+
+
+def _fault_of_object(value: Any, form: Mapping[Any, Form], where: str) -> str | None:
+    if not isinstance(value, dict):
+        return _other(where, value)
+    if str in form:
+        wanted = [(key, form[str]) for key in value]
+    else:
+        missing = [key for key in form if not key.endswith("?") and key not in value]
+        if missing:
+            return f"it lacks {_within(where, missing[0])}"
+        wanted = [(name, one) for key, one in form.items() if (name := key.removesuffix("?")) in value]
+    for key, one in wanted:
+        if (fault := fault_of(value[key], one, _within(where, key))) is not None:
+            return fault
+    return None
+
+
+def _is_of(value: Any, form: Form) -> bool:
+    if isinstance(form, Whole):
+        return type(value) is int and form.least <= value <= form.most  # bool is an int, but no number of anything
+    if form is int:
+        return type(value) is int and -LARGEST - 1 <= value <= LARGEST
+    if form is float:
+        return type(value) in (int, float) and math.isfinite(value)
+    if form is None:
+        return value is None
+    return isinstance(value, form)
+
+
+def _within(where: str, key: str) -> str:
+    key = key.removesuffix("?")
+    return f"{where}.{key[:_LONGEST_SHOWN]}" if where else key[:_LONGEST_SHOWN]
+
+
+def _other(where: str, value: Any) -> str:
+    return f"its {where} is {shown(value)}" if where else f"it is {shown(value)}"
+
+
+_TOO_DEEP = f"it is nested more than {DEEPEST} deep"
+
+
+def _object_of(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) == len(pairs):
+        return made
+    seen: set[str] = set()
+    for key, _ in pairs:
+        if key in seen:
+            raise ValueError(f"it has the key {shown(key)} twice in one object")
+        seen.add(key)
+    return made
+
+
+def _whole_of_json(digits: str) -> int:
+    if len(digits) > MOST_DIGITS:
+        raise ValueError(f"it has a number of {len(digits.lstrip('-'))} digits")
+    return int(digits)
+
+
+def _check_depth(value: Any) -> None:
+    """Raise ValueError where lists and objects are nested more than DEEPEST deep."""
+    level = [value]
+    for _ in range(DEEPEST):
+        inner: list[Any] = []
+        for one in level:
+            if isinstance(one, dict):
+                inner.extend(one.values())
+            elif isinstance(one, list):
+                inner.extend(one)
+        if not inner:
+            return
+        level = inner
+    raise ValueError(_TOO_DEEP)
+
+
+def _decoded(content: bytes | bytearray | memoryview, source: str) -> str:
+    try:
+        return bytes(content).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise _bad(source, f"it is not UTF-8 (byte {error.start})") from None
+
+
+def _bad(source: str, found: str) -> ReadError:
+    return ReadError(f"to read {source}", found, _FIX)

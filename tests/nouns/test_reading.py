@@ -1,0 +1,157 @@
+"""What others wrote is read within limits, or refused in one error."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from paceline.nouns.errors import PacelineError, ReadError
+from paceline.nouns.reading import (
+    DEEPEST,
+    LARGEST,
+    MOST_DIGITS,
+    Whole,
+    fault_of,
+    parse_json,
+    parse_number,
+    parse_whole,
+    read_bytes,
+    read_json,
+    read_text,
+    reason_of,
+    shown,
+)
+
+REFUSED = {
+    "nothing": (b"", "not JSON"),
+    "cut off": (b'{"a": [1, 2', "not JSON"),
+    "two values": (b"1 2", "not JSON"),
+    "not UTF-8": (b'"\xff"', "not UTF-8"),
+    "UTF-16": ('{"a": 1}'.encode("utf-16"), "not UTF-8"),
+    "nested lists": (b"[" * 100_000, "nested"),
+    "nested objects": (b'{"a":' * 100_000, "nested"),
+    "nested and closed": (b"[" * (DEEPEST + 1) + b"]" * (DEEPEST + 1), "nested"),
+    "a long number": (b"9" * 5000, "a number of 5000 digits"),
+    "a long number in an object": (
+        b'{"a": -' + b"9" * (MOST_DIGITS + 1) + b"}",
+        f"a number of {MOST_DIGITS + 1} digits",
+    ),
+    "a key twice": (b'{"a": 1, "b": {"c": 1, "c": 2}}', "the key 'c' twice"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_no_json_within_limits_is_one_error(case):
+    content, said = REFUSED[case]
+    with pytest.raises(ReadError, match=said) as caught:
+        parse_json(content, "plan.json")
+    assert caught.value.asked == "to read plan.json"
+    assert isinstance(caught.value, ValueError)
+    assert isinstance(caught.value, PacelineError)
+    assert len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, {}, [], "1" * 400, "ä\udcff", 1.5, -3, 10 ** (MOST_DIGITS - 1), [[1], {"a": {"b": [True]}}], math.inf],
+)
+def test_json_within_limits_is_read_as_it_was_written(value):
+    assert parse_json(json.dumps(value), "x") == value
+
+
+def test_the_deepest_json_is_read():
+    value = parse_json("[" * DEEPEST + "]" * DEEPEST, "x")
+    for _ in range(DEEPEST - 1):
+        (value,) = value
+    assert value == []
+
+
+def test_files(tmp_path):
+    path = tmp_path / "a.json"
+    with pytest.raises(ReadError, match="No such file"):
+        read_json(path)
+    with pytest.raises(ReadError, match="Is a directory"):
+        read_json(tmp_path)
+    with pytest.raises(ReadError, match="can't be read"):
+        read_text(tmp_path / "a\0b")
+    path.write_bytes(b'{"a": 1}')
+    assert read_json(path, {"a": int}) == {"a": 1}
+    assert read_bytes(path, 8) == b'{"a": 1}'
+    with pytest.raises(ReadError, match="more than 7 bytes"):
+        read_bytes(path, 7)
+    with pytest.raises(ReadError, match="its a is 1"):
+        read_json(path, {"a": str})
+
+
+WHOLE = {"0": 0, "7": 7, "0" * 6000 + "7": 7, str(LARGEST): LARGEST, "00": 0}
+NO_WHOLE = [
+    "",
+    "-",
+    "+1",
+    " 1",
+    "1 ",
+    "1_000",
+    "1.0",
+    "1e3",
+    "\u0663",
+    "\xb2",
+    "0x1",
+    "-1",
+    str(LARGEST + 1),
+    "9" * 5000,
+]
+
+
+def test_whole_numbers():
+    assert {text: parse_whole(text) for text in WHOLE} == WHOLE
+    assert [text for text in NO_WHOLE if parse_whole(text) is not None] == []
+    assert parse_whole("-5", least=-5) == -5
+    assert parse_whole("-6", least=-5) is None
+    assert parse_whole("65536", 1, 65535) is None
+
+
+def test_numbers():
+    found = [parse_number(text) for text in ("1", "-.5", "2.", "1e-3", "+4E2")]
+    assert found == [1.0, -0.5, 2.0, 0.001, 400.0]
+    refused = ["", "nan", "inf", "-inf", "1e999", "1_0", "soon", ".", "1e", "\u0663", "1" * 5000]
+    assert [text for text in refused if parse_number(text) is not None] == []
+
+
+FORM = {"step": int, "at?": float, "rows": [{"name": str, "size": Whole(1, 9)}], "more?": {str: (None, [bool])}}
+FITS = [
+    {"step": 1, "rows": []},
+    {"step": -LARGEST - 1, "rows": [{"name": "a", "size": 9, "else": {}}], "at": 3, "other": 1},
+    {"step": 0, "rows": [], "more": {"x": None, "y": [True]}},
+]
+FAULTS = {
+    "its step is True": {"step": True, "rows": []},
+    "its step is 1.0": {"step": 1.0, "rows": []},
+    f"its step is {LARGEST + 1}": {"step": LARGEST + 1, "rows": []},
+    "it lacks rows": {"step": 1},
+    "its rows is {}": {"step": 1, "rows": {}},
+    "it lacks rows[1].size": {"step": 1, "rows": [{"name": "a", "size": 1}, {"name": "a"}]},
+    "its rows[0].size is 10": {"step": 1, "rows": [{"name": "a", "size": 10}]},
+    "its at is nan": {"step": 1, "rows": [], "at": math.nan},
+    "its at is None": {"step": 1, "rows": [], "at": None},
+    "its more.x[0] is 1": {"step": 1, "rows": [], "more": {"x": [1]}},
+    "it is [1]": [1],
+}
+
+
+def test_a_form_is_held_against_what_was_read():
+    assert [fault_of(value, FORM) for value in FITS] == [None] * len(FITS)
+    assert {fault_of(value, FORM): value for value in FAULTS.values()} == FAULTS
+
+
+def test_a_value_in_an_error_is_short():
+    for value in ("x" * 10**6, ["y" * 1000] * 1000, {str(n): list(range(100)) for n in range(100)}, 10**299):
+        assert len(shown(value)) <= 200
+    assert shown("short") == "'short'"
+
+
+def test_reasons_are_a_few_words():
+    assert reason_of(ReadError("to read x", "it is short", "y")) == "it is short"
+    assert reason_of(FileNotFoundError(2, "No such file")) == "No such file"
+    assert reason_of(KeyError("a")) == "KeyError: 'a'"
