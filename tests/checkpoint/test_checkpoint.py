@@ -144,9 +144,10 @@ def change_the_manifest(folder):
 
 def hash_what_is_no_tensor(folder):
     path = folder / "rank-00000.safetensors"
-    path.write_bytes(b"no tensor at all")
+    content = b"no tensor at all" * 2**6
+    path.write_bytes(content)
     manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["files"][0].update(bytes=16, sha256=file_hash(path))
+    manifest["files"][0].update(bytes=len(content), sha256=file_hash(path))
     (folder / "manifest.json").write_text(json.dumps(sealed(manifest)))
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import math
+import time
+import tracemalloc
 
 import pytest
 
@@ -53,6 +56,20 @@ def test_one_changed_number_is_noticed(tmp_path):
     changed = {**sealed(GOOD), "position": 48}
     with pytest.raises(CheckpointError, match=r"manifest.json was altered"):
         read_manifest(write(tmp_path, changed))
+
+
+def whole(shape, file=0):
+    """A float32 tensor that one file holds."""
+    part = {"file": file_name(file), "key": "x", "placement": {"shape": shape, "cuts": []}}
+    return {"shape": shape, "dtype": "float32", "hash": "0" * 32, "parts": [part]}
+
+
+def combed(blocks):
+    """A tensor in two parts, one element of every two along both dims: a piece for each element."""
+    shape = [2 * blocks, 2 * blocks]
+    cuts = [[0, [2] * blocks, 0, 2], [1, [2] * blocks, 0, 2]]
+    parts = [{"file": file_name(rank), "key": "x", "placement": {"shape": shape, "cuts": cuts}} for rank in range(2)]
+    return {"shape": shape, "dtype": "bool", "hash": "0" * 32, "parts": parts}
 
 
 PART = ["tensors", "model/weight", "parts", 0]
@@ -114,6 +131,28 @@ MADE_UP = {
     "numbers as a list": (["optimizer", "numbers"], []),
     "a scheduler of text": (["scheduler"], "StepLR"),
     "a version of text": (["version"], str(VERSION)),
+    "a billion ranks": (["world_size"], 10**9),
+    "a step that no job reaches": (["step"], 10**30),
+    "a position of 40 digits": (["position"], 10**40),
+    "samples of 40 digits": (["samples"], 10**40),
+    "a seed of 100 digits": (["seed"], 10**100),
+    "a size of 30 digits": (["files", 0, "bytes"], 10**30),
+    "a shape that no file holds": (["tensors", "model/weight"], whole([10**15])),
+    "a shape beyond 64 bits": (["tensors", "model/weight"], whole([10**15] * 3)),
+    "an empty shape beyond 64 bits": (["tensors", "model/weight"], whole([0, 10**18, 10**18])),
+    "a thousand dims": (["tensors", "model/weight"], whole([1] * 1000)),
+    "one tensor's bytes twice": (["tensors", "model/twice"], whole([23])),
+    "parts in more pieces than elements matter": (["tensors", "model/comb"], combed(2**10)),
+    "a name that a file keeps for itself": (["tensors", "model/__metadata__"], whole([1])),
+    "a name that is no text": (["tensors", "model/\udcff"], whole([1])),
+    "a model's tensor without a name": (["tensors", "model/"], whole([1])),
+    "a mesh of a number": (["mesh"], 2),
+    "a batch of text": (["batch_size"], "8"),
+    "a learning rate of text": (["optimizer", "groups", 0, "lr"], "x"),
+    "a learning rate that is none": (["optimizer", "groups", 0, "lr"], math.nan),
+    "a learning rate of 400 digits": (["optimizer", "groups", 0, "lr"], 10**299),
+    "a count of steps of text": (["optimizer", "numbers"], {"optimizer/step/weight": "x"}),
+    "a number of nothing": (["optimizer", "numbers"], {"weight": 3}),
 }
 
 
@@ -127,9 +166,16 @@ def test_one_that_was_made_up_is_refused(case, tmp_path):
     place[way[-1]] = value
     if value is None:
         del place[way[-1]]
+    folder = write(tmp_path, sealed(manifest))
+    tracemalloc.start()
+    began_s = time.process_time()
     with pytest.raises(CheckpointError) as caught:
-        read_manifest(write(tmp_path, sealed(manifest)))
+        read_manifest(folder)
+    took_s, (_, most_bytes) = time.process_time() - began_s, tracemalloc.get_traced_memory()
+    tracemalloc.stop()
     assert len(caught.value.found) < 300
+    assert took_s < 5
+    assert most_bytes < 2**24
 
 
 @pytest.mark.parametrize("content", ["", "null", "[]", "7", "[" * 100_000, '{"format"', '"\\ud800"'])

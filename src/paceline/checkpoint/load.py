@@ -93,8 +93,9 @@ def read_own(folder: Path, manifest: Mapping[str, Any], rank: int) -> dict[str, 
     for key, form in file.forms().items():
         if key.startswith(OWN):
             dtype = getattr(torch, form.dtype)
-            empty = torch.empty(form.shape, dtype=dtype)
-            own[key.removeprefix(OWN)] = _mapped(file, key, form.shape, dtype).clone() if empty.numel() else empty
+            is_empty = form.nbytes == 0
+            made = torch.empty(form.shape, dtype=dtype) if is_empty else _mapped(file, key, form.shape, dtype).clone()
+            own[key.removeprefix(OWN)] = made
     return own
 
 

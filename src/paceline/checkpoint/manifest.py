@@ -19,14 +19,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint.form import fault_of_files, fault_of_form, fault_of_tensors, shown
-from paceline.nouns.errors import CheckpointError, PacelineError
+from paceline.checkpoint.form import fault_of_files, fault_of_form, fault_of_tensors
+from paceline.nouns.errors import CheckpointError, PacelineError, ReadError
+from paceline.nouns.reading import parse_whole, read_json, shown
 
 FORMAT, VERSION = "paceline-checkpoint", 3  # 2: the manifest has a hash of itself; 3: tensors lie in parts
 MANIFEST = "manifest.json"
 MODEL, OPTIMIZER, OWN = "model/", "optimizer/", "own/"  # how names of tensors begin; OWN: of a rank's alone
-_PARTIAL, _REPLACED = ".partial-", ".replaced-"
+_PARTIAL, REPLACED = ".partial-", ".replaced-"
 _CHUNK_BYTES = 2**22
+_MOST_BYTES = 2**30  # of a manifest: 10,000 tensors on 1,000 ranks
 
 
 def file_name(rank: int) -> str:
@@ -39,6 +41,12 @@ def folder_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def step_of(name: str) -> int | None:
+    """The step of a checkpoint's folder; None where it is another folder, such as a copy that somebody named."""
+    step = parse_whole(name.removeprefix("step-"))
+    return step if step is not None and name == folder_name(step) else None
+
+
 def partial_of(folder: Path) -> Path:
     """Where the checkpoint `folder` is written before it is whole."""
     return folder.parent / (_PARTIAL + folder.name)
@@ -46,7 +54,7 @@ def partial_of(folder: Path) -> Path:
 
 def replaced_by(folder: Path) -> Path:
     """Where the checkpoint lies that `folder` is about to replace."""
-    return folder.parent / (_REPLACED + folder.name)
+    return folder.parent / (REPLACED + folder.name)
 
 
 def file_hash(path: Path) -> str:
@@ -77,11 +85,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """
     path = folder / MANIFEST
     try:
-        manifest = json.loads(path.read_text())
-    except OSError as error:
-        raise _bad(folder, f"{MANIFEST} can't be read ({error.strerror})") from None
-    except (ValueError, RecursionError):
-        raise _bad(folder, f"{MANIFEST} is not JSON") from None
+        manifest = read_json(path, most_bytes=_MOST_BYTES)
+    except ReadError as error:
+        raise _bad(folder, f"{MANIFEST} is no manifest: {error.found}") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise _bad(folder, f"{MANIFEST} is not one of Paceline")
     if manifest.get("version") != VERSION:
@@ -103,7 +109,11 @@ def check_files(folder: Path, manifest: dict[str, Any]) -> None:
             raise _bad(folder, f"{path.name} is missing")
         if path.stat().st_size != entry["bytes"]:
             raise _bad(folder, f"{path.name} has {path.stat().st_size} bytes, not the {entry['bytes']} written")
-        if file_hash(path) != entry["sha256"]:
+        try:
+            found = file_hash(path)
+        except OSError as error:
+            raise _bad(folder, f"{path.name} can't be read ({error.strerror})") from None
+        if found != entry["sha256"]:
             raise _bad(folder, f"{path.name} was altered: its SHA-256 is not the manifest's")
 
 
@@ -139,13 +149,13 @@ def find_good(
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints in `folder`, newest first, good or not; of one that was being replaced, the copy that is left."""
-    found = {
-        path.name.removeprefix(prefix): path
-        for prefix in (_REPLACED, "")
-        for path in folder.glob(f"{prefix}step-*")
-        if path.is_dir()
-    }
-    return [found[name] for name in sorted(found, reverse=True)]
+    found: dict[int, Path] = {}
+    for prefix in (REPLACED, ""):
+        for path in folder.glob(f"{prefix}step-*"):
+            step = step_of(path.name.removeprefix(prefix))
+            if step is not None and path.is_dir():
+                found[step] = path
+    return [found[step] for step in sorted(found, reverse=True)]
 
 
 def remove_old(folder: Path, keep: int) -> None:
@@ -163,7 +173,7 @@ def remove_partial(folder: Path) -> None:
 
 def remove_partial_in(folder: Path) -> None:
     """Do so for every checkpoint of `folder`, which is one job's own."""
-    for prefix in (_PARTIAL, _REPLACED):
+    for prefix in (_PARTIAL, REPLACED):
         for left in folder.glob(prefix + "*"):
             remove_partial(folder / left.name.removeprefix(prefix))
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeGuard
 
 from paceline.nouns.errors import CheckpointError
+from paceline.nouns.reading import COUNT, LARGEST, fault_of, parse_json, reason_of, shown
 
 # torch's names of dtypes: the format's, and bytes an element.
 DTYPES = {
@@ -40,7 +41,8 @@ DTYPES = {
     "complex64": ("C64", 8),
 }
 _MAX_HEADER_BYTES = 100_000_000  # the library's own limit
-_METADATA = "__metadata__"
+METADATA = "__metadata__"  # a key of the header that is no tensor
+_MOST_DIMS = 64  # of numpy
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +85,9 @@ class TensorFile:
             length = int.from_bytes(content[:8], "little")
             if length > min(len(content) - 8, _MAX_HEADER_BYTES):
                 raise ValueError("its header would be longer than the file")
-            header = json.loads(content[8 : 8 + length])
-        except (OSError, ValueError, RecursionError) as error:
-            raise _bad(path, f"it is something else ({error})") from None
-        if not isinstance(header, dict):
-            raise _bad(path, "its header is no object")
+            header = parse_json(content[8 : 8 + length], "its header", {str: dict})
+        except (OSError, ValueError) as error:
+            raise _bad(path, f"it is something else ({reason_of(error)})") from None
         return cls(path, content, 8 + length, header)
 
     def forms(self) -> dict[str, Form]:
@@ -99,11 +99,12 @@ class TensorFile:
         names = {code: name for name, (code, _) in DTYPES.items()}
         found = {}
         for key, entry in self.header.items():
-            if key == _METADATA:
+            if key == METADATA:
                 continue
-            if not isinstance(entry, dict) or not _is_shape(entry.get("shape")) or str(entry.get("dtype")) not in names:
-                raise _bad(self.path, f"its {key} is no tensor")
-            found[key] = Form(tuple(entry["shape"]), names[entry["dtype"]])
+            dtype = names.get(str(entry.get("dtype")))
+            if dtype is None or not is_shape(entry.get("shape"), DTYPES[dtype][1]):
+                raise _bad(self.path, f"its {shown(key)} is no tensor")
+            found[key] = Form(tuple(entry["shape"]), dtype)
         return found
 
     def place(self, key: str, form: Form) -> tuple[int, int]:
@@ -113,15 +114,17 @@ class TensorFile:
             CheckpointError: it is not there, or is something else.
         """
         entry = self.header.get(key)
+        name = shown(key)
         if not isinstance(entry, dict):
-            raise _bad(self.path, f"it lacks {key}")
+            raise _bad(self.path, f"it lacks {name}")
         if (entry.get("dtype"), entry.get("shape")) != (DTYPES[form.dtype][0], list(form.shape)):
-            raise _bad(self.path, f"its {key} is {entry.get('dtype')} of shape {entry.get('shape')}, not {form}")
-        offsets = entry.get("data_offsets")
-        if not _is_shape(offsets) or len(offsets) != 2 or offsets[1] > len(self.content) - self.begin:
-            raise _bad(self.path, f"its {key} lies outside of it")
+            there = f"{shown(entry.get('dtype'))} of shape {shown(entry.get('shape'))}"
+            raise _bad(self.path, f"its {name} is {there}, not {form.dtype} of shape {shown(list(form.shape))}")
+        offsets: Any = entry.get("data_offsets")
+        if fault_of(offsets, [COUNT]) or len(offsets) != 2 or offsets[1] > len(self.content) - self.begin:
+            raise _bad(self.path, f"its {name} lies outside of it")
         if offsets[1] - offsets[0] != form.nbytes:
-            raise _bad(self.path, f"its {key} has {offsets[1] - offsets[0]} bytes, not {form.nbytes}")
+            raise _bad(self.path, f"its {name} has {offsets[1] - offsets[0]} bytes, not {form.nbytes}")
         return self.begin + int(offsets[0]), math.prod(form.shape)
 
 
@@ -129,7 +132,7 @@ def write_tensors(
     file: BinaryIO, forms: Mapping[str, Form], tensors: Iterable[tuple[str, Any]], metadata: Mapping[str, str]
 ) -> None:
     """Write a whole file; `tensors` yields names and contiguous buffers in the order of `written_order(forms)`."""
-    header: dict[str, Any] = {_METADATA: dict(metadata)}
+    header: dict[str, Any] = {METADATA: dict(metadata)}
     at = 0
     for name in written_order(forms):
         form = forms[name]
@@ -151,8 +154,12 @@ def written_order(forms: Mapping[str, Form]) -> Iterator[str]:
     yield from sorted(forms, key=lambda name: (-forms[name].item_bytes, name))
 
 
-def _is_shape(value: Any) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
+def is_shape(value: Any, item_bytes: int) -> TypeGuard[list[int]]:
+    """Whether decoded JSON is the shape of a tensor that a file or a computer's memory could hold."""
+    if fault_of(value, [COUNT]) or len(value) > _MOST_DIMS:
+        return False
+    # Sizes of 0 are left out: strides are computed from the others in an empty tensor too.
+    return bool(math.prod(size for size in value if size) * item_bytes <= LARGEST)
 
 
 def _bad(path: Path, found: str) -> CheckpointError:

@@ -42,9 +42,9 @@ class Whole:
 
 
 COUNT = Whole()
-# A form is one of: bool, str, object (anything), None; int (64 bits, signed); float (any finite number); a Whole; a
-# tuple of forms, of which one is enough; [form], a list; {str: form}, an object with any keys; {"key": form}, an
-# object with these keys and maybe others. A key that ends with "?" may be missing.
+# A form is one of: bool, str, list, dict, object (anything), None; int (64 bits, signed); float (such an int, or a
+# finite float); a Whole; a tuple of forms, of which one is enough; [form], a list; {str: form}, an object with any
+# keys; {"key": form}, an object with these keys and maybe others. A key that ends with "?" may be missing.
 Form = Any
 
 
@@ -197,7 +197,7 @@ def _is_of(value: Any, form: Form) -> bool:
     if form is int:
         return type(value) is int and -LARGEST - 1 <= value <= LARGEST
     if form is float:
-        return type(value) in (int, float) and math.isfinite(value)
+        return _is_of(value, int) or (type(value) is float and math.isfinite(value))
     if form is None:
         return value is None
     return isinstance(value, form)

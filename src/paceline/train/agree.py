@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from paceline.checkpoint.manifest import MANIFEST, list_checkpoints
+from paceline.checkpoint.manifest import MANIFEST, REPLACED, list_checkpoints, step_of
 from paceline.comm.collectives import AxisComm
 from paceline.nouns.errors import CheckpointError, LossError, WorkloadError
 from paceline.parallel.local import checked_loss
@@ -106,8 +106,8 @@ def _newest_step(resume: str | None) -> int:
         return -1
     path = Path(resume)
     names = [path.name] if (path / MANIFEST).exists() else [one.name for one in list_checkpoints(path)]
-    steps = [int(number) for name in names if (number := name.rpartition("-")[2]).isdecimal()]
-    return max(steps, default=0)
+    steps = [step_of(name.removeprefix(REPLACED)) for name in names]
+    return max((step for step in steps if step is not None), default=0)
 
 
 def _digest(sample: Any, update: Callable[[bytes], None]) -> None:

@@ -29,6 +29,7 @@ from paceline.parallel.apply import open_comms
 from paceline.train import evaluate as evaluation
 from paceline.train import prepare, servers, snapshot
 from paceline.train.agree import check_same_data_everywhere, check_same_start
+from paceline.train.alike import load_scheduler, scheduler_state
 from paceline.train.data import Batch, RankLoader, cut_into, moved, open_data
 from paceline.train.events import Events, peak_memory_bytes
 from paceline.train.place import make_parallel, place_model
@@ -237,12 +238,15 @@ class Job:
         folder = find_good(Path(path), self._notice, partial(check_files_together, comm=self.world))
         manifest = read_manifest(folder)
         prepare.check_same_job(folder, manifest, self.workload, len(self.loader.data))
+        state = manifest["scheduler"]
+        if self.scheduler is not None and state is not None:
+            state = scheduler_state(self.scheduler, state)  # refused before anything is changed
         tensors = snapshot.read_state(folder, manifest, self.model, self._held(), self.world)
         snapshot.restore_optimizer(self.model, self.optimizer, tensors, manifest["optimizer"])
         snapshot.restore_model(self.model, tensors, self._held())
-        if self.scheduler is not None and manifest["scheduler"] is not None:
-            self.scheduler.load_state_dict(manifest["scheduler"])
-        elif self.scheduler is not None or manifest["scheduler"] is not None:
+        if self.scheduler is not None and state is not None:
+            load_scheduler(self.scheduler, state)
+        elif self.scheduler is not None or state is not None:
             has, lacks = ("checkpoint", "workload") if self.scheduler is None else ("workload", "checkpoint")
             self._notice(f"the {has} has a learning-rate scheduler, the {lacks} has none: the rate may jump")
         self.step_number, self.position, self.saved_step = manifest["step"], manifest["position"], manifest["step"]

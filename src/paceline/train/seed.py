@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from paceline.nouns.errors import CheckpointError
 from paceline.nouns.order import mix
 
 
@@ -61,7 +62,22 @@ def random_state(device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def restore_random_state(state: dict[str, torch.Tensor], device: torch.device) -> None:
-    """Put back what `random_state` took."""
+    """Put back what `random_state` took.
+
+    Raises:
+        CheckpointError: a state is missing, or is not one of its generator.
+    """
+    try:
+        _restore(state, device)
+    except (KeyError, IndexError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise CheckpointError(
+            "the random generators' states of a checkpoint",
+            f"one is missing or of another form ({type(error).__name__}: {str(error).splitlines()[0]})",
+            "use an earlier checkpoint",
+        ) from None
+
+
+def _restore(state: dict[str, torch.Tensor], device: torch.device) -> None:
     torch.set_rng_state(state["torch"])
     random.setstate((3, tuple(state["python"].tolist()), None))
     if "cuda" in state and device.type == "cuda":

@@ -22,6 +22,8 @@ from paceline.checkpoint.reshard import Part, dtype_of
 from paceline.comm.collectives import AxisComm
 from paceline.nouns.errors import CheckpointError, WorkloadError
 from paceline.nouns.placement import Held, Placement
+from paceline.nouns.reading import parse_json
+from paceline.train.alike import check_groups, in_types_of
 
 
 def model_parts(model: torch.nn.Module, held: Mapping[str, Held], size: int) -> dict[str, Part]:
@@ -186,6 +188,7 @@ def restore_optimizer(
     names = parameter_names(model, optimizer)
     groups = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
     _check_groups(model, type(optimizer).__name__, groups, saved)
+    check_groups(saved["groups"], optimizer.param_groups)
     here = {name: parameter for parameter, name in names.items() if not parameter.is_meta}
     numbers = {name: index for index, name in enumerate(name for group in groups for name in group)}
     state: dict[int, dict[str, Any]] = {}
@@ -197,7 +200,7 @@ def restore_optimizer(
     for group, before, own in zip(saved["groups"], optimizer.param_groups, groups, strict=True):
         # What the checkpoint does not know stays: a scheduler that is new keeps its own numbers in the groups.
         values = {**before, **{key: value for key, value in group.items() if key != "parameters"}}
-        values = {k: tuple(v) if isinstance(before.get(k), tuple) else v for k, v in values.items()}
+        values = {k: in_types_of(v, before.get(k)) for k, v in values.items()}
         packed.append({**values, "params": [numbers[name] for name in own]})
     optimizer.load_state_dict({"state": state, "param_groups": packed})
 
@@ -244,8 +247,10 @@ def config_facts(model: torch.nn.Module) -> dict[str, dict[str, Any]]:
         to_json = getattr(getattr(model, key, None), "to_json_string", None)
         if not callable(to_json):
             continue
-        with contextlib.suppress(ValueError, TypeError):  # somebody else's config, and none of ours to judge
-            said = json.loads(to_json())
+        with contextlib.suppress(
+            ValueError, TypeError, RecursionError
+        ):  # somebody else's config, and none of ours to judge
+            said = parse_json(to_json(), "a config")
             facts.update({key: said} if isinstance(said, dict) else {})
     if "config" in facts:
         kind = type(model).__name__.removeprefix("FSDP")  # fully_shard gives the class another name
@@ -305,8 +310,8 @@ def as_json(what: str, value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
     try:
-        return json.loads(json.dumps(value))
-    except (TypeError, ValueError):
+        return parse_json(json.dumps(value), what)
+    except (TypeError, ValueError, RecursionError):
         raise WorkloadError(
             f"{what} should be something that JSON can keep",
             f"it is a {type(value).__name__}",

@@ -1,0 +1,129 @@
+"""State that was read, held against the state of the object that takes it: of one form, and in its types.
+
+JSON keeps neither tuples nor keys that are numbers, and a file can hold any values. What an optimizer or a scheduler of
+torch is handed here has the types that its own state has, or is refused before anything is changed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from paceline.nouns.errors import CheckpointError
+from paceline.nouns.reading import parse_whole, shown
+
+_FIX = "make it as it was when the checkpoint was saved, or start without the checkpoint"
+_LEAST = -(2**63)
+_NO_LONGER = {"verbose"}  # torch 2.6 and older have it in a scheduler's state
+
+
+def check_groups(saved: Sequence[Mapping[str, Any]], here: Sequence[Mapping[str, Any]]) -> None:
+    """Raise CheckpointError unless every setting of the saved groups can be one of the optimizer's groups here.
+
+    A setting that the optimizer does not have is left to it.
+    """
+    for number, (group, own) in enumerate(zip(saved, here, strict=True)):
+        for key in (group.keys() & own.keys()) - {"params", "parameters"}:
+            if not is_like(group[key], own[key]):
+                raise CheckpointError(
+                    f"the checkpoint's optimizer should have settings as the workload's, in group {number}",
+                    f"its {shown(key)} is {shown(group[key])}, here it is {shown(own[key])}",
+                    _FIX,
+                )
+
+
+def scheduler_state(scheduler: Any, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """What `scheduler.load_state_dict` is to be handed of a checkpoint's state.
+
+    Raises:
+        CheckpointError: it is the state of another scheduler.
+    """
+    here = scheduler.state_dict()
+    if not isinstance(here, dict):
+        return dict(saved)  # a person's own class, which judges for itself
+    if type(scheduler).__module__.startswith("torch."):
+        public = {key for key in {*here, *saved} - _NO_LONGER if not key.startswith("_")}
+        if other := sorted(public - (here.keys() & saved.keys())):
+            which = "the checkpoint's" if other[0] in saved else "the workload's"
+            raise _other_scheduler(scheduler, f"only {which} has {shown(other[0])}")
+    for key in here.keys() & saved.keys():
+        if not is_like(saved[key], here[key]):
+            raise _other_scheduler(scheduler, f"its {shown(key)} is {shown(saved[key])}, here it is {shown(here[key])}")
+    return {key: in_types_of(value, here.get(key)) for key, value in saved.items()}
+
+
+def load_scheduler(scheduler: Any, state: dict[str, Any]) -> None:
+    """Hand the scheduler its state.
+
+    Raises:
+        CheckpointError: it does not take it.
+    """
+    try:
+        scheduler.load_state_dict(state)
+    except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
+        raise _other_scheduler(scheduler, f"it does not take it ({type(error).__name__}: {error})") from error
+
+
+def is_like(saved: Any, here: Any) -> bool:
+    """Whether decoded JSON has the form of the value that it would replace.
+
+    Args:
+        saved: decoded JSON.
+        here: the value here: of Python's own types or a tensor of one number; of any other type, all is well.
+    """
+    if isinstance(here, torch.Tensor):
+        here = here.item() if here.numel() == 1 else None
+    if here is None:  # something that is set later
+        return True
+    if isinstance(here, bool):
+        return saved is None or isinstance(saved, bool)
+    if isinstance(here, int | float):
+        is_number = isinstance(saved, int | float) and not isinstance(saved, bool)
+        return is_number and (not math.isnan(saved) or math.isnan(here))
+    if isinstance(here, str):
+        return isinstance(saved, str)
+    if isinstance(here, list | tuple):
+        return isinstance(saved, list) and _are_like(saved, here)
+    if isinstance(here, dict):
+        return isinstance(saved, dict) and _are_entries_like(saved, here)
+    return True
+
+
+def _are_like(saved: list[Any], here: Sequence[Any]) -> bool:
+    if not here:
+        return True  # something that is filled later
+    return len(saved) == len(here) and all(is_like(one, own) for one, own in zip(saved, here, strict=True))
+
+
+def _are_entries_like(saved: dict[str, Any], here: Mapping[Any, Any]) -> bool:
+    if _has_numbers_as_keys(here):
+        return all(parse_whole(key, _LEAST) is not None for key in saved)
+    return all(is_like(saved[key], here[key]) for key in saved.keys() & here.keys())
+
+
+def _has_numbers_as_keys(value: Mapping[Any, Any]) -> bool:
+    return bool(value) and all(type(key) is int for key in value)
+
+
+def in_types_of(saved: Any, here: Any) -> Any:
+    """Decoded JSON in the types of the value that it replaces: tuples, and keys that are numbers."""
+    if isinstance(here, list | tuple) and isinstance(saved, list):
+        own = [*here, *[None] * len(saved)]
+        made = [in_types_of(one, before) for one, before in zip(saved, own, strict=False)]
+        return tuple(made) if isinstance(here, tuple) else made
+    if isinstance(here, dict) and isinstance(saved, dict):
+        has_numbers = _has_numbers_as_keys(here)
+        content = {}
+        for text, value in saved.items():
+            key = parse_whole(text, _LEAST) if has_numbers else text
+            content[key] = in_types_of(value, here.get(key))
+        return Counter(content) if isinstance(here, Counter) else content
+    return saved
+
+
+def _other_scheduler(scheduler: Any, found: str) -> CheckpointError:
+    return CheckpointError(f"the checkpoint's scheduler should be a {type(scheduler).__name__}", found, _FIX)
