@@ -15,7 +15,6 @@ from pathlib import Path
 from paceline.cli.run import add_plan_arguments, decide_plan
 from paceline.comm.dialects import ALONE, NodePosition, Position, find_node, find_position
 from paceline.launch.command import HIDDEN, is_secret
-from paceline.nouns.errors import PlanError
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
 
@@ -112,22 +111,13 @@ def _plan(arguments: argparse.Namespace, environment: Mapping[str, str], positio
     elif folder:
         plan, origin = Plan.read(Path(folder, "plan.json")), f"PACELINE_RUN_DIR={folder}: plan.json"
     elif text:
-        plan, origin = _plan_of(text), "PACELINE_PLAN"
+        plan, origin = Plan.of_variable(text), "PACELINE_PLAN"
     else:
         arguments.n = position.size
         plan, origin = decide_plan(arguments), f"default: replicate over {position.size}"
     if position.source != ALONE:
         Mesh.parse(plan.mesh).check_fits(position.size)
     return plan, origin
-
-
-def _plan_of(text: str) -> Plan:
-    try:
-        return Plan.of(json.loads(text), "PACELINE_PLAN")
-    except ValueError as error:
-        raise PlanError(
-            "the variable PACELINE_PLAN should hold a plan", f"it is not JSON ({error})", "unset PACELINE_PLAN"
-        ) from None
 
 
 def _flag(arguments: argparse.Namespace, name: str, otherwise: str) -> str:

@@ -17,6 +17,7 @@ from paceline.comm.meeting import MASTER, computed_master, given_master, meeting
 from paceline.comm.nodes import NodePosition, find_node
 from paceline.comm.variables import without_empty
 from paceline.nouns.errors import UsageError
+from paceline.nouns.reading import parse_whole
 
 __all__ = ["NodePosition", "Position", "find_node", "find_position", "meeting_file"]
 ALONE = "alone"
@@ -272,7 +273,7 @@ def _check_promises(environment: Mapping[str, str]) -> None:
         (("LSB_DJOB_NUMPROC",), "jsrun"),
     )
     for variables, launcher in counts:
-        many = [name for name in variables if (t := environment.get(name, "")).isdecimal() and int(t) > 1]
+        many = [name for name in variables if parse_whole(environment.get(name, ""), 2) is not None]
         if many and not promised:
             promised = f"{many[0]}={environment[many[0]]}"
             fix = f"start the ranks: `{launcher} python FILE`, or `paceline run FILE`; to train alone, unset {many[0]}"

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from paceline.comm.node_list import tasks_per_host
 from paceline.comm.variables import whole_number
 from paceline.nouns.errors import UsageError
+from paceline.nouns.reading import parse_whole
 
 PACELINE, TORCHRUN, HOROVOD, OPEN_MPI, MVAPICH = "paceline run", "torchrun", "Horovod", "Open MPI", "MVAPICH2"
 PMI, SLURM, JSRUN, PMIX = "MPICH (PMI)", "Slurm", "jsrun", "PMIx"
@@ -160,15 +161,15 @@ def _check_torchrun(said: Said, environment: Mapping[str, str]) -> Said:
 def _check_flag(said: Said, flag: str, field: str, text: str) -> None:
     low, _, high = text.partition(":")
     number = said.values.get(field)
-    if number is None or not low.isdecimal() or not (high or low).isdecimal():
+    least, most = parse_whole(low), parse_whole(high or low)
+    if number is None or least is None or most is None:
         return
-    if not int(low) <= number <= int(high or low):
+    if not least <= number <= most:
         raise _contradiction(TORCHRUN, f"{flag}={text} and {said.origins[field]}", [flag])
 
 
 def _is_no_step(environment: Mapping[str, str]) -> bool:
-    step = environment.get("SLURM_STEP_ID", "")
-    return step.isdecimal() and int(step) >= _FIRST_SPECIAL_STEP
+    return parse_whole(environment.get("SLURM_STEP_ID", ""), _FIRST_SPECIAL_STEP) is not None
 
 
 def _read_slurm(environment: Mapping[str, str]) -> Said | None:

@@ -15,7 +15,8 @@ from pathlib import Path
 from paceline.comm import launchers
 from paceline.comm.node_list import hosts_of
 from paceline.comm.variables import address, host_and_port, whole_number
-from paceline.nouns.errors import UsageError
+from paceline.nouns.errors import ReadError, UsageError
+from paceline.nouns.reading import read_text
 
 MASTER = ("MASTER_ADDR", "MASTER_PORT")
 # By launcher: the variables that name a job, and its process above the ranks, as the kernel shortens it.
@@ -122,8 +123,8 @@ def _lsf_hosts(environment: Mapping[str, str], hosts: int) -> tuple[str, list[st
     """LSF's hosts without the one that runs the batch script, and the variable that has them."""
     name = "LSB_DJOB_RANKFILE"
     try:
-        words = Path(environment[name]).read_text().split()
-    except (KeyError, OSError, UnicodeDecodeError):
+        words = read_text(Path(environment[name])).split()
+    except (KeyError, ReadError):
         name, words = "LSB_HOSTS", environment.get("LSB_HOSTS", "").split()
     names = list(dict.fromkeys(words))
     # The first one is where the batch script runs: one slot, and no rank of jsrun on most machines.
@@ -141,7 +142,7 @@ def _launcher_process(processes: tuple[str, ...], is_outermost: bool) -> list[st
     process = os.getppid()
     while processes and process > 1:
         try:
-            stat = (_PROCESSES / str(process) / "stat").read_text()
+            stat = (_PROCESSES / str(process) / "stat").read_text(errors="replace")  # a name can be any bytes
         except OSError:  # no Linux, another user's process, or one that has just ended
             break
         name = stat[stat.index("(") + 1 : stat.rindex(")")]

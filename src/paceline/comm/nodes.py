@@ -11,11 +11,14 @@ from dataclasses import dataclass, field
 
 from paceline.comm.variables import address, host_and_port, port_number, whole_number, without_empty
 from paceline.nouns.errors import UsageError
+from paceline.nouns.mesh import MOST_RANKS
+from paceline.nouns.reading import parse_whole, shown
 
 PET = "torchrun's PET_* variables"
 _NAMES = ("PET_NNODES", "PET_NODE_RANK", "PET_NPROC_PER_NODE")
 _RANKS = ("RANK", "PACELINE_RANK")  # this process is a rank already, which was started by a launcher on this host
 _COUNTED = ("gpu", "cpu", "auto")  # torchrun counts devices then
+_LONGEST_SHOWN = 200  # characters of a variable in an error
 _PORT = 29500  # torchrun's, where only the address is given
 _COMPLETION = "JOB_COMPLETION_INDEX"
 
@@ -75,14 +78,16 @@ def _nodes(text: str) -> int:
     low, colon, high = text.partition(":")
     if colon and low != high:
         raise UsageError(
-            f"PET_NNODES={text} asks for a number of hosts that changes",
+            f"PET_NNODES={text[:_LONGEST_SHOWN]} asks for a number of hosts that changes",
             "a job's ranks are fixed before its first step",
             "set PET_NNODES to one number, or use `paceline run --min-hosts`",
         )
     nodes = whole_number(low, "PET_NNODES", PET)
-    if nodes < 1:
+    if not 1 <= nodes <= MOST_RANKS:
         raise UsageError(
-            f"PET_NNODES from {PET} should be at least 1", f"it is {text!r}", "set it to the number of hosts"
+            f"PET_NNODES from {PET} should be at least 1, and at most {MOST_RANKS}",
+            f"it is {shown(text)}",
+            "set it to the number of hosts",
         )
     return nodes
 
@@ -92,13 +97,14 @@ def _ranks_per_node(text: str | None) -> tuple[int, str]:
         return 0, "default"
     if text in _COUNTED:
         return 0, f"PET_NPROC_PER_NODE={text}"
-    if not (text.isascii() and text.isdecimal() and int(text) > 0):
+    ranks = parse_whole(text, 1, MOST_RANKS)
+    if ranks is None:
         raise UsageError(
             f"PET_NPROC_PER_NODE from {PET} should be a number of ranks, {', '.join(_COUNTED)}",
-            f"it is {text!r}",
+            f"it is {shown(text)}",
             "set it to the ranks of a host, such as 8",
         )
-    return int(text), f"PET_NPROC_PER_NODE={text}"
+    return ranks, f"PET_NPROC_PER_NODE={text}"
 
 
 def _node_rank(environment: Mapping[str, str], nodes: int) -> tuple[int, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from paceline.nouns.errors import UsageError
+from paceline.nouns.reading import parse_whole, shown
 
 LARGEST_PORT = 65535
 
@@ -18,15 +19,16 @@ def whole_number(text: str, name: str, source: str) -> int:
     """The number that `source` wrote into the variable `name`.
 
     Raises:
-        UsageError: it is no whole number of at least 0.
+        UsageError: it is no whole number from 0 to 2^63 - 1.
     """
-    if not (text.isascii() and text.isdecimal()):
+    number = parse_whole(text)
+    if number is None:
         raise UsageError(
             f"{name} from {source} should be a whole number",
-            f"it is {text!r}",
+            f"it is {shown(text)}",
             f"unset {name}, or start the job with `paceline run` or torchrun",
         )
-    return int(text)
+    return number
 
 
 def port_number(text: str, name: str, source: str) -> int:
@@ -35,13 +37,14 @@ def port_number(text: str, name: str, source: str) -> int:
     Raises:
         UsageError: it is no number from 1 to 65535.
     """
-    if not (text.isascii() and text.isdecimal() and 1 <= int(text) <= LARGEST_PORT):
+    port = parse_whole(text, 1, LARGEST_PORT)
+    if port is None:
         raise UsageError(
             f"{name} from {source} should be a port, 1 to {LARGEST_PORT}",
-            f"it is {text!r}",
+            f"it is {shown(text)}",
             f"set {name} to a port that is free on rank 0's host, such as 29500",
         )
-    return int(text)
+    return port
 
 
 def host_and_port(text: str, name: str, source: str) -> tuple[str, int]:
@@ -55,7 +58,7 @@ def host_and_port(text: str, name: str, source: str) -> tuple[str, int]:
     if not colon or not host.strip("[]") or (":" in host and not is_bracketed):
         raise UsageError(
             f"{name} from {source} should be HOST:PORT",
-            f"it is {text!r}",
+            f"it is {shown(text)}",
             f"write {name}=HOST:PORT, and an IPv6 address in brackets: [fd00::1]:29500",
         )
     return host.strip("[]"), port_number(port, name, source)

@@ -7,10 +7,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.nouns.errors import UsageError
+from paceline.nouns.errors import ReadError, UsageError
+from paceline.nouns.mesh import MOST_RANKS
+from paceline.nouns.reading import parse_whole, read_text, shown
 
 # A name or an address that ssh takes, and no option of it: `-oProxyCommand=...` as a host would be a command.
 _NAME = re.compile(r"(?!-)[A-Za-z0-9_.:%@-]+")
+_LONGEST_NAME = 255  # with a user before it; a name of the Domain Name System has up to 253 characters
 _SLOT_WORDS = ("slots", "max_slots", "max-slots")
 
 
@@ -28,7 +31,7 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
     Raises:
         UsageError: a host has no name, its slots are no number, or it is named twice.
     """
-    return _checked([_of_word(word.strip(), text) for word in text.split(",")], f"-H {text}")
+    return _checked([_of_word(word.strip(), text) for word in text.split(",")], f"-H {text[:_LONGEST_NAME]}")
 
 
 def read_hostfile(path: Path) -> tuple[Host, ...]:
@@ -40,11 +43,9 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
         UsageError: the file can't be read, has no host, or a line can't be understood.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(
-            f"the hosts of {path}", f"it can't be read ({error})", "name a file with a host a line"
-        ) from None
+        lines = read_text(path).splitlines()
+    except ReadError as error:
+        raise UsageError(f"the hosts of {path}", error.found, "name a file with a host a line") from None
     hosts = []
     for number, line in enumerate(lines, 1):
         words = line.split("#")[0].split()
@@ -77,24 +78,24 @@ def _of_line(words: Sequence[str], where: str) -> tuple[Host, bool]:
     for word in words[1:]:
         key, _, value = word.partition("=")
         if key not in _SLOT_WORDS:
-            raise UsageError(f"a host in {where}", f"it says {word!r}", "write `h1 slots=4` or `h1:4`")
+            raise UsageError(f"a host in {where}", f"it says {shown(word)}", "write `h1 slots=4` or `h1:4`")
         if key == "slots":
             host, has_slots = Host(host.name, _slots(value, word, where)), True
     return host, has_slots
 
 
 def _name(name: str, text: str) -> str:
-    if not _NAME.fullmatch(name):
-        raise UsageError(f"the hosts {text!r}", f"{name!r} is no host's name", "write such as h1:4,h2:4")
+    if not _NAME.fullmatch(name) or len(name) > _LONGEST_NAME:
+        raise UsageError(f"the hosts {shown(text)}", f"{shown(name)} is no host's name", "write such as h1:4,h2:4")
     return name
 
 
 def _slots(value: str, word: str, text: str) -> int:
-    if not value.isdecimal() or int(value) < 1:
-        raise UsageError(
-            f"the hosts {text!r}", f"{word!r} has no number of slots of 1 or more", "write such as h1:4,h2:4"
-        )
-    return int(value)
+    slots = parse_whole(value, 1, MOST_RANKS)
+    if slots is None:
+        found = f"{shown(word)} has no number of slots from 1 to {MOST_RANKS}"
+        raise UsageError(f"the hosts {shown(text)}", found, "write such as h1:4,h2:4")
+    return slots
 
 
 def _checked(hosts: Iterable[Host], text: str) -> tuple[Host, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.nouns.errors import PlanError
+from paceline.nouns.reading import parse_number, shown
 
 # Of a GPU's nominal memory the driver keeps a part: nvidia-smi says 16160 MiB of a V100-16GB, 81559 of an H100-80GB.
 USABLE = 0.985
@@ -12,6 +13,7 @@ USABLE = 0.985
 CONTEXT_BYTES = 2**29
 # NCCL's buffers for each communicator: reported from 0.1 to 1 GiB, not measured here.
 COMMUNICATOR_BYTES = 2**28
+_MOST_GIGABYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +41,14 @@ class Device:
             return cls(text, text, None)
         size = text.rpartition("-")[2]
         number = size.upper().removesuffix("GB").removesuffix("GIB")
-        if number == size or not number.replace(".", "", 1).isdecimal() or not float(number) > 0:
+        gigabytes = parse_number(number) if number != size else None
+        if gigabytes is None or not 0 < gigabytes <= _MOST_GIGABYTES:
             raise PlanError(
-                f"the device {text!r}", "its memory is not said", "write cpu, cuda, 16GB or a name such as V100-16GB"
+                f"the device {shown(text)}",
+                "its memory is not said",
+                "write cpu, cuda, 16GB or a name such as V100-16GB",
             )
-        return cls(text, "cuda", int(float(number) * 2**30 * USABLE))
+        return cls(text, "cuda", int(gigabytes * 2**30 * USABLE))
 
     def beside(self, communicators: int) -> int:
         """Bytes that a process takes beside torch's allocator."""

@@ -12,9 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.nouns.errors import MeshError, did_you_mean
+from paceline.nouns.reading import parse_whole, shown
 
 AXES = ("pipeline", "replicate", "shard", "tensor")
 SHORT = {"dp": "replicate", "fsdp": "shard", "tp": "tensor", "pp": "pipeline"}
+MOST_RANKS = 1_000_000  # more is a slip, and must not fill the memory
 DATA_AXES = ("replicate", "shard")  # along these the batch is split; ranks along the others see the same samples
 
 
@@ -29,15 +31,22 @@ class Mesh:
         """Read `replicate=2`; an axis left out has size 1, the field's short words (`dp`) are accepted.
 
         Raises:
-            MeshError: an axis is unknown or named twice, or its size is not a whole number above 0.
+            MeshError: an axis is unknown or named twice, its size is not a whole number above 0, or there are over a
+                million ranks.
         """
         sizes: dict[str, int] = {}
         for item in text.split(","):
             word, _, size = (part.strip() for part in item.partition("="))
             axis = SHORT.get(word, word)
-            _check_item(text, axis, size, sizes)
-            sizes[axis] = int(size)
-        return cls(tuple(sizes.get(axis, 1) for axis in AXES))
+            sizes[axis] = _checked_size(text, axis, size, sizes)
+        mesh = cls(tuple(sizes.get(axis, 1) for axis in AXES))
+        if mesh.world_size > MOST_RANKS:
+            raise MeshError(
+                f"the mesh {shown(text)}",
+                f"it covers {mesh.world_size} ranks, and a job has at most {MOST_RANKS}",
+                "write smaller sizes",
+            )
+        return mesh
 
     @property
     def world_size(self) -> int:
@@ -101,22 +110,24 @@ def _ranks(count: int) -> str:
     return f"{count} rank" if count == 1 else f"{count} ranks"
 
 
-def _check_item(text: str, axis: str, size: str, seen: dict[str, int]) -> None:
+def _checked_size(text: str, axis: str, size: str, seen: dict[str, int]) -> int:
     if axis not in AXES:
         raise MeshError(
-            f"the mesh {text!r} names the axis {axis!r}",
+            f"the mesh {shown(text)} names the axis {shown(axis)}",
             f"the axes of this version are: {', '.join(AXES)}",
             did_you_mean(axis, [*AXES, *SHORT], "write replicate=N"),
         )
-    if not size.isdecimal() or int(size) < 1:
+    number = parse_whole(size, 1, MOST_RANKS)
+    if number is None:
         raise MeshError(
-            f"the mesh {text!r} gives {axis} the size {size!r}",
-            "a size is a whole number above 0",
+            f"the mesh {shown(text)} gives {axis} the size {shown(size)}",
+            f"a size is a whole number above 0, at most {MOST_RANKS}",
             f"write {axis}=1 to leave it unused",
         )
     if axis in seen:
         raise MeshError(
-            f"the mesh {text!r} should give {axis} once",
+            f"the mesh {shown(text)} should give {axis} once",
             "it names it twice",
-            f"keep one of {axis}={seen[axis]} and {axis}={size}",
+            f"keep one of {axis}={seen[axis]} and {axis}={number}",
         )
+    return number

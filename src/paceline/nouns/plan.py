@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from paceline.nouns.errors import MeshError, PlanError, did_you_mean
-from paceline.nouns.mesh import AXES, SHORT, Mesh
+from paceline.nouns.errors import MeshError, PlanError, ReadError, did_you_mean
+from paceline.nouns.mesh import AXES, MOST_RANKS, SHORT, Mesh
+from paceline.nouns.reading import LARGEST, fault_of, parse_json, parse_number, parse_whole, read_json, shown
 
 VERSION = 1
 COMPRESSIONS = ("none", "bf16", "fp16", "powersgd", "topk")
@@ -19,6 +20,7 @@ SWITCH = ("off", "on")
 MODES = ("sync", "quorum", "deadline", "stale", "async")  # of parameter servers: see server/admission.py
 SERVER_OPTIONS = ("server", "mode", "quorum", "staleness", "deadline", "replicas")
 SHORT_OPTIONS = {"ps": "server"}
+_KINDS = {"str": str, "int": int, "float": float}
 OPTIONS = ("zero", "offload", "sequence", "schedule", "micro_batches", "checkpointing", "compile", *SERVER_OPTIONS)
 
 
@@ -48,6 +50,7 @@ class Plan:
     version: int = VERSION
 
     def __post_init__(self) -> None:
+        self._check_kinds()
         Mesh.parse(self.mesh)
         for name, value, choices in (
             ("transport", self.transport, TRANSPORTS),
@@ -74,16 +77,29 @@ class Plan:
             ("staleness", self.staleness, 0),
             ("replicas", self.replicas, 1),
         ):
-            if not isinstance(number, int) or number < least:
+            if number < least:
                 raise PlanError(
                     f"the plan's {name} should be a whole number of at least {least}",
                     f"it is {number!r}",
                     f"write {name}={max(least, 1)} or more",
                 )
 
+        if self.server > MOST_RANKS:
+            raise PlanError(f"the plan's server={self.server}", f"there can be {MOST_RANKS}", "write a smaller number")
         if self.zero > 3:
             raise PlanError(f"the plan's zero is {self.zero}", "there are 1, 2 and 3", "write zero=3")
         self._check_server()
+
+    def _check_kinds(self) -> None:
+        """Raise PlanError unless every field has a value of its kind, as one that was read from a file may not."""
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if fault_of(value, _KINDS[str(one.type)]) is None:
+                continue
+            wanted = {"str": "a word", "int": "a whole number", "float": "a number"}[str(one.type)]
+            raise PlanError(
+                f"the plan's {one.name} should be {wanted}", f"it is {shown(value)}", f"write {one.name}={one.default}"
+            )
 
     def _check_server(self) -> None:
         """Raise PlanError unless what is said of servers fits the mesh and itself."""
@@ -136,7 +152,9 @@ class Plan:
                 axes.append(item)
                 continue
             if name in values:
-                raise PlanError(f"the plan {text!r} should give {name} once", "it names it twice", "keep one of them")
+                raise PlanError(
+                    f"the plan {shown(text)} should give {name} once", "it names it twice", "keep one of them"
+                )
             values[name] = _number(value) if name != "deadline" else _seconds(value)
         return cls(**{**values, "mesh": str(Mesh.parse(",".join(axes) or "replicate=1"))})
 
@@ -167,32 +185,47 @@ class Plan:
         """Read a plan.
 
         Raises:
-            PlanError: the file is missing, is not JSON, or has a key that a plan does not have.
+            PlanError: the file is missing, is not JSON, or has a key or value that a plan does not have.
         """
         try:
-            values = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
+            values = read_json(path)
+        except ReadError as error:
             raise PlanError(
                 f"the plan should be in {path}",
-                f"it can't be read ({error})",
+                error.found,
                 "name a plan.json as `paceline run` writes it",
             ) from None
         return cls.of(values, str(path))
 
     @classmethod
+    def of_variable(cls, text: str) -> Plan:
+        """The plan in the variable PACELINE_PLAN.
+
+        Raises:
+            PlanError: it is not JSON, or has a key or value that a plan does not have.
+        """
+        try:
+            values = parse_json(text, "PACELINE_PLAN")
+        except ReadError as error:
+            raise PlanError(
+                "the variable PACELINE_PLAN should hold a plan", error.found, "unset PACELINE_PLAN"
+            ) from None
+        return cls.of(values, "PACELINE_PLAN")
+
+    @classmethod
     def of(cls, values: Any, source: str) -> Plan:
         """A plan of decoded JSON; `source` is named in errors."""
-        names = [field.name for field in fields(cls)]
+        names = [one.name for one in fields(cls)]
         unknown = [key for key in values if key not in names] if isinstance(values, dict) else ["(no object)"]
         if unknown:
             raise PlanError(
-                f"the plan in {source} has {unknown[0]!r}",
+                f"the plan in {source} has {shown(unknown[0])}",
                 f"a plan's keys are {', '.join(names)}",
                 did_you_mean(unknown[0], names, "leave it out"),
             )
         if values.get("version", VERSION) != VERSION:
             raise PlanError(
-                f"the plan in {source} is of version {values['version']}",
+                f"the plan in {source} is of version {shown(values['version'])}",
                 f"this Paceline reads version {VERSION}",
                 "make it again with this Paceline",
             )
@@ -200,19 +233,20 @@ class Plan:
 
 
 def _number(text: str) -> int | str:
-    return int(text) if text.removeprefix("-").isdecimal() else text
+    number = parse_whole(text, least=-LARGEST)
+    return text if number is None else number
 
 
 def _seconds(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise PlanError(f"the plan's deadline is {text!r}", "it is a number of seconds", "write deadline=1") from None
+    number = parse_number(text)
+    if number is None:
+        raise PlanError(f"the plan's deadline is {shown(text)}", "it is a number of seconds", "write deadline=1")
+    return number
 
 
 def _unknown(text: str, name: str) -> MeshError:
     return MeshError(
-        f"the plan {text!r} names {name!r}",
+        f"the plan {shown(text)} names {shown(name)}",
         f"a plan's axes are {', '.join(AXES)}, its options {', '.join(OPTIONS)}",
         did_you_mean(name, [*AXES, *SHORT, *OPTIONS], "write replicate=N"),
     )

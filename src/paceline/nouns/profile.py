@@ -6,16 +6,41 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from paceline.nouns.errors import WorkloadError
+from paceline.nouns.reading import COUNT, Whole, fault_of, read_json, reason_of, shown
 
 VERSION = 2
 PARAMETERS, GRADIENTS, OPTIMIZER, BUFFERS = "parameters", "gradients", "optimizer state", "buffers"
 ACTIVATIONS, TEMPORARY, INPUTS = "activations", "temporaries", "inputs"
 COMMUNICATION, GATHERED = "gradient buckets", "gathered parameters"
+_MOST_BYTES = 2**30  # of a file
+_AMOUNT = Whole(0, 10**30)  # floating-point operations of a step; more than 64 bits
+_FORM = {
+    "plan": str,
+    "rank": COUNT,
+    "device": str,
+    "micro_batch": COUNT,
+    "precision": str,
+    "kinds": [str],
+    "holders": [str],
+    "block_phases": [str],
+    "blocks": list,
+    "events": [int],
+    "phases": [list],
+    "last_step": COUNT,
+    "operations": {str: [_AMOUNT]},
+    "modules": {str: [_AMOUNT]},
+    "traffic": [dict],
+    "shared_bytes": COUNT,
+    "notices": [str],
+    "servers": [{str: COUNT}],
+    "host_bytes": COUNT,
+}
 KINDS = (PARAMETERS, GRADIENTS, OPTIMIZER, BUFFERS, ACTIVATIONS, TEMPORARY, COMMUNICATION, GATHERED, INPUTS)
 
 
@@ -147,22 +172,38 @@ class Profile:
             WorkloadError: the file is missing or is no profile.
         """
         try:
-            return cls.of_json(json.loads(path.read_text()))
-        except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+            return cls.of_json(read_json(path, most_bytes=_MOST_BYTES))
+        except ValueError as error:
             raise WorkloadError(
-                f"a profile in {path}", f"it can't be read ({error})", "make it with: paceline profile -o FILE WORKLOAD"
+                f"a profile in {path}",
+                f"it can't be read ({reason_of(error)})",
+                "make it with: paceline profile -o FILE WORKLOAD",
             ) from None
 
     @classmethod
     def of_json(cls, value: dict[str, Any]) -> Profile:
-        """What `to_json` wrote."""
-        if value["version"] != VERSION:
-            raise ValueError(f"version {value['version']}, this Paceline reads {VERSION}")
+        """What `to_json` wrote.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        if fault := fault_of(value, {"version": Whole(VERSION, VERSION)}) or fault_of(value, _FORM):
+            raise ValueError(fault)
         kinds, holders, phases = value["kinds"], value["holders"], value["block_phases"]
-        blocks = [
-            Block(nbytes, kinds[kind], holders[holder], phases[phase], stream)
-            for nbytes, kind, holder, phase, stream in value["blocks"]
-        ]
+        blocks = []
+        for row in value["blocks"]:
+            if not isinstance(row, list) or [type(number) for number in row] != [int] * 5 or min(row) < 0:
+                raise ValueError(f"its block {shown(row)} is not five numbers")
+            nbytes, kind, holder, phase, stream = row
+            if kind >= len(kinds) or holder >= len(holders) or phase >= len(phases):
+                raise ValueError(f"its block {shown(row)} is of a kind, holder or phase that is not listed")
+            blocks.append(Block(nbytes, kinds[kind], holders[holder], phases[phase], stream))
+        if any(not 1 <= abs(event) <= len(blocks) for event in value["events"]):
+            raise ValueError(f"one of its events is about none of its {len(blocks)} blocks")
+        if any(
+            fault_of(mark, [(COUNT, str)]) or [type(part) for part in mark] != [int, str] for mark in value["phases"]
+        ):
+            raise ValueError("one of its phases is not a number and a name")
         marks = [(at, phase) for at, phase in value["phases"]]
         recording = Recording(blocks, value["events"], marks, value["last_step"])
         return cls(
@@ -172,8 +213,8 @@ class Profile:
             value["micro_batch"],
             value["precision"],
             recording,
-            {name: Work(*numbers) for name, numbers in value["operations"].items()},
-            {name: Work(*numbers) for name, numbers in value["modules"].items()},
+            {name: _work(numbers) for name, numbers in value["operations"].items()},
+            {name: _work(numbers) for name, numbers in value["modules"].items()},
             value["traffic"],
             value["shared_bytes"],
             value["notices"],
@@ -185,3 +226,9 @@ class Profile:
     def flops(self) -> int:
         """Of the whole step on this rank."""
         return sum(work.flops for work in self.operations.values())
+
+
+def _work(numbers: Sequence[int]) -> Work:
+    if len(numbers) != 3:
+        raise ValueError(f"an amount of work should be three numbers, it is {shown(numbers)}")
+    return Work(*numbers)

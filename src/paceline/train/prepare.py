@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Mapping
@@ -14,9 +13,10 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 
 from paceline.checkpoint.manifest import MANIFEST, remove_partial_in
 from paceline.comm.collectives import AxisComm
-from paceline.nouns.errors import CheckpointError, PeerLostError, PlanError, WorkloadError
+from paceline.nouns.errors import CheckpointError, PeerLostError, WorkloadError
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
+from paceline.nouns.reading import read_text
 from paceline.nouns.workload import Workload
 from paceline.parallel.placed import PlacedModel
 from paceline.train.agree import check_loss_adds_up, check_same_model_everywhere
@@ -44,7 +44,7 @@ def check_generation(environment: Mapping[str, str]) -> None:
     folder, own = run_dir(environment), environment.get("PACELINE_GENERATION")
     if folder is None or own is None:
         return
-    now = (folder / "generation").read_text().strip()
+    now = read_text(folder / "generation", 100).strip()
     if now != own:
         raise PeerLostError(
             "to save a checkpoint",
@@ -64,13 +64,7 @@ def read_plan(environment: Mapping[str, str], size: int) -> Plan:
         return Plan.read(folder / "plan.json")
     if "PACELINE_PLAN" not in environment:
         return Plan(mesh=f"replicate={size}")
-    try:
-        values = json.loads(environment["PACELINE_PLAN"])
-    except ValueError as error:
-        raise PlanError(
-            "the variable PACELINE_PLAN should hold a plan", f"it is not JSON ({error})", "unset PACELINE_PLAN"
-        ) from None
-    return Plan.of(values, "PACELINE_PLAN")
+    return Plan.of_variable(environment["PACELINE_PLAN"])
 
 
 def be_deterministic() -> None:
