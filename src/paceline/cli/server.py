@@ -22,8 +22,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from paceline.nouns.errors import UsageError
+from paceline.nouns.errors import ReadError, UsageError
 from paceline.nouns.plan import Plan
+from paceline.nouns.reading import read_json
 from paceline.run.directory import SERVERS
 from paceline.server.address import Address, Credentials
 from paceline.server.credentials import credentials_folder
@@ -148,10 +149,11 @@ def _coordinator(job: str) -> Address:
     if not folder.is_dir():
         return Address.parse(job)
     try:
-        return Address.parse(json.loads((folder / SERVERS).read_text())["coordinator"])
-    except (OSError, ValueError, KeyError):
+        return Address.parse(read_json(folder / SERVERS, {"coordinator": str})["coordinator"])
+    except ReadError as error:
+        found = f"it has no {SERVERS} that can be read: {error.found}"
         raise UsageError(
-            f"the servers of the run {job}", f"it has no {SERVERS}", "name a run whose plan has servers, or an address"
+            f"the servers of the run {job}", found, "name a run whose plan has servers, or an address"
         ) from None
 
 

@@ -42,9 +42,11 @@ class Whole:
 
 
 COUNT = Whole()
+NUMBER = "number"
 # A form is one of: bool, str, list, dict, object (anything), None; int (64 bits, signed); float (such an int, or a
-# finite float); a Whole; a tuple of forms, of which one is enough; [form], a list; {str: form}, an object with any
-# keys; {"key": form}, an object with these keys and maybe others. A key that ends with "?" may be missing.
+# finite float); NUMBER (as float, or an infinity or NaN); a Whole; a tuple of forms, of which one is enough; [form], a
+# list; {str: form}, an object with any keys; {"key": form}, an object with these keys and maybe others. A key that
+# ends with "?" may be missing.
 Form = Any
 
 
@@ -198,6 +200,8 @@ def _is_of(value: Any, form: Form) -> bool:
         return type(value) is int and -LARGEST - 1 <= value <= LARGEST
     if form is float:
         return _is_of(value, int) or (type(value) is float and math.isfinite(value))
+    if form is NUMBER:
+        return type(value) is float or _is_of(value, int)
     if form is None:
         return value is None
     return isinstance(value, form)

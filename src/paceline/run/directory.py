@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.manifest import find_good, list_checkpoints
-from paceline.nouns.errors import CheckpointError, UsageError
+from paceline.nouns.errors import CheckpointError, ReadError, UsageError
 from paceline.nouns.plan import Plan
+from paceline.nouns.reading import read_json
 
 SERVERS = "servers.json"  # of a job with parameter servers: where their coordinator is
 
@@ -78,10 +79,10 @@ def find_run(runs: Path, job: str | None, script: Path) -> Path:
     known = sorted(runs.glob("*/job.json"), key=lambda path: path.stat().st_mtime, reverse=True)
     for path in known:
         try:
-            known_job = json.loads(path.read_bytes())
-        except (OSError, ValueError):
+            known_job = read_json(path, dict)
+        except ReadError:
             continue  # cut off by a crash or a full disk
-        if isinstance(known_job, dict) and known_job.get("script") == str(script.resolve()):
+        if known_job.get("script") == str(script.resolve()):
             return path.parent
     raise UsageError(f"to resume the last job of {script}", f"{runs} has none", "start it without --resume")
 

@@ -15,12 +15,13 @@ from paceline.launch.hosts import Host, parse_hosts
 from paceline.launch.seats import seat
 from paceline.launch.ssh import ssh_command
 from paceline.launch.workload_file import read_workload_file
-from paceline.nouns.errors import PacelineError, UsageError, WorkloadError
+from paceline.nouns.errors import PacelineError, ReadError, UsageError, WorkloadError
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
+from paceline.nouns.reading import parse_whole, read_text
 from paceline.run import directory
 from paceline.run.agent import OUTLIVED_S
-from paceline.run.failures import refusal
+from paceline.run.failures import first_line, refusal
 from paceline.run.fleet import FleetOptions, HostError, open_posts
 from paceline.run.interrupts import Interrupted
 from paceline.run.job import finish
@@ -183,8 +184,8 @@ class Elastic:
 def last_generation(run_dir: Path) -> int:
     """The newest generation of a run: ranks of an older one may still be somewhere."""
     try:
-        return int((run_dir / GENERATION).read_text())
-    except (OSError, ValueError):
+        return parse_whole(read_text(run_dir / GENERATION, 100).strip()) or 0
+    except ReadError:
         return 0
 
 
@@ -288,4 +289,4 @@ def script_hosts(script: Path) -> Callable[[], tuple[Host, ...]]:
 def _why(ending: Ending) -> str:
     if ending.status == "stopped":
         return "its hosts change"
-    return str((ending.cause or {"message": "its ranks hung"})["message"]).splitlines()[0]
+    return first_line(ending.cause or {"message": "its ranks hung"})

@@ -2,13 +2,36 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline.nouns.errors import PacelineError
+from paceline.nouns.errors import PacelineError, ReadError
+from paceline.nouns.reading import COUNT, Whole, parse_whole, read_json
+
+# Of what a rank writes down: see `run/worker.py`.
+_FORM = {
+    "rank": (COUNT, None),
+    "step": (COUNT, None),
+    "at": float,
+    "type": str,
+    "message": str,
+    "is_peer_loss": bool,
+    "is_paceline": bool,
+    "where": (str, None),
+    "traceback": str,
+    "exit_code": Whole(0, 255),
+    "parts?": ([str], None),
+}
+
+
+def signal_name(number: int) -> str:
+    """A signal's name; of one without a name, its number, as a status from another host may have."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def silent_death(rank: int, status: int, at: float, who: str = "") -> dict[str, Any]:
@@ -22,7 +45,7 @@ def silent_death(rank: int, status: int, at: float, who: str = "") -> dict[str, 
     """
     who = who or f"rank {rank}"
     if status < 0:
-        name = signal.Signals(-status).name
+        name = signal_name(-status)
         fix = {
             "SIGKILL": "was it the kernel for want of memory (see `dmesg`), or somebody's kill -9?",
             "SIGSEGV": "native code crashed; PYTHONFAULTHANDLER=1 shows where",
@@ -41,7 +64,7 @@ def lost_server(status: int, at: float) -> dict[str, Any]:
         at: when the supervisor heard of it, seconds since the epoch.
     """
     if status < 0:
-        found = f"it was ended by {signal.Signals(-status).name}"
+        found = f"it was ended by {signal_name(-status)}"
         fix = "see `dmesg` whether the kernel ended it for want of memory, and go on with --resume"
     else:
         found = f"it ended with exit code {status}"
@@ -108,13 +131,28 @@ def read_failures(folder: Path) -> dict[int, dict[str, Any]]:
     """What the ranks wrote down before they ended, by the rank whose file it is."""
     found = {}
     for path in (folder / "failures").glob("*.json"):
-        found[int(path.stem)] = json.loads(path.read_text())
+        rank = parse_whole(path.stem)
+        if rank is not None:
+            found[rank] = _read_failure(path, rank)
     return found
+
+
+def _read_failure(path: Path, rank: int) -> dict[str, Any]:
+    try:
+        return dict(read_json(path, _FORM))
+    except ReadError as error:  # such as of a disk that was full
+        at = path.stat().st_mtime if path.exists() else 0.0
+        return _died(rank, at, f"rank {rank} failed, and what it wrote to {path} does not say how: {error.found}")
 
 
 def first_cause(failures: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """The failure that the others follow from: the earliest that is not the loss of a peer."""
     return min(failures, key=lambda failure: (failure["is_peer_loss"], failure["at"]))
+
+
+def first_line(cause: Mapping[str, Any]) -> str:
+    """The first line of a failure's message; "" where it has none, as of a bare `assert`."""
+    return str((cause["message"].splitlines() or [""])[0])
 
 
 def told(cause: Mapping[str, Any], others: int) -> str:
@@ -128,7 +166,7 @@ def told(cause: Mapping[str, Any], others: int) -> str:
         if cause["where"]:
             lines.append(f"  At: {cause['where']}")
     elif cause["traceback"]:
-        lines.append(f"rank {cause['rank']}{step} failed first: {cause['type']}: {cause['message'].splitlines()[0]}")
+        lines.append(f"rank {cause['rank']}{step} failed first: {cause['type']}: {first_line(cause)}")
     else:
         lines.append(cause["message"] + (step and f" ({step[2:]})"))
     if others:

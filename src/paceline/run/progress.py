@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
+from paceline.nouns.errors import ReadError
+from paceline.nouns.reading import COUNT, NUMBER, fault_of, parse_json
+
 _WINDOW = 50  # steps over which the speed is taken
+_LONGEST_S = 1e12
+# What an event must have; of another kind it can have anything.
+_FORMS = {
+    "start": {"total_steps": COUNT},
+    "step": {"step": COUNT, "position": COUNT, "samples": COUNT, "loss": NUMBER, "at": float, "memory_bytes": COUNT},
+    "checkpoint": {"path": str},
+    "evaluation": {"step": COUNT},
+}
 
 
 class Progress:
@@ -27,11 +37,12 @@ class Progress:
 
     def read(self) -> bool:
         """Take in what the job has written since; whether there was anything."""
-        if not self.path.exists():
-            return False
-        with self.path.open("rb") as file:
-            file.seek(self.offset)
-            content = file.read()
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.offset)
+                content = file.read()
+        except OSError:
+            return False  # it is not there yet
         whole = content[: content.rfind(b"\n") + 1]
         self.offset += len(whole)
         for event in decoded(whole):
@@ -80,10 +91,11 @@ def decoded(content: bytes) -> Iterator[dict[str, Any]]:
     """The events in lines of JSON; a line that is none, such as one that a full disk cut off, is passed over."""
     for line in content.splitlines():
         try:
-            event = json.loads(line)
-        except ValueError:
+            event = parse_json(line, "an event", dict)
+        except ReadError:
             continue
-        if isinstance(event, dict):
+        kind = event.get("event")
+        if fault_of(event, _FORMS.get(kind, {}) if isinstance(kind, str) else {}) is None:
             yield event
 
 
@@ -95,7 +107,9 @@ def speed(records: list[dict[str, Any]]) -> float | None:
 
 
 def duration(seconds: float) -> str:
-    """`73` as `1:13`."""
+    """`73` as `1:13`; `?` where it is no time."""
+    if not 0 <= seconds < _LONGEST_S:
+        return "?"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -15,7 +15,7 @@ from paceline.launch.local import RankSettings
 from paceline.launch.seats import Meeting, Seats, with_servers
 from paceline.nouns.clock import Clock, WallClock
 from paceline.run.agent import OUTLIVED_S
-from paceline.run.failures import first_cause, read_failures, silent_death
+from paceline.run.failures import first_cause, read_failures, signal_name, silent_death
 from paceline.run.progress import Progress, Screen
 from paceline.run.replaced import Replaced
 from paceline.run.station import Listening, LocalStation, Station
@@ -294,7 +294,7 @@ class Supervisor:
         if is_ending or not self.replaced.should(rank, status, self.clock.now_s()):
             return False
         name = self.replaced.name(rank)
-        self.screen.say(f"paceline: {name} was ended by {signal.Signals(-status).name}; another takes its place")
+        self.screen.say(f"paceline: {name} was ended by {signal_name(-status)}; another takes its place")
         self.stations[rank].restart(rank)
         return True
 

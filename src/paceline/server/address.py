@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.nouns.errors import PeerLostError, UsageError
+from paceline.nouns.reading import parse_whole, shown
 from paceline.server.connection import Connection
 
 UNIX = "unix:"
@@ -36,17 +37,20 @@ class Address:
         """
         if text.startswith(UNIX) and len(text) > len(UNIX):
             path = text.removeprefix(UNIX)
-            if len(os.fsencode(path)) > 107:
+            if len(path.encode(errors="surrogatepass")) > 107 or "\0" in path:
                 raise UsageError(
-                    f"a socket at {path}",
+                    f"a socket at {shown(path)}",
                     f"the path has {len(path)} characters of 107",
                     "name a shorter one",
                 )
             return cls(path)
         host, _, port = text.rpartition(":")
-        if not host or not port.isdecimal() or int(port) > 65535:
-            raise UsageError(f"the address {text!r}", "it is neither unix:PATH nor HOST:PORT", "write one of these")
-        return cls(host, int(port))
+        number = parse_whole(port, most=65535)
+        if not host or number is None or "\0" in text:
+            raise UsageError(
+                f"the address {shown(text)}", "it is neither unix:PATH nor HOST:PORT", "write one of these"
+            )
+        return cls(host, number)
 
     @property
     def is_unix(self) -> bool:

@@ -16,7 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.nouns.errors import CheckpointError, PacelineError, PlanError
+from paceline.nouns.errors import CheckpointError, PacelineError, PlanError, ReadError
+from paceline.nouns.reading import parse_json
 from paceline.server import setup
 from paceline.server.address import Address, Credentials
 from paceline.server.connection import Connection
@@ -25,7 +26,7 @@ from paceline.server.layout import Layout
 from paceline.server.log import Log
 from paceline.server.messages import COORDINATOR, Beat, Node, WorkerBeat
 from paceline.server.peers import BEAT_S, Peers, every, facts_of
-from paceline.server.settings import JobSettings
+from paceline.server.settings import OF_WORKERS, JobSettings
 
 LEAST_DEADLINE_S = 5.0  # silence that may be a machine under load
 STOOD_STILL_S = 2.0  # between two ticks of BEAT_S / 2: this process was stopped, or its host slept
@@ -353,9 +354,8 @@ def _layout_of(hello: setup.Hello) -> tuple[Layout, dict[str, Any]]:
         PlanError: they are none.
     """
     try:
-        value = json.loads(bytes(hello.layout or b""))
+        value = parse_json(hello.layout or b"", "a worker's layout", {"layout": dict, "settings": OF_WORKERS})
         layout = Layout.of_json(json.dumps(value["layout"]))
-        names = ("steps", "clip_norm", "implementation", "is_strict")
-        return layout, {name: value["settings"][name] for name in names}
-    except (ValueError, KeyError, TypeError) as error:
-        raise PlanError("a worker's layout", f"it can't be read ({error})", "use one version everywhere") from None
+        return layout, {name: value["settings"][name] for name in OF_WORKERS}
+    except ReadError as error:
+        raise PlanError("a worker's layout", error.found, "use one version everywhere") from None

@@ -13,13 +13,22 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from paceline.nouns.errors import PlanError, WorkloadError
+from paceline.checkpoint.tensor_file import is_shape
+from paceline.nouns.errors import PlanError, ReadError, WorkloadError
+from paceline.nouns.reading import COUNT, parse_json, shown
 
 SEGMENT_BYTES = 2**20
 ALIGNMENT = 64  # bytes: what torch's vector instructions like
 _ROW = 4096  # elements
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+_MOST_BYTES = 2**40  # of all parameters
 AVERAGE = -1  # the group of buffers: not trained, but the mean of what the workers have
+_FORM = {
+    "entries": [{"name": str, "shape": [COUNT], "dtype": str, "group": int}],
+    "optimizer": str,
+    "groups": [dict],
+    "samples": COUNT,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,20 +95,19 @@ class Layout:
         """Read a layout that came over a wire.
 
         Raises:
-            ValueError: it is none.
+            ReadError: it is none. That is a ValueError, too.
         """
-        value = json.loads(text)
-        try:
-            entries = tuple(_entry(one) for one in value["entries"])
-            groups, optimizer, samples = value["groups"], value["optimizer"], value["samples"]
-        except (TypeError, KeyError) as error:
-            raise ValueError(f"a layout without {error}") from None
-        is_well = isinstance(optimizer, str) and isinstance(samples, int) and isinstance(groups, list)
-        if not is_well or not all(isinstance(group, dict) for group in groups):
-            raise ValueError("a layout of other kinds")
-        if any(not AVERAGE <= entry.group < len(groups) for entry in entries):
-            raise ValueError("a parameter of a group that is not there")
-        return cls(entries, optimizer, tuple(groups), samples)
+        value = parse_json(text, "a layout", _FORM)
+        entries = tuple(Entry(one["name"], tuple(one["shape"]), one["dtype"], one["group"]) for one in value["entries"])
+        for one, entry in zip(value["entries"], entries, strict=True):
+            if entry.dtype not in BYTES or not is_shape(one["shape"], BYTES[entry.dtype]):
+                raise _bad(f"a parameter of it is {shown(entry.dtype)} of shape {shown(one['shape'])}")
+        if any(not AVERAGE <= entry.group < len(value["groups"]) for entry in entries):
+            raise _bad("a parameter of it is in a group that is not there")
+        # Segments are made of it, one for each MiB.
+        if sum(entry.numel * BYTES[entry.dtype] for entry in entries) > _MOST_BYTES:
+            raise _bad(f"its parameters have more than {_MOST_BYTES >> 40} TiB")
+        return cls(entries, value["optimizer"], tuple(value["groups"]), value["samples"])
 
     @property
     def digest(self) -> str:
@@ -170,12 +178,8 @@ def most_state_bytes(segments: Sequence[Segment]) -> int:
     return 8 * sum(segment.nbytes for segment in segments) + 2**24
 
 
-def _entry(value: dict[str, Any]) -> Entry:
-    entry = Entry(value["name"], tuple(value["shape"]), value["dtype"], value["group"])
-    sizes_are_well = all(isinstance(size, int) and size >= 0 for size in entry.shape)
-    if not (isinstance(entry.name, str) and isinstance(entry.group, int) and sizes_are_well and entry.dtype in BYTES):
-        raise ValueError(f"an entry of other kinds: {value!r:.80}")
-    return entry
+def _bad(found: str) -> ReadError:
+    return ReadError("to read a layout", found, "use one version everywhere")
 
 
 def _shown(entry: Entry) -> str:

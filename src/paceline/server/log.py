@@ -10,7 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from paceline.nouns.errors import CheckpointError
+from paceline.nouns.reading import COUNT, parse_json, reason_of
 from paceline.server.messages import Configuration, Worker
+
+# A line is one of these decisions.
+_CONFIGURATION = {
+    "epoch": int,
+    "chain": [int],
+    "workers": [[int]],
+    "joining": ([int], None),
+    "confirmed": int,
+    "holders": [int],
+}
+_LINE = ({"node": COUNT}, {"worker": [COUNT]}, {"job": [str]}, {"configurations": [_CONFIGURATION]})
 
 
 @dataclass(slots=True)
@@ -40,14 +52,14 @@ class Log:
             content = path.read_bytes() if path.exists() else b""
             whole = content[: content.rfind(b"\n") + 1]
             for line in whole.splitlines():
-                log._take(json.loads(line))
+                log._take(parse_json(line, "a line of it", _LINE))
             log.file = path.open("r+b" if path.exists() else "w+b")
             log.file.truncate(len(whole))
             log.file.seek(len(whole))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError) as error:
             raise CheckpointError(
                 f"the coordinator's log {path}",
-                f"it can't be read or written ({error})",
+                f"it can't be read or written ({reason_of(error)})",
                 "go on from the last checkpoint: paceline run --resume",
             ) from None
         return log

@@ -12,7 +12,8 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from paceline.nouns.errors import CheckpointError, PacelineError, PeerLostError
+from paceline.nouns.errors import CheckpointError, PacelineError, PeerLostError, ReadError
+from paceline.nouns.reading import parse_json, parse_whole, shown
 from paceline.server import messages, setup
 from paceline.server.address import Address, Credentials, connect, listen, role_of, user_of
 from paceline.server.connection import HELLO_S, Connection
@@ -249,12 +250,9 @@ def facts_of(content: Any) -> dict[str, Any]:
         FrameError: it is none.
     """
     try:
-        facts = json.loads(bytes(content) if not isinstance(content, str) else content)
-    except ValueError as error:
-        raise FrameError(f"it can't be read ({error})") from None
-    if not isinstance(facts, dict):
-        raise FrameError("it is no object")
-    return facts
+        return dict(parse_json(content, "a peer's message", dict))
+    except ReadError as error:
+        raise FrameError(f"it can't be read ({error.found})") from None
 
 
 def addresses_of(content: str) -> dict[Node, Address]:
@@ -263,10 +261,16 @@ def addresses_of(content: str) -> dict[Node, Address]:
     Raises:
         FrameError: that is not what it says.
     """
-    try:
-        return {int(node): Address.parse(text) for node, text in facts_of(content).items()}
-    except (ValueError, TypeError, AttributeError, PacelineError) as error:
-        raise FrameError(f"no addresses ({error})") from None
+    addresses = {}
+    for node, text in facts_of(content).items():
+        number = parse_whole(node)
+        if number is None or not isinstance(text, str):
+            raise FrameError(f"no address of a server: {shown(node)}, {shown(text)}")
+        try:
+            addresses[number] = Address.parse(text)
+        except PacelineError as error:
+            raise FrameError(f"no addresses ({error.found})") from None
+    return addresses
 
 
 async def every(seconds: float, work: Callable[[], None]) -> None:

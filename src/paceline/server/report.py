@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from paceline.nouns.reading import parse_whole
+
 MIB = 2**20
 
 
@@ -65,8 +67,9 @@ def _notes(facts: Mapping[str, Any]) -> list[str]:
     counts: dict[int, int] = {}
     for node in facts["nodes"]:
         for row in node["ranges"]:
-            for behind, number in row.get("staleness", {}).items():
-                counts[int(behind)] = counts.get(int(behind), 0) + number
+            for text, number in row.get("staleness", {}).items():
+                if (behind := parse_whole(text)) is not None:
+                    counts[behind] = counts.get(behind, 0) + number
     if not counts:
         return []
     most = max(counts.values())

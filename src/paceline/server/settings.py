@@ -8,8 +8,23 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from paceline.nouns.errors import PlanError
+from paceline.nouns.mesh import MOST_RANKS
 from paceline.nouns.plan import Plan
+from paceline.nouns.reading import COUNT, NUMBER, Whole, parse_json, reason_of
 from paceline.server.admission import Mode
+
+# What the workers add to what the plan says, as JSON has it.
+OF_WORKERS = {"steps": COUNT, "clip_norm": (NUMBER, None), "implementation": dict, "is_strict": bool}
+_FORM = {
+    "servers": Whole(1, MOST_RANKS),
+    "workers": Whole(1, MOST_RANKS),
+    "replicas": Whole(1, MOST_RANKS),
+    "mode": str,
+    "quorum": COUNT,
+    "staleness": COUNT,
+    "deadline": float,
+    **OF_WORKERS,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +88,10 @@ class JobSettings:
             PlanError: they are none.
         """
         try:
-            values: Mapping[str, Any] = json.loads(text)
+            values: Mapping[str, Any] = parse_json(text, "a job's settings", _FORM)
             if values.keys() != {one.name for one in fields(cls)}:
-                raise ValueError("with other parts")
+                raise ValueError("they have other parts")
             return cls(**values)
-        except (ValueError, AttributeError) as error:
-            raise PlanError("a job's settings", f"they can't be read ({error})", "use one version everywhere") from None
+        except ValueError as error:
+            found = f"they can't be read ({reason_of(error)})"
+            raise PlanError("a job's settings", found, "use one version everywhere") from None

@@ -12,6 +12,7 @@ from safetensors.torch import load, save
 
 from paceline.comm.squares import square_norm
 from paceline.nouns.errors import CheckpointError
+from paceline.nouns.reading import parse_whole, shown
 from paceline.server.admission import Mode
 from paceline.server.layout import AVERAGE, Layout, Segment
 from paceline.server.messages import Push, Update
@@ -223,14 +224,29 @@ class Segments:
                     raise KeyError(f"a segment of {tuple(value.shape)} where {tuple(whole.shape)} are")
                 whole.copy_(value)
             for name, value in tensors.items():
-                _, at, index, key = name.split("/")
-                optimizer = self.optimizers[int(at)]
+                segment, piece, key = _place_of_state(name)
+                optimizer, parameter = self.optimizers[segment], self.parameters[segment][piece]
+                if value.numel() != 1 and value.shape != parameter.shape:
+                    raise KeyError(f"{key} of {tuple(value.shape)} where {tuple(parameter.shape)} are")
                 if optimizer is not None:
-                    optimizer.state[self.parameters[int(at)][int(index)]][key] = value
+                    optimizer.state[parameter][key] = value
         except (safetensors.SafetensorError, KeyError, ValueError, IndexError) as error:
             raise CheckpointError(
                 "the state of a range of parameters", f"it can't be read ({error})", "report this, with both versions"
             ) from None
+
+
+def _place_of_state(name: str) -> tuple[int, int, str]:
+    """Segment, piece and key of `state/SEGMENT/PIECE/KEY`.
+
+    Raises:
+        ValueError: the name is another.
+    """
+    _, segment, piece, key = name.split("/")
+    numbers = parse_whole(segment), parse_whole(piece)
+    if numbers[0] is None or numbers[1] is None:
+        raise ValueError(f"a name {shown(name)}")
+    return numbers[0], numbers[1], key
 
 
 def first_content(
@@ -258,14 +274,27 @@ def first_content(
 
 
 def states_of(layout: Layout, ranges: Sequence[Sequence[Segment]], contents: Sequence[bytes]) -> list[dict[str, Any]]:
-    """By entry the optimizer's state, put together from what the servers gave."""
+    """By entry the optimizer's state, put together from what the servers gave.
+
+    Raises:
+        CheckpointError: that is something else.
+    """
+    try:
+        return _states_of(layout, ranges, contents)
+    except (safetensors.SafetensorError, KeyError, ValueError, IndexError, RuntimeError) as error:
+        raise CheckpointError(
+            "the optimizer's state on the servers", f"it can't be read ({error})", "report this, with both versions"
+        ) from None
+
+
+def _states_of(layout: Layout, ranges: Sequence[Sequence[Segment]], contents: Sequence[bytes]) -> list[dict[str, Any]]:
     states: list[dict[str, Any]] = [{} for _ in layout.entries]
     for segments, content in zip(ranges, contents, strict=True):
         for name, value in load(bytes(content)).items():
             if not name.startswith("state/"):
                 continue
-            _, number, index, key = name.split("/")
-            piece = segments[int(number)].pieces[int(index)]
+            number, index, key = _place_of_state(name)
+            piece = segments[number].pieces[index]
             entry = layout.entries[piece.entry]
             if value.numel() != piece.count or (value.dim() == 0 and entry.shape != ()):
                 states[piece.entry][key] = value

@@ -3,15 +3,64 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 from paceline.nouns.errors import PeerLostError
+from paceline.nouns.reading import fault_of
 from paceline.server import setup
 from paceline.server.address import Address, Credentials, connect
 from paceline.server.connection import Connection
-from paceline.server.peers import Peers, facts_of
+from paceline.server.frames import FrameError
+from paceline.server.peers import Peers, addresses_of, facts_of
 
 ANSWER_S = 5.0
+_ALWAYS = {
+    "job": {
+        "mode": str,
+        "quorum": int,
+        "staleness": int,
+        "deadline": float,
+        "workers": int,
+        "servers": int,
+        "replicas": int,
+    },
+    "state": str,
+    "servers": {str: str},
+}
+_GATHERING = {"here": [str]}
+_TRAINING = {
+    "workers": [
+        {
+            "worker": int,
+            "incarnation": int,
+            "clock": int,
+            "is_done": bool,
+            "is_in": bool,
+            "silent_s": float,
+            "is_waiting?": bool,
+            "waited_for_network_s?": float,
+            "waited_for_others_s?": float,
+            "bytes_sent?": int,
+            "bytes_received?": int,
+        }
+    ],
+    "chains": [{"range": int, "chain": [int], "epoch": int, "is_whole": bool}],
+}
+# What a server answers.
+NODE = {
+    "ranges": [
+        {
+            "range": int,
+            "role": str,
+            "updates": int,
+            "behind": int,
+            "duplicates": int,
+            "waits_for": [int],
+            "staleness?": {str: int},
+        }
+    ]
+}
 
 
 class Watcher(Peers):
@@ -63,6 +112,26 @@ async def look(coordinator: Address, credentials: Credentials | None = None) -> 
             "it does not answer",
             "see whether the job runs with these credentials",
         )
-    asked = [watcher.ask(int(node), Address.parse(where)) for node, where in facts.get("servers", {}).items()]
-    facts["nodes"] = [answer for answer in await asyncio.gather(*asked) if answer is not None]
+    fault = fault_of_facts(facts)
+    if fault is not None:
+        raise PeerLostError(
+            f"the coordinator at {coordinator} should say how its job goes",
+            f"it says something else: {fault}",
+            "see whether a coordinator of this version of Paceline listens there",
+        )
+    servers = addresses_of(json.dumps(facts["servers"]))
+    answers = await asyncio.gather(*[watcher.ask(node, where) for node, where in servers.items()])
+    facts["nodes"] = [answer for answer in answers if answer is not None and fault_of(answer, NODE) is None]
     return facts
+
+
+def fault_of_facts(facts: Any) -> str | None:
+    """What in a coordinator's answer is not as `report.py` reads it; None where all is."""
+    fault = fault_of(facts, _ALWAYS)
+    if fault is not None:
+        return fault
+    try:
+        addresses_of(json.dumps(facts["servers"]))
+    except FrameError as error:
+        return str(error)
+    return fault_of(facts, _GATHERING if facts["state"] == "gathering" else _TRAINING)
