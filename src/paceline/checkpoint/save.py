@@ -37,12 +37,15 @@ from paceline.checkpoint.manifest import (
 from paceline.checkpoint.merge import as_hex, merged_optimizer, merged_tensors
 from paceline.checkpoint.reshard import Part, dtype_of, hash_of
 from paceline.checkpoint.tensor_file import DTYPES
-from paceline.nouns.errors import CheckpointError
+from paceline.nouns.errors import CheckpointError, ReadError
 from paceline.nouns.placement import Placement
+from paceline.nouns.reading import COUNT, read_json
 
 NOTES_TIMEOUT_S = 600  # for the slowest rank's file
 _POLL_S = 0.02
 _LAST_WORDS_S = 5
+_MOST_NOTE_BYTES = 2**30
+_NOTE = {"name": str, "bytes": COUNT, "sha256": str, "tensors": {str: dict}, "groups": list, "numbers": dict}
 _FREE_SPACE = "free space there or name another place with --runs; older checkpoints are untouched"
 
 
@@ -228,7 +231,10 @@ def _wait_for_notes(partial: Path, size: int) -> list[dict[str, Any]]:
             if time.monotonic() > deadline_s:
                 raise _no_note(rank, f"it said nothing for {NOTES_TIMEOUT_S} s")
             time.sleep(_POLL_S)
-        note = json.loads(path.read_text())
+        try:
+            note = read_json(path, ({"error": str}, _NOTE), _MOST_NOTE_BYTES)
+        except ReadError as error:
+            raise _no_note(rank, f"its note can't be read: {error.found}") from None
         if "error" in note:
             raise _no_note(rank, note["error"])
         notes.append(note)

@@ -28,6 +28,7 @@ from paceline.doctor.report import as_json, summary_line, table
 from paceline.launch.hosts import Host, parse_hosts, read_hostfile
 from paceline.launch.ssh import SshOptions, check_ssh
 from paceline.nouns.errors import UsageError
+from paceline.nouns.reading import parse_whole
 
 _PORT = 29400  # torchrun's
 _WIDTH = 120
@@ -96,7 +97,7 @@ def _hosts(arguments: argparse.Namespace) -> tuple[Host, ...]:
 
 def _question(arguments: argparse.Namespace, hosts: tuple[Host, ...]) -> Question:
     text = os.environ.get("MASTER_PORT", "")
-    port = arguments.port if arguments.port is not None else int(text) if text.isdecimal() else _PORT
+    port = arguments.port if arguments.port is not None else parse_whole(text, most=65535) or _PORT
     if not 0 < port < 65536:
         if arguments.port is not None:
             raise UsageError(f"the port {port}", "ports go from 1 to 65535", "write such as --port 29400")

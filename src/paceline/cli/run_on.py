@@ -22,7 +22,9 @@ from paceline.launch.seats import Meeting, Seats, seat, with_servers
 from paceline.launch.slurm import SlurmOptions, check_sbatch, sbatch_script, submit
 from paceline.launch.ssh import SshOptions, check_ssh
 from paceline.nouns.errors import UsageError
+from paceline.nouns.mesh import MOST_RANKS
 from paceline.nouns.plan import Plan
+from paceline.nouns.reading import parse_whole
 from paceline.run.command_station import STOP, CommandStation
 from paceline.run.elastic import script_hosts
 from paceline.run.fleet import FleetOptions, agent_command, agent_request, open_posts
@@ -117,10 +119,12 @@ def shape_of(text: str | None) -> tuple[int, int] | None:
     """
     if text is None:
         return None
-    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
-    if not found:
-        raise UsageError(f"-j {text}", "it is not NODESxRANKS", "write such as -j 2x8: 2 hosts with 8 ranks each")
-    return int(found[1]), int(found[2])
+    nodes, _, ranks = text.partition("x")
+    shape = parse_whole(nodes, 1, MOST_RANKS), parse_whole(ranks, 1, MOST_RANKS)
+    if shape[0] is None or shape[1] is None:
+        fix = "write such as -j 2x8: 2 hosts with 8 ranks each"
+        raise UsageError(f"-j {text[:100]}", "it is not NODESxRANKS", fix)
+    return shape[0], shape[1]
 
 
 def ranks_asked(arguments: argparse.Namespace) -> int | None:

@@ -10,12 +10,13 @@ import hashlib
 import json
 import sysconfig
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import numpy as np
 
-from paceline.nouns.errors import DataError, UsageError
+from paceline.nouns.errors import DataError, ReadError, UsageError
+from paceline.nouns.reading import COUNT, read_json
 
 LENGTH = 64  # tokens in a sequence, [CLS] and [SEP] among them
 VOCABULARY = 4096
@@ -40,6 +41,20 @@ class Corpus:
     most_frequent_id: int
 
 
+def read_corpus(folder: Path) -> Corpus:
+    """What an earlier call prepared in `folder`.
+
+    Raises:
+        DataError: it can't be read.
+    """
+    summary = folder / "corpus.json"
+    try:
+        facts = read_json(summary, {one.name: str if one.type == "str" else COUNT for one in fields(Corpus)})
+        return Corpus(**{one.name: facts[one.name] for one in fields(Corpus)})
+    except ReadError as error:
+        raise DataError(f"the prepared text in {summary}", error.found, f"remove {folder}: it is made again") from None
+
+
 def prepare(folder: Path) -> Corpus:
     """Prepare the text in `folder`, or find it there from an earlier call.
 
@@ -49,7 +64,7 @@ def prepare(folder: Path) -> Corpus:
     """
     summary = folder / "corpus.json"
     if summary.exists():
-        return Corpus(**json.loads(summary.read_text()))
+        return read_corpus(folder)
     folder.mkdir(parents=True, exist_ok=True)
     kept, held_out = _texts()
     tokenizer = _tokenizer(kept)

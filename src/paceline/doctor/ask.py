@@ -25,6 +25,7 @@ from paceline.doctor.look_disk import marker_path
 from paceline.doctor.meet import Seat, meet
 from paceline.launch.ssh import SshOptions, ssh_command, why_lost
 from paceline.nouns.errors import PacelineError, UsageError
+from paceline.nouns.reading import Whole, parse_json, reason_of
 
 _ANSWER = ("-m", "paceline.cli.main", "doctor", "--answer")
 _LIMIT_S = 240.0  # of one answer: torch may come from a slow disk
@@ -97,6 +98,25 @@ def _answer_of(command: list[str], host: str, request: bytes, is_ssh: bool) -> b
         raise why_lost(host, said)
     last = (said.strip().splitlines() or [f"it ended with {done.returncode}"])[-1]
     raise UsageError(f"to ask {host}", f"its process failed: {last}", "run `paceline doctor` there")
+
+
+_PORT = Whole(0, 65535)
+# What another host's doctor asks of this one.
+_REQUEST = (
+    {
+        "kind": str,
+        "question": {"names": [str], "runs": str, "ports": [_PORT], "is_quick": bool, "marker": str},
+    },
+    {
+        "kind": str,
+        "own": str,
+        "seats": [{"host": str, "address": str, "port": _PORT, "token": str}],
+        "seconds": float,
+        "folder": str,
+        "marker": str,
+    },
+    {"kind": str, "folder": str, "marker": str},
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,12 +242,10 @@ def _parse(name: str, text: bytes) -> dict[str, Any]:
     if len(text) > _MAX_BYTES:
         raise _nonsense(name, f"{len(text)} bytes")
     try:
-        answer = json.loads(text.decode().strip().splitlines()[-1])  # a login may greet before it
-    except (ValueError, IndexError):
-        raise _nonsense(name, "no JSON") from None
-    if not isinstance(answer, dict):
-        raise _nonsense(name, "no object")
-    return answer
+        lines = text.decode().strip().splitlines() or [""]
+        return dict(parse_json(lines[-1], "its answer", dict))  # a login may greet before it
+    except ValueError as error:
+        raise _nonsense(name, reason_of(error)) from None
 
 
 def _nonsense(name: str, what: str) -> UsageError:
@@ -269,7 +287,7 @@ def answer(text: bytes, heard_ns: int) -> dict[str, Any]:
         UsageError: the request can't be read.
     """
     try:
-        request = json.loads(text)
+        request = parse_json(text, "the request", _REQUEST)
         kind = request["kind"]
         if kind == "look":
             facts = look(_question(request["question"])).to_json()
@@ -278,7 +296,7 @@ def answer(text: bytes, heard_ns: int) -> dict[str, Any]:
             reached = meet(
                 request["own"],
                 [Seat(**seat) for seat in request["seats"]],
-                min(float(request["seconds"]), _LONGEST_MEET_S),
+                min(request["seconds"], _LONGEST_MEET_S),
             )
             marker = request["marker"]
             return {"reached": reached, "has_marker": bool(marker) and marker_path(request["folder"], marker).exists()}
@@ -287,17 +305,12 @@ def answer(text: bytes, heard_ns: int) -> dict[str, Any]:
             return {}
         raise ValueError(f"the kind {kind!r}")
     except (ValueError, KeyError, TypeError, StopIteration) as error:
-        found = f"it can't be read ({type(error).__name__}: {error})"
+        found = f"it can't be read ({reason_of(error)})"
         raise UsageError(
             "a request of another host's doctor", found, "install one version of Paceline on all hosts"
         ) from None
 
 
 def _question(value: Mapping[str, Any]) -> Question:
-    return Question(
-        tuple(str(name) for name in value["names"]),
-        str(value["runs"]),
-        tuple(int(port) for port in value["ports"]),
-        bool(value["is_quick"]),
-        str(value["marker"]),
-    )
+    names, ports = tuple(value["names"]), tuple(value["ports"])
+    return Question(names, value["runs"], ports, value["is_quick"], value["marker"])

@@ -19,6 +19,7 @@ from paceline.doctor.look_accelerators import look_at_accelerators
 from paceline.doctor.look_disk import look_at_folder, look_for_leftovers, mount_of
 from paceline.doctor.look_network import is_clock_synchronised, look_at_network
 from paceline.launch.command import is_secret
+from paceline.nouns.reading import parse_whole
 
 # Variables that change how training runs. Nothing else of the environment is read or sent: it may hold secrets.
 _PREFIXES = ("NCCL_", "GLOO_", "OMP_", "MKL_NUM", "CUDA_", "TORCH_NCCL_", "TORCH_DISTRIBUTED_", "PACELINE_")
@@ -106,11 +107,11 @@ def _cgroup_cores(root: Path) -> float | None:
     limits = []
     for folder in cgroup_folders(root, "cpu"):
         words = _text(folder / "cpu.max").split()  # version 2: "200000 100000" or "max 100000"
-        if len(words) == 2 and words[0].isdecimal():
-            limits.append(int(words[0]) / int(words[1]))
-        quota, period = _text(folder / "cpu.cfs_quota_us"), _text(folder / "cpu.cfs_period_us")
-        if quota.isdecimal() and period.isdecimal():  # version 1; -1 is no limit
-            limits.append(int(quota) / int(period))
+        pairs = [words, [_text(folder / "cpu.cfs_quota_us"), _text(folder / "cpu.cfs_period_us")]]  # 1: -1 is no limit
+        for pair in pairs:
+            numbers = [parse_whole(word, 1) for word in pair]
+            if len(numbers) == 2 and numbers[0] and numbers[1]:
+                limits.append(numbers[0] / numbers[1])
     return min(limits, default=None)
 
 
@@ -118,6 +119,8 @@ def cgroup_folders(root: Path, controller: str) -> list[Path]:
     """This process's control group and those around it, of versions 1 and 2: a limit of any of them holds."""
     found = []
     for line in _text(root / "proc/self/cgroup").splitlines():
+        if line.count(":") < 2:
+            continue
         number, controllers, path = line.split(":", 2)
         if number == "0":
             top = root / "sys/fs/cgroup"
@@ -133,7 +136,11 @@ def cgroup_folders(root: Path, controller: str) -> list[Path]:
 def look_at_memory(root: Path) -> Memory:
     """Main memory, swap, and the control group's limit."""
     lines = [line.split() for line in _text(root / "proc/meminfo").splitlines()]
-    table = {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if len(words) > 1 and words[1].isdecimal()}
+    table = {}
+    for words in lines:
+        kibibytes = parse_whole(words[1]) if len(words) > 1 else None
+        if kibibytes is not None:
+            table[words[0].rstrip(":")] = kibibytes * 1024
     pages = _text(root / "sys/kernel/mm/transparent_hugepage/enabled")
     limit, used = _cgroup_memory(root)
     swap = table.get("SwapTotal", 0)
@@ -156,13 +163,13 @@ def _cgroup_memory(root: Path) -> tuple[int | None, int]:
             ("memory.max", "memory.current"),
             ("memory.limit_in_bytes", "memory.usage_in_bytes"),
         ):
-            limit, used = _text(folder / limit_name), _text(folder / used_name)
-            if not limit.isdecimal() or int(limit) > _NO_LIMIT:
+            limit, used = parse_whole(_text(folder / limit_name)), parse_whole(_text(folder / used_name))
+            if limit is None or limit > _NO_LIMIT:
                 continue
             stat = dict(line.split() for line in _text(folder / "memory.stat").splitlines() if line.count(" ") == 1)
-            dropped = int(stat.get("inactive_file", stat.get("total_inactive_file", 0)))
-            if tightest[0] is None or int(limit) < tightest[0]:
-                tightest = int(limit), max(0, int(used or 0) - dropped)
+            dropped = parse_whole(stat.get("inactive_file", stat.get("total_inactive_file", ""))) or 0
+            if tightest[0] is None or limit < tightest[0]:
+                tightest = limit, max(0, (used or 0) - dropped)
     return tightest
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import subprocess
@@ -10,11 +9,27 @@ import sys
 from typing import Any
 
 from paceline.doctor.facts import Accelerator, Accelerators, Versions
+from paceline.nouns.errors import ReadError
+from paceline.nouns.reading import parse_json, parse_whole
 
 _TOOL = "nvidia-smi"
 _TOOL_LIMIT_S = 15
 _TORCH_LIMIT_S = 120  # from a slow network disk, importing torch takes a minute and more
 _MIB = 2**20
+_MOST_MIB = 2**40
+# What `torch_facts.py` says.
+_ANSWER = {
+    "torch?": str,
+    "error?": str,
+    "seconds?": float,
+    "cuda_build?": str,
+    "hip_build?": str,
+    "nccl?": str,
+    "has_distributed?": bool,
+    "devices?": [str],
+    "device_error?": str,
+    "unsupported?": [str],
+}
 _LINK = re.compile(r"NV\d+|SYS|NODE|PHB|PXB|PIX|X|OK")
 
 
@@ -77,7 +92,7 @@ def read_links(text: str) -> dict[str, str]:
 
 
 def _mib(word: str) -> int:
-    return int(word) * _MIB if word.isdecimal() else 0
+    return (parse_whole(word, most=_MOST_MIB) or 0) * _MIB
 
 
 def _run(*words: str) -> tuple[str, str]:
@@ -86,7 +101,8 @@ def _run(*words: str) -> tuple[str, str]:
     if program is None:
         return "", ""
     try:
-        done = subprocess.run([program, *words], capture_output=True, text=True, timeout=_TOOL_LIMIT_S)
+        command = [program, *words]
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_TOOL_LIMIT_S)
     except subprocess.TimeoutExpired:
         return "", f"{_TOOL} did not answer within {_TOOL_LIMIT_S} s"
     except OSError as error:
@@ -100,13 +116,12 @@ def _run(*words: str) -> tuple[str, str]:
 def _ask_torch() -> dict[str, Any]:
     command = [sys.executable, "-m", "paceline.doctor.torch_facts"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TORCH_LIMIT_S)
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_TORCH_LIMIT_S)
     except subprocess.TimeoutExpired:
         return {"error": f"importing it did not end within {_TORCH_LIMIT_S} s"}
     lines = done.stdout.strip().splitlines()
     try:
-        answer = json.loads(lines[-1])
-        return answer if isinstance(answer, dict) else {"error": "its process answered nonsense"}
-    except (IndexError, ValueError):
+        return dict(parse_json(lines[-1], "the answer", _ANSWER))
+    except (IndexError, ReadError):
         last = (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1]
         return {"error": f"its process failed: {last}"}

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from paceline.doctor.facts import Folder, Leftover
+from paceline.nouns.reading import LARGEST, parse_whole
 
 _TEST_BYTES = 64 * 2**20
 _PART_BYTES = 4 * 2**20
@@ -144,8 +145,9 @@ def _oldest_paceline_ns(root: Path) -> int | None:
         if "paceline" not in _read(folder / "cmdline"):
             continue
         rest = _read(folder / "stat").rpartition(")")[2].split()  # the program's name may hold spaces
-        if len(rest) > 19:
-            starts.append((int(boot_s[1]) * ticks + int(rest[19])) * 10**9 // ticks)
+        since, started = parse_whole(boot_s[1]), parse_whole(rest[19], -LARGEST) if len(rest) > 19 else None
+        if since is not None and started is not None:
+            starts.append((since * ticks + started) * 10**9 // ticks)
     return min(starts, default=None)
 
 

@@ -6,7 +6,9 @@ import contextlib
 import ctypes
 import errno
 import ipaddress
+import math
 import os
+import re
 import shutil
 import socket
 import struct
@@ -17,9 +19,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from paceline.doctor.facts import Interface, Name, Network, Port
+from paceline.nouns.reading import parse_whole
 
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR, linux/sockios.h
 _UP, _RUNNING = 0x1, 0x40  # IFF_*, linux/if.h
+_HEX_ADDRESS = re.compile("[0-9a-f]{32}")
+_MOST_DIGITS = 20  # of a number of 64 bits
 _NAME_S = 10.0  # a name server that is gone is given up by the system after 10 to 30 s
 _TIME_ERROR = 5  # adjtimex(2): the clock is not synchronised
 _TIMEX_BYTES = 512  # more than struct timex has
@@ -49,7 +54,11 @@ def look_at_network(
         routes,
         resolved,
         {str(port): try_port(port, root) for port in ports},
-        tuple(int(word) for word in _read(root / "proc/sys/net/ipv4/ip_local_port_range").split()),
+        tuple(
+            port
+            for word in _read(root / "proc/sys/net/ipv4/ip_local_port_range").split()
+            if (port := parse_whole(word, most=65535)) is not None
+        ),
         _free_port(),
         tuple(sorted(path.name for path in (root / "sys/class/infiniband").glob("*"))),
         shutil.which("ssh") is not None,
@@ -61,7 +70,7 @@ def look_at_interfaces(root: Path) -> tuple[Interface, ...]:
     sixes: dict[str, list[str]] = {}
     for line in _read(root / "proc/net/if_inet6").splitlines():
         words = line.split()
-        if len(words) == 6:
+        if len(words) == 6 and _HEX_ADDRESS.fullmatch(words[0]):
             sixes.setdefault(words[5], []).append(str(ipaddress.IPv6Address(bytes.fromhex(words[0]))))
     found = []
     for _, name in socket.if_nameindex() if hasattr(socket, "if_nameindex") else []:
@@ -97,11 +106,12 @@ def _address(name: str) -> str:
 
 def default_interface(root: Path) -> str:
     """The interface of the default route with the lowest metric; "" is none."""
-    best: tuple[float, str] = (float("inf"), "")
+    best: tuple[float, str] = (math.inf, "")
     for line in _read(root / "proc/net/route").splitlines()[1:]:
         words = line.split()
         if len(words) > 7 and words[1] == "00000000" and words[7] == "00000000":
-            best = min(best, (float(words[6]), words[0]))
+            metric = parse_whole(words[6])
+            best = min(best, (math.inf if metric is None else metric, words[0]))
     return best[1]
 
 
@@ -197,8 +207,9 @@ def is_clock_synchronised() -> bool | None:
 
 
 def _number(path: Path, base: int = 10) -> int:
+    text = _read(path)
     with contextlib.suppress(ValueError):
-        return int(_read(path), base)
+        return int(text, base) if len(text) <= _MOST_DIGITS else 0
     return 0
 
 

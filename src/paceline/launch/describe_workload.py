@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import subprocess
 import sys
 from typing import Any
 
-from paceline.nouns.errors import WorkloadError
+from paceline.nouns.errors import ReadError, WorkloadError
 from paceline.nouns.plan import Plan
+from paceline.nouns.reading import parse_json
+
+_ANSWER = ({"error": {"asked": str, "found": str, "fix": str}}, {"model": dict})
 
 
 def describe_workload(plan: Plan, words: list[str]) -> dict[str, Any]:
@@ -18,9 +21,12 @@ def describe_workload(plan: Plan, words: list[str]) -> dict[str, Any]:
         WorkloadError: the file can't be loaded, or its model can't be split so.
     """
     command = [sys.executable, "-m", "paceline.train.describe", "--plan", plan.line(), *words]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace")
     lines = done.stdout.strip().splitlines()
-    answer = json.loads(lines[-1]) if done.returncode == 0 and lines else None
+    answer = None
+    if done.returncode == 0 and lines:
+        with contextlib.suppress(ReadError):  # the person's code wrote something at its end
+            answer = parse_json(lines[-1], "the answer", _ANSWER)
     if answer is None:
         last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
         raise WorkloadError(f"to load {words[0]}", f"its process failed: {last}", "run it alone with python first")

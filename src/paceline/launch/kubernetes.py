@@ -22,8 +22,10 @@ from paceline.launch.manifest_kinds import PodSet, field_of, job_manifests, pod_
 from paceline.launch.pods import COORDINATOR, SERVER, WORKER, Manifest
 from paceline.nouns.errors import PacelineError, PlanError, UsageError
 from paceline.nouns.plan import Plan
+from paceline.nouns.reading import parse_whole, read_text, reason_of
 
 # kubectl reads more texts as numbers and truth values than the library that writes here: such as 1e-3, or y.
+_LONGEST_SAID = 300  # characters of what a parser says
 _NUMBER_LIKE = re.compile(r"[-+]?[.\d]")
 _WORDS = ("y", "n", "yes", "no", "on", "off", "true", "false", "null", "~", "")
 
@@ -69,9 +71,9 @@ def check(manifests: Sequence[Manifest]) -> None:
     try:
         sets = pod_sets(manifests)
         found = [*_shape_reasons(manifests, sets), *_plan_reasons(manifests, sets), *gangs.reasons(manifests)]
-    except (AttributeError, TypeError, LookupError, ValueError, RecursionError) as error:
+    except (AttributeError, TypeError, LookupError, ValueError, RecursionError, ArithmeticError) as error:
         raise UsageError(
-            "to check manifests", f"one has a part of the wrong form ({error})", "print them again"
+            "to check manifests", f"one has a part of the wrong form ({reason_of(error)})", "print them again"
         ) from None
     if found:
         name = field_of(job_manifests(manifests)[0], "metadata", "name")
@@ -110,8 +112,9 @@ def _plan_reasons(manifests: Sequence[Manifest], sets: Sequence[PodSet]) -> Iter
     wanted = Plan.parse(plan)
     size = (_after("-j", words) or "").split("x")
     pods_of = sum(one.count for one in workers)
-    if len(size) == 2 and all(part.isdecimal() for part in size):
-        nodes, per_node = int(size[0]), int(size[1])
+    sizes = [number for number in map(parse_whole, size) if number is not None]
+    if len(size) == 2 and len(sizes) == 2:
+        nodes, per_node = sizes
         if nodes * per_node != wanted.world_size:
             yield f"-j {nodes}x{per_node} is not the {wanted.world_size} ranks of the plan {plan}"
         if pods_of != nodes:
@@ -164,9 +167,9 @@ def read_manifests(path: Path) -> list[Manifest]:
     import yaml
 
     try:
-        return [one for one in yaml.safe_load_all(path.read_text()) if one is not None]
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        said = " ".join(str(error).split())
+        return [one for one in yaml.safe_load_all(read_text(path)) if one is not None]
+    except (PacelineError, RecursionError, yaml.YAMLError, ValueError, ArithmeticError, LookupError) as error:
+        said = " ".join(reason_of(error).split())[:_LONGEST_SAID]
         raise UsageError(f"the manifests in {path}", f"they can't be read ({said})", "name a YAML file") from None
 
 
@@ -187,7 +190,9 @@ def send(manifests: Sequence[Manifest], context: str = "") -> str:
     check(manifests)
     command = ["kubectl", *(["--context", context] if context else []), "apply", "-f", "-"]
     try:
-        done = subprocess.run(command, input=to_text(manifests), capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, input=to_text(manifests), capture_output=True, text=True, errors="replace", check=False
+        )
     except FileNotFoundError:
         fix = "install kubectl, or write the manifests to a file with --dry-run and apply them elsewhere"
         raise UsageError("to send the manifests", "there is no kubectl on this host", fix) from None

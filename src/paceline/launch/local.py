@@ -15,6 +15,8 @@ import sys
 from dataclasses import asdict, dataclass, field
 
 from paceline.launch.seats import Meeting, Seats
+from paceline.nouns.errors import ReadError
+from paceline.nouns.reading import parse_json
 
 # The C library maps and unmaps large tensors at every step unless told otherwise; with huge pages most page
 # faults go (570,000 to 71,000 in 12 steps of a small BERT): 12 % of a step with large tensors, less with small.
@@ -64,11 +66,19 @@ class RankSettings:
 
     @classmethod
     def from_json(cls, text: str) -> RankSettings:
-        """What `to_json` wrote."""
-        values = json.loads(text)
-        seats, meeting = values.pop("seats"), Meeting(**values.pop("meeting"))
-        seats = Seats(**{**seats, "servers": tuple(seats["servers"])})
-        return cls(seats=seats, meeting=meeting, **values)
+        """What `to_json` wrote.
+
+        Raises:
+            ReadError: it is something else.
+        """
+        values = parse_json(text, "a rank's settings", {"seats": {"servers": [int]}, "meeting": dict})
+        try:
+            seats, meeting = values.pop("seats"), Meeting(**values.pop("meeting"))
+            seats = Seats(**{**seats, "servers": tuple(seats["servers"])})
+            return cls(seats=seats, meeting=meeting, **values)
+        except TypeError as error:
+            fix = "use one version of Paceline on all hosts"
+            raise ReadError("to read a rank's settings", f"they have other parts ({error})", fix) from None
 
 
 @dataclass(slots=True)

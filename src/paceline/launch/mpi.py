@@ -47,7 +47,7 @@ def find_mpirun(program: str = "", more: Sequence[str] = ()) -> Mpirun:
             f"{' or '.join(known)} to start ranks", "there is no such program", "install Open MPI or MPICH"
         )
     try:
-        done = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=30)
+        done = subprocess.run([found, "--version"], capture_output=True, text=True, errors="replace", timeout=30)
         told = done.stdout + done.stderr
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UsageError(

@@ -11,10 +11,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.nouns.errors import WorkloadError
+from paceline.nouns.errors import ReadError, WorkloadError
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
 from paceline.nouns.profile import Profile
+from paceline.nouns.reading import COUNT, parse_json
+
+_ANSWER = (
+    {"number": COUNT, "error": {"asked": str, "found": str, "fix": str}},
+    {"number": COUNT, "path": str},
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +68,15 @@ def profile_workload(
         folder = Path(name)
         (folder / "requests.json").write_text(json.dumps([asdict(one) for one in requests]))
         command = [sys.executable, "-m", "paceline.train.profile", str(folder / "requests.json"), name, *words]
-        with (folder / "errors.txt").open("w+") as errors:
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+        with (folder / "errors.txt").open("w+", errors="replace") as errors:
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, errors="replace")
             assert process.stdout is not None
             answers: list[Profile | WorkloadError] = []
             try:
                 for line in process.stdout:
-                    answer = json.loads(line)
+                    answer = _read_answer(line)
+                    if answer is None:
+                        continue
                     error = answer.get("error")
                     answers.append(WorkloadError(**error) if error else Profile.read(Path(answer["path"])))
                     done(answer["number"])
@@ -83,3 +91,11 @@ def profile_workload(
                     f"to rehearse a step of {words[0]}", f"its process failed: {last}", "run it alone with python first"
                 )
     return answers
+
+
+def _read_answer(line: str) -> dict[str, Any] | None:
+    """The child's answer; None where it is a line that the person's code wrote below Python, as a library may."""
+    try:
+        return dict(parse_json(line, "an answer", _ANSWER))
+    except ReadError:
+        return None

@@ -9,6 +9,7 @@ from typing import Any
 
 _BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50, "Ei": 2**60}
 _DECIMAL = {"n": -9, "u": -6, "m": -3, "": 0, "k": 3, "M": 6, "G": 9, "T": 12, "P": 15, "E": 18}
+_LONGEST = 64  # characters; Kubernetes' own numbers end at 2^63
 # The grammar of k8s.io/apimachinery's resource.Quantity.
 _QUANTITY = re.compile(
     r"(?P<number>[+-]?(?:\d+\.?\d*|\.\d+))(?:(?P<suffix>[numkMGTPE]|[KMGTPE]i)|[eE](?P<exponent>[+-]?\d{1,3}))?"
@@ -18,8 +19,8 @@ _QUANTITY = re.compile(
 def read_quantity(text: Any) -> Fraction | None:
     """What a quantity is worth, exactly; None where it is none. A bare whole number is one too."""
     if isinstance(text, int) and not isinstance(text, bool):
-        return Fraction(text)
-    match = _QUANTITY.fullmatch(text) if isinstance(text, str) else None
+        return Fraction(text) if abs(text) < 10**_LONGEST else None
+    match = _QUANTITY.fullmatch(text) if isinstance(text, str) and len(text) <= _LONGEST else None
     if match is None:
         return None
     number, suffix = Fraction(match["number"]), match["suffix"] or ""

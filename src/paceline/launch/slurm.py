@@ -104,7 +104,12 @@ def submit(script: str, options: SlurmOptions, environment: dict[str, str]) -> s
     """
     check_sbatch(options)
     done = subprocess.run(
-        [options.program, "--parsable"], input=script, capture_output=True, text=True, env=environment
+        [options.program, "--parsable"],
+        input=script,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        env=environment,
     )
     if done.returncode:
         told = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]

@@ -7,7 +7,8 @@ import difflib
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.nouns.errors import PacelineError, UsageError, WorkloadError
+from paceline.nouns.errors import PacelineError, ReadError, UsageError, WorkloadError
+from paceline.nouns.reading import read_text, reason_of
 from paceline.nouns.workload import check_part_names, too_small_batch
 
 # Packages that start no threads and touch no GPU when imported, so that they may be loaded before a fork.
@@ -38,9 +39,9 @@ def read_workload_file(text: str, ranks: int) -> WorkloadFile:
     if not path.is_file():
         raise _no_file(path)
     try:
-        tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
-    except (SyntaxError, UnicodeDecodeError, OSError) as error:
-        line = f", line {error.lineno}: {error.msg}" if isinstance(error, SyntaxError) else f": {error}"
+        tree = ast.parse(read_text(path), str(path))
+    except (SyntaxError, ReadError, ValueError, RecursionError, MemoryError) as error:
+        line = f", line {error.lineno}: {error.msg}" if isinstance(error, SyntaxError) else f": {reason_of(error)}"
         raise UsageError(f"the workload file {path} should be Python", f"it is not{line}", "mend that line") from None
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     for call in calls:

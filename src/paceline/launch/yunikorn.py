@@ -20,7 +20,8 @@ from paceline.launch.kubernetes_job import KubernetesJob
 from paceline.launch.manifest_kinds import PodSet, field_of
 from paceline.launch.pods import WORKER, Manifest
 from paceline.launch.quantities import pod_resources, read_quantity
-from paceline.nouns.errors import did_you_mean
+from paceline.nouns.errors import ReadError, did_you_mean
+from paceline.nouns.reading import parse_json, parse_whole
 
 SCHEDULER = "yunikorn"
 PREFIX = "yunikorn.apache.org/"
@@ -150,8 +151,8 @@ def _policy_reasons(text: str) -> Iterator[str]:
             said += ", which is taken as Soft"
         yield f"has {said}: after the timeout a part of the gang would start, and wait for the rest; write {STYLE}=Hard"
     seconds = found.get(TIMEOUT)
-    if seconds is not None and not (seconds.isascii() and seconds.isdecimal() and 0 < int(seconds) <= INT64):
-        yield f"has {TIMEOUT}={seconds}, which is no number of seconds above 0"
+    if seconds is not None and parse_whole(seconds, 1, INT64) is None:
+        yield f"has {TIMEOUT}={seconds[:100]}, which is no number of seconds above 0"
 
 
 def _anti_affinity_reasons(one: PodSet) -> Iterator[str]:
@@ -192,9 +193,9 @@ def _text_reasons(text: Any, sets: Sequence[PodSet]) -> Iterator[str]:
         return dict(pairs)
 
     try:
-        groups = json.loads(str(text), object_pairs_hook=once)
-    except ValueError as error:
-        yield f"{GROUPS} is not JSON ({error}): YuniKorn would start the pods one by one"
+        groups = parse_json(str(text), GROUPS, pairs=once)
+    except ReadError as error:
+        yield f"{GROUPS} is not JSON ({error.found}): YuniKorn would start the pods one by one"
         return
     if twice:
         yield f"{GROUPS} says {twice[0]!r} twice in one group"

@@ -31,6 +31,7 @@ from typing import Any
 from paceline.comm.interfaces import CAN_SHARE, address_of, address_towards, interface_of, open_listener, reserve_port
 from paceline.launch.local import RankSettings
 from paceline.nouns.errors import PacelineError, UsageError
+from paceline.nouns.reading import Whole, parse_json
 from paceline.run.station import MOST_TOLD_BYTES, Lines, Listening, LocalStation, Station
 from paceline.server.credentials import keep_credentials
 
@@ -39,6 +40,27 @@ OUTLIVED_S = LEASE_S + 2.0  # on another host's clock, which may run unlike this
 
 HELD_S = 3.0  # for output, after the fork server has ended
 END_S = 5.0  # for the last words to be taken
+# What the supervisor says, a line each.
+_HEARD = (
+    {
+        "token": str,
+        "run_dir": str,
+        "script": str,
+        "cwd": str,
+        "environment": {str: str},
+        "interface": (str, None),
+        "others": [str],
+        "is_head": bool,
+        "has_servers": bool,
+    },
+    {"credentials": {str: {str: str}}},
+    {"start": str},
+    {"signal": Whole(1, 64), "ranks": [int]},
+    {"kill": bool},
+    {"restart": int},
+    {"over": bool},
+    {"beat": bool},
+)
 MOST_WAITING = 2**16  # lines that nobody takes; what ranks write after that is left out
 
 
@@ -120,7 +142,7 @@ class Agent:
         self.heard_s = time.monotonic()
         for line in self.lines.read():
             try:
-                self._obey(json.loads(line))
+                self._obey(parse_json(line, "the supervisor's line", _HEARD))
             except PacelineError as error:
                 self._say_error(error.asked, error.found, error.fix)
                 self.is_over = True

@@ -19,12 +19,22 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from paceline.launch.local import ForkServer, RankSettings, start_ranks
-from paceline.nouns.errors import PacelineError
+from paceline.nouns.errors import PacelineError, ReadError
+from paceline.nouns.reading import COUNT, Whole, parse_json, parse_whole
 from paceline.run.failures import lost_host, lost_server
 
 BEAT_S = 2.0
 MOST_BYTES = 2**20  # of a line that a rank writes
 MOST_TOLD_BYTES = 2 * MOST_BYTES  # of a line of JSON that carries one, in base64
+_ERROR = {"error": {"asked": str, "found": str, "fix": str}}
+# What an agent says first, and then, a line each; see `run/agent.py`.
+_ANSWER = (_ERROR, {"address": str, "port": Whole(0, 65535), "interface": str})
+_TOLD = (
+    {"started": {str: COUNT}},
+    {"output": COUNT, "text": str},
+    {"ended": COUNT, "status": Whole(-64, 255)},  # below 0: a signal
+    {"error": {str: str}},
+)
 Listen = Callable[[int, Callable[[], bool]], None]  # a descriptor, and what reads it: False at its end
 
 
@@ -187,13 +197,14 @@ class RemoteStation:
             PacelineError: the agent says what is wrong with its host.
         """
         for line in self.lines.read():
-            with contextlib.suppress(ValueError):  # a login shell may greet first
-                message = json.loads(line)
-                if isinstance(message, dict) and "error" in message:
-                    error = message["error"]
-                    raise PacelineError(f"{error['asked']} on {self.host}", error["found"], error["fix"])
-                if isinstance(message, dict) and "address" in message:
-                    return message
+            try:
+                message = parse_json(line, "an agent's answer", _ANSWER)
+            except ReadError:
+                continue  # a login shell may greet first
+            if "error" in message:
+                error = message["error"]
+                raise PacelineError(f"{error['asked']} on {self.host}", error["found"], error["fix"])
+            return dict(message)
         return None
 
     def last_words(self) -> str:
@@ -227,26 +238,25 @@ class RemoteStation:
 
     def _told(self, line: str) -> None:
         try:
-            message = json.loads(line)
-            if not isinstance(message, dict):
-                raise TypeError(line)
+            message = parse_json(line, "an agent's line", _TOLD)
             if "started" in message:
-                self.hearer.on_started({self._own(rank): int(pid) for rank, pid in message["started"].items()})
+                pids = message["started"].items()
+                self.hearer.on_started({self._own(parse_whole(rank)): pid for rank, pid in pids})
             elif "output" in message:
                 text = base64.b64decode(message["text"]).decode(errors="replace")
                 self.hearer.on_output(self._own(message["output"]), text)
             elif "ended" in message:
-                self.hearer.on_ended(self._own(message["ended"]), int(message["status"]))
+                self.hearer.on_ended(self._own(message["ended"]), message["status"])
             elif "error" in message:
-                self._complained(": ".join(map(str, message["error"].values())))
-        except (ValueError, TypeError, KeyError, AttributeError):
+                self._complained(": ".join(message["error"].values()))
+        except ValueError:
             self._complained(line)
 
-    def _own(self, rank: Any) -> int:
+    def _own(self, rank: int | None) -> int:
         """A host speaks of its own ranks alone."""
-        if int(rank) not in self.processes:
+        if rank not in self.processes or rank is None:
             raise ValueError(rank)
-        return int(rank)
+        return rank
 
     def _complained(self, text: str) -> None:
         self.errors += text.encode() + b"\n"

@@ -17,13 +17,14 @@ import torch
 
 from paceline.nouns.errors import PacelineError, WorkloadError
 from paceline.nouns.plan import Plan
+from paceline.nouns.reading import read_json
 from paceline.nouns.workload import Workload
 from paceline.train.find_workload import find_workload
 
 
 def main() -> int:
     """Arguments: the file with the requests, the folder for profiles, and then the person's file and arguments."""
-    requests = json.loads(Path(sys.argv[1]).read_text())
+    requests = read_json(Path(sys.argv[1]))
     folder, sys.argv = Path(sys.argv[2]), sys.argv[3:]
     sys.path.insert(0, str(Path(sys.argv[0]).parent))
     said, sys.stdout = sys.stdout, sys.stderr  # a person's prints are no answers

@@ -60,7 +60,14 @@ def write_settings(folder: Path, name: str, **settings: Any) -> Path:
 def start_child(module: str, settings: Path) -> subprocess.Popen[str]:
     """A child that has torch, with what the reference needs of this host."""
     command = [sys.executable, "-m", module, str(settings)]
-    return subprocess.Popen(command, env=rank_environment(1), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command,
+        env=rank_environment(1),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+    )
 
 
 def finish_child(child: subprocess.Popen[str], folder: Path, what: str) -> None:
