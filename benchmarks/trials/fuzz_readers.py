@@ -39,7 +39,7 @@ from paceline.nouns.errors import PacelineError
 
 SECONDS = 2.0  # of processor time, for one input
 MEMORY_MIB = 512  # more than the process has before
-LONGEST_ERROR = 4000  # characters: an error is for people
+LONGEST_ERROR = 6500  # characters: an error is for people
 
 
 class TooSlow(BaseException):

@@ -299,7 +299,9 @@ def _read_sealed(content: bytes, folder: Path, tensors: bytes) -> None:
     read_parts(folder, manifest, dict.fromkeys(manifest["tensors"]))
     read_own(folder, manifest, 0)
     optimizer = _optimizer()
-    check_groups(manifest["optimizer"]["groups"], optimizer.param_groups[: len(manifest["optimizer"]["groups"])] or [])
+    groups = manifest["optimizer"]["groups"]
+    if len(groups) == 1:  # else `restore_optimizer` refuses it before
+        check_groups(groups, optimizer.param_groups)
     if manifest["scheduler"] is not None:
         scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 5])
         load_scheduler(scheduler, scheduler_state(scheduler, manifest["scheduler"]))

@@ -14,6 +14,7 @@ from paceline.checkpoint.manifest import (
     file_name,
     find_good,
     list_checkpoints,
+    remove_old,
     remove_partial,
     remove_partial_in,
 )
@@ -94,3 +95,13 @@ def test_only_this_checkpoints_remains_are_removed(tmp_path):
     remove_partial(tmp_path / "mine")
     assert not mine.exists()
     assert other.exists()
+
+
+def test_folders_that_somebody_named_otherwise_are_no_checkpoints(tmp_path):
+    names = ["step-00000009", "step-00000010", "step-99999999", "step-100000000"]
+    others = ["step-best", "step-00000010-copy", "step-10", "step-\u0661", f"step-{10**30}", ".replaced-step-x"]
+    for name in [*names, *others]:
+        (tmp_path / name).mkdir()
+    assert [path.name for path in list_checkpoints(tmp_path)] == names[::-1]
+    remove_old(tmp_path, 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["step-100000000", *others])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import pytest
 
 from paceline.comm.node_list import hosts_of, tasks_per_host
@@ -47,13 +49,21 @@ BAD = [
     "a[1-99999999]",
 ]
 BAD += ["a[1-2000]b[1-2000]", "a[1\u0663]"]
+# A million hosts in all, and not for each word or range; names of so many letters fill the memory, too.
+BAD += ["a[1-600000],b[1-600000]", "a[1-600000,1-600000]", "[1-1000000][1-1000000]", "a" * 100 + "[1-900000]"]
+BAD += ["a[" + "0" * 3000 + "-999999]", "a[1-" + "9" * 5000 + "]"]
 
 
 @pytest.mark.parametrize("text", BAD)
 def test_what_is_no_node_list_is_an_error(text):
+    tracemalloc.start()
     with pytest.raises(UsageError, match="SLURM_JOB_NODELIST from Slurm should be a list of hosts") as raised:
         hosts_of(text, "SLURM_JOB_NODELIST")
-    assert repr(text) in str(raised.value)
+    _, most_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert repr(text)[:60] in str(raised.value)
+    assert len(str(raised.value)) < 600
+    assert most_bytes < 2**20
 
 
 @pytest.mark.parametrize(

@@ -155,3 +155,10 @@ def test_reasons_are_a_few_words():
     assert reason_of(ReadError("to read x", "it is short", "y")) == "it is short"
     assert reason_of(FileNotFoundError(2, "No such file")) == "No such file"
     assert reason_of(KeyError("a")) == "KeyError: 'a'"
+
+
+def test_no_error_is_longer_than_a_screen():
+    error = ReadError("to read " + "a" * 10**6, "b" * 10**6, "c" * 10**6)
+    assert len(str(error)) < 6100
+    assert error.asked.startswith("to read aaa")
+    assert error.asked.endswith("...")

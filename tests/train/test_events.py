@@ -11,6 +11,7 @@ import pytest
 
 from paceline.nouns.errors import UsageError
 from paceline.run.directory import find_run
+from paceline.run.failures import first_cause, read_failures, silent_death, told
 from paceline.run.progress import Progress
 from paceline.train.events import Events
 
@@ -79,7 +80,94 @@ def test_progress_passes_over_what_is_no_event(tmp_path):
     assert progress.checkpoint == "here"
 
 
-@pytest.mark.parametrize("damaged", ["", "{", "[]", b"\xff"])
+STEP = {"event": "step", "step": 1, "position": 8, "loss": 0.5, "samples": 8, "at": 2.0, "memory_bytes": 1}
+NO_EVENTS = [
+    {"event": "start"},
+    {"event": "start", "total_steps": "9"},
+    {"event": "checkpoint"},
+    {"event": "checkpoint", "path": None},
+    {"event": "evaluation"},
+    {"event": ["step"]},
+    *[{key: value for key, value in STEP.items() if key != left} for left in STEP if left != "event"],
+    {**STEP, "loss": "x"},
+    {**STEP, "loss": 10**400},
+    {**STEP, "samples": -1},
+    {**STEP, "at": None},
+    {**STEP, "step": 10**30},
+]
+
+
+def test_progress_passes_over_events_without_their_keys(tmp_path):
+    progress = Progress(tmp_path)
+    lines = [json.dumps(event) for event in NO_EVENTS] + ["[" * 100_000, '{"a": ' + "9" * 5000 + "}"]
+    last = {**STEP, "step": 2, "at": 3.0, "loss": float("nan")}
+    lines += [json.dumps(STEP), json.dumps(last)]
+    (tmp_path / "events.jsonl").write_text("\n".join(lines) + "\n")
+    assert progress.read()
+    assert [record["step"] for record in progress.records] == [1, 2]
+    assert progress.line().startswith("step 2/0  loss nan  8.0 samples/s  0:00 left")
+    assert progress.checkpoint is None
+    assert progress.evaluation is None
+
+
+def test_a_time_that_is_none_is_shown_as_one_that_is_not_known(tmp_path):
+    progress = Progress(tmp_path)
+    steps = [{"event": "start", "total_steps": 2**62}, {**STEP, "at": 0.0}, {**STEP, "at": 1e300}]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(one) + "\n" for one in steps))
+    assert progress.read()
+    assert "? left" in progress.line()
+
+
+FAILURE = {
+    "rank": 1,
+    "step": 3,
+    "at": 5.0,
+    "type": "KeyError",
+    "message": "'x'",
+    "is_peer_loss": False,
+    "is_paceline": False,
+    "where": None,
+    "traceback": "Traceback ...\nKeyError: 'x'\n",
+    "exit_code": 1,
+    "parts": None,
+}
+TORN = [
+    "",
+    json.dumps(FAILURE)[:50],
+    "[" * 100_000,
+    "[]",
+    json.dumps({**FAILURE, "at": "x"}),
+    json.dumps({**FAILURE, "exit_code": 10**30}),
+    json.dumps({key: value for key, value in FAILURE.items() if key != "traceback"}),
+]
+
+
+@pytest.mark.parametrize("content", TORN, ids=range(len(TORN)))
+def test_a_failure_that_is_torn_is_still_a_failure(content, tmp_path):
+    folder = tmp_path / "failures"
+    folder.mkdir()
+    (folder / "1.json").write_text(content)
+    for name in ("x", "\u0661", "-1", "9" * 200):  # no rank's
+        (folder / f"{name}.json").write_text(content)
+    failures = read_failures(tmp_path)
+    assert list(failures) == [1]
+    said = told(first_cause(failures.values()), 1)
+    assert "rank 1 failed" in said
+    assert "1.json" in said
+
+
+def test_a_failure_without_a_message_is_told(tmp_path):
+    """As of a bare `assert`."""
+    bare = {**FAILURE, "type": "AssertionError", "message": ""}
+    assert told(bare, 0).splitlines()[-1] == "rank 1, step 3 failed first: AssertionError: "
+
+
+def test_a_signal_without_a_name_has_a_number():
+    assert "signal 40" in silent_death(0, -40, 0.0)["message"]
+    assert "SIGKILL" in silent_death(0, -9, 0.0)["message"]
+
+
+@pytest.mark.parametrize("damaged", ["", "{", "[]", b"\xff", "[" * 100_000])
 def test_a_run_that_cant_be_read_is_not_the_one_to_resume(tmp_path, damaged):
     script = tmp_path / "train.py"
     for name, content in (("a", json.dumps({"script": str(script)})), ("b", damaged)):

@@ -22,6 +22,7 @@ import difflib
 from collections.abc import Iterable
 
 MEETS_NOT = 2  # the exit code of a request that can't be met
+_LONGEST, _LONGEST_FOUND = 1000, 4000  # characters of a part; what was read may be in it, and be of any length
 
 
 class PacelineError(Exception):
@@ -36,6 +37,7 @@ class PacelineError(Exception):
     exit_code = 1
 
     def __init__(self, asked: str, found: str, fix: str) -> None:
+        asked, found, fix = _cut(asked, _LONGEST), _cut(found, _LONGEST_FOUND), _cut(fix, _LONGEST)
         super().__init__(asked, found, fix)
         self.asked, self.found, self.fix = asked, found, fix
         self.rank: int | None = None
@@ -51,6 +53,10 @@ class PacelineError(Exception):
         where = [f"{name} {at}" for name, at in (("rank", self.rank), ("step", self.step)) if at is not None]
         prefix = f"[{', '.join(where)}] " if where else ""
         return f"{prefix}{self.asked}, but {self.found}.\n  Fix: {self.fix}."
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 class UsageError(PacelineError):
