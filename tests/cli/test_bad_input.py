@@ -64,6 +64,15 @@ BEFORE_ANY_PROCESS = {
     "keep nothing": ((), ["--keep", "0", "tiny.py"], "keep should be"),
     "resume without a run": ((), ["--resume", "tiny.py"], "start it without --resume"),
     "resume an unknown job": ((), ["--resume", "--job", "x", "tiny.py"], "there is no such job"),
+    "a size of 5,000 digits": ((), ["--plan", "replicate=" + "9" * 5000, "tiny.py"], "a size is a whole number above 0"),
+    "an option of 5,000 digits": ((), ["--plan", "shard=2,zero=" + "9" * 5000, "tiny.py"], "the plan's zero should be a whole number"),
+    "a billion ranks": ((), ["-n", "1000000000", "tiny.py"], "at most 1000000"),
+    "slots of 5,000 digits": ((), ["--on", "ssh", "-H", "h1:" + "9" * 5000, "tiny.py"], "no number of slots"),
+    "a shape of 5,000 digits": ((), ["--on", "ssh", "-H", "h1", "-j", "9" * 5000 + "x2", "tiny.py"], "it is not NODESxRANKS"),
+    "a patience that is no time": ((), ["--grace", "nan", "tiny.py"], "invalid number value: 'nan'"),
+    "a file with a name too long": ((), ["x" * 5000 + ".py"], "it is longer than this system takes"),
+    "a job with a name too long": ((), ["--job", "x" * 5000, "tiny.py"], "it is longer than this system takes"),
+    "a run to resume with a name too long": ((), ["--resume", "--job", "x" * 5000, "tiny.py"], "it is longer than this system takes"),
     "a run directory that can't be": ((), ["--runs", "tiny.py/runs", "tiny.py"], "it can't be written"),
 }  # fmt: skip
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import json
 import sys
 from typing import NoReturn
 
-from paceline.nouns.errors import MEETS_NOT, PacelineError, did_you_mean
+from paceline.nouns.errors import MEETS_NOT, PacelineError, UsageError, did_you_mean
+from paceline.nouns.reading import shown
 
 # Name and summary of every verb; the file of the same name in this room is loaded when it is called.
 VERBS = {
@@ -75,13 +77,25 @@ def main(argv: list[str] | None = None) -> int:
         arguments, rest = arguments[:at], arguments[at + 1 :]
     parsed = parser.parse_args(arguments, argparse.Namespace(arguments=rest) if verb == "verify" else None)
     try:
-        return int(parsed.run(parsed))
+        return _run(parsed)
     except PacelineError as error:
         if getattr(parsed, "json", False):
             failure = {"asked": error.asked, "found": error.found, "fix": error.fix}
             print(json.dumps({"status": "refused", "exit_code": error.exit_code, "error": failure}))
         print(f"paceline {verb}: {error}", file=sys.stderr)
         return error.exit_code
+
+
+def _run(parsed: argparse.Namespace) -> int:
+    try:
+        return int(parsed.run(parsed))
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        # Each look at a path can say so, also whether there is one.
+        raise UsageError(
+            f"the path {shown(error.filename)}", "it is longer than this system takes", "use a shorter one"
+        ) from None
 
 
 def _version() -> str:

@@ -31,6 +31,7 @@ from paceline.launch.workload_file import read_workload_file
 from paceline.nouns.errors import UsageError
 from paceline.nouns.mesh import AXES, SHORT, Mesh
 from paceline.nouns.plan import COMPRESSIONS, SHORT_OPTIONS, TRANSPORTS, Plan
+from paceline.nouns.reading import number
 from paceline.run import directory
 from paceline.run.elastic import Elastic
 from paceline.run.failures import told
@@ -69,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--grace",
-        type=float,
+        type=number,
         default=GRACE_S,
         metavar="SECONDS",
         help=f"time to save after Ctrl-C or SIGTERM (default {GRACE_S:g})",

@@ -24,7 +24,7 @@ from paceline.launch.ssh import SshOptions, check_ssh
 from paceline.nouns.errors import UsageError
 from paceline.nouns.mesh import MOST_RANKS
 from paceline.nouns.plan import Plan
-from paceline.nouns.reading import parse_whole
+from paceline.nouns.reading import number, parse_whole
 from paceline.run.command_station import STOP, CommandStation
 from paceline.run.elastic import script_hosts
 from paceline.run.fleet import FleetOptions, agent_command, agent_request, open_posts
@@ -69,8 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     ray = parser.add_argument_group("Ray")
     ray.add_argument("--ray-address", default="local", metavar="ADDRESS", help="HOST:PORT, auto, or local (default)")
-    ray.add_argument("--cpus-per-rank", type=float, default=1, metavar="N", help="of each bundle (default 1)")
-    ray.add_argument("--gpus-per-rank", type=float, default=0, metavar="N", help="of each bundle (default 0)")
+    ray.add_argument("--cpus-per-rank", type=number, default=1, metavar="N", help="of each bundle (default 1)")
+    ray.add_argument("--gpus-per-rank", type=number, default=0, metavar="N", help="of each bundle (default 0)")
     ray.add_argument("--strategy", choices=STRATEGIES, default="PACK", help="of the placement group (default PACK)")
 
 

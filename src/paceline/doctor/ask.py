@@ -304,7 +304,7 @@ def answer(text: bytes, heard_ns: int) -> dict[str, Any]:
             marker_path(request["folder"], request["marker"]).unlink(missing_ok=True)
             return {}
         raise ValueError(f"the kind {kind!r}")
-    except (ValueError, KeyError, TypeError, StopIteration) as error:
+    except (ValueError, KeyError, TypeError, StopIteration, OSError) as error:  # OSError: a path too long
         found = f"it can't be read ({reason_of(error)})"
         raise UsageError(
             "a request of another host's doctor", found, "install one version of Paceline on all hosts"

@@ -104,7 +104,7 @@ def mount_of(path: str, root: Path = Path("/")) -> tuple[str, tuple[str, ...]]:
         words, kind = before.split(), after.split()
         if len(words) < 6 or not kind:
             continue
-        point = re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), words[4])  # a space is \040 there
+        point = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), words[4])  # a space is \040 there
         holds = inside == point or inside.startswith(point.rstrip("/") + "/")
         if holds and len(point) >= best[0]:  # a later mount on the same point covers the earlier one
             best = (len(point), kind[0], tuple(words[5].split(",")))

@@ -152,6 +152,18 @@ def parse_number(text: str) -> float | None:
     return number if math.isfinite(number) else None
 
 
+def number(text: str) -> float:
+    """The finite number that an argument of a command is, for argparse.
+
+    Raises:
+        ValueError: it is none.
+    """
+    found = parse_number(text)
+    if found is None:
+        raise ValueError(text)
+    return found
+
+
 def fault_of(value: Any, form: Form, where: str = "") -> str | None:
     """The first thing in `value` that is not of `form`, as a sentence that begins with "it"; None where all is.
 
