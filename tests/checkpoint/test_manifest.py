@@ -11,6 +11,7 @@ import tracemalloc
 import pytest
 
 from paceline.checkpoint.manifest import FORMAT, VERSION, file_name, read_manifest, sealed
+from paceline.checkpoint.save import _publish
 from paceline.nouns.errors import CheckpointError
 
 GOOD = {
@@ -182,3 +183,21 @@ def test_one_that_was_made_up_is_refused(case, tmp_path):
 def test_one_that_is_no_object_is_refused(content, tmp_path):
     with pytest.raises(CheckpointError):
         read_manifest(write(tmp_path, content))
+
+
+SETTINGS = {
+    "a rate that is no number": {"optimizer": {**GOOD["optimizer"], "groups": [{"parameters": [], "lr": math.nan}]}},
+    "a setting of 30 digits": {"optimizer": {**GOOD["optimizer"], "groups": [{"parameters": [], "window": 10**30}]}},
+    "a schedule of 30 digits": {"scheduler": {"T_max": 10**30}},
+}
+
+
+@pytest.mark.parametrize("case", SETTINGS)
+def test_what_could_not_be_read_back_is_not_written(case, tmp_path):
+    partial, folder = tmp_path / ".partial-step-00000005", tmp_path / "step-00000005"
+    partial.mkdir()
+    with pytest.raises(CheckpointError, match="should be one that can be read back"):
+        _publish(partial, folder, {**GOOD, **SETTINGS[case]})
+    assert not folder.exists()
+    _publish(partial, folder, GOOD)
+    assert read_manifest(folder)["step"] == 5

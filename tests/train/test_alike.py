@@ -10,7 +10,7 @@ import torch
 from torch.optim import lr_scheduler as schedulers
 
 from paceline.nouns.errors import CheckpointError
-from paceline.train.alike import check_groups, is_like, load_scheduler, scheduler_state
+from paceline.train.alike import StateCheck, check_groups, is_like, load_scheduler, scheduler_state
 
 MAKE = {
     "MultiStepLR": lambda o: schedulers.MultiStepLR(o, [2, 5, 5], gamma=0.5),
@@ -141,6 +141,48 @@ def test_settings_of_groups_are_held_against_the_optimizers():
     for key, value in wrong.items():
         with pytest.raises(CheckpointError, match=f"its '{key}' is"):
             check_groups([{**saved, key: value}], [group])
+
+
+KINDS = {
+    "SGD": {"momentum": 0.9},
+    "Adam": {"amsgrad": True},
+    "AdamW": {},
+    "RMSprop": {"centered": True, "momentum": 0.5},
+    "NAdam": {},
+    "RAdam": {},
+    "Adagrad": {},
+    "Adadelta": {},
+    "Adamax": {},
+    "ASGD": {},
+    "Rprop": {},
+    "Adafactor": {},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(), (3,), (3, 4), (2, 3, 2)])
+def test_a_parameters_state_must_be_whole(kind, shape):
+    parameter = torch.nn.Parameter(torch.ones(shape))
+    own = getattr(torch.optim, kind)([parameter], **KINDS[kind])
+    parameter.grad = torch.ones(shape)
+    own.step()
+    state, settings = dict(own.state[parameter]), own.param_groups[0]
+    StateCheck(own).check(0, settings, "w", parameter.detach(), state)
+    tensors = [key for key, value in state.items() if value.numel() in (1, parameter.numel())]
+    for key in tensors:
+        with pytest.raises(CheckpointError, match=f"it lacks {key}"):
+            StateCheck(own).check(0, settings, "w", parameter.detach(), {k: v for k, v in state.items() if k != key})
+        with pytest.raises(CheckpointError, match=f"its {key} has 7 elements"):
+            StateCheck(own).check(0, settings, "w", parameter.detach(), {**state, key: torch.ones(7)})
+    assert tensors
+
+
+def test_of_a_persons_own_optimizer_nothing_is_known():
+    class Mine(torch.optim.SGD):
+        pass
+
+    Mine.__module__ = "mine"
+    StateCheck(Mine([torch.nn.Parameter(torch.ones(2))])).check(0, {}, "w", torch.ones(2), {"anything": torch.ones(9)})
 
 
 def test_what_is_set_later_can_be_anything():

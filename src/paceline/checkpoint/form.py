@@ -26,6 +26,9 @@ def fault_of_form(manifest: Mapping[str, Any]) -> str | None:
             return f"lacks {key}"
         if not is_right(manifest[key]):
             return f"has {key} in the wrong form: {shown(manifest[key])}"
+    fault = _fault_of_optimizer(manifest["optimizer"])
+    if fault is not None:
+        return f"has an optimizer in the wrong form: {fault}"
     for key, is_right in _MAY_HAVE.items():
         if key in manifest and not is_right(manifest[key]):
             return f"has {key} in the wrong form: {shown(manifest[key])}"
@@ -165,11 +168,14 @@ def _is_plain(value: Any) -> bool:
     return type(value) is not int or -LARGEST - 1 <= value <= LARGEST
 
 
-def _is_optimizer(value: Any) -> bool:
-    form = {"class": str, "groups": [_GROUP], "numbers": {str: object}}
-    if fault_of(value, form) is not None or not _is_plain(value):
-        return False
-    return all(_is_number(name, one) for name, one in value["numbers"].items())
+def _fault_of_optimizer(value: Any) -> str | None:
+    fault = fault_of(value, {"class": str, "groups": [_GROUP], "numbers": {str: object}})
+    if fault is not None:
+        return fault
+    if not _is_plain(value):
+        return "it has a whole number of more than 64 bits"
+    wrong = [name for name, one in value["numbers"].items() if not _is_number(name, one)]
+    return f"its number {shown(wrong[0])} is {shown(value['numbers'][wrong[0]])}" if wrong else None
 
 
 def _is_number(name: str, value: Any) -> bool:
@@ -193,7 +199,7 @@ _FORM: dict[str, Callable[[Any], bool]] = {
     "world_size": lambda value: _is_count(value) and value > 0,
     "files": lambda value: _is_list(value, _is_file),
     "tensors": lambda value: isinstance(value, dict),
-    "optimizer": _is_optimizer,
+    "optimizer": lambda value: isinstance(value, dict),  # and see _fault_of_optimizer
     "scheduler": _is_scheduler,
 }
 _MAY_HAVE: dict[str, Callable[[Any], bool]] = {

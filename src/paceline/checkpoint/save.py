@@ -22,6 +22,7 @@ from typing import Any
 import safetensors.torch
 import torch
 
+from paceline.checkpoint.form import fault_of_form
 from paceline.checkpoint.manifest import (
     FORMAT,
     MANIFEST,
@@ -253,9 +254,13 @@ def _no_note(rank: int, found: str) -> CheckpointError:
 
 
 def _publish(partial: Path, folder: Path, manifest: dict[str, Any]) -> None:
+    content = sealed(manifest)
+    if (fault := fault_of_form(content)) is not None:
+        fix = "use numbers of 64 bits in the optimizer's and the scheduler's settings; older checkpoints are untouched"
+        raise CheckpointError(f"the checkpoint {folder} should be one that can be read back", f"it {fault}", fix)
     for note in partial.glob("note-*"):
         note.unlink()
-    write_durably(partial / MANIFEST, json.dumps(sealed(manifest)).encode())
+    write_durably(partial / MANIFEST, json.dumps(content).encode())
     sync_folder(partial)
     replaced = replaced_by(folder)
     with contextlib.suppress(OSError):

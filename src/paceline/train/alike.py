@@ -6,7 +6,9 @@ torch is handed here has the types that its own state has, or is refused before 
 
 from __future__ import annotations
 
+import inspect
 import math
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -34,6 +36,67 @@ def check_groups(saved: Sequence[Mapping[str, Any]], here: Sequence[Mapping[str,
                     f"its {shown(key)} is {shown(group[key])}, here it is {shown(own[key])}",
                     _FIX,
                 )
+
+
+class StateCheck:
+    """Holds the saved state of parameters against what an optimizer of torch makes of one.
+
+    Args:
+        optimizer: the workload's; of another class than torch's, nothing is known.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.known: dict[tuple[int, int], dict[str, bool]] = {}  # by group and dimensions
+
+    def check(
+        self, group: int, settings: Mapping[str, Any], name: str, local: torch.Tensor, state: Mapping[str, Any]
+    ) -> None:
+        """Raise CheckpointError unless the optimizer can go on with a parameter's saved state.
+
+        Args:
+            group: the number of the parameter's group.
+            settings: of that group, as saved.
+            name: of the parameter.
+            local: what of it is here.
+            state: what was read, by key.
+        """
+        kind = (group, local.dim())
+        if kind not in self.known:
+            self.known[kind] = _keys_of_state(self.optimizer, settings, local.dim())
+        for key, has_its_shape in self.known[kind].items():
+            if key not in state:
+                raise _other_state(name, f"it lacks {key}")
+            numel = state[key].numel() if isinstance(state[key], torch.Tensor) else 1
+            if numel != (local.numel() if has_its_shape else 1):
+                raise _other_state(name, f"its {key} has {numel} elements for the parameter's {local.numel()}")
+
+
+def _keys_of_state(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], dims: int) -> dict[str, bool]:
+    """By key of a parameter's state, whether it has the parameter's shape or is one number: of a step on a small one.
+
+    State of other shapes, as Adafactor's rows and columns, is left out; where no step can be taken, so is everything.
+    """
+    kind: Any = type(optimizer)
+    if not kind.__module__.startswith("torch.optim"):
+        return {}
+    known = inspect.signature(kind).parameters
+    own = {key: value for key, value in settings.items() if key in known and key != "params"}
+    small = torch.nn.Parameter(torch.zeros((2,) * dims))
+    small.grad = torch.zeros_like(small)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            made = kind([small], **own)
+            made.step()
+    except Exception:  # such as of settings that only a GPU can have
+        return {}
+    tensors = {key: value for key, value in made.state[small].items() if isinstance(value, torch.Tensor)}
+    return {key: value.numel() > 1 for key, value in tensors.items() if value.numel() in (1, small.numel())}
+
+
+def _other_state(name: str, found: str) -> CheckpointError:
+    return CheckpointError(f"the checkpoint's optimizer state of {name} should be whole", found, "use an earlier one")
 
 
 def scheduler_state(scheduler: Any, saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from paceline.comm.collectives import AxisComm
 from paceline.nouns.errors import CheckpointError, WorkloadError
 from paceline.nouns.placement import Held, Placement
 from paceline.nouns.reading import parse_json
-from paceline.train.alike import check_groups, in_types_of
+from paceline.train.alike import StateCheck, check_groups, in_types_of
 
 
 def model_parts(model: torch.nn.Module, held: Mapping[str, Held], size: int) -> dict[str, Part]:
@@ -202,6 +202,11 @@ def restore_optimizer(
         values = {**before, **{key: value for key, value in group.items() if key != "parameters"}}
         values = {k: in_types_of(v, before.get(k)) for k, v in values.items()}
         packed.append({**values, "params": [numbers[name] for name in own]})
+    states = StateCheck(optimizer)
+    for group_number, own in enumerate(groups):
+        for name in own:
+            if numbers[name] in state:
+                states.check(group_number, packed[group_number], name, local_part(here[name]), state[numbers[name]])
     optimizer.load_state_dict({"state": state, "param_groups": packed})
 
 
