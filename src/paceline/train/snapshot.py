@@ -206,7 +206,8 @@ def restore_optimizer(
     for group_number, own in enumerate(groups):
         for name in own:
             if numbers[name] in state:
-                states.check(group_number, packed[group_number], name, local_part(here[name]), state[numbers[name]])
+                read = {k: local_part(v) if isinstance(v, torch.Tensor) else v for k, v in state[numbers[name]].items()}
+                states.check(group_number, packed[group_number], name, local_part(here[name]), read)
     optimizer.load_state_dict({"state": state, "param_groups": packed})
 
 
