@@ -114,7 +114,7 @@ class TensorFile:
             CheckpointError: it is not there, or is something else.
         """
         entry = self.header.get(key)
-        name = shown(key)
+        name = shown(key)[1:-1]  # without the quotes
         if not isinstance(entry, dict):
             raise _bad(self.path, f"it lacks {name}")
         if (entry.get("dtype"), entry.get("shape")) != (DTYPES[form.dtype][0], list(form.shape)):
