@@ -30,7 +30,8 @@ from paceline.launch.ssh import check_ssh
 from paceline.launch.workload_file import read_workload_file
 from paceline.nouns.errors import UsageError
 from paceline.nouns.mesh import AXES, SHORT, Mesh
-from paceline.nouns.plan import COMPRESSIONS, SHORT_OPTIONS, TRANSPORTS, Plan
+from paceline.nouns.options import without_effect
+from paceline.nouns.plan import COMPRESSIONS, TRANSPORTS, Plan
 from paceline.run import directory
 from paceline.run.elastic import Elastic
 from paceline.run.failures import told
@@ -105,30 +106,40 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def decide_plan(arguments: argparse.Namespace) -> Plan:
+def decide_plan(arguments: argparse.Namespace, grows: bool = False) -> Plan:
     """The plan that the arguments ask for.
+
+    Args:
+        arguments: of the command.
+        grows: whether the number of ranks follows from the hosts that there are, and may change.
 
     Raises:
         UsageError: N is below 1.
         MeshError: the mesh names no axis, or does not cover N ranks.
-        PlanError: a value is none that a plan can have.
+        PlanError: a value is none that a plan can have, or an option has no effect under the plan's axes.
     """
     if arguments.n is not None and arguments.n < 1:
         raise UsageError(f"to start {arguments.n} ranks", "a job has at least one", "write -n 1 or more")
-    text = arguments.plan or f"replicate={arguments.n or 1}"
-    plan = Plan.read(Path(text)) if text.endswith(".json") else Plan.parse(_with_workers(text, arguments.n))
-    given = {name: getattr(arguments, name, None) for name in PLAN_FLAGS}
+    text = _with_ranks(arguments.plan or "", 1 if grows else arguments.n)
+    plan = Plan.read(Path(text)) if text.endswith(".json") else Plan.parse(text or "replicate=1")
     mesh = Mesh.parse(plan.mesh)
     mesh.check_fits(arguments.n or mesh.world_size)
+    given = {name: getattr(arguments, name, None) for name in PLAN_FLAGS}
     changes = {name: value for name, value in given.items() if value is not None}
-    return dataclasses.replace(plan, **changes, mesh=str(mesh))
+    plan = dataclasses.replace(plan, **changes, mesh=str(mesh))
+    plan.check_effect(changes, plan.mesh if text.endswith(".json") else text)
+    words = dict(item.strip().partition("=")[::2] for item in text.split(","))
+    for name in without_effect({**words, **changes}, mesh) if not grows else ():
+        print(f"paceline: {name} changes nothing here: the axis it is about has size 1", file=sys.stderr)
+    return plan.settled()
 
 
-def _with_workers(text: str, ranks: int | None) -> str:
-    """A plan of servers that does not say how many workers they have: -n says it."""
-    names = [item.partition("=")[0].strip() for item in text.split(",")]
-    has_servers = any(SHORT_OPTIONS.get(name, name) == "server" for name in names)
-    return f"replicate={ranks},{text}" if has_servers and ranks and not {*names} & {*AXES, *SHORT} else text
+def _with_ranks(text: str, ranks: int | None) -> str:
+    """A plan that names no axis: -n says how many ranks, or workers of servers, it has."""
+    names = {item.partition("=")[0].strip() for item in text.split(",")}
+    if not ranks or text.endswith(".json") or names & {*AXES, *SHORT}:
+        return text
+    return f"replicate={ranks},{text}" if text else f"replicate={ranks}"
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -197,7 +208,7 @@ def _folder(arguments: argparse.Namespace, script: Path, screen: Screen) -> tupl
 def _run_elastic(arguments: argparse.Namespace) -> int:
     """Run the job on the hosts that there are, generation after generation."""
     rules, discover = run_on.elastic_rules(arguments)
-    plan = decide_plan(arguments)
+    plan = decide_plan(arguments, grows=True)
     if plan.server:
         raise UsageError("servers on hosts that come and go", "they stay where they are", "leave server out")
     file = read_workload_file(arguments.workload, 1)
