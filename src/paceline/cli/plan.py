@@ -39,6 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the plan."""
     plan = decide_plan(arguments)
     mesh = Mesh.parse(plan.mesh)
+    _check_wanted(arguments, mesh)
     file = read_workload_file(arguments.workload, plan.data_size)
     device = check_memory_arguments(arguments)
     words = [str(file.path), *arguments.arguments]
@@ -60,11 +61,17 @@ def run(arguments: argparse.Namespace) -> int:
         print("\n" + "\n".join(lines))
     if arguments.explain_layout:
         print_layout(facts["layout"])
-    if arguments.schedule_picture:
-        if schedule is None:
-            raise UsageError("a picture of the schedule", f"the plan {plan.mesh} has no pipeline", "write pipeline=2")
+    if arguments.schedule_picture and schedule is not None:
         print(f"\n{picture(schedule)}\n\nF forward, B backward, W weights' gradients, . waiting; one column a tick")
     return 0
+
+
+def _check_wanted(arguments: argparse.Namespace, mesh: Mesh) -> None:
+    """Raise UsageError where something is asked for that the plan does not have."""
+    if arguments.explain_layout and mesh.size("tensor") == 1:
+        raise UsageError("to explain a layout", "the plan has no tensor axis", "write tensor=2")
+    if arguments.schedule_picture and mesh.size("pipeline") == 1:
+        raise UsageError("a picture of the schedule", f"the plan {mesh} has no pipeline", "write pipeline=2")
 
 
 def print_facts(plan: Plan, facts: dict[str, Any], schedule: Schedule | None) -> None:
@@ -105,8 +112,6 @@ def print_facts(plan: Plan, facts: dict[str, Any], schedule: Schedule | None) ->
 
 def print_layout(lines: list[dict[str, Any]]) -> None:
     """What `tensor` makes of each weight, and why."""
-    if not lines:
-        raise UsageError("to explain a layout", "the plan has no tensor axis", "write tensor=2")
     width = max(len(line["name"]) for line in lines)
     print()
     for line in lines:

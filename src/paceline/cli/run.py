@@ -24,6 +24,7 @@ from pathlib import Path
 
 from paceline.checkpoint.manifest import list_checkpoints
 from paceline.cli import run_as_rank, run_on, run_on_kubernetes
+from paceline.cli.flags import CHECK, ELASTIC, NAMED_RANK, NODE, RANK, check_place
 from paceline.comm.dialects import NodePosition, Position
 from paceline.launch.seats import Meeting, Seats
 from paceline.launch.ssh import check_ssh
@@ -44,9 +45,6 @@ from paceline.run.station import LocalStation
 from paceline.run.supervisor import GRACE_S, Ending, JobRequest, Post, Supervisor
 
 RUNS = Path("runs")
-# Flags of a run's supervisor, and what they are when nobody wrote them; with --job, some are a rank's too.
-_NEEDS_SUPERVISOR = {"grace": GRACE_S, "json": False, "dry_run": False}
-_NEEDS_JOB = {"resume": False, "resume_or_start": False, "runs": RUNS, "checkpoint_every": None, "keep": None}
 PLAN_FLAGS = ("transport", "compression", "bucket_bytes", "checkpoint_every", "keep")
 
 
@@ -153,14 +151,16 @@ def run(arguments: argparse.Namespace) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     place = run_as_rank.find_place(arguments)
     if isinstance(place, Position):
-        needs = _NEEDS_SUPERVISOR if arguments.job else {**_NEEDS_JOB, **_NEEDS_SUPERVISOR}
-        run_as_rank.check_no_supervisor(arguments, place.source, needs)
+        check_place(arguments, NAMED_RANK if arguments.job else RANK, place.source)
         return run_as_rank.be_rank(arguments, place, decide_plan)
     if place is not None:
+        check_place(arguments, NODE, place.source)
         return _run_node(arguments, place)
-    if arguments.on == "kubernetes" and arguments.check:
+    kind = run_on.kind_of(arguments)
+    check_place(arguments, kind)
+    if kind == CHECK:
         return run_on_kubernetes.check(Path(arguments.workload))
-    if run_on.is_elastic(arguments):
+    if kind == ELASTIC:
         return _run_elastic(arguments)
     arguments.n = run_on.ranks_asked(arguments)
     plan = decide_plan(arguments)

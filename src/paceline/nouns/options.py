@@ -69,7 +69,7 @@ def check_options(options: Mapping[str, Any], mesh: Mesh, named: set[str], serve
         if value in scope.neutral:
             continue
         if scope.of_servers and not servers:
-            raise PlanError(f"the plan's {name}={value}", "it has no servers", f"add e.g. server=2, or leave {name} out")
+            raise PlanError(f"the plan's {name}={value}", "it has no servers", f"add server=2, or leave {name} out")
         if name == "replicas" and value > servers:
             raise PlanError(
                 f"the plan's replicas={value}",
