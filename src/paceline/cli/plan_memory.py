@@ -12,7 +12,7 @@ from paceline.launch.profile_workload import Request, profile_workload, ranks_to
 from paceline.nouns.device import Device
 from paceline.nouns.errors import UsageError, WorkloadError
 from paceline.nouns.plan import Plan
-from paceline.nouns.profile import Profile
+from paceline.nouns.profile import NOTHING_TO_RECOMPUTE, Profile
 from paceline.plan.memory import memory_of
 from paceline.plan.memory_table import communicators, holders, picture, servers_table, size, table
 from paceline.plan.ways_out import FREE, WANTED, Way, WayOut, cheapest, ways
@@ -109,7 +109,7 @@ def _tried(candidates: Sequence[Way], words: Sequence[str], device: Device) -> l
     for way in candidates:
         own = [next(answers) for _ in ranks_to_profile(way.plan)]
         known = [profile for profile in own if isinstance(profile, Profile)]
-        if len(known) < len(own):
+        if len(known) < len(own) or any(_changes_nothing(profile) for profile in known):
             continue  # this workload can't be changed so: too few samples, no blocks to recompute
         capacity = device.capacity(communicators(way.plan))
         memories = [memory_of(profile, capacity) for profile in known]
@@ -117,6 +117,10 @@ def _tried(candidates: Sequence[Way], words: Sequence[str], device: Device) -> l
             needed = max(memory.reserved or 0 for memory in memories) + device.beside(communicators(way.plan))
             found.append((way, min(needed, device.memory or needed), _flops(way.plan, known)))
     return found
+
+
+def _changes_nothing(profile: Profile) -> bool:
+    return any(NOTHING_TO_RECOMPUTE in notice for notice in profile.notices)
 
 
 def _flops(plan: Plan, profiles: Sequence[Profile]) -> float:
