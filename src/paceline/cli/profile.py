@@ -12,6 +12,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+from paceline.cli.plan_memory import notices_of
 from paceline.cli.run import add_plan_arguments, decide_plan
 from paceline.launch.profile_workload import Request, profile_workload
 from paceline.launch.workload_file import read_workload_file
@@ -53,12 +54,12 @@ def run(arguments: argparse.Namespace) -> int:
         _write(profile, arguments.output)
     memory = memory_of(profile, device.capacity(communicators(plan)))
     if arguments.json:
-        facts = {"flops": profile.flops, "traffic": profile.traffic, "notices": profile.notices}
+        facts = {"flops": profile.flops, "traffic": profile.traffic, "notices": notices_of(profile, device)}
         print(json.dumps({"plan": profile.plan, "device": device.name, **facts, "memory": memory.to_json()}))
         return 0
     lines = [*table([memory], device, communicators(plan)), "", *holders(memory), "", *picture(profile), ""]
     print("\n".join([*lines, *_work(profile)]))
-    for notice in profile.notices:
+    for notice in notices_of(profile, device):
         print(f"note: {notice}", file=sys.stderr)
     return 0
 
