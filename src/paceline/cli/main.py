@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from paceline.cli.flags import check_after_file, check_rules, given, misplaced
+from paceline.cli.output import guarded
 from paceline.nouns.errors import MEETS_NOT, PacelineError, did_you_mean
 
 # Name and summary of every verb; the file of the same name in this room is loaded when it is called.
@@ -50,7 +51,11 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one verb. 0: it did what it says; 1: the job failed; 2: the request can't be met."""
+    """Run one verb. 0: it did what it says; 1: the job failed; 2: the request can't be met; 141: nobody read it all."""
+    return guarded(lambda: _main(argv))
+
+
+def _main(argv: list[str] | None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     verb = next((word for word in words if not word.startswith("-")), None)
     if verb is not None and verb not in VERBS and words[0] == verb:
