@@ -9,7 +9,7 @@ import re
 
 import pytest
 
-from paceline.cli.flags import CHECK, ELASTIC, NAMED_RANK, NODE, PLACES, RANK, RULES, RUN_FLAGS
+from paceline.cli.flags import CHECK, ELASTIC, NAMED_RANK, NODE, PLACES, RANK, RULES, RUN_FLAGS, _actions
 from paceline.cli.main import main
 from paceline.cli.run import decide_plan
 
@@ -34,7 +34,7 @@ def flags_of(verb):
     parser = argparse.ArgumentParser(allow_abbrev=False)
     importlib.import_module(f"paceline.cli.{verb}").add_arguments(parser)
     found = {}
-    for action in parser._actions:
+    for action in _actions(parser):
         if action.option_strings and action.dest != "help":
             value = "1x2" if action.dest == "shape" else str((action.choices or ["1"])[-1])
             found[action.dest] = [action.option_strings[0], *([] if action.nargs == 0 else [value])]
@@ -111,6 +111,9 @@ def test_a_flag_of_run_is_refused_exactly_where_it_changes_nothing(kind, nothing
         (["plan", "--schedule-picture", "--json", "--plan", "pipeline=2", "train.py"], "JSON has no picture"),
         (["plan", "--schedule-picture", "train.py"], "has no pipeline"),
         (["plan", "--explain-layout", "--json", "train.py"], "no tensor axis"),
+        (["run", "--dry-run", "--json", "train.py"], "leave --dry-run out"),
+        (["server", "serve", "--listen", "unix:a", "--coordinator", "unix:b", "--credentials", "c"], "HOST:PORT"),
+        (["server", "top", "unix:a", "--credentials", "c"], "HOST:PORT"),
         (["doctor", "--python", "python3"], "no other host is named"),
         (["bench", "planner", "--rounds", "5"], "--rounds is for bench step and jobs and strategies"),
         (["bench", "strategies", "--startup-rounds", "3"], "--startup-rounds is for bench step"),

@@ -76,6 +76,12 @@ _BENCH = {
 }
 
 
+def _leaves_host(arguments: argparse.Namespace) -> bool:
+    """Whether a server's command has an address other than a unix socket; what a run's is, only its folder says."""
+    addresses = [getattr(arguments, name, None) for name in ("listen", "coordinator", "job")]
+    return any(address is not None and not address.startswith("unix:") for address in addresses)
+
+
 def _bench_rule(name: str, subjects: tuple[str, ...]) -> Rule:
     found = f"--{name.replace('_', '-')} is for bench {' and '.join(subjects)}"
     return Rule((name,), lambda a: a.subject in subjects, found, f"write {subjects[0]}")
@@ -92,6 +98,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
             "add --gang yunikorn",
         ),
         Rule(("accelerator",), lambda a: a.gpus > 0, "a node has none of them", "add --gpus N"),
+        Rule(("json",), lambda a: not a.dry_run, "a dry run has no result", "leave --dry-run out"),
     ),
     "plan": (
         Rule(
@@ -103,6 +110,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
         Rule(("schedule_picture",), lambda a: not a.json, "JSON has no picture", "leave --json out"),
     ),
     "doctor": (Rule(("python",), lambda a: bool(a.hosts or a.hostfile), "no other host is named", "add -H H1:N,H2:N"),),
+    "server": (Rule(("credentials",), _leaves_host, "no address of it leaves this host", "write HOST:PORT addresses"),),
     "bench": tuple(_bench_rule(name, subjects) for name, subjects in _BENCH.items()),
 }
 
@@ -114,11 +122,21 @@ def given(parser: argparse.ArgumentParser, words: Sequence[str]) -> dict[str, st
         parser: of one command; it is changed, so hand over one that nobody else needs.
         words: what `parser` has read before without an error.
     """
-    flags = {action.dest: action.option_strings[0] for action in parser._actions if action.option_strings}
-    for action in parser._actions:
+    actions = list(_actions(parser))
+    flags = {action.dest: action.option_strings[0] for action in actions if action.option_strings}
+    for action in actions:
         action.default = argparse.SUPPRESS
     found, _ = parser.parse_known_args(list(words))
     return {name: flags[name] for name in vars(found) if name in flags}
+
+
+def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """The arguments of a parser and of the parsers of its own commands."""
+    for action in parser._actions:
+        yield action
+        if isinstance(action, argparse._SubParsersAction):
+            for below in action.choices.values():
+                yield from _actions(below)
 
 
 def check_rules(verb: str, arguments: argparse.Namespace) -> None:
