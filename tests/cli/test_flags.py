@@ -199,3 +199,9 @@ def test_where_hosts_come_and_go_the_ranks_to_come_count():
     asked = {"transport": None, "compression": "bf16", "bucket_bytes": None}
     plan = decide_plan(argparse.Namespace(n=None, plan=None, **asked), grows=True)
     assert plan.compression == "bf16"
+
+
+def test_an_unknown_flag_before_the_file_may_be_the_files(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["run", "--learning-rate", "3", "train.py"])
+    assert "a flag of the file's own stands after it" in capsys.readouterr().err

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from paceline.nouns.errors import UsageError
 
+OWN_ARGUMENTS = "arguments of the file; after `--` where this command has a flag of the same name"
 # What starts a job's ranks. The last five: hosts that come and go; manifests that are checked; a launcher that
 # started this process as one of its nodes, or as a rank, whose job has a name and a run directory or has none.
 PLACES = ("local", "ssh", "mpi", "slurm", "kubernetes", "ray")

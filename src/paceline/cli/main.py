@@ -46,6 +46,8 @@ class Parser(argparse.ArgumentParser):
         if marker in message:
             word = message.split(marker)[1].split()[0]
             fix = did_you_mean(word.split("=")[0], flags, f"see `{self.prog} --help`")
+            if any(action.dest == "arguments" for parser in self.verbs for action in parser._actions):
+                fix += "; a flag of the file's own stands after it"
             return f"the argument {word} was given, but this command has no such argument.\n  Fix: {fix}."
         return f"the arguments can't be read, but they must be: {message}.\n  Fix: see `{self.prog} --help`."
 

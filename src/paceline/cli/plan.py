@@ -11,6 +11,7 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
+from paceline.cli.flags import OWN_ARGUMENTS
 from paceline.cli.plan_memory import add_memory_arguments, check_memory_arguments, explain
 from paceline.cli.run import add_plan_arguments, decide_plan
 from paceline.launch.describe_workload import describe_workload
@@ -32,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_memory_arguments(parser)
     parser.add_argument("--schedule-picture", action="store_true", help="draw the pipeline's schedule")
     parser.add_argument("workload", metavar="FILE", help="the Python file that declares `workload`")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the file")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help=OWN_ARGUMENTS)
 
 
 def run(arguments: argparse.Namespace) -> int:

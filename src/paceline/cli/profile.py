@@ -12,6 +12,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+from paceline.cli.flags import OWN_ARGUMENTS
 from paceline.cli.plan_memory import notices_of
 from paceline.cli.run import add_plan_arguments, decide_plan
 from paceline.launch.profile_workload import Request, profile_workload
@@ -33,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the profile there, as JSON")
     parser.add_argument("--json", action="store_true", help="print the sums as JSON")
     parser.add_argument("workload", metavar="FILE", help="the Python file that declares `workload`")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the file")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help=OWN_ARGUMENTS)
 
 
 def run(arguments: argparse.Namespace) -> int:

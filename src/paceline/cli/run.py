@@ -24,7 +24,7 @@ from pathlib import Path
 
 from paceline.checkpoint.manifest import list_checkpoints
 from paceline.cli import run_as_rank, run_on, run_on_kubernetes
-from paceline.cli.flags import CHECK, ELASTIC, NAMED_RANK, NODE, RANK, check_place
+from paceline.cli.flags import CHECK, ELASTIC, NAMED_RANK, NODE, OWN_ARGUMENTS, RANK, check_place
 from paceline.comm.dialects import NodePosition, Position
 from paceline.launch.seats import Meeting, Seats
 from paceline.launch.ssh import check_ssh
@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run_on.add_arguments(parser)
     run_on_kubernetes.add_arguments(parser)
     parser.add_argument("workload", metavar="FILE", help="the Python file that declares the workload")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the file")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help=OWN_ARGUMENTS)
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:

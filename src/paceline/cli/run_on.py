@@ -351,7 +351,8 @@ def rendered(arguments: argparse.Namespace, plan: Plan, run_dir: Path, file: Pat
         return _ray_job(arguments, plan, run_dir, file).text()
     if arguments.on == "slurm":
         return sbatch_script(rank_command(arguments, plan, run_dir, file), slurm_options(arguments))
-    return f"# {plan.world_size} ranks on this host\n{shlex.join([sys.executable, str(file), *arguments.arguments])}"
+    ranks = f"{plan.world_size} rank{'s' * (plan.world_size > 1)}"
+    return f"# {ranks} on this host\n{shlex.join([sys.executable, str(file), *arguments.arguments])}"
 
 
 def send_to_slurm(arguments: argparse.Namespace, plan: Plan, run_dir: Path, file: Path) -> str:
