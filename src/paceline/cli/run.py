@@ -200,6 +200,7 @@ def _folder(arguments: argparse.Namespace, script: Path, screen: Screen) -> tupl
     if arguments.job is None and not arguments.resume:
         raise UsageError("--resume-or-start", "no job is named", "write --job NAME")
     folder = directory.find_run(arguments.runs, arguments.job, script)
+    directory.check_writable(folder)
     resume = directory.find_resume_point(folder, lambda text: screen.say(f"paceline: {text}"))
     screen.say(f"paceline: {folder.name} goes on" + (f" at {resume.name}" if resume else ""))
     return folder, resume

@@ -21,7 +21,7 @@ class Progress:
         self.records: deque[dict[str, Any]] = deque(maxlen=_WINDOW)
         self.first: dict[str, Any] | None = None
         self.started: dict[str, Any] = {}
-        self.checkpoint: str | None = None
+        self.saved: str | None = None
         self.has_stopped = False
         self.evaluation: dict[str, Any] | None = None
 
@@ -47,11 +47,16 @@ class Progress:
             self.records.append(event)
             self.samples += event["samples"]
         elif kind == "checkpoint":
-            self.checkpoint = event["path"]
+            self.saved = event["path"]
         elif kind == "stopped":
             self.has_stopped = True
         elif kind == "evaluation":
             self.evaluation = event
+
+    @property
+    def checkpoint(self) -> str | None:
+        """The run's newest checkpoint, unless somebody has removed it."""
+        return self.saved if self.saved and Path(self.saved).is_dir() else None
 
     @property
     def last(self) -> dict[str, Any] | None:

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from paceline.checkpoint.load import check_files_together, read_own
-from paceline.checkpoint.manifest import find_good, folder_name, read_manifest, remove_partial
+from paceline.checkpoint.manifest import CHECKPOINTS, find_good, folder_name, read_manifest, remove_partial
 from paceline.checkpoint.save import Writer
 from paceline.comm import words
 from paceline.nouns.clock import Clock, WallClock
-from paceline.nouns.errors import PacelineError
+from paceline.nouns.errors import CheckpointError, PacelineError
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.placement import Held
 from paceline.nouns.plan import Plan
@@ -27,10 +27,11 @@ from paceline.nouns.record import StepRecord
 from paceline.nouns.workload import Workload
 from paceline.parallel.apply import open_comms
 from paceline.train import evaluate as evaluation
-from paceline.train import prepare, servers, snapshot
+from paceline.train import last_checkpoint, prepare, servers, snapshot
 from paceline.train.agree import check_same_data_everywhere, check_same_start
 from paceline.train.data import Batch, RankLoader, cut_into, moved, open_data
 from paceline.train.events import Events, peak_memory_bytes
+from paceline.train.last_checkpoint import first_failure
 from paceline.train.place import make_parallel, place_model
 from paceline.train.seed import random_state, restore_random_state, seed_everything
 from paceline.train.step import train_step
@@ -93,7 +94,7 @@ class Job:
             self._notice(notice)
         if placed.couples_samples and self.loader.pieces_wanted and not plan.micro_batches:
             self.loader = dataclasses.replace(self.loader, pieces_wanted=1)
-            self._notice(f"samples meet in {placed.couples_samples}: the pipeline takes each batch whole")
+            self.notice(f"samples meet in {placed.couples_samples}: the pipeline takes each batch whole")
         prepare.check_may_cut(placed, workload, self.loader, mesh)
         self.parallel = make_parallel(placed, workload, self.comms, plan, (self.device, self.rank))
         self.model = self.parallel.model
@@ -103,9 +104,10 @@ class Job:
         seed_everything(workload.seed, 1 + self.data_part)  # from here: dropout, alike where the samples are
         if self.size > 1:
             first = self.loader.first_sample()
-            check_same_data_everywhere(len(self.loader.data), first, self.comms.step, self._notice)
+            check_same_data_everywhere(len(self.loader.data), first, self.comms.step, self.notice)
         self.total_steps, self.end = self.loader.length()
-        self.step_number, self.position, self.saved_step = 0, 0, -1
+        self.step_number, self.position = 0, 0
+        self.saved_step: int | None = None  # of the run's newest checkpoint, on the disk or being written
         self.last: StepRecord | None = None
         self.is_stopping = threading.Event()
         self.is_stepping = False  # stays set when a step fails
@@ -211,17 +213,8 @@ class Job:
         prepare.check_may_write(folder)
         if self.plan.server and self.rank != 0:
             return  # the servers' state is the same for all
-        if self.rank == 0:
-            remove_partial(folder)
-        self.world.barrier()
-        self._begin_save(folder, keep=0)
-        failure = self.writer.wait()
-        failed = torch.tensor([int(failure is not None)])
-        self.world.all_reduce(failed, "max")
-        if int(failed):
-            if self.rank == 0:
-                remove_partial(folder)  # now no rank is writing any more
-            raise failure or prepare.failed_elsewhere(folder)
+        if (failure := self.write_checkpoint(folder)) is not None:
+            raise failure
 
     def load(self, path: str | Path) -> None:
         """Go back to the checkpoint at `path`, or to the newest whole one in that folder.
@@ -234,9 +227,9 @@ class Job:
         """
         if self.plan.server:
             servers.check_may_load(self)
-        self._report_failed_save(self.writer.wait())
+        self.finish_save()
         self.world.barrier()  # no rank is writing any more: all find the same checkpoints
-        folder = find_good(Path(path), self._notice, partial(check_files_together, comm=self.world))
+        folder = find_good(Path(path), self.notice, partial(check_files_together, comm=self.world))
         manifest = read_manifest(folder)
         prepare.check_same_job(folder, manifest, self.workload, len(self.loader.data))
         tensors = snapshot.read_state(folder, manifest, self.model, self._held(), self.world)
@@ -246,28 +239,33 @@ class Job:
             self.scheduler.load_state_dict(manifest["scheduler"])
         elif self.scheduler is not None or manifest["scheduler"] is not None:
             has, lacks = ("checkpoint", "workload") if self.scheduler is None else ("workload", "checkpoint")
-            self._notice(f"the {has} has a learning-rate scheduler, the {lacks} has none: the rate may jump")
-        self.step_number, self.position, self.saved_step = manifest["step"], manifest["position"], manifest["step"]
+            self.notice(f"the {has} has a learning-rate scheduler, the {lacks} has none: the rate may jump")
+        self.step_number, self.position = manifest["step"], manifest["position"]
+        self.saved_step = self.step_number if last_checkpoint.is_newest_of_run(folder, self.run_dir) else None
         if self.plan.server:
             pass  # random numbers are drawn anew for every step
         elif (manifest["world_size"], manifest.get("mesh")) == (self.size, self._mesh()):
             own = read_own(folder, manifest, self.rank)
             restore_random_state(snapshot.part(own, "random/"), self.device)
             if not snapshot.restore_wire(self.parallel.state(), own):
-                self._notice(f"{folder.name} was saved with other compression: what its wires carry over starts anew")
+                self.notice(f"{folder.name} was saved with other compression: what its wires carry over starts anew")
         else:
             seed_everything(self.workload.seed, 1 + self.data_part, self.position)
             ranks = f"{manifest['world_size']} ranks ({manifest.get('mesh')})"
-            self._notice(f"{ranks} saved {folder.name}, {self.size} ({self._mesh()}) go on: dropout draws anew")
+            self.notice(f"{ranks} saved {folder.name}, {self.size} ({self._mesh()}) go on: dropout draws anew")
         self.events.write(
             {"event": "resumed", "step": self.step_number, "position": self.position, "path": str(folder)}
         )
 
     def close(self, save: bool = True) -> None:
-        """End the job: save the last step if it runs under `paceline run`, and finish writing."""
-        if save and self.run_dir is not None and self.step_number != self.saved_step:
-            self._begin_save(self._checkpoint_folder(), self.plan.keep)
-        self._report_failed_save(self.writer.wait())
+        """End the job: save the last step if it runs under `paceline run`, and finish writing.
+
+        Raises:
+            CheckpointError: under `paceline run`, the last step can't be saved; says where it was saved instead.
+        """
+        self.finish_save()
+        if save and self.run_dir is not None:
+            last_checkpoint.save_last_step(self)
         self.events.write({"event": "end", "step": self.step_number, "ledger": self.ledger.rows()})
         self.events.close()
         self.parallel.close()
@@ -306,22 +304,40 @@ class Job:
         if self.run_dir is None:
             return
         every = self.plan.checkpoint_every
-        if is_stopping or (every and self.step_number % every == 0):
-            self._begin_save(self._checkpoint_folder(), self.plan.keep)
+        if every and self.step_number % every == 0 and not is_stopping:
+            self._begin_save(self.checkpoint_folder(), self.plan.keep)
+            self.saved_step = self.step_number
         if is_stopping:
-            self._report_failed_save(self.writer.wait())
+            self.finish_save()
+            last_checkpoint.save_last_step(self)
             self.events.write({"event": "stopped", "step": self.step_number})
             self.world.barrier()  # a launcher may end the others when the first leaves: rank 0 publishes before
             raise Stopped(0)
 
-    def _checkpoint_folder(self) -> Path:
-        return Path(str(self.run_dir), "checkpoints", folder_name(self.step_number))
+    def checkpoint_folder(self) -> Path:
+        """The run's checkpoint of this step."""
+        return Path(str(self.run_dir), CHECKPOINTS, folder_name(self.step_number))
+
+    def write_checkpoint(self, folder: Path, keep: int = 0) -> CheckpointError | None:
+        """Write a checkpoint and wait for it. Collective; all ranks return the same error, or None.
+
+        Args:
+            folder: the checkpoint.
+            keep: as `Writer.begin` takes it.
+        """
+        if self.rank == 0:
+            remove_partial(folder)
+        self.world.barrier()
+        self._begin_save(folder, keep)
+        failure = first_failure(self.writer.wait(), folder, self.world)
+        if failure is not None and self.rank == 0:
+            remove_partial(folder)  # now no rank is writing any more
+        return failure
 
     def _begin_save(self, folder: Path, keep: int) -> None:
         prepare.check_generation(os.environ)
-        self._report_failed_save(self.writer.wait())
+        self.finish_save()
         if self.plan.server:
-            self.saved_step = self.step_number
             if self.rank != 0:
                 return
             servers.take_state(self)
@@ -344,7 +360,6 @@ class Job:
         parts = {**snapshot.model_parts(self.model, held, size), **parts}
         own = snapshot.own_tensors(random_state(self.device), self.parallel.state())
         self.writer.begin(folder, parts, own, facts, keep)
-        self.saved_step = self.step_number
 
     def _held(self) -> dict[str, Held]:
         """What of the model's state the strategies have cut; they may change it, so it is asked for each time."""
@@ -353,11 +368,14 @@ class Job:
     def _mesh(self) -> str:
         return str(Mesh.parse(self.plan.mesh))
 
-    def _report_failed_save(self, failure: PacelineError | None) -> None:
-        if failure is not None:
-            self._notice(str(failure), everywhere=True)
+    def finish_save(self) -> None:
+        """Wait for the run's checkpoint that is being written; where it fails, say so."""
+        if (failure := self.writer.wait()) is not None:
+            self.saved_step = None
+            self.notice(str(failure), everywhere=True)
 
-    def _notice(self, text: str, everywhere: bool = False) -> None:
+    def notice(self, text: str, everywhere: bool = False) -> None:
+        """Print a line: rank 0 alone, or every rank."""
         if self.rank == 0 or everywhere:
             print(f"paceline: {text}", flush=True)
 

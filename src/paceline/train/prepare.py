@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
-from paceline.checkpoint.manifest import MANIFEST, remove_partial_in
+from paceline.checkpoint.manifest import CHECKPOINTS, MANIFEST, remove_partial_in, try_writing
 from paceline.comm.collectives import AxisComm
 from paceline.nouns.errors import CheckpointError, PeerLostError, PlanError, WorkloadError
 from paceline.nouns.mesh import Mesh
@@ -229,12 +229,18 @@ def evaluation_data(workload: Workload, data: Any) -> Any:
 
 
 def check_space(folder: Path, model: torch.nn.Module) -> None:
-    """Raise CheckpointError unless a checkpoint fits where it will be written; clear what a killed job left."""
-    folder = folder / "checkpoints"
-    if os.environ.get("PACELINE_RANK", "0") != "0":
-        return
+    """Raise CheckpointError unless a checkpoint can be written and has space; clear what a killed job left.
+
+    Args:
+        folder: the run directory.
+        model: as this rank holds it.
+    """
+    folder = folder / CHECKPOINTS
+    rank = os.environ.get("PACELINE_RANK", "0")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        try_writing(folder, f"rank-{rank}")
+        if rank != "0":
+            return
         remove_partial_in(folder)
         free = shutil.disk_usage(folder).free
     except OSError as error:
@@ -256,11 +262,6 @@ def check_may_write(folder: Path) -> None:
         raise CheckpointError(
             f"a checkpoint in {folder}", "there is something else", "name a new folder; nothing was written"
         )
-
-
-def failed_elsewhere(folder: Path) -> CheckpointError:
-    """The error of a rank whose own part of a checkpoint was written, when another's was not."""
-    return CheckpointError(f"the checkpoint {folder}", "another rank could not write its part", "see that rank's error")
 
 
 def check_same_job(folder: Path, manifest: dict[str, Any], workload: Workload, samples: int) -> None:
