@@ -19,7 +19,7 @@ from paceline.checkpoint.manifest import CHECKPOINTS, find_good, folder_name, re
 from paceline.checkpoint.save import Writer
 from paceline.comm import words
 from paceline.nouns.clock import Clock, WallClock
-from paceline.nouns.errors import CheckpointError, PacelineError
+from paceline.nouns.errors import CheckpointError, PacelineError, UsageError
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.placement import Held
 from paceline.nouns.plan import Plan
@@ -47,12 +47,14 @@ def distribute(workload: Workload) -> Job:
     The plan comes from the launcher: `paceline run` writes it, under torchrun it is `replicate=WORLD_SIZE`.
 
     Raises:
+        UsageError: this process has a job in the same run directory.
         WorkloadError: a part of the workload does not fit the others or the plan.
         PlanError: the plan can't be met.
         CheckpointError: the job resumes, and its checkpoint can't be used.
     """
     words.init()
     try:
+        _check_is_first(prepare.run_dir(os.environ))
         return Job(workload, prepare.read_plan(os.environ, words.size()))
     except PacelineError as error:
         raise error.at(rank=error.rank if error.rank is not None else words.rank()) from error.__cause__
@@ -108,6 +110,7 @@ class Job:
         self.total_steps, self.end = self.loader.length()
         self.step_number, self.position = 0, 0
         self.saved_step: int | None = None  # of the run's newest checkpoint, on the disk or being written
+        self.closed_step: int | None = None
         self.last: StepRecord | None = None
         self.is_stopping = threading.Event()
         self.is_stepping = False  # stays set when a step fails
@@ -263,9 +266,12 @@ class Job:
         Raises:
             CheckpointError: under `paceline run`, the last step can't be saved; says where it was saved instead.
         """
+        if self.closed_step == self.step_number:
+            return  # by the file itself; the worker closes what is open at the file's end
         self.finish_save()
         if save and self.run_dir is not None:
             last_checkpoint.save_last_step(self)
+        self.closed_step = self.step_number
         self.events.write({"event": "end", "step": self.step_number, "ledger": self.ledger.rows()})
         self.events.close()
         self.parallel.close()
@@ -283,15 +289,25 @@ class Job:
         self.writer = Writer(*((0, 1) if self.plan.server else (self.rank, self.size)), self.events.write)
         start = {"event": "start", "total_steps": self.total_steps, "samples": len(self.loader.data)}
         self.events.write({**start, "batch_size": self.workload.batch_size, "world_size": self.size})
-        if self.run_dir is not None:
-            _open_jobs.append(self)
-            prepare.check_space(self.run_dir, self.model)
-            signal.signal(signal.SIGTERM, self._asked_to_stop)
-            resume = os.environ.get("PACELINE_RESUME")
-            if not self.plan.server:
-                check_same_start(resume, self.world)
-            if resume is not None:
-                self.load(resume)
+        if self.run_dir is None:
+            return
+        before = signal.signal(signal.SIGTERM, self._asked_to_stop)
+        try:
+            self._find_start(self.run_dir)
+        except BaseException:  # the file may catch it, and make another job
+            signal.signal(signal.SIGTERM, before)
+            self.events.close()
+            self.parallel.close()
+            raise
+        _run_jobs.append(self)
+
+    def _find_start(self, run_dir: Path) -> None:
+        prepare.check_space(run_dir, self.model)
+        resume = os.environ.get("PACELINE_RESUME")
+        if not self.plan.server:
+            check_same_start(resume, self.world)
+        if resume is not None:
+            self.load(resume)
 
     def _asked_to_stop(self, number: int, frame: FrameType | None) -> None:
         self.is_stopping.set()
@@ -380,8 +396,25 @@ class Job:
             print(f"paceline: {text}", flush=True)
 
 
-_open_jobs: list[Job] = []
+_run_jobs: list[Job] = []  # those that write to a run directory, until the worker ends them: one for each directory
 _made: list[Job] = []
+
+
+def _check_is_first(run_dir: Path | None) -> None:
+    """Raise UsageError when this process has a job in the run directory: a second would write over its checkpoints.
+
+    Where there is no run directory, jobs share nothing, and there may be several. One that has ended still counts:
+    `--resume` would load its checkpoints into the second, or those of the second into it.
+    """
+    for job in _run_jobs:
+        if job.run_dir == run_dir:
+            raise UsageError(
+                "a second job was asked for in this process",
+                f"a run keeps the checkpoints of one job, and {run_dir} has those of the first (at step "
+                f"{job.step_number})",
+                "train each workload by a file and a `paceline run` of its own, or several models as one job: put them "
+                "into one module and add up their losses",
+            )
 
 
 def was_any_made() -> bool:
@@ -396,5 +429,5 @@ def current_step() -> int | None:
 
 def close_open_jobs() -> None:
     """End the jobs that the person's file left open; the worker calls this after it."""
-    while _open_jobs:
-        _open_jobs.pop().close()
+    while _run_jobs:
+        _run_jobs.pop().close()
