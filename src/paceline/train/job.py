@@ -239,7 +239,8 @@ class Job:
         snapshot.restore_optimizer(self.model, self.optimizer, tensors, manifest["optimizer"])
         snapshot.restore_model(self.model, tensors, self._held())
         if self.scheduler is not None and manifest["scheduler"] is not None:
-            self.scheduler.load_state_dict(manifest["scheduler"])
+            before = self.scheduler.state_dict()
+            self.scheduler.load_state_dict(snapshot.from_json(manifest["scheduler"], before))
         elif self.scheduler is not None or manifest["scheduler"] is not None:
             has, lacks = ("checkpoint", "workload") if self.scheduler is None else ("workload", "checkpoint")
             self.notice(f"the {has} has a learning-rate scheduler, the {lacks} has none: the rate may jump")
@@ -302,6 +303,7 @@ class Job:
         _run_jobs.append(self)
 
     def _find_start(self, run_dir: Path) -> None:
+        prepare.check_can_save(self.model, self.optimizer, self.scheduler)
         prepare.check_space(run_dir, self.model)
         resume = os.environ.get("PACELINE_RESUME")
         if not self.plan.server:

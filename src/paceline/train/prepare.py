@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import shutil
@@ -21,8 +22,9 @@ from paceline.nouns.workload import Workload
 from paceline.parallel.placed import PlacedModel
 from paceline.train.agree import check_loss_adds_up, check_same_model_everywhere
 from paceline.train.compiler_import import defer_compiler_import
+from paceline.train.composite_optimizer import check_parts, groups_of
 from paceline.train.data import RankLoader, open_data
-from paceline.train.snapshot import parameter_names
+from paceline.train.snapshot import as_json, model_parts, parameter_names
 
 _STATES = 3  # a parameter and Adam's two moments: what a checkpoint holds at most of usual optimizers
 
@@ -166,7 +168,9 @@ def keep_own(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
 
     Raises:
         PlanError: it can't update parts of parameters.
+        WorkloadError: it is made of others, and a checkpoint would not find their state.
     """
+    check_parts(optimizer, mesh)
     if cuts := [axis for axis in ("shard", "tensor") if mesh.size(axis) > 1]:
         from paceline.parallel.elementwise import check_optimizer
 
@@ -199,7 +203,7 @@ def make_scheduler(workload: Workload, optimizer: torch.optim.Optimizer) -> Any:
     """The learning-rate scheduler, or None.
 
     Raises:
-        WorkloadError: it has no `step`.
+        WorkloadError: it has no `step`, or one that wants an argument.
     """
     if workload.scheduler is None:
         return None
@@ -210,7 +214,36 @@ def make_scheduler(workload: Workload, optimizer: torch.optim.Optimizer) -> Any:
             f"it made a {type(scheduler).__name__}",
             "return one of torch.optim.lr_scheduler",
         )
+    if wanted := _wanted(scheduler.step):
+        raise WorkloadError(
+            "the workload's scheduler steps after every update, and is handed nothing",
+            f"{type(scheduler).__name__}.step wants {wanted}",
+            "leave scheduler out of the Workload and step it in your loop, after an evaluation: scheduler = "
+            f"{type(scheduler).__name__}(job.optimizer), then scheduler.step(job.evaluate()['loss']); its state is not "
+            "in checkpoints then, only the learning rate is",
+        )
     return scheduler
+
+
+def _wanted(function: Any) -> str | None:
+    """The first argument that `function` can't be called without."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return None  # it does not say; then it is called
+    fixed = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return next((p.name for p in parameters if p.kind in fixed and p.default is inspect.Parameter.empty), None)
+
+
+def check_can_save(model: torch.nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
+    """Raise WorkloadError when a checkpoint can't keep what there is before the first step."""
+    model_parts(model, {}, 1)
+    for group in groups_of(optimizer):
+        for name, value in group.items():
+            if name != "params":
+                as_json(f"the optimizer's {name}", value)
+    if scheduler is not None:
+        as_json("the scheduler's state", scheduler.state_dict())
 
 
 def evaluation_data(workload: Workload, data: Any) -> Any:

@@ -122,8 +122,8 @@ def _step(
     if workload.clip_norm is not None:
         # In float64: torch's own float32 norm of a large tensor is off by 8e-5.
         norm = sum(float(gradient.to_dense().double().square().sum()) for gradient in gradients) ** 0.5
-        for parameter in {p for group in optimizer.param_groups for p in group["params"] if p.grad is not None}:
-            parameter.grad *= min(1.0, workload.clip_norm / (norm + 1e-6))
+        for gradient in gradients:  # also those of an optimizer inside the optimizer
+            gradient *= min(1.0, workload.clip_norm / (norm + 1e-6))
         taken.norms.append(norm)
     optimizer.step()
     taken.losses.append(total / weight)
