@@ -35,6 +35,7 @@ from paceline.train.last_checkpoint import first_failure
 from paceline.train.place import make_parallel, place_model
 from paceline.train.seed import random_state, restore_random_state, seed_everything
 from paceline.train.step import train_step
+from paceline.train.step_board import StepBoard
 
 
 class Stopped(SystemExit):
@@ -139,6 +140,7 @@ class Job:
             servers.begin_step(self)
         began_s, sent_before = self.clock.now_s(), self.ledger.total_bytes
         self.is_stepping = True
+        self.board.begin_step()
         own = isinstance(batch, Batch)
         double = self.workload.precision == "float64"
         microbatches = batch.microbatches if own else [moved(batch, self.device, double)]
@@ -193,6 +195,7 @@ class Job:
         Raises:
             WorkloadError: there is no data set for evaluation.
         """
+        self.board.meet("job.evaluate", self.step_number)
         data = prepare.evaluation_data(self.workload, data)
         # Workers of servers may be at different steps, so each evaluates on all of it.
         parts = (0, 1) if self.plan.server else (self.data_part, Mesh.parse(self.plan.mesh).data_size)
@@ -211,8 +214,10 @@ class Job:
 
         Raises:
             CheckpointError: `path` holds something else, or can't be written.
+            CollectiveError: another rank goes on with its steps.
         """
         folder = Path(path)
+        self.board.meet("job.save", self.step_number)
         prepare.check_may_write(folder)
         if self.plan.server and self.rank != 0:
             return  # the servers' state is the same for all
@@ -230,6 +235,7 @@ class Job:
         """
         if self.plan.server:
             servers.check_may_load(self)
+        self.board.meet("job.load", self.step_number)
         self.finish_save()
         self.world.barrier()  # no rank is writing any more: all find the same checkpoints
         folder = find_good(Path(path), self.notice, partial(check_files_together, comm=self.world))
@@ -271,10 +277,12 @@ class Job:
             return  # by the file itself; the worker closes what is open at the file's end
         self.finish_save()
         if save and self.run_dir is not None:
+            self.board.meet("job.close, or the end of the file", self.step_number)
             last_checkpoint.save_last_step(self)
         self.closed_step = self.step_number
         self.events.write({"event": "end", "step": self.step_number, "ledger": self.ledger.rows()})
         self.events.close()
+        self.board.close()
         self.parallel.close()
 
     def _make_loader(self, data: Any, name: str, parts: tuple[int, int]) -> RankLoader:
@@ -286,6 +294,8 @@ class Job:
 
     def _begin_run(self) -> None:
         _made[:] = [self]
+        place = words.world().place
+        self.board = StepBoard(dataclasses.replace(place, size=1) if self.plan.server else place)
         self.events = Events(self.run_dir if self.rank == 0 else None)
         self.writer = Writer(*((0, 1) if self.plan.server else (self.rank, self.size)), self.events.write)
         start = {"event": "start", "total_steps": self.total_steps, "samples": len(self.loader.data)}
@@ -303,7 +313,7 @@ class Job:
         _run_jobs.append(self)
 
     def _find_start(self, run_dir: Path) -> None:
-        prepare.check_can_save(self.model, self.optimizer, self.scheduler)
+        prepare.check_can_save(self.optimizer, self.scheduler)
         prepare.check_space(run_dir, self.model)
         resume = os.environ.get("PACELINE_RESUME")
         if not self.plan.server:

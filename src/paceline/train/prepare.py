@@ -24,7 +24,7 @@ from paceline.train.agree import check_loss_adds_up, check_same_model_everywhere
 from paceline.train.compiler_import import defer_compiler_import
 from paceline.train.composite_optimizer import check_parts, groups_of
 from paceline.train.data import RankLoader, open_data
-from paceline.train.snapshot import as_json, model_parts, parameter_names
+from paceline.train.snapshot import as_json, parameter_names
 
 _STATES = 3  # a parameter and Adam's two moments: what a checkpoint holds at most of usual optimizers
 
@@ -235,9 +235,8 @@ def _wanted(function: Any) -> str | None:
     return next((p.name for p in parameters if p.kind in fixed and p.default is inspect.Parameter.empty), None)
 
 
-def check_can_save(model: torch.nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
-    """Raise WorkloadError when a checkpoint can't keep what there is before the first step."""
-    model_parts(model, {}, 1)
+def check_can_save(optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
+    """Raise WorkloadError when a checkpoint can't keep what the optimizer and the scheduler are made with."""
     for group in groups_of(optimizer):
         for name, value in group.items():
             if name != "params":
