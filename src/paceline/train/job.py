@@ -88,7 +88,7 @@ class Job:
         self.stop_file = prepare.stop_file(os.environ) if self.rank == 0 else None
         if workload.deterministic:
             prepare.be_deterministic()
-        self.data_part = mesh.data_part(self.rank)
+        self.data_part, self.random_stream = mesh.data_part(self.rank), mesh.random_stream(self.rank)
         self.loader = self._make_loader(workload.data, "data", (self.data_part, mesh.data_size))
         example = self.loader.example() if self.size > 1 else None
         seed_everything(workload.seed)
@@ -104,7 +104,7 @@ class Job:
         self.optimizer = prepare.make_optimizer(workload, self.model)
         prepare.keep_own(self.optimizer, mesh)
         self.scheduler = prepare.make_scheduler(workload, self.optimizer)
-        seed_everything(workload.seed, 1 + self.data_part)  # from here: dropout, alike where the samples are
+        seed_everything(workload.seed, 1 + self.random_stream)  # dropout draws from here on
         if self.size > 1:
             first = self.loader.first_sample()
             check_same_data_everywhere(len(self.loader.data), first, self.comms.step, self.notice)
@@ -260,7 +260,7 @@ class Job:
             if not snapshot.restore_wire(self.parallel.state(), own):
                 self.notice(f"{folder.name} was saved with other compression: what its wires carry over starts anew")
         else:
-            seed_everything(self.workload.seed, 1 + self.data_part, self.position)
+            seed_everything(self.workload.seed, 1 + self.random_stream, self.position)
             ranks = f"{manifest['world_size']} ranks ({manifest.get('mesh')})"
             self.notice(f"{ranks} saved {folder.name}, {self.size} ({self._mesh()}) go on: dropout draws anew")
         self.events.write(
