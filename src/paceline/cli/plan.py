@@ -162,6 +162,5 @@ def _bytes(tensors: list[dict[str, Any]]) -> int:
 
 def _bytes_per_rank(mesh: Mesh, model: dict[str, Any]) -> list[int]:
     """By pipeline rank, what is held between steps; empty where every rank holds everything."""
-    if "split" in model:
-        return [-(-_bytes(rank["parameters"]) // mesh.size("shard")) for rank in model["split"]["ranks"]]
-    return [-(-_bytes(model["parameters"]) // mesh.size("shard"))] if "shards" in model else []
+    held = model["split"]["ranks"] if "split" in model else [model] if "shards" in model else []
+    return [-(-_bytes([*rank["parameters"], *rank["frozen"]]) // mesh.size("shard")) for rank in held]

@@ -121,7 +121,7 @@ class _Proof:
             return
         self._compare(precisions)
         for what in ("resume", "reshard"):
-            if what in self.request.what and not self.verdict.culprit:
+            if what in self.request.what and self.verdict.is_step_right:
                 self._go_on(what)
 
     def _runs(self, precisions: Sequence[str]) -> list[dict[str, Any]]:
@@ -224,7 +224,10 @@ class _Proof:
             check_step(self.verdict, reference, ranks, name, found)
             if what == "resume":
                 check_same_draws(self.verdict, read_ranks(self.folder, "float64", plan.world_size), ranks)
-            self.verdict.culprit = self.verdict.culprit or blame_loading(found, name)
+            has_worse = self.verdict.culprit is not None and self.verdict.culprit.phase not in ("traffic", "dropout")
+            self.verdict.culprit = (
+                self.verdict.culprit if has_worse else blame_loading(found, name) or self.verdict.culprit
+            )
 
 
 def check_was_not_killed(world: World) -> None:
