@@ -12,7 +12,7 @@ from paceline.nouns.errors import WorkloadError
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
 from paceline.plan.step_traffic import step_traffic
-from paceline.verify.compare import Difference, RankResult, Reference, differences, largest_difference, room_of
+from paceline.verify.compare import TURNED, Difference, RankResult, Reference, differences, largest_difference, room_of
 from paceline.verify.order import Call, find_disorder
 from paceline.verify.verdict import Culprit, Verdict
 
@@ -82,6 +82,7 @@ def _scalars(reference: Reference, ranks: list[RankResult]) -> list[str]:
             first = len(reference.facts[word]) - len(right) + 1
             for step, (own, expected) in enumerate(zip(mine, right, strict=True), first):
                 tolerance = max(room.own, room.noise * reference.facts["scalar_noise"][word])
+                tolerance += TURNED * reference.facts["scalar_turned"][word]
                 if not abs(own - expected) <= tolerance * max(abs(expected), 1e-300):
                     singular = {"losses": "loss", "weights": "weight", "norms": "gradient norm"}[word]
                     found.append(
