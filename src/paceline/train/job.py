@@ -94,7 +94,7 @@ class Job:
         seed_everything(workload.seed)
         placed = place_model(workload, self.comms, plan, self.device, example)
         for notice in placed.notices:
-            self._notice(notice)
+            self.notice(notice)
         if placed.couples_samples and self.loader.pieces_wanted and not plan.micro_batches:
             self.loader = dataclasses.replace(self.loader, pieces_wanted=1)
             self.notice(f"samples meet in {placed.couples_samples}: the pipeline takes each batch whole")
