@@ -14,7 +14,7 @@ from paceline.checkpoint.manifest import (
     file_name,
     find_good,
     list_checkpoints,
-    remove_old,
+    remove_others,
     remove_partial,
     remove_partial_in,
 )
@@ -103,5 +103,5 @@ def test_folders_that_somebody_named_otherwise_are_no_checkpoints(tmp_path):
     for name in [*names, *others]:
         (tmp_path / name).mkdir()
     assert [path.name for path in list_checkpoints(tmp_path)] == names[::-1]
-    remove_old(tmp_path, 1)
+    remove_others(tmp_path / "step-100000000", 1)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["step-100000000", *others])

@@ -43,3 +43,12 @@ def test_bench_strategies_compares_sides_that_compute_the_same(tmp_path):
     assert all(0.2 < ratio < 5 for ratio in result["ratios"].values())
     assert all(row["step_s"] > 0 and row["side"] in ("paceline", "raw") for row in result["rows"])
     assert all(difference < 1e-4 for difference in result["loss_differences"].values())
+
+
+def test_bench_jobs_runs_every_library_alone_and_beside_busy_processes(tmp_path):
+    ended = paceline(tmp_path, "bench", "jobs", "--rounds", "1", "--steps", "10", "--busy", "1", "--json", timeout=600)
+    assert ended.code == 0, ended.err
+    result = json.loads(ended.out)
+    assert len(result["rows"]) == 8
+    assert all(row["samples_per_s"] > 0 and row["whole_s"] > 0 for row in result["rows"])
+    assert len(result["ratios"]) == 6

@@ -169,7 +169,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _fault_of_optimizer(value: Any) -> str | None:
-    fault = fault_of(value, {"class": str, "groups": [_GROUP], "numbers": {str: object}})
+    fault = fault_of(value, {"class": str, "groups": [_GROUP], "numbers": {str: object}, "owners?": {str: COUNT}})
     if fault is not None:
         return fault
     if not _is_plain(value):

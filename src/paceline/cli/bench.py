@@ -4,6 +4,9 @@ bench step: samples per second of the demo's BERT with one process, Paceline, ra
 hand, no communication at all (the ceiling), Hugging Face Accelerate and Lightning Fabric; and the time from
 the command to the first step against torchrun.
 
+bench jobs: whole jobs of a small GPT (108,000 parameters) on two ranks, through Paceline, torchrun with DDP and with
+Accelerate, and Lightning Fabric: on the machine as it is, and beside --busy processes that only compute.
+
 bench strategies: the time of a step under shard, tensor and pipeline on two ranks, each against the same by hand
 in raw torch (fully_shard, parallelize_module, PipelineStage); both sides must compute the same losses.
 
@@ -21,20 +24,26 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from paceline.bench import planner, strategies
+from paceline.bench import jobs, planner, strategies
 from paceline.bench.step import run_bench
 
 BESIDE = "../shared/data/published_measurements.csv"
-SUBJECTS = ("step", "strategies", "planner")
+SUBJECTS = ("step", "jobs", "strategies", "planner")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     subjects = ", ".join(SUBJECTS)
     parser.add_argument("subject", choices=SUBJECTS, metavar="SUBJECT", help=f"what to measure: {subjects}")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each contestant (default 5)")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each contestant (default 5; not of planner)")
     parser.add_argument("--startup-rounds", type=int, default=3, help="step: starts of each launcher (default 3)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="planner: also measure on a GPU")
+    parser.add_argument("--steps", type=int, default=300, help="jobs: steps of each job (default 300)")
+    parser.add_argument(
+        "--busy", type=int, default=3, metavar="N", help="jobs: busy processes beside the job (default 3)"
+    )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="planner: also measure on a GPU (default cpu)"
+    )
     parser.add_argument(
         "--published", metavar="FILE", help=f"planner: a table of measurements to predict, or none (default {BESIDE})"
     )
@@ -50,12 +59,18 @@ def run(arguments: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as name:
         folder = Path(name)
         if arguments.subject == "planner":
-            result = planner.run_planner(folder, arguments.device, _published(arguments.published, tell), tell)
+            published = _published(arguments.published, tell)
+            result = planner.run_planner(folder, arguments.device, published, tell)
             shown = planner.table
+        elif arguments.subject == "jobs":
+            result = jobs.run_jobs(folder, arguments.rounds, arguments.steps, arguments.busy, tell)
+            shown = jobs.table
         elif arguments.subject == "strategies":
-            result, shown = strategies.run_strategies(folder, arguments.rounds, tell), strategies.table
+            result = strategies.run_strategies(folder, arguments.rounds, tell)
+            shown = strategies.table
         else:
-            result, shown = run_bench(folder, arguments.rounds, arguments.startup_rounds, tell), table
+            result = run_bench(folder, arguments.rounds, arguments.startup_rounds, tell)
+            shown = table
     print(json.dumps(result) if arguments.json else shown(result))
     return 0
 

@@ -42,6 +42,7 @@ _FORM = {
     "host_bytes": COUNT,
 }
 KINDS = (PARAMETERS, GRADIENTS, OPTIMIZER, BUFFERS, ACTIVATIONS, TEMPORARY, COMMUNICATION, GATHERED, INPUTS)
+NOTHING_TO_RECOMPUTE = "has nothing to compute again"  # in a notice: activation checkpointing saves nothing here
 
 
 @dataclass(slots=True)

@@ -115,16 +115,19 @@ def _start(rank: int, settings: RankSettings, control: socket.socket, wake: tupl
             env={**os.environ, **environment},
             stdout=output,
             stderr=output,
-            process_group=0,
+            start_new_session=True,  # see _become_rank
             pass_fds=kept,
         )
         return process.pid
+    has_session, in_session = os.pipe()
     pid = os.fork()
     if pid:
-        with contextlib.suppress(OSError):
-            os.setpgid(pid, pid)
+        os.close(in_session)
+        os.read(has_session, 1)  # ends when the child has its own process group, which killpg needs, or is gone
+        os.close(has_session)
         return pid
-    _become_rank(rank, output, environment, settings, [control.fileno(), *wake])
+    os.close(has_session)
+    _become_rank(rank, output, environment, settings, [control.fileno(), *wake], in_session)
     return 0  # not reached: the rank has ended
 
 
@@ -138,11 +141,16 @@ def _server_words(number: int, settings: RankSettings) -> tuple[bool, str, str, 
     return is_coordinator, settings.private, settings.meeting.coordinator, settings.meeting.own
 
 
-def _become_rank(rank: int, output: int, environment: dict[str, str], settings: RankSettings, close: list[int]) -> None:
+def _become_rank(
+    rank: int, output: int, environment: dict[str, str], settings: RankSettings, close: list[int], in_session: int
+) -> None:
     code = 1
     try:
         die_with_parent()
-        os.setpgid(0, 0)
+        # A session of its own, not only a process group: Linux shares the CPU between sessions (autogroup), so ranks
+        # of one session would together get no more time than any one other program. torchrun's ranks have one each.
+        os.setsid()
+        os.close(in_session)
         os.dup2(output, 1)
         os.dup2(output, 2)
         if settings.meeting.listener >= 0 and rank != 0:

@@ -31,7 +31,7 @@ class Progress:
         self.records: deque[dict[str, Any]] = deque(maxlen=_WINDOW)
         self.first: dict[str, Any] | None = None
         self.started: dict[str, Any] = {}
-        self.checkpoint: str | None = None
+        self.saved: str | None = None
         self.has_stopped = False
         self.evaluation: dict[str, Any] | None = None
 
@@ -53,16 +53,23 @@ class Progress:
         kind = event.get("event")
         if kind == "start":
             self.started, self.total_steps = event, event["total_steps"]
+        elif kind == "own_batches":
+            self.total_steps = event["total_steps"]
         elif kind == "step":
             self.first = self.first or event
             self.records.append(event)
             self.samples += event["samples"]
         elif kind == "checkpoint":
-            self.checkpoint = event["path"]
+            self.saved = event["path"]
         elif kind == "stopped":
             self.has_stopped = True
         elif kind == "evaluation":
             self.evaluation = event
+
+    @property
+    def checkpoint(self) -> str | None:
+        """The run's newest checkpoint, unless somebody has removed it."""
+        return self.saved if self.saved and Path(self.saved).is_dir() else None
 
     @property
     def last(self) -> dict[str, Any] | None:
@@ -78,9 +85,12 @@ class Progress:
         last = self.last
         if last is None:
             return "starting" if not self.started else "first step"
-        parts = [f"step {last['step']}/{self.total_steps}", f"loss {last['loss']:.4f}"]
+        total = self.total_steps if self.total_steps >= last["step"] else 0  # a loop of one's own may have no end
+        parts = [f"step {last['step']}" + (f"/{total}" if total else ""), f"loss {last['loss']:.4f}"]
         rate = self.samples_per_s()
-        if rate:
+        if rate and not total:
+            parts.append(f"{rate:.1f} samples/s")
+        elif rate:
             left = max(0, self.total_steps - last["step"])
             seconds = (self.records[-1]["at"] - self.records[0]["at"]) / (len(self.records) - 1) * left
             parts += [f"{rate:.1f} samples/s", f"{duration(seconds)} left"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import shutil
 from collections.abc import Mapping
@@ -11,9 +12,9 @@ from typing import Any
 import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
-from paceline.checkpoint.manifest import MANIFEST, remove_partial_in
+from paceline.checkpoint.manifest import CHECKPOINTS, MANIFEST, remove_partial_in, try_writing
 from paceline.comm.collectives import AxisComm
-from paceline.nouns.errors import CheckpointError, PeerLostError, WorkloadError
+from paceline.nouns.errors import CheckpointError, PeerLostError, PlanError, WorkloadError
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
 from paceline.nouns.reading import read_text
@@ -21,8 +22,9 @@ from paceline.nouns.workload import Workload
 from paceline.parallel.placed import PlacedModel
 from paceline.train.agree import check_loss_adds_up, check_same_model_everywhere
 from paceline.train.compiler_import import defer_compiler_import
+from paceline.train.composite_optimizer import check_parts, groups_of
 from paceline.train.data import RankLoader, open_data
-from paceline.train.snapshot import parameter_names
+from paceline.train.snapshot import as_json, parameter_names
 
 _STATES = 3  # a parameter and Adam's two moments: what a checkpoint holds at most of usual optimizers
 
@@ -160,7 +162,9 @@ def keep_own(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
 
     Raises:
         PlanError: it can't update parts of parameters.
+        WorkloadError: it is made of others, and a checkpoint would not find their state.
     """
+    check_parts(optimizer, mesh)
     if cuts := [axis for axis in ("shard", "tensor") if mesh.size(axis) > 1]:
         from paceline.parallel.elementwise import check_optimizer
 
@@ -193,7 +197,7 @@ def make_scheduler(workload: Workload, optimizer: torch.optim.Optimizer) -> Any:
     """The learning-rate scheduler, or None.
 
     Raises:
-        WorkloadError: it has no `step`.
+        WorkloadError: it has no `step`, or one that wants an argument.
     """
     if workload.scheduler is None:
         return None
@@ -204,7 +208,35 @@ def make_scheduler(workload: Workload, optimizer: torch.optim.Optimizer) -> Any:
             f"it made a {type(scheduler).__name__}",
             "return one of torch.optim.lr_scheduler",
         )
+    if wanted := _wanted(scheduler.step):
+        raise WorkloadError(
+            "the workload's scheduler steps after every update, and is handed nothing",
+            f"{type(scheduler).__name__}.step wants {wanted}",
+            "leave scheduler out of the Workload and step it in your loop, after an evaluation: scheduler = "
+            f"{type(scheduler).__name__}(job.optimizer), then scheduler.step(job.evaluate()['loss']); its state is not "
+            "in checkpoints then, only the learning rate is",
+        )
     return scheduler
+
+
+def _wanted(function: Any) -> str | None:
+    """The first argument that `function` can't be called without."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return None  # it does not say; then it is called
+    fixed = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return next((p.name for p in parameters if p.kind in fixed and p.default is inspect.Parameter.empty), None)
+
+
+def check_can_save(optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
+    """Raise WorkloadError when a checkpoint can't keep what the optimizer and the scheduler are made with."""
+    for group in groups_of(optimizer):
+        for name, value in group.items():
+            if name != "params":
+                as_json(f"the optimizer's {name}", value)
+    if scheduler is not None:
+        as_json("the scheduler's state", scheduler.state_dict())
 
 
 def evaluation_data(workload: Workload, data: Any) -> Any:
@@ -219,16 +251,71 @@ def evaluation_data(workload: Workload, data: Any) -> Any:
             "the workload has no evaluation and the call named none",
             "write evaluation=... in the Workload, or job.evaluate(data)",
         )
+    if not workload.batch_size:
+        raise WorkloadError(
+            "batches to evaluate on", "the workload has no batch_size", "write batch_size=... in the Workload"
+        )
     return open_data("evaluation", workload.evaluation if data is None else data)
 
 
-def check_space(folder: Path, model: torch.nn.Module) -> None:
-    """Raise CheckpointError unless a checkpoint fits where it will be written; clear what a killed job left."""
-    folder = folder / "checkpoints"
-    if os.environ.get("PACELINE_RANK", "0") != "0":
+def check_plan_without_data(workload: Workload, plan: Plan, mesh: Mesh) -> None:
+    """Raise PlanError when the plan has to see samples before the first step, or to know their order.
+
+    Args:
+        workload: its data may be None.
+        plan: the job's.
+        mesh: of the plan.
+    """
+    if workload.data is not None:
         return
+    needs = [axis for axis in ("tensor", "pipeline") if mesh.size(axis) > 1] + ["server"] * bool(plan.server)
+    if needs:
+        found = "shows every worker its samples" if plan.server else "splits the model by what the loss does to a batch"
+        raise PlanError(
+            f"a plan with {needs[0]}, which {found}",
+            "the workload's data is None",
+            "write replicate or shard, or hand in data=... with samples like those of your batches",
+        )
+
+
+def check_own_batch(workload: Workload, plan: Plan, step_number: int) -> None:
+    """Raise WorkloadError when a batch of the person's own loop is at odds with the workload or the plan.
+
+    Args:
+        workload: its micro_batch_size cuts batches of its data alone.
+        plan: so do its micro_batches.
+        step_number: steps done.
+    """
+    cuts = {"micro_batch_size": workload.micro_batch_size, "micro_batches": max(plan.micro_batches - 1, 0)}
+    for name, value in cuts.items():
+        if value:
+            raise WorkloadError(
+                "job.step got a batch that does not come from job.batches()",
+                f"{name} cuts the batches of the workload's data alone, and this one would go through the model whole",
+                f"leave {name} out, and hand in batches that fit",
+            )
+    if workload.steps is not None and step_number >= workload.steps:
+        raise WorkloadError(
+            f"step {step_number + 1} of a loop with its own batches",
+            f"the workload has steps={workload.steps}, which are done",
+            "write more steps, or let the loop begin where the job is, also after --resume: "
+            "for step in range(job.step_number, job.total_steps)",
+        )
+
+
+def check_space(folder: Path, model: torch.nn.Module) -> None:
+    """Raise CheckpointError unless a checkpoint can be written and has space; clear what a killed job left.
+
+    Args:
+        folder: the run directory.
+        model: as this rank holds it.
+    """
+    folder = folder / CHECKPOINTS
+    rank = os.environ.get("PACELINE_RANK", "0")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        try_writing(folder, f"rank-{rank}")
+        if rank != "0":
+            return
         remove_partial_in(folder)
         free = shutil.disk_usage(folder).free
     except OSError as error:
@@ -250,11 +337,6 @@ def check_may_write(folder: Path) -> None:
         raise CheckpointError(
             f"a checkpoint in {folder}", "there is something else", "name a new folder; nothing was written"
         )
-
-
-def failed_elsewhere(folder: Path) -> CheckpointError:
-    """The error of a rank whose own part of a checkpoint was written, when another's was not."""
-    return CheckpointError(f"the checkpoint {folder}", "another rank could not write its part", "see that rank's error")
 
 
 def check_same_job(folder: Path, manifest: dict[str, Any], workload: Workload, samples: int) -> None:

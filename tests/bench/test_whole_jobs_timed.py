@@ -1,0 +1,73 @@
+"""`bench jobs`: what it makes of its times, how it is refused, and that each rank has a session of its own."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import psutil
+import pytest
+
+from paceline.bench.jobs import LIBRARIES, SETTINGS, busy_processes, ratios, run_jobs, table
+from paceline.cli.main import main
+from paceline.nouns.errors import UsageError
+
+from jobs import paceline
+
+RATES = {"paceline": [4.0, 6.0, 5.0], "ddp": [2.0, 3.0, 10.0], "accelerate": [4.0] * 3, "lightning": [8.0] * 3}
+
+
+def test_a_ratio_is_the_median_of_the_rounds_ratios():
+    found = ratios({"quiet": RATES, "busy": RATES})
+    assert found["quiet_over_ddp"] == 2.0
+    assert found["busy_over_accelerate"] == 1.25
+    assert len(found) == len(SETTINGS) * (len(LIBRARIES) - 1)
+
+
+def test_the_table_aligns():
+    row = {"samples_per_s": 1234.5, "min": 1.0, "max": 2.0, "whole_s": 12.34}
+    rows = [{"setting": setting, "library": library, **row} for setting in SETTINGS for library in LIBRARIES]
+    machine = {"cores": 2, "load_before": 0.25, "load_after": 2.0}
+    lines = table({"rows": rows, "ratios": {"quiet_over_ddp": 1.0}, "busy": 3, "machine": machine}).splitlines()
+    assert len({len(line) for line in lines[: 1 + len(rows)]}) == 1
+    assert lines[-1] == "2 cores, load 0.2 before, 2.0 after"
+
+
+@pytest.mark.parametrize("numbers", [(0, 300, 3), (1, 1, 3), (1, 300, 0)])
+def test_too_small_a_number_is_refused(tmp_path, numbers):
+    with pytest.raises(UsageError, match="or more"):
+        run_jobs(tmp_path, *numbers, tell=print)
+
+
+def test_busy_processes_have_their_own_sessions_and_end():
+    before = set(psutil.Process().children())  # other tests of this process may have started ranks
+    with busy_processes(2):
+        started = set(psutil.Process().children()) - before
+        assert len(started) == 2
+        assert all(os.getsid(process.pid) == process.pid for process in started)
+    assert not any(process.is_running() for process in started)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["step", "--steps", "3"],
+        ["step", "--busy", "2"],
+        ["jobs", "--startup-rounds", "2"],
+        ["strategies", "--device", "cpu"],
+        ["planner", "--rounds", "2"],
+    ],
+)
+def test_an_option_of_another_subject_is_refused(options, capsys):
+    assert main(["bench", *options]) == 2
+    assert f"{options[1]} is for bench" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="sessions share the CPU on Linux alone")
+def test_each_rank_has_its_own_session(tmp_path):
+    # Linux gives each session an equal share of the CPU (autogroup): ranks that share one lose beside other programs.
+    file = tmp_path / "train.py"
+    file.write_text("import os, paceline\npaceline.init()\nprint('session', os.getsid(0) == os.getpid())\n")
+    ended = paceline(tmp_path, "run", "-n", "2", file)
+    assert ended.out.count("session True") == 2, ended.out + ended.err
