@@ -86,6 +86,7 @@ def test_progress_passes_over_what_is_no_event(tmp_path):
 STEP = {"event": "step", "step": 1, "position": 8, "loss": 0.5, "samples": 8, "at": 2.0, "memory_bytes": 1}
 NO_EVENTS = [
     {"event": "start"},
+    {"event": "start", "total_steps": -1},
     {"event": "start", "total_steps": "9"},
     {"event": "checkpoint"},
     {"event": "checkpoint", "path": None},
@@ -108,7 +109,7 @@ def test_progress_passes_over_events_without_their_keys(tmp_path):
     (tmp_path / "events.jsonl").write_text("\n".join(lines) + "\n")
     assert progress.read()
     assert [record["step"] for record in progress.records] == [1, 2]
-    assert progress.line().startswith("step 2/0  loss nan  8.0 samples/s  0:00 left")
+    assert "loss nan  8.0 samples/s" in progress.line()
     assert progress.checkpoint is None
     assert progress.evaluation is None
 
