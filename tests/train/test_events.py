@@ -86,7 +86,8 @@ def test_progress_passes_over_what_is_no_event(tmp_path):
 STEP = {"event": "step", "step": 1, "position": 8, "loss": 0.5, "samples": 8, "at": 2.0, "memory_bytes": 1}
 NO_EVENTS = [
     {"event": "start"},
-    {"event": "start", "total_steps": -1},
+    {"event": "start", "total_steps": None},
+    {"event": "own_batches"},
     {"event": "start", "total_steps": "9"},
     {"event": "checkpoint"},
     {"event": "checkpoint", "path": None},

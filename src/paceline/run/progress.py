@@ -14,7 +14,8 @@ _WINDOW = 50  # steps over which the speed is taken
 _LONGEST_S = 1e12
 # What an event must have; of another kind it can have anything.
 _FORMS = {
-    "start": {"total_steps": (COUNT, None)},
+    "start": {"total_steps": COUNT},
+    "own_batches": {"total_steps": COUNT},
     "step": {"step": COUNT, "position": COUNT, "samples": COUNT, "loss": NUMBER, "at": float, "memory_bytes": COUNT},
     "checkpoint": {"path": str},
     "evaluation": {"step": COUNT},
