@@ -304,7 +304,10 @@ def model_of_its_rank():
 
 def start_state(rank):
     words.init()
-    parts = {"model": model_of_its_rank, "loss": lambda model, batch: (model.weight.sum() * len(batch["ids"]), 1)}
+    parts = {
+        "model": model_of_its_rank,
+        "loss": lambda model, batch: (model.weight.sum() * len(batch["ids"]), len(batch["ids"])),
+    }
     workload = bert_workload(**parts, precision="float32")
     return Job(workload, Plan(mesh=f"replicate={words.size()}")).model.state_dict()
 

@@ -114,7 +114,7 @@ def _check_item(text: str, axis: str, size: str, seen: dict[str, int]) -> None:
         raise MeshError(
             f"the mesh {text!r} names the axis {axis!r}",
             f"the axes of this version are: {', '.join(AXES)}",
-            did_you_mean(axis, [*AXES, *SHORT], "write replicate=N"),
+            did_you_mean(axis, [*AXES, *SHORT], "write one of these, or leave it out"),
         )
     if not size.isdecimal() or int(size) < 1:
         raise MeshError(

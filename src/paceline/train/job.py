@@ -108,8 +108,8 @@ class Job:
             self.notice(notice)
         if placed.couples_samples and self.loader.pieces_wanted and not plan.micro_batches:
             self.loader = dataclasses.replace(self.loader, pieces_wanted=1)
-            self.notice(f"samples meet in {placed.couples_samples}: the pipeline takes each batch whole")
-        prepare.check_may_cut(placed, workload, self.loader, mesh)
+            self.notice(f"the loss does not add up at {placed.couples_samples}: the pipeline takes each batch whole")
+        prepare.check_may_cut(placed, workload, self.loader, mesh, self.notice)
         self.parallel = make_parallel(placed, workload, self.comms, plan, (self.device, self.rank))
         self.model = self.parallel.model
         self.optimizer = prepare.make_optimizer(workload, self.model)
