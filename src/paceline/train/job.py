@@ -83,6 +83,7 @@ class Job:
     closed_step: int | None
 
     def __init__(self, workload: Workload, plan: Plan, clock: Clock | None = None) -> None:
+        words.check_own_process()
         world = words.world()
         self.workload, self.plan, self.clock = workload, plan, clock or WallClock()
         self.rank, self.size, self.device = world.place.rank, world.place.size, world.place.device
@@ -149,6 +150,7 @@ class Job:
             PeerLostError: another rank has gone.
             Stopped: the job was asked to stop; it has been saved.
         """
+        words.check_own_process()
         if self.plan.server:
             servers.begin_step(self)
         began_s, sent_before = self.clock.now_s(), self.ledger.total_bytes
@@ -328,6 +330,7 @@ class Job:
         self.has_own_batches = False
         self.is_stopping = threading.Event()
         self.is_stepping = False  # stays set when a step fails
+        self.process = os.getpid()
         _made[:] = [self]
         place = words.world().place
         self.board = StepBoard(dataclasses.replace(place, size=1) if self.plan.server else place)
@@ -477,4 +480,6 @@ def current_step() -> int | None:
 def close_open_jobs() -> None:
     """End the jobs that the person's file left open; the worker calls this after it."""
     while _run_jobs:
-        _run_jobs.pop().close()
+        job = _run_jobs.pop()
+        if job.process == os.getpid():  # not in a process that the file forked
+            job.close()
