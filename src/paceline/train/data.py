@@ -118,9 +118,12 @@ class RankLoader:
 
     def _trial(self, samples: list[Any], sizes: tuple[int, int]) -> Trial | None:
         """None where padding, or something else, gives the parts other shapes and they can't be cut out."""
-        collate = self.workload.collate or default_collate
+        collate = self.workload.collate or _default_collate
         pieces = [samples, samples[: sizes[0]], samples[sizes[0] :]]
-        batches = [collate(piece) for piece in pieces]
+        try:
+            batches = [collate(piece) for piece in pieces]
+        except Exception:  # micro-batches of one sample, say, of which each has another shape
+            return None
         shapes = [[tuple(tensor.shape[1:]) for tensor in tensors_in(batch)] for batch in batches]
         if shapes[0] == shapes[1] == shapes[2]:
             return Trial(sizes, batches)
@@ -152,7 +155,7 @@ class RankLoader:
         loader = DataLoader(
             _Positioned(self.data, order, *stream),
             batch_sampler=_Pieces(self, order, position, end),  # type: ignore[arg-type]
-            collate_fn=self.workload.collate,
+            collate_fn=self.workload.collate or _default_collate,
             num_workers=workers,
             generator=torch.Generator(),  # its own, so that making a loader leaves the model's random numbers alone
             pin_memory=self.device.type == "cuda",
@@ -190,6 +193,22 @@ class _Pieces:
         for batch in self.order.batches(self.position, self.end):
             for piece in self.loader.pieces(batch):
                 yield list(piece)
+
+
+def _default_collate(samples: list[Any]) -> Any:
+    """torch's, whose errors don't say what to do.
+
+    Raises:
+        WorkloadError: the samples make no batch so.
+    """
+    try:
+        return default_collate(samples)
+    except (TypeError, RuntimeError, KeyError) as error:
+        raise WorkloadError(
+            "samples that torch's default collate can make a batch of",
+            f"it can't: {str(error).splitlines()[0]:.200}",
+            "hand in collate=..., a function of a list of samples that pads them, say, and returns a batch",
+        ) from error
 
 
 def cut_into(plan: Plan, mesh: Mesh, workload: Workload) -> int:
