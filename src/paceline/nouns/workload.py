@@ -22,7 +22,9 @@ class Workload:
             seed is set.
         loss: `loss(model, batch)` runs the model on one micro-batch and returns `(sum, weight)`: the
             losses of its samples or tokens added up, and how many there were. The mean is taken once,
-            over the whole global batch, so no split of it can change the result.
+            over the whole global batch, so no split of it can change the result. What does not add up
+            over samples is refused before the first step; a penalty on the weights adds up once it is
+            multiplied by the weight.
         optimizer: `optimizer(model)` makes the optimizer, e.g. `lambda m: AdamW(m.parameters())`.
         data: a data set with `len` and `[]`, or a function that makes one. Random numbers drawn in
             `[]` (torch, random, numpy) depend on the seed and the sample's position alone. None: the loop makes

@@ -62,11 +62,11 @@ class _Way:
     gradient: float
 
 
-# float32: its rounding in a deep model, and units at a kink that it pushes to the other side.
+# float32: its rounding in a deep model.
 _WAYS = (
     _Way(torch.float64, _STEP, 1e-8, 1e-6),
     _Way(torch.float64, 0.0, 1e-8, 1e-6),
-    _Way(torch.float32, 0.0, 5e-5, 2e-2),
+    _Way(torch.float32, 0.0, 5e-5, 1e-3),
 )
 _AS_IT_IS = {torch.float64: 1e-8, torch.float32: 5e-4}
 _NARROW = 0.02  # bf16 and the like
@@ -92,6 +92,9 @@ class _Found:
     @property
     def is_finite(self) -> bool:
         return all(map(math.isfinite, (self.total, self.weight, *self.slopes.values())))
+
+
+_NOTHING = _Found(0.0, 0.0)
 
 
 class _UnrepeatableError(Exception):
@@ -186,11 +189,16 @@ def _is_answered(make: _Maker, loss: Loss, given: Sequence[Any], sizes: tuple[in
     return True
 
 
-def _rounding(make: _Maker, loss: Loss, batch: Any) -> float:
-    """How far rounding may change the value: as much as parameters do that are a little more than rounding apart."""
-    makers = [_Maker(make.model, make.shared, make.way, seed) for seed in range(1, 1 + _NUDGED)]
-    totals = [_evaluate_all(nudged, loss, [batch])[0].total for nudged in makers]
-    return _NUDGES * (max(totals) - min(totals))
+def _rounding(make: _Maker, loss: Loss, batch: Any) -> _Found:
+    """How far rounding may change each number: as much as parameters do that are a little more than rounding apart."""
+    makers = [_Maker(make.model, make.shared, make.way, nudge) for nudge in range(1, 1 + _NUDGED)]
+    found = [_evaluate_all(nudged, loss, [batch])[0] for nudged in makers]
+    slopes = {name: _spread([one.slopes.get(name, 0.0) for one in found]) for name in found[0].slopes}
+    return _Found(_spread([one.total for one in found]), 0.0, slopes=slopes)
+
+
+def _spread(values: Sequence[float]) -> float:
+    return _NUDGES * (max(values) - min(values))
 
 
 def _model_to_copy(placed: PlacedModel, workload: Workload, device: torch.device) -> nn.Module | None:
@@ -341,36 +349,36 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _difference(found: Sequence[_Found], way: _Way, sizes: tuple[int, int], slack: float = 0.0) -> str:
+def _difference(found: Sequence[_Found], way: _Way, sizes: tuple[int, int], slack: _Found = _NOTHING) -> str:
     """What of the first is not the sum of the others, in words; "" where all of it is.
 
     Args:
         found: of the whole and of its parts.
         way: its tolerances.
         sizes: of the parts.
-        slack: what rounding may do to the value beyond that.
+        slack: what rounding may do beyond that.
     """
     whole, parts = found[0], found[1:]
     together = f"for {sum(sizes)} samples together"
     apart = f"for {' and '.join(map(str, sizes))} of them"
-    weights = [part.weight for part in parts]
-    if abs(whole.weight - sum(weights)) > max(way.value, whole.digits[1]) * max(
-        sum(map(abs, weights)), abs(whole.weight)
-    ):
+    weights, totals = [part.weight for part in parts], [part.total for part in parts]
+    if _are_apart(whole.weight, weights, max(way.value, whole.digits[1])):
         return f"{together} its weight is {whole.weight:.7g}, {apart} {_sum(weights)}"
-    totals = [part.total for part in parts]
-    if (
-        abs(whole.total - sum(totals))
-        > max(way.value, whole.digits[0]) * max(sum(map(abs, totals)), abs(whole.total), 1e-12) + slack
-    ):
+    if _are_apart(whole.total, totals, max(way.value, whole.digits[0]), slack.total):
         return f"{together} it is {whole.total:.7g}, {apart} {_sum(totals)}"
     size_of_all = math.hypot(*(one.sizes.get(name, 0.0) for one in found for name in one.sizes))
     for name in whole.sizes | {name: 0.0 for part in parts for name in part.sizes}:
         rest = abs(whole.slopes.get(name, 0.0) - sum(part.slopes.get(name, 0.0) for part in parts))
         size = sum(one.sizes.get(name, 0.0) for one in found)
-        if rest > way.gradient * (size + _FLOOR * size_of_all):
+        if rest > way.gradient * (size + _FLOOR * size_of_all) + slack.slopes.get(name, 0.0):
             return f"its gradient with respect to {name} {together} is not the sum of those {apart}"
     return ""
+
+
+def _are_apart(whole: float, parts: Sequence[float], share: float, slack: float = 0.0) -> bool:
+    """Whether the sum of `parts` is further from `whole` than a share of their sizes, and `slack`."""
+    size = max(sum(map(abs, parts)), abs(whole), 1e-12)
+    return abs(whole - sum(parts)) > share * size + slack
 
 
 def _sum(values: Sequence[float]) -> str:
@@ -385,7 +393,7 @@ def _check_repeats(first: _Found, again: _Found, way: _Way) -> None:
         raise _UnrepeatableError
 
 
-def _refuse(found: Sequence[_Found], way: _Way, sizes: tuple[int, int], slack: float = 0.0) -> None:
+def _refuse(found: Sequence[_Found], way: _Way, sizes: tuple[int, int], slack: _Found = _NOTHING) -> None:
     """Raise LossError where the first is not the sum of the others."""
     if difference := _difference(found, way, sizes, slack):
         raise _does_not_add_up(difference)
@@ -394,10 +402,9 @@ def _refuse(found: Sequence[_Found], way: _Way, sizes: tuple[int, int], slack: f
 def _does_not_add_up(found: str) -> LossError:
     return LossError(
         "the loss of a batch should be the sum of its samples' losses, so that the batch can be split",
-        f"{found}. It may return a mean, hold a term that does not depend on the samples (a penalty on the weights), "
-        "or compare samples (a contrastive loss, a router's load balance, a batch norm that is not torch's module)",
-        "return sums: multiply a mean, or a penalty on the weights, by the weight that you return. A loss that "
-        "compares samples trains on one rank, without micro_batch_size",
+        found,
+        "multiply a mean, or a penalty on the weights, by the weight that you return; a term that compares samples (a "
+        "contrastive loss, a router's load balance, your own batch norm) trains on one rank without micro_batch_size",
     )
 
 
