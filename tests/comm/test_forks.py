@@ -158,8 +158,12 @@ def test_what_is_forked_from_a_rank_of_several_takes_no_part(tmp_path):
         )
         for rank in range(2)
     ]
-    for rank, process in enumerate(ranks):
-        out, error = process.communicate(timeout=120)
+    try:
+        ended = [process.communicate(timeout=120) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    for rank, (process, (out, error)) in enumerate(zip(ranks, ended, strict=True)):
         assert process.returncode == 0, error
         (own, *refused), place, total, loss = json.loads(out.splitlines()[-1])
         assert own == place == [rank, 2]
