@@ -407,6 +407,14 @@ def test_samples_that_make_no_batch_in_parts_get_a_notice():
     assert "no common shape" in notices[0]
 
 
+def test_a_workload_without_data_gets_a_notice():
+    notices = []
+    work = paceline.Workload(model=Net, loss=plain_mean, optimizer=list, data=None, steps=1)
+    check_loss_adds_up(None, work, None, notices.append)
+    assert len(notices) == 1
+    assert "no data to try it on" in notices[0]
+
+
 def test_a_batch_of_one_sample_is_not_tried():
     try_out(Net, plain_mean, batch_size=1, ranks=1)
 

@@ -112,6 +112,9 @@ def check_loss_adds_up(placed: PlacedModel, workload: Workload, loader: RankLoad
         loader: has the samples.
         notice: told where the loss could not be tried.
     """
+    if workload.data is None:
+        notice("it was not tried whether the loss adds up over samples: the workload has no data to try it on")
+        return
     trials = loader.trials()
     if trials == []:
         return  # a batch of one sample is never split
