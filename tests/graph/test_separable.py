@@ -40,6 +40,37 @@ def test_samples_meet_whatever_their_number(loss, wide, meets, samples):
     assert (coupled(nn.Linear(wide, 4), loss, torch.randn(samples, 6)) is not None) == meets
 
 
+def squared(model, batch):
+    return model(batch).square().sum()
+
+
+def of_words(model, batch):
+    return F.cross_entropy(model(batch), (batch[:, 0] > 0).long(), reduction="sum")
+
+
+PENALTIES = {
+    "one more": (lambda m, b: squared(m, b) + 1.0, True),
+    "nothing more": (lambda m, b: 0 + squared(m, b) + torch.zeros(()), False),
+    "a penalty": (lambda m, b: squared(m, b) + 1e-4 * m.weight.square().sum(), True),
+    "a penalty first": (lambda m, b: 1e-4 * m.weight.square().sum() - squared(m, b), True),
+    "a penalty alone": (lambda m, b: m.weight.square().sum(), True),
+    "a factor from the weights": (lambda m, b: squared(m, b) * m.weight.square().sum(), False),
+    "divided by the weights": (lambda m, b: squared(m, b) / m.weight.square().sum(), False),
+    "two sums": (lambda m, b: squared(m, b) - 2 * of_words(m, b), False),
+    "a product of sums": (lambda m, b: squared(m, b) * b.sum(), True),
+    "a quotient of sums": (lambda m, b: squared(m, b) / b.square().sum(), True),
+    "divided by a sum": (lambda m, b: 3.0 / squared(m, b), True),
+    "a mean": (lambda m, b: m(b).square().mean(), True),
+}
+
+
+@pytest.mark.parametrize("name", PENALTIES)
+def test_what_counts_once_for_each_part_is_found(name):
+    total, meets = PENALTIES[name]
+    found = coupled(nn.Linear(6, 4), lambda model, batch: (total(model, batch), len(batch)), torch.randn(8, 6))
+    assert (found is not None) == meets
+
+
 def test_neighbours_that_the_model_pairs_meet():
     assert coupled(nn.Linear(12, 4), pairs, torch.randn(8, 6)) is not None
 

@@ -253,6 +253,26 @@ def test_a_nan_names_rank_and_step_and_leaves_the_model():
         assert is_untouched
 
 
+def look_between_steps(rank, make):
+    """A backward pass of the person's own after the first step: what a second loss on the same model does."""
+    words.init()
+    job = Job(make(), Plan(mesh=f"replicate={words.size()}"))
+    losses = []
+    for batch in job.batches():
+        losses.append(job.step(batch))
+        for parameter in job.model.parameters():
+            parameter.grad = None
+        job.workload.loss(job.model, batch.microbatches[0])[0].backward()
+        assert any(parameter.grad is not None for parameter in job.model.parameters())
+    return losses
+
+
+def test_a_persons_own_backward_pass_between_steps_changes_nothing():
+    losses, _, _ = alone(bert_workload, {})
+    for others in run_ranks(2, look_between_steps, bert_workload):
+        assert others == pytest.approx(losses, rel=1e-12)
+
+
 def different_models(**parts):
     return bert_workload(model=lambda: nn.Linear(3, 4 + words.rank()), **parts)
 
@@ -304,7 +324,10 @@ def model_of_its_rank():
 
 def start_state(rank):
     words.init()
-    parts = {"model": model_of_its_rank, "loss": lambda model, batch: (model.weight.sum() * len(batch["ids"]), 1)}
+    parts = {
+        "model": model_of_its_rank,
+        "loss": lambda model, batch: (model.weight.sum() * len(batch["ids"]), len(batch["ids"])),
+    }
     workload = bert_workload(**parts, precision="float32")
     return Job(workload, Plan(mesh=f"replicate={words.size()}")).model.state_dict()
 

@@ -28,7 +28,7 @@ class Noisy(torch.utils.data.Dataset):
 
 def loader(rank=0, size=1, **parts):
     workload = Workload(
-        model=len, loss=len, optimizer=len, data=Noisy(), batch_size=6, collate=list, seed=4, **parts
+        model=list, loss=print, optimizer=list, data=Noisy(), batch_size=6, collate=list, seed=4, **parts
     )  # fmt: skip
     return RankLoader(Noisy(), workload, rank, size, torch.device("cpu"))
 

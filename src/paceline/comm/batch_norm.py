@@ -14,6 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from paceline.comm.collectives import AxisComm
+from paceline.nouns.errors import WorkloadError
 
 
 @dataclass(slots=True)
@@ -79,6 +80,12 @@ class _BatchNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        if torch.is_grad_enabled():  # create_graph=True
+            raise WorkloadError(
+                "a gradient of a gradient, as of a gradient penalty",
+                "the model has batch norm, whose statistics over all ranks can be differentiated once only",
+                "write group norm or layer norm; or set micro_batch_size: then each micro-batch has its own statistics",
+            )
         normed, weight, scale, total = ctx.saved_tensors
         gradient = gradients[0].to(normed.dtype)
         sums = torch.stack([gradient.sum(ctx.dims), (gradient * normed).sum(ctx.dims)])
@@ -131,18 +138,19 @@ def share_statistics(model: torch.nn.Module, comm: AxisComm) -> SharedStatistics
         return None
     shared = SharedStatistics(comm)
     for module in norms:
-        module.forward = _Forward(module, shared)  # type: ignore[assignment, method-assign]
+        module.forward = SharedForward(module, shared)  # type: ignore[assignment, method-assign]
     return shared
 
 
 @dataclass(frozen=True, slots=True)
-class _Forward:
+class SharedForward:
     """What a batch norm's `forward` is replaced by."""
 
     module: Any
     shared: SharedStatistics
 
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
+        """As the module's own forward, with shared statistics in training."""
         module = self.module
         keeps = module.training and module.track_running_stats
         takes_batch = module.training or module.running_mean is None

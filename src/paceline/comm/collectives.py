@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.comm.ledger import Ledger
-from paceline.nouns.errors import CollectiveError, PeerLostError, UsageError, did_you_mean
+from paceline.nouns.errors import CollectiveError, PeerLostError, UsageError
 from paceline.nouns.mesh import AXES, Mesh
 
 OPS = ("sum", "mean", "min", "max", "product")
@@ -200,9 +200,16 @@ def split_rows(rows: int, parts: int) -> list[int]:
 def check_op(op: str, choices: Sequence[str] = OPS) -> None:
     """Raise UsageError unless `op` is one of `choices`."""
     if op not in choices:
-        raise UsageError(
-            f"a reduction by {op!r}", f"there are {', '.join(choices)}", did_you_mean(op, choices, "write sum")
-        )
+        meant = _SAME.get(op.lower(), op.lower())
+        fix = f"write {meant!r}" if meant in choices else "write one of these"
+        raise UsageError(f"a reduction by {op!r}", f"there are {', '.join(choices)}", fix)
+
+
+# Other words for the same. What is only spelt alike is not advised: a median is no mean.
+_SAME = {
+    "average": "mean", "avg": "mean", "total": "sum", "add": "sum", "minimum": "min", "maximum": "max",
+    "prod": "product", "mul": "product",
+}  # fmt: skip
 
 
 def open_axes(mesh: Mesh, rank: int, ledger: Ledger) -> dict[str, AxisComm]:

@@ -135,17 +135,28 @@ class Root(nn.Module):
 
 @dataclass(slots=True)
 class Groups:
-    """A model's groups of parameters, each gathered and reduced by one message; the root's is the last."""
+    """A model's groups of parameters, each gathered and reduced by one message; the root's is the last.
+
+    Attributes:
+        is_forward: a forward pass is running. A gradient that is taken in it (`torch.autograd.grad` in a loss) must
+            neither reduce nor drop anything.
+        took_gradient: the forward pass took one. Its graph uses parameters of blocks anywhere in the backward pass.
+    """
 
     root: Root
     modules: list[FSDPModule]
     journal: Journal
     has_run: bool = False
+    is_forward: bool = False
+    took_gradient: bool = False
 
     def forward(self, call: Callable[[], Any]) -> Any:
         """`call()` as a forward pass."""
-        self.has_run = True
-        return self.root(call)
+        self.has_run = self.is_forward = True
+        try:
+            return self.root(call)
+        finally:
+            self.is_forward = False
 
     def set_phase(self, reduces: bool, drops: bool, is_last: bool) -> None:
         """What the next backward pass does: reduce gradients, drop whole parameters, end the step."""
@@ -217,7 +228,37 @@ def split(model: nn.Module, comm: AxisComm, device: torch.device, grouping: Grou
         module.set_force_sum_reduction_for_comms(True)
         modules.append(module)
     modules[-1].set_reduce_scatter_unused_params(True)
-    return Groups(root, modules, journal)
+    groups = Groups(root, modules, journal)
+    for group in modules:
+        _keep_through_forward(groups, group)
+    return groups
+
+
+def _keep_through_forward(groups: Groups, group: FSDPModule) -> None:
+    """Let FSDP2's hooks on the backward pass only gather while a forward pass takes a gradient of its own."""
+    state: Any = group._get_fsdp_state()
+    begin = state._pre_backward
+
+    def before_backward(gradient: torch.Tensor) -> torch.Tensor:
+        if not groups.is_forward:
+            return begin(gradient)  # type: ignore[no-any-return]
+        groups.took_gradient = True
+        for own in state._fsdp_param_groups:
+            own.unshard()
+            own.wait_for_unshard()
+        return gradient
+
+    state._pre_backward = before_backward
+    for own in state._fsdp_param_groups:
+        own.post_backward = _unless_forward(groups, own.post_backward)
+
+
+def _unless_forward(groups: Groups, after_backward: Callable[..., None]) -> Callable[..., None]:
+    def call(*unused: Any) -> None:
+        if not groups.is_forward:
+            after_backward(*unused)
+
+    return call
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import hashlib
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -24,11 +24,21 @@ from paceline.nouns.errors import UsageError
 
 @dataclass(slots=True)
 class World:
-    """All ranks as one axis, named "world" in the ledger."""
+    """All ranks as one axis, named "world" in the ledger.
+
+    Attributes:
+        place: this rank's.
+        comm: all ranks.
+        has_servers: the ranks are workers of parameter servers: there is nothing between them.
+        found: the place that the environment named.
+        process: the id of the process that joined; one that is forked from it has other connections: none.
+    """
 
     place: Place
     comm: AxisComm
-    has_servers: bool = False  # the ranks are workers of parameter servers: there is nothing between them
+    has_servers: bool = False
+    found: Place | None = None
+    process: int = field(default_factory=os.getpid)
 
 
 _world: list[World] = []  # empty before init; a list, so that no function needs `global`
@@ -37,12 +47,15 @@ _world: list[World] = []  # empty before init; a list, so that no function needs
 def init() -> None:
     """Join the ranks that the launcher started; alone, be a world of one. Calling it again does nothing.
 
+    A process that is forked afterwards joins anew where its environment names another place, as a notebook's
+    launcher sets it; with the same environment (a loader's worker) it keeps the place of the process it is forked from.
+
     Raises:
-        UsageError: the launcher's variables contradict each other.
+        UsageError: the launcher's variables contradict each other, or this process is forked from a rank of several.
     """
-    if _world:
+    if _world and not _may_join_anew():
         return
-    place = find_place(os.environ)
+    place = found = find_place(os.environ)
     has_servers = COORDINATOR in os.environ
     if has_servers:
         comm = AxisComm("world", 0, (place.rank,), None, Ledger())
@@ -51,8 +64,38 @@ def init() -> None:
         comm = AxisComm("world", place.rank, tuple(range(place.size)), None, Ledger())
         if place.is_cross_computed:
             place = _with_cross_rank(place, comm)
-    _world.append(World(place, comm, has_servers))
+    _world.append(World(place, comm, has_servers, found))
     atexit.register(shutdown)
+
+
+def _is_inherited() -> bool:
+    """Whether this process is forked from the one that joined."""
+    return _world[0].process != os.getpid()
+
+
+def _is_elsewhere() -> bool:
+    """Whether this process is forked from the one that joined, and its environment names another place."""
+    return _is_inherited() and find_place(os.environ) != _world[0].found
+
+
+def _may_join_anew() -> bool:
+    """Forget a world of one that the process had from which this one is forked, and which is not its own."""
+    if not _is_elsewhere():
+        return False
+    check_own_process()
+    _world.clear()
+    return True
+
+
+def check_own_process() -> None:
+    """Raise UsageError in a process that is forked from a rank of several: the connections are that rank's."""
+    if _world and _is_inherited() and (_world[0].place.size > 1 or _world[0].has_servers):
+        place = _world[0].place
+        raise UsageError(
+            "a process that takes part in training",
+            f"it is forked from rank {place.rank} of {place.size}, whose connections can't be shared",
+            "make the call in that rank's own process; start other processes before paceline.init() and distribute()",
+        )
 
 
 def _with_cross_rank(place: Place, comm: AxisComm) -> Place:
@@ -66,13 +109,15 @@ def _with_cross_rank(place: Place, comm: AxisComm) -> Place:
 def shutdown() -> None:
     """Leave the ranks. `init` may follow only in a world of one."""
     if _world:
+        is_inherited = _is_inherited()
         _world.clear()
-        close_world()
+        if not is_inherited:
+            close_world()
 
 
 def is_initialized() -> bool:
     """Whether `init` has been called."""
-    return bool(_world)
+    return bool(_world) and not _is_elsewhere()
 
 
 def world() -> World:
@@ -84,6 +129,12 @@ def world() -> World:
     if not _world:
         raise UsageError(
             "this process's place among the ranks", "paceline.init() has not been called", "call paceline.init() first"
+        )
+    if _is_elsewhere():
+        raise UsageError(
+            "this process's place among the ranks",
+            "paceline.init() was called before the fork, in a process with another place",
+            "call paceline.init() in the forked process too",
         )
     return _world[0]
 
@@ -180,6 +231,7 @@ def barrier() -> None:
 
 
 def _comm() -> AxisComm:
+    check_own_process()
     if world().has_servers and size() > 1:
         raise UsageError(
             "a collective between workers of parameter servers",

@@ -245,7 +245,8 @@ def _places(graph: fx.Graph, entries: list[tuple[int, str]]) -> dict[fx.Node, st
 @contextmanager
 def _gradients_as_written() -> Iterator[None]:
     """Refuse what a graph of forward operations would lose without a word: gradients that are written by hand."""
-    apply, hook, grad = vars(torch.autograd.Function)["apply"], torch.Tensor.register_hook, torch.autograd.grad
+    apply, hook = vars(torch.autograd.Function)["apply"], torch.Tensor.register_hook
+    grad, backward = torch.autograd.grad, torch.autograd.backward
 
     def refuse(what: str, name: str) -> NoReturn:
         raise WorkloadError(
@@ -263,17 +264,21 @@ def _gradients_as_written() -> Iterator[None]:
     def hooked(tensor: torch.Tensor, function: Any) -> Any:
         refuse("the tensor hook", getattr(function, "__qualname__", repr(function)))
 
-    def differentiated(*arguments: Any, **named: Any) -> Any:
-        refuse("torch.autograd.grad", "in the forward pass or the loss")
+    def differentiated(*arguments: Any, **named: Any) -> NoReturn:
+        raise WorkloadError(
+            "tensor and pipeline run the model and its loss as a graph of forward operations",
+            "the model or the loss takes gradients itself (torch.autograd.grad or backward)",
+            "train it by replicate or shard, which run the model's own code",
+        )
 
-    torch.autograd.grad = differentiated
+    torch.autograd.grad = torch.autograd.backward = differentiated
     torch.autograd.Function.apply = classmethod(checked)  # type: ignore[method-assign, assignment]
     torch.Tensor.register_hook = hooked  # type: ignore[method-assign]
     try:
         yield
     finally:
         torch.autograd.Function.apply = apply  # type: ignore[method-assign]
-        torch.autograd.grad = grad
+        torch.autograd.grad, torch.autograd.backward = grad, backward
         torch.Tensor.register_hook = hook  # type: ignore[method-assign]
 
 

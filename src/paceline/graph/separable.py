@@ -22,10 +22,11 @@ from paceline.graph.split import Split
 aten = torch.ops.aten
 _SUM = "sum over samples"
 _KEEPS_SUM = (
-    aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar,
-    aten.neg.default, aten.to.dtype, aten.clone.default, aten.reshape.default, aten.view.default, aten.alias.default,
-    aten.detach.default, aten._to_copy.default, aten.squeeze.default,
+    aten.mul.Scalar, aten.div.Scalar, aten.neg.default, aten.to.dtype, aten.clone.default, aten.reshape.default,
+    aten.view.default, aten.alias.default, aten.detach.default, aten._to_copy.default, aten.squeeze.default,
 )  # fmt: skip
+_ADDS = (aten.add.Tensor, aten.sub.Tensor)
+_ZEROS = (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
 
 
 def coupled_at(captured: Captured) -> fx.Node | None:
@@ -50,6 +51,9 @@ def coupled_at(captured: Captured) -> fx.Node | None:
             return node  # type: ignore[no-any-return]
         batch_norm = batch_norm or node
         lays[node] = lays.get(tensor_inputs(node)[0])
+    loss = captured.output[0] if captured.output else None
+    if isinstance(loss, fx.Node) and loss.op == "call_function" and lays.get(loss) != _SUM:
+        return loss  # it counts once for each part: a penalty on the weights alone
     return batch_norm
 
 
@@ -68,7 +72,7 @@ def _follow(node: fx.Node, lays: dict[fx.Node, Any], samples: int, is_written: b
         lays[node] = found
     elif any(lay == _SUM for lay in now):
         lays[node] = _SUM
-        return node.target in _KEEPS_SUM and not any(isinstance(lay, Split) for lay in now)
+        return _keeps_sum(node, inputs, now)
     elif is_written and any(isinstance(lay, Split) for lay in now):
         lays[node] = Split(0, (samples,))  # rows written into place, each its own
     elif any(lay is not None for lay in now):
@@ -77,6 +81,24 @@ def _follow(node: fx.Node, lays: dict[fx.Node, Any], samples: int, is_written: b
             return False
         lays[node] = match.output if match.after is None else _SUM
     return True
+
+
+def _keeps_sum(node: fx.Node, inputs: list[fx.Node], now: list[Any]) -> bool:
+    """Whether an operation on sums over samples gives such a sum.
+
+    What is added to a sum, a constant or a penalty on the weights, would count once for each part of the batch.
+    """
+    if any(isinstance(lay, Split) for lay in now):
+        return False
+    if node.target in _ADDS:
+        plain = [argument for argument in node.args[:2] if not isinstance(argument, fx.Node)]
+        are_sums = [lay == _SUM or source.target in _ZEROS for source, lay in zip(inputs, now, strict=True)]
+        return all(are_sums) and not any(bool(value) for value in plain)
+    if node.target is aten.mul.Tensor:
+        return [lay == _SUM for lay in now].count(True) == 1
+    if node.target is aten.div.Tensor:
+        return isinstance(node.args[0], fx.Node) and [lay == _SUM for lay in now] in ([True], [True, False])
+    return bool(node.target in _KEEPS_SUM)
 
 
 def _matching(node: fx.Node, now: list[Any], samples: int) -> Choice | None:

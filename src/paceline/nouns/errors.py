@@ -19,7 +19,7 @@ so `rank` and `step` are fields, filled in by whoever knows them, and shown in f
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 MEETS_NOT = 2  # the exit code of a request that can't be met
 _LONGEST, _LONGEST_FOUND = 1000, 4000  # characters of a part; what was read may be in it, and be of any length
@@ -107,7 +107,25 @@ class PeerLostError(PacelineError):
     """Another rank has gone; the cause is that rank's, not this one's."""
 
 
-def did_you_mean(word: str, choices: Iterable[str], otherwise: str) -> str:
-    """The fix for a misspelt word: the nearest choice, or `otherwise` when none is near."""
-    near = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.5)
+def did_you_mean(word: str, choices: Iterable[str], otherwise: str, same: Mapping[str, str] | None = None) -> str:
+    """The fix for a misspelt word: the nearest choice, or `otherwise` when none is near.
+
+    Args:
+        word: what was written.
+        choices: what could have been.
+        otherwise: the fix where no choice is near.
+        same: choices by other words for the same thing.
+    """
+    choices = list(choices)
+    meant = (same or {}).get(word.lower())
+    near = [meant] if meant in choices else difflib.get_close_matches(word, choices, n=3, cutoff=_NEAR)
+    # Other digits are another thing, and no misspelling: float16 is not float64.
+    near = [choice for choice in near if choice == meant or _digits(choice) == _digits(word)]
     return f"did you mean {near[0]!r}? Write that" if near else otherwise
+
+
+_NEAR = 0.6  # one other letter of two is 0.5: ep is not pp
+
+
+def _digits(word: str) -> list[str]:
+    return [character for character in word if character.isdecimal()]

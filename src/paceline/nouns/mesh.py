@@ -123,7 +123,7 @@ def _checked_size(text: str, axis: str, size: str, seen: dict[str, int]) -> int:
         raise MeshError(
             f"the mesh {shown(text)} names the axis {shown(axis)}",
             f"the axes of this version are: {', '.join(AXES)}",
-            did_you_mean(axis, [*AXES, *SHORT], "write replicate=N"),
+            did_you_mean(axis, [*AXES, *SHORT], "write one of these, or leave it out"),
         )
     number = parse_whole(size, 1, MOST_RANKS)
     if number is None:

@@ -67,7 +67,7 @@ class Plan:
                 raise PlanError(
                     f"the plan's {name} is {value!r}",
                     f"there are {', '.join(choices)}",
-                    did_you_mean(value, choices, f"write {name}={choices[0]}"),
+                    did_you_mean(value, choices, "write one of these", _SAME),
                 )
         for name, number, least in (
             ("bucket_bytes", self.bucket_bytes, 1),
@@ -261,6 +261,13 @@ class Plan:
         return plan.settled()
 
 
+# What is off and on elsewhere; and no more than a spelling apart.
+_SAME = {
+    "true": "on", "yes": "on", "1": "on", "false": "off", "no": "off", "0": "off", "bfloat16": "bf16",
+    "float16": "fp16", "shm": "shared_memory",
+}  # fmt: skip
+
+
 def _number(text: str) -> int | str:
     number = parse_whole(text, least=-LARGEST)
     return text if number is None else number
@@ -277,5 +284,5 @@ def _unknown(text: str, name: str) -> MeshError:
     return MeshError(
         f"the plan {shown(text)} names {shown(name)}",
         f"a plan's axes are {', '.join(AXES)}, its options {', '.join(OPTIONS)}",
-        did_you_mean(name, [*AXES, *SHORT, *OPTIONS], "write replicate=N"),
+        did_you_mean(name, [*AXES, *SHORT, *OPTIONS], "write one of these, or leave it out"),
     )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.nouns.errors import WorkloadError, did_you_mean
+from paceline.nouns.parts import advice_for, check_data, check_function, shown
 
 PRECISIONS = ("float32", "bf16", "float64")
 
@@ -21,7 +22,9 @@ class Workload:
             seed is set.
         loss: `loss(model, batch)` runs the model on one micro-batch and returns `(sum, weight)`: the
             losses of its samples or tokens added up, and how many there were. The mean is taken once,
-            over the whole global batch, so no split of it can change the result.
+            over the whole global batch, so no split of it can change the result. What does not add up
+            over samples is refused before the first step; a penalty on the weights adds up once it is
+            multiplied by the weight.
         optimizer: `optimizer(model)` makes the optimizer, e.g. `lambda m: AdamW(m.parameters())`.
         data: a data set with `len` and `[]`, or a function that makes one. Random numbers drawn in
             `[]` (torch, random, numpy) depend on the seed and the sample's position alone. None: the loop makes
@@ -72,17 +75,10 @@ class Workload:
 
     def __post_init__(self) -> None:
         for name in ("model", "loss", "optimizer", "scheduler", "collate", "score"):
-            value = getattr(self, name)
-            if not callable(value) and not (value is None and name not in NEEDED):
-                raise WorkloadError(
-                    f"the workload's {name} should be a function",
-                    f"it is {_shown(value)}",
-                    f"hand in a function that makes it, e.g. {name}=lambda ...: ..."
-                    if name != "loss"
-                    else "hand in loss(model, batch) that returns (sum, weight)",
-                )
+            check_function(name, getattr(self, name), name not in NEEDED)
         for name in ("data", "evaluation"):
-            _check_data(name, getattr(self, name))
+            if getattr(self, name) is not None:
+                check_data(name, getattr(self, name))
         if self.data is None:
             self._check_without_data()
         for name, least in (("batch_size", 1), ("epochs", 1), ("steps", 1), ("micro_batch_size", 1)):
@@ -94,13 +90,20 @@ class Workload:
             raise WorkloadError(
                 f"the workload's precision is {self.precision!r}",
                 f"there are {', '.join(PRECISIONS)}",
-                did_you_mean(str(self.precision), PRECISIONS, "write one of these"),
+                _precision_advice(str(self.precision)),
             )
-        if self.clip_norm is not None and not self.clip_norm > 0:
+        is_number = isinstance(self.clip_norm, int | float) and not isinstance(self.clip_norm, bool)
+        if self.clip_norm is not None and not (is_number and self.clip_norm > 0):
             raise WorkloadError(
                 "the workload's clip_norm should be above 0",
                 f"it is {self.clip_norm!r}",
                 "leave it out for no clipping, or write e.g. clip_norm=1.0",
+            )
+        if not isinstance(self.deterministic, bool):
+            raise WorkloadError(
+                "the workload's deterministic should be True or False",
+                f"it is {shown(self.deterministic)}",
+                "write deterministic=True or leave it out",
             )
 
     def _check_without_data(self) -> None:
@@ -142,7 +145,7 @@ def check_part_names(given: list[str], has_data: bool = True) -> None:
             raise WorkloadError(
                 f"the workload has a part {name!r}",
                 f"a workload's parts are {', '.join(PARTS)}",
-                did_you_mean(name, missing or PARTS, did_you_mean(name, PARTS, f"leave {name!r} out")),
+                advice_for(name) or did_you_mean(name, missing or PARTS, did_you_mean(name, PARTS, "leave it out")),
             )
     if missing:
         raise WorkloadError(
@@ -150,6 +153,23 @@ def check_part_names(given: list[str], has_data: bool = True) -> None:
             f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing",
             f"add {', '.join(f'{name}=...' for name in missing)} to Workload(...)",
         )
+
+
+def _precision_advice(asked: str) -> str:
+    if asked.lower() in ("fp16", "float16", "half", "16", "16-mixed"):
+        return (
+            "leave it out for float32; precision='bf16' has float32's range and fewer digits than float16, and is fast "
+            "on GPUs from Ampere (A100) on"
+        )
+    if asked.lower() in ("fp8", "int8", "float8", "8", "4", "int4"):
+        return "leave it out for float32, or write precision='bf16'"
+    return did_you_mean(asked, PRECISIONS, "write one of these", _SAME_PRECISION)
+
+
+_SAME_PRECISION = {
+    "fp32": "float32", "32": "float32", "single": "float32", "float": "float32", "fp64": "float64", "64": "float64",
+    "double": "float64", "bfloat16": "bf16", "bf16-mixed": "bf16",
+}  # fmt: skip
 
 
 def too_small_batch(batch_size: int, ranks: int) -> WorkloadError:
@@ -167,20 +187,6 @@ def _check_count(name: str, value: object, least: int, may_be_none: bool = False
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise WorkloadError(
             f"the workload's {name} should be a whole number of at least {least}",
-            f"it is {_shown(value)}",
+            f"it is {shown(value)}",
             f"write e.g. {name}={max(least, 32 if 'batch' in name else least)}",
         )
-
-
-def _check_data(name: str, value: Any) -> None:
-    is_data = hasattr(value, "__getitem__") and hasattr(value, "__len__")
-    if not is_data and not callable(value) and value is not None:
-        raise WorkloadError(
-            f"the workload's {name} should be a data set with len() and [], or a function that makes one",
-            f"it is {_shown(value)}",
-            "hand in a torch Dataset, a list of samples, or a function that returns one",
-        )
-
-
-def _shown(value: object) -> str:
-    return f"{value!r:.60} of type {type(value).__name__}"

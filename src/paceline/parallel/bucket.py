@@ -49,9 +49,9 @@ class Bucket:
         """
         if self.is_sent or index in self.filled:
             raise WorkloadError(
-                "one gradient of each parameter in a backward pass",
-                f"one of shape {tuple(gradient.shape)} was accumulated twice",
-                "write torch.utils.checkpoint.checkpoint(..., use_reentrant=False)",
+                "one gradient of each parameter in a step's backward pass",
+                f"one of shape {tuple(gradient.shape)} was accumulated twice, as re-entrant checkpointing does",
+                "write checkpoint(..., use_reentrant=False), and call backward() on nothing else while the step's runs",
             )
         place = self.slices[self.wire.turn][index]
         if scale is None:

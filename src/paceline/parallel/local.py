@@ -14,7 +14,10 @@ from typing import Any
 
 import torch
 
-from paceline.nouns.errors import LossError
+from paceline.comm.leaves import tensors_in
+from paceline.nouns.errors import LossError, PacelineError
+
+_SHAPES = 6  # how many are named in a note
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,13 @@ def forward_backward(
         LossError: the loss has the wrong form.
     """
     for number, batch in enumerate(microbatches):
-        total, weight = checked_loss(loss(batch))
+        total, weight = checked_loss(_called(loss, batch, f"micro-batch {number + 1} of {len(microbatches)}"))
+        if not total.requires_grad:
+            raise LossError(
+                "the loss should depend on the model's parameters",
+                "no gradient leads from it to them",
+                "leave out .detach(), torch.no_grad() and numpy between the model and the loss, and return a tensor",
+            )
         is_last = number == len(microbatches) - 1
         if number < len(microbatches) - padding:
             moments.add(total.detach(), weight)
@@ -65,6 +74,17 @@ def forward_backward(
         moments.after_forwards()
 
 
+def _called(loss: Callable[[Any], Any], batch: Any, which: str) -> Any:
+    """The loss of a micro-batch; an error of the person's code gets a note of the shapes it was given."""
+    try:
+        return loss(batch)
+    except Exception as error:
+        if not isinstance(error, PacelineError):
+            shapes = ", ".join(f"{tuple(tensor.shape)} of {tensor.dtype}" for tensor in tensors_in(batch)[:_SHAPES])
+            error.add_note(f"paceline: this is the loss of {which}, with tensors of shape {shapes or 'none'}")
+        raise
+
+
 def checked_loss(result: Any) -> tuple[torch.Tensor, torch.Tensor | float]:
     """The loss sum and its weight, without a gradient path through the weight.
 
@@ -72,13 +92,18 @@ def checked_loss(result: Any) -> tuple[torch.Tensor, torch.Tensor | float]:
         LossError: `result` is not a pair of a scalar tensor and a positive number.
     """
     if not isinstance(result, tuple) or len(result) != 2:
-        found = "a mean alone can't be split over ranks" if isinstance(result, torch.Tensor) else "that has no weight"
         raise LossError(
             "the loss should return (sum, weight)",
-            f"it returned {_shown(result)}: {found}",
+            f"it returned {_shown(result)}: {_lack(result)}",
             "return the losses added up and their number: cross_entropy(..., reduction='sum'), labels.numel()",
         )
     total, weight = result
+    if isinstance(total, int | float):
+        raise LossError(
+            "the loss's sum should be one floating-point number in a tensor",
+            f"it is {_shown(total)}: a plain number has no gradient",
+            "return the tensor itself, without .item() or float()",
+        )
     if not isinstance(total, torch.Tensor) or total.numel() != 1 or not total.is_floating_point():
         raise LossError(
             "the loss's sum should be one floating-point number in a tensor",
@@ -98,6 +123,19 @@ def checked_loss(result: Any) -> tuple[torch.Tensor, torch.Tensor | float]:
             "return how many samples or tokens were added up",
         )
     return total.reshape(()), weight
+
+
+def _lack(result: Any) -> str:
+    """What is wrong with something that is no pair."""
+    if result is None:
+        return "is its `return` missing?"
+    if isinstance(result, torch.Tensor):
+        return "a mean alone can't be split over ranks"
+    if isinstance(result, int | float):
+        return "a plain number has no gradient and no weight"
+    if isinstance(result, list) and len(result) == 2:
+        return "a tuple is wanted"
+    return "that is no pair" if isinstance(result, tuple) else "that has no weight"
 
 
 def _shown(value: Any) -> str:

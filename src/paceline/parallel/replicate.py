@@ -97,6 +97,7 @@ class Replicate:
                 if parameter.grad is not None:  # accumulated earlier, but not reached by the last backward
                     self._fill(parameter, bucket, index)
         self._send_complete(all_of_them=True)
+        self.is_last_backward = False  # a backward pass of the person's own, between steps, sends nothing
         scale = self.scale()
         for bucket in self.buckets:
             bucket.receive(scale)

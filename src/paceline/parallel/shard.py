@@ -7,7 +7,8 @@ group (`blocks.py`):
                        after it; with zero=1 and 2 all are gathered when the step begins, and kept
     backward           with zero=3 a block is gathered again; its gradients are summed and each rank keeps
                        those of its own rows (reduce_scatter); zero=1 does so for all parameters in one
-                       message, in the last micro-batch only
+                       message, in the last micro-batch only. Where the loss took a gradient itself
+                       (`torch.autograd.grad`), all blocks stay whole until the end of the backward pass
     finish_backward    parts alone are left; parameters that no rank used lose their gradient; those that
                        stay whole are summed
     update             by the optimizer, on this rank's rows
@@ -109,6 +110,7 @@ class Shard:
         self.reshard()
         self.uses.clear()
         self.groups.journal.crc = 0
+        self.groups.took_gradient = False
         self.is_open = True
 
     def begin_backward(self, is_last: bool, is_padding: bool = False) -> None:
@@ -121,8 +123,11 @@ class Shard:
         if self.groups is None:
             return
         self.uses.is_counting = not is_padding
-        # With zero=2 a parameter may be used outside its block, so its values are kept to the end.
-        phase = (is_last or self.plan.zero > 1, self.plan.zero == 3, is_last)
+        # With zero=2 a parameter may be used outside its block, so its values are kept to the end. So does the graph
+        # of a gradient that the loss took.
+        phase = (is_last or self.plan.zero > 1, self.plan.zero == 3 and not self.groups.took_gradient, is_last)
+        if self.groups.took_gradient:
+            self.groups.gather()
         if phase != self.phase:
             self.groups.set_phase(*phase)
             self.phase = phase

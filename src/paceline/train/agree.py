@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,7 @@ import torch
 
 from paceline.checkpoint.manifest import MANIFEST, REPLACED, list_checkpoints, step_of
 from paceline.comm.collectives import AxisComm
-from paceline.nouns.errors import CheckpointError, LossError, WorkloadError
-from paceline.parallel.local import checked_loss
-from paceline.parallel.placed import PlacedModel
-from paceline.train.data import RankLoader
-from paceline.train.seed import kept_random_state
+from paceline.nouns.errors import CheckpointError, WorkloadError
 
 
 def check_same_model_everywhere(model: torch.nn.Module, comm: AxisComm) -> None:
@@ -122,44 +117,3 @@ def _digest(sample: Any, update: Callable[[bytes], None]) -> None:
             _digest(part, update)
     elif isinstance(sample, str | bytes | int | float | bool):
         update(repr(sample).encode())
-
-
-def check_loss_adds_up(placed: PlacedModel, loss: Callable[[Any, Any], Any], loader: RankLoader) -> None:
-    """Raise LossError when the loss of two samples is not the sum of their losses: then no batch can be split.
-
-    Tried on the data's first two samples, in evaluation mode; not where their shapes differ, because padding one to
-    the other may rightly change it. Collective where the model is sharded.
-    """
-    pair = loader.two_samples()
-    if pair is None:
-        return
-    was_training = placed.model.training
-    placed.model.eval()
-    kept = [(buffer, buffer.detach().clone()) for buffer in placed.model.buffers() if not buffer.is_meta]
-    try:
-        with torch.no_grad(), kept_random_state(), placed.autocast():
-            both, *single = (_total(placed.evaluate("loss", loss, batch)) for batch in pair)
-    finally:
-        placed.model.train(was_training)
-        for buffer, before in kept:  # a counter in forward must not count the trial
-            buffer.data.copy_(before)
-    if not all(math.isfinite(total) for total, _ in (both, *single)):
-        return  # the first step says so, and names the rank
-    scale = max(abs(both[0]), sum(abs(total) for total, _ in single), 1e-6)
-    if abs(both[0] - sum(total for total, _ in single)) <= _ADDS_UP * scale:
-        return
-    raise LossError(
-        "the loss of two samples should be the sum of their losses, so that a batch can be split",
-        f"it is {both[0]:.6g} for both together and {single[0][0]:.6g} + {single[1][0]:.6g} for each alone: "
-        "samples meet in it (a contrastive loss?), or it returns a mean",
-        "return the losses added up; a loss that compares samples trains on one rank, or with tensor or pipeline "
-        "and micro_batches=1",
-    )
-
-
-_ADDS_UP = 0.02  # far above bf16's rounding, far below what comparing samples does
-
-
-def _total(result: Any) -> tuple[float, float]:
-    total, weight = checked_loss(result)
-    return float(total), float(weight)

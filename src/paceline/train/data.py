@@ -18,10 +18,14 @@ from paceline.comm.leaves import map_tensors, tensors_in
 from paceline.nouns.errors import WorkloadError
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.order import DataOrder, cut, share
+from paceline.nouns.parts import check_data
 from paceline.nouns.plan import Plan
 from paceline.nouns.workload import Workload
 from paceline.train.seed import kept_random_state, seed_sample
 
+# Of samples that the loss is tried on. Without a common divisor: a share of the samples, such as that which a router
+# sends somewhere, can't be the same in both parts unless it is all or none of them.
+_TRIED = (2, 3)
 _EVALUATION = 0xE7A1  # keeps evaluation's random numbers apart from training's
 
 
@@ -32,6 +36,21 @@ class Batch:
     microbatches: list[Any]
     positions: range  # of the global batch
     longest: int = 1  # micro-batches of the rank that has most of them
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """Samples as one batch, and as two: the first `sizes[0]` of them and the others.
+
+    Attributes:
+        sizes: how many samples the parts have.
+        batches: all together, and the parts in the shapes of the whole batch.
+        unpadded: the parts in shapes of their own, where these are others.
+    """
+
+    sizes: tuple[int, int]
+    batches: list[Any]
+    unpadded: list[Any] = dataclasses.field(default_factory=list)
 
 
 class _Positioned(Dataset[Any]):
@@ -76,18 +95,43 @@ class RankLoader:
         with kept_random_state():
             return _Positioned(self.data, self.order(self.workload.batch_size))[0]
 
-    def two_samples(self) -> list[Any] | None:
-        """The first two samples as one batch and as two, on the device; None where they have no common shapes."""
-        if len(self.data) < 2 or self.workload.batch_size < 2:
-            return None
+    def trials(self) -> list[Trial] | None:
+        """Samples of the first global batch, together and in two parts, to try the loss on. Not on the device yet.
+
+        Empty where a batch has one sample; None where the samples have no common shape, so that none can be taken
+        out of a batch.
+        """
+        count = min(len(self.data), self.workload.batch_size)
+        if count < 2:
+            return []
+        first = self.order(self.workload.batch_size).batch_at(0)
+        smallest = min(len(piece) for part in range(self.size) for piece in self.pieces(first, part))
+        if count >= sum(_TRIED) and smallest >= _TRIED[0]:
+            starts, sizes = [0], _TRIED
+        else:  # small micro-batches: perhaps no more fit into memory
+            starts, sizes = list(range(0, min(count, 6) - 1, 2)), (1, 1)
         data = _Positioned(self.data, self.order(self.workload.batch_size))
-        collate = self.workload.collate or default_collate
         with kept_random_state():
-            batches = [collate([data[0], data[1]]), collate([data[0]]), collate([data[1]])]
-        shapes = [[tuple(tensor.shape[1:]) for tensor in tensors_in(batch)] for batch in batches]
-        if shapes[0] != shapes[1] or shapes[1] != shapes[2]:
+            made = [self._trial([data[start + at] for at in range(sum(sizes))], sizes) for start in starts]
+        found = [trial for trial in made if trial is not None]
+        return found or None
+
+    def _trial(self, samples: list[Any], sizes: tuple[int, int]) -> Trial | None:
+        """None where padding, or something else, gives the parts other shapes and they can't be cut out."""
+        collate = self.workload.collate or _default_collate
+        pieces = [samples, samples[: sizes[0]], samples[sizes[0] :]]
+        try:
+            batches = [collate(piece) for piece in pieces]
+        except Exception:  # micro-batches of one sample, say, of which each has another shape
             return None
-        return [moved(batch, self.device, self.workload.precision == "float64") for batch in batches]
+        shapes = [[tuple(tensor.shape[1:]) for tensor in tensors_in(batch)] for batch in batches]
+        if shapes[0] == shapes[1] == shapes[2]:
+            return Trial(sizes, batches)
+        whole = batches[0]
+        if any(not tensor.dim() or len(tensor) != sum(sizes) for tensor in tensors_in(whole)):
+            return None
+        first = map_tensors(whole, lambda tensor: tensor[: sizes[0]])
+        return Trial(sizes, [whole, first, map_tensors(whole, lambda tensor: tensor[sizes[0] :])], batches[1:])
 
     def example(self) -> Any:
         """The first micro-batch of the first part, not cut for a pipeline: what every rank can make, to learn from."""
@@ -111,7 +155,7 @@ class RankLoader:
         loader = DataLoader(
             _Positioned(self.data, order, *stream),
             batch_sampler=_Pieces(self, order, position, end),  # type: ignore[arg-type]
-            collate_fn=self.workload.collate,
+            collate_fn=self.workload.collate or _default_collate,
             num_workers=workers,
             generator=torch.Generator(),  # its own, so that making a loader leaves the model's random numbers alone
             pin_memory=self.device.type == "cuda",
@@ -151,6 +195,22 @@ class _Pieces:
                 yield list(piece)
 
 
+def _default_collate(samples: list[Any]) -> Any:
+    """torch's, whose errors don't say what to do.
+
+    Raises:
+        WorkloadError: the samples make no batch so.
+    """
+    try:
+        return default_collate(samples)
+    except (TypeError, RuntimeError, KeyError) as error:
+        raise WorkloadError(
+            "samples that torch's default collate can make a batch of",
+            f"it can't: {str(error).splitlines()[0]:.200}",
+            "hand in collate=..., a function of a list of samples that pads them, say, and returns a batch",
+        ) from error
+
+
 def cut_into(plan: Plan, mesh: Mesh, workload: Workload) -> int:
     """How many micro-batches a pipeline wants of a rank's part of a batch; 0 where there is none."""
     if mesh.size("pipeline") == 1:
@@ -180,12 +240,7 @@ def open_data(name: str, value: Any) -> Any:
         raise no_data(name)
     is_data = hasattr(value, "__getitem__") and hasattr(value, "__len__") and not isinstance(value, type)
     data = value if is_data else value()
-    if not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
-        raise WorkloadError(
-            f"the workload's {name} should be a data set with len() and []",
-            f"its function returned a {type(data).__name__}",
-            "return a map-style Dataset or a list; wrap a stream in one that knows its length",
-        )
+    check_data(name, data, is_made=True)
     if len(data) == 0:
         raise WorkloadError(
             f"the workload's {name} should hold samples", "it is empty", "check the path and the filter that made it"

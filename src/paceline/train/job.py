@@ -84,6 +84,7 @@ class Job:
     closed_step: int | None
 
     def __init__(self, workload: Workload, plan: Plan, clock: Clock | None = None) -> None:
+        words.check_own_process()
         world = words.world()
         self.workload, self.plan, self.clock = workload, plan, clock or WallClock()
         self.rank, self.size, self.device = world.place.rank, world.place.size, world.place.device
@@ -109,8 +110,8 @@ class Job:
             self.notice(notice)
         if placed.couples_samples and self.loader.pieces_wanted and not plan.micro_batches:
             self.loader = dataclasses.replace(self.loader, pieces_wanted=1)
-            self.notice(f"samples meet in {placed.couples_samples}: the pipeline takes each batch whole")
-        prepare.check_may_cut(placed, workload, self.loader, mesh)
+            self.notice(f"the loss does not add up at {placed.couples_samples}: the pipeline takes each batch whole")
+        prepare.check_may_cut(placed, workload, self.loader, mesh, self.notice)
         self.parallel = make_parallel(placed, workload, self.comms, plan, (self.device, self.rank))
         self.model = self.parallel.model
         self.optimizer = prepare.make_optimizer(workload, self.model)
@@ -150,6 +151,7 @@ class Job:
             PeerLostError: another rank has gone.
             Stopped: the job was asked to stop; it has been saved.
         """
+        words.check_own_process()
         if self.plan.server:
             servers.begin_step(self)
         began_s, sent_before = self.clock.now_s(), self.ledger.total_bytes
@@ -331,6 +333,7 @@ class Job:
         self.has_own_batches = False
         self.is_stopping = threading.Event()
         self.is_stepping = False  # stays set when a step fails
+        self.process = os.getpid()
         _made[:] = [self]
         place = words.world().place
         self.board = StepBoard(dataclasses.replace(place, size=1) if self.plan.server else place)
@@ -480,4 +483,6 @@ def current_step() -> int | None:
 def close_open_jobs() -> None:
     """End the jobs that the person's file left open; the worker calls this after it."""
     while _run_jobs:
-        _run_jobs.pop().close()
+        job = _run_jobs.pop()
+        if job.process == os.getpid():  # not in a process that the file forked
+            job.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ from paceline.nouns.plan import Plan
 from paceline.nouns.reading import read_text
 from paceline.nouns.workload import Workload
 from paceline.parallel.placed import PlacedModel
-from paceline.train.agree import check_loss_adds_up, check_same_model_everywhere
+from paceline.train.additive import check_loss_adds_up
+from paceline.train.agree import check_same_model_everywhere
 from paceline.train.compiler_import import defer_compiler_import
 from paceline.train.composite_optimizer import check_parts, groups_of
 from paceline.train.data import RankLoader, open_data
@@ -175,12 +176,12 @@ def keep_own(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
         del optimizer.state[parameter]
 
 
-def check_may_cut(placed: PlacedModel, workload: Workload, loader: RankLoader, mesh: Mesh) -> None:
+def check_may_cut(
+    placed: PlacedModel, workload: Workload, loader: RankLoader, mesh: Mesh, notice: Callable[[str], None]
+) -> None:
     """Raise LossError when batches are to be cut and the loss is no sum over samples, batch norm apart."""
-    is_cut = mesh.data_size > 1 or workload.micro_batch_size is not None or loader.pieces_wanted > 1
-    is_known = placed.is_captured and (not placed.couples_samples or "batch_norm" in placed.couples_samples)
-    if is_cut and not is_known:
-        check_loss_adds_up(placed, workload.loss, loader)
+    if mesh.data_size > 1 or workload.micro_batch_size is not None or loader.pieces_wanted > 1:
+        check_loss_adds_up(placed, workload, loader, notice)
 
 
 def check_can_score(placed: PlacedModel, metrics: Any) -> None:

@@ -97,18 +97,18 @@ def persons_calls(workload: Workload, ranks: int) -> list[list[list[Any]]]:
         WorkloadError: the loss of the same samples differs between ranks.
     """
     loader = RankLoader(open_data("data", workload.data), workload, 0, 1, torch.device("cpu"))
-    pair = loader.two_samples()
-    batch = pair[0] if pair is not None else loader.example()
+    trials = loader.trials()
+    batch = trials[0].batches[0] if trials else loader.example()
     batch = moved(batch, torch.device("cpu"), True)
     found: list[list[list[Any]]] = []
     losses = []
     for rank in [0, *range(ranks)]:  # the first twice: does it give the same again?
         seed_everything(workload.seed)
-        with as_rank(rank, ranks) as calls, controlled(), torch.no_grad():
+        with as_rank(rank, ranks) as calls, controlled():  # with gradients: a loss may take some of its own
             model = workload.model().double().train()
             total, weight = checked(workload.loss(model, batch))
         found.append(calls)
-        losses.append(float(total) / max(float(weight), 1e-300))
+        losses.append(float(total.detach()) / max(float(weight), 1e-300))
     first, *losses = losses
     found = found[1:]
     if abs(first - losses[0]) > _EQUAL * max(abs(first), 1e-12):
@@ -121,7 +121,7 @@ def persons_calls(workload: Workload, ranks: int) -> list[list[list[Any]]]:
         if abs(loss - losses[0]) > _EQUAL * max(abs(losses[0]), 1e-12) and not any(found):
             raise WorkloadError(
                 "a loss that depends on the model and the batch alone",
-                f"the same two samples give {losses[0]!r} on rank 0 and {loss!r} on rank {rank}",
+                f"the same samples give {losses[0]!r} on rank 0 and {loss!r} on rank {rank}",
                 "leave rank() out of the model and the loss; what differs by rank belongs into the loop",
             )
     return found

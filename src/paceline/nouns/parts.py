@@ -1,0 +1,200 @@
+"""What the parts of a workload must be, and what is advised where one is something else.
+
+Nothing here imports torch: classes of torch are known by their names.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from paceline.nouns.errors import WorkloadError
+
+# How each function is called, and an example of it.
+_CALLS = {
+    "model": ((), "model=lambda: Net(...)"),
+    "loss": (("model", "batch"), "def loss(model, batch): ... that returns (sum, weight)"),
+    "optimizer": (("model",), "optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3)"),
+    "scheduler": (
+        ("optimizer",),
+        "scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)",
+    ),
+    "collate": (("samples",), "def collate(samples): ... that returns a batch"),
+    "score": (("model", "batch"), "def score(model, batch): ... that returns a dict of (sum, weight)"),
+}
+_IN_THE_OPTIMIZER = "set it in the optimizer: optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3)"
+_ON_THE_COMMAND_LINE = "leave it out; `paceline run -n N --plan PLAN` says where it trains"
+_IN_THE_RUN = "leave it out; `paceline run` has --checkpoint-every, --keep and --resume"
+_ORDER = "leave it out: the order is shuffled by the seed, and a short last batch is used"
+_ACCUMULATION = (
+    "write micro_batch_size=N, the samples that one rank takes at a time: gradients of a rank's part of batch_size are "
+    "accumulated by so many"
+)
+_PRECISION = "write precision='bf16' (autocast to bfloat16), or leave it out (float32); float16 is not supported"
+# What other libraries call it, and what to do here.
+_ADVICE = {
+    **dict.fromkeys(("lr", "learning_rate", "weight_decay", "betas", "momentum"), _IN_THE_OPTIMIZER),
+    **dict.fromkeys(
+        ("gradient_accumulation_steps", "accumulate_grad_batches", "accumulation_steps", "grad_accumulation_steps"),
+        _ACCUMULATION,
+    ),
+    **dict.fromkeys(
+        ("device", "devices", "ranks", "world_size", "num_processes", "num_gpus", "strategy", "plan", "mesh"),
+        _ON_THE_COMMAND_LINE,
+    ),
+    **dict.fromkeys(("save_steps", "checkpoint_every", "resume", "output_dir", "save_dir"), _IN_THE_RUN),
+    **dict.fromkeys(("shuffle", "drop_last", "sampler"), _ORDER),
+    **dict.fromkeys(("fp16", "bf16", "amp", "mixed_precision", "dtype", "half"), _PRECISION),
+    **dict.fromkeys(
+        ("per_device_batch_size", "per_device_train_batch_size", "train_batch_size", "global_batch_size"),
+        "write batch_size=N, the samples of one optimizer step over all ranks",
+    ),
+    **dict.fromkeys(
+        ("dataset", "train_data", "train_dataset", "training_data"), "write data=..., a data set with len() and []"
+    ),
+    **dict.fromkeys(
+        ("dataloader", "train_loader", "train_dataloader"),
+        "write data=..., the loader's data set, and batch_size, collate and loader_workers",
+    ),
+    **dict.fromkeys(
+        ("eval_data", "eval_dataset", "val_data", "val_dataset", "valid_data", "validation", "test_data"),
+        "write evaluation=..., a data set with len() and []",
+    ),
+    **dict.fromkeys(
+        ("criterion", "loss_fn", "loss_function"),
+        "write loss=..., a function of (model, batch) that returns (sum, weight)",
+    ),
+    **dict.fromkeys(
+        ("metrics", "compute_metrics"), "write score=..., a function of (model, batch) that returns a dict"
+    ),
+    **dict.fromkeys(("optim", "optimizer_class"), f"write {_CALLS['optimizer'][1]}"),
+    **dict.fromkeys(("lr_scheduler", "scheduler_class"), f"write {_CALLS['scheduler'][1]}"),
+    **dict.fromkeys(("collate_fn", "collator", "data_collator"), "write collate=..."),
+    **dict.fromkeys(("num_workers", "workers", "dataloader_num_workers"), "write loader_workers=N"),
+    **dict.fromkeys(("max_steps", "total_steps", "num_steps", "iterations"), "write steps=N"),
+    **dict.fromkeys(("max_epochs", "num_epochs", "num_train_epochs", "n_epochs"), "write epochs=N"),
+    **dict.fromkeys(
+        ("max_grad_norm", "gradient_clip_val", "grad_clip", "clip_grad_norm"),
+        "write clip_norm=..., the largest norm of the whole gradient",
+    ),
+    **dict.fromkeys(("random_seed", "manual_seed"), "write seed=N"),
+}
+
+
+def advice_for(name: str) -> str | None:
+    """What to write for a part that other libraries have under this name; None where it is not known."""
+    return _ADVICE.get(name.lower())
+
+
+def check_function(name: str, value: Any, may_be_none: bool) -> None:
+    """Raise WorkloadError unless `value` is a function that can be called as the part `name` is.
+
+    Args:
+        name: of the part.
+        value: what was handed in.
+        may_be_none: the part may be left out.
+    """
+    if value is None and may_be_none:
+        return
+    arguments, example = _CALLS[name]
+    wanted = f"the workload's {name} should be a function of {_joined(arguments)}"
+    if found := _is_made(name, value):
+        raise WorkloadError(wanted, found, f"write {example}")
+    if not callable(value):
+        raise WorkloadError(wanted, f"it is {shown(value)}", f"write {example}")
+    try:
+        inspect.signature(value).bind(*arguments)
+    except ValueError:
+        return  # one that does not say what it takes
+    except TypeError as error:
+        raise WorkloadError(wanted, f"{_name(value)} can't be called so: {error}", f"write {example}") from None
+
+
+def _is_made(name: str, value: Any) -> str:
+    """What `value` is where it can be called, but is not the function that it should be; "" where it may be."""
+    inner = value.func if isinstance(value, functools.partial) else value
+    if name == "model" and _is_torch(type(value), "Module"):
+        return f"it is a model that has been made already, {shown(value)}"
+    if name == "optimizer" and isinstance(inner, type) and _is_torch(inner, "Optimizer"):
+        return f"it is the class {inner.__name__}, which takes parameters, and not a model"
+    if name in ("loss", "score") and (_is_torch(type(value), "_Loss") or _is_functional(value)):
+        return f"it is torch's {_name(value)}, which takes predictions and targets"
+    return ""
+
+
+def _is_torch(kind: type, name: str) -> bool:
+    return any(one.__name__ == name and one.__module__.startswith("torch.") for one in kind.__mro__)
+
+
+def _is_functional(value: Any) -> bool:
+    return inspect.isfunction(value) and value.__module__ == "torch.nn.functional"
+
+
+def check_data(name: str, value: Any, is_made: bool = False) -> None:
+    """Raise WorkloadError unless `value` is a data set with len() and [], or, not yet made, a function.
+
+    Args:
+        name: of the part.
+        value: what was handed in, or what its function returned.
+        is_made: the latter.
+    """
+    if found := _is_no_data(value):
+        raise WorkloadError(f"the workload's {name} should be a data set with len() and []", *found)
+    is_data = hasattr(value, "__getitem__") and hasattr(value, "__len__")
+    if not is_data and is_made:
+        raise WorkloadError(
+            f"the workload's {name} should be a data set with len() and []",
+            f"its function returned a {type(value).__name__}",
+            "return a map-style Dataset or a list; wrap a stream in one that knows its length",
+        )
+    if not is_data and not callable(value):
+        raise WorkloadError(
+            f"the workload's {name} should be a data set with len() and [], or a function that makes one",
+            f"it is {shown(value)}",
+            "hand in a map-style torch Dataset, a list of samples, or a function that returns one",
+        )
+
+
+def _is_no_data(value: Any) -> tuple[str, str] | None:
+    """What `value` is where it looks like a data set and is none, and what to do."""
+    kind = type(value)
+    if _is_torch(kind, "DataLoader"):
+        return (
+            "it is a DataLoader, which makes batches itself",
+            "hand in its data set (loader.dataset), and its batch size, collate_fn and workers as batch_size, collate "
+            "and loader_workers",
+        )
+    if _is_torch(kind, "IterableDataset"):
+        return (
+            f"it is {kind.__name__}, an IterableDataset: a stream",
+            "hand in a map-style Dataset, whose samples are found by their number",
+        )
+    if isinstance(value, Mapping):
+        return (
+            f"it is {shown(value)}, whose [] takes a key",
+            "hand in a list of samples, or one split of it (such as data['train'])",
+        )
+    if isinstance(value, str | bytes):
+        return (
+            f"it is {shown(value)}",
+            "read it first: hand in a Dataset, a list of samples, or a function that returns one",
+        )
+    if hasattr(value, "iloc"):
+        return f"it is a table, {kind.__name__}, whose [] takes a column", "hand in its rows: table.to_dict('records')"
+    return None
+
+
+def shown(value: object) -> str:
+    """`value` and its type, on one short line."""
+    text = " ".join(f"{value!r:.200}".split())
+    return f"{text:.60} of type {type(value).__name__}"
+
+
+def _name(value: Any) -> str:
+    return str(getattr(value, "__name__", None) or type(value).__name__)
+
+
+def _joined(arguments: tuple[str, ...]) -> str:
+    return f"({', '.join(arguments)})" if arguments else "no arguments"
