@@ -136,13 +136,19 @@ def check_loss_adds_up(placed: PlacedModel, loss: Callable[[Any, Any], Any], loa
     was_training = placed.model.training
     placed.model.eval()
     kept = [(buffer, buffer.detach().clone()) for buffer in placed.model.buffers() if not buffer.is_meta]
+
+    def tried(batch: Any) -> tuple[float, float]:
+        try:
+            return _total(placed.evaluate("loss", loss, batch))
+        finally:
+            for buffer, before in kept:  # what forward writes counts neither in training nor in the next trial
+                buffer.data.copy_(before)
+
     try:
         with torch.no_grad(), kept_random_state(), placed.autocast():
-            both, *single = (_total(placed.evaluate("loss", loss, batch)) for batch in pair)
+            both, *single = (tried(batch) for batch in pair)
     finally:
         placed.model.train(was_training)
-        for buffer, before in kept:  # a counter in forward must not count the trial
-            buffer.data.copy_(before)
     if not all(math.isfinite(total) for total, _ in (both, *single)):
         return  # the first step says so, and names the rank
     scale = max(abs(both[0]), sum(abs(total) for total, _ in single), 1e-6)

@@ -182,7 +182,18 @@ def keep_own(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
 
 
 def check_may_cut(placed: PlacedModel, workload: Workload, loader: RankLoader, mesh: Mesh) -> None:
-    """Raise LossError when batches are to be cut and the loss is no sum over samples, batch norm apart."""
+    """Raise LossError when batches are to be cut and the loss is no sum over samples, batch norm apart.
+
+    Raises:
+        PlanError: the plan has the pipeline cut batches, and the model writes into its buffers once per piece.
+    """
+    if loader.pieces_wanted > 1 and placed.written_buffers:
+        raise PlanError(
+            f"the pipeline should cut every batch into {loader.pieces_wanted} micro-batches",
+            f"the model writes into {placed.written_buffers[0]} in every forward pass: once per micro-batch, where one "
+            "process writes once per batch",
+            "leave micro_batches out, or set Workload(micro_batch_size=...), which cuts the batch in one process too",
+        )
     is_cut = mesh.data_size > 1 or workload.micro_batch_size is not None or loader.pieces_wanted > 1
     is_known = placed.is_captured and (not placed.couples_samples or "batch_norm" in placed.couples_samples)
     if is_cut and not is_known:
