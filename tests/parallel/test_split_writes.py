@@ -5,7 +5,6 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from ranks import run_ranks
 from torch import nn
 
 import paceline
@@ -13,6 +12,8 @@ from paceline.comm import words
 from paceline.nouns.errors import PlanError
 from paceline.nouns.plan import Plan
 from paceline.train.job import Job
+
+from ranks import run_ranks
 
 SLOW = pytest.mark.slow
 

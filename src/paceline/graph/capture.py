@@ -40,7 +40,7 @@ from paceline.graph.functional import (
 )
 from paceline.graph.kept_values import KeptValues
 from paceline.graph.refused_calls import effects_as_written
-from paceline.graph.writes import Write, WriteLog, check_same_writes, writes_of, written_inputs
+from paceline.graph.writes import Write, WriteLog, check_same_writes, run_on_fakes, wants_gradient, written_inputs
 from paceline.nouns.errors import PacelineError, WorkloadError
 
 Function = Callable[[torch.nn.Module, Any], Any]
@@ -152,8 +152,7 @@ def capture(model: torch.nn.Module, function: Function, batch: Any, device: torc
     _without_side_effects(captured)
     check_states_unwritten(captured.graph, captured.states, captured.trained)
     _drop_unused(captured)
-    if captured.log:
-        _check_writes(captured, fake)
+    _run_once(captured, fake)
     for node in captured.graph.nodes:  # what the graphs that are made of this one carry along
         node.meta["original"], node.meta["module"] = node.name, captured.place.get(node, "")
     return captured
@@ -171,13 +170,16 @@ def _without_side_effects(captured: Captured) -> None:
         captured.place[node] = captured.place.get(reader, "")
 
 
-def _check_writes(captured: Captured, fake: FakeTensorMode) -> None:
+def _run_once(captured: Captured, fake: FakeTensorMode) -> None:
+    """Run the graph on fake tensors: note where gradients flow, and see that it writes what the code wrote."""
     with fake:
         given = {node: torch.empty_like(node.meta["val"]) for node in [*captured.states.values(), *captured.inputs]}
         for name in captured.trained & captured.states.keys():
             given[captured.states[name]].requires_grad_()
-        found = writes_of(captured.graph, given, captured.states, captured.constants)
+        found, values = run_on_fakes(captured.graph, given, captured.states, captured.constants)
     check_same_writes(captured.log, found, "its graph")
+    for node in captured.graph.nodes:
+        node.meta["flows"] = wants_gradient(values.get(node))
 
 
 class _Call:

@@ -14,6 +14,7 @@ from paceline.comm.collectives import AxisComm
 from paceline.comm.ledger import Ledger
 from paceline.graph.capture import Captured
 from paceline.graph.stages import Stage
+from paceline.graph.writes import wants_gradient
 
 
 def dry_run(
@@ -46,6 +47,7 @@ def dry_run(
                 stack.enter_context(torch.autocast(device, dtype=precision))
             for node in captured.graph.nodes:
                 values[node] = _value(node, values, captured, names, shapes, mode)
+                node.meta["flows"] = wants_gradient(values[node])
                 node.meta["val"] = _detached(values[node])
             if with_backward:
                 first = captured.output[0]

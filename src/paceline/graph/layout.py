@@ -52,20 +52,8 @@ class _Path:
 
 
 def gradients_of(captured: Captured) -> set[fx.Node]:
-    """Nodes through which a gradient flows back."""
-    found: set[fx.Node] = set()
-    trained = {captured.states[name] for name in captured.trained if name in captured.states}
-    for node in captured.graph.nodes:
-        if node in trained:
-            found.add(node)
-        elif node.op == "call_function" and node not in captured.no_grad:
-            values = node.meta.get("val")
-            values = values if isinstance(values, list | tuple) else [values]
-            is_float = any(isinstance(v, torch.Tensor) and (v.is_floating_point() or v.is_complex()) for v in values)
-            is_cut = node.target is torch.ops.aten.detach.default
-            if is_float and not is_cut and any(source in found for source in node.all_input_nodes):
-                found.add(node)
-    return found
+    """Nodes through which a gradient flows back, as autograd has it when the graph runs."""
+    return {node for node in captured.graph.nodes if node.meta["flows"]}
 
 
 def choose_layout(

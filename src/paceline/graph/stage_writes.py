@@ -11,7 +11,7 @@ from paceline.comm.ledger import Ledger
 from paceline.graph.capture import Captured
 from paceline.graph.dry_run import mode_of
 from paceline.graph.stages import Stage
-from paceline.graph.writes import Write, check_same_writes, writes_of
+from paceline.graph.writes import Write, check_same_writes, run_on_fakes
 from paceline.nouns.errors import WorkloadError
 
 
@@ -63,4 +63,4 @@ def _writes_of(stage: Stage, captured: Captured, shapes: Mapping[str, tuple[int,
     received = placeholders[len(placeholders) - len(stage.received) :]
     for node, flows in zip(received, stage.has_gradient, strict=True):
         given[node].requires_grad_(flows)
-    return writes_of(stage.graph, given, own, captured.constants)
+    return run_on_fakes(stage.graph, given, own, captured.constants)[0]

@@ -84,6 +84,12 @@ class WriteLog(TorchDispatchMode):
             self.writes.append(Write(name, function, user_line()))
 
 
+def wants_gradient(value: Any) -> bool:
+    """Whether a gradient flows back through a node's value."""
+    values = value if isinstance(value, list | tuple) else [value]
+    return any(isinstance(one, torch.Tensor) and one.requires_grad for one in values)
+
+
 def user_line() -> str:
     """The innermost line that is neither torch's nor of this package's capture."""
     frame: Any = sys._getframe(1)
@@ -159,10 +165,10 @@ def check_same_writes(wanted: Sequence[Write], found: Sequence[Write], what: str
         )
 
 
-def writes_of(
+def run_on_fakes(
     graph: fx.Graph, given: Mapping[fx.Node, torch.Tensor], states: Mapping[str, fx.Node], constants: Mapping[str, Any]
-) -> list[Write]:
-    """What a graph writes into its states when it runs on fake tensors.
+) -> tuple[list[Write], dict[fx.Node, Any]]:
+    """Run a graph on fake tensors: what it writes into its states, and the value of every node.
 
     Args:
         graph: of operations.
@@ -179,7 +185,7 @@ def writes_of(
             elif node.op == "call_function":
                 arguments, named = fx.node.map_arg((node.args, node.kwargs), lambda source: values[source])
                 values[node] = node.target(*arguments, **named)
-    return log.writes
+    return log.writes, values
 
 
 def _written_values(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
