@@ -135,14 +135,20 @@ def check_loss_adds_up(placed: PlacedModel, loss: Callable[[Any, Any], Any], loa
         return
     was_training = placed.model.training
     placed.model.eval()
-    kept = [(buffer, buffer.detach().clone()) for buffer in placed.model.buffers() if not buffer.is_meta]
+    kept = [
+        (module._buffers, name, buffer, buffer.detach().clone())
+        for module in placed.model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and not buffer.is_meta
+    ]
 
     def tried(batch: Any) -> tuple[float, float]:
         try:
             return _total(placed.evaluate("loss", loss, batch))
         finally:
-            for buffer, before in kept:  # what forward writes counts neither in training nor in the next trial
+            for slots, name, buffer, before in kept:  # what forward writes counts neither here nor in training
                 buffer.data.copy_(before)
+                slots[name] = buffer
 
     try:
         with torch.no_grad(), kept_random_state(), placed.autocast():
