@@ -319,10 +319,12 @@ def _refusals() -> Iterator[None]:
             + fix,
         ) from error
     except Exception as error:
+        if "BF16 type" in str(error):  # of grouped matrix products: their shapes alone are known for bfloat16 only
+            fix = 'for experts of transformers write config._experts_implementation = "batched_mm", ' + fix
         raise WorkloadError(
             "a model that can be written down as a graph of torch operations, so that it can be split",
             f"{type(error).__name__} at {_where(error)}: {str(error).strip().partition(chr(10))[0]:.200}",
-            f"see that it trains on one rank, leave out what that line does, {fix}",
+            "start it alone (python FILE); if it trains so, leave out what that line does, " + fix,
         ) from error
 
 

@@ -117,8 +117,10 @@ class KeptValues:
 
     def _changed_in(self, module: torch.nn.Module, known: dict[str, _Snapshot], reads: set[str]) -> str:
         now = vars(module)
+        if type(module).__module__.startswith("torch."):
+            return ""
         for key in [*known, *(key for key in now if key not in known)]:
-            if key in _SLOTS:
+            if key in _SLOTS or key.startswith("_flat_weight"):  # of recurrent modules: their weights in a list
                 continue
             if self._is_changed(known.get(key), now.get(key, _MISSING), key in reads):
                 return key

@@ -56,6 +56,25 @@ def gradients_of(captured: Captured) -> set[fx.Node]:
     return {node for node in captured.graph.nodes if node.meta["flows"]}
 
 
+def options_of(captured: Captured, parts: int, is_sequence_split: bool = False) -> Options:
+    """What is known of the whole graph."""
+    whole = _must_stay_whole(captured)
+    parameters = {
+        node: name
+        for name, node in captured.states.items()
+        if node.meta["val"].is_floating_point() and node not in whole
+    }
+    return Options(
+        parts,
+        blocks_asked_for(captured.graph),
+        parameters,
+        set(written_groups(captured.graph)),
+        gradients_of(captured),
+        is_sequence_split,
+        max((node.meta["val"].dtype.itemsize for node in parameters), default=0),
+    )
+
+
 def choose_layout(
     captured: Captured, parts: int, decided: Mapping[str, Lay] | None = None, is_sequence_split: bool = False
 ) -> Layout:
@@ -67,21 +86,7 @@ def choose_layout(
         decided: lays of states that an earlier graph of the same model fixed.
         is_sequence_split: also split norms and dropout along the sequence (Korthikanti et al. 2022).
     """
-    whole = _must_stay_whole(captured)
-    parameters = {
-        node: name
-        for name, node in captured.states.items()
-        if node.meta["val"].is_floating_point() and node not in whole
-    }
-    options = Options(
-        parts,
-        blocks_asked_for(captured.graph),
-        parameters,
-        set(written_groups(captured.graph)),
-        gradients_of(captured),
-        is_sequence_split,
-        max((node.meta["val"].dtype.itemsize for node in parameters), default=0),
-    )
+    options = options_of(captured, parts, is_sequence_split)
     last_use = _last_uses(captured.graph)
     start: State = {}
     for name, lay in (decided or {}).items():

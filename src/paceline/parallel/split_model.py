@@ -22,6 +22,7 @@ from paceline.comm.leaves import signature, tensors_in
 from paceline.graph.capture import Captured, capture, skeleton
 from paceline.graph.dry_run import dry_run
 from paceline.graph.emit import emit
+from paceline.graph.explain import why_nothing_is_split
 from paceline.graph.layout import Layout, choose_layout
 from paceline.graph.own_plan import own_plan
 from paceline.graph.separable import coupled_at
@@ -147,7 +148,7 @@ class SplitModel:
             if not any(lay is not None for lay in self.lays.values()):
                 raise PlanError(
                     f"the model should be split over {self.tensor.size} ranks by tensor",
-                    f"no weight has a dimension that can be split in {self.tensor.size}",
+                    why_nothing_is_split(captured, self.tensor.size),
                     "use fewer ranks on that axis, or replicate, shard or pipeline",
                 )
         return captured
