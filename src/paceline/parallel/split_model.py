@@ -139,7 +139,7 @@ class SplitModel:
         self.written = list(dict.fromkeys(write.state for write in captured.log))
         meeting = coupled_at(captured)
         if meeting is not None:
-            self.coupled = f"{meeting.target} in {captured.place.get(meeting) or 'the loss'}"
+            self.coupled = f"{meeting.target} in {captured.place.get(meeting) or 'the model or the loss'}"
         elif self.written:  # once per batch, not per micro-batch
             self.coupled = f"the write into {self.written[0]}"
         self.assignment = assignment_of(captured, stages)
