@@ -253,7 +253,7 @@ class SplitModel:
     @property
     def notices(self) -> list[str]:
         """What the person should know of how the model was split."""
-        is_idle = self.has_batch_norm and self.plan.checkpointing != "none"
+        is_idle = bool(self.written) and self.plan.checkpointing != "none"
         return [nothing_recomputed(self.plan.checkpointing)] if is_idle else []
 
     def _first_cut(self, captured: Captured) -> dict[fx.Node, int]:
