@@ -73,7 +73,6 @@ APART = {
     "norm": lambda net, x: x.norm(dim=-1),
     "tile": lambda net, x: x.tile((1, 1, 2)),
     "glu": lambda net, x: F.glu(x),
-    "kl": lambda net, x: F.kl_div(x.log_softmax(-1), x.softmax(-1), reduction="none"),
     "meanall": lambda net, x: x.mean((1, 2)),
     "clampmin": lambda net, x: x.clamp(min=x.mean(-1, keepdim=True)),
     "with_a_dimension": lambda net, x: torch.atleast_3d(x),

@@ -139,7 +139,13 @@ class KeptValues:
         is_longer = held.keys() != known.held.keys()
         if isinstance(now, dict):  # a new key: a value for later in the same batch, or a constant kept
             is_longer = not held.keys() >= known.held.keys()
-        return is_longer or any(self._is_changed(one, held[key], True) for key, one in known.held.items())
+        elif is_longer and isinstance(now, list | collections.deque):
+            is_longer = any(_is_a_value(one) for key, one in held.items() if key not in known.held) or len(held) < len(
+                known.held
+            )
+        return is_longer or any(
+            self._is_changed(one, held[key], True) for key, one in known.held.items() if key in held
+        )
 
     def _put_back(self, before: list[tuple[str, Any, Any, _Snapshot]]) -> None:
         for _, holder, key, known in before:
@@ -277,7 +283,7 @@ def _restore(known: _Snapshot) -> None:
         if isinstance(value, dict):
             value.clear()
             value.update(held)
-        elif isinstance(value, list):
+        elif isinstance(value, list) and any(_is_a_value(one) for one in now.values()):
             value[:] = list(held.values())
         elif isinstance(value, collections.deque | set):
             value.clear()
@@ -287,6 +293,11 @@ def _restore(known: _Snapshot) -> None:
             vars(value).update(held)
     for one in known.held.values():
         _restore(one)
+
+
+def _is_a_value(one: Any) -> bool:
+    """Whether a later batch could compute with it; a kept frame or error is none."""
+    return isinstance(one, (torch.Tensor, *_PLAIN))
 
 
 def _are_equal(before: Any, now: Any) -> bool:

@@ -310,6 +310,5 @@ _RULES: dict[Any, Callable[[fx.Node], Spec | None]] = {
     aten.smooth_l1_loss.default: pairwise_loss,
     aten.binary_cross_entropy.default: pairwise_loss,
     aten.binary_cross_entropy_with_logits.default: pairwise_loss,
-    aten.kl_div.default: pairwise_loss,
     aten.group_norm.default: _group_norm,
 }
