@@ -206,6 +206,52 @@ def running_means(rank, make):
 
 
 @pytest.mark.slow
+class Unseen(nn.Module):
+    """Writes into its buffers past the counter of writes, and puts another tensor in a buffer's place."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.register_buffer("written", torch.zeros(2))
+        self.register_buffer("assigned", torch.zeros(2))
+
+    def forward(self, x):
+        hidden = self.layer(x)
+        self.written.data.lerp_(hidden.data.mean(0), 0.5)
+        self.assigned = 0.5 * self.assigned + 0.5 * hidden.detach().mean(0)
+        return hidden
+
+
+def unseen_workload(**parts):
+    random = torch.Generator().manual_seed(3)
+    return paceline.Workload(
+        model=Unseen,
+        loss=lambda model, batch: (model(batch).square().sum(), len(batch)),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.01),
+        data=[torch.randn(3, generator=random) for _ in range(16)],
+        batch_size=4,
+        steps=4,
+        precision="float64",
+    )
+
+
+def unseen_buffers(rank):
+    words.init()
+    job = Job(unseen_workload(), Plan(f"replicate={words.size()}"))
+    for batch in job.batches():
+        job.step(batch)
+    return job.model.written.clone(), job.model.assigned.clone()
+
+
+def test_buffers_that_are_assigned_or_written_through_data_become_the_mean():
+    """Of equal parts of the batch, so that the mean is what one process has."""
+    (alone,) = run_ranks(1, unseen_buffers)
+    assert alone[0].abs().sum() > 0
+    for found in run_ranks(2, unseen_buffers):
+        for here, there in zip(found, alone, strict=True):
+            torch.testing.assert_close(here, there)
+
+
 @pytest.mark.parametrize("compression", ["bf16", "fp16", "powersgd", "topk"])
 def test_compressed_replicas_stay_equal_and_learn(compression):
     exact, _, _ = alone(bert_workload, {})

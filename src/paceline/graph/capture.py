@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import fx
@@ -25,12 +25,22 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.func import functional_call
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from paceline.comm.leaves import map_tensors, tensors_in
 from paceline.graph.factories import rejoin_copies
-from paceline.graph.functional import drop_empty_parts, make_functional
+from paceline.graph.functional import (
+    check_states_unwritten,
+    copy_inputs_that_are_written,
+    copy_states_that_are_read,
+    drop_empty_parts,
+    drop_unread,
+    make_functional,
+)
+from paceline.graph.kept_values import KeptValues
+from paceline.graph.refused_calls import effects_as_written
+from paceline.graph.writes import Write, WriteLog, check_same_writes, run_on_fakes, wants_gradient, written_inputs
 from paceline.nouns.errors import PacelineError, WorkloadError
 
 Function = Callable[[torch.nn.Module, Any], Any]
@@ -62,6 +72,7 @@ class Captured:
     buffers: set[str]
     device: torch.device
     no_grad: set[fx.Node] = field(default_factory=set)  # computed under torch.no_grad
+    log: list[Write] = field(default_factory=list)  # what the code wrote into the states
 
     @property
     def output(self) -> list[Any]:
@@ -110,7 +121,8 @@ def capture(model: torch.nn.Module, function: Function, batch: Any, device: torc
         inputs = [_fake_like(tensor, device) for tensor in tensors_in(batch)]
     call = _Call(model, function, batch, list(tensors))
     state_before = _plain_random_state()
-    with _watched_modules(model) as entries, _refusals(call), _gradients_as_written(), _running, fake:
+    held = dict(zip(tensors, states, strict=True))
+    with _watched_modules(model) as entries, _refusals(), effects_as_written(held), _running, fake:
         traced = make_fx(call, pre_dispatch=True)(states, inputs)
     rejoin_copies(traced)
     _check_constants({str(n.target): getattr(traced, str(n.target)) for n in traced.graph.nodes if n.op == "get_attr"})
@@ -134,16 +146,40 @@ def capture(model: torch.nn.Module, function: Function, batch: Any, device: torc
         trained=trained,
         buffers={name for name, _ in model.named_buffers()},
         device=device,
+        log=call.log,
     )
     _take_out_grad_mode(captured)
-    drop_empty_parts(captured.graph)
-    captured.graph.eliminate_dead_code()
-    make_functional(captured.graph)
-    captured.graph.eliminate_dead_code()
+    _without_side_effects(captured)
+    check_states_unwritten(captured.graph, captured.states, captured.trained)
     _drop_unused(captured)
+    _run_once(captured, fake)
     for node in captured.graph.nodes:  # what the graphs that are made of this one carry along
         node.meta["original"], node.meta["module"] = node.name, captured.place.get(node, "")
     return captured
+
+
+def _without_side_effects(captured: Captured) -> None:
+    """Leave in the graph what its outputs and its states need, in a form that can be cut anywhere."""
+    drop_empty_parts(captured.graph)
+    drop_unread(captured.graph)
+    for node in copy_inputs_that_are_written(captured.graph, captured.inputs):
+        captured.place[node] = ""
+    make_functional(captured.graph)
+    drop_unread(captured.graph)
+    for node, reader in copy_states_that_are_read(captured.graph, captured.states).items():
+        captured.place[node] = captured.place.get(reader, "")
+
+
+def _run_once(captured: Captured, fake: FakeTensorMode) -> None:
+    """Run the graph on fake tensors: note where gradients flow, and see that it writes what the code wrote."""
+    with fake:
+        given = {node: torch.empty_like(node.meta["val"]) for node in [*captured.states.values(), *captured.inputs]}
+        for name in captured.trained & captured.states.keys():
+            given[captured.states[name]].requires_grad_()
+        found, values = run_on_fakes(captured.graph, given, captured.states, captured.constants)
+    check_same_writes(captured.log, found, "its graph")
+    for node in captured.graph.nodes:
+        node.meta["flows"] = wants_gradient(values.get(node))
 
 
 class _Call:
@@ -153,13 +189,26 @@ class _Call:
         self.batch, self.names = batch, names
         self.wrapper = _Wrapper(model, function)
         self.result: Any = None
+        self.log: list[Write] = []
 
     def __call__(self, states: list[torch.Tensor], inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         left = iter(inputs)
         batch = map_tensors(self.batch, lambda _: next(left))
-        given = {f"model.{name}": tensor for name, tensor in zip(self.names, states, strict=True)}
-        self.wrapper.expected = given
-        self.result = functional_call(self.wrapper, given, (batch,))
+        held = dict(zip(self.names, states, strict=True))
+        before = {name: _memory(tensor) for name, tensor in held.items()}
+        log = WriteLog(held)
+        with log:
+            self.result = functional_call(
+                self.wrapper, {f"model.{name}": tensor for name, tensor in held.items()}, (batch,)
+            )
+        self.log = log.writes
+        for name, tensor in held.items():
+            if _memory(tensor) != before[name] or tensor.grad is not None:
+                raise WorkloadError(
+                    "a model that writes its buffers in place and leaves gradients to the backward pass",
+                    f"its forward gives {name} other memory, or a gradient",
+                    "write in place under torch.no_grad(): tensor.copy_(...)",
+                )
         return tensors_in(self.result)
 
     def rebuild(self, outputs: list[Any]) -> Any:
@@ -174,19 +223,32 @@ class _Wrapper(torch.nn.Module):
     def __init__(self, model: torch.nn.Module, function: Function) -> None:
         super().__init__()
         self.model, self.function = model, function
-        self.expected: dict[str, torch.Tensor] = {}
 
     def forward(self, batch: Any) -> Any:
-        """Call the function, and see that it left every buffer where it was."""
-        result = self.function(self.model, batch)
-        for name, tensor in self.model.named_buffers():
-            if tensor is not self.expected.get(f"model.{name}", tensor):
-                raise WorkloadError(
-                    "a model that writes its buffers in place",
-                    f"its forward puts another tensor in the place of {name}",
-                    f"write self.{name.rpartition('.')[2]}.copy_(...) instead of assigning it",
-                )
-        return result
+        """Call the function, and see that it keeps nothing outside its buffers."""
+        with KeptValues(self.model, self.function, _depends_on_given).watching():
+            return self.function(self.model, batch)
+
+
+def _depends_on_given(tensor: torch.Tensor) -> bool:
+    """Whether a value of the trace under way depends on a state or on the batch; as far as that can be told."""
+    mode = get_proxy_mode()
+    slot: Any = get_proxy_slot(tensor, mode.tracer, None) if mode is not None else None
+    if slot is None:
+        return isinstance(tensor, FakeTensor)
+    todo, seen = [slot.proxy.node], set()
+    while todo:
+        node = todo.pop()
+        if node.op == "placeholder":
+            return True
+        if node not in seen:
+            seen.add(node)
+            todo.extend(node.all_input_nodes)
+    return False
+
+
+def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.untyped_storage()._cdata, tuple(tensor.shape), tensor.stride()
 
 
 def _fake_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -243,47 +305,7 @@ def _places(graph: fx.Graph, entries: list[tuple[int, str]]) -> dict[fx.Node, st
 
 
 @contextmanager
-def _gradients_as_written() -> Iterator[None]:
-    """Refuse what a graph of forward operations would lose without a word: gradients that are written by hand."""
-    apply, hook = vars(torch.autograd.Function)["apply"], torch.Tensor.register_hook
-    grad, backward = torch.autograd.grad, torch.autograd.backward
-
-    def refuse(what: str, name: str) -> NoReturn:
-        raise WorkloadError(
-            "a model whose gradients follow from its operations, so that it can be split",
-            f"{what} {name} changes them",
-            "write it with torch operations, use checkpoint(..., use_reentrant=False) if that is what it is, or train "
-            "it by replicate or shard, which run the model's own code",
-        )
-
-    def checked(cls: Any, *arguments: Any, **named: Any) -> Any:
-        if cls.__name__ == "_NoopSaveInputs":  # of non-reentrant checkpoint: passes no gradient
-            return apply.__func__(cls, *arguments, **named)
-        refuse("the autograd function", f"{cls.__module__}.{cls.__qualname__}")
-
-    def hooked(tensor: torch.Tensor, function: Any) -> Any:
-        refuse("the tensor hook", getattr(function, "__qualname__", repr(function)))
-
-    def differentiated(*arguments: Any, **named: Any) -> NoReturn:
-        raise WorkloadError(
-            "tensor and pipeline run the model and its loss as a graph of forward operations",
-            "the model or the loss takes gradients itself (torch.autograd.grad or backward)",
-            "train it by replicate or shard, which run the model's own code",
-        )
-
-    torch.autograd.grad = torch.autograd.backward = differentiated
-    torch.autograd.Function.apply = classmethod(checked)  # type: ignore[method-assign, assignment]
-    torch.Tensor.register_hook = hooked  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
-        torch.autograd.grad, torch.autograd.backward = grad, backward
-        torch.Tensor.register_hook = hook  # type: ignore[method-assign]
-
-
-@contextmanager
-def _refusals(call: _Call) -> Iterator[None]:
+def _refusals() -> Iterator[None]:
     fix = "or train it by replicate or shard, which run the model's own code"
     try:
         yield
@@ -297,10 +319,12 @@ def _refusals(call: _Call) -> Iterator[None]:
             + fix,
         ) from error
     except Exception as error:
+        if "BF16 type" in str(error):  # of grouped matrix products: their shapes alone are known for bfloat16 only
+            fix = 'for experts of transformers write config._experts_implementation = "batched_mm", ' + fix
         raise WorkloadError(
             "a model that can be written down as a graph of torch operations, so that it can be split",
             f"{type(error).__name__} at {_where(error)}: {str(error).strip().partition(chr(10))[0]:.200}",
-            f"see that it trains on one rank, leave out what that line does, {fix}",
+            "start it alone (python FILE); if it trains so, leave out what that line does, " + fix,
         ) from error
 
 
@@ -341,6 +365,9 @@ def _take_out_grad_mode(captured: Captured) -> None:
         elif is_off and node.op == "call_function":
             captured.no_grad.add(node)
     for node in captured.no_grad:
+        written = written_inputs(node)
+        if len(written) == 1 and written[0] not in captured.no_grad and written[0].op == "call_function":
+            node.replace_all_uses_with(written[0])  # autograd does not see the write: readers keep their gradient
         for source in node.all_input_nodes:
             if source not in captured.no_grad and isinstance(source.meta.get("val"), torch.Tensor):
                 with captured.graph.inserting_before(node):

@@ -14,6 +14,7 @@ from paceline.comm.collectives import AxisComm
 from paceline.comm.ledger import Ledger
 from paceline.graph.capture import Captured
 from paceline.graph.stages import Stage
+from paceline.graph.writes import wants_gradient
 
 
 def dry_run(
@@ -35,7 +36,7 @@ def dry_run(
     Returns:
         What a rank would enter in the ledger.
     """
-    mode = _mode_of(captured)
+    mode = mode_of(captured)
     kept, comm.ledger = comm.ledger, Ledger()
     values: dict[fx.Node, Any] = {}
     names = {node: name for name, node in captured.states.items()}
@@ -46,6 +47,7 @@ def dry_run(
                 stack.enter_context(torch.autocast(device, dtype=precision))
             for node in captured.graph.nodes:
                 values[node] = _value(node, values, captured, names, shapes, mode)
+                node.meta["flows"] = wants_gradient(values[node])
                 node.meta["val"] = _detached(values[node])
             if with_backward:
                 first = captured.output[0]
@@ -56,7 +58,8 @@ def dry_run(
         comm.ledger = kept
 
 
-def _mode_of(captured: Captured) -> FakeTensorMode:
+def mode_of(captured: Captured) -> FakeTensorMode:
+    """The fake mode that the graph's values are of."""
     for node in captured.graph.nodes:
         value = node.meta.get("val")
         if node.op == "placeholder" and isinstance(value, torch.Tensor):
@@ -120,7 +123,7 @@ def stage_traffic(
         comm.ledger = ledger
     module = fx.GraphModule(captured.constants, stage.graph)
     try:
-        with _mode_of(captured) as mode:
+        with mode_of(captured) as mode:
             mode.allow_non_fake_inputs = True
             states = []
             for name in stage.states:

@@ -13,12 +13,12 @@ from torch import fx
 from paceline.comm.differentiable import Exchanges, Pieces, split_dropout
 from paceline.graph.capture import Captured
 from paceline.graph.choices import Choice
-from paceline.graph.functional import storage_of, written_input
 from paceline.graph.labels import tensor_inputs
 from paceline.graph.layout import Layout
 from paceline.graph.rules import spec_of
 from paceline.graph.split import Lay, Split
 from paceline.graph.views import is_rearrangement, local_arguments, shape_of
+from paceline.graph.writes import storage_of, written_inputs
 
 aten = torch.ops.aten
 _RANDOM = (aten.dropout.default,)
@@ -85,6 +85,7 @@ class _Emitter:
             old.buffers,
             old.device,
             self.no_grad,
+            old.log,
         )
 
     def _state_lay(self, node: fx.Node) -> Lay:
@@ -220,4 +221,4 @@ def _is_float(node: fx.Node) -> bool:
 
 def _is_written(node: fx.Node) -> bool:
     shared = storage_of(node)
-    return any((source := written_input(user)) is not None and storage_of(source) == shared for user in node.users)
+    return any(storage_of(source) == shared for user in node.users for source in written_inputs(user))

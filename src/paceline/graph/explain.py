@@ -8,9 +8,9 @@ import torch
 from torch import fx
 
 from paceline.graph.capture import Captured
-from paceline.graph.choices import Choice
+from paceline.graph.choices import Choice, Options, choices
 from paceline.graph.labels import tensor_inputs
-from paceline.graph.layout import Layout
+from paceline.graph.layout import Layout, options_of
 from paceline.graph.rules import spec_of
 from paceline.graph.split import Split
 from paceline.graph.views import shape_of
@@ -37,6 +37,36 @@ def explain(captured: Captured, layout: Layout, parts: int) -> list[Line]:
         why = _why_split(node, lay, users, layout) if lay is not None else _why_whole(node, users, layout, parts)
         lines.append(Line(name, shape_of(node), _shown(lay, parts), why))
     return lines
+
+
+def why_nothing_is_split(captured: Captured, parts: int) -> str:
+    """Why a layout splits no weight: an operation without a rule, a size at which it does not pay, or too few rows."""
+    weights = [(name, captured.states[name]) for name in captured.trained if name in captured.states]
+    weights.sort(key=lambda pair: (-pair[1].meta["val"].numel(), pair[0]))
+    options = options_of(captured, parts)
+    without, too_small = "", ""
+    for name, node in weights:
+        shape = shape_of(node)
+        if len(shape) < 2 or max(shape) < parts:
+            continue
+        if any(_can_be_split(node, user, options) for user in node.users):
+            too_small = too_small or f"{name} of {'x'.join(map(str, shape))}"
+        elif unknown := [user for user in node.users if spec_of(user) is None]:
+            without = without or f"{unknown[0].target}, which uses {name} of {'x'.join(map(str, shape))}"
+    reasons = [f"{without}, has no rule by which weights are split"] if without else []
+    if too_small:
+        others = "other " if without else ""
+        reasons.append(f"to split {others}weights would send more than it saves at this size (largest: {too_small})")
+    return "; ".join(reasons) or f"no weight has a dimension that can be split in {parts}"
+
+
+def _can_be_split(state: fx.Node, user: fx.Node, options: Options) -> bool:
+    inputs = tensor_inputs(user)
+    if user.op != "call_function" or state not in inputs:
+        return False
+    fixed = [source is not state for source in inputs]
+    place = inputs.index(state)
+    return any(choice.inputs[place] is not None for choice in choices(user, [None] * len(inputs), fixed, options))
 
 
 def _shown(lay: Split | None, parts: int) -> str:

@@ -22,6 +22,10 @@ def rejoin_copies(traced: fx.GraphModule) -> None:
         value = node.meta.get("val")
         if node.op == "call_function" and not node.all_input_nodes and isinstance(value, torch.Tensor):
             factories[_memory_of(value)] = node
+        if node.target is torch.ops.aten.detach.default and node.args[0] in factories.values():
+            node.replace_all_uses_with(node.args[0])  # the copy, where a mode below the tracer sees it made
+            traced.graph.erase_node(node)
+            continue
         if node.op != "get_attr":
             continue
         constant = getattr(traced, str(node.target))

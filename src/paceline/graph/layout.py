@@ -22,6 +22,7 @@ from paceline.graph.functional import written_groups
 from paceline.graph.labels import tensor_inputs
 from paceline.graph.split import Lay
 from paceline.graph.views import blocks_asked_for
+from paceline.graph.writes import running_statistics
 
 BEAM = 48  # partial layouts kept at a node; 8 gives the same layouts for the models of the tests
 
@@ -51,20 +52,27 @@ class _Path:
 
 
 def gradients_of(captured: Captured) -> set[fx.Node]:
-    """Nodes through which a gradient flows back."""
-    found: set[fx.Node] = set()
-    trained = {captured.states[name] for name in captured.trained if name in captured.states}
-    for node in captured.graph.nodes:
-        if node in trained:
-            found.add(node)
-        elif node.op == "call_function" and node not in captured.no_grad:
-            values = node.meta.get("val")
-            values = values if isinstance(values, list | tuple) else [values]
-            is_float = any(isinstance(v, torch.Tensor) and (v.is_floating_point() or v.is_complex()) for v in values)
-            is_cut = node.target is torch.ops.aten.detach.default
-            if is_float and not is_cut and any(source in found for source in node.all_input_nodes):
-                found.add(node)
-    return found
+    """Nodes through which a gradient flows back, as autograd has it when the graph runs."""
+    return {node for node in captured.graph.nodes if node.meta["flows"]}
+
+
+def options_of(captured: Captured, parts: int, is_sequence_split: bool = False) -> Options:
+    """What is known of the whole graph."""
+    whole = _must_stay_whole(captured)
+    parameters = {
+        node: name
+        for name, node in captured.states.items()
+        if node.meta["val"].is_floating_point() and node not in whole
+    }
+    return Options(
+        parts,
+        blocks_asked_for(captured.graph),
+        parameters,
+        set(written_groups(captured.graph)),
+        gradients_of(captured),
+        is_sequence_split,
+        max((node.meta["val"].dtype.itemsize for node in parameters), default=0),
+    )
 
 
 def choose_layout(
@@ -78,16 +86,7 @@ def choose_layout(
         decided: lays of states that an earlier graph of the same model fixed.
         is_sequence_split: also split norms and dropout along the sequence (Korthikanti et al. 2022).
     """
-    parameters = {node: name for name, node in captured.states.items() if node.meta["val"].is_floating_point()}
-    options = Options(
-        parts,
-        blocks_asked_for(captured.graph),
-        parameters,
-        set(written_groups(captured.graph)),
-        gradients_of(captured),
-        is_sequence_split,
-        max((node.meta["val"].dtype.itemsize for node in parameters), default=0),
-    )
+    options = options_of(captured, parts, is_sequence_split)
     last_use = _last_uses(captured.graph)
     start: State = {}
     for name, lay in (decided or {}).items():
@@ -118,6 +117,8 @@ def _step(paths: list[_Path], node: fx.Node, index: int, options: Options, last_
         lays = [_lay_of(path.lays, source) for source in inputs]
         fixed = [source not in options.parameters or source in path.lays for source in inputs]
         for choice in choices(node, lays, fixed, options):
+            if not _may_write(node, inputs, lays, fixed, choice):
+                continue
             following = _after(path, node, choice, inputs, lays, fixed, options)
             for source in ending:
                 following.lays.pop(source, None)
@@ -127,6 +128,22 @@ def _step(paths: list[_Path], node: fx.Node, index: int, options: Options, last_
             if key not in merged or following.cost < merged[key].cost:
                 merged[key] = following
     return sorted(merged.values(), key=lambda path: path.cost)[:BEAM]
+
+
+def _must_stay_whole(captured: Captured) -> set[fx.Node]:
+    """States that are written: ranks write them alike. Only a norm's own statistics may be split with its weight."""
+    grouped = set(written_groups(captured.graph))
+    norms = {source for node in captured.graph.nodes for source in running_statistics(node)}
+    return {node for node in captured.states.values() if node in grouped or (node in norms and len(node.users) > 1)}
+
+
+def _may_write(node: fx.Node, inputs: list[fx.Node], lays: list[Lay], fixed: list[bool], choice: Choice) -> bool:
+    """Whether a norm's statistics are taken as they lie: what is converted first is a copy, and the write is lost."""
+    written = running_statistics(node)
+    return all(
+        source not in written or not is_fixed or now == wanted
+        for source, now, is_fixed, wanted in zip(inputs, lays, fixed, choice.inputs, strict=True)
+    )
 
 
 def _after(  # noqa: PLR0913

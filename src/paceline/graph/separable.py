@@ -17,6 +17,7 @@ from paceline.graph.capture import Captured
 from paceline.graph.choices import Choice, Options, choices
 from paceline.graph.functional import written_groups
 from paceline.graph.labels import tensor_inputs
+from paceline.graph.sample_rules import samples_after
 from paceline.graph.split import Split
 
 aten = torch.ops.aten
@@ -68,6 +69,8 @@ def _follow(node: fx.Node, lays: dict[fx.Node, Any], samples: int, is_written: b
     now = [lays.get(source) for source in inputs]
     if _is_same_for_all(node, samples):
         lays[node] = Split(0, (samples,))
+    elif node.target in _MADE:
+        return True  # takes dtype and device from its input alone
     elif node.target is aten.index.Tensor and (found := _rows_picked(node, now, samples)) is not None:
         lays[node] = found
     elif any(lay == _SUM for lay in now):
@@ -78,7 +81,8 @@ def _follow(node: fx.Node, lays: dict[fx.Node, Any], samples: int, is_written: b
     elif any(lay is not None for lay in now):
         match = _matching(node, now, samples)
         if match is None:
-            return False
+            lays[node] = samples_after(node, now, samples)
+            return lays[node] is not None
         lays[node] = match.output if match.after is None else _SUM
     return True
 

@@ -16,9 +16,10 @@ from torch import fx
 
 from paceline.graph.capture import Captured
 from paceline.graph.choices import operations
-from paceline.graph.functional import storage_of, written_groups, written_input
+from paceline.graph.functional import state_groups, written_groups
 from paceline.graph.labels import tensor_inputs
 from paceline.graph.layout import gradients_of
+from paceline.graph.writes import running_statistics, storage_of, written_inputs
 from paceline.nouns.errors import PlanError
 
 Owners = dict[str, tuple[int, ...]]  # of each state the stages that use it, in rising order
@@ -99,7 +100,7 @@ def owners_of(captured: Captured, stages: Mapping[fx.Node, int]) -> Owners:
 
 def computed_anew(captured: Captured) -> set[fx.Node]:
     """Nodes that depend on the batch, plain numbers and unwritten buffers alone, and draw nothing."""
-    written = {storage_of(source) for node in captured.graph.nodes if (source := written_input(node)) is not None}
+    written = {storage_of(source) for node in captured.graph.nodes for source in written_inputs(node)}
     written |= {storage_of(source) for node in captured.graph.nodes for source in running_statistics(node)}
     plain: set[fx.Node] = set(captured.inputs)
     for name, state in captured.states.items():
@@ -140,13 +141,6 @@ def cut_out(captured: Captured, stages: Mapping[fx.Node, int], count: int) -> li
         made[-1].sent = [node.meta["val"] for node in crossing[stage + 1]]
         made[-1].sends_gradient = [node in with_gradient for node in crossing[stage + 1]]
     return made
-
-
-def running_statistics(node: fx.Node) -> list[fx.Node]:
-    """The tensors that a batch norm updates, which its schema does not say."""
-    if node.target is not torch.ops.aten.batch_norm.default or not node.args[5]:
-        return []
-    return [source for source in node.args[3:5] if isinstance(source, fx.Node)]
 
 
 def _draws(node: fx.Node) -> bool:
@@ -287,14 +281,22 @@ def _crossing_bytes(captured: Captured, nodes: list[fx.Node]) -> list[float]:
             change[place] += size
         if is_tied:  # beside what it is taken from
             change[i] = math.inf
+    for members in _kept_together(captured, index):
+        for place in range(min(members) + 1, max(members) + 1):
+            change[place] = math.inf
+    return change
+
+
+def _kept_together(captured: Captured, index: Mapping[fx.Node, int]) -> list[list[int]]:
+    """Operations that one stage must run: those that share memory which is written, and all that touch such a state."""
     groups: dict[int, list[int]] = {}
     for node, shared in written_groups(captured.graph).items():
         if node in index:
             groups.setdefault(shared, []).append(index[node])
-    for members in groups.values():
-        for place in range(min(members) + 1, max(members) + 1):
-            change[place] = math.inf
-    return change
+    for node, memories in state_groups(captured.graph, captured.states).items():
+        for shared in memories if node in index else ():  # no other stage has what was written
+            groups.setdefault(shared, []).append(index[node])
+    return list(groups.values())
 
 
 def _good_places(crossing: list[float], at: list[float]) -> list[int]:

@@ -30,6 +30,7 @@ class PlacedModel(Protocol):
         is_captured: the person's code runs as graphs, without side effects.
         couples_samples: the operation in which samples meet, where that is known.
         notices: what the person should know of how the model was placed.
+        written_buffers: what the forward pass writes into beside batch norm's statistics, where that is known.
         counts_loss: whether this rank adds its losses to the sum; of ranks with the same samples one does.
     """
 
@@ -41,6 +42,7 @@ class PlacedModel(Protocol):
     is_captured: bool
     couples_samples: str
     notices: Sequence[str]
+    written_buffers: list[str]
 
     def updated(self) -> Mapping[str, torch.nn.Parameter]:
         """The parameters that this rank's optimizer updates, by name."""
@@ -91,6 +93,7 @@ class OwnCode:
     counts_loss, is_captured = True, False
     couples_samples = ""
     notices: Sequence[str] = ()
+    written_buffers: list[str] = []  # noqa: RUF012
     keeps_pace: bool
     shared: SharedStatistics | None
     spare: Any

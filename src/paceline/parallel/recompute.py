@@ -72,7 +72,7 @@ def recompute_blocks(model: torch.nn.Module, mode: str) -> int:
 
 def nothing_recomputed(mode: str) -> str:
     """What a person is told whose model has no such block."""
-    return f"checkpointing={mode} {NOTHING_TO_RECOMPUTE}: the model has no repeated blocks, or they have batch norm"
+    return f"checkpointing={mode} {NOTHING_TO_RECOMPUTE}: the model has no repeated blocks, or they write into buffers"
 
 
 def _has_batch_norm(block: torch.nn.Module) -> bool:

@@ -37,7 +37,7 @@ class SplitPlaced:
     def __init__(
         self, split: SplitModel, axes: Mapping[str, AxisComm], plan: Plan, rank: int, autocast: Autocast
     ) -> None:
-        self.couples_samples = split.coupled
+        self.couples_samples, self.written_buffers = split.coupled, split.written_by_hand
         self.notices = split.notices
         self.split, self.axes, self.plan, self.rank, self.autocast = split, axes, plan, rank, autocast
         self.model, self.mesh = split.model, Mesh.parse(plan.mesh)

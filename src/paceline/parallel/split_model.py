@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.nn.modules.batchnorm import _NormBase
 
 from paceline.comm.batch_norm import SharedStatistics
 from paceline.comm.collectives import AxisComm
@@ -21,11 +22,12 @@ from paceline.comm.leaves import signature, tensors_in
 from paceline.graph.capture import Captured, capture, skeleton
 from paceline.graph.dry_run import dry_run
 from paceline.graph.emit import emit
-from paceline.graph.functional import check_states_unwritten, written_states
+from paceline.graph.explain import why_nothing_is_split
 from paceline.graph.layout import Layout, choose_layout
 from paceline.graph.own_plan import own_plan
 from paceline.graph.separable import coupled_at
 from paceline.graph.split import Lay
+from paceline.graph.stage_writes import check_stage_writes
 from paceline.graph.stages import Assignment, Stage, assign_stages, assignment_of, computed_anew, cut_out
 from paceline.nouns.errors import PlanError, WorkloadError
 from paceline.nouns.placement import Placement
@@ -97,7 +99,7 @@ class SplitModel:
     assignment: Assignment | None = None
     everywhere: set[str] = field(default_factory=set)  # buffers that nothing writes: every stage may need them
     coupled: str = ""  # the operation in which samples meet, if any
-    has_batch_norm: bool = False  # whose running statistics count every forward pass
+    written: list[str] = field(default_factory=list)  # states that every forward pass writes into
     shared: SharedStatistics | None = None  # batch norm over the ranks with other samples of the same batch
     local: dict[str, torch.Tensor] = field(default_factory=dict)
     programs: dict[Hashable, Program] = field(default_factory=dict)
@@ -109,6 +111,13 @@ class SplitModel:
         self.form = skeleton(self.model)
         if self.plan.checkpointing != "none":
             self.pieces = max(1, round(len(find_blocks(self.form)) / self.stages))
+
+    @property
+    def written_by_hand(self) -> list[str]:
+        """States that the forward pass writes into, those of batch norm apart."""
+        norms = (name for name, module in self.form.named_modules() if isinstance(module, _NormBase))
+        prefixes = tuple(f"{name}." if name else "" for name in norms)
+        return [name for name in self.written if not name.startswith(prefixes)]
 
     @property
     def own_stages(self) -> range:
@@ -123,24 +132,23 @@ class SplitModel:
             PlanError: an axis is larger than what can be split.
         """
         captured = self.capture(function, batch)
-        check_states_unwritten(captured.graph, captured.states, captured.trained)
         stages = self._first_cut(captured)
         anew = computed_anew(captured)
         unread = captured.buffers - captured.states.keys()
         self.everywhere = unread | {n for n, node in captured.states.items() if n in captured.buffers and node in anew}
-        self.has_batch_norm = any(node.target is torch.ops.aten.batch_norm.default for node in captured.graph.nodes)
+        self.written = list(dict.fromkeys(write.state for write in captured.log))
         meeting = coupled_at(captured)
         if meeting is not None:
-            self.coupled = f"{meeting.target} in {captured.place.get(meeting) or 'the loss'}"
-        elif written := written_states(captured.graph, captured.states):  # once per batch, not per micro-batch
-            self.coupled = f"the write into {written[0]}"
+            self.coupled = f"{meeting.target} in {captured.place.get(meeting) or 'the model or the loss'}"
+        elif self.written:  # once per batch, not per micro-batch
+            self.coupled = f"the write into {self.written[0]}"
         self.assignment = assignment_of(captured, stages)
         if self.tensor.size > 1:
             self.lays = self._choose(captured).lays
             if not any(lay is not None for lay in self.lays.values()):
                 raise PlanError(
                     f"the model should be split over {self.tensor.size} ranks by tensor",
-                    f"no weight has a dimension that can be split in {self.tensor.size}",
+                    why_nothing_is_split(captured, self.tensor.size),
                     "use fewer ranks on that axis, or replicate, shard or pipeline",
                 )
         return captured
@@ -198,7 +206,9 @@ class SplitModel:
             captured = emitted
         elif self.precision is not None:  # what crosses a cut has the dtypes that autocast gives
             dry_run(captured, {}, self.tensor, self.precision)
-        return captured, cut_out(captured, stages, self.stages * self.pieces)
+        made = cut_out(captured, stages, self.stages * self.pieces)
+        check_stage_writes(made, captured, self.local_shapes(captured), self.tensor, self.precision)
+        return captured, made
 
     def _choose(self, captured: Captured) -> Layout:
         """The cheaper of the layout that the model's own plan leads to and the one derived without it."""
@@ -237,13 +247,13 @@ class SplitModel:
         return self.recompute(torch.compile(module) if self.plan.compile == "on" else module)
 
     def recompute(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """`run` under the plan's activation checkpointing; batch norm would count a batch twice."""
-        return recomputed(run, "none" if self.has_batch_norm else self.plan.checkpointing)
+        """`run` under the plan's activation checkpointing; a model that writes its buffers would write them twice."""
+        return recomputed(run, "none" if self.written else self.plan.checkpointing)
 
     @property
     def notices(self) -> list[str]:
         """What the person should know of how the model was split."""
-        is_idle = self.has_batch_norm and self.plan.checkpointing != "none"
+        is_idle = bool(self.written) and self.plan.checkpointing != "none"
         return [nothing_recomputed(self.plan.checkpointing)] if is_idle else []
 
     def _first_cut(self, captured: Captured) -> dict[fx.Node, int]:

@@ -57,6 +57,7 @@ def describe_split(workload: Workload, plan: Plan, tensor_rank: int = 0, data_pa
     for other in splits[1:]:
         other.lays, other.assignment = splits[0].lays, splits[0].assignment
         other.everywhere, other.coupled, other.pieces = splits[0].everywhere, splits[0].coupled, splits[0].pieces
+        other.written = splits[0].written
     wanted = cut_into(plan, mesh, workload)
     if splits[0].coupled and wanted and not plan.micro_batches:
         wanted = 1

@@ -117,6 +117,7 @@ def _split(workload: Workload, comms: Comms, plan: Plan, device: torch.device, r
     split.precision = torch.bfloat16 if workload.precision == "bf16" else None
     model.train()
     split.decide(workload.loss, example)
+    _check_writable(split, comms.axes["shard"].size)
     with contextlib.nullcontext() if fake is None else fake():
         split.make_room()
     if workload.micro_batch_size is None and comms.data.size > 1:
@@ -129,6 +130,18 @@ def _split(workload: Workload, comms: Comms, plan: Plan, device: torch.device, r
         _check_same_everywhere(digests, comms.step)
     with contextlib.nullcontext() if fake is None else fake():
         return SplitPlaced(split, comms.axes, plan, comms.step.peers[comms.step.rank], autocast)
+
+
+def _check_writable(split: Any, shards: int) -> None:
+    """Raise WorkloadError where the forward pass writes into a parameter that `shard` keeps rows of."""
+    parameters = dict(split.form.named_parameters())
+    written = [name for name in split.written if name in parameters]
+    if written and shards > 1:
+        raise WorkloadError(
+            "a model that leaves its parameters as they are in the forward pass, so that shard can split them",
+            f"it writes into {written[0]}",
+            "make it a buffer, or leave shard out",
+        )
 
 
 def _sharded(workload: Workload, comms: Comms, plan: Plan, device: torch.device, run: tuple[Any, Any, Any]) -> Any:

@@ -179,7 +179,19 @@ def keep_own(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
 def check_may_cut(
     placed: PlacedModel, workload: Workload, loader: RankLoader, mesh: Mesh, notice: Callable[[str], None]
 ) -> None:
-    """Raise LossError when batches are to be cut and the loss is no sum over samples, batch norm apart."""
+    """Check that batches may be cut as the plan wants it.
+
+    Raises:
+        PlanError: the plan has the pipeline cut batches, and the model writes into its buffers once per piece.
+        LossError: batches are to be cut and the loss is no sum over samples, batch norm apart.
+    """
+    if loader.pieces_wanted > 1 and placed.written_buffers:
+        raise PlanError(
+            f"the pipeline should cut every batch into {loader.pieces_wanted} micro-batches",
+            f"the model writes into {placed.written_buffers[0]} in every forward pass: once per micro-batch, where one "
+            "process writes once per batch",
+            "leave micro_batches out, or set Workload(micro_batch_size=...), which cuts the batch in one process too",
+        )
     if mesh.data_size > 1 or workload.micro_batch_size is not None or loader.pieces_wanted > 1:
         check_loss_adds_up(placed, workload, loader, notice)
 

@@ -211,7 +211,7 @@ def graph_calls(workload: Workload, plan: Plan) -> dict[str, list[list[Any]]]:
         if first is None or captured is None:
             first, captured = split, split.decide(workload.loss, example)
         split.lays, split.assignment, split.everywhere = first.lays, first.assignment, first.everywhere
-        split.coupled, split.has_batch_norm, split.pieces = first.coupled, first.has_batch_norm, first.pieces
+        split.coupled, split.written, split.pieces = first.coupled, first.written, first.pieces
         found[f"{pipeline},{tensor}"] = _calls_of(split, *split.stages_of(captured))
     return found
 

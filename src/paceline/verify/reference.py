@@ -137,10 +137,28 @@ def told(error: Exception) -> WorkloadError:
     if "cuda" in str(error).lower() or "cpu' backend" in str(error).lower():
         fix = "verifying runs on CPU processes: take the plain torch form of that operation where CUDA is not at hand"
         return WorkloadError("a model that runs on CPUs too", found, fix)
+    if _has_no_float64(str(error)):
+        fix = (
+            "verifying runs in float64: take a form of that operation which has it, such as the plain torch one "
+            '(for experts of transformers: config._experts_implementation = "batched_mm")'
+        )
+        return WorkloadError("a model whose every operation runs in float64 on CPUs", found, fix)
     if "dtype" in str(error) or "Double" in str(error):
         fix = "verifying runs in float64: make tensors as wide as the model's, x.new_zeros(...) or dtype=x.dtype"
         return WorkloadError("a model that runs in float64", found, fix)
-    return WorkloadError("a step in one process", found, "see that it trains there first: python FILE")
+    fix = (
+        "start it alone (python FILE) with precision='float64'; if it trains so, what differs here is that the loss is "
+        "also tried on two samples, without gradients"
+    )
+    return WorkloadError("a step in one process, on CPU and in float64", found, fix)
+
+
+def _has_no_float64(text: str) -> bool:
+    """Whether an operation was given float64 alone and can't compute in it: no tensor of another dtype is at fault."""
+    lowered = text.lower()
+    if "not implemented for 'double'" in lowered:
+        return True
+    return "double" in lowered and "expected" in lowered and ("bfloat16" in lowered or "bf16" in lowered)
 
 
 def _distance(one: torch.Tensor, other: torch.Tensor) -> float:

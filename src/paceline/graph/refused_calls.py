@@ -1,0 +1,154 @@
+"""Calls whose effect a graph of forward operations would lose: refused, or traced as what they compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, NoReturn
+
+import torch
+
+from paceline.graph.writes import user_line
+from paceline.nouns.errors import WorkloadError
+
+OWN_CODE = "train it by replicate or shard, which run the model's own code"
+
+
+@contextmanager
+def effects_as_written(states: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Refuse, while the model's code is traced, what its graph would not do.
+
+    Args:
+        states: the parameters and buffers that it is traced with.
+
+    Raises:
+        WorkloadError: gradients are written by hand, a parameter is frozen on the way, torch is seeded, or a tensor
+            is given other memory.
+    """
+    with ExitStack() as stack:
+        for replaced in (_gradients(), _frozen(states), _seeds(), _data(), _inference()):
+            stack.enter_context(replaced)
+        yield
+
+
+@contextmanager
+def _replaced(owner: Any, **named: Any) -> Iterator[None]:
+    """Attributes of a module or class, others for a while."""
+    before = {name: vars(owner).get(name) for name in named}
+    for name, value in named.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:  # inherited
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
+
+
+@contextmanager
+def _gradients() -> Iterator[None]:
+    apply = vars(torch.autograd.Function)["apply"]
+
+    def refuse(what: str, name: str) -> NoReturn:
+        raise WorkloadError(
+            "a model whose gradients follow from its operations, so that it can be split",
+            f"{what} {name} changes them",
+            "write it with torch operations, use checkpoint(..., use_reentrant=False) if that is what it is, or "
+            + OWN_CODE,
+        )
+
+    def checked(cls: Any, *arguments: Any, **named: Any) -> Any:
+        if cls.__name__ == "_NoopSaveInputs":  # of non-reentrant checkpoint: passes no gradient
+            return apply.__func__(cls, *arguments, **named)
+        refuse("the autograd function", f"{cls.__module__}.{cls.__qualname__}")
+
+    def hooked(tensor: torch.Tensor, function: Any) -> Any:
+        refuse("the tensor hook", getattr(function, "__qualname__", repr(function)))
+
+    def differentiated(*arguments: Any, **named: Any) -> Any:
+        refuse("torch.autograd.grad", "in the forward pass or the loss")
+
+    def ran_backward(*arguments: Any, **named: Any) -> Any:
+        refuse("backward()", "in the forward pass or the loss")
+
+    with (
+        _replaced(torch.autograd, grad=differentiated, backward=ran_backward),
+        _replaced(torch.autograd.Function, apply=classmethod(checked)),
+        _replaced(torch.Tensor, register_hook=hooked),
+    ):
+        yield
+
+
+@contextmanager
+def _frozen(states: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    names = {id(tensor): name for name, tensor in states.items()}
+    flag: Any = torch._C.TensorBase.requires_grad
+    set_flag: Any = torch._C.TensorBase.requires_grad_
+
+    def check(tensor: torch.Tensor, wanted: bool) -> None:
+        if id(tensor) in names and bool(flag.__get__(tensor)) != bool(wanted):
+            raise WorkloadError(
+                "a model whose parameters want a gradient in all of the loss or in none of it",
+                f"requires_grad of {names[id(tensor)]} is set to {wanted} at {user_line()}",
+                "set it in the model's factory and use parameter.detach() where no gradient is to flow, or " + OWN_CODE,
+            )
+
+    def assign(tensor: torch.Tensor, wanted: bool) -> None:
+        check(tensor, wanted)
+        flag.__set__(tensor, wanted)
+
+    def call(tensor: torch.Tensor, requires_grad: bool = True) -> torch.Tensor:
+        check(tensor, requires_grad)
+        return set_flag(tensor, requires_grad)  # type: ignore[no-any-return]
+
+    with _replaced(torch.Tensor, requires_grad=property(flag.__get__, assign), requires_grad_=call):
+        yield
+
+
+@contextmanager
+def _seeds() -> Iterator[None]:
+    def refuse(*arguments: Any, **named: Any) -> NoReturn:
+        raise WorkloadError(
+            "a model that draws random numbers and leaves their seed alone",
+            f"it sets the state of torch's random numbers at {user_line()}",
+            "seed with Workload(seed=...), or " + OWN_CODE,
+        )
+
+    with (
+        _replaced(torch, manual_seed=refuse, seed=refuse, set_rng_state=refuse),
+        _replaced(torch.random, manual_seed=refuse, seed=refuse, set_rng_state=refuse),
+    ):
+        yield
+
+
+@contextmanager
+def _data() -> Iterator[None]:
+    """`tensor.data` as `tensor.detach()`, which the tracer sees; it holds the same memory."""
+
+    def assign(tensor: torch.Tensor, value: Any) -> NoReturn:
+        raise WorkloadError(
+            "a model that leaves its tensors where they are",
+            f"it assigns to .data at {user_line()}",
+            "write in place under torch.no_grad(): tensor.copy_(...)",
+        )
+
+    detach: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach
+    with _replaced(torch.Tensor, data=property(detach, assign)):
+        yield
+
+
+@contextmanager
+def _inference() -> Iterator[None]:
+    """`torch.inference_mode` as `torch.no_grad`, which the tracer sees; values are the same."""
+
+    def enter(self: Any) -> None:
+        self._paceline_before = torch.is_grad_enabled()
+        torch.set_grad_enabled(self._paceline_before and not self.mode)
+
+    def leave(self: Any, *error: Any) -> None:
+        torch.set_grad_enabled(self._paceline_before)
+
+    with _replaced(torch.inference_mode, __enter__=enter, __exit__=leave):
+        yield

@@ -1,0 +1,66 @@
+"""Whether the stages of a graph, as one rank runs them, write into the states as the model's code did."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from paceline.comm.collectives import AxisComm
+from paceline.comm.ledger import Ledger
+from paceline.graph.capture import Captured
+from paceline.graph.dry_run import mode_of
+from paceline.graph.stages import Stage
+from paceline.graph.writes import Write, check_same_writes, run_on_fakes
+from paceline.nouns.errors import WorkloadError
+
+
+def check_stage_writes(
+    stages: Sequence[Stage],
+    captured: Captured,
+    shapes: Mapping[str, tuple[int, ...]],
+    comm: AxisComm,
+    precision: torch.dtype | None = None,
+) -> None:
+    """Raise WorkloadError unless the stages, one after another, write what the model's code wrote.
+
+    Args:
+        stages: all of them, cut out of `captured`.
+        captured: the graph, with the log of what the code wrote.
+        shapes: the states' local shapes.
+        comm: the axis that the graphs talk on; nothing is sent.
+        precision: run under autocast to this dtype.
+    """
+    if not captured.log:
+        return
+    found: list[Write] = []
+    kept, comm.ledger = comm.ledger, Ledger()
+    try:
+        with mode_of(captured), torch.autocast(captured.device.type, dtype=precision, enabled=precision is not None):
+            for stage in stages:
+                found += _writes_of(stage, captured, shapes)
+    finally:
+        comm.ledger = kept
+    check_same_writes(captured.log, found, "the graph of this rank")
+    for state in dict.fromkeys(write.state for write in captured.log):
+        holders = [number for number, stage in enumerate(stages) if state in stage.states]
+        if len(holders) != 1:
+            raise WorkloadError(
+                "a model that reads and writes a buffer in one pipeline stage",
+                f"{state} is written in one stage and read in another",
+                "use fewer pipeline stages, or tensor, replicate or shard",
+            )
+
+
+def _writes_of(stage: Stage, captured: Captured, shapes: Mapping[str, tuple[int, ...]]) -> list[Write]:
+    placeholders = [node for node in stage.graph.nodes if node.op == "placeholder"]
+    own = dict(zip(stage.states, placeholders, strict=False))
+    given = {node: torch.empty_like(node.meta["val"]) for node in placeholders}
+    for name, node in own.items():
+        full = captured.states[name].meta["val"]
+        made = torch.empty(shapes.get(name, tuple(full.shape)), dtype=full.dtype, device=full.device)
+        given[node] = made.requires_grad_(name in captured.trained)
+    received = placeholders[len(placeholders) - len(stage.received) :]
+    for node, flows in zip(received, stage.has_gradient, strict=True):
+        given[node].requires_grad_(flows)
+    return run_on_fakes(stage.graph, given, own, captured.constants)[0]

@@ -1,0 +1,203 @@
+"""Which operations of a graph write into memory that outlives it, and that none of them is lost.
+
+A model may write into its buffers in the forward pass: running statistics, a codebook, a counter. Such a write is
+an effect: no value of the graph need depend on it, so every pass over a graph could drop it. `WriteLog` notes what
+the model's code writes while it is traced. Every graph that is made of the trace is run once more on fake tensors,
+under a log of its own; a write that is missing there raises WorkloadError.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from paceline.nouns.errors import WorkloadError
+
+aten = torch.ops.aten
+# Norms that update running statistics, which their schema does not say: arguments 3 and 4, where argument 5 is set.
+_NORMS = (
+    aten.batch_norm.default,
+    aten.instance_norm.default,
+    aten.native_batch_norm.default,
+    aten._batch_norm_impl_index.default,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """One write of the model's code into a state.
+
+    Attributes:
+        state: the parameter's or buffer's name.
+        operation: e.g. "aten.add_.Tensor".
+        line: "file:line" of the code that asked for it.
+    """
+
+    state: str
+    operation: str
+    line: str
+
+
+class WriteLog(TorchDispatchMode):
+    """Notes every write into a state while the model's code runs on fake tensors.
+
+    Raises WorkloadError where the code writes into a tensor that is neither a parameter nor a buffer of the model,
+    nor made in this forward pass: ranks hold no copy of it, and no checkpoint has it.
+
+    Args:
+        states: the fake states, by name.
+    """
+
+    def __init__(self, states: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names = {_memory(tensor): name for name, tensor in states.items()}
+        self.writes: list[Write] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Look at the arguments, then run the operation."""
+        named = kwargs or {}
+        if "batch_norm" in function._schema.name and len(args) > 5:  # which one runs depends on more than the model
+            for value in args[3:5] if args[5] else ():
+                if value is not None:
+                    self._note("aten.batch_norm", value)
+        elif function._schema.is_mutable:
+            for value in _written_values(function._schema, args, named):
+                self._note(str(function), value)
+        return function(*args, **named)
+
+    def _note(self, function: str, value: torch.Tensor) -> None:
+        if not isinstance(value, FakeTensor):
+            raise WorkloadError(
+                "a model that keeps what it changes in its parameters and buffers",
+                f"{function} at {user_line()} writes into a tensor of shape {tuple(value.shape)} that is neither",
+                "register it in the model: self.register_buffer(name, tensor)",
+            )
+        name = self.names.get(_memory(value))
+        if name is not None:
+            self.writes.append(Write(name, function, user_line()))
+
+
+def wants_gradient(value: Any) -> bool:
+    """Whether a gradient flows back through a node's value."""
+    values = value if isinstance(value, list | tuple) else [value]
+    return any(isinstance(one, torch.Tensor) and one.requires_grad for one in values)
+
+
+def user_line() -> str:
+    """The innermost line that is neither torch's nor of this package's capture."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not any(part in file for part in ("/torch/", "/paceline/graph/", "/paceline/verify/")):
+            return f"{file}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "an unknown line"
+
+
+def written_inputs(node: fx.Node) -> list[fx.Node]:
+    """The inputs that this node's schema says it writes into; a norm's running statistics are not among them."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return []
+    values = _written_values(node.target._schema, node.args, node.kwargs)
+    return [value for value in values if isinstance(value, fx.Node)]
+
+
+def running_statistics(node: fx.Node) -> list[fx.Node]:
+    """The tensors that a norm updates, which its schema does not say."""
+    if node.target not in _NORMS or not node.args[5]:
+        return []
+    return [source for source in node.args[3:5] if isinstance(source, fx.Node)]
+
+
+def storage_of(node: fx.Node) -> int | None:
+    """Which memory a node's tensor lies in, or None when it is no tensor."""
+    value = node.meta.get("val")
+    return _memory(value) if isinstance(value, torch.Tensor) else None
+
+
+def memories_of(node: fx.Node) -> set[int]:
+    """The memory of a node's tensor, or of its several tensors."""
+    value = node.meta.get("val")
+    values = value if isinstance(value, list | tuple) else [value]
+    return {_memory(one) for one in values if isinstance(one, torch.Tensor)}
+
+
+def states_written(graph: fx.Graph, states: Mapping[str, fx.Node]) -> dict[fx.Node, set[str]]:
+    """Of every node that writes into states, through views too, the states' names."""
+    names = {storage_of(node): name for name, node in states.items()}
+    found: dict[fx.Node, set[str]] = {}
+    for node in graph.nodes:
+        written = {storage_of(source) for source in [*written_inputs(node), *running_statistics(node)]}
+        states_here = {names[shared] for shared in written if shared in names}
+        if states_here:
+            found[node] = states_here
+    return found
+
+
+def check_same_writes(wanted: Sequence[Write], found: Sequence[Write], what: str) -> None:
+    """Raise WorkloadError unless a graph writes into every state as the model's code did, write for write.
+
+    Args:
+        wanted: what the code wrote.
+        found: what the graph wrote.
+        what: the graph, for the message.
+    """
+    for state in dict.fromkeys(write.state for write in wanted):
+        asked = [write for write in wanted if write.state == state]
+        done = [write.operation for write in found if write.state == state]
+        if [write.operation for write in asked] == done:
+            continue
+        for operation in done:
+            same = next((write for write in asked if write.operation == operation), None)
+            if same is not None and len(asked) > 1:
+                asked.remove(same)  # that one is there
+        raise WorkloadError(
+            "a split model that writes into its buffers as the model does",
+            f"{asked[0].operation} at {asked[0].line} writes into {state}, and {what} would not",
+            "write once, by buffer.copy_(new value) under torch.no_grad(), or train it by replicate or shard",
+        )
+
+
+def run_on_fakes(
+    graph: fx.Graph, given: Mapping[fx.Node, torch.Tensor], states: Mapping[str, fx.Node], constants: Mapping[str, Any]
+) -> tuple[list[Write], dict[fx.Node, Any]]:
+    """Run a graph on fake tensors: what it writes into its states, and the value of every node.
+
+    Args:
+        graph: of operations.
+        given: a fake tensor for each placeholder.
+        states: which placeholders are states.
+        constants: tensors by the name of their `get_attr` node.
+    """
+    log = WriteLog({name: given[node] for name, node in states.items()})
+    values: dict[fx.Node, Any] = dict(given)
+    with torch.enable_grad(), log:  # what a norm runs, and what its schema says, depends on whether a gradient is due
+        for node in graph.nodes:
+            if node.op == "get_attr":
+                values[node] = constants[str(node.target)]
+            elif node.op == "call_function":
+                arguments, named = fx.node.map_arg((node.args, node.kwargs), lambda source: values[source])
+                values[node] = node.target(*arguments, **named)
+    return log.writes, values
+
+
+def _written_values(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments that a schema marks as written; a list of tensors as its elements."""
+    found: list[Any] = []
+    for number, argument in enumerate(schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[number] if number < len(args) else kwargs.get(argument.name)
+        found.extend(value if isinstance(value, list | tuple) else [value])
+    return [value for value in found if value is not None]
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

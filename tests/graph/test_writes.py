@@ -1,0 +1,526 @@
+"""What a model changes in its forward pass, its graph changes too, or the model is refused."""
+
+import collections
+import copy
+
+import pytest
+import torch
+from torch import fx, nn
+
+from paceline.comm.collectives import AxisComm
+from paceline.comm.leaves import tensors_in
+from paceline.comm.ledger import Ledger
+from paceline.graph.capture import capture, skeleton
+from paceline.graph.functional import copy_states_that_are_read
+from paceline.graph.stage_writes import check_stage_writes
+from paceline.graph.stages import assign_stages, cut_out
+from paceline.graph.writes import Write, check_same_writes
+from paceline.nouns.errors import WorkloadError
+
+WIDE = 6
+
+
+class Net(nn.Module):
+    """A layer, something that happens to its result, another layer."""
+
+    def __init__(self, update):
+        super().__init__()
+        self.first, self.last, self.other = nn.Linear(4, WIDE), nn.Linear(WIDE, 1), nn.Linear(WIDE, 1)
+        self.register_buffer("mean", torch.zeros(WIDE))
+        self.register_buffer("table", torch.zeros(4, WIDE))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+        self.target = nn.Linear(4, WIDE).requires_grad_(False)
+        self.norm = nn.BatchNorm1d(WIDE)
+        self.instance = nn.InstanceNorm1d(2, track_running_stats=True)
+        self.spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(WIDE, WIDE))
+        self.limited = nn.Embedding(4, WIDE, max_norm=0.1)
+        self.steps, self.seen, self.scale = 0, [], None
+        self.own = torch.zeros(WIDE, dtype=torch.float64)
+        self.update = update
+
+    def forward(self, x):
+        hidden = torch.tanh(self.first(x))
+        added = self.update(self, hidden)
+        hidden = hidden - self.mean - self.table.sum(0) - 0.01 * self.count
+        return self.last(hidden if added is None else hidden + added)
+
+
+EXACT, REFUSED = {}, {}
+
+
+def exact(update):
+    EXACT[update.__name__] = update
+    return update
+
+
+def refused(match):
+    def note(update):
+        REFUSED[update.__name__] = (update, match)
+        return update
+
+    return note
+
+
+@exact
+def one_chain_under_no_grad(net, x):
+    with torch.no_grad():
+        net.mean.mul_(0.9).add_(0.1 * x.mean(0))
+
+
+@exact
+def one_chain_with_gradients_on(net, x):
+    net.mean.mul_(0.9).add_(0.1 * x.detach().mean(0))
+
+
+@exact
+def one_write_after_another(net, x):
+    net.mean.mul_(0.9)
+    net.mean.add_(0.1 * x.detach().mean(0))
+    net.count += len(x)
+
+
+@exact
+def through_data(net, x):
+    net.mean.data.mul_(0.9).add_(0.1 * x.data.mean(0))
+
+
+@exact
+def through_detach(net, x):
+    net.mean.detach().lerp_(x.detach().mean(0), 0.1)
+
+
+@exact
+def through_views(net, x):
+    with torch.no_grad():
+        net.table[1:3] = x[:2]
+        net.table.view(-1)[3:7].mul_(0.5).add_(1.0)
+        net.table[3, :2] = 0.3
+
+
+@exact
+def through_pieces(net, x):
+    with torch.no_grad():
+        upper, lower = net.table.chunk(2)
+        upper.add_(x[:2])
+        for row in lower:
+            row.add_(0.1 * x.mean(0))
+
+
+@exact
+def through_out(net, x):
+    with torch.no_grad():
+        torch.add(net.mean * 0.9, x.mean(0) * 0.1, out=net.mean)
+        torch.mul(net.table[0], 0.5, out=net.table[1])
+
+
+@exact
+def several_at_once(net, x):
+    with torch.no_grad():
+        torch._foreach_mul_([net.mean, net.table], 0.9)
+        torch._foreach_add_([net.mean, net.table], [x.mean(0), x[:4]])
+
+
+@exact
+def by_copying(net, x):
+    with torch.no_grad():
+        net.mean.copy_(0.9 * net.mean + 0.1 * x.mean(0))
+
+
+@exact
+def in_inference_mode(net, x):
+    with torch.inference_mode():
+        net.mean.mul_(0.9).add_(0.1 * x.mean(0))
+
+
+@exact
+def by_index(net, x):
+    with torch.no_grad():
+        net.table[torch.arange(2)] = x[:2]
+        net.table.index_copy_(0, (net.count % 4).view(1), x.mean(0, keepdim=True))
+        net.table.scatter_add_(0, torch.zeros(2, WIDE, dtype=torch.long), x[:2])
+        net.count.add_(1)
+
+
+@exact
+def by_mask(net, x):
+    with torch.no_grad():
+        net.mean.masked_fill_(x.mean(0) > 0, 0.5)
+        net.mean[x.mean(0) < -0.2] = 0.1
+
+
+@exact
+def read_before_and_after(net, x):
+    before = x * net.mean.clone()
+    with torch.no_grad():
+        net.mean.mul_(0.9).add_(0.1 * x.mean(0))
+    return before + x * net.mean
+
+
+@exact
+def a_frozen_copy_that_follows(net, x):
+    with torch.no_grad():
+        for kept, now in zip(net.target.parameters(), net.first.parameters(), strict=True):
+            kept.mul_(0.9).add_(now, alpha=0.1)
+    return net.target(x[:, :4])
+
+
+@exact
+def statistics_of_norms(net, x):
+    return net.norm(x) + net.instance(x.view(len(x), 2, 3)).flatten(1)
+
+
+@exact
+def statistics_that_nothing_reads(net, x):
+    with torch.no_grad():
+        net.norm(x)
+
+
+@exact
+def a_power_iteration(net, x):
+    return net.spectral(x)
+
+
+@exact
+def into_the_batch(net, x):
+    y = x.clone()
+    y[:, 0] = 0
+    return y
+
+
+@exact
+def behind_autograd(net, x):
+    y = x * 2
+    with torch.no_grad():
+        y.mul_(3)
+    return y
+
+
+@exact
+def values_without_gradients(net, x):
+    with torch.inference_mode():
+        mean = x.mean(0)
+    return mean.clone()
+
+
+@exact
+def kept_for_this_batch_alone(net, x):
+    net.auxiliary = x.mean(0)
+    net.several = [net.auxiliary]
+    net.several.append(x.sum(0))
+    return sum(net.several)
+
+
+@exact
+def a_constant_kept(net, x):
+    if net.scale is None:
+        net.scale = torch.arange(WIDE) + 1.0
+    return net.scale.to(x) * x
+
+
+@refused("keep nothing from batch to batch.*change steps")
+def a_counter(net, x):
+    net.steps += 1
+    return 0.01 * net.steps * x
+
+
+@refused("keep nothing from batch to batch.*change seen")
+def a_list_that_grows(net, x):
+    net.seen.append(x.detach().mean(0))
+    return sum(net.seen)
+
+
+@refused("keep nothing from batch to batch.*change scale")
+def a_scale_from_the_first_batch(net, x):
+    if net.scale is None:
+        net.scale = x.detach().std()
+    return net.scale * x
+
+
+@refused("keep nothing from batch to batch.*change own")
+def a_plain_tensor_replaced(net, x):
+    net.own = 0.9 * net.own + x.detach().mean(0)
+    return net.own
+
+
+@refused(r"add_.Tensor at .*test_writes.py:\d+ writes into a tensor of shape \(6,\).*register_buffer")
+def a_plain_tensor_written(net, x):
+    net.own.add_(x.detach().mean(0))
+    return net.own
+
+
+@refused("in the place of mean.*self.mean.copy_")
+def a_buffer_replaced(net, x):
+    net.mean = 0.9 * net.mean + 0.1 * x.detach().mean(0)
+
+
+@refused("in the place of norm.running_mean")
+def a_buffer_of_a_part_replaced(net, x):
+    net.norm.running_mean = x.detach().mean(0)
+
+
+@refused("in the place of late")
+def a_buffer_made_later(net, x):
+    if not hasattr(net, "late"):
+        net.register_buffer("late", torch.zeros_like(x[0]))
+    return net.late.add_(x.detach().mean(0))
+
+
+@refused("gives mean other memory")
+def other_memory(net, x):
+    with torch.no_grad():
+        net.mean.set_(x.mean(0).clone())
+
+
+@refused("assigns to .data at .*test_writes.py")
+def other_data(net, x):
+    net.mean.data = 0.9 * net.mean.data + 0.1 * x.data.mean(0)
+
+
+@refused("writes into last.weight")
+def a_trained_parameter(net, x):
+    with torch.no_grad():
+        net.last.weight.mul_(0.9)
+
+
+@refused("writes into limited.weight")
+def rows_made_shorter(net, x):
+    return net.limited(torch.arange(len(x)) % 4)
+
+
+@refused("requires_grad of last.weight is set to False")
+def frozen_on_the_way(net, x):
+    net.last.requires_grad_(False)
+    result = net.last(x)
+    net.last.requires_grad_(True)
+    return result
+
+
+@refused("requires_grad of last.weight is set to False")
+def frozen_by_assignment(net, x):
+    net.last.weight.requires_grad = False
+
+
+@refused("backward.*changes them")
+def a_backward_pass_inside(net, x):
+    net.other(x.detach()).sum().backward()
+
+
+@refused("gives other.weight other memory, or a gradient")
+def a_gradient_written(net, x):
+    net.other.weight.grad = torch.ones_like(net.other.weight)
+
+
+@refused("sets the state of torch's random numbers at .*test_writes.py")
+def seeded(net, x):
+    torch.manual_seed(0)
+    return torch.dropout(x, 0.5, True)
+
+
+def loss(model, batch):
+    return (model(batch["x"]) - batch["y"]).square().sum(), len(batch["x"])
+
+
+def make(update):
+    torch.manual_seed(1)
+    return Net(update).double().train()
+
+
+def batches():
+    random = torch.Generator().manual_seed(5)
+    for _ in range(3):
+        yield {name: torch.randn(6, size, generator=random).double() for name, size in (("x", 4), ("y", 1))}
+
+
+def trained(model, run):
+    """The loss of every step, and every state at the end."""
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    losses = []
+    for batch in batches():
+        optimizer.zero_grad()
+        total, _ = run(batch)
+        total.backward()
+        optimizer.step()
+        losses.append(float(total.detach()))
+    return losses, copy.deepcopy(states_of(model))
+
+
+def states_of(model):
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def captured_of(model, function=loss):
+    return capture(skeleton(model).train(), function, next(batches()), torch.device("cpu"))
+
+
+def in_stages(model, count):
+    """Run the captured graph in stages, each with states of its own, as ranks have them."""
+    captured = captured_of(model)
+    stages = cut_out(captured, assign_stages(captured, count), count)
+    check_stage_writes(stages, captured, {}, AxisComm("tensor", 0, (0,), None, Ledger()))
+    own = states_of(model)
+
+    def run(batch):
+        values = []
+        for stage in stages:
+            given = [own[name] for name in stage.states]
+            leaves = [tensors_in(batch)[index] for index in stage.inputs]
+            values = fx.GraphModule(captured.constants, stage.graph)(*given, *leaves, *values)
+        return captured.rebuild(list(values))
+
+    return run
+
+
+def assert_same(found, wanted):
+    assert found[0] == pytest.approx(wanted[0], rel=1e-12)
+    for name, tensor in wanted[1].items():
+        torch.testing.assert_close(
+            found[1][name], tensor, rtol=1e-12, atol=1e-12, msg=lambda text, n=name: f"{n} {text}"
+        )
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("name", EXACT)
+def test_a_graph_writes_what_the_model_writes(name, stages):
+    wanted, model = make(EXACT[name]), make(EXACT[name])
+    start = copy.deepcopy(states_of(model))
+    assert_same(trained(model, in_stages(model, stages)), trained(wanted, lambda batch: loss(wanted, batch)))
+    assert not torch.equal(start["first.weight"], states_of(model)["first.weight"])
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_graph_would_lose_is_refused(name):
+    update, match = REFUSED[name]
+    model, alone = make(update), make(update)
+    trained(alone, lambda batch: loss(alone, batch))  # in one process it trains
+    with pytest.raises(WorkloadError, match=f"(?s){match}"):
+        captured_of(model)
+
+
+class Criterion(nn.Module):
+    """A loss with a centre of its own, as DINO's."""
+
+    def __init__(self, is_assigned):
+        super().__init__()
+        self.is_assigned, self.count = is_assigned, 0
+        self.register_buffer("centre", torch.zeros(1, dtype=torch.float64))
+
+    def forward(self, found):
+        with torch.no_grad():
+            if self.is_assigned:
+                self.centre = 0.9 * self.centre + 0.1 * found.mean(0)
+            else:
+                self.centre.mul_(0.9).add_(0.1 * found.mean(0))
+        return (found - self.centre).square().sum()
+
+
+class PlainCriterion:
+    def __init__(self):
+        self.steps = 0
+
+    def __call__(self, model, batch):
+        self.steps += 1
+        return model(batch["x"]).square().sum() * self.steps, len(batch["x"])
+
+
+GLOBAL = {"steps": 0}
+
+
+def global_loss(model, batch):
+    GLOBAL["steps"] += 1
+    return model(batch["x"]).square().sum() * GLOBAL["steps"], len(batch["x"])
+
+
+def closure_loss():
+    steps, past = 0, collections.deque(maxlen=2)
+
+    def count(model, batch):
+        nonlocal steps
+        steps += 1
+        past.append(steps)
+        return model(batch["x"]).square().sum() * sum(past), len(batch["x"])
+
+    return count
+
+
+def criterion_loss(is_assigned):
+    criterion = Criterion(is_assigned)
+    return lambda model, batch: (criterion(model(batch["x"])), len(batch["x"]))
+
+
+@pytest.mark.parametrize(
+    ("function", "match"),
+    [
+        (criterion_loss(True), "in the place of Criterion.centre"),
+        (criterion_loss(False), r"writes into a tensor of shape \(1,\)"),
+        (PlainCriterion(), "change the variable PlainCriterion.steps"),
+        (global_loss, "change the variable GLOBAL"),
+        (closure_loss(), "change the variable (steps|past)"),
+    ],
+    ids=["a centre assigned", "a centre written", "an object", "a global variable", "a closure"],
+)
+def test_what_a_loss_keeps_to_itself_is_refused_and_left_as_it_was(function, match):
+    for _ in range(2):  # also when a second shape is captured
+        with pytest.raises(WorkloadError, match=match):
+            captured_of(make(one_chain_under_no_grad), function)
+    assert GLOBAL == {"steps": 0}
+
+
+def test_the_batch_is_left_as_it_was():
+    def masked(model, batch):
+        batch["x"][:, 0] = 0
+        batch["y"].mul_(2)
+        return loss(model, batch)
+
+    model, batch = make(one_chain_under_no_grad), next(batches())
+    kept = copy.deepcopy(batch)
+    captured = captured_of(model, masked)
+    given = {**{node: states_of(model)[name] for name, node in captured.states.items()}}
+    given |= dict(zip(captured.inputs, tensors_in(batch), strict=True))
+    placeholders = [given[node] for node in captured.graph.nodes if node.op == "placeholder"]
+    (total, _) = captured.rebuild(list(fx.GraphModule(captured.constants, captured.graph)(*placeholders)))
+    assert all(torch.equal(batch[name], kept[name]) for name in kept)
+    torch.testing.assert_close(total, masked(make(one_chain_under_no_grad), kept)[0])
+
+
+def test_a_graph_that_lost_a_write_is_noticed(monkeypatch):
+    """A pass that leaves an operation out; a pass that has one write into a copy."""
+    wanted = [Write("mean", "aten.mul_.Tensor", "model.py:6"), Write("mean", "aten.add_.Tensor", "model.py:7")]
+    with pytest.raises(WorkloadError, match=r"add_.Tensor at model.py:7 writes into mean, and its graph would not"):
+        check_same_writes(wanted, wanted[:1], "its graph")
+
+    def misled(graph, states):
+        for node in [node for node in graph.nodes if node.target is torch.ops.aten.mul_.Tensor]:
+            with graph.inserting_before(node):
+                node.replace_input_with(node.args[0], graph.call_function(torch.ops.aten.clone.default, node.args[:1]))
+        return copy_states_that_are_read(graph, states)
+
+    monkeypatch.setattr("paceline.graph.capture.copy_states_that_are_read", misled)
+    with pytest.raises(WorkloadError, match=r"mul_.Tensor at .*test_writes.py:\d+ writes into mean"):
+        captured_of(make(one_chain_under_no_grad))
+
+
+class Ends(nn.Module):
+    """Reads a buffer in its first operation and writes into it in its last."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(4)])
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x):
+        x = x - self.mean
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        self.mean.add_(x.detach().mean(0))
+        return x.sum(1, keepdim=True)
+
+
+def test_what_two_stages_would_share_stays_in_one():
+    torch.manual_seed(1)
+    model = Ends().double()
+    wanted = copy.deepcopy(model)
+    captured = captured_of(model)
+    stages = assign_stages(captured, 2)
+    touching = {stages[node] for node in stages if captured.states["mean"] in node.all_input_nodes}
+    assert len(touching) == 1
+    assert_same(trained(model, in_stages(model, 2)), trained(wanted, lambda batch: loss(wanted, batch)))
