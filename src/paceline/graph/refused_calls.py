@@ -67,14 +67,15 @@ def _gradients() -> Iterator[None]:
     def hooked(tensor: torch.Tensor, function: Any) -> Any:
         refuse("the tensor hook", getattr(function, "__qualname__", repr(function)))
 
-    def differentiated(*arguments: Any, **named: Any) -> Any:
-        refuse("torch.autograd.grad", "in the forward pass or the loss")
-
-    def ran_backward(*arguments: Any, **named: Any) -> Any:
-        refuse("backward()", "in the forward pass or the loss")
+    def differentiated(*arguments: Any, **named: Any) -> NoReturn:
+        raise WorkloadError(
+            "tensor and pipeline run the model and its loss as a graph of forward operations",
+            "the model or the loss takes gradients itself (torch.autograd.grad or backward)",
+            OWN_CODE,
+        )
 
     with (
-        _replaced(torch.autograd, grad=differentiated, backward=ran_backward),
+        _replaced(torch.autograd, grad=differentiated, backward=differentiated),
         _replaced(torch.autograd.Function, apply=classmethod(checked)),
         _replaced(torch.Tensor, register_hook=hooked),
     ):

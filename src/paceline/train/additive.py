@@ -281,16 +281,32 @@ def _make_still(module: nn.Module, like: torch.Tensor) -> None:
             module.running_var = like.new_ones(module.num_features)
 
 
+class _Buffers:
+    """The buffers of a model as they are now; forward may write into them, or put others in their place."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.kept = [
+            (module._buffers, name, buffer, buffer.detach().clone())
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None and not buffer.is_meta
+        ]
+
+    def put_back(self) -> None:
+        """Make the model's buffers what they were."""
+        for slots, name, buffer, before in self.kept:
+            buffer.data.copy_(before)
+            slots[name] = buffer
+
+
 def _evaluate_all(make: _Maker, loss: Loss, batches: Sequence[Any]) -> list[_Found]:
     """The loss of each batch on one copy, whose buffers are set back each time."""
     model = make()
-    kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    kept = _Buffers(model)
     found = []
     with _default_dtype(make.way.dtype):
         for batch in batches:
-            with torch.no_grad():
-                for buffer, before in kept:
-                    buffer.copy_(before)
+            kept.put_back()
             seed_sample(2)
             with torch.enable_grad(), SameDraws(make.way.dtype == torch.float64):
                 found.append(_evaluate(model, loss, batch))
@@ -421,7 +437,7 @@ def _try_as_it_is(placed: PlacedModel, workload: Workload, loader: RankLoader, t
     way = _Way(dtype, 0.0, _NARROW if is_narrow else _AS_IT_IS.get(dtype, _NARROW), math.inf)
     was_training = placed.model.training
     placed.model.eval()
-    kept = [(buffer, buffer.detach().clone()) for buffer in placed.model.buffers() if not buffer.is_meta]
+    kept = _Buffers(placed.model)
     is_wide = workload.precision == "float64"
     try:
         for trial in trials:
@@ -442,11 +458,11 @@ def _try_as_it_is(placed: PlacedModel, workload: Workload, loader: RankLoader, t
     return True
 
 
-def _value_as_it_is(placed: PlacedModel, workload: Workload, batch: Any, kept: Sequence[Any]) -> _Found:
-    with torch.enable_grad():
-        total, weight = checked_loss(placed.evaluate("loss", workload.loss, batch))
-    placed.begin_step()  # no backward pass follows
-    with torch.no_grad():
-        for buffer, before in kept:
-            buffer.copy_(before)
+def _value_as_it_is(placed: PlacedModel, workload: Workload, batch: Any, kept: _Buffers) -> _Found:
+    try:
+        with torch.enable_grad():
+            total, weight = checked_loss(placed.evaluate("loss", workload.loss, batch))
+        placed.begin_step()  # no backward pass follows
+    finally:
+        kept.put_back()  # what forward writes counts neither in the next trial nor in training
     return _Found(float(total.detach()), float(weight))
