@@ -148,7 +148,31 @@ def grouped():
     return decoder(optimizer=optimizer)
 
 
+class Scaled(Decoder):
+    """A parameter without dimensions, which `shard` leaves whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, ids):
+        return super().forward(ids) * self.scale
+
+
+class Augmented(torch.utils.data.Dataset):
+    """Samples with noise that is drawn as they are loaded."""
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        return torch.full((6,), index / 40) + torch.randn(6), torch.tensor(index % 3)
+
+
 SUBJECTS = {
+    "scaled": lambda: decoder(model=Scaled),
+    "short": lambda: decoder(micro_batch_size=3, clip_norm=1e3),
+    "augmented": lambda: remembers(model=lambda: nn.Sequential(nn.Linear(6, 16), nn.Linear(16, 3)), data=Augmented()),
     "scheduled": scheduled,
     "grouped": grouped,
     "decoder": decoder,
