@@ -647,6 +647,13 @@ def a_piece_of_the_dropout_mask_of_another_rank():
     wrap(differentiable, "take_piece", piece)
 
 
+@mutant("tensor=2", what=("step", "draws"), subject="heads", module=("blocks.0.attention",), says="of a dropout mask")
+def heads_of_two_ranks_draw_alike():
+    from paceline.graph import emit
+
+    wrap(emit, "_dropout_of", lambda plain, node: 0.0)
+
+
 # --- what shows late, or was named wrongly
 
 
