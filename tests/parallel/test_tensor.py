@@ -26,8 +26,9 @@ SLOW = pytest.mark.slow
 class Attention(nn.Module):
     """Grouped-query attention; with sizes that no number of ranks divides if so asked."""
 
-    def __init__(self, width: int, heads: int, groups: int) -> None:
+    def __init__(self, width: int, heads: int, groups: int, dropout: float) -> None:
         super().__init__()
+        self.dropout = dropout
         self.heads, self.groups, self.each = heads, groups, width // heads
         self.query = nn.Linear(width, width)
         self.key, self.value = (nn.Linear(width, groups * self.each) for _ in range(2))
@@ -38,17 +39,19 @@ class Attention(nn.Module):
         q, k, v = (
             layer(x).view(batch, length, -1, self.each).transpose(1, 2) for layer in (self.query, self.key, self.value)
         )
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads != self.groups)
+        share = self.dropout if self.training else 0.0
+        is_grouped = self.heads != self.groups
+        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=share, is_causal=True, enable_gqa=is_grouped)
         return self.out(mixed.transpose(1, 2).reshape(batch, length, -1))
 
 
 class Small(nn.Module):
     """A transformer of one's own with every size free."""
 
-    def __init__(self, vocabulary=97, width=24, heads=3, groups=None, wide=50, dropout=0.0, is_tied=True):  # noqa: PLR0913
+    def __init__(self, vocabulary=97, width=24, heads=3, groups=None, wide=50, dropout=0.0, is_tied=True, inner=0.0):  # noqa: PLR0913
         super().__init__()
         self.words = nn.Embedding(vocabulary, width)
-        self.attention = nn.ModuleList([Attention(width, heads, groups or heads) for _ in range(2)])
+        self.attention = nn.ModuleList([Attention(width, heads, groups or heads, inner) for _ in range(2)])
         self.up = nn.ModuleList([nn.Linear(width, wide) for _ in range(2)])
         self.down = nn.ModuleList([nn.Linear(wide, width) for _ in range(2)])
         self.norms = nn.ModuleList([nn.LayerNorm(width) for _ in range(4)])
@@ -133,6 +136,20 @@ def test_dropout_is_that_of_one_rank(plan):
     assert_one_rank(2, {"heads": 4, "dropout": 0.3}, plan)
     with_dropout, without = (run_ranks(1, train, {"heads": 4, "dropout": p}, "replicate=1")[0][0] for p in (0.3, 0.0))
     assert with_dropout != without, "nothing was dropped: the test is void"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sizes"),
+    [
+        (2, {"heads": 4}),
+        pytest.param(3, {"heads": 4}, marks=SLOW),
+        pytest.param(2, {"heads": 4, "groups": 2}, marks=SLOW),
+        pytest.param(2, {"heads": 4, "dropout": 0.2}, marks=SLOW),
+    ],
+)
+def test_dropout_of_attention_is_that_of_one_rank(ranks, sizes):
+    """Heads on two ranks that draw alike would have equal masks."""
+    assert_one_rank(ranks, {**sizes, "inner": 0.3}, f"tensor={ranks}")
 
 
 def drop(rank):

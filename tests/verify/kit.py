@@ -80,21 +80,23 @@ def run(rank, subject, mutant, runs, folder):
             trace.file = None
 
 
-def verify(subject: Any, plan_text: str, mutant: str | None = None, what=("step",), precision="float64") -> Verdict:
+def verify(
+    subject: Any, plan_text: str, mutant: str | None = None, what=("step",), precision="float64", steps=2
+) -> Verdict:
     """A verdict as the command's, without dry run."""
     plan = Plan.parse(plan_text)
-    kept = reference_of(subject, precision)
+    kept = reference_of(subject, precision, steps)
     verdict = Verdict(plan_text, precision=precision)
     with tempfile.TemporaryDirectory(prefix="paceline-test-") as name:
         folder = Path(name)
         for path in kept.iterdir():
             (folder / path.name).symlink_to(path)
-        first = {"plan": asdict(plan), "steps": 2, "name": precision, "precision": precision}
+        first = {"plan": asdict(plan), "steps": steps, "name": precision, "precision": precision}
         if "reshard" in what:
             first |= {"save": str(folder / "checkpoint"), "save_at": 1}
         runs = [first]
         if {"draws", "traffic"} & {*what}:
-            runs.append({**first, "name": "draws", "precision": "float32", "draws": True})
+            runs.append({**first, "name": "draws", "precision": "float32", "draws": True, "steps": 2})
         run_ranks(plan.world_size, run, subject, mutant, runs, name)
         traces = {rank: read_trace(folder / f"{precision}-trace-{rank}.jsonl") for rank in range(plan.world_size)}
         check_order(verdict, {precision: traces}, Mesh.parse(plan.mesh), {"graphs": {}})

@@ -25,6 +25,8 @@ class Mutant:
         what: checks besides the step.
         precision: in which it shows.
         says: a pattern that the first failed check must match.
+        culprit: a pattern that the sentence on the first difference must match.
+        steps: how many are taken.
     """
 
     switch_on: Callable[[], None]
@@ -35,6 +37,8 @@ class Mutant:
     what: tuple[str, ...] = ("step",)
     precision: str = "float64"
     says: str = ""
+    culprit: str = ""
+    steps: int = 2
 
 
 MUTANTS: dict[str, Mutant] = {}
@@ -641,3 +645,99 @@ def a_piece_of_the_dropout_mask_of_another_rank():
         return plain(full, pieces, (part + 1) % parts if is_dropout else part, parts)
 
     wrap(differentiable, "take_piece", piece)
+
+
+@mutant("tensor=2", what=("step", "draws"), subject="heads", module=("blocks.0.attention",), says="of a dropout mask")
+def heads_of_two_ranks_draw_alike():
+    from paceline.graph import emit
+
+    wrap(emit, "_dropout_of", lambda plain, node: 0.0)
+
+
+# --- what shows late, or was named wrongly
+
+
+@mutant("replicate=2", steps=3, says="step 3: gradient", culprit="gradient .* of step 3")
+def a_half_of_shared_memory_not_filled_again():
+    from paceline.comm.shared_memory import Slot
+
+    first = {}
+
+    def begin(plain, self):
+        inbox = self.inboxes[self.turn % 2]
+        if self.turn == 0:
+            first[self.number] = inbox.clone()
+        elif self.turn == 2 and inbox.numel() > 100:
+            inbox.copy_(first[self.number])
+        plain(self)
+
+    wrap(Slot, "begin", begin)
+
+
+@mutant("shard=2", subject="scaled", collective="all_reduce on shard", culprit="gradients: that of scale")
+def a_scalar_not_summed():
+    from paceline.parallel.shard import Shard
+
+    wrap(Shard, "_reduce_whole", lambda plain, self, unused: None)
+
+
+@mutant("replicate=2", subject="short", culprit="clipping: the gradient norm is right, but every gradient is 2")
+def clipping_that_scales_up():
+    from paceline.train import step
+
+    def clip(plain, parameters, factor):
+        plain(parameters, factor * 2.5)
+
+    wrap(step, "scale_gradients", clip)
+
+
+@mutant("replicate=2", subject="augmented", culprit="data: rank 1 loads other values for samples")
+def augmentation_seeded_by_rank():
+    from paceline.comm import words
+    from paceline.train import data
+
+    wrap(
+        data, "seed_sample", lambda plain, *numbers: plain(*numbers, words.rank()) if words.rank() else plain(*numbers)
+    )
+
+
+@mutant("replicate=2", subject="remembers", module=("norm", ""), collective="of buffers", culprit="buffer")
+def buffers_through_bf16():
+    from paceline.parallel.buffers import Buffers
+
+    def reduce(plain, self, changed):
+        for tensor in self.tensors:
+            if tensor.is_floating_point():
+                narrow = torch.empty(tensor.shape, dtype=torch.bfloat16)  # a cast is not done in float64 runs
+                tensor.copy_(narrow.copy_(tensor))
+        plain(self, changed)
+
+    wrap(Buffers, "reduce", reduce)
+
+
+@mutant("replicate=2", subject="short", culprit="micro-batch 2 of rank 0 counts 2 times")
+def a_short_micro_batch_weighed_double():
+    from paceline.parallel import local
+
+    def checked(plain, result):
+        total, weight = plain(result)
+        if getattr(local, "before", 0) > weight:
+            total, weight = total * 2, weight * 2
+        local.before = weight
+        return total, weight
+
+    wrap(local, "checked_loss", checked)
+
+
+@mutant("replicate=2", subject="short", culprit="micro-batch 2 of rank 0")
+def gradients_of_a_short_micro_batch_doubled():
+    from paceline.parallel import local
+
+    def checked(plain, result):
+        total, weight = plain(result)
+        if getattr(local, "before", 0) > weight:
+            total = total + (total - total.detach())
+        local.before = weight
+        return total, weight
+
+    wrap(local, "checked_loss", checked)

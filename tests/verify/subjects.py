@@ -18,6 +18,7 @@ class Attention(nn.Module):
         super().__init__()
         self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
         self.dropout = nn.Dropout(0.1)
+        self.share = 0.0
 
     def forward(self, x, cosine, sine):
         def heads(y):
@@ -25,7 +26,8 @@ class Attention(nn.Module):
 
         query, key = (turned(heads(layer(x)), cosine, sine) for layer in (self.query, self.key))
         value = heads(self.value(x))
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        share = self.share if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=share, is_causal=True)
         return self.dropout(self.out(mixed.transpose(1, 2).flatten(2)))
 
 
@@ -43,6 +45,14 @@ class Block(nn.Module):
     def forward(self, x, cosine, sine):
         x = x + self.attention(self.norm1(x), cosine, sine)
         return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class HeadDropout(Block):
+    """Dropout inside of attention, where `tensor` splits heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention.share = 0.3
 
 
 class HiddenDropout(Block):
@@ -148,7 +158,32 @@ def grouped():
     return decoder(optimizer=optimizer)
 
 
+class Scaled(Decoder):
+    """A parameter without dimensions, which `shard` leaves whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, ids):
+        return super().forward(ids) * self.scale
+
+
+class Augmented(torch.utils.data.Dataset):
+    """Samples with noise that is drawn as they are loaded."""
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        return torch.full((6,), index / 40) + torch.randn(6), torch.tensor(index % 3)
+
+
 SUBJECTS = {
+    "heads": lambda: decoder(model=lambda: Decoder(HeadDropout)),
+    "scaled": lambda: decoder(model=Scaled),
+    "short": lambda: decoder(micro_batch_size=3, clip_norm=1e3),
+    "augmented": lambda: remembers(model=lambda: nn.Sequential(nn.Linear(6, 16), nn.Linear(16, 3)), data=Augmented()),
     "scheduled": scheduled,
     "grouped": grouped,
     "decoder": decoder,

@@ -11,7 +11,8 @@ from paceline.nouns.placement import FLAT, Cut, Placement
 from paceline.verify.compare import RankResult, Reference, differences, relation, take
 from paceline.verify.fingerprint import fingerprint
 from paceline.verify.order import Call, find_disorder
-from paceline.verify.prints import added, differ
+from paceline.verify.prints import added, differ, times_of
+from paceline.verify.prove import precisions_of
 from paceline.verify.verdict import Verdict
 
 FULL = np.linspace(0.1, 1.0, 24).reshape(6, 4)
@@ -150,3 +151,24 @@ def test_the_verdict_says_what_is_wrong(failed, says):
     assert verdict.word == "bug"
     assert verdict.is_step_right == ("is not" not in says)
     assert verdict.lines()[-1].endswith(says)
+
+
+def test_steps_under_bf16_are_taken_in_float32_too():
+    assert precisions_of("bf16") == ["float64", "float32", "bf16"]
+    assert precisions_of("float32") == ["float64", "float32"]
+    assert precisions_of("float64") == ["float64"]
+
+
+@pytest.mark.parametrize(
+    ("change", "factor"),
+    [
+        (lambda v: v * 2, 2),
+        (lambda v: v * -0.5, -0.5),
+        (lambda v: v, 1),
+        (lambda v: v + 1, None),
+        (lambda v: v[1:], None),
+    ],
+)
+def test_a_multiple_is_told_from_another_tensor(change, factor):
+    values = torch.linspace(0.1, 1.0, 24, dtype=torch.float64)
+    assert times_of(fingerprint(change(values)), fingerprint(values)) == pytest.approx(factor)

@@ -21,12 +21,15 @@ def mark_of(plan):
 @pytest.mark.parametrize("name", [pytest.param(n, marks=mark_of(one.plan)) for n, one in MUTANTS.items()])
 def test_a_seeded_bug_is_caught_and_named(name):
     mutant = MUTANTS[name]
-    verdict = verify(mutant.subject, mutant.plan, name, mutant.what, mutant.precision)
+    verdict = verify(mutant.subject, mutant.plan, name, mutant.what, mutant.precision, mutant.steps)
     table = "\n".join(verdict.lines())
     assert verdict.word == "bug", table
     if mutant.says:
         first = next(check for check in verdict.checks if not check.passed)
         assert re.search(mutant.says, first.said), table
+    if mutant.culprit:
+        assert verdict.culprit is not None, table
+        assert re.search(mutant.culprit, verdict.culprit.said), table
     if mutant.module:
         assert verdict.culprit is not None, table
         named = verdict.culprit.module

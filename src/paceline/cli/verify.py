@@ -5,6 +5,8 @@ where rounding is 2e-16, every loss, gradient, parameter, buffer and optimizer s
 measured to do in this model; then again in the workload's own precision. What was sent is held against what was
 predicted. Where something differs, the first module that does is named, and the collective next to it.
 
+Evaluations (job.evaluate) are not compared.
+
 Exit codes: 0 equal, or different by rounding alone; 1 a bug; 2 it can't be verified (the error says why).
 """
 
@@ -19,13 +21,15 @@ from pathlib import Path
 from paceline.cli.run import add_plan_arguments, decide_plan
 from paceline.launch.workload_file import read_workload_file
 from paceline.nouns.errors import UsageError
-from paceline.verify.prove import USUAL, WHAT, Request, as_json, check_what, prove
+from paceline.verify.prove import STEPS, USUAL, WHAT, Request, as_json, check_what, prove
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments, on either side of the file; the file's own come after `--`."""
     add_plan_arguments(parser)
-    parser.add_argument("--steps", type=int, default=2, metavar="K", help="optimizer steps to compare (default 2)")
+    parser.add_argument(
+        "--steps", type=int, default=STEPS, metavar="K", help=f"optimizer steps to compare (default {STEPS})"
+    )
     parser.add_argument(
         "--what",
         default=",".join(USUAL),

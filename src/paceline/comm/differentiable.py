@@ -230,3 +230,32 @@ def split_dropout(
     noise = torch.empty(shape, dtype=tensor.dtype, device=tensor.device).bernoulli_(1 - share).div_(1 - share)
     pieces, part, parts = place
     return tensor * take_piece(noise, pieces, part, parts)
+
+
+def attention_weights(
+    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, is_causal: bool, scale: float | None
+) -> torch.Tensor:
+    """The weights of `scaled_dot_product_attention` before dropout: (..., queries, keys).
+
+    torch's fused attention draws its mask inside, where no rank can draw for the heads of others.
+    """
+    scores = query @ _for_every_head(key, query).transpose(-2, -1)
+    scores = scores * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores = scores.masked_fill(~seen, float("-inf"))
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    return torch.ops.aten._safe_softmax.default(scores, -1)  # type: ignore[no-any-return]
+
+
+def attention_values(weights: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """What attention with such weights makes of the values."""
+    return weights.to(value.dtype) @ _for_every_head(value, weights)
+
+
+def _for_every_head(tensor: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """Keys or values of a group of heads, repeated for each of its heads."""
+    if tensor.dim() < 3 or tensor.shape[-3] == query.shape[-3]:
+        return tensor
+    return tensor.repeat_interleave(query.shape[-3] // tensor.shape[-3], -3)

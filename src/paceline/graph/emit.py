@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from paceline.comm.differentiable import Exchanges, Pieces, split_dropout
+from paceline.comm.differentiable import Exchanges, Pieces, attention_values, attention_weights, split_dropout
 from paceline.graph.capture import Captured
 from paceline.graph.choices import Choice
 from paceline.graph.labels import tensor_inputs
@@ -142,12 +142,27 @@ class _Emitter:
             assert isinstance(choice.output, Split)
             place = (_pieces(choice.output), self.part, self.parts)
             new = self._call(split_dropout, *arguments, shape_of(node), place)
+        elif choice.is_split and node.target is aten.scaled_dot_product_attention.default and _dropout_of(node):
+            new = self._attention_with_dropout(node, choice, arguments, named)
         elif choice.after is not None:
             new = self._partial(node, arguments, named, sources)
         else:
             assert callable(node.target)
             new = self._call(node.target, *arguments, **named)
         self._keep(node, self._finish(node, choice, new, sources), choice.output)
+
+    def _attention_with_dropout(self, node: fx.Node, choice: Choice, arguments: Any, named: Any) -> fx.Node:
+        """Attention on this rank's heads or samples, of which it drops what one rank would."""
+        assert isinstance(choice.output, Split)
+        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+        given = {**dict(zip(names, arguments, strict=False)), **named}
+        query, key = (shape_of(source) for source in tensor_inputs(node)[:2])
+        mask, is_causal, scale = given.get("attn_mask"), given.get("is_causal", False), given.get("scale")
+        weights = self._call(attention_weights, given["query"], given["key"], mask, is_causal, scale)
+        place = (_pieces(choice.output), self.part, self.parts)
+        dropped = self._call(split_dropout, weights, _dropout_of(node), True, (*query[:-1], key[-2]), place)
+        dropped.meta["lies"] = choice.output
+        return self._call(attention_values, dropped, given["value"])
 
     def _vocabulary_loss(self, node: fx.Node, sources: list[Any]) -> fx.Node:
         names = ("self", "target", "weight", "reduction", "ignore_index", "label_smoothing")
@@ -208,6 +223,12 @@ class _Emitter:
             return self._call(self.exchanges.keep_piece, value, _pieces(wanted))
         whole = self._call(self.exchanges.gather_parts, value, _pieces(now))
         return self._call(self.exchanges.keep_of_parts, whole, _pieces(wanted))
+
+
+def _dropout_of(attention: fx.Node) -> float:
+    """The share that a node of `scaled_dot_product_attention` drops."""
+    share = attention.args[4] if len(attention.args) > 4 else attention.kwargs.get("dropout_p", 0.0)
+    return float(share)  # type: ignore[arg-type]
 
 
 def _pieces(split: Split) -> Pieces:

@@ -6,7 +6,8 @@ and the loss by vocabulary; with `sequence=on` norms and dropout along the seque
 
 Needs: a model whose path depends on shapes alone. Sizes that don't divide are split unevenly where that is right,
 else left whole; nothing to split at all is refused.
-Promises: losses, gradients and parameters are those of one rank, up to rounding; dropout too, on CPUs.
+Promises: losses, gradients and parameters are those of one rank, up to rounding; dropout too, on CPUs. Attention that
+drops and is split is computed step by step: torch's fused one draws its mask inside.
 Traffic per micro-batch: what the graph says, counted by a dry run on fake tensors.
 """
 

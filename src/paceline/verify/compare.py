@@ -37,7 +37,7 @@ class Room:
 _ROOMS = {"float64": Room(200, 1e-10, 1e-13)}
 
 
-TURNED = 2.0  # times what a gradient of the other sign was seen to do: the update differs for every step in which it is
+TURNED = 2.0  # times what the runs with moved gradients changed: allowed on top of the rest
 _NOISE_AT_MOST = 0.05  # of the largest value of its kind
 
 

@@ -24,7 +24,7 @@ from paceline.verify.compare import (
     read_ranks,
 )
 from paceline.verify.order import Disorder, HangWatch
-from paceline.verify.prints import added, differ
+from paceline.verify.prints import added, differ, times_of
 from paceline.verify.verdict import Culprit
 from paceline.verify.worlds import World
 
@@ -37,6 +37,7 @@ _BACKWARD = {
     "share_whole": "all_reduce", "gather_parts": "reduce_scatter", "scatter_parts": "all_gather",
     "keep_piece": "all_gather",
 }  # fmt: skip
+_IS_ONE = 1e-6  # how far a factor may be from one
 _REDUCES = {"pipeline": "send", "shard": "reduce_scatter", "replicate": "all_reduce", "tensor": "all_reduce"}
 
 
@@ -83,12 +84,13 @@ def find_culprit(folder: Path, plan: Plan, watch: Callable[[], World]) -> Culpri
         return _from_tensors(found, gradients, reference, ranks, mesh)
     seen = read_ranks(folder, "watched", plan.world_size)
     replay = {int(part): one for part, one in json.loads((folder / "replay.json").read_text()).items()}
-    in_data = _in_data(seen, mesh)
+    in_data = _in_data(seen, mesh) or _in_samples(seen, replay)
     if in_data is not None:
         return in_data
     check_adds_up(replay, reference)
     return (
         _in_forward(seen, replay, mesh)
+        or _in_micro_batches(seen, replay)
         or _in_backward(seen, replay, mesh, gradients)
         or _from_tensors(found, gradients, reference, ranks, mesh)
     )
@@ -132,6 +134,34 @@ def _in_data(seen: list[RankResult], mesh: Mesh) -> Culprit | None:
     if every != list(range(*seen[0].facts["batch"])):
         whole = "{} to {}".format(*seen[0].facts["batch"])
         return Culprit("", "", "data", f"of samples {whole} of the order the ranks take {every}: not each once")
+    return None
+
+
+def _in_samples(seen: list[RankResult], replay: Mapping[int, Mapping[str, Any]]) -> Culprit | None:
+    """Samples whose values are others on a rank than in one process."""
+    for result in seen:
+        right = replay[result.facts["data_part"]]["samples"]
+        pieces = zip(result.facts["pieces"], result.facts["samples"], right, strict=False)
+        for (start, stop), mine, expected in pieces:
+            if len(mine) != len(expected) or any(differ(a, b) for a, b in zip(mine, expected, strict=True)):
+                said = f"data: rank {result.rank} loads other values for samples {start} to {stop - 1} of the order"
+                return Culprit("", "", "data", f"{said} than one process: what the data set draws depends on the rank")
+    return None
+
+
+def _in_micro_batches(seen: list[RankResult], replay: Mapping[int, Mapping[str, Any]]) -> Culprit | None:
+    """Micro-batches that count more or less than others of the same rank, by the gradient of what is last in each."""
+    for result in seen:
+        right, mine = replay[result.facts["data_part"]], result.facts["watch"]["back"]
+        last: dict[str, str] = {}  # of each micro-batch
+        for place in right["order"]:
+            if place in right["back"] and place in mine and place not in result.facts["watch"]["splits"]:
+                last[place.split(":", 1)[0]] = place
+        factors = {number: times_of(mine[place], right["back"][place]) for number, place in last.items()}
+        wrong = [number for number, factor in factors.items() if factor is not None and abs(factor - 1) > _IS_ONE]
+        if wrong and len(wrong) < len(factors):
+            said = f"micro-batch {int(wrong[0]) + 1} of rank {result.rank} counts {factors[wrong[0]]:.4g} times"
+            return Culprit("", "", "loss", f"loss: {said} in the gradients")
     return None
 
 
@@ -197,6 +227,9 @@ def _from_tensors(
     if weighed is not None:
         return weighed
     if gradients:
+        scaled = _in_clipping(gradients, reference, ranks)
+        if scaled is not None:
+            return scaled
         return _in_sums(max(gradients, key=lambda one: begins.get(module_of(one.name), -1)), gradients, ranks, mesh)
     here = [one for one in found if one.step == found[0].step]
     first = here[0]
@@ -209,8 +242,22 @@ def _from_tensors(
     data = [axis for axis in ("replicate", "shard") if mesh.size(axis) > 1]
     collective = f"all_reduce on {' and '.join(data)} (of buffers)" if phase == "buffer" and data else ""
     before = "gradients are right" if first.step == 1 else "the first step is right"
+    if first.step > 1 and first.kind == "gradient":
+        phase = "later step"
     said = f"{phase}: {before}, {first.kind} {first.name} of step {first.step} is not on rank {first.rank}"
     return Culprit(module_of(first.name), collective, phase, said)
+
+
+def _in_clipping(gradients: list[Difference], reference: Reference, ranks: list[RankResult]) -> Culprit | None:
+    """All gradients off by one factor, and their norm, which is taken just before clipping, is right."""
+    factors = {factor_of(one) for one in gradients}
+    norms = reference.facts["norms"][:1]
+    if len(factors) != 1 or None in factors or not norms:
+        return None
+    if any(abs(result.facts["norms"][0] - norms[0]) > 1e-6 * norms[0] for result in ranks):
+        return None
+    said = "clipping: the gradient norm is right, but every gradient is"
+    return Culprit("", "", "update", f"{said} {next(iter(factors)):.6g} times what clipping should leave")
 
 
 def _in_weights(reference: Reference, ranks: list[RankResult], mesh: Mesh) -> Culprit | None:
@@ -249,6 +296,8 @@ def _reduction(first: Difference, ranks: list[RankResult], mesh: Mesh) -> str:
     """The collective that adds up the gradient of a parameter, on the axis where its copies differ or a factor fits."""
     key = f"{first.step}/gradient/{first.name}"
     used = [axis for axis in _REDUCES if mesh.size(axis) > 1]
+    is_whole = not any((one.facts["placements"].get(first.name) or {"cuts": []})["cuts"] for one in ranks)
+    reduces = {**_REDUCES, **({"shard": "all_reduce"} if is_whole else {})}  # a scalar is not scattered
     for axis in used:
         groups: dict[Any, Any] = {}
         for result in ranks:
@@ -258,13 +307,13 @@ def _reduction(first: Difference, ranks: list[RankResult], mesh: Mesh) -> str:
             placement = str(result.facts["placements"].get(first.name, ""))
             other = groups.setdefault((*at.values(), placement), result.tensors[key])
             if other.shape == result.tensors[key].shape and abs(other - result.tensors[key]).max() > first.bound:
-                return f"{_REDUCES[axis]} on {axis}"
+                return f"{reduces[axis]} on {axis}"
     factor = factor_of(first)
     by_size = [a for a in ("replicate", "shard", "pipeline", "tensor") if a in used]
     for axis in by_size if factor is not None else []:
         if any(abs(factor - value) < 1e-3 * value for value in (mesh.size(axis), 1 / mesh.size(axis))):  # type: ignore[operator]
-            return f"{_REDUCES[axis]} on {axis}"
-    return f"{_REDUCES[by_size[0]]} on {by_size[0]}" if by_size else ""
+            return f"{reduces[axis]} on {axis}"
+    return f"{reduces[by_size[0]]} on {by_size[0]}" if by_size else ""
 
 
 def _wrong_rank(ranks: list[RankResult], place: str, what: str, right: Any, floor: float = 0.0) -> RankResult | None:

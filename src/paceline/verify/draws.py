@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from paceline.comm.differentiable import split_dropout
+from paceline.graph.split import Split
 from paceline.nouns.placement import Placement
 from paceline.verify.compare import take
 
@@ -62,8 +63,32 @@ def watch_pieces(kept: list[Kept], part: int, parts: int) -> Callable[[fx.Graph]
         for node in graph.nodes:
             if node.target is split_dropout:
                 node.target = _noting(kept, node, part, parts)
+            elif _draws_for_itself(node):
+                node.target = _noting_a_draw(kept, node)
 
     return add
+
+
+def _draws_for_itself(node: fx.Node) -> bool:
+    """Whether an operation on a piece draws its own random numbers: those of other ranks' pieces would be equal."""
+    is_random = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+    if not is_random or not isinstance(node.meta.get("lies"), Split):
+        return False
+    if node.target is not aten.scaled_dot_product_attention.default:
+        return True
+    share = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
+    return bool(share)
+
+
+def _noting_a_draw(kept: list[Kept], node: fx.Node) -> Callable[..., Any]:
+    module, plain = node.meta.get("module", ""), node.target
+    assert callable(plain)
+
+    def noted(*arguments: Any, **named: Any) -> Any:
+        kept.append((module, 0, 1))  # no piece of any whole mask
+        return plain(*arguments, **named)
+
+    return noted
 
 
 def _noting(kept: list[Kept], node: fx.Node, part: int, parts: int) -> Callable[..., torch.Tensor]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from paceline.comm.leaves import tensors_in
 from paceline.verify.prints import Print
 
 _PHASES = (1.2345678, 0.7071067)
@@ -26,6 +27,11 @@ def fingerprint(values: torch.Tensor, places: torch.Tensor | None = None) -> Pri
     at = torch.arange(flat.numel(), dtype=torch.float64) if places is None else places.reshape(-1).double()
     sums = [float((flat * torch.cos(at * phase + 0.3)).sum()) for phase in _PHASES]
     return [*sums, float((flat * flat).sum()), float(flat.numel())]
+
+
+def prints_of(batch: Any) -> list[Print]:
+    """The numbers of every tensor of a batch."""
+    return [fingerprint(tensor.to_dense()) for tensor in tensors_in(batch) if not tensor.is_complex()]
 
 
 def is_shown(value: Any) -> bool:

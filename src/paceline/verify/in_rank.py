@@ -30,6 +30,7 @@ from paceline.train.job import Job
 from paceline.verify.branches import Branches
 from paceline.verify.child import read_settings
 from paceline.verify.draws import Draws, Kept, watch_pieces
+from paceline.verify.fingerprint import prints_of
 from paceline.verify.plain_steps import kept
 from paceline.verify.randomness import controlled, drawn_state
 from paceline.verify.trace import Trace, begin_heartbeat
@@ -119,6 +120,8 @@ class _Run:
         self.facts["draws"].append(mix(*drawn_state()[0][:256]))
         self.facts["batch"] = [batch.positions.start, batch.positions.stop]
         self.facts["pieces"] = [[piece.start, piece.stop] for piece in job.loader.pieces(batch.positions)]
+        if self.run.get("watch"):
+            self.facts["samples"] = [prints_of(micro) for micro in batch.microbatches]
         self.facts["losses"].append(self._stepped(job, batch))
         self.facts["rates"].append([float(group["lr"]) for group in job.optimizer.param_groups])
         assert job.last is not None

@@ -20,3 +20,12 @@ def differ(one: Print, other: Print, floor: float = 0.0) -> bool:
         return [math.isfinite(n) for n in one] != [math.isfinite(n) for n in other]
     room = 1e-10 * math.sqrt(max(one[2], other[2]) * max(one[3], 1.0)) + floor
     return any(abs(a - b) > room for a, b in zip(one[:2], other[:2], strict=True))
+
+
+def times_of(one: Print, other: Print) -> float | None:
+    """How many times `other` is `one`, where it is a multiple of it; else None."""
+    if one[3] != other[3] or not all(math.isfinite(number) for number in (*one, *other)) or not other[2]:
+        return None
+    factor = math.copysign(math.sqrt(one[2] / other[2]), one[0] * other[0])
+    scaled = [other[0] * factor, other[1] * factor, one[2], one[3]]
+    return None if differ(one, scaled) else factor

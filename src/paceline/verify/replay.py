@@ -23,6 +23,7 @@ from paceline.nouns.workload import Workload
 from paceline.train.find_workload import find_workload
 from paceline.train.seed import seed_everything
 from paceline.verify.child import read_settings
+from paceline.verify.fingerprint import prints_of
 from paceline.verify.plain_steps import checked, data_of, micro_batch
 from paceline.verify.randomness import controlled
 from paceline.verify.watch import Watch, watch_graph, watch_modules
@@ -50,12 +51,17 @@ def replay(
     seed_everything(workload.seed)
     model = workload.model().double().train()
     data, watch = data_of(workload), Watch()
+    samples = [prints_of(micro_batch(workload, data, range(start, stop), True)) for start, stop in pieces]
     micro, losses = [0], []
     norms = any(isinstance(module, torch.nn.modules.batchnorm._BatchNorm) for module in model.modules())
     every = [position for rows in parts.values() for start, stop in rows for position in range(start, stop)]
     if norms and len(parts) > 1:
         if is_graph:
-            return {**watch.to_json(), "losses": []}  # its graph would need the other parts' statistics
+            return {
+                **watch.to_json(),
+                "samples": samples,
+                "losses": [],
+            }  # its graph would need the other parts' statistics
         rows = _rows_of(every, pieces)
         batches = [micro_batch(workload, data, every, True)]
         take = _taker(len(every), rows)
@@ -70,7 +76,7 @@ def replay(
             total, weight = checked(run(batch))
             total.backward()  # type: ignore[no-untyped-call]
             losses.append([float(total.detach()), float(weight)])
-    return {**watch.to_json(), "losses": losses if take is None else []}
+    return {**watch.to_json(), "samples": samples, "losses": losses if take is None else []}
 
 
 def _rows_of(every: list[int], pieces: list[list[int]]) -> slice:
