@@ -189,6 +189,7 @@ _NOTE: dict[str, Callable[[Any], Any]] = {
     "weight": _float,
     "flags": _int,
     "norm": _float,
+    "counted": _int,
     "absent": lambda value: [_int(one) for one in _list(value)],
     "settings": lambda value: _settings(value),
 }
