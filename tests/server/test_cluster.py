@@ -35,6 +35,32 @@ def test_workers_end_where_one_process_does(workers, servers):
         assert all(torch.equal(one, other) for one, other in zip(model.parameters(), expected, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("servers", "says"),
+    [
+        (7, "fills 6 segments of 1 MiB: of 7 servers 6 take gradients, 1 keeps a copy"),
+        (9, "fills 6 segments of 1 MiB: of 9 servers 6 take gradients, 1 keeps a copy, 2 have nothing to do until"),
+    ],
+)
+def test_a_small_model_has_more_servers_than_ranges(servers, says):
+    """And one of those that have nothing takes a lost one's place."""
+
+    def work(handle, model):
+        while not handle.is_done:
+            if handle.clock == 2 and handle.link.name == 0:
+                head = cluster.coordination.coordinator.chains[0].configuration.chain[0]
+                cluster.kill(next(server for server in cluster.servers if server.node == head))
+            gradient(model, handle.link.name, handle.clock)
+            handle.push(1.0, 2.0)
+
+    with Cluster(f"replicate=2,server={servers}") as cluster:
+        models = [worker.ended().model for worker in [cluster.worker(n, STEPS, work) for n in range(2)]]
+        (notice,) = [event["text"] for event in cluster.events if event["event"] == "notice"]
+    expected = alone(2, STEPS, adamw)
+    assert all(torch.equal(a, b) for m in models for a, b in zip(m.parameters(), expected, strict=True))
+    assert says in notice
+
+
 def test_a_server_may_hear_of_the_start_after_its_first_content(monkeypatch):
     """The worker's bytes and the coordinator's word come on two connections: it turns the first one away, and both
     must find together again."""
@@ -157,7 +183,6 @@ class Own(torch.optim.SGD):
     ("plan", "options", "error", "says"),
     [
         ("replicate=1,server=2", {"optimizer": lambda m: Own(m.parameters())}, PlanError, "which they don't know"),
-        ("replicate=1,server=9", {}, PlanError, "the model fills 6 segments"),
         (
             "replicate=1,server=1",
             {"model": lambda: torch.nn.ParameterList([torch.ones(3, dtype=torch.complex64)])},

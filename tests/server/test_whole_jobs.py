@@ -14,14 +14,16 @@ pytestmark = pytest.mark.slow
 
 
 def test_a_job_with_servers_trains_as_one_without(tmp_path):
+    """A model smaller than one server's part, as README's: the second server keeps a copy."""
     file = write_workload(tmp_path)
     plain = paceline(tmp_path, "run", "-n", "2", "--job", "plain", file)
-    ended = paceline(tmp_path, "run", "-n", "2", "--plan", "server=1", "--job", "servers", "--json", file)
+    ended = paceline(tmp_path, "run", "-n", "2", "--plan", "server=2", "--job", "servers", "--json", file)
     assert (plain.code, ended.code) == (0, 0), ended.err
+    assert "of 2 servers 1 takes gradients, 1 keeps a copy" in ended.err
     first, second = losses(tmp_path / "runs" / "plain"), losses(tmp_path / "runs" / "servers")
     assert list(second) == list(range(1, STEPS + 1))
     assert second == pytest.approx(first, rel=1e-9)
-    planned = json.loads(paceline(tmp_path, "plan", "-n", "2", "--plan", "server=1", "--json", file).out)
+    planned = json.loads(paceline(tmp_path, "plan", "-n", "2", "--plan", "server=2", "--json", file).out)
     (end,) = events(tmp_path / "runs" / "servers", "end")
     counted = {(row["collective"], row["axis"]): (row["calls"], row["bytes"]) for row in end["ledger"]}
     expected = {

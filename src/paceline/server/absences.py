@@ -83,7 +83,7 @@ class Absences:
     def _give_up(self, worker: Worker, facts: dict[str, Any], pid: int | None) -> list[dict[str, Any]]:
         name, step = worker[0], facts["step"]
         if not self.is_replaced:
-            found = "it is silent" if facts["is_connected"] else "its connection has ended, and none took its place"
+            found = "it has been silent" if facts["is_connected"] else "it is lost, and none has taken its place"
             raise PeerLostError(f"worker {name} at step {step}", f"{found} for {self.patience_s:g} s", _RESUME)
         if not facts["is_connected"] or pid is None:
             return []  # whoever starts another knows that its process has ended

@@ -22,7 +22,7 @@ from paceline.server.absences import BY_HAND_S, Absences, silence_s
 from paceline.server.address import Address, Credentials
 from paceline.server.connection import Connection
 from paceline.server.coordinator import Coordinator, Settings
-from paceline.server.layout import Layout
+from paceline.server.layout import SEGMENT_BYTES, Layout
 from paceline.server.log import Log
 from paceline.server.messages import COORDINATOR, Beat, Node, Worker, WorkerBeat
 from paceline.server.peers import BEAT_S, Peers, every, facts_of
@@ -171,8 +171,10 @@ class Coordination(Peers):
         layout = self.layouts[min(self.layouts)]
         if self.log.job is None:
             self.log.begin(self.job.to_json(), layout.to_json())
-        replicas = self.job.replicas
-        self.chains = [[nodes[(at + r) % len(nodes)] for r in range(replicas)] for at in range(len(nodes))]
+        ranges = len(layout.ranges(self.job.servers))
+        self.chains = [[nodes[(at + r) % len(nodes)] for r in range(self.job.replicas)] for at in range(ranges)]
+        if ranges < len(nodes) and not self.installed:
+            self.tell({"event": "notice", "text": _few_ranges(ranges, len(nodes), self.job.replicas)})
         self.installed = set()
         for peer in [*servers, *here]:
             self._send_start(peer)
@@ -419,6 +421,19 @@ def hosts_in_turn(nodes: Sequence[Node], addresses: Mapping[Any, Address]) -> li
 def _host(at: Address) -> str:
     """Of a server: "", where all are on this one."""
     return "" if at.is_unix else at.host
+
+
+def _few_ranges(ranges: int, servers: int, replicas: int) -> str:
+    """What the servers of a small model do."""
+    idle = servers - min(servers, ranges + replicas - 1)
+    shown = f"the model fills {ranges} segment{'s' * (ranges > 1)} of {SEGMENT_BYTES >> 20} MiB: of {servers} servers"
+    copies = servers - ranges - idle
+    parts = [f"{ranges} take{'s' * (ranges == 1)} gradients"]
+    if copies:
+        parts.append(f"{copies} keep{'s' * (copies == 1)} a copy")
+    if idle:
+        parts.append(f"{idle} {'has' if idle == 1 else 'have'} nothing to do until another is lost")
+    return f"{shown} {', '.join(parts)}"
 
 
 def _layout_of(hello: setup.Hello) -> tuple[Layout, dict[str, Any]]:
