@@ -254,7 +254,7 @@ def check(running: Running, trial: Trial, output: str, calm: Path) -> None:
 
 def check_words(trial: Trial, output: str) -> None:
     """Processes that the output says were ended by a signal: those that were, or that were given up."""
-    given_up = re.findall(r"paceline: (worker \d+) has been silent for \d+ s: killing it", output)
+    given_up = re.findall(r"paceline: (.+) has been silent for \d+ s: killing it", output)
     allowed = [name_of(fault.process) for fault in trial.faults if fault.kind == "kill"] + given_up
     for name in re.findall(r"paceline: (.+?) was ended by SIG\w+; another takes its place", output):
         if name not in allowed:

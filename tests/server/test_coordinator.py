@@ -213,6 +213,17 @@ def test_whoever_starts_another_decides_on_a_process_that_has_ended():
     assert [event["event"] for event in events] == ["waiting"]
 
 
+def test_a_server_that_is_silent_is_replaced_or_the_job_ends():
+    server = {7: ("the server at unix:/s", 61.0)}
+    one = Absences(60.0, is_replaced=True)
+    assert one.look_at_others({7: ("the server at unix:/s", 59.0)}, {7: 70}) == []
+    assert one.look_at_others(server, {7: 70}) == [{"event": "given_up", "pid": 70, "silent_s": 61.0}]
+    assert one.look_at_others(server, {7: 70}) == []
+    for other in (Absences(60.0, is_replaced=False), Absences(60.0, is_replaced=True)):
+        with pytest.raises(PeerLostError, match="the server at unix:/s, but it has been silent for 60 s"):
+            other.look_at_others(server, {7: 70} if not other.is_replaced else {})
+
+
 def test_the_others_do_not_wait_for_one_that_has_left():
     one = Absences(60.0, is_replaced=True)
     one.note_waiting((0, 0), 4, True, 100.0)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs import STEPS, events, losses, paceline, write_workload
+from jobs import LOOP, STEPS, events, losses, paceline, write_workload
 
 pytestmark = pytest.mark.slow
 
@@ -84,3 +84,30 @@ def test_a_disk_that_is_full_at_a_checkpoint_ends_nothing(tmp_path):
     assert "File too large" in ended.out
     kept = sorted(path.name for path in (tmp_path / "runs" / "a" / "checkpoints").iterdir())
     assert kept == [f"step-{step:08d}" for step in (10, 15, 20)]
+
+
+DIES = """
+import paceline.train.servers as servers
+plain = servers.end_step
+def end_step(job):
+    if job.rank == 0 and job.step_number == 6 and "PACELINE_TAKES_OVER" not in os.environ:
+        os.kill(os.getpid(), signal.SIGKILL)  # the servers have the step, and nobody has written its line
+    plain(job)
+servers.end_step = end_step
+"""
+
+
+def test_the_line_and_the_checkpoint_of_the_step_in_which_worker_0_dies_are_written(tmp_path):
+    plan = ("-n", "2", "--plan", "server=2", "--checkpoint-every", "7")
+    calm = paceline(tmp_path, "run", *plan, "--job", "calm", write_workload(tmp_path))
+    file = write_workload(tmp_path, loop=DIES + LOOP, name="dies.py")
+    ended = paceline(tmp_path, "run", *plan, "--job", "a", file)
+    assert (calm.code, ended.code) == (0, 0), ended.err
+    assert "worker 0 was ended by SIGKILL; another takes its place" in ended.err
+    ours, theirs = (events(tmp_path / "runs" / job, "step") for job in ("a", "calm"))
+    assert [line["step"] for line in ours] == list(range(1, STEPS + 1))
+    for name in ("loss", "weight", "position", "samples", "gradient_norm"):
+        assert [line[name] for line in ours] == [line[name] for line in theirs]
+    kept = [sorted(path.name for path in (tmp_path / "runs" / job / "checkpoints").iterdir()) for job in ("a", "calm")]
+    assert kept[0] == kept[1]
+    assert json.loads((tmp_path / "runs/a/result.json").read_text())["left_out"] == {"gradients": 0, "of": 2 * STEPS}

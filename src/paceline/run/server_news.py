@@ -15,10 +15,10 @@ class ServerNews:
     Args:
         run_dir: the run's folder.
         say: prints a line for the person.
-        end: ends the process of a worker that has not answered for long, by its number and process.
+        end: ends a process that has not answered for so many seconds.
     """
 
-    def __init__(self, run_dir: Path, say: Callable[[str], None], end: Callable[[int, int], None]) -> None:
+    def __init__(self, run_dir: Path, say: Callable[[str], None], end: Callable[[int, float], None]) -> None:
         self.path = run_dir / "servers.jsonl"
         self.offset = self.path.stat().st_size if self.path.exists() else 0
         self.say, self.end = say, end
@@ -58,8 +58,7 @@ class ServerNews:
         elif kind == "left_out":
             self.say(f"paceline: worker {event['worker']} is silent or lost; the others go on without it")
         elif kind == "given_up":
-            self.say(f"paceline: worker {event['worker']} has been silent for {event['silent_s']:.0f} s: killing it")
-            self.end(event["worker"], event["pid"])
+            self.end(event["pid"], event["silent_s"])
         elif kind == "notice":
             self.say(f"paceline: {event['text']}")
         elif kind == "servers_ended" and event["counted"] is not None:

@@ -289,9 +289,10 @@ class Supervisor:
             if self.kill_at_s is None or not self.asked_to_stop:
                 self.kill_at_s = min(self.kill_at_s or float("inf"), self.clock.now_s() + SETTLE_S)
 
-    def _end_silent(self, rank: int, pid: int) -> None:
-        """Kill a worker that its coordinator has given up, unless it has already ended; another takes its place."""
-        if self.alive.get(rank) == pid:
+    def _end_silent(self, pid: int, silent_s: float) -> None:
+        """Kill a process that the coordinator has given up, unless it has already ended; another takes its place."""
+        for rank in [rank for rank, own in self.alive.items() if own == pid]:
+            self.screen.say(f"paceline: {self.replaced.name(rank)} has been silent for {silent_s:.0f} s: killing it")
             self.stations[rank].signal([rank], signal.SIGKILL)
 
     def _is_worker(self, rank: int) -> bool:

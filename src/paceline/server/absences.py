@@ -47,7 +47,7 @@ class Absences:
     patience_s: float
     is_replaced: bool
     told: dict[Worker, float] = field(default_factory=dict)  # who is waited for, and since when
-    given_up: set[Worker] = field(default_factory=set)
+    given_up: set[Any] = field(default_factory=set)
     given_up_at: dict[int, int] = field(default_factory=dict)  # by worker's number, the step of the last time
     waits: dict[Worker, tuple[int, float]] = field(default_factory=dict)  # at which step somebody waits, since when
 
@@ -95,7 +95,27 @@ class Absences:
             )
         self.given_up.add(worker)
         self.given_up_at[name] = step
-        return [{"event": "given_up", **facts, "pid": pid}]
+        return [{"event": "given_up", "pid": pid, "silent_s": facts["silent_s"]}]
+
+    def look_at_others(self, silent: Mapping[Any, tuple[str, float]], pids: Mapping[Any, int]) -> list[dict[str, Any]]:
+        """The same for whoever else is connected: a server, or before the start anybody.
+
+        Args:
+            silent: by who it is, its name for people and seconds of silence.
+            pids: of their processes, as far as they are known.
+
+        Raises:
+            PeerLostError: nobody can take its place.
+        """
+        events: list[dict[str, Any]] = []
+        for who, (name, quiet_s) in silent.items():
+            if quiet_s <= self.patience_s or who in self.given_up:
+                continue
+            if not self.is_replaced or who not in pids:
+                raise PeerLostError(name, f"it has been silent for {self.patience_s:g} s", _RESUME)
+            self.given_up.add(who)
+            events.append({"event": "given_up", "pid": pids[who], "silent_s": round(quiet_s, 1)})
+        return events
 
     def note_waiting(self, worker: Worker, clock: int, is_waiting: bool, now_s: float) -> None:
         """A worker says whether it waits for the others, at its step `clock`."""

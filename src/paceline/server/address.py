@@ -147,10 +147,21 @@ def role_of(transport: Any) -> str | None:
 
 def user_of(end: socket.socket) -> int | None:
     """The user at the other end of a unix socket; None where the system can't say."""
+    process_and_user = _credentials_of(end)
+    return process_and_user[1] if process_and_user else None
+
+
+def process_of(end: socket.socket) -> int | None:
+    """The process at the other end of a unix socket; None where the system can't say."""
+    process_and_user = _credentials_of(end) if end.family == socket.AF_UNIX else None
+    return process_and_user[0] if process_and_user else None
+
+
+def _credentials_of(end: socket.socket) -> tuple[int, int] | None:
     if not hasattr(socket, "SO_PEERCRED"):
         return None
-    _, user, _ = struct.unpack("3i", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
-    return int(user)
+    process, user, _ = struct.unpack("3i", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return int(process), int(user)
 
 
 def _wants_credentials(address: Address) -> UsageError:

@@ -56,6 +56,7 @@ class Connection(asyncio.BufferedProtocol):
     Attributes:
         peer: who the other is, once it has said so.
         role: what its certificate says that it is; None on a unix socket.
+        process: at the other end of a unix socket, where the system says it.
         why: why it was closed from here.
     """
 
@@ -63,6 +64,7 @@ class Connection(asyncio.BufferedProtocol):
         self.endpoint = endpoint
         self.peer: Any = None
         self.role: str | None = None
+        self.process: int | None = None
         self.transport: Any = None
         self.why = ""
         self.is_paused = self.is_closed = False

@@ -29,6 +29,7 @@ from paceline.server.peers import BEAT_S, Peers, every, facts_of
 from paceline.server.settings import JobSettings
 
 LEAST_DEADLINE_S = 5.0  # silence that may be a machine under load
+ASK_S = 2.0  # of silence before somebody is asked for a sign of life
 STOOD_STILL_S = 2.0  # between two ticks of BEAT_S / 2: this process was stopped, or its host slept
 GAPS = 8  # silence is death after so many times the longest pause between signs of life
 
@@ -65,6 +66,8 @@ class Coordination(Peers):
         self.gaps: dict[Any, tuple[float, float]] = {}  # who was last heard when, and the longest pause of late
         self.told: list[int] = []
         self.active: set[Worker] = set()
+        self.heard_s: dict[Any, float] = {}  # when servers and workers that are connected said anything
+        self.asked_s: dict[Any, float] = {}
         self.ticked_s = 0.0
         self.facts: dict[Any, dict[str, Any]] = {}  # by worker, what it says of itself
         self.silence_s = silence_s(os.environ)
@@ -196,6 +199,7 @@ class Coordination(Peers):
 
     def take(self, peer: Any, number: int, message: Any) -> None:
         """A message about range `number`."""
+        self.heard_s[peer] = time.monotonic()
         if isinstance(message, setup.Status):
             self.facts[peer] = facts_of(message.facts)
             self._note_waiting(peer)
@@ -230,6 +234,8 @@ class Coordination(Peers):
     def lost(self, peer: Any) -> None:
         """A connection has ended."""
         now = time.monotonic()
+        self.heard_s.pop(peer, None)
+        self.asked_s.pop(peer, None)
         if self.coordinator is not None and not (isinstance(peer, tuple) and peer[0] == "watcher"):
             self.coordinator.forget(peer, now)
         if self.coordinator is None and isinstance(peer, tuple):
@@ -239,11 +245,14 @@ class Coordination(Peers):
         now = time.monotonic()
         stood_still_s = now - self.ticked_s if self.ticked_s else 0.0
         self.ticked_s = now  # also before the job's start: it may be stopped right after it
+        if stood_still_s > STOOD_STILL_S:
+            self.heard_s = {peer: since + stood_still_s for peer, since in self.heard_s.items()}
+            self.absences.waits.clear()
+        self._look_for_silent(now)
         if self.coordinator is None:
             return
         if stood_still_s > STOOD_STILL_S:
             self.coordinator.slept(stood_still_s)
-            self.absences.waits.clear()
         self.coordinator.settings = settings = self._settings()
         for chain in self.coordinator.chains:
             chain.settings = settings
@@ -273,6 +282,35 @@ class Coordination(Peers):
                 "go on from the last checkpoint: paceline run --resume",
             )
 
+    def _look_for_silent(self, now: float) -> None:
+        """Ask who has said nothing for a while, and give up who does not answer: a server, or before the start anybody.
+
+        Raises:
+            PeerLostError: nobody can take its place.
+        """
+        silent: dict[Any, tuple[str, float]] = {}
+        for peer in self.connections:
+            if isinstance(peer, tuple) and (peer[0] == "watcher" or self.coordinator is not None):
+                continue
+            quiet_s = now - self.heard_s.setdefault(peer, now)
+            if quiet_s > ASK_S and now - self.asked_s.get(peer, 0.0) > ASK_S:
+                self.asked_s[peer] = now
+                self.send([(peer, 0, setup.AskStatus())])
+            name = f"worker {peer[0]}" if isinstance(peer, tuple) else f"the server at {self.addresses.get(peer)}"
+            silent[peer] = name, quiet_s
+        for event in self.absences.look_at_others(silent, self._pids()):
+            self.tell(event)
+
+    def _pids(self) -> dict[Any, int]:
+        """The processes of those who are connected, as far as they are known."""
+        pids: dict[Any, int] = {}
+        for peer, connection in self.connections.items():
+            said = self.facts.get(peer, {}).get("pid")
+            pid = said if isinstance(said, int) else connection.process
+            if pid is not None:
+                pids[peer] = pid
+        return pids
+
     def _look_for_missing(self, now: float) -> None:
         """Under sync: tell who is waited for, and end a wait that has no end.
 
@@ -286,9 +324,8 @@ class Coordination(Peers):
             step = min(clocks, default=0) + 1
             silent_s = one.missing(now)
             missing = {worker: (quiet_s, step, worker not in one.gone) for worker, quiet_s in silent_s.items()}
-        pids = {worker: facts["pid"] for worker, facts in self.facts.items() if isinstance(facts.get("pid"), int)}
         tell_s = one.settings.worker_deadline_s
-        for event in self.absences.look(missing, pids, tell_s, now):
+        for event in self.absences.look(missing, self._pids(), tell_s, now):
             self.tell(event)
         left = {worker: one.heard[worker][1].clock for worker in one.left_early()}
         self.absences.check_left(left, [worker for worker in one.workers if worker not in left], tell_s, now)

@@ -18,6 +18,7 @@ import torch
 
 from paceline.nouns.errors import PacelineError, PeerLostError
 from paceline.server import setup
+from paceline.server.absences import silence_s
 from paceline.server.address import Address, Credentials
 from paceline.server.client import Client, Session
 from paceline.server.connection import Connection
@@ -31,8 +32,7 @@ from paceline.server.tensors import Flat, bytes_of, views_of
 SOON_S = 0.1
 REPEAT_S = (2.0, 60.0)  # what has no answer is said again after so long; each time later, up to
 ALONE_S = 60.0  # without coordinator or server before a worker gives up
-COORDINATOR_S = 120.0  # of silence while a worker waits, before it gives up: the coordinator may be stopped
-ASK_S = 5.0  # of silence before it is asked for a sign of life
+ASK_S = 2.0  # of silence before it is asked for a sign of life
 GOODBYE_S = 5.0  # for the coordinator to take a worker's last word
 _WAKE_S = 0.1  # so that a signal is seen while the worker waits
 
@@ -91,6 +91,7 @@ class Link(Peers):
         self.is_leaving = False
         self.waiting_since_s: float | None = None  # the worker's thread
         self.coordinator_s = self.asked_s = 0.0  # when the coordinator was heard, and asked
+        self.patience_s = 2 * silence_s(os.environ)  # twice: a coordinator that is back after long is not given up
         self.counted = 0  # gradients of all workers that have counted
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self._run, name="paceline-link", daemon=True)
@@ -349,11 +350,11 @@ class Link(Peers):
         if self.waiting_since_s is None:
             return
         silent_s = now - max(self.coordinator_s, self.waiting_since_s)
-        if silent_s > COORDINATOR_S:
+        if silent_s > self.patience_s:
             self.failed(
                 PeerLostError(
                     "the coordinator of the parameter servers",
-                    f"it has not answered for {COORDINATOR_S:g} s, in which this worker waited",
+                    f"it has not answered for {self.patience_s:g} s, in which this worker waited",
                     "see whether its process is stopped; go on from the last checkpoint with --resume",
                 )
             )

@@ -14,7 +14,7 @@ from typing import Any
 
 from paceline.nouns.errors import CheckpointError, PacelineError, PeerLostError
 from paceline.server import messages, setup
-from paceline.server.address import Address, Credentials, connect, listen, role_of, user_of
+from paceline.server.address import Address, Credentials, connect, listen, process_of, role_of, user_of
 from paceline.server.connection import HELLO_S, Connection
 from paceline.server.frames import LAYOUT_BYTES, FrameError
 from paceline.server.messages import COORDINATOR, Node, Sent
@@ -170,7 +170,7 @@ class Peers:
         if role is None and user_of(end) not in (os.getuid(), None):
             connection.close("it is no process of this user")
             return
-        connection.role = role
+        connection.role, connection.process = role, process_of(end)
         if connection.peer is None and self.listener is not None:
             loop = asyncio.get_running_loop()
             loop.call_later(HELLO_S, _close_unless_known, connection)
