@@ -73,16 +73,19 @@ class Fault:
         kind: "kill", "stop" for `for_s`, or "stop for good".
         process: its number: workers first, then servers, then the coordinator.
         at: a step, or below 0 seconds after the processes' start, in which the job may still gather.
+        is_at_once: it does not wait until what the fault before it ended is there again.
     """
 
     kind: str
     process: int
     at: float
     for_s: float = 0.0
+    is_at_once: bool = False
 
     def __str__(self) -> str:
         name = name_of(self.process)
         when = f"at step {self.at:.0f}" if self.at >= 0 else f"{-self.at:.1f} s after the start"
+        when = "at once" if self.is_at_once else when
         return f"{self.kind} {name} {when}" + (f" for {self.for_s:.1f} s" if self.for_s else "")
 
 
@@ -106,14 +109,18 @@ def name_of(process: int) -> str:
 
 
 def draw_faults(draws: random.Random) -> list[Fault]:
-    """One fault, or two of which the second comes later."""
-    faults = []
+    """One fault, or two: the second comes later, or at once."""
+    faults: list[Fault] = []
     for _ in range(draws.choice([1, 1, 2])):
         kind = draws.choice(["kill", "stop", "stop for good"])
         process = draws.randrange(WORKERS + SERVERS + 1)
         at = draws.uniform(-4.0, -0.1) if draws.random() < 0.2 else float(draws.randrange(1, STEPS - 2))
         faults.append(Fault(kind, process, at, draws.uniform(*WHILE_S) if kind == "stop" else 0.0))
-    return sorted(faults, key=lambda fault: (fault.at >= 0, abs(fault.at)))
+    faults = sorted(faults, key=lambda fault: (fault.at >= 0, abs(fault.at)))
+    others = [number for number in range(WORKERS + SERVERS + 1) if number != faults[0].process]
+    if len(faults) == 2 and draws.random() < 0.4:
+        faults[1].is_at_once, faults[1].process, faults[1].at = True, draws.choice(others), faults[0].at
+    return faults
 
 
 class Running:
@@ -212,24 +219,38 @@ def run_trial(folder: Path, trial: Trial, calm: Path) -> None:
 
 
 def inflict(running: Running, trial: Trial, deadline_s: float) -> None:
-    """Do the faults, each at its moment; one that is stopped for a while goes on before the next."""
-    for fault in trial.faults:
-        while not (running.find_processes() and running.is_due(fault)):
+    """Do the faults, each at its moment; one that is stopped for a while goes on before a fault that is not at once."""
+    stopped: list[tuple[float, int]] = []
+    for fault, following in zip(trial.faults, [*trial.faults[1:], None], strict=True):
+        while not fault.is_at_once and not (running.find_processes() and running.is_due(fault)):
             if running.is_over(deadline_s):
                 return
             time.sleep(0.01)
         pid = running.pids[fault.process]
-        try:
-            os.kill(pid, signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
-        except ProcessLookupError:
-            continue
-        trial.hit += 1
-        if fault.kind == "stop":
-            until_s = time.monotonic() + fault.for_s
-            while time.monotonic() < until_s and not running.is_over(deadline_s):
-                time.sleep(0.05)
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
+        if signalled(running, pid, signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP):
+            trial.hit += 1
+            stopped += [(time.monotonic() + fault.for_s, pid)] * (fault.kind == "stop")
+        if following is None or not following.is_at_once:
+            go_on(running, stopped, deadline_s)
+            stopped = []
+
+
+def go_on(running: Running, stopped: list[tuple[float, int]], deadline_s: float) -> None:
+    """Let stopped processes go on, each at its time."""
+    for until_s, pid in sorted(stopped):
+        while time.monotonic() < until_s and not running.is_over(deadline_s):
+            time.sleep(0.05)
+        signalled(running, pid, signal.SIGCONT)
+
+
+def signalled(running: Running, pid: int, number: int) -> bool:
+    """Whether a process of this job was there to be signalled: its number may be another's by now."""
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
+        if process.environ().get(MARK) == str(running.folder) and process.status() != psutil.STATUS_ZOMBIE:
+            process.send_signal(number)
+            return True
+    return False
 
 
 def check(running: Running, trial: Trial, output: str, calm: Path) -> None:

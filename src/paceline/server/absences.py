@@ -16,7 +16,7 @@ from paceline.server.messages import Worker
 SILENCE = "PACELINE_SILENCE_S"  # the variable that says how long a worker may be silent
 SILENCE_S = 60.0
 BY_HAND_S = 600.0  # for a person, or Kubernetes, to start another worker
-_RESUME = "go on from the last checkpoint with --resume; mode=quorum goes on without a lost worker's samples"
+_RESUME = "start the job again; --resume goes on from its last checkpoint, where it has one"
 
 
 def silence_s(environment: Mapping[str, str]) -> float:

@@ -45,6 +45,8 @@ class Coordination(Peers):
         returns_s: time for another worker to take a lost one's place; 0 where nobody starts one.
     """
 
+    takes_layouts = True
+
     def __init__(
         self,
         listen_at: Address,

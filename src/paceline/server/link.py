@@ -355,7 +355,7 @@ class Link(Peers):
                 PeerLostError(
                     "the coordinator of the parameter servers",
                     f"it has not answered for {self.patience_s:g} s, in which this worker waited",
-                    "see whether its process is stopped; go on from the last checkpoint with --resume",
+                    "see whether its process is stopped; --resume goes on from the last checkpoint, where there is one",
                 )
             )
         elif silent_s > ASK_S and now - self.asked_s > ASK_S:
