@@ -57,6 +57,8 @@ class ServerNews:
             self.say(f"paceline: worker {event['worker']} is back after {event['waited_s']:.0f} s")
         elif kind == "left_out":
             self.say(f"paceline: worker {event['worker']} is silent or lost; the others go on without it")
+        elif kind == "joined_again":
+            self.say(f"paceline: worker {event['worker']} takes part again")
         elif kind == "given_up":
             self.end(event["pid"], event["silent_s"])
         elif kind == "notice":

@@ -68,6 +68,7 @@ class Coordination(Peers):
         self.gaps: dict[Any, tuple[float, float]] = {}  # who was last heard when, and the longest pause of late
         self.told: list[int] = []
         self.active: set[Worker] = set()
+        self.left_out: set[int] = set()  # workers without whom the others go on
         self.heard_s: dict[Any, float] = {}  # when servers and workers that are connected said anything
         self.asked_s: dict[Any, float] = {}
         self.ticked_s = 0.0
@@ -398,7 +399,11 @@ class Coordination(Peers):
             heard = self.coordinator.heard.get(worker) if self.coordinator is not None else None
             has_left = heard is not None and heard[1].is_done
             if worker[0] not in names and not has_left and self.job.mode != "sync":
+                self.left_out.add(worker[0])
                 self.tell({"event": "left_out", "worker": worker[0]})
+        for name in self.left_out & names:
+            self.left_out.discard(name)
+            self.tell({"event": "joined_again", "worker": name})
         self.active = set(workers)
 
     def _epochs(self) -> list[int]:
