@@ -294,7 +294,7 @@ def check_done(run_dir: Path, trial: Trial, result: dict[str, Any], calm: Path) 
     if (result["status"], result["steps"]) != ("done", STEPS):
         trial.wrong.append(f"exit code 0 with status {result['status']} after {result['steps']} steps")
         return
-    left_out = result["left_out"]
+    left_out = result.get("left_out")
     if left_out is not None and left_out != {"gradients": 0, "of": WORKERS * STEPS}:
         trial.wrong.append(f"left out: {left_out}")
     ours, theirs = last_checkpoint(run_dir), last_checkpoint(calm)

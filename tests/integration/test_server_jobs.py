@@ -178,7 +178,8 @@ def test_a_worker_that_is_stopped_for_good_is_replaced(tmp_path, monkeypatch):
     check_equal(saved(tmp_path, "wild"), calm(tmp_path))
 
 
-def test_a_quorum_goes_on_without_a_worker_that_is_stopped_for_good(tmp_path):
+def test_a_quorum_goes_on_without_a_worker_that_is_stopped_for_good(tmp_path, monkeypatch):
+    monkeypatch.setenv("PACELINE_SILENCE_S", "1000")  # nobody takes its place
     process = slow_job(tmp_path, 300, "server=1,mode=quorum,quorum=2", workers=3)
     assert wait_for(lambda: is_whole(facts_of(tmp_path)), 60)
     os.kill(members(process)[2].pid, signal.SIGSTOP)
@@ -192,6 +193,23 @@ def test_a_quorum_goes_on_without_a_worker_that_is_stopped_for_good(tmp_path):
     assert (200 < missing <= 300, last["left_out"]["of"]) == (True, 900)
     assert f"mode=quorum left out {missing} of 900 gradients" in err
     assert "worker 2 is silent or lost; the others go on without it" in err
+
+
+@pytest.mark.parametrize("mode", ["mode=quorum,quorum=1", "mode=async"])
+def test_a_job_is_not_done_before_worker_0_has_saved(tmp_path, monkeypatch, mode):
+    """The others are at the end without it; another in its place saves what they have trained."""
+    monkeypatch.setenv("PACELINE_SILENCE_S", "10")
+    process = slow_job(tmp_path, 60, f"server=2,{mode}", pause="0.1")
+    assert wait_for(lambda: is_whole(facts_of(tmp_path), workers=2), 60)
+    os.kill(members(process)[0].pid, signal.SIGSTOP)
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    assert err.count("worker 0 was ended by SIGKILL; another takes its place") == 1
+    last = result_of(tmp_path)
+    assert (last["status"], last["steps"]) == ("done", 60)
+    assert last["checkpoint"].endswith("step-00000060")
+    assert last["left_out"]["gradients"] > 0
+    assert wait_for(lambda: not leftovers(tmp_path))
 
 
 def test_kills_and_stops_at_random_moments():

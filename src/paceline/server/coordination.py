@@ -263,6 +263,7 @@ class Coordination(Peers):
         sent = self.coordinator.tick(now)
         is_over = not self.coordinator.workers and any(beat.is_done for _, beat in self.coordinator.heard.values())
         is_over = is_over and not self._is_joining(now) and self.ending is not None and not self.ending.done()
+        is_over = is_over and (not self.absences.is_replaced or self._has_saved())
         if is_over:  # before the last worker hears that it may go: then this process may be ended
             self.tell({"event": "servers_ended", **self._counted()})
         self.send(sent)
@@ -293,7 +294,7 @@ class Coordination(Peers):
         """
         silent: dict[Any, tuple[str, float]] = {}
         for peer in self.connections:
-            if isinstance(peer, tuple) and (peer[0] == "watcher" or self.coordinator is not None):
+            if isinstance(peer, tuple) and (peer[0] == "watcher" or not self._may_give_up_workers()):
                 continue
             quiet_s = now - self.heard_s.setdefault(peer, now)
             if quiet_s > ASK_S and now - self.asked_s.get(peer, 0.0) > ASK_S:
@@ -303,6 +304,10 @@ class Coordination(Peers):
             silent[peer] = name, quiet_s
         for event in self.absences.look_at_others(silent, self._pids()):
             self.tell(event)
+
+    def _may_give_up_workers(self) -> bool:
+        """Under sync `_look_for_missing` does, once the job runs; in the other modes rounds can do without one."""
+        return self.coordinator is None or (self.absences.is_replaced and not self.coordinator.settings.needs_all)
 
     def _pids(self) -> dict[Any, int]:
         """The processes of those who are connected, as far as they are known."""
@@ -357,6 +362,12 @@ class Coordination(Peers):
             if is_coming and worker in self.connections:
                 return True
         return False
+
+    def _has_saved(self) -> bool:
+        """Whether worker 0, which saves at the end, has done so: another that takes its place reads the end first."""
+        assert self.coordinator is not None
+        incarnations = [worker for worker in self.coordinator.heard if worker[0] == 0]
+        return not incarnations or self.coordinator.heard[max(incarnations)][1].is_done
 
     def _settings(self) -> Settings:
         """Silence is death after some times the longest pause of late: a machine under load is not dead."""
