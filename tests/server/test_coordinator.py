@@ -213,15 +213,22 @@ def test_whoever_starts_another_decides_on_a_process_that_has_ended():
     assert [event["event"] for event in events] == ["waiting"]
 
 
-def test_a_server_that_is_silent_is_replaced_or_the_job_ends():
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_a_server_that_is_silent_is_replaced_where_somebody_can(has_begun):
     server = {7: ("the server at unix:/s", 61.0)}
     one = Absences(60.0, is_replaced=True)
-    assert one.look_at_others({7: ("the server at unix:/s", 59.0)}, {7: 70}) == []
-    assert one.look_at_others(server, {7: 70}) == [{"event": "given_up", "pid": 70, "silent_s": 61.0}]
-    assert one.look_at_others(server, {7: 70}) == []
-    for other in (Absences(60.0, is_replaced=False), Absences(60.0, is_replaced=True)):
-        with pytest.raises(PeerLostError, match="the server at unix:/s, but it has been silent for 60 s"):
-            other.look_at_others(server, {7: 70} if not other.is_replaced else {})
+    assert one.look_at_others({7: ("the server at unix:/s", 59.0)}, {7: 70}, has_begun) == []
+    assert one.look_at_others(server, {7: 70}, has_begun) == [{"event": "given_up", "pid": 70, "silent_s": 61.0}]
+    assert one.look_at_others(server, {7: 70}, has_begun) == []
+
+
+@pytest.mark.parametrize(("is_replaced", "pids"), [(False, {7: 70}), (True, {})])
+def test_a_silent_server_that_nobody_can_replace_ends_the_job_only_before_its_start(is_replaced, pids):
+    """Later its ranges have other replicas."""
+    server = {7: ("the server at unix:/s", 61.0)}
+    assert Absences(60.0, is_replaced).look_at_others(server, pids, has_begun=True) == []
+    with pytest.raises(PeerLostError, match="the server at unix:/s, but it has been silent for 60 s"):
+        Absences(60.0, is_replaced).look_at_others(server, pids, has_begun=False)
 
 
 def test_the_others_do_not_wait_for_one_that_has_left():

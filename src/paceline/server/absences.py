@@ -97,12 +97,15 @@ class Absences:
         self.given_up_at[name] = step
         return [{"event": "given_up", "pid": pid, "silent_s": facts["silent_s"]}]
 
-    def look_at_others(self, silent: Mapping[Any, tuple[str, float]], pids: Mapping[Any, int]) -> list[dict[str, Any]]:
+    def look_at_others(
+        self, silent: Mapping[Any, tuple[str, float]], pids: Mapping[Any, int], has_begun: bool
+    ) -> list[dict[str, Any]]:
         """The same for whoever else is connected: a server, or before the start anybody.
 
         Args:
             silent: by who it is, its name for people and seconds of silence.
             pids: of their processes, as far as they are known.
+            has_begun: whether the job goes on without them.
 
         Raises:
             PeerLostError: nobody can take its place.
@@ -111,7 +114,10 @@ class Absences:
         for who, (name, quiet_s) in silent.items():
             if quiet_s <= self.patience_s or who in self.given_up:
                 continue
-            if not self.is_replaced or who not in pids:
+            can_be_replaced = self.is_replaced and who in pids
+            if has_begun and not can_be_replaced:
+                continue
+            if not can_be_replaced:
                 raise PeerLostError(name, f"it has been silent for {self.patience_s:g} s", _RESUME)
             self.given_up.add(who)
             events.append({"event": "given_up", "pid": pids[who], "silent_s": round(quiet_s, 1)})

@@ -293,16 +293,17 @@ class Coordination(Peers):
             PeerLostError: nobody can take its place.
         """
         silent: dict[Any, tuple[str, float]] = {}
-        for peer in self.connections:
+        for peer in list(self.connections):
             if isinstance(peer, tuple) and (peer[0] == "watcher" or not self._may_give_up_workers()):
                 continue
             quiet_s = now - self.heard_s.setdefault(peer, now)
-            if quiet_s > ASK_S and now - self.asked_s.get(peer, 0.0) > ASK_S:
+            is_new = peer not in self.asked_s  # its answer has the number of its process
+            if is_new or (quiet_s > ASK_S and now - self.asked_s[peer] > ASK_S):
                 self.asked_s[peer] = now
                 self.send([(peer, 0, setup.AskStatus())])
             name = f"worker {peer[0]}" if isinstance(peer, tuple) else f"the server at {self.addresses.get(peer)}"
             silent[peer] = name, quiet_s
-        for event in self.absences.look_at_others(silent, self._pids()):
+        for event in self.absences.look_at_others(silent, self._pids(), self.coordinator is not None):
             self.tell(event)
 
     def _may_give_up_workers(self) -> bool:
