@@ -133,14 +133,16 @@ class Acceptor:
         self.waiting.add(name, self.peer_of(end), lambda: _end(connection, task))
         seconds = SAY_S if self.context is not None else None
         try:
+            async with asyncio.timeout(SAY_S):
+                await _has_something(end)
             await asyncio.get_running_loop().connect_accepted_socket(
                 lambda: connection, end, ssl=self.context, ssl_handshake_timeout=seconds
             )
             await asyncio.sleep(SAY_S)
             if name in self.waiting.ends:
                 connection.close("it did not say who it is")
-        except (OSError, ssl.SSLError):
-            pass  # it is none of the job's, or has gone
+        except (OSError, TimeoutError, ssl.SSLError):
+            pass  # it is none of the job's, says nothing, or has gone
         finally:
             self.waiting.remove(name)
             if connection.transport is None:
@@ -152,6 +154,16 @@ def _end(connection: Connection, task: asyncio.Task[None]) -> None:
     if connection.transport is not None:
         connection.close("too many others have not said who they are")
     task.cancel()
+
+
+async def _has_something(end: socket.socket) -> None:
+    """Wait for the first bytes: until then a connection takes up no buffers, which TLS has a quarter of a MiB of."""
+    loop, came = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(end.fileno(), came.set)
+    try:
+        await came.wait()
+    finally:
+        loop.remove_reader(end.fileno())
 
 
 async def bound(host: str, port: int) -> list[socket.socket]:
