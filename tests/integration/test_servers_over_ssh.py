@@ -148,9 +148,10 @@ def test_a_stop_saves_and_goes_on(tmp_path, hosts, expected):
     check_equal(saved(tmp_path, "wild"), expected)
 
 
-def test_without_a_host_the_others_go_on(tmp_path):
+def test_without_a_host_the_others_go_on_where_the_mode_allows_it(tmp_path):
     """The one that is cut off had a worker and a server; each range has a replica elsewhere."""
-    with namespaces.hosts(tmp_path / "hosts") as hosts, started(tmp_path, hosts, *PLAN, pause="0.3") as job:
+    plan = ("-H", "h1:1,h2:1", "--plan", "replicate=2,server=2,mode=quorum,quorum=1")
+    with namespaces.hosts(tmp_path / "hosts") as hosts, started(tmp_path, hosts, *plan, pause="0.3") as job:
         assert wait_for(lambda: is_whole(tmp_path, hosts), 60)
         assert len(losses(tmp_path / "runs/wild")) < STEPS // 2
         assert keys()
@@ -161,6 +162,27 @@ def test_without_a_host_the_others_go_on(tmp_path):
     assert "h2 is lost; the others go on without worker 1, server 1" in out
     result = json.loads((tmp_path / "runs/wild/result.json").read_text())
     assert (result["status"], result["steps"]) == ("done", STEPS)
+    assert 0 < result["left_out"]["gradients"] < result["left_out"]["of"] == 2 * STEPS
+    assert f"mode=quorum left out {result['left_out']['gradients']} of {2 * STEPS} gradients" in out
+
+
+def test_under_sync_the_job_ends_with_a_workers_host_and_goes_on_later(tmp_path, expected):
+    """Without its samples nobody goes on."""
+    every = ("--checkpoint-every", "5")
+    with namespaces.hosts(tmp_path / "hosts") as hosts, started(tmp_path, hosts, *PLAN, *every, pause="0.5") as job:
+        assert wait_for(lambda: list((tmp_path / "runs/wild/checkpoints").glob("step-*")), 60)
+        hosts.cut("h2")
+        out, _ = job.communicate(timeout=100)
+        assert wait_for(hosts.has_nothing_of_paceline, 40)
+    assert job.returncode == 1, out
+    assert "go on with --resume --job wild" in out
+    assert "the others go on" not in out
+    assert len(losses(tmp_path / "runs/wild")) < STEPS
+    with namespaces.hosts(tmp_path / "more") as hosts:
+        with started(tmp_path, hosts, *PLAN, "--resume", pause="0") as job:
+            out, _ = job.communicate(timeout=120)
+        assert job.returncode == 0, out
+    check_equal(saved(tmp_path, "wild"), expected)
 
 
 def test_without_the_coordinators_host_the_job_ends_and_goes_on_later(tmp_path):

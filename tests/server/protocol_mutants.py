@@ -148,3 +148,25 @@ def a_new_worker_is_unknown_after_it_was_told_of_others(patch):
         return [] if all(beat.epoch >= 0 for _, beat in self.heard.values()) else plain(self, now_s)
 
     wrap(patch, Coordinator, "_add_worker", add)
+
+
+@mutant
+def a_silent_worker_is_left_out_of_sync(patch):
+    patch.setattr(Coordinator, "_may_drop", lambda self, one, now_s: self._has_left(one) or self._is_silent(one, now_s))
+
+
+@mutant
+def a_round_of_sync_goes_on_without_one_that_was_replaced(patch):
+    def add(plain, self, now_s):
+        self.settings = dataclasses.replace(self.settings, keeps_places=False)
+        return plain(self, now_s)
+
+    wrap(patch, Coordinator, "_add_worker", add)
+
+
+@mutant
+def a_new_head_counts_from_nothing(patch):
+    def take_over(plain, self, state):
+        return plain(self, dataclasses.replace(state, note=None))
+
+    wrap(patch, Replica, "_take_over", take_over)

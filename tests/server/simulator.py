@@ -22,6 +22,7 @@ from paceline.server.replica import Replica
 
 FAULTS_END_S = 120.0
 SEGMENTS = 2
+WORKERS = 3
 MODES = (
     Mode(),
     Mode(),
@@ -45,7 +46,7 @@ class History:
     updates: list[Any] = field(default_factory=list)
 
     def combine(self, pushes):
-        return sum(push.payload for push in pushes), None
+        return sum(push.payload for push in pushes), {}
 
     def measure(self, updates):
         return float(len(updates))
@@ -89,11 +90,12 @@ class Simulator:
         for node in range(self.random.choice([2, 3])):
             self._start_member(node)
         self.sessions, self.working, self.numbers = {}, {}, {}
-        for name in range(3):
+        for name in range(WORKERS):
             self._start_session((name, 0))
         self.log: list[list[Configuration]] = []
         replicas = self.random.choice([2, len(self.members)])
-        self.settings = Settings(replicas, keeps_places=self.mode.is_by_rounds and self.random.random() < 0.7)
+        keeps_places, is_sync = self.mode.is_by_rounds and self.random.random() < 0.7, self.mode.kind == "sync"
+        self.settings = Settings(replicas, keeps_places=keeps_places or is_sync, needs_all=is_sync, steps=self.steps)
         nodes = list(self.members)
         chains = [[nodes[(first + at) % len(nodes)] for at in range(replicas)] for first in range(self.ranges)]
         self.coordinator = Coordinator.first(chains, list(self.sessions), self.log.append, self.settings)
@@ -102,6 +104,7 @@ class Simulator:
         self.seen: dict[Any, list[int]] = {}
         self.began: dict[Any, int] = {}  # each worker's first clock
         self.events = 0
+        self.checked: dict[Any, int] = {}  # by replica and range, updates that were looked at
         self._deliver(COORDINATOR, self.coordinator.everybody())
         for what, after in (("tick", 1.0), ("crash", 20.0), ("cut", 15.0), ("stop_worker", 40.0), ("restart", 60.0)):
             self._at(self.random.uniform(0.2, after), what)
@@ -322,8 +325,34 @@ class Simulator:
             for replica in member.replicas:
                 if self.alive[node] and replica.is_synced and any(value & twos for value in replica.store.values):
                     raise Violation(f"a push counts twice on replica {node}")
+                if self.alive[node] and replica.is_synced:
+                    self._check_updates(node, replica)
         for about, one in enumerate(self.coordinator.chains):
             self._check_chain(about, one.configuration.chain)
+
+    def _check_updates(self, node: int, replica: Replica) -> None:
+        """Look at the updates that a replica has made since the last time."""
+        key, updates = (node, replica.range), replica.store.updates
+        before = self.checked.get(key, 0)
+        if len(updates) == before:
+            return
+        self.checked[key] = len(updates)
+        # What a job's end says of gradients that were left out comes from this number.
+        counted = sum(len(pushes) for segment, pushes in updates if segment == 0)
+        if replica.note is not None and replica.note["counted"] != counted:
+            raise Violation(f"{counted} pushes count on replica {node}, it says {replica.note['counted']}")
+        if self.mode.kind == "sync":
+            self._check_rounds(node, updates)
+
+    def _check_rounds(self, node: int, updates: list[Any]) -> None:
+        """Under sync every update is made of all workers' gradients of its round: no sample of a step is dropped."""
+        rounds = [0] * SEGMENTS
+        for segment, pushes in updates:
+            made_of = sorted((worker[0], clock) for worker, clock in pushes)
+            expected = [(name, rounds[segment]) for name in range(WORKERS)]
+            if made_of != expected:
+                raise Violation(f"sync: round {rounds[segment]} on replica {node} is made of {made_of}")
+            rounds[segment] += 1
 
     def _check_chain(self, about: int, members: tuple[int, ...]) -> None:
         chain = [n for n in members if self.alive.get(n) and self._is_current(n, about)]

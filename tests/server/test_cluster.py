@@ -10,7 +10,7 @@ import pytest
 import torch
 from cluster import Cluster, alone, gradient, train
 
-from paceline.nouns.errors import PlanError, WorkloadError
+from paceline.nouns.errors import PeerLostError, PlanError, WorkloadError
 from paceline.server.client import Session
 from paceline.server.node import Server
 from paceline.server.setup import Start
@@ -33,6 +33,32 @@ def test_workers_end_where_one_process_does(workers, servers):
     expected = alone(workers, STEPS, adamw)
     for model in models:
         assert all(torch.equal(one, other) for one, other in zip(model.parameters(), expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("servers", "says"),
+    [
+        (7, "fills 6 segments of 1 MiB: of 7 servers 6 take gradients, 1 keeps a copy"),
+        (9, "fills 6 segments of 1 MiB: of 9 servers 6 take gradients, 1 keeps a copy, 2 have nothing to do until"),
+    ],
+)
+def test_a_small_model_has_more_servers_than_ranges(servers, says):
+    """And one of those that have nothing takes a lost one's place."""
+
+    def work(handle, model):
+        while not handle.is_done:
+            if handle.clock == 2 and handle.link.name == 0:
+                head = cluster.coordination.coordinator.chains[0].configuration.chain[0]
+                cluster.kill(next(server for server in cluster.servers if server.node == head))
+            gradient(model, handle.link.name, handle.clock)
+            handle.push(1.0, 2.0)
+
+    with Cluster(f"replicate=2,server={servers}") as cluster:
+        models = [worker.ended().model for worker in [cluster.worker(n, STEPS, work) for n in range(2)]]
+        (notice,) = [event["text"] for event in cluster.events if event["event"] == "notice"]
+    expected = alone(2, STEPS, adamw)
+    assert all(torch.equal(a, b) for m in models for a, b in zip(m.parameters(), expected, strict=True))
+    assert says in notice
 
 
 def test_a_server_may_hear_of_the_start_after_its_first_content(monkeypatch):
@@ -157,7 +183,6 @@ class Own(torch.optim.SGD):
     ("plan", "options", "error", "says"),
     [
         ("replicate=1,server=2", {"optimizer": lambda m: Own(m.parameters())}, PlanError, "which they don't know"),
-        ("replicate=1,server=9", {}, PlanError, "the model fills 6 segments"),
         (
             "replicate=1,server=1",
             {"model": lambda: torch.nn.ParameterList([torch.ones(3, dtype=torch.complex64)])},
@@ -239,6 +264,47 @@ def test_the_last_word_is_heard(monkeypatch):
         assert not decided.workers
         assert all(beat.is_done for _, beat in decided.heard.values())
         assert wait_for(cluster.coordination.ending.done, 5)
+
+
+def test_under_sync_a_worker_that_leaves_early_ends_the_job():
+    """The others would train on without its samples."""
+
+    def some(handle, model):
+        while handle.clock < (2 if handle.link.name else STEPS):
+            gradient(model, handle.link.name, handle.clock)
+            handle.push(1.0, 2.0)
+
+    with Cluster("replicate=2,server=2") as cluster:
+        first, second = (cluster.worker(number, STEPS, some) for number in range(2))
+        second.ended(60)
+        with pytest.raises(PeerLostError, match="worker 1 to take step 3, but it has left, and the others wait"):
+            first.ended(60)
+        assert first.handle.clock == 2
+
+
+@pytest.mark.parametrize("mode", ["mode=quorum,quorum=1", "mode=async"])
+def test_what_other_modes_leave_out_is_counted(mode):
+    """A worker that leaves after two of six steps leaves out the rest."""
+
+    def work(handle, model):
+        while handle.clock < (2 if handle.link.name else STEPS):
+            time.sleep(0 if handle.link.name else 0.2)
+            gradient(model, handle.link.name, handle.clock)
+            handle.push(1.0, 2.0)
+
+    with Cluster(f"replicate=2,server=2,{mode}") as cluster:
+        workers = [cluster.worker(number, STEPS, work) for number in range(2)]
+        for worker in workers:
+            worker.ended(60)
+        assert wait_for(lambda: any(event["event"] == "servers_ended" for event in cluster.events))
+        (end,) = [event for event in cluster.events if event["event"] == "servers_ended"]
+        pushed = sum(server.counts["Push"] for server in cluster.servers)
+    assert pushed
+    if mode == "mode=async":
+        assert (end["counted"], end["gradients"]) == (STEPS + 2, STEPS + 2)  # it asked for no more
+    else:
+        assert end["gradients"] == 2 * STEPS
+        assert STEPS <= end["counted"] <= STEPS + 2
 
 
 def test_a_worker_that_leaves_early_does_not_come_again():

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
+from paceline.nouns.errors import PeerLostError, UsageError
 from paceline.nouns.plan import Plan
+from paceline.server.absences import SILENCE, Absences, silence_s
 from paceline.server.address import Address
 from paceline.server.coordination import Coordination, hosts_in_turn
 from paceline.server.coordinator import Coordinator, Settings
@@ -94,9 +97,154 @@ def test_the_process_notices_that_it_was_stopped_right_after_the_start(tmp_path,
 
 
 def test_who_is_silent_while_it_runs_is_taken_for_dead():
+    """Where rounds may go on without a worker."""
     one = coordinator()
     one.tick(0.0)
     now_s = SETTINGS.node_deadline_s + 1.0
-    assert all(chain.is_lost(now_s) for chain in one.chains)
     one.tick(now_s)
     assert len(one.workers) == 1
+
+
+def test_a_range_is_lost_when_its_servers_have_ended_or_are_silent_for_long():
+    """A stopped server still has the parameters: it is waited for longer than one whose process has ended."""
+    one = coordinator()
+    one.tick(0.0)
+    hear(one, 0.1)
+    assert not any(chain.is_lost(SETTINGS.lost_s) for chain in one.chains)
+    assert all(chain.is_lost(SETTINGS.lost_s + 1.0) for chain in one.chains)
+    assert not any(chain.has_ended for chain in one.chains)
+    for node in (0, 1):
+        one.forget(node, 1.0)
+    assert not any(chain.is_lost(1.5) for chain in one.chains)
+    assert all(chain.is_lost(3.0) and chain.has_ended for chain in one.chains)
+
+
+SYNC = replace(SETTINGS, keeps_places=True, needs_all=True, steps=9)
+
+
+def sync():
+    return Coordinator.first([(0, 1), (1, 0)], WORKERS, lambda entry: None, SYNC)
+
+
+def beat(one, worker, clock, now_s, is_done=False):
+    for number in range(2):
+        one.on(number, WorkerBeat(worker, 0, clock, is_done), now_s)
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_under_sync_a_worker_is_waited_for(is_gone):
+    one = sync()
+    one.tick(0.0)
+    hear(one, 0.1)
+    if is_gone:
+        one.forget((1, 0), 0.2)
+    assert one.missing(0.3) == ({(1, 0): pytest.approx(0.2)} if is_gone else {})
+    for now_s in (10.0, 100.0, 1000.0):
+        beat(one, (0, 0), 3, now_s)
+        one.tick(now_s)
+        assert set(one.workers) == set(WORKERS)
+        assert one.missing(now_s) == {(1, 0): pytest.approx(now_s - 0.1)}
+    beat(one, (1, 1), 0, 1000.0)
+    one.tick(1000.0)
+    assert dict(one.workers) == {(0, 0): 0, (1, 1): 0}  # from the first step on: in rounds under way too
+    assert not one.missing(1000.0)
+
+
+def test_under_sync_a_worker_that_leaves_early_is_missing_until_all_leave():
+    one = sync()
+    one.tick(0.0)
+    beat(one, (1, 0), 4, 0.1, is_done=True)
+    beat(one, (0, 0), 4, 0.1)
+    one.tick(0.2)
+    assert set(one.workers) == set(WORKERS)
+    assert one.left_early() == [(1, 0)]
+    beat(one, (0, 0), 4, 0.3, is_done=True)
+    one.tick(0.4)
+    one.tick(0.5)
+    assert not one.workers
+
+
+def test_under_sync_nobody_is_needed_once_a_worker_has_all_steps():
+    """One that has ended, and whose last word was lost, holds nobody up."""
+    one = sync()
+    one.tick(0.0)
+    beat(one, (0, 0), SYNC.steps, 100.0)
+    assert one.is_finished
+    one.tick(100.0)
+    assert set(one.workers) == {(0, 0)}
+
+
+def missing(silent_s, step=4, is_connected=True, worker=(1, 0)):
+    return {worker: (silent_s, step, is_connected)}
+
+
+def test_a_wait_is_told_once_and_its_end():
+    one = Absences(60.0, is_replaced=True)
+    assert one.look(missing(4.0), {}, 5.0, 104.0) == []
+    (event,) = one.look(missing(6.0), {}, 5.0, 106.0)
+    assert (event["event"], event["worker"], event["step"], event["silent_s"]) == ("waiting", 1, 4, 6.0)
+    assert one.look(missing(7.0), {}, 5.0, 107.0) == []
+    assert one.look({}, {}, 5.0, 108.0) == [{"event": "back", "worker": 1, "waited_s": 8.0}]
+
+
+def test_a_worker_is_given_up_once_and_twice_at_one_step_ends_the_job():
+    one, pids = Absences(60.0, is_replaced=True), {(1, 0): 77, (1, 1): 78, (1, 2): 79}
+    assert [event["event"] for event in one.look(missing(61.0), pids, 5.0, 161.0)] == ["waiting", "given_up"]
+    assert one.look(missing(62.0), pids, 5.0, 162.0) == []
+    (event,) = one.look(missing(61.0, worker=(1, 1), step=5), pids, 99.0, 300.0)
+    assert (event["event"], event["pid"]) == ("given_up", 78)
+    with pytest.raises(PeerLostError, match="and so was the one that took its place"):
+        one.look(missing(61.0, worker=(1, 2), step=5), pids, 99.0, 400.0)
+
+
+@pytest.mark.parametrize(
+    ("is_connected", "says"), [(True, "it has been silent for"), (False, "none has taken its place for")]
+)
+def test_where_nobody_starts_another_the_job_ends(is_connected, says):
+    one = Absences(600.0, is_replaced=False)
+    one.look(missing(599.0, is_connected=is_connected), {}, 5.0, 700.0)
+    with pytest.raises(PeerLostError, match=says):
+        one.look(missing(601.0, is_connected=is_connected), {}, 5.0, 702.0)
+
+
+def test_whoever_starts_another_decides_on_a_process_that_has_ended():
+    one = Absences(60.0, is_replaced=True)
+    events = one.look(missing(1e6, is_connected=False), {(1, 0): 77}, 5.0, 2e6)
+    assert [event["event"] for event in events] == ["waiting"]
+
+
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_a_server_that_is_silent_is_replaced_where_somebody_can(has_begun):
+    server = {7: ("the server at unix:/s", 61.0)}
+    one = Absences(60.0, is_replaced=True)
+    assert one.look_at_others({7: ("the server at unix:/s", 59.0)}, {7: 70}, has_begun) == []
+    assert one.look_at_others(server, {7: 70}, has_begun) == [{"event": "given_up", "pid": 70, "silent_s": 61.0}]
+    assert one.look_at_others(server, {7: 70}, has_begun) == []
+
+
+@pytest.mark.parametrize(("is_replaced", "pids"), [(False, {7: 70}), (True, {})])
+def test_a_silent_server_that_nobody_can_replace_ends_the_job_only_before_its_start(is_replaced, pids):
+    """Later its ranges have other replicas."""
+    server = {7: ("the server at unix:/s", 61.0)}
+    assert Absences(60.0, is_replaced).look_at_others(server, pids, has_begun=True) == []
+    with pytest.raises(PeerLostError, match="the server at unix:/s, but it has been silent for 60 s"):
+        Absences(60.0, is_replaced).look_at_others(server, pids, has_begun=False)
+
+
+def test_the_others_do_not_wait_for_one_that_has_left():
+    one = Absences(60.0, is_replaced=True)
+    one.note_waiting((0, 0), 4, True, 100.0)
+    one.check_left({(1, 0): 4}, [(0, 0)], 5.0, 104.0)
+    one.note_waiting((0, 0), 4, False, 104.5)  # it saves
+    one.check_left({(1, 0): 4}, [(0, 0)], 5.0, 106.0)
+    one.note_waiting((0, 0), 4, True, 107.0)
+    one.check_left({}, [(0, 0)], 5.0, 200.0)
+    with pytest.raises(PeerLostError, match="worker 1 to take step 5, but it has left"):
+        one.check_left({(1, 0): 4}, [(0, 0)], 5.0, 113.0)
+
+
+@pytest.mark.parametrize("text", ["x", "0", "-3", "nan", "inf", "1e300"])
+def test_a_silence_that_is_no_time(text):
+    with pytest.raises(UsageError, match=SILENCE):
+        silence_s({SILENCE: text})
+    assert silence_s({}) == silence_s({SILENCE: "60"}) == 60.0

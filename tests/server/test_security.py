@@ -7,7 +7,9 @@ import os
 import socket
 import ssl
 import stat
+import tempfile
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -16,10 +18,11 @@ from cluster import Cluster, train
 from paceline.nouns.errors import CheckpointError, PeerLostError, UsageError
 from paceline.server import address as addresses
 from paceline.server import messages, setup
+from paceline.server.accept import Waiting
 from paceline.server.address import Address, Credentials, connect
 from paceline.server.connection import Connection
 from paceline.server.credentials import ROLES, make_credentials
-from paceline.server.frames import FrameError, write_frame
+from paceline.server.frames import PREFIX, FrameError, write_frame
 from paceline.server.peers import Peers, addresses_of
 from paceline.server.watch import look
 
@@ -190,8 +193,181 @@ def test_facts_and_addresses_that_are_none(content):
         addresses_of(content)
 
 
-def test_another_user_is_refused_on_a_unix_socket(tmp_path, monkeypatch):
-    path = f"/tmp/pl-test-{os.getpid()}"
+@pytest.fixture
+def short():
+    """A folder whose path leaves room for a socket's name."""
+    with tempfile.TemporaryDirectory(prefix="pl-", dir="/tmp") as folder:
+        yield folder
+
+
+def says(role, frame, seconds=0.5):
+    """Connect with a role's credentials, send bytes that end in the middle of a frame, and wait for the end."""
+
+    def act(at, credentials):
+        raw = socket.create_connection((at.host, at.port), 5)
+        with credentials.context(is_server=False).wrap_socket(raw) as end:
+            end.sendall(frame)
+            end.settimeout(seconds)
+            try:
+                return end.recv(1) == b""
+            except TimeoutError:
+                return False
+            except OSError:
+                return True
+
+    return act
+
+
+def begun(message, header_bytes, payload_bytes):
+    """A frame's prefix, with the lengths given, and its message's header where that may follow."""
+    frame = write_frame(0, message, payload_bytes)
+    kind = frame[5]
+    header = frame[PREFIX.size :]
+    return PREFIX.pack(b"PCLN", 1, kind, 0, header_bytes or len(header), payload_bytes) + header * (not header_bytes)
+
+
+@pytest.mark.parametrize(
+    ("role", "before", "frame"),
+    [
+        ("watcher", b"", begun(setup.Hello("watcher", -1, 0, "", ""), 0, 2**26)),
+        ("server", b"", begun(setup.Hello("server", 1, 0, "unix:/x", ""), 0, 2**26)),
+        ("worker", b"", begun(setup.Hello("server", 1, 0, "unix:/x", ""), 0, 2**26)),
+        ("worker", b"", begun(messages.Configuration(1, (), {}), 2**24, 0)),
+        ("worker", write_frame(0, HELLO, 0), begun(messages.Configuration(1, (), {}), 2**24, 0)),
+        ("worker", write_frame(0, HELLO, 0), begun(messages.State(1, 0, {}, {}, {}, None, b""), 0, 2**26)),
+        ("worker", write_frame(0, HELLO, 0), begun(HELLO, 0, 2**26)),
+        ("watcher", write_frame(0, setup.Hello("watcher", -1, 0, "", ""), 0), begun(setup.Status(b""), 0, 2**26)),
+    ],
+    ids=[
+        "a watcher's hello with a layout",
+        "a server's hello with a layout",
+        "another role's hello with a layout",
+        "a long header before a hello",
+        "a long header of the coordinator's",
+        "a server's state",
+        "a second hello",
+        "a watcher's status",
+    ],
+)
+def test_nothing_is_allocated_for_what_its_sender_may_not_send(tmp_path, monkeypatch, role, before, frame):
+    """The connection ends at the frame's first bytes: a length is no reason to take up memory."""
+    make_credentials(tmp_path / "job")
+    largest, plain = [0], Connection.get_buffer
+
+    def get_buffer(connection, hint):
+        largest.append(len(connection.target))
+        return plain(connection, hint)
+
+    monkeypatch.setattr(Connection, "get_buffer", get_buffer)
+    monkeypatch.setattr(Listener, "takes_layouts", True)
+    own = Credentials(tmp_path / "job" / role)
+    listener, is_closed = exchange(tmp_path, own, says(role, before + frame))
+    assert is_closed
+    assert max(largest) <= 2**16
+    assert len(listener.refused) == 1
+
+
+def test_a_worker_may_bring_its_layout_to_who_takes_layouts(tmp_path, monkeypatch):
+    make_credentials(tmp_path / "job")
+    own, hello = Credentials(tmp_path / "job" / "worker"), setup.Hello("worker", 1, 0, "", "", bytes(2**20))
+    for takes_layouts in (True, False):
+        monkeypatch.setattr(Listener, "takes_layouts", takes_layouts)
+        _, is_closed = exchange(tmp_path, own, speak(hello))
+        assert is_closed is not takes_layouts
+
+
+def is_closed(end):
+    end.settimeout(0.0)
+    try:
+        return end.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+@pytest.mark.parametrize("where", ["127.0.0.1:0", "unix"])
+def test_connections_that_say_nothing_keep_nobody_out(tmp_path, short, monkeypatch, where):
+    """They are capped for each peer and in all, end after a short time, and one of the job's still comes in."""
+    where = f"unix:{short}/s" if where == "unix" else where
+    monkeypatch.setattr("paceline.server.accept.SAY_S", 1.5)
+    monkeypatch.setattr("paceline.server.accept.PER_PEER", 8)
+    make_credentials(tmp_path / "job")
+
+    def act(at, credentials):
+        family = socket.AF_UNIX if at.is_unix else socket.AF_INET
+        idle = [socket.socket(family) for _ in range(60)]
+        for end in idle:
+            end.connect(at.host if at.is_unix else (at.host, at.port))
+        time.sleep(0.5)
+        open_ones = sum(not is_closed(end) for end in idle)
+        outcome = speak(HELLO, PULL)(at, credentials)
+        time.sleep(1.5)
+        later = sum(not is_closed(end) for end in idle)
+        for end in idle:
+            end.close()
+        return open_ones, outcome, later
+
+    own = Credentials(tmp_path / "job" / "worker")
+    listener, (open_ones, outcome, later) = exchange(tmp_path, own, act, where=where)
+    assert (open_ones, outcome, later) == (8, False, 0)
+    assert [message for _, message in listener.took] == [PULL]
+
+
+def test_watchers_that_stay_make_room_for_others(tmp_path, short, monkeypatch):
+    monkeypatch.setattr("paceline.server.peers.WATCHERS", 3)
+    hello = write_frame(0, setup.Hello("watcher", -1, 0, "", ""), 0)
+
+    def act(at, _):
+        ends = [socket.socket(socket.AF_UNIX) for _ in range(5)]
+        for end in ends:
+            end.connect(at.host)
+            end.sendall(hello)
+            time.sleep(0.1)
+        closed = [is_closed(end) for end in ends]
+        for end in ends:
+            end.close()
+        return closed
+
+    _, closed = exchange(tmp_path, None, act, where=f"unix:{short}/s")
+    assert closed == [True, True, False, False, False]
+
+
+def test_who_has_most_connections_waiting_makes_room_for_others():
+    ended = []
+    waiting = Waiting(per_peer=3, in_all=5)
+    for number, peer in enumerate(["a", "a", "a", "b", "c"]):
+        waiting.add(number, peer, lambda number=number: ended.append(number))
+    waiting.add(5, "d", lambda: ended.append(5))
+    assert ended == [0]  # the oldest of who has most
+    waiting.add(6, "a", lambda: ended.append(6))
+    assert ended == [0, 1]
+    waiting.remove(2)
+    waiting.remove(2)
+    waiting.add(7, "a", lambda: ended.append(7))
+    waiting.add(8, "a", lambda: ended.append(8))
+    assert ended == [0, 1, 6]
+    assert len(waiting) == 5
+
+
+def test_a_process_without_descriptors_left_lets_go_of_who_says_nothing(tmp_path, monkeypatch):
+    plain, failures = asyncio.selector_events.BaseSelectorEventLoop.sock_accept, []
+
+    async def sock_accept(self, listener):
+        if len(failures) < 2:
+            failures.append(listener)
+            raise OSError(24, "Too many open files")
+        return await plain(self, listener)
+
+    monkeypatch.setattr(asyncio.selector_events.BaseSelectorEventLoop, "sock_accept", sock_accept)
+    make_credentials(tmp_path / "job")
+    listener, outcome = exchange(tmp_path, Credentials(tmp_path / "job" / "worker"), speak(HELLO, PULL))
+    assert (outcome, len(failures)) == (False, 2)
+    assert [message for _, message in listener.took] == [PULL]
+
+
+def test_another_user_is_refused_on_a_unix_socket(tmp_path, short, monkeypatch):
+    path = f"{short}/s"
     modes = []
 
     def act(at, _):

@@ -8,20 +8,22 @@ from pathlib import Path
 
 import pytest
 
-from jobs import STEPS, events, losses, paceline, write_workload
+from jobs import LOOP, STEPS, events, losses, paceline, write_workload
 
 pytestmark = pytest.mark.slow
 
 
 def test_a_job_with_servers_trains_as_one_without(tmp_path):
+    """A model smaller than one server's part, as README's: the second server keeps a copy."""
     file = write_workload(tmp_path)
     plain = paceline(tmp_path, "run", "-n", "2", "--job", "plain", file)
-    ended = paceline(tmp_path, "run", "-n", "2", "--plan", "server=1", "--job", "servers", "--json", file)
+    ended = paceline(tmp_path, "run", "-n", "2", "--plan", "server=2", "--job", "servers", "--json", file)
     assert (plain.code, ended.code) == (0, 0), ended.err
+    assert "of 2 servers 1 takes gradients, 1 keeps a copy" in ended.err
     first, second = losses(tmp_path / "runs" / "plain"), losses(tmp_path / "runs" / "servers")
     assert list(second) == list(range(1, STEPS + 1))
     assert second == pytest.approx(first, rel=1e-9)
-    planned = json.loads(paceline(tmp_path, "plan", "-n", "2", "--plan", "server=1", "--json", file).out)
+    planned = json.loads(paceline(tmp_path, "plan", "-n", "2", "--plan", "server=2", "--json", file).out)
     (end,) = events(tmp_path / "runs" / "servers", "end")
     counted = {(row["collective"], row["axis"]): (row["calls"], row["bytes"]) for row in end["ledger"]}
     expected = {
@@ -82,3 +84,30 @@ def test_a_disk_that_is_full_at_a_checkpoint_ends_nothing(tmp_path):
     assert "File too large" in ended.out
     kept = sorted(path.name for path in (tmp_path / "runs" / "a" / "checkpoints").iterdir())
     assert kept == [f"step-{step:08d}" for step in (10, 15, 20)]
+
+
+DIES = """
+import paceline.train.servers as servers
+plain = servers.end_step
+def end_step(job):
+    if job.rank == 0 and job.step_number == 6 and "PACELINE_TAKES_OVER" not in os.environ:
+        os.kill(os.getpid(), signal.SIGKILL)  # the servers have the step, and nobody has written its line
+    plain(job)
+servers.end_step = end_step
+"""
+
+
+def test_the_line_and_the_checkpoint_of_the_step_in_which_worker_0_dies_are_written(tmp_path):
+    plan = ("-n", "2", "--plan", "server=2", "--checkpoint-every", "7")
+    calm = paceline(tmp_path, "run", *plan, "--job", "calm", write_workload(tmp_path))
+    file = write_workload(tmp_path, loop=DIES + LOOP, name="dies.py")
+    ended = paceline(tmp_path, "run", *plan, "--job", "a", file)
+    assert (calm.code, ended.code) == (0, 0), ended.err
+    assert "worker 0 was ended by SIGKILL; another takes its place" in ended.err
+    ours, theirs = (events(tmp_path / "runs" / job, "step") for job in ("a", "calm"))
+    assert [line["step"] for line in ours] == list(range(1, STEPS + 1))
+    for name in ("loss", "weight", "position", "samples", "gradient_norm"):
+        assert [line[name] for line in ours] == [line[name] for line in theirs]
+    kept = [sorted(path.name for path in (tmp_path / "runs" / job / "checkpoints").iterdir()) for job in ("a", "calm")]
+    assert kept[0] == kept[1]
+    assert json.loads((tmp_path / "runs/a/result.json").read_text())["left_out"] == {"gradients": 0, "of": 2 * STEPS}

@@ -181,3 +181,31 @@ def test_a_run_that_cant_be_read_is_not_the_one_to_resume(tmp_path, damaged):
     assert find_run(tmp_path, None, script) == tmp_path / "a"
     with pytest.raises(UsageError, match="has none"):
         find_run(tmp_path, None, tmp_path / "other.py")
+
+
+STEP, START, RESUMED = ({"event": name} for name in ("step", "start", "resumed"))
+
+
+@pytest.mark.parametrize(
+    ("written", "last"),
+    [
+        ([], 0),
+        ([START], 0),
+        ([START, {**STEP, "step": 1}, {**STEP, "step": 2}, {"event": "checkpoint", "step": 2}], 2),
+        ([START, {**STEP, "step": 15}, START], 0),
+        ([{**STEP, "step": 15}, START, {**RESUMED, "step": 10}], 10),
+        ([{**RESUMED, "step": 10}, {**STEP, "step": 12}, {**RESUMED, "step": 10, "takes_over": True}], 12),
+    ],
+)
+def test_which_step_is_the_last_that_is_written_down(tmp_path, monkeypatch, written, last):
+    """Also where a block of the file ends within a line, and after a line that a kill cut off."""
+    monkeypatch.setattr("paceline.train.events._BLOCK_BYTES", 50)
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in written) + '{"event": "st')
+    events = Events(tmp_path, takes_over=True)
+    assert events.last_step() == last
+    events.write({"event": "start"})
+    assert events.last_step() == last
+    events.write({"event": "step", "step": last + 1})
+    assert events.last_step() == last + 1
+    events.close()
+    assert Events(None).last_step() == 0

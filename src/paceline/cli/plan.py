@@ -90,7 +90,8 @@ def print_facts(plan: Plan, facts: dict[str, Any], schedule: Schedule | None) ->
         held = ", ".join(f"{held / mib:.1f}" for held in facts["parameter_bytes_per_rank"])
         rows.append(("per rank", f"{held} MiB of parameters"))
     if plan.server:
-        held = ", ".join(f"{sum(own) / mib:.1f}" for own in facts["ranges"])
+        idle: list[list[int]] = [[]] * (plan.server - len(facts["ranges"]))  # those of a small model
+        held = ", ".join(f"{sum(own) / mib:.1f}" for own in [*facts["ranges"], *idle])
         rows.append(
             ("servers", f"{plan.server} with {held} MiB, {min(plan.replicas, plan.server)} replicas, {plan.mode}")
         )

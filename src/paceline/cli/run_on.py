@@ -32,6 +32,7 @@ from paceline.run.fleet import FleetOptions, agent_command, agent_request, open_
 from paceline.run.membership import Rules
 from paceline.run.replaced import Replaced
 from paceline.run.supervisor import Post
+from paceline.server.absences import silence_s
 from paceline.server.credentials import check_can_make
 
 _PORTS = range(20000, 40000)  # for rank 0's store under somebody else's mpirun; below the kernel's own
@@ -180,6 +181,8 @@ def check_place(arguments: argparse.Namespace, plan: Plan) -> None:
         print("paceline run: Ray places each rank by itself; -j says only how many there are", file=sys.stderr)
     if place == "ssh" and not hosts:
         raise UsageError("--on ssh", "no host is named", "write -H h1:4,h2:4 or --hostfile FILE")
+    if plan.server:
+        silence_s(os.environ)
     if plan.server and place in ("mpi", "slurm", "ray"):
         raise UsageError(
             f"a plan with servers --on {place}",

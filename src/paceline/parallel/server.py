@@ -135,18 +135,29 @@ class ServerParallel(Parallel):
         answer = handle.step(self._sent(), own.loss, own.weight, flags)
         self._count_traffic()
         is_stopping = own.is_stopping or any(note and note["flags"] & STOPPING for note in answer.notes)
-        note = next((note for note in answer.notes if note), None)
-        if note is None or not self.is_by_rounds or answer.clock == before:
+        is_everybodys = self.is_by_rounds and answer.clock != before
+        sums = self.sums_of_answer(is_stopping, own.changed) if is_everybodys else None
+        if sums is None:
             # A worker without samples of a short batch pushes nothing that counts.
             return Sums(own.loss, own.weight or 1.0, is_stopping, [], own.changed)
-        self.norm = note.get("norm")
         if self.norm == float("inf"):
             raise LossError(
                 "the gradient's norm should be a finite number",
                 "it is not, although the loss is finite; the parameters were left as they were",
                 "lower the learning rate, use precision float32, or look for samples on which the loss has no slope",
             )
-        return Sums(note["loss"], note["weight"], is_stopping, [], own.changed)
+        return sums
+
+    def sums_of_answer(self, is_stopping: bool = False, changed: list[int] | None = None) -> Sums | None:
+        """What the servers' last answer says of the update before it; None before the first.
+
+        By rounds it is of all workers together, in the other modes of one.
+        """
+        note = next((note for note in self._joined().answer.notes if note), None)
+        if note is None:
+            return None
+        self.norm = note.get("norm")
+        return Sums(note["loss"], note["weight"], is_stopping, [], changed or [])
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """The servers have updated the parameters: take them."""

@@ -19,12 +19,16 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from paceline.launch.local import RankSettings
 from paceline.launch.orphans import die_with_parent
 from paceline.server.credentials import credentials_folder
+
+_NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 def main() -> None:
@@ -101,8 +105,10 @@ def environment_of(rank: int, settings: RankSettings) -> dict[str, str]:
     return environment
 
 
-def _start(rank: int, settings: RankSettings, control: socket.socket, wake: tuple[int, int]) -> int:
-    environment = environment_of(rank, settings)
+def _start(
+    rank: int, settings: RankSettings, control: socket.socket, wake: tuple[int, int], more: Mapping[str, str] = _NOTHING
+) -> int:
+    environment = {**environment_of(rank, settings), **more}
     output = settings.outputs[settings.processes.index(rank)]
     if not settings.is_forking:
         command = [sys.executable, "-m", "paceline.run.worker", settings.script, *settings.arguments]
@@ -222,7 +228,7 @@ def _start_again(
 ) -> None:
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # what is forked must not have these
-    pid = _start(rank, settings, control, wake)
+    pid = _start(rank, settings, control, wake, {"PACELINE_TAKES_OVER": "1"})
     pids[pid] = rank
     signal.set_wakeup_fd(wake[1], warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)

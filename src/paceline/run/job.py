@@ -40,6 +40,7 @@ def result_of(folder: Path, ending: Ending, progress: Progress) -> dict[str, Any
         "loss_last": last["loss"] if last else None,
         "samples_per_s": round(rate, 3) if rate else None,
         "evaluation": progress.evaluation,
+        "left_out": progress.left_out,
         "checkpoint": progress.checkpoint,
         "failure": ending.cause,
     }

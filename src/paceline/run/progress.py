@@ -35,6 +35,7 @@ class Progress:
         self.saved: str | None = None
         self.has_stopped = False
         self.evaluation: dict[str, Any] | None = None
+        self.left_out: dict[str, int] | None = None  # of a job with parameter servers: gradients that did not count
 
     def read(self) -> bool:
         """Take in what the job has written since; whether there was anything."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+from paceline.nouns.errors import PacelineError
 from paceline.nouns.plan import Plan
 from paceline.run.directory import SERVERS, write_json
 from paceline.run.worker import failed
@@ -63,6 +64,8 @@ def _exit_code(work: Coroutine[Any, Any, None]) -> int:
         asyncio.run(work)
     except KeyboardInterrupt:
         return 0
+    except PacelineError as error:
+        return failed(error.with_traceback(None))  # no line of the person's file is the cause
     except BaseException as error:
         return failed(error)
     return 0

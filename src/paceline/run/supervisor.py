@@ -18,6 +18,7 @@ from paceline.run.agent import OUTLIVED_S
 from paceline.run.failures import first_cause, read_failures, signal_name, silent_death
 from paceline.run.progress import Progress, Screen
 from paceline.run.replaced import Replaced
+from paceline.run.server_news import ServerNews
 from paceline.run.station import Listening, LocalStation, Station
 
 SETTLE_S = 0.5  # after the first death the others may write down what they saw, then they are killed
@@ -110,9 +111,12 @@ class Supervisor:
     listening: Listening = field(default_factory=Listening)
     all_ended_s: float | None = None
     progress: Progress = field(init=False)
+    news: ServerNews | None = None  # of parameter servers
 
     def __post_init__(self) -> None:
         self.progress = Progress(self.request.run_dir)
+        if self.request.servers:
+            self.news = ServerNews(self.request.run_dir, self.screen.say, self._end_silent)
         self.replaced = Replaced(self.request.ranks, self.request.servers)
 
     def run(self) -> tuple[Ending, Progress]:
@@ -139,7 +143,12 @@ class Supervisor:
         if progress.last is not None:
             self.screen.show_progress(progress.line(), float("inf"))
         self.screen.end()
-        return self._with_hosts(self._ending(progress, statuses)), progress
+        ending = self._with_hosts(self._ending(progress, statuses))
+        if self.news is not None and ending.status in ("done", "stopped"):
+            self.news.read()
+            self.news.tell_end()
+            progress.left_out = self.news.left_out
+        return ending, progress
 
     def _here(self, private: Path) -> Post:
         (seats,) = with_servers([Seats("", 0, self.request.ranks)], self.request.servers)
@@ -175,6 +184,8 @@ class Supervisor:
             self._kill()
         if progress.read():
             self.screen.show_progress(progress.line(), now_s)
+        if self.news is not None:
+            self.news.read()
 
     def _is_held_open(self) -> bool:
         """Whether all processes have ended, and only something that one of them has left behind holds its output."""
@@ -210,14 +221,17 @@ class Supervisor:
     def _goes_on_without(self, lost: set[int]) -> bool:
         """Whether a host's processes may be missing: training is under way, and servers have the parameters.
 
-        Neither the coordinator's, nor rank 0's, which saves. When a stop has been asked for, others may be saving,
-        whoever died.
+        Neither the coordinator's, nor rank 0's, which saves; under sync no worker's. When a stop has been asked for,
+        others may be saving, whoever died.
         """
         request = self.request
         others = set(range(request.ranks)) - lost
         is_useful = any(self.ended.get(rank, 0) == 0 for rank in others)
         self.progress.read()
-        has_begun = bool(request.servers) and self.progress.last is not None
+        if self.news is not None:
+            self.news.read()
+        needs_all = self.news is not None and self.news.mode == "sync" and min(lost) < request.ranks
+        has_begun = bool(request.servers) and not needs_all and self.progress.last is not None
         is_failing = bool(self.deaths) and not self.asked_to_stop
         return has_begun and is_useful and not is_failing and not {0, request.ranks + request.servers} & lost
 
@@ -274,6 +288,12 @@ class Supervisor:
             self.deaths.setdefault(rank, silent_death(rank, status, _time_stamp(), name))
             if self.kill_at_s is None or not self.asked_to_stop:
                 self.kill_at_s = min(self.kill_at_s or float("inf"), self.clock.now_s() + SETTLE_S)
+
+    def _end_silent(self, pid: int, silent_s: float) -> None:
+        """Kill a process that the coordinator has given up, unless it has already ended; another takes its place."""
+        for rank in [rank for rank, own in self.alive.items() if own == pid]:
+            self.screen.say(f"paceline: {self.replaced.name(rank)} has been silent for {silent_s:.0f} s: killing it")
+            self.stations[rank].signal([rank], signal.SIGKILL)
 
     def _is_worker(self, rank: int) -> bool:
         """Whether it is a rank, and no server."""

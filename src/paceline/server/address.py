@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 import ssl
 import struct
@@ -14,6 +13,7 @@ from typing import Any
 
 from paceline.nouns.errors import PeerLostError, UsageError
 from paceline.nouns.reading import parse_whole, shown
+from paceline.server.accept import Acceptor, bound, bound_unix
 from paceline.server.connection import Connection
 
 UNIX = "unix:"
@@ -89,32 +89,36 @@ class Credentials:
         return context
 
 
-async def listen(address: Address, make: Callable[[], Connection], credentials: Credentials | None) -> tuple[Any, str]:
-    """Accept connections; the server, and where it listens (port 0 becomes a free one).
+async def listen(
+    address: Address, make: Callable[[], Connection], credentials: Credentials | None
+) -> tuple[Acceptor, str]:
+    """Accept connections; what accepts them, and where it listens (port 0 becomes a free one).
 
     Raises:
         UsageError: the address is in use, can't be had, or leaves the host without credentials.
     """
-    loop = asyncio.get_running_loop()
     try:
         if address.is_unix:
-            before = os.umask(0o177)  # no other user may connect
-            try:
-                server: Any = await loop.create_unix_server(make, address.host)
-            finally:
-                os.umask(before)
-            return server, str(address)
+            return Acceptor([bound_unix(address.host)], make, None, process_of), str(address)
         if credentials is None:
             raise _wants_credentials(address)
         context = credentials.context(is_server=True)
-        server = await loop.create_server(make, address.host, address.port, ssl=context)
-        return server, f"{address.host}:{server.sockets[0].getsockname()[1]}"
+        listeners = await bound(address.host, address.port)
+        where = f"{address.host}:{listeners[0].getsockname()[1]}"
+        return Acceptor(listeners, make, context, _host_of), where
     except OSError as error:
         raise UsageError(
             f"to listen at {address}",
             f"it can't be had ({error.strerror or error})",
             "free it, or name another with --listen; `paceline run`, started again, takes another port",
         ) from None
+
+
+def _host_of(end: socket.socket) -> str | None:
+    try:
+        return str(end.getpeername()[0])
+    except OSError:  # it has gone
+        return None
 
 
 async def connect(address: Address, make: Callable[[], Connection], credentials: Credentials | None) -> Connection:
@@ -151,10 +155,21 @@ def role_of(transport: Any) -> str | None:
 
 def user_of(end: socket.socket) -> int | None:
     """The user at the other end of a unix socket; None where the system can't say."""
+    process_and_user = _credentials_of(end)
+    return process_and_user[1] if process_and_user else None
+
+
+def process_of(end: socket.socket) -> int | None:
+    """The process at the other end of a unix socket; None where the system can't say."""
+    process_and_user = _credentials_of(end) if end.family == socket.AF_UNIX else None
+    return process_and_user[0] if process_and_user else None
+
+
+def _credentials_of(end: socket.socket) -> tuple[int, int] | None:
     if not hasattr(socket, "SO_PEERCRED"):
         return None
-    _, user, _ = struct.unpack("3i", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
-    return int(user)
+    process, user, _ = struct.unpack("3i", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return int(process), int(user)
 
 
 def _wants_credentials(address: Address) -> UsageError:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from paceline.server.frames import (
+    FORMS,
     PREFIX,
     FrameError,
     Prefix,
@@ -24,11 +25,13 @@ from paceline.server.frames import (
 CHUNK_BYTES = 2**20
 HIGH_WATER_BYTES = 2**21  # in the transport's own buffer
 MAX_QUEUE_BYTES = 2**36  # a peer that takes nothing for so long is gone
-HELLO_S = 20.0  # for a connection to say who it is
 
 
 class Endpoint(Protocol):
     """Whose connections they are."""
+
+    def check_may_send(self, connection: Connection, kind: type, nbytes: int) -> None:
+        """Raise FrameError unless the other may send messages of this kind, with a payload of so many bytes."""
 
     def room(self, connection: Connection, number: int, message: Any, nbytes: int) -> tuple[Any, memoryview]:
         """Where the payload of a message about range `number` goes: what the message will hold, and its bytes.
@@ -56,6 +59,8 @@ class Connection(asyncio.BufferedProtocol):
     Attributes:
         peer: who the other is, once it has said so.
         role: what its certificate says that it is; None on a unix socket.
+        process: at the other end of a unix socket, where the system says it.
+        accepted: the acceptor's name for it; None where this end has opened it.
         why: why it was closed from here.
     """
 
@@ -63,6 +68,8 @@ class Connection(asyncio.BufferedProtocol):
         self.endpoint = endpoint
         self.peer: Any = None
         self.role: str | None = None
+        self.process: int | None = None
+        self.accepted: Any = None
         self.transport: Any = None
         self.why = ""
         self.is_paused = self.is_closed = False
@@ -149,6 +156,7 @@ class Connection(asyncio.BufferedProtocol):
     def _take(self) -> None:
         if self.prefix is None:
             self.prefix = read_prefix(self.target)
+            self.endpoint.check_may_send(self, FORMS[self.prefix.kind].kind, self.prefix.payload_bytes)
             self.target, self.filled = memoryview(bytearray(self.prefix.header_bytes)), 0
         elif self.message is None:
             self.message = read_header(self.prefix, self.target)

@@ -19,16 +19,18 @@ from typing import Any
 from paceline.nouns.errors import CheckpointError, PacelineError, PlanError, ReadError
 from paceline.nouns.reading import parse_json
 from paceline.server import setup
+from paceline.server.absences import BY_HAND_S, Absences, silence_s
 from paceline.server.address import Address, Credentials
 from paceline.server.connection import Connection
 from paceline.server.coordinator import Coordinator, Settings
-from paceline.server.layout import Layout
+from paceline.server.layout import SEGMENT_BYTES, Layout
 from paceline.server.log import Log
-from paceline.server.messages import COORDINATOR, Beat, Node, WorkerBeat
+from paceline.server.messages import COORDINATOR, Beat, Node, Worker, WorkerBeat
 from paceline.server.peers import BEAT_S, Peers, every, facts_of
 from paceline.server.settings import OF_WORKERS, JobSettings
 
 LEAST_DEADLINE_S = 5.0  # silence that may be a machine under load
+ASK_S = 2.0  # of silence before somebody is asked for a sign of life
 STOOD_STILL_S = 2.0  # between two ticks of BEAT_S / 2: this process was stopped, or its host slept
 GAPS = 8  # silence is death after so many times the longest pause between signs of life
 
@@ -43,6 +45,8 @@ class Coordination(Peers):
         tell: takes what happens, as events.
         returns_s: time for another worker to take a lost one's place; 0 where nobody starts one.
     """
+
+    takes_layouts = True
 
     def __init__(
         self,
@@ -64,8 +68,15 @@ class Coordination(Peers):
         self.chains: list[list[Node]] = []
         self.gaps: dict[Any, tuple[float, float]] = {}  # who was last heard when, and the longest pause of late
         self.told: list[int] = []
+        self.active: set[Worker] = set()
+        self.left_out: set[int] = set()  # workers without whom the others go on
+        self.heard_s: dict[Any, float] = {}  # when servers and workers that are connected said anything
+        self.asked_s: dict[Any, float] = {}
         self.ticked_s = 0.0
         self.facts: dict[Any, dict[str, Any]] = {}  # by worker, what it says of itself
+        self.silence_s = silence_s(os.environ)
+        patience_s = self.silence_s if returns_s else max(self.silence_s, BY_HAND_S)
+        self.absences = Absences(patience_s, is_replaced=bool(returns_s))
         self.ending: asyncio.Future[None] | None = None
 
     async def run(self, ready: Callable[[str], None] = lambda where: None) -> None:
@@ -84,7 +95,8 @@ class Coordination(Peers):
             self.job = JobSettings.of_json(self.log.job[0])
         if self.log.configurations:
             self.coordinator = Coordinator.again(self.log.configurations, self._decided, self._settings())
-            self.tell({"event": "coordinator_back", "epochs": self._epochs()})
+            self.told = self._epochs()
+            self.tell({"event": "coordinator_back", "epochs": self.told, "mode": self.job.mode})
         self.spawn(every(BEAT_S / 2, self._tick))
         try:
             await self.ending
@@ -166,8 +178,10 @@ class Coordination(Peers):
         layout = self.layouts[min(self.layouts)]
         if self.log.job is None:
             self.log.begin(self.job.to_json(), layout.to_json())
-        replicas = self.job.replicas
-        self.chains = [[nodes[(at + r) % len(nodes)] for r in range(replicas)] for at in range(len(nodes))]
+        ranges = len(layout.ranges(self.job.servers))
+        self.chains = [[nodes[(at + r) % len(nodes)] for r in range(self.job.replicas)] for at in range(ranges)]
+        if ranges < len(nodes) and not self.installed:
+            self.tell({"event": "notice", "text": _few_ranges(ranges, len(nodes), self.job.replicas)})
         self.installed = set()
         for peer in [*servers, *here]:
             self._send_start(peer)
@@ -189,8 +203,10 @@ class Coordination(Peers):
 
     def take(self, peer: Any, number: int, message: Any) -> None:
         """A message about range `number`."""
+        self.heard_s[peer] = time.monotonic()
         if isinstance(message, setup.Status):
             self.facts[peer] = facts_of(message.facts)
+            self._note_waiting(peer)
         elif isinstance(message, setup.Installed):
             self._is_installed(number, message.node)
         elif isinstance(message, Beat | WorkerBeat):
@@ -204,15 +220,26 @@ class Coordination(Peers):
         if self.coordinator is not None:
             return
         self.installed.add((number, node))
+        workers = [worker for worker in self.workers.values() if worker in self.connections]
+        if len(workers) < self.job.workers:
+            return  # one has died meanwhile; when another is there, all begins again
         if all((at, one) in self.installed for at, chain in enumerate(self.chains) for one in chain):
-            workers = [worker for worker in self.workers.values() if worker in self.connections]
             self.coordinator = Coordinator.first(self.chains, workers, self._decided, self._settings())
-            self.tell({"event": "servers_started", "servers": self.job.servers, "workers": len(workers)})
+            started = {"servers": self.job.servers, "workers": len(workers), "mode": self.job.mode}
+            self.tell({"event": "servers_started", **started})
             self.send(self.coordinator.everybody())
+
+    def _note_waiting(self, peer: Any) -> None:
+        heard = self.coordinator.heard.get(peer) if self.coordinator is not None else None
+        if heard is not None:
+            is_waiting = self.facts[peer].get("is_waiting") is True
+            self.absences.note_waiting(peer, heard[1].clock, is_waiting, time.monotonic())
 
     def lost(self, peer: Any) -> None:
         """A connection has ended."""
         now = time.monotonic()
+        self.heard_s.pop(peer, None)
+        self.asked_s.pop(peer, None)
         if self.coordinator is not None and not (isinstance(peer, tuple) and peer[0] == "watcher"):
             self.coordinator.forget(peer, now)
         if self.coordinator is None and isinstance(peer, tuple):
@@ -222,6 +249,10 @@ class Coordination(Peers):
         now = time.monotonic()
         stood_still_s = now - self.ticked_s if self.ticked_s else 0.0
         self.ticked_s = now  # also before the job's start: it may be stopped right after it
+        if stood_still_s > STOOD_STILL_S:
+            self.heard_s = {peer: since + stood_still_s for peer, since in self.heard_s.items()}
+            self.absences.waits.clear()
+        self._look_for_silent(now)
         if self.coordinator is None:
             return
         if stood_still_s > STOOD_STILL_S:
@@ -230,18 +261,96 @@ class Coordination(Peers):
         for chain in self.coordinator.chains:
             chain.settings = settings
         self.coordinator.hosts = {node: _host(at) for node, at in self.addresses.items()}
-        self.send(self.coordinator.tick(now))
+        sent = self.coordinator.tick(now)
+        is_over = not self.coordinator.workers and any(beat.is_done for _, beat in self.coordinator.heard.values())
+        is_over = is_over and not self._is_joining(now) and self.ending is not None and not self.ending.done()
+        is_over = is_over and (not self.absences.is_replaced or self._has_saved())
+        if is_over:  # before the last worker hears that it may go: then this process may be ended
+            self.tell({"event": "servers_ended", **self._counted()})
+        self.send(sent)
+        self._check_ranges(now)
+        self._look_for_missing(now)
+        if is_over and self.ending is not None:
+            self.ending.set_result(None)
+
+    def _check_ranges(self, now: float) -> None:
+        """Raise CheckpointError when nobody is left who has a range of the parameters."""
+        assert self.coordinator is not None
         lost = [number for number, chain in enumerate(self.coordinator.chains) if chain.is_lost(now)]
         if lost and self.coordinator.workers:
+            has_ended = self.coordinator.chains[lost[0]].has_ended
             raise CheckpointError(
                 f"range {lost[0]} of the parameters on {self.job.replicas} servers",
-                "all servers that had it have ended",
+                "all servers that had it have ended"
+                if has_ended
+                else f"no server that has it has answered for {self.silence_s:g} s",
                 "go on from the last checkpoint: paceline run --resume",
             )
-        is_over = not self.coordinator.workers and any(beat.is_done for _, beat in self.coordinator.heard.values())
-        if is_over and not self._is_joining(now) and self.ending is not None and not self.ending.done():
-            self.tell({"event": "servers_ended"})
-            self.ending.set_result(None)
+
+    def _look_for_silent(self, now: float) -> None:
+        """Ask who has said nothing for a while, and give up who does not answer: a server, or before the start anybody.
+
+        Raises:
+            PeerLostError: nobody can take its place.
+        """
+        silent: dict[Any, tuple[str, float]] = {}
+        for peer in list(self.connections):
+            if isinstance(peer, tuple) and (peer[0] == "watcher" or not self._may_give_up_workers()):
+                continue
+            quiet_s = now - self.heard_s.setdefault(peer, now)
+            is_new = peer not in self.asked_s  # its answer has the number of its process
+            if is_new or (quiet_s > ASK_S and now - self.asked_s[peer] > ASK_S):
+                self.asked_s[peer] = now
+                self.send([(peer, 0, setup.AskStatus())])
+            name = f"worker {peer[0]}" if isinstance(peer, tuple) else f"the server at {self.addresses.get(peer)}"
+            silent[peer] = name, quiet_s
+        for event in self.absences.look_at_others(silent, self._pids(), self.coordinator is not None):
+            self.tell(event)
+
+    def _may_give_up_workers(self) -> bool:
+        """Under sync `_look_for_missing` does, once the job runs; in the other modes rounds can do without one."""
+        return self.coordinator is None or (self.absences.is_replaced and not self.coordinator.settings.needs_all)
+
+    def _pids(self) -> dict[Any, int]:
+        """The processes of those who are connected, as far as they are known."""
+        pids: dict[Any, int] = {}
+        for peer, connection in self.connections.items():
+            said = self.facts.get(peer, {}).get("pid")
+            pid = said if isinstance(said, int) else connection.process
+            if pid is not None:
+                pids[peer] = pid
+        return pids
+
+    def _look_for_missing(self, now: float) -> None:
+        """Under sync: tell who is waited for, and end a wait that has no end.
+
+        Raises:
+            PeerLostError: rounds need somebody who does not come.
+        """
+        assert self.coordinator is not None
+        one, missing = self.coordinator, {}
+        if one.settings.needs_all and not one.is_finished:
+            clocks = [beat.clock for worker, (_, beat) in one.heard.items() if worker in one.workers]
+            step = min(clocks, default=0) + 1
+            silent_s = one.missing(now)
+            missing = {worker: (quiet_s, step, worker not in one.gone) for worker, quiet_s in silent_s.items()}
+        tell_s = one.settings.worker_deadline_s
+        for event in self.absences.look(missing, self._pids(), tell_s, now):
+            self.tell(event)
+        left = {worker: one.heard[worker][1].clock for worker in one.left_early()}
+        self.absences.check_left(left, [worker for worker in one.workers if worker not in left], tell_s, now)
+
+    def _counted(self) -> dict[str, Any]:
+        """How many gradients have counted, and of how many: what is missing was left out."""
+        assert self.coordinator is not None
+        said = [facts.get("counted") for facts in self.facts.values()]
+        counted = max((count for count in said if isinstance(count, int)), default=None)
+        latest = {worker[0]: beat for worker, (_, beat) in sorted(self.coordinator.heard.items())}
+        furthest = max((beat.clock for beat in latest.values()), default=0)
+        clocks = [furthest] * self.job.workers
+        if not self.job.admission().is_by_rounds:  # each that has left by itself took as many steps as it says
+            clocks = [beat.clock if beat.is_done else furthest for beat in latest.values()]
+        return {"mode": self.job.mode, "counted": counted, "gradients": sum(clocks)}
 
     def _is_joining(self, now_s: float) -> bool:
         """Whether a worker that is not done is about to come in, to read at least what the others have made."""
@@ -256,6 +365,12 @@ class Coordination(Peers):
                 return True
         return False
 
+    def _has_saved(self) -> bool:
+        """Whether worker 0, which saves at the end, has done so: another that takes its place reads the end first."""
+        assert self.coordinator is not None
+        incarnations = [worker for worker in self.coordinator.heard if worker[0] == 0]
+        return not incarnations or self.coordinator.heard[max(incarnations)][1].is_done
+
     def _settings(self) -> Settings:
         """Silence is death after some times the longest pause of late: a machine under load is not dead."""
         now = time.monotonic()
@@ -268,6 +383,9 @@ class Coordination(Peers):
             worker_deadline_s=deadline_s,
             worker_return_s=max(self.returns_s, 0.5),
             keeps_places=self.job.admission().is_by_rounds,
+            needs_all=self.job.mode == "sync",
+            steps=self.job.steps,
+            lost_s=max(self.silence_s, deadline_s),
         )
 
     def _note_gap(self, peer: Any) -> None:
@@ -279,12 +397,27 @@ class Coordination(Peers):
 
     def _decided(self, configurations: Any) -> None:
         self.log.decide(configurations)
+        self._tell_left_out(configurations[0].workers)
         epochs = [one.epoch for one in configurations]
         if epochs != self.told:
             self.told = epochs
             chains = [list(one.chain) for one in configurations]
             workers = sorted([*worker] for worker in configurations[0].workers)
             self.tell({"event": "epoch", "epochs": epochs, "chains": chains, "workers": workers})
+
+    def _tell_left_out(self, workers: Mapping[Worker, int]) -> None:
+        """Where the mode allows it, the others go on without a worker that is lost."""
+        names = {worker[0] for worker in workers}
+        for worker in self.active - workers.keys():
+            heard = self.coordinator.heard.get(worker) if self.coordinator is not None else None
+            has_left = heard is not None and heard[1].is_done
+            if worker[0] not in names and not has_left and self.job.mode != "sync":
+                self.left_out.add(worker[0])
+                self.tell({"event": "left_out", "worker": worker[0]})
+        for name in self.left_out & names:
+            self.left_out.discard(name)
+            self.tell({"event": "joined_again", "worker": name})
+        self.active = set(workers)
 
     def _epochs(self) -> list[int]:
         return [chain.configuration.epoch for chain in self.coordinator.chains] if self.coordinator else []
@@ -345,6 +478,19 @@ def hosts_in_turn(nodes: Sequence[Node], addresses: Mapping[Any, Address]) -> li
 def _host(at: Address) -> str:
     """Of a server: "", where all are on this one."""
     return "" if at.is_unix else at.host
+
+
+def _few_ranges(ranges: int, servers: int, replicas: int) -> str:
+    """What the servers of a small model do."""
+    idle = servers - min(servers, ranges + replicas - 1)
+    shown = f"the model fills {ranges} segment{'s' * (ranges > 1)} of {SEGMENT_BYTES >> 20} MiB: of {servers} servers"
+    copies = servers - ranges - idle
+    parts = [f"{ranges} take{'s' * (ranges == 1)} gradients"]
+    if copies:
+        parts.append(f"{copies} keep{'s' * (copies == 1)} a copy")
+    if idle:
+        parts.append(f"{idle} {'has' if idle == 1 else 'have'} nothing to do until another is lost")
+    return f"{shown} {', '.join(parts)}"
 
 
 def _layout_of(hello: setup.Hello) -> tuple[Layout, dict[str, Any]]:

@@ -30,6 +30,9 @@ class Settings:
         node_return_s: time for a replica whose connection broke to come back.
         worker_return_s: the same for a worker, or for another in its place.
         keeps_places: rounds wait for the one that takes a lost worker's place.
+        needs_all: every round needs every worker's gradient (sync): a worker is left out only once its steps are done.
+        steps: that every worker takes.
+        lost_s: silence of all replicas of a range after which it is lost, although their connections stand.
     """
 
     replicas: int = REPLICAS
@@ -38,6 +41,9 @@ class Settings:
     node_return_s: float = 1.0
     worker_return_s: float = 10.0
     keeps_places: bool = False
+    needs_all: bool = False
+    steps: int = 0
+    lost_s: float = 60.0
 
 
 @dataclass(slots=True)
@@ -52,11 +58,13 @@ class Chain:
     configuration: Configuration
     settings: Settings
     heard: dict[Node, tuple[float, Beat]] = field(default_factory=dict)
+    gone: dict[Node, float] = field(default_factory=dict)  # since when their connections are broken
     began_s: float | None = None
 
     def on(self, message: Beat, now_s: float) -> Out:
         """Take a replica's sign of life."""
         self.heard[message.node] = (now_s, message)
+        self.gone.pop(message.node, None)
         joining = self.configuration.joining
         is_in = message.node in self.configuration.chain and message.state_epoch == self.configuration.epoch
         if joining is not None and joining[0] == message.node and is_in:
@@ -89,9 +97,23 @@ class Chain:
         return now.joining is None and len(now.chain) == self.settings.replicas and now.confirmed == now.epoch
 
     def is_lost(self, now_s: float) -> bool:
-        """Whether nobody is left who has everything."""
-        holders = {*self.configuration.holders, *self.configuration.chain}
-        return all(self._is_silent(node, now_s) for node in holders) if self.began_s is not None else False
+        """Whether nobody is left who has everything: their processes have ended, or they are silent for long."""
+        return self.began_s is not None and all(self._is_given_up(node, now_s) for node in self._holders)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the connections to all that had everything are broken."""
+        return all(node in self.gone for node in self._holders)
+
+    @property
+    def _holders(self) -> set[Node]:
+        return {*self.configuration.holders, *self.configuration.chain}
+
+    def _is_given_up(self, node: Node, now_s: float) -> bool:
+        if node in self.gone:
+            return now_s - self.gone[node] > self.settings.node_return_s
+        since_s = self.heard[node][0] if node in self.heard else self.began_s
+        return since_s is not None and now_s - since_s > self.settings.lost_s
 
     def everybody(self) -> Out:
         """The present configuration, to all replicas and workers that are in it or have been heard."""
@@ -233,6 +255,7 @@ class Coordinator:
             self.gone[who] = now_s
             return
         for chain in self.chains:
+            chain.gone.setdefault(who, now_s)
             if who in chain.heard:
                 since_s, beat = chain.heard[who]
                 chain.heard[who] = (min(since_s, now_s - settings.node_deadline_s + settings.node_return_s), beat)
@@ -245,6 +268,7 @@ class Coordinator:
         for chain in self.chains:
             chain.began_s = None if chain.began_s is None else chain.began_s + seconds
             chain.heard = {node: (since + seconds, beat) for node, (since, beat) in chain.heard.items()}
+            chain.gone = {node: since + seconds for node, since in chain.gone.items()}
 
     def _load(self, node: Node) -> int:
         return sum(node in chain.configuration.chain for chain in self.chains)
@@ -264,11 +288,44 @@ class Coordinator:
 
     def _drop_worker(self, now_s: float) -> Sent:
         for worker in self.workers:
-            heard = self.heard.get(worker)
-            is_done = heard is not None and heard[1].is_done
-            if is_done or self._is_silent(worker, now_s):
+            if self._may_drop(worker, now_s):
                 return self._decide({other: first for other, first in self.workers.items() if other != worker})
         return []
+
+    def _may_drop(self, worker: Worker, now_s: float) -> bool:
+        has_left = self._has_left(worker)
+        if not self.settings.needs_all or self.is_finished:
+            return has_left or self._is_silent(worker, now_s)
+        # Rounds need its gradients: one that left early is missing until all leave.
+        return has_left and all(self._has_left(other) for other in self.workers)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether a worker has come to the end: then every round is closed."""
+        clocks = [beat.clock for _, beat in self.heard.values()]
+        return bool(self.settings.steps) and max(clocks, default=0) >= self.settings.steps
+
+    def _has_left(self, worker: Worker) -> bool:
+        heard = self.heard.get(worker)
+        return heard is not None and heard[1].is_done
+
+    def left_early(self) -> list[Worker]:
+        """Workers that have left although rounds need their gradients."""
+        is_needed = self.settings.needs_all and not self.is_finished
+        return [worker for worker in self.workers if self._has_left(worker)] if is_needed else []
+
+    def missing(self, now_s: float) -> dict[Worker, float]:
+        """Active workers from whom nothing has been heard for too long, and for how many seconds.
+
+        One whose connection is broken counts at once.
+        """
+        silent_s: dict[Worker, float] = {}
+        for worker in self.workers:
+            since_s = self.heard[worker][0] if worker in self.heard else self.began_s
+            quiet_s = now_s - since_s if since_s is not None else 0.0
+            if worker in self.gone or quiet_s > self.settings.worker_deadline_s:
+                silent_s[worker] = quiet_s
+        return {worker: quiet_s for worker, quiet_s in silent_s.items() if not self._has_left(worker)}
 
     def _is_silent(self, worker: Worker, now_s: float) -> bool:
         deadline_s, return_s = self.settings.worker_deadline_s, self.settings.worker_return_s

@@ -17,9 +17,11 @@ from paceline.server import messages, setup
 
 MAGIC, VERSION = b"PCLN", 1
 PREFIX = struct.Struct("<4sBBHIQ")  # magic, version, kind, range, bytes of header and payload
+HELLO_BYTES = 2**12  # of a header
 HEADER_BYTES = 2**16
 LONG_HEADER_BYTES = 2**24  # of those that list every segment or worker
 LAYOUT_BYTES = 2**26
+STATUS_BYTES = 2**22
 MAX_COUNT = 2**53
 
 
@@ -189,6 +191,7 @@ _NOTE: dict[str, Callable[[Any], Any]] = {
     "weight": _float,
     "flags": _int,
     "norm": _float,
+    "counted": _int,
     "absent": lambda value: [_int(one) for one in _list(value)],
     "settings": lambda value: _settings(value),
 }
@@ -243,7 +246,7 @@ UPDATE = Codec(_pack_update, _update)
 
 _CONFIGURATION = (INT, NODES, CLOCKS, JOINING, INT, NODES)
 _LIST: tuple[Form, ...] = (
-    Form(setup.Hello, (TEXT, INT, INT, TEXT, TEXT), has_payload=True),
+    Form(setup.Hello, (TEXT, INT, INT, TEXT, TEXT), HELLO_BYTES, has_payload=True),
     Form(setup.Welcome, (INT, INT)),
     Form(setup.Start, (TEXT,), has_payload=True),
     Form(setup.Addresses, (TEXT,), LONG_HEADER_BYTES),

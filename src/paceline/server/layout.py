@@ -125,18 +125,15 @@ class Layout:
         return segments
 
     def ranges(self, servers: int) -> list[list[Segment]]:
-        """The segments in as many runs, of about as many bytes.
+        """The segments in as many runs, of about as many bytes; of a small model in one run for each segment.
 
         Raises:
-            PlanError: there are more servers than segments.
+            PlanError: there is nothing to keep.
         """
         segments = self.segments()
-        if servers > len(segments):
-            raise PlanError(
-                f"{servers} servers, each with a part of the parameters",
-                f"the model fills {len(segments)} segment{'s' * (len(segments) > 1)} of {SEGMENT_BYTES >> 20} MiB",
-                f"write server={len(segments)}" + (" or fewer" if len(segments) > 1 else ""),
-            )
+        servers = min(servers, len(segments))
+        if not servers:
+            raise PlanError("parameters on servers", "the model has none", "leave server out of the plan")
         total = sum(segment.nbytes for segment in segments)
         ranges: list[list[Segment]] = [[] for _ in range(servers)]
         at = 0

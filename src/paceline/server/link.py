@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ import torch
 
 from paceline.nouns.errors import PacelineError, PeerLostError
 from paceline.server import setup
+from paceline.server.absences import silence_s
 from paceline.server.address import Address, Credentials
 from paceline.server.client import Client, Session
 from paceline.server.connection import Connection
@@ -30,7 +32,8 @@ from paceline.server.tensors import Flat, bytes_of, views_of
 SOON_S = 0.1
 REPEAT_S = (2.0, 60.0)  # what has no answer is said again after so long; each time later, up to
 ALONE_S = 60.0  # without coordinator or server before a worker gives up
-GOODBYE_S = 2.0  # for the coordinator to take a worker's last word
+ASK_S = 2.0  # of silence before it is asked for a sign of life
+GOODBYE_S = 5.0  # for the coordinator to take a worker's last word
 _WAKE_S = 0.1  # so that a signal is seen while the worker waits
 
 
@@ -86,6 +89,10 @@ class Link(Peers):
         self.waited_s = {"network": 0.0, "others": 0.0}
         self.sent_s = self.pushed_s = 0.0
         self.is_leaving = False
+        self.waiting_since_s: float | None = None  # the worker's thread
+        self.coordinator_s = self.asked_s = 0.0  # when the coordinator was heard, and asked
+        self.patience_s = 2 * silence_s(os.environ)  # twice: a coordinator that is back after long is not given up
+        self.counted = 0  # gradients of all workers that have counted
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self._run, name="paceline-link", daemon=True)
 
@@ -137,11 +144,13 @@ class Link(Peers):
         return self.taken
 
     def _wait(self, is_done: Callable[[], bool]) -> None:
+        self.waiting_since_s = time.monotonic()
         while not is_done():
             if self.error is not None:
                 raise self.error
             self.is_here.wait(_WAKE_S)
             self.is_here.clear()
+        self.waiting_since_s = None
 
     # --- the link's thread
 
@@ -181,6 +190,10 @@ class Link(Peers):
 
     def take(self, peer: Any, number: int, message: Any) -> None:
         """A message about range `number`."""
+        if peer == COORDINATOR:
+            self.coordinator_s = time.monotonic()
+        if isinstance(message, setup.Status):
+            return  # a sign of life, as asked for
         if isinstance(message, setup.Welcome):
             self.incarnation = message.incarnation
         elif isinstance(message, setup.Start):
@@ -215,6 +228,7 @@ class Link(Peers):
             self._rejoin()
         elif answers is not None:
             self._note_waiting(answers)
+            self.counted = max(self.counted, (answers[0].note or {}).get("counted", 0))
             self.latest = self.answer = Answer(self.session.clock, [answer.note for answer in answers])
             self.is_here.set()
 
@@ -291,6 +305,7 @@ class Link(Peers):
         """Until the coordinator has taken it: what a process that ends has written may be lost with its connection."""
         deadline_s = time.monotonic() + GOODBYE_S
         if self.session is not None:
+            self.send([(COORDINATOR, 0, setup.Status(json.dumps(self.status()).encode()))])
             self.send(self.session.beat(self.is_leaving))
             while not self.session.is_out and time.monotonic() < deadline_s:
                 await asyncio.sleep(0.01)
@@ -318,6 +333,7 @@ class Link(Peers):
             )
         if self.connections:
             self.seen_s = now
+        self._watch_coordinator(now)
         if self.session is None:
             return
         if not self.sent_s and all(connection.is_idle for connection in self.connections.values()):
@@ -328,6 +344,23 @@ class Link(Peers):
             self.repeated_s = now
             self.repeat_after_s = min(2 * self.repeat_after_s, REPEAT_S[1])
             self._repeat()
+
+    def _watch_coordinator(self, now: float) -> None:
+        """While the worker waits: without the coordinator nobody is replaced, and the wait may have no end."""
+        if self.waiting_since_s is None:
+            return
+        silent_s = now - max(self.coordinator_s, self.waiting_since_s)
+        if silent_s > self.patience_s:
+            self.failed(
+                PeerLostError(
+                    "the coordinator of the parameter servers",
+                    f"it has not answered for {self.patience_s:g} s, in which this worker waited",
+                    "see whether its process is stopped; --resume goes on from the last checkpoint, where there is one",
+                )
+            )
+        elif silent_s > ASK_S and now - self.asked_s > ASK_S:
+            self.asked_s = now
+            self.send([(COORDINATOR, 0, setup.AskStatus())])
 
     def _repeat(self) -> None:
         if self.session is not None:
@@ -340,6 +373,8 @@ class Link(Peers):
         is_waiting = self.answer is None
         return {
             **waited,
+            "pid": os.getpid(),
+            "counted": self.counted,
             "is_waiting": is_waiting,
             "bytes_sent": sum(connection.bytes_sent for connection in known),
             "bytes_received": sum(connection.bytes_received for connection in known),

@@ -145,10 +145,11 @@ class Server(Peers):
             Segments(layout, own, settings.implementation, settings.clip_norm, settings.workers, settings.admission())
             for own in self.ranges
         ]
+        gates = settings.gates(len(self.ranges))
         self.member = Member(
             self.node,
             [
-                Replica(self.node, len(own), settings.admission(), store, number, settings.gates)
+                Replica(self.node, len(own), settings.admission(), store, number, gates)
                 for number, (own, store) in enumerate(zip(self.ranges, stores, strict=True))
             ],
         )

@@ -15,12 +15,13 @@ from typing import Any
 from paceline.nouns.errors import CheckpointError, PacelineError, PeerLostError, ReadError
 from paceline.nouns.reading import parse_json, parse_whole, shown
 from paceline.server import messages, setup
-from paceline.server.address import Address, Credentials, connect, listen, role_of, user_of
-from paceline.server.connection import HELLO_S, Connection
-from paceline.server.frames import LAYOUT_BYTES, FrameError
+from paceline.server.address import Address, Credentials, connect, listen, process_of, role_of, user_of
+from paceline.server.connection import Connection
+from paceline.server.frames import LAYOUT_BYTES, STATUS_BYTES, FrameError
 from paceline.server.messages import COORDINATOR, Node, Sent
 
 BEAT_S = 0.5
+WATCHERS = 32  # that may stay connected
 RETRY_S = (0.05, 0.1, 0.2, 0.5, 1.0)  # between attempts to connect
 # Who may say what; everybody may ask for the status. A worker or server may speak for itself alone.
 _FROM_COORDINATOR = (messages.Configuration, setup.Welcome, setup.Start, setup.Addresses, setup.Refused)
@@ -37,6 +38,8 @@ class Peers:
     Args:
         credentials: for whatever leaves the host.
     """
+
+    takes_layouts = False  # from workers, with their hello
 
     def __init__(self, credentials: Credentials | None) -> None:
         self.credentials = credentials
@@ -83,7 +86,11 @@ class Peers:
 
     def room(self, connection: Connection, number: int, message: Any, nbytes: int) -> tuple[Any, memoryview]:
         """Where a payload goes: see `connection.Endpoint`."""
-        if isinstance(message, setup.Hello | setup.Start | setup.Status) and nbytes <= LAYOUT_BYTES:
+        most = STATUS_BYTES if isinstance(message, setup.Status) else LAYOUT_BYTES
+        is_known = isinstance(message, setup.Hello | setup.Start | setup.Status)
+        if isinstance(message, setup.Hello):  # a short header says whose it is; what it brings is only now taken in
+            is_known = message.role == "worker" or not nbytes
+        if is_known and nbytes <= most:
             content = bytearray(nbytes)
             return content, memoryview(content)
         raise FrameError(f"a {type(message).__name__} with {nbytes} bytes")
@@ -171,16 +178,23 @@ class Peers:
         if role is None and user_of(end) not in (os.getuid(), None):
             connection.close("it is no process of this user")
             return
-        connection.role = role
-        if connection.peer is None and self.listener is not None:
-            loop = asyncio.get_running_loop()
-            loop.call_later(HELLO_S, _close_unless_known, connection)
+        connection.role, connection.process = role, process_of(end)
+
+    def check_may_send(self, connection: Connection, kind: type, nbytes: int) -> None:
+        """Before a byte of memory is taken up for a message: see `connection.Endpoint`."""
+        if kind is setup.Hello:
+            if connection.peer is not None:
+                raise FrameError("a second hello")
+            if nbytes and not (self.takes_layouts and connection.role in (None, "worker")):
+                raise FrameError(f"a hello with {nbytes} bytes, which are not its to send")
+        elif connection.peer is None or not _may_send(connection.peer, kind):
+            raise FrameError(f"a {kind.__name__} is not its to send")
 
     def on_message(self, connection: Connection, number: int, message: Any) -> None:
         """A message has come: is it its sender's to send?"""
         if isinstance(message, setup.Hello):
             self._greet(connection, message)
-        elif connection.peer is None or not self._may_say(connection.peer, message):
+        elif connection.peer is None or not _may_say(connection.peer, message):
             connection.close(f"a {type(message).__name__} is not its to send")
         elif isinstance(message, setup.AskStatus):
             connection.send(0, setup.Status(json.dumps(self.status()).encode()))
@@ -197,6 +211,8 @@ class Peers:
 
     def on_lost(self, connection: Connection, why: str) -> None:
         """A connection has ended."""
+        if self.listener is not None:
+            self.listener.is_known(connection)
         if connection.why and connection.why != "the process ends":
             self.refused.append(why)
         if connection.peer is not None and self.connections.get(connection.peer) is connection:
@@ -217,30 +233,37 @@ class Peers:
             connection.send(0, refusal)
             asyncio.get_running_loop().call_later(1.0, connection.close, str(error))
             return
+        watchers = [other for other in self.connections if isinstance(other, tuple) and other[0] == "watcher"]
+        if hello.role == "watcher" and len(watchers) >= WATCHERS:
+            self.connections[watchers[0]].close("too many look on")
         if (old := self.connections.get(peer)) is not None:
             old.peer = None
             old.close("it came again")
         connection.peer = peer
+        if self.listener is not None:
+            self.listener.is_known(connection)
         self.connections[peer] = connection
         self.connected(peer)
 
-    def _may_say(self, peer: Any, message: Any) -> bool:
-        if isinstance(peer, tuple) and peer[0] == "watcher":
-            return isinstance(message, setup.AskStatus)
-        if isinstance(message, setup.AskStatus | setup.Status):
-            return True
-        if isinstance(message, setup.Install):
-            return peer == COORDINATOR or isinstance(peer, tuple)
-        if peer == COORDINATOR:
-            return isinstance(message, _FROM_COORDINATOR)
-        if isinstance(peer, int):
-            return isinstance(message, _FROM_SERVER) and getattr(message, "node", peer) == peer
-        return isinstance(message, _FROM_WORKER) and getattr(message, "worker", peer) == peer
+
+def _may_send(peer: Any, kind: type) -> bool:
+    """Whether a peer may send such messages."""
+    if isinstance(peer, tuple) and peer[0] == "watcher":
+        return kind is setup.AskStatus
+    if kind in (setup.AskStatus, setup.Status):
+        return True
+    if kind is setup.Install:
+        return peer == COORDINATOR or isinstance(peer, tuple)
+    if peer == COORDINATOR:
+        return kind in _FROM_COORDINATOR
+    return kind in (_FROM_SERVER if isinstance(peer, int) else _FROM_WORKER)
 
 
-def _close_unless_known(connection: Connection) -> None:
-    if connection.peer is None:
-        connection.close("it did not say who it is")
+def _may_say(peer: Any, message: Any) -> bool:
+    """Whether a message is its sender's to send: nobody speaks in another's name."""
+    name = "node" if isinstance(peer, int) else "worker"
+    is_own = isinstance(message, setup.AskStatus | setup.Install) or getattr(message, name, peer) == peer
+    return _may_send(peer, type(message)) and is_own
 
 
 def facts_of(content: Any) -> dict[str, Any]:

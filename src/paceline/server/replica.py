@@ -75,7 +75,7 @@ class Replica:
     own: dict[int, float] = field(default_factory=dict)  # by round: what this range told the others
     told: dict[int, dict[int, float]] = field(default_factory=dict)  # by round and range: what the others told
     opened_s: dict[tuple[int, int], float] = field(default_factory=dict)  # by segment and round: since when
-    note: Any = None  # of the last update of the first segment
+    note: dict[str, Any] | None = None  # of the last update of the first segment
     duplicates: int = 0  # pushes that had been counted
     staleness: dict[int, int] = field(default_factory=dict)  # updates since its parameters were read: how many pushes
     waiting: list[Pull] = field(default_factory=list)
@@ -229,7 +229,13 @@ class Replica:
         self.staleness[behind] = self.staleness.get(behind, 0) + 1
         share = 1 / (1 + behind) if self.mode.kind == "async" else 1.0
         payload, note = self.store.combine([push])
-        return self._make(Update(segment, ((worker, push.clock),), note, payload, share))
+        counted = self._count(note, 1) if segment == 0 else note
+        return self._make(Update(segment, ((worker, push.clock),), counted, payload, share))
+
+    def _count(self, note: dict[str, Any], pushes: int) -> dict[str, Any]:
+        """The note of an update of the first segment says how many pushes have counted since the start."""
+        before = self.note["counted"] if self.note else 0
+        return {**note, "counted": before + pushes}
 
     def _close_all(self) -> Out:
         return [out for segment in range(self.segments) if self.open[segment] for out in self._close(segment)]
@@ -253,6 +259,7 @@ class Replica:
         self.open[segment] = {}
         pushes = [counted[worker] for worker in sorted(counted)]
         payload, note = self.store.combine(pushes)
+        note = self._count(note, len(pushes)) if segment == 0 else note
         made = Update(segment, tuple((push.worker, push.clock) for push in pushes), note, payload)
         if not self.gates:
             return self._make(made)

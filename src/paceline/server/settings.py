@@ -70,11 +70,10 @@ class JobSettings:
         """When gradients become an update."""
         return Mode(self.mode, quorum=self.quorum, staleness=self.staleness, deadline_s=self.deadline)
 
-    @property
-    def gates(self) -> int:
-        """Ranges whose rounds wait for each other; 0 where every segment goes on by itself."""
+    def gates(self, ranges: int) -> int:
+        """Of so many ranges, how many wait for each other's rounds; 0 where every segment goes on by itself."""
         by_rounds = self.admission().is_by_rounds
-        return self.servers if by_rounds and (self.is_strict or self.clip_norm is not None) else 0
+        return ranges if by_rounds and (self.is_strict or self.clip_norm is not None) else 0
 
     def to_json(self) -> str:
         """As text."""

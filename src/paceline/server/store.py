@@ -11,7 +11,7 @@ from paceline.server.messages import Push, Update
 class Store(Protocol):
     """The range's parameters and their optimizer."""
 
-    def combine(self, pushes: Sequence[Push]) -> tuple[Any, Any]:
+    def combine(self, pushes: Sequence[Push]) -> tuple[Any, dict[str, Any]]:
         """What is to be applied of some workers' gradients of one segment, in the order given: payload and note."""
 
     def measure(self, updates: Sequence[Update]) -> float:

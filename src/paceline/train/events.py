@@ -7,14 +7,24 @@ import os
 import resource
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+TAKES_OVER = "PACELINE_TAKES_OVER"  # set where this process takes a lost one's place in a running job
+_BLOCK_BYTES = 2**16
+
 
 class Events:
-    """Appends events to a run directory; without one, does nothing."""
+    """Appends events to a run directory; without one, does nothing.
 
-    def __init__(self, run_dir: Path | None) -> None:
+    Args:
+        run_dir: where; None: nowhere.
+        takes_over: whether another process of this job has written before: a second `start` is marked as such.
+    """
+
+    def __init__(self, run_dir: Path | None, takes_over: bool = False) -> None:
+        self.takes_over = takes_over
         # Unbuffered, a write a line: whoever follows the file sees whole lines at once, and a line that did
         # not fit on the disk is not kept to be written later, in the middle of another.
         self.file = (run_dir / "events.jsonl").open("ab+", buffering=0) if run_dir else None
@@ -25,6 +35,8 @@ class Events:
         """Append one event, with the wall-clock time. Where that can't be, say so once and go on."""
         if self.file is None:
             return
+        if self.takes_over and event["event"] in ("start", "resumed"):
+            event = {**event, "takes_over": True}
         line = json.dumps({**event, "at": round(time.time_ns() / 1e9, 3)}).encode() + b"\n"
         if self.is_torn:
             line = b"\n" + line
@@ -35,6 +47,34 @@ class Events:
         else:
             if self.is_torn:
                 self._tell("only part of a line was taken")
+
+    def last_step(self) -> int:
+        """The last step of this attempt that is written down, whoever wrote it; 0 for none."""
+        for line in self._lines_backwards():
+            try:
+                event = json.loads(line)
+            except ValueError:
+                continue  # cut off by a crash or a full disk
+            if not isinstance(event, dict) or event.get("takes_over"):
+                continue
+            if event.get("event") in ("step", "resumed"):
+                return int(event["step"])
+            if event.get("event") == "start":
+                return 0
+        return 0
+
+    def _lines_backwards(self) -> Iterator[bytes]:
+        """The file's lines, the last one first."""
+        if self.file is None:
+            return
+        end, rest = self.file.seek(0, os.SEEK_END), b""
+        while end > 0:
+            begin = max(0, end - _BLOCK_BYTES)
+            self.file.seek(begin)
+            first, *lines = (self.file.read(end - begin) + rest).split(b"\n")
+            yield from reversed(lines)
+            end, rest = begin, first
+        yield rest
 
     def close(self) -> None:
         """Close the file."""

@@ -31,7 +31,7 @@ from paceline.train import last_checkpoint, prepare, servers, snapshot
 from paceline.train.agree import check_same_data_everywhere, check_same_start
 from paceline.train.alike import load_scheduler, scheduler_state
 from paceline.train.data import Batch, RankLoader, cut_into, moved, no_data, open_data
-from paceline.train.events import Events, peak_memory_bytes
+from paceline.train.events import TAKES_OVER, Events, peak_memory_bytes
 from paceline.train.last_checkpoint import first_failure
 from paceline.train.place import make_parallel, place_model
 from paceline.train.seed import random_state, restore_random_state, seed_everything
@@ -337,7 +337,7 @@ class Job:
         _made[:] = [self]
         place = words.world().place
         self.board = StepBoard(dataclasses.replace(place, size=1) if self.plan.server else place)
-        self.events = Events(self.run_dir if self.rank == 0 else None)
+        self.events = Events(self.run_dir if self.rank == 0 else None, bool(os.environ.get(TAKES_OVER)))
         self.writer = Writer(*((0, 1) if self.plan.server else (self.rank, self.size)), self.events.write)
         start = {"event": "start", "total_steps": self.total_steps, "samples": len(self.loader.data)}
         self.events.write({**start, "batch_size": self.workload.batch_size, "world_size": self.size})
@@ -402,6 +402,11 @@ class Job:
         if failure is not None and self.rank == 0:
             remove_partial(folder)  # now no rank is writing any more
         return failure
+
+    def save_if_missed(self) -> None:
+        """Write the checkpoint that a lost process should have written after the last step."""
+        if self.step_number and self.run_dir is not None and not self.checkpoint_folder().exists():
+            self._save_if_due(is_stopping=False)
 
     def _begin_save(self, folder: Path, keep: int) -> None:
         prepare.check_generation(os.environ)

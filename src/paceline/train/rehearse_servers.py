@@ -65,7 +65,7 @@ def join_nobody(
     """Have a worker step as if its servers had answered.
 
     Raises:
-        PlanError: the servers can't run the optimizer, or there are more of them than segments.
+        PlanError: the servers can't run the optimizer.
     """
     handle = AbsentServers(parallel.model, optimizer, samples)
     handle.join_nobody(parallel.plan.server, recorder)
@@ -90,10 +90,11 @@ def servers_memory(parallel: ServerParallel, is_deterministic: bool) -> list[dic
         ranges.append((sum(segment.nbytes for segment in segments), _state_bytes(store)))
     answers = []
     for number in range(settings.servers):
-        own = [ranges[number - back] for back in range(settings.replicas)]  # chains go round
+        chains = [(number - back) % settings.servers for back in range(settings.replicas)]  # they go round
+        own = [ranges[at] for at in chains if at < len(ranges)]  # a small model has fewer ranges than servers
         parameters = sum(nbytes for nbytes, _ in own)
         state = sum(nbytes for _, nbytes in own)
-        waiting = ranges[number][0] * settings.workers
+        waiting = ranges[number][0] * settings.workers if number < len(ranges) else 0
         answers.append({"parameters": parameters, "optimizer_state": state, "gradients": waiting})
     return answers
 

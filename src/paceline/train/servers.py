@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, cast
 
 from paceline.nouns.errors import UsageError
+from paceline.nouns.record import StepRecord
 from paceline.train.data import Batch
+from paceline.train.events import peak_memory_bytes
 from paceline.train.seed import seed_everything
 
 if TYPE_CHECKING:
@@ -59,6 +61,31 @@ def _join(job: Job) -> None:
     if parallel.handle is None:
         parallel.join(job.optimizer, len(job.loader.data), job.total_steps, job.step_number)
         _go_to(job, parallel.step_number)
+        if job.rank == 0 and job.events.takes_over:
+            _catch_up(job)
+
+
+def _catch_up(job: Job) -> None:
+    """Write what the lost worker 0 may not have written: its last step's line, and the checkpoint that was due."""
+    parallel = _parallel(job)
+    sums = parallel.sums_of_answer()
+    if sums is not None and job.events.last_step() < job.step_number:
+        order = job.loader.order(job.workload.batch_size)
+        samples = job.position - order.position_after(job.step_number - 1)
+        # Of this process's time and traffic the step took nothing.
+        record = StepRecord(
+            job.step_number,
+            job.position,
+            sums.mean,
+            sums.weight,
+            samples,
+            0.0,
+            0,
+            parallel.norm,
+            peak_memory_bytes(),
+        )
+        job.events.write(record.to_json())
+    job.save_if_missed()
 
 
 def _go_to(job: Job, step: int) -> None:
