@@ -95,7 +95,90 @@ def test_a_rank_that_the_supervisor_kills_is_not_the_cause(tmp_path):
     ended = paceline(tmp_path, "run", "-n", "3", "--job", "a", "--transport", "shared_memory", "--json", file)
     assert ended.code == 1
     assert "SIGKILL" not in ended.err
-    assert json.loads(ended.out)["failure"]["type"] == "PeerLostError", ended.err
+    failure = json.loads(ended.out)["failure"]
+    assert (failure["rank"], failure["type"]) == (1, "ProcessDied"), ended.err
+
+
+LEAVE = "    if job and job.step_number == 6 and job.rank == {rank}: {leave}\n"
+
+
+@pytest.mark.parametrize(
+    ("rank", "leave", "said"),
+    [
+        (
+            1,
+            "sys.exit(0)",
+            "rank 1 should take as many steps as the other ranks, but its process ended with exit code 0",
+        ),
+        (1, "os._exit(0)", "rank 1's process ended with exit code 0 before the end of its file"),
+        (0, "os._exit(0)", "rank 0's process ended with exit code 0 before the end of its file"),
+    ],
+)
+@pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
+def test_a_rank_that_leaves_with_exit_code_0_is_the_first_cause(tmp_path, rank, leave, said, transport):
+    file = write_workload(tmp_path, LEAVE.format(rank=rank, leave=leave))
+    ended = paceline(tmp_path, "run", "-n", "2", "--job", "a", "--transport", transport, "--json", file)
+    assert ended.code == 1
+    assert ended.err.count(said) == 1, ended.err
+    assert "look for the rank that failed first" not in ended.err
+    assert json.loads(ended.out)["failure"]["rank"] == rank
+
+
+def test_one_process_that_leaves_with_exit_code_0_is_not_done(tmp_path):
+    ended = paceline(tmp_path, "run", "--job", "a", write_workload(tmp_path, LEAVE.format(rank=0, leave="os._exit(0)")))
+    assert ended.code == 1
+    assert "rank 0's process ended with exit code 0 before the end of its file" in ended.err
+
+
+def test_all_ranks_may_leave_together_by_exit_code_0(tmp_path):
+    loop = LOOP + "        if job.step_number == 6: sys.exit(0)\n"
+    ended = paceline(tmp_path, "run", "-n", "2", "--job", "a", "--json", write_workload(tmp_path, loop=loop))
+    assert ended.code == 0, ended.err
+    assert json.loads(ended.out)["status"] == "done"
+    assert (run_of(tmp_path) / "checkpoints" / "step-00000006").is_dir()
+
+
+@pytest.mark.parametrize("plan", ["replicate=2", "server=1,replicate=2"])
+def test_sigterm_to_one_rank_stops_the_job_and_says_which(tmp_path, plan):
+    hook = "    if job and job.step_number == 6 and job.rank == 1: os.kill(os.getpid(), signal.SIGTERM)\n"
+    file = write_workload(tmp_path, hook)
+    ended = paceline(tmp_path, "run", "--plan", plan, "--job", "a", "--json", file)
+    result = json.loads(ended.out)
+    assert (ended.code, result["status"], result["exit_code"]) == (143, "stopped", 143), ended.err
+    assert 6 < result["steps"] < STEPS
+    who = "rank 1" if plan == "replicate=2" else "a rank"
+    assert result["stop_sent_to"] == who
+    assert f"stopped, since {who} was sent SIGTERM; saved as " in ended.err
+    assert f"checkpoints/step-{result['steps']:08d}; go on with --resume --job a" in ended.err
+
+
+def test_an_error_without_a_message_is_told_like_any_other(tmp_path):
+    file = write_workload(tmp_path, "    assert job is None or job.step_number < 3\n")
+    ended = paceline(tmp_path, "run", "--job", "a", file)
+    assert ended.code == 1
+    assert "rank 0, step 4 failed first: AssertionError\n" in ended.err
+    assert ended.err.count("Traceback") == 1
+
+
+def test_a_stop_before_anything_is_saved_promises_no_checkpoint(tmp_path):
+    hook = "    if job and job.step_number == 2: time.sleep(60)\n"
+    job = start(tmp_path, "run", "--job", "a", "--grace", "0.5", write_workload(tmp_path, hook))
+    assert wait_for(lambda: len(losses(run_of(tmp_path))) >= 2, 30)
+    send(job, signal.SIGTERM)
+    _, err = job.communicate(timeout=30)
+    assert job.returncode == 143, err
+    assert "stopped; nothing was saved; --resume --job a starts it again at step 0" in err
+
+
+def test_a_stop_that_had_to_be_forced_names_the_checkpoint_that_there_is(tmp_path):
+    hook = "    if job and job.step_number == 5: time.sleep(60)\n"
+    words = ("--job", "a", "--grace", "0.5", "--checkpoint-every", "4")
+    job = start(tmp_path, "run", *words, write_workload(tmp_path, hook))
+    assert wait_for(lambda: len(losses(run_of(tmp_path))) >= 5, 30)
+    send(job, signal.SIGTERM)
+    _, err = job.communicate(timeout=30)
+    assert job.returncode == 143, err
+    assert "its last steps are not saved, the newest checkpoint is runs/a/checkpoints/step-00000004; go on with" in err
 
 
 def test_ranks_that_wait_for_something_else_are_ended_too(tmp_path):

@@ -8,8 +8,9 @@ under mpirun, with --on ray as actors.
 --on slurm and --on kubernetes send the job and return. Started itself by torchrun, mpirun, srun or in a pod, it
 becomes the rank, or starts the ranks of its node.
 
-Exit codes: 0 done, or stopped by SIGTERM with a checkpoint; 130 stopped by Ctrl-C with a checkpoint;
-1 the job failed; 2 the request can't be met.
+Exit codes: 0 done, or stopped by SIGTERM with a checkpoint; 130 stopped by Ctrl-C; 143 stopped by SIGTERM without a
+checkpoint of its last step, or by one that was sent to a rank and not to this command; 1 the job failed; 2 the request
+can't be met.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from paceline.run.job import run_job
 from paceline.run.place import joined_address
 from paceline.run.progress import Progress, Screen
 from paceline.run.station import LocalStation
-from paceline.run.supervisor import GRACE_S, Ending, JobRequest, Post, Supervisor
+from paceline.run.supervisor import GRACE_S, THE_COMMAND, Ending, JobRequest, Post, Supervisor
 
 RUNS = Path("runs")
 # Flags of a run's supervisor, and what they are when nobody wrote them; with --job, some are a rank's too.
@@ -292,14 +293,25 @@ def _run_node(arguments: argparse.Namespace, node: NodePosition) -> int:
     return ending.exit_code
 
 
+def _kept(folder: Path, progress: Progress) -> str:
+    """What of a stopped job is on the disk, and how to go on."""
+    go_on = f"go on with --resume --job {folder.name}"
+    if progress.has_stopped and progress.saved_step == progress.stopped_step:
+        return f"saved as {progress.checkpoint}; {go_on}"
+    earlier = list_checkpoints(folder / "checkpoints")
+    if earlier:
+        return f"its last steps are not saved, the newest checkpoint is {earlier[0]}; {go_on}"
+    return f"nothing was saved; --resume --job {folder.name} starts it again at step 0"
+
+
 def _tell(folder: Path, ending: Ending, progress: Progress) -> None:
     if ending.status == "failed" and ending.cause is not None:
         print(f"paceline run: {told(ending.cause, ending.others)}", file=sys.stderr)
         if progress.checkpoint:
             print(f"  Last checkpoint: {progress.checkpoint}; go on with --resume --job {folder.name}", file=sys.stderr)
     elif ending.status == "stopped":
-        kept = f"saved as {progress.checkpoint}" if progress.checkpoint else "nothing had been saved"
-        print(f"paceline run: stopped; {kept}; go on with --resume --job {folder.name}", file=sys.stderr)
+        who = "" if ending.stop_sent_to in ("", THE_COMMAND) else f", since {ending.stop_sent_to} was sent SIGTERM"
+        print(f"paceline run: stopped{who}; {_kept(folder, progress)}", file=sys.stderr)
     elif ending.status == "failed":
         print("paceline run: the ranks had to be killed: they did not end by themselves", file=sys.stderr)
     else:

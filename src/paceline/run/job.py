@@ -33,6 +33,7 @@ def result_of(folder: Path, ending: Ending, progress: Progress) -> dict[str, Any
         "job": folder.name,
         "status": ending.status,
         "exit_code": ending.exit_code,
+        "stop_sent_to": ending.stop_sent_to or None,
         "run_dir": str(folder),
         "steps": last["step"] if last else 0,
         "position": last["position"] if last else 0,

@@ -22,7 +22,11 @@ class Progress:
         self.first: dict[str, Any] | None = None
         self.started: dict[str, Any] = {}
         self.checkpoint: str | None = None
+        self.checkpoints = (run_dir / "checkpoints").resolve()
+        self.saved_step: int | None = None  # of the newest one there
         self.has_stopped = False
+        self.stopped_step: int | None = None
+        self.asked_to_stop: list[int] = []  # ranks that were, before all stopped
         self.evaluation: dict[str, Any] | None = None
 
     def read(self) -> bool:
@@ -48,8 +52,11 @@ class Progress:
             self.samples += event["samples"]
         elif kind == "checkpoint":
             self.checkpoint = event["path"]
+            if Path(event["path"]).parent.resolve() == self.checkpoints:
+                self.saved_step = event["step"]
         elif kind == "stopped":
-            self.has_stopped = True
+            self.has_stopped, self.stopped_step = True, event["step"]
+            self.asked_to_stop = event.get("asked", [])
         elif kind == "evaluation":
             self.evaluation = event
 

@@ -15,7 +15,7 @@ from paceline.launch.local import RankSettings
 from paceline.launch.seats import Meeting, Seats, with_servers
 from paceline.nouns.clock import Clock, WallClock
 from paceline.run.agent import OUTLIVED_S
-from paceline.run.failures import first_cause, read_failures, silent_death
+from paceline.run.failures import first_cause, left_early, read_failures, silent_death
 from paceline.run.progress import Progress, Screen
 from paceline.run.replaced import Replaced
 from paceline.run.station import Listening, LocalStation, Station
@@ -24,6 +24,7 @@ SETTLE_S = 0.5  # after the first death the others may write down what they saw,
 HELD_S = 3.0  # for output, after the last process has ended
 LEFT_BEHIND_S = 5.0  # for a worker that the others went on without, when they have ended
 GRACE_S = 30.0  # for a checkpoint after Ctrl-C or SIGTERM
+THE_COMMAND = "paceline run"  # as one who was asked to stop
 _TICK_S = 0.1
 _LONG = 60  # characters
 
@@ -68,6 +69,7 @@ class Ending:
     Attributes:
         status: "done", "stopped" or "failed".
         is_regroup: it was stopped by `should_stop`.
+        stop_sent_to: who was asked to stop: the command, or ranks; "": nobody.
         is_of_hosts: the first cause is a host's, or a process that was ended by a signal: no error of the file's.
         lost_hosts: hosts to which the connection ended.
         bad_hosts: these, and hosts on which a rank was ended by a signal.
@@ -78,6 +80,7 @@ class Ending:
     cause: dict[str, Any] | None = None
     others: int = 0
     is_regroup: bool = False
+    stop_sent_to: str = ""
     is_of_hosts: bool = False
     lost_hosts: tuple[str, ...] = ()
     bad_hosts: tuple[str, ...] = ()
@@ -94,7 +97,8 @@ class Supervisor:
     should_stop: Callable[[], bool] = bool  # the same; all ranks save and end
     is_regroup: bool = False
     alive: dict[int, int] = field(default_factory=dict)  # rank: process
-    ended: dict[int, int] = field(default_factory=dict)  # rank: exit code, below 0 the signal
+    ended: dict[int, int] = field(default_factory=dict)  # rank: exit code or LEFT, below 0 the signal
+    ended_at: dict[int, float] = field(default_factory=dict)  # seconds since the epoch
     killed: set[int] = field(default_factory=set)  # ranks that the supervisor killed itself
     deaths: dict[int, dict[str, Any]] = field(default_factory=dict)
     kill_at_s: float | None = None
@@ -264,7 +268,7 @@ class Supervisor:
         self.alive.pop(rank, None)
         if self._is_replaced(rank, status):
             return
-        self.ended[rank] = status
+        self.ended[rank], self.ended_at[rank] = status, _time_stamp()
         self._end_servers(rank, status)
         if self._is_own_doing(rank, status) and status == -signal.SIGTERM:
             if not self.request.servers:  # without it the others can't save; workers of servers can
@@ -356,17 +360,22 @@ class Supervisor:
     def _ending(self, progress: Progress, statuses: dict[Station, int]) -> Ending:
         stop = self.asked_to_stop[0] if self.asked_to_stop else signal.SIGTERM if self.is_regroup else None
         if stop and progress.has_stopped:
-            return Ending("stopped", 130 if stop == signal.SIGINT else 0)
+            is_saved = progress.saved_step == progress.stopped_step
+            code = 0 if is_saved and stop == signal.SIGTERM else 128 + stop
+            return Ending("stopped", code, stop_sent_to=THE_COMMAND if self.asked_to_stop else "")
         ended = self._ended_workers()
         left_behind = (self.killed if self.is_over else set()) | self.left_out
         if self._have_workers_ended() and not any(ended[rank] for rank in ended.keys() - left_behind):
+            if progress.has_stopped:
+                return Ending("stopped", 128 + signal.SIGTERM, stop_sent_to=_named(progress.asked_to_stop))
             return Ending("done", 0)  # also when the signal came too late to stop anything
         failures = [*{**self.deaths, **read_failures(self.request.run_dir)}.values()]
         told = {station: station.failure(statuses[station], at) for station, at in self.lost}
         failures += [failure for station, failure in told.items() if station not in self.survived]
         # A stop before the first step, or one that had to be forced, kills ranks on purpose.
         if stop and all(failure["is_peer_loss"] for failure in failures):
-            return Ending("stopped", 128 + stop)
+            return Ending("stopped", 128 + stop, stop_sent_to=THE_COMMAND if self.asked_to_stop else "")
+        failures += self._left_early(failures)
         for failure in failures:
             if failure["type"] == "ProcessDied" and progress.last is not None:
                 failure["step"] = progress.last["step"] + 1
@@ -375,6 +384,21 @@ class Supervisor:
             return Ending("failed", 1, None, self.request.ranks)
         cause = first_cause(failures)
         return Ending("failed", cause["exit_code"], cause, self.request.ranks - (cause["rank"] is not None))
+
+    def _left_early(self, failures: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The first rank that ended well, where all failures are of ranks that lost a peer: it is the peer."""
+        ended_well = [rank for rank, status in self._ended_workers().items() if status == 0]
+        is_explained = bool(self.lost) or not all(failure["is_peer_loss"] for failure in failures)
+        if self.request.servers or not failures or is_explained or not ended_well:
+            return []
+        return [left_early(ended_well[0], self.ended_at[ended_well[0]])]
+
+
+def _named(ranks: Sequence[int]) -> str:
+    """Ranks, as a sentence has them."""
+    if not ranks:
+        return "a rank"
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
 def _private_folder(has_sockets: bool) -> Path:

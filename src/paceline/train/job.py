@@ -300,6 +300,11 @@ class Job:
         """By a signal; or, where the launcher can't hand one on, by a file in the run directory."""
         return self.is_stopping.is_set() or (self.stop_file is not None and self.stop_file.exists())
 
+    def _ranks_asked_to_stop(self) -> list[int]:
+        """Collective."""
+        flags = self.world.all_gather(torch.tensor([int(self._is_asked_to_stop())]))
+        return [rank for rank, flag in zip(self.world.peers, flags, strict=True) if int(flag)]
+
     def _save_if_due(self, is_stopping: bool) -> None:
         if self.run_dir is None:
             return
@@ -307,8 +312,9 @@ class Job:
         if is_stopping or (every and self.step_number % every == 0):
             self._begin_save(self._checkpoint_folder(), self.plan.keep)
         if is_stopping:
+            asked = self._ranks_asked_to_stop()
             self._report_failed_save(self.writer.wait())
-            self.events.write({"event": "stopped", "step": self.step_number})
+            self.events.write({"event": "stopped", "step": self.step_number, "asked": asked})
             self.world.barrier()  # a launcher may end the others when the first leaves: rank 0 publishes before
             raise Stopped(0)
 
