@@ -40,12 +40,13 @@ from paceline.run.interrupts import interruptible
 from paceline.run.job import run_job
 from paceline.run.place import joined_address
 from paceline.run.progress import Progress, Screen
+from paceline.run.stalls import DEFAULT_S, VARIABLE
 from paceline.run.station import LocalStation
 from paceline.run.supervisor import GRACE_S, THE_COMMAND, Ending, JobRequest, Post, Supervisor
 
 RUNS = Path("runs")
 # Flags of a run's supervisor, and what they are when nobody wrote them; with --job, some are a rank's too.
-_NEEDS_SUPERVISOR = {"grace": GRACE_S, "json": False, "dry_run": False}
+_NEEDS_SUPERVISOR = {"grace": GRACE_S, "stall_notice": DEFAULT_S, "json": False, "dry_run": False}
 _NEEDS_JOB = {"resume": False, "resume_or_start": False, "runs": RUNS, "checkpoint_every": None, "keep": None}
 PLAN_FLAGS = ("transport", "compression", "bucket_bytes", "checkpoint_every", "keep")
 
@@ -74,6 +75,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=GRACE_S,
         metavar="SECONDS",
         help=f"time to save after Ctrl-C or SIGTERM (default {GRACE_S:g})",
+    )
+    parser.add_argument(
+        "--stall-notice",
+        type=float,
+        default=DEFAULT_S,
+        metavar="SECONDS",
+        help="say where the ranks stand, and end nothing, when none has got on for so long "
+        f"(default {DEFAULT_S:g}; 0: never)",
     )
     parser.add_argument(
         "--json", action="store_true", help="print the result as JSON on stdout; all else goes to stderr"
@@ -141,6 +150,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    _check_stall_notice(arguments)
     place = run_as_rank.find_place(arguments)
     if isinstance(place, Position):
         needs = _NEEDS_SUPERVISOR if arguments.job else {**_NEEDS_JOB, **_NEEDS_SUPERVISOR}
@@ -176,8 +186,18 @@ def _run(arguments: argparse.Namespace) -> int:
         raise
     given = {} if arguments.on in ("mpi", "ray", "ssh") else run_on.environment_of(arguments.env)
     parts = (file.path, arguments.arguments, plan.world_size, folder, resume, file.imports, arguments.grace)
-    request = JobRequest(*parts, plan.server, posts, environment=given)
+    request = JobRequest(*parts, plan.server, posts, environment=given, stall_notice_s=arguments.stall_notice)
     return _supervise(arguments, plan, request, screen)
+
+
+def _check_stall_notice(arguments: argparse.Namespace) -> None:
+    """Raise UsageError where --stall-notice is no time, or the job is only sent to a scheduler."""
+    asked = f"--stall-notice {arguments.stall_notice:g}"
+    if not 0 <= arguments.stall_notice < float("inf"):
+        raise UsageError(asked, "it is no number of seconds", "write seconds, or 0 for no notice")
+    if arguments.stall_notice != DEFAULT_S and arguments.on in ("slurm", "kubernetes"):
+        fix = f"set {VARIABLE} in the environment of the job's ranks"
+        raise UsageError(asked, f"--on {arguments.on} sends the job and supervises nothing", fix)
 
 
 def _folder(arguments: argparse.Namespace, script: Path, screen: Screen) -> tuple[Path, Path | None]:
@@ -211,7 +231,7 @@ def _run_elastic(arguments: argparse.Namespace) -> int:
     screen = Screen(sys.stderr if arguments.json else sys.stdout, sys.stderr)
     folder, _ = _folder(arguments, file.path, screen)
     parts = (file.path, arguments.arguments, plan.world_size, folder, None, file.imports, arguments.grace)
-    job = Elastic(rules, discover, options, plan, JobRequest(*parts), screen)
+    job = Elastic(rules, discover, options, plan, JobRequest(*parts, stall_notice_s=arguments.stall_notice), screen)
     try:
         ending, progress, result = job.run()
     except BaseException:
@@ -285,7 +305,7 @@ def _run_node(arguments: argparse.Namespace, node: NodePosition) -> int:
     parts = (file.path, arguments.arguments, per_node, folder, resume, file.imports, arguments.grace)
     told = {**run_on.environment_of(arguments.env), "PACELINE_PLAN": json.dumps(asdict(plan))}
     posts = [post] if node.nodes > 1 else []  # a node alone has a file to meet at
-    request = JobRequest(*parts, 0, posts, world, told)
+    request = JobRequest(*parts, 0, posts, world, told, arguments.stall_notice)
     if node.node_rank == 0:
         return _supervise(arguments, plan, request, screen)
     ending, progress = Supervisor(request, screen).run()

@@ -1,6 +1,6 @@
 """The run directory: everything that others may read of a job.
 
-runs/JOB/plan.json  job.json  events.jsonl  failures/RANK.json  checkpoints/step-N/  result.json
+runs/JOB/plan.json  job.json  events.jsonl  failures/RANK.json  stalls/RANK.json  checkpoints/step-N/  result.json
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def find_resume_point(folder: Path, report: Callable[[str], None]) -> Path | Non
 def write_start(folder: Path, plan: Plan, script: Path, arguments: Sequence[str]) -> None:
     """Write what was decided, and clear the failures of an earlier attempt."""
     plan.write(folder / "plan.json")
-    for old in [*(folder / "failures").glob("*.json"), folder / "result.json"]:
+    for old in [*(folder / "failures").glob("*.json"), *(folder / "stalls").glob("*"), folder / "result.json"]:
         old.unlink(missing_ok=True)
     job = {"script": str(script.resolve()), "arguments": list(arguments), "ranks": plan.world_size}
     write_json(folder / "job.json", job)

@@ -37,16 +37,17 @@ def silent_death(rank: int, status: int, at: float, who: str = "") -> dict[str, 
     return _died(rank, at, message)
 
 
-def left_early(rank: int, at: float) -> dict[str, Any]:
+def left_early(rank: int, at: float, found: str = "its process ended with exit code 0") -> dict[str, Any]:
     """The failure of a rank that ended well while the others were still training, and lost it.
 
     Args:
         rank: which.
         at: when the supervisor heard of it, seconds since the epoch.
+        found: what it did.
     """
     error = PacelineError(
         f"rank {rank} should take as many steps as the other ranks",
-        "its process ended with exit code 0 while others were still training",
+        f"{found} while others were still training",
         "look where the file calls sys.exit, or leaves its loop, on some ranks only",
     )
     return {**_died(rank, at, str(error)), "is_paceline": True}

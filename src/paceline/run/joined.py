@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 from paceline.comm.dialects import find_position
@@ -35,8 +36,10 @@ def main() -> int:
     )  # our supervisor looks for itself, and mpirun takes 75 for a failure
     run_dir = Path(os.environ["PACELINE_RUN_DIR"])
     progress = Progress(run_dir)  # before the first step: it follows from the file's present end
-    code = run_rank(sys.argv[1], sys.argv[2:], 0 if is_supervised else STOPPED_CODE)
-    if os.environ["PACELINE_RANK"] == "0" and not is_supervised:
+    is_telling = os.environ["PACELINE_RANK"] == "0" and not is_supervised
+    say = partial(print, flush=True) if is_telling else None
+    code = run_rank(sys.argv[1], sys.argv[2:], 0 if is_supervised else STOPPED_CODE, say)
+    if is_telling:
         _write_result(run_dir, code, progress)
     return code
 

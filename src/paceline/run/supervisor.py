@@ -18,6 +18,7 @@ from paceline.run.agent import OUTLIVED_S
 from paceline.run.failures import first_cause, left_early, read_failures, silent_death
 from paceline.run.progress import Progress, Screen
 from paceline.run.replaced import Replaced
+from paceline.run.stalls import DEFAULT_S, VARIABLE, Stalls
 from paceline.run.station import Listening, LocalStation, Station
 
 SETTLE_S = 0.5  # after the first death the others may write down what they saw, then they are killed
@@ -25,6 +26,7 @@ HELD_S = 3.0  # for output, after the last process has ended
 LEFT_BEHIND_S = 5.0  # for a worker that the others went on without, when they have ended
 GRACE_S = 30.0  # for a checkpoint after Ctrl-C or SIGTERM
 THE_COMMAND = "paceline run"  # as one who was asked to stop
+_LOOK_S = 1.0  # between two looks for ranks that make no progress
 _TICK_S = 0.1
 _LONG = 60  # characters
 
@@ -47,6 +49,7 @@ class JobRequest:
         posts: the hosts that have them; without any, all are on this one.
         world_size: ranks of the job, where others are started elsewhere; 0: there are no others.
         environment: more of it, for the ranks.
+        stall_notice_s: seconds without progress after which people are told where the ranks stand; 0: never.
     """
 
     script: Path
@@ -60,6 +63,7 @@ class JobRequest:
     posts: Sequence[Post] = ()
     world_size: int = 0
     environment: dict[str, str] = field(default_factory=dict)
+    stall_notice_s: float = DEFAULT_S
 
 
 @dataclass(slots=True)
@@ -114,10 +118,13 @@ class Supervisor:
     listening: Listening = field(default_factory=Listening)
     all_ended_s: float | None = None
     progress: Progress = field(init=False)
+    stalls: Stalls = field(init=False)
+    looked_s: float = float("-inf")  # for stalls
 
     def __post_init__(self) -> None:
         self.progress = Progress(self.request.run_dir)
         self.replaced = Replaced(self.request.ranks, self.request.servers)
+        self.stalls = Stalls(self.request.run_dir, self.request.stall_notice_s, self.request.ranks)
 
     def run(self) -> tuple[Ending, Progress]:
         """Run the job to its end. Nothing is left behind: no process, no file outside the run directory."""
@@ -139,6 +146,7 @@ class Supervisor:
             if private:
                 shutil.rmtree(private, ignore_errors=True)
             self.listening.close()
+            self.stalls.clear()
         progress.read()
         if progress.last is not None:
             self.screen.show_progress(progress.line(), float("inf"))
@@ -162,7 +170,7 @@ class Supervisor:
             list(request.preload),
             request.servers,
             str(private or ""),
-            environment=request.environment,
+            environment={VARIABLE: str(request.stall_notice_s), **request.environment},
         )
         post.station.start(settings)
         self.stations.update(dict.fromkeys(settings.processes, post.station))
@@ -179,6 +187,18 @@ class Supervisor:
             self._kill()
         if progress.read():
             self.screen.show_progress(progress.line(), now_s)
+        if now_s - self.looked_s >= _LOOK_S:
+            self.looked_s = now_s
+            self._look_for_stalls()
+
+    def _look_for_stalls(self) -> None:
+        here = {rank: pid for rank, pid in self.alive.items() if isinstance(self.stations[rank], LocalStation)}
+        for line in self.stalls.look(_time_stamp(), here):
+            self.screen.say(line)
+        left = None if self.request.servers else self.stalls.who_left()
+        if left is not None and self.kill_at_s is None:
+            self.deaths[left] = left_early(left, _time_stamp(), "it left its loop and closed the job")
+            self._kill()
 
     def _is_held_open(self) -> bool:
         """Whether all processes have ended, and only something that one of them has left behind holds its output."""

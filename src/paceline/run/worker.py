@@ -8,23 +8,36 @@ import runpy
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from paceline.comm import words
 from paceline.launch.orphans import die_with_parent
 from paceline.nouns.errors import PacelineError, PeerLostError, WorkloadError
+from paceline.run.watchdog import begin_watching
 from paceline.train import job as jobs
 from paceline.train import loop
 
 
-def run_rank(script: str, arguments: list[str], stopped_code: int = 0) -> int:
+def run_rank(script: str, arguments: list[str], stopped_code: int = 0, say: Callable[[str], None] | None = None) -> int:
     """Run `script` as `__main__`; the exit code. A file that only declares `workload` gets the plain loop.
 
     Args:
         script, arguments: the person's.
         stopped_code: the exit code of a job that was asked to stop, and has been saved before its end.
+        say: told where the ranks stand when none gets on; None: a supervisor looks for itself.
     """
+    run_dir = os.environ.get("PACELINE_RUN_DIR")
+    watchdog = begin_watching(os.environ, Path(run_dir), say) if run_dir else None
+    try:
+        return _run_file(script, arguments, stopped_code)
+    finally:
+        if watchdog is not None:
+            watchdog.stop()
+
+
+def _run_file(script: str, arguments: list[str], stopped_code: int) -> int:
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).parent))
     try:

@@ -375,6 +375,11 @@ def was_any_made() -> bool:
     return bool(_made)
 
 
+def newest() -> Job | None:
+    """The job that this process made last; None: it has made none."""
+    return _made[-1] if _made else None
+
+
 def current_step() -> int | None:
     """The step that this process's newest job is in, or failed in; None between steps."""
     return _made[-1].step_number + 1 if _made and _made[-1].is_stepping else None
