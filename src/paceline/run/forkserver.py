@@ -156,7 +156,7 @@ def _start(rank: int, settings: RankSettings, pipes: Pipes) -> int:
         kept = [settings.meeting.listener] if "PACELINE_LISTENER" in environment else []
         process = subprocess.Popen(
             command,
-            env={**os.environ, **environment},
+            env={**os.environ, "PYTHONIOENCODING": "utf-8:backslashreplace", **environment},
             stdout=output,
             stderr=output,
             start_new_session=True,  # see _become_rank
@@ -202,7 +202,12 @@ def _become_rank(
             close = [*close, settings.meeting.listener]
         for descriptor in {*close, *settings.outputs}:
             os.close(descriptor)
-        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        # The supervisor reads UTF-8, whatever the terminal's encoding is. New objects: those of the fork server
+        # remember whether its own output could seek.
+        for name, descriptor in (("stdout", 1), ("stderr", 2)):
+            stream = os.fdopen(descriptor, "w", 1, "utf-8", "backslashreplace", closefd=False)
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
         os.environ.update(environment)
         if _is_server(rank, settings):
             code = be_server(*_server_words(rank, settings))

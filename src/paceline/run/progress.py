@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -111,6 +113,9 @@ def duration(seconds: float) -> str:
 class Screen:
     """Shows rank output with its prefix, and on a terminal one progress line under it.
 
+    What a stream's encoding lacks is escaped. A stream that takes nothing any more, such as a pipe whose reader has
+    gone or a file on a full disk, is given up, and the job goes on.
+
     Args:
         out: where ranks' output goes.
         status: where the progress line goes; redrawn in place if it is a terminal.
@@ -121,17 +126,18 @@ class Screen:
         self.out, self.status, self.every_s = out, status, every_s
         self.is_live = status.isatty()
         self.shown, self.printed_at_s = "", float("-inf")
+        self.given_up: set[TextIO] = set()
 
     def show_output(self, rank: int | str, text: str) -> None:
         """Print one line that a rank, or a server by its name, wrote."""
         self._clear()
-        print(f"[{rank}] {text}", file=self.out, flush=True)
+        self._print(f"[{rank}] {text}\n", self.out)
         self._draw()
 
     def say(self, text: str) -> None:
         """Print a line of the supervisor's own."""
         self._clear()
-        print(text, file=self.status, flush=True)
+        self._print(text + "\n", self.status)
         self._draw()
 
     def show_progress(self, line: str, now_s: float) -> None:
@@ -142,18 +148,45 @@ class Screen:
             self._draw()
         elif now_s - self.printed_at_s >= self.every_s and line != self.shown:
             self.shown, self.printed_at_s = line, now_s
-            print(line, file=self.status, flush=True)
+            self._print(line + "\n", self.status)
 
     def end(self) -> None:
         """Leave the last progress line standing."""
         if self.is_live and self.shown:
-            print(file=self.status, flush=True)
+            self._print("\n", self.status)
         self.shown, self.printed_at_s = "", float("-inf")
 
     def _clear(self) -> None:
         if self.is_live and self.shown:
-            print("\r\x1b[K", end="", file=self.status, flush=True)
+            self._print("\r\x1b[K", self.status)
 
     def _draw(self) -> None:
         if self.is_live and self.shown:
-            print(self.shown, end="", file=self.status, flush=True)
+            self._print(self.shown, self.status)
+
+    def _print(self, text: str, stream: TextIO) -> None:
+        if stream in self.given_up:
+            return
+        try:
+            stream.write(encodable(text, stream.encoding))
+            stream.flush()
+        except (OSError, ValueError) as error:  # ValueError: it is closed
+            self._give_up(stream, getattr(error, "strerror", None) or str(error))
+
+    def _give_up(self, stream: TextIO, found: str) -> None:
+        self.given_up.add(stream)
+        with contextlib.suppress(OSError, ValueError):  # what is still buffered must not fail again at the end
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
+        name = "standard output" if stream is self.out else "standard error"
+        self.say(f"paceline: {name} can't be written ({found}); the job goes on without it")
+
+
+def encodable(text: str, encoding: str | None) -> str:
+    """The text, with what the encoding lacks written as escapes."""
+    try:
+        text.encode(encoding or "utf-8")
+    except UnicodeEncodeError:
+        return text.encode(encoding or "utf-8", "backslashreplace").decode(encoding or "utf-8")
+    return text
