@@ -220,7 +220,18 @@ MIXED = """
 @pytest.mark.slow
 def test_a_slow_rank_is_told_and_the_job_trains_on(tmp_path):
     hook = "    if job and job.step_number == 6 and job.rank == 1: time.sleep(6)\n"
-    ended = paceline(tmp_path, "run", "-n", "2", "--job", "a", "--stall-notice", "4", write_workload(tmp_path, hook))
+    ended = paceline(
+        tmp_path,
+        "run",
+        "-n",
+        "2",
+        "--job",
+        "a",
+        "--stall-notice",
+        "4",
+        write_workload(tmp_path, hook),
+        TEST_PAUSE="0.2",
+    )
     assert ended.code == 0, ended.err
     line = (tmp_path / "tiny.py").read_text().splitlines().index(hook.rstrip()) + 1
     assert "rank 0: step 7, waits in all_reduce, called at " in ended.err

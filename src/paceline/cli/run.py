@@ -29,7 +29,7 @@ from paceline.comm.dialects import NodePosition, Position
 from paceline.launch.seats import Meeting, Seats
 from paceline.launch.ssh import check_ssh
 from paceline.launch.workload_file import read_workload_file
-from paceline.nouns.errors import UsageError
+from paceline.nouns.errors import PacelineError, UsageError
 from paceline.nouns.mesh import AXES, SHORT, Mesh
 from paceline.nouns.plan import COMPRESSIONS, SHORT_OPTIONS, TRANSPORTS, Plan
 from paceline.run import directory
@@ -246,6 +246,9 @@ def _run_elastic(arguments: argparse.Namespace) -> int:
 def _supervise(arguments: argparse.Namespace, plan: Plan, request: JobRequest, screen: Screen) -> int:
     try:
         ending, progress, result = run_job(plan, request, screen)
+    except PacelineError:
+        directory.remove_unbegun(request.run_dir)
+        raise
     finally:
         if request.posts and request.servers:
             end_watch(request.run_dir)

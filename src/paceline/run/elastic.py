@@ -68,7 +68,7 @@ class Elastic:
             if self.progress is None:
                 raise
             ending, progress = _ended_by(error), self.progress
-        return ending, progress, finish(self.request.run_dir, ending, progress)
+        return ending, progress, finish(self.request.run_dir, ending, progress, self.screen.say)
 
     def _generations(self) -> tuple[Ending, Progress]:
         members = Membership(self.rules, generation=last_generation(self.request.run_dir))

@@ -15,9 +15,8 @@ from paceline.comm.dialects import find_position
 from paceline.launch.command import STOPPED_CODE
 from paceline.launch.orphans import die_with_parent
 from paceline.nouns.errors import PacelineError
-from paceline.run import directory
 from paceline.run.failures import first_cause, read_failures
-from paceline.run.job import result_of
+from paceline.run.job import finish
 from paceline.run.place import said
 from paceline.run.progress import Progress
 from paceline.run.supervisor import Ending
@@ -49,7 +48,7 @@ def _write_result(run_dir: Path, code: int, progress: Progress) -> None:
     failures = read_failures(run_dir)
     cause = first_cause(failures.values()) if code not in (0, STOPPED_CODE) and failures else None
     status = {0: "done", STOPPED_CODE: "stopped"}.get(code, "failed")
-    directory.write_json(run_dir / "result.json", result_of(run_dir, Ending(status, code, cause), progress))
+    finish(run_dir, Ending(status, code, cause), progress, partial(print, file=sys.stderr))
 
 
 if __name__ == "__main__":
