@@ -39,6 +39,7 @@ class RankSettings:
         preload: modules to import before the fork.
         servers: parameter servers of the job, on all hosts.
         private: a folder that only this user can enter, gone after the job.
+        lock: a descriptor that every process of the job keeps open, for as long as the folder is in use; -1: none.
         outputs: the writing ends of the processes' output pipes.
         environment: more of it, for the ranks alone.
     """
@@ -53,6 +54,7 @@ class RankSettings:
     preload: list[str]
     servers: int
     private: str
+    lock: int = -1
     outputs: list[int] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
     is_forking: bool = False
@@ -100,12 +102,13 @@ def start_ranks(settings: RankSettings) -> ForkServer:
     ours, theirs = socket.socketpair()
     writing = [pipe[1] for pipe in pipes]
     listener = [settings.meeting.listener] if settings.meeting.listener >= 0 else []
+    lock = [settings.lock] if settings.lock >= 0 else []
     command = [sys.executable, "-m", "paceline.run.forkserver", str(theirs.fileno())]
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
         stdout=2,  # an agent's standard output is its connection
-        pass_fds=[theirs.fileno(), *writing, *listener],
+        pass_fds=[theirs.fileno(), *writing, *listener, *lock],
         env=_environment(settings),
         start_new_session=True,  # Ctrl-C reaches the supervisor alone, which lets the ranks save
     )

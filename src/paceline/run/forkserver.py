@@ -13,6 +13,7 @@ import contextlib
 import gc
 import importlib
 import json
+import multiprocessing
 import os
 import select
 import shutil
@@ -70,6 +71,7 @@ class Pipes:
         return pid in self.finished
 
 
+_LONGEST = 89  # characters of a folder: with a data loader's socket they are 107, the most that Linux takes
 _NUMBER = struct.Struct("<q")  # far below PIPE_BUF: each write is whole
 
 
@@ -85,6 +87,8 @@ def main() -> None:
     if _is_gone(control):
         _clear(settings)
         return
+    if settings.lock >= 0:
+        os.set_inheritable(settings.lock, False)  # for ranks, not for programs that they start
     pipes = Pipes.open(control)
     pids = {}
     for rank in settings.processes:
@@ -214,6 +218,7 @@ def _become_rank(
         else:
             from paceline.run.worker import run_rank
 
+            keep_temporary_files_in(settings.private)
             code = run_rank(settings.script, settings.arguments)
         atexit._run_exitfuncs()
         sys.stdout.flush()
@@ -221,6 +226,12 @@ def _become_rank(
         os.write(pipes.finished_write, _NUMBER.pack(os.getpid()))
     finally:
         os._exit(code)
+
+
+def keep_temporary_files_in(private: str) -> None:
+    """Have data loaders keep their sockets there: in a folder of their own they stay when they are killed."""
+    if private and len(private) <= _LONGEST:
+        multiprocessing.current_process()._config["tempdir"] = private  # type: ignore[attr-defined]
 
 
 def be_server(is_coordinator: bool, private: str, coordinator: str, own: str) -> int:

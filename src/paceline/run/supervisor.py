@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
 import tempfile
 import time
@@ -14,8 +13,10 @@ from typing import Any
 from paceline.launch.local import RankSettings
 from paceline.launch.seats import Meeting, Seats, with_servers
 from paceline.nouns.clock import Clock, WallClock
+from paceline.nouns.errors import UsageError
 from paceline.run.agent import OUTLIVED_S
 from paceline.run.failures import first_cause, left_early, read_failures, silent_death
+from paceline.run.private import PrivateFolder, make_private
 from paceline.run.progress import Progress, Screen
 from paceline.run.replaced import Replaced
 from paceline.run.stalls import DEFAULT_S, VARIABLE, Stalls
@@ -28,7 +29,7 @@ GRACE_S = 30.0  # for a checkpoint after Ctrl-C or SIGTERM
 THE_COMMAND = "paceline run"  # as one who was asked to stop
 _LOOK_S = 1.0  # between two looks for ranks that make no progress
 _TICK_S = 0.1
-_LONG = 60  # characters
+_LONG = 70  # characters: with the folder's name and a data loader's socket they are 107, the most that Linux takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +129,7 @@ class Supervisor:
 
     def run(self) -> tuple[Ending, Progress]:
         """Run the job to its end. Nothing is left behind: no process, no file outside the run directory."""
-        private = None if self.request.posts else _private_folder(bool(self.request.servers))
+        private = None if self.request.posts else _private_folder()
         progress = self.progress
         posts = [self._here(private)] if private else self.request.posts
         restore = self._catch_signals()
@@ -144,7 +145,7 @@ class Supervisor:
             self._outwait_lost_coordinator()
             restore()
             if private:
-                shutil.rmtree(private, ignore_errors=True)
+                private.remove()
             self.listening.close()
             self.stalls.clear()
         progress.read()
@@ -153,11 +154,11 @@ class Supervisor:
         self.screen.end()
         return self._with_hosts(self._ending(progress, statuses)), progress
 
-    def _here(self, private: Path) -> Post:
+    def _here(self, private: PrivateFolder) -> Post:
         (seats,) = with_servers([Seats("", 0, self.request.ranks)], self.request.servers)
-        return Post(LocalStation(), seats, Meeting(str(private / "rendezvous")))
+        return Post(LocalStation(), seats, Meeting(str(private.path / "rendezvous")))
 
-    def _start(self, post: Post, private: Path | None) -> None:
+    def _start(self, post: Post, private: PrivateFolder | None) -> None:
         request = self.request
         settings = RankSettings(
             str(request.script.resolve()),
@@ -169,7 +170,8 @@ class Supervisor:
             str(request.resume.resolve()) if request.resume else None,
             list(request.preload),
             request.servers,
-            str(private or ""),
+            str(private.path) if private else "",
+            private.lock if private else -1,
             environment={VARIABLE: str(request.stall_notice_s), **request.environment},
         )
         post.station.start(settings)
@@ -421,10 +423,21 @@ def _named(ranks: Sequence[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
-def _private_folder(has_sockets: bool) -> Path:
-    """A folder that only this user can enter. A socket's path has 107 characters at most (Linux), so its is short."""
-    folder = tempfile.gettempdir()
-    return Path(tempfile.mkdtemp(prefix="paceline-", dir="/tmp" if has_sockets and len(folder) > _LONG else folder))
+def _private_folder() -> PrivateFolder:
+    """A folder that only this user can enter, with a path short enough for the sockets in it.
+
+    Raises:
+        UsageError: it can't be made.
+    """
+    try:
+        folder = tempfile.gettempdir()
+        return make_private("/tmp" if len(folder) > _LONG else folder)
+    except OSError as error:
+        raise UsageError(
+            "to make a folder for the job's sockets among temporary files",
+            f"it can't be made ({error.strerror})",
+            "free space there, or name another place with the variable TMPDIR",
+        ) from None
 
 
 def _time_stamp() -> float:

@@ -14,7 +14,7 @@ from typing import Any
 
 from paceline.comm import words
 from paceline.launch.orphans import die_with_parent
-from paceline.nouns.errors import PacelineError, PeerLostError, WorkloadError
+from paceline.nouns.errors import DataError, PacelineError, PeerLostError, WorkloadError
 from paceline.run.watchdog import begin_watching
 from paceline.train import job as jobs
 from paceline.train import loop
@@ -75,6 +75,7 @@ def _workload(script: str, names: dict[str, Any]) -> Any:
 
 def failed(error: BaseException) -> int:
     """Write what happened where the supervisor looks; the exit code."""
+    error = _explained(error)
     code = error.exit_code if isinstance(error, PacelineError) else 1
     rank = int(os.environ.get("PACELINE_RANK", "0"))
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_persons(frame.filename)]
@@ -102,6 +103,19 @@ def failed(error: BaseException) -> int:
         text = f"{failure['traceback']}paceline: this could not be written to {folder} ({full.strerror})"
         print(text, file=sys.stderr)
     return code
+
+
+def _explained(error: BaseException) -> BaseException:
+    """What torch raises wherever the main thread stands when a process of a data loader has died, in our words."""
+    text = str(error)
+    if not (isinstance(error, RuntimeError) and text.startswith("DataLoader worker (pid")):
+        return error
+    explained = DataError(
+        "a data loader's process should live as long as its rank",
+        text.splitlines()[0].rstrip(". "),
+        "was it the kernel for want of memory (see `dmesg`), or somebody's kill? Go on with --resume",
+    ).at(step=jobs.current_step())
+    return explained.with_traceback(error.__traceback__)
 
 
 def _is_persons(file: str) -> bool:
