@@ -206,7 +206,7 @@ def test_nan_on_one_rank_names_rank_and_step(tmp_path):
     assert "Fix: " in ended.err
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_a_stop_saves_and_resume_goes_on(tmp_path, number, code):
     file = write_workload(tmp_path)
     paceline(tmp_path, "run", "-n", "2", "--job", "whole", file)

@@ -8,9 +8,9 @@ under mpirun, with --on ray as actors.
 --on slurm and --on kubernetes send the job and return. Started itself by torchrun, mpirun, srun or in a pod, it
 becomes the rank, or starts the ranks of its node.
 
-Exit codes: 0 done, or stopped by SIGTERM with a checkpoint; 130 stopped by Ctrl-C; 143 stopped by SIGTERM without a
-checkpoint of its last step, or by one that was sent to a rank and not to this command; 1 the job failed; 2 the request
-can't be met.
+Exit codes: 0 done, or stopped by SIGTERM with a checkpoint; 129 or 130 stopped by SIGHUP or Ctrl-C; 143 stopped by
+SIGTERM without a checkpoint of its last step, or by one that was sent to a rank and not to this command; 1 the job
+failed; 2 the request can't be met.
 """
 
 from __future__ import annotations

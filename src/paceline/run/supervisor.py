@@ -336,7 +336,10 @@ class Supervisor:
         def note(number: int, _: object) -> None:
             self.asked_to_stop.append(number)
 
-        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+        caught = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
+            caught.append(signal.SIGHUP)
+        before = {number: signal.signal(number, note) for number in caught}
 
         def restore() -> None:
             for number, handler in before.items():
