@@ -12,6 +12,7 @@ import weakref
 
 import pytest
 
+import paceline as paceline_package
 from paceline.run.stalls import Stalls, process_state
 from paceline.run.watchdog import notice_time, stacks, waits_in
 
@@ -54,8 +55,8 @@ def stalls(tmp_path):
 def test_who_waits_in_what_and_what_the_missing_rank_does(stalls):
     text = "\n".join(stalls(waiting(0), report(1)).look(1001.0, {}))
     assert "no progress for 51 s" in text
-    assert "rank 0: step 7, waits in all_reduce, called at train.py:20" in text
-    assert "rank 1: step 7, is at train.py:8, idle" in text
+    assert "rank 0: step 7, waiting in all_reduce, called at train.py:20" in text
+    assert "rank 1: step 7, at train.py:8, idle" in text
     assert "Nothing was ended" in text
 
 
@@ -70,7 +71,7 @@ def test_different_calls_are_told_as_such(stalls):
 
 def test_ranks_that_all_compute_are_no_hang(stalls):
     text = "\n".join(stalls(report(0), report(1)).look(1001.0, {}))
-    assert "ranks 0, 1: step 7, is at train.py:8" in text
+    assert "ranks 0, 1: step 7, at train.py:8" in text
     assert "None waits for another" in text
 
 
@@ -82,7 +83,7 @@ def test_a_rank_that_writes_nothing_is_looked_at_from_outside(stalls):
         os._exit(0)
     try:
         text = "\n".join(stalls(waiting(0)).look(1001.0, {1: pid}))
-        assert "rank 1: says nothing" in text
+        assert "rank 1: nothing reported" in text
         os.kill(pid, signal.SIGSTOP)
         assert wait_for(lambda: process_state(pid) == "T")
         made = stalls(waiting(0))
@@ -193,13 +194,41 @@ def test_stacks_are_found_by_thread():
     assert any(name == "test_stacks_are_found_by_thread" for _, _, name in frames)
 
 
-def test_a_wait_is_named_after_the_call():
-    import paceline
+OURS = os.path.dirname(paceline_package.__file__)
+C10D = "torch/distributed/distributed_c10d.py"
 
-    comm = os.path.join(os.path.dirname(paceline.__file__), "comm")
-    assert waits_in([(f"{comm}/shared_memory.py", 180, "_read"), (f"{comm}/wire.py", 109, "finish")]) == "all_reduce"
-    assert waits_in([("torch/distributed/distributed_c10d.py", 1, "broadcast")]) == "broadcast"
-    assert waits_in([("/home/me/comm/shared_memory.py", 180, "_read")]) is None
+
+@pytest.mark.parametrize(
+    ("frames", "name"),
+    [
+        (
+            [("comm/shared_memory.py", "_read"), ("comm/shared_memory.py", "finish"), ("comm/wire.py", "finish")],
+            "all_reduce",
+        ),
+        ([("comm/collectives.py", "wait"), ("comm/wire.py", "finish"), ("parallel/sums.py", "finish")], "all_reduce"),
+        ([("comm/collectives.py", "wait"), ("parallel/pipeline.py", "run")], "a collective"),
+        ([(C10D, "broadcast"), ("torch/distributed/c10d_logger.py", "wrapper")], "broadcast"),
+        ([(C10D, "_helper"), (C10D, "all_reduce")], "all_reduce"),
+        ([("lib/threading.py", "wait"), ("server/link.py", "step")], "an answer of the parameter servers"),
+        ([("lib/threading.py", "join"), ("checkpoint/save.py", "wait")], "the writing of a checkpoint"),
+        ([("torch/nn/linear.py", "forward"), ("comm/fully_shard.py", "shard")], None),
+        ([("<frozen importlib._bootstrap>", "_load"), ("comm/collectives.py", "wait")], None),
+        ([("/home/me/comm/shared_memory.py", "_read")], None),
+        ([], None),
+    ],
+)
+def test_a_wait_is_named_after_the_call(frames, name):
+    own = ("comm/", "server/", "checkpoint/", "parallel/")
+    named = [(os.path.join(OURS, file) if file.startswith(own) else file, 1, function) for file, function in frames]
+    assert waits_in(named) == name
+
+
+def test_long_imports_are_told_once(stalls):
+    made = stalls()
+    for line in range(50):
+        stalls(report(0, at=1000.0 + line, line=f"x.py:{line}"), report(1, at=1000.0 + line, line=f"y.py:{line}"))
+        told = made.look(1001.0 + line, {})
+        assert bool(told) == (line == 0)
 
 
 @pytest.mark.parametrize("value", ["-1", "nan", "inf"])
@@ -234,8 +263,8 @@ def test_a_slow_rank_is_told_and_the_job_trains_on(tmp_path):
     )
     assert ended.code == 0, ended.err
     line = (tmp_path / "tiny.py").read_text().splitlines().index(hook.rstrip()) + 1
-    assert "rank 0: step 7, waits in all_reduce, called at " in ended.err
-    assert f"rank 1: step 7, is at {tmp_path}/tiny.py:{line}, idle" in ended.err
+    assert "rank 0: step 7, waiting in all_reduce, called at " in ended.err
+    assert f"rank 1: step 7, at {tmp_path}/tiny.py:{line}, idle" in ended.err
     assert "paceline: the job goes on" in ended.err
     assert len(losses(tmp_path / "runs" / "a")) == STEPS
     assert not (tmp_path / "runs" / "a" / "stalls").exists()
@@ -248,8 +277,8 @@ def test_a_deadlock_is_told_and_a_second_ctrl_c_ends_it_with_what_was_saved(tmp_
         job = start(tmp_path, "run", *words, write_workload(tmp_path, loop=LOOP + MIXED), stderr=err)
         assert wait_for(lambda: "wait in different calls" in (tmp_path / "err").read_text(), 60)
         text = (tmp_path / "err").read_text()
-        assert "rank 0: waits in broadcast" in text
-        assert "rank 1: waits in all_reduce" in text
+        assert "rank 0: waiting in broadcast" in text
+        assert "rank 1: waiting in all_reduce" in text
         job.send_signal(signal.SIGINT)
         assert wait_for(lambda: "once more to kill" in (tmp_path / "err").read_text())
         job.send_signal(signal.SIGINT)

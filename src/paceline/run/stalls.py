@@ -22,7 +22,7 @@ _AGAIN = 10  # times the notice time until the same is told again, and twice as 
 _FRAMES = 8  # of a stack that is shown
 _IDLE = 0.2  # cores: a rank that uses less is not computing
 _STATES = {"T": "its process is stopped (SIGSTOP?)", "t": "a debugger has stopped its process", "Z": "it has ended"}
-_GOES_ON = "says nothing: it makes progress, or runs native code that lets no other thread run"
+_GOES_ON = "nothing reported: it makes progress, or runs native code that lets no other thread run"
 
 Report = dict[str, Any]
 
@@ -60,7 +60,8 @@ class Stalls:
             return ["paceline: the job goes on"]
         if longest_s < _TELL * self.notice_s:
             return []
-        key = tuple((report["rank"], report["waits_in"], report["line"]) for report in self.reports)
+        # Where none waits, their lines change, and it stays the same notice.
+        key = tuple((one["rank"], one["waits_in"], one["line"]) for one in self.reports if one["waits_in"])
         when, pause_s = self.told.get(key, (0.0, 0.0))
         if now - when < pause_s:
             return []
@@ -148,11 +149,11 @@ def _standing(report: Report) -> str:
     step = f"step {report['step']}, " if report["step"] is not None else ""
     at = report["line"] or _innermost(report)
     if report["is_closing"]:
-        return f"has left its loop after step {report['steps_done']} and closes the job"
+        return f"left its loop after step {report['steps_done']}, closing the job"
     if report["waits_in"]:
-        return f"{step}waits in {report['waits_in']}, called at {at}"
+        return f"{step}waiting in {report['waits_in']}, called at {at}"
     is_idle = report["cpu_s"] < _IDLE * report["stalled_s"]
-    return f"{step}is at {at}, {'idle' if is_idle else 'computing'}"
+    return f"{step}at {at}, {'idle' if is_idle else 'computing'}"
 
 
 def _meaning(reports: Sequence[Report], missing: Mapping[int, str]) -> str:

@@ -40,6 +40,12 @@ _COLLECTIVES = {
     "barrier", "receive", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "recv", "send",
 }  # fmt: skip
 
+_WAITS = {  # the files of `comm/` that wait, and in what
+    "shared_memory": "all_reduce",
+    "wire": "all_reduce",
+    "collectives": "a collective",
+    "process_group": "the start, until all ranks are there",
+}
 Frame = tuple[str, int, str]  # file, line, function
 
 
@@ -179,30 +185,39 @@ def _scratch_file() -> IO[bytes]:
 
 
 def waits_in(frames: list[Frame]) -> str | None:
-    """The collective that a thread waits in, or what else it waits for; None: nothing that is known of."""
+    """The collective that a thread waits in, or what else it waits for; None: nothing that is known of.
+
+    Only the innermost frames count: a thread may also compute, or import modules, on behalf of a collective.
+    """
+    inside: list[str] = []  # of `comm/`
     for file, _, name in frames:
-        if file.endswith("distributed_c10d.py"):
-            return name if name in _COLLECTIVES else "a collective"
-        if file.startswith(f"{_PACELINE}comm{os.sep}"):
-            return name if name in _COLLECTIVES else _of_file(Path(file).stem)
-        if file.startswith(f"{_PACELINE}server{os.sep}"):
-            return "an answer of the parameter servers"
-        if file == f"{_PACELINE}checkpoint{os.sep}save.py" and name == "wait":
-            return "the writing of a checkpoint"
+        stem = Path(file).stem
+        if stem == "distributed_c10d" and name in _COLLECTIVES:
+            return name
+        if stem in ("distributed_c10d", "c10d_logger", "threading"):
+            continue
+        if not file.startswith(f"{_PACELINE}comm{os.sep}") or stem not in _WAITS:
+            return _of_comm(inside) or _otherwise(file, name)
+        if name in _COLLECTIVES:
+            return name
+        inside.append(stem)
+    return _of_comm(inside)
+
+
+def _of_comm(stems: list[str]) -> str | None:
+    """What files of `comm/` wait for, innermost first; the outermost says it."""
+    return _WAITS[stems[-1]] if stems else None
+
+
+def _otherwise(file: str, name: str) -> str | None:
+    """What else a thread may wait for, by its innermost frame outside Python's threading."""
+    if file.startswith(f"{_PACELINE}server{os.sep}"):
+        return "an answer of the parameter servers"
+    if file == f"{_PACELINE}checkpoint{os.sep}save.py" and name == "wait":
+        return "the writing of a checkpoint"
+    if f"torch{os.sep}distributed{os.sep}fsdp" in file and "wait" in name:
+        return "a collective of shard"
     return None
-
-
-def _of_file(stem: str) -> str | None:
-    """What a wait in a file of `comm/` belongs to, where the function does not say it."""
-    return {
-        "shared_memory": "all_reduce",
-        "wire": "all_reduce",
-        "compression": "all_reduce",
-        "collectives": "a collective",
-        "process_group": "the start, until all ranks are there",
-        "fully_shard": "a collective of shard",
-        "differentiable": "a collective of tensor or pipeline",
-    }.get(stem)
 
 
 def _is_persons(file: str) -> bool:
