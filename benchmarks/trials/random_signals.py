@@ -94,7 +94,7 @@ class Trial:
 
     number: int
     signal: str
-    kind: str  # that was wanted; a process of a kind that is there got it
+    kind: str
     after_s: float
     target: str = ""  # who got the signal
     code: int | None = None
@@ -182,7 +182,10 @@ class Bench:
 def processes_of(root: int) -> dict[str, list[psutil.Process]]:
     """The processes of a job by kind, ranks in the order of their numbers as far as process numbers say it."""
     found: dict[str, list[psutil.Process]] = {kind: [] for kind in KINDS}
-    level = [psutil.Process(root)]
+    try:
+        level = [psutil.Process(root)]
+    except psutil.NoSuchProcess:
+        return found
     for kind in KINDS:
         found[kind] = sorted(level, key=lambda process: process.pid)
         level = []
@@ -195,13 +198,18 @@ def processes_of(root: int) -> dict[str, list[psutil.Process]]:
 
 
 def send(trial: Trial, job: subprocess.Popen[str], seen: set[int], chance: random.Random) -> None:
-    """Send the trial's signal to a process of its kind, or of the nearest kind above it that is there."""
+    """Send the trial's signal to a process of its kind, as soon as there is one."""
     processes = processes_of(job.pid)
+    while not processes[trial.kind]:
+        if job.poll() is not None:
+            trial.target = "nobody (it had ended)"
+            return
+        time.sleep(0.02)
+        processes = processes_of(job.pid)
     seen |= {process.pid for those in processes.values() for process in those}
-    kinds = [kind for kind in KINDS[: KINDS.index(trial.kind) + 1] if processes[kind]]
-    target = chance.choice(processes[kinds[-1]])
-    index = processes[kinds[-1]].index(target)
-    trial.target = f"rank {index}" if kinds[-1] == "rank" else kinds[-1]
+    target = chance.choice(processes[trial.kind])
+    index = processes[trial.kind].index(target)
+    trial.target = f"rank {index}" if trial.kind == "rank" else trial.kind
     try:
         target.send_signal(getattr(signal, f"SIG{trial.signal}"))
         if trial.signal == "STOP":

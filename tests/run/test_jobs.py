@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 import random
 import signal
 import subprocess
@@ -248,6 +250,40 @@ def test_a_signal_after_the_last_step_leaves_the_job_done(tmp_path):
     assert json.loads(out)["status"] == "done"
 
 
+@pytest.mark.parametrize("place", ["paceline.run.job.finish", "paceline.cli.run._tell"])
+def test_a_signal_after_the_end_changes_no_word_of_it(tmp_path, monkeypatch, capsys, place):
+    from paceline.cli.main import main
+
+    module, _, name = place.rpartition(".")
+    real = getattr(importlib.import_module(module), name)
+
+    def with_ctrl_c(*words):
+        os.kill(os.getpid(), signal.SIGINT)
+        return real(*words)
+
+    monkeypatch.setattr(place, with_ctrl_c)
+    file = write_workload(tmp_path)
+    before = signal.getsignal(signal.SIGINT)
+    code = main(["run", "--runs", str(tmp_path / "runs"), "--job", "a", str(file)])
+    result = json.loads((run_of(tmp_path) / "result.json").read_text())
+    assert (code, result["exit_code"], result["status"]) == (0, 0, "done")
+    assert "before it was under way" not in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGINT) == before
+
+
+def test_ctrl_c_to_the_fork_server_is_ignored_from_its_first_moment(tmp_path):
+    import psutil
+
+    job = start(tmp_path, "run", "--job", "a", write_workload(tmp_path))
+    while not losses(run_of(tmp_path)) and job.poll() is None:
+        for child in psutil.Process(job.pid).children():
+            child.send_signal(signal.SIGINT)
+        time.sleep(0.01)
+    _, err = job.communicate(timeout=60)
+    assert job.returncode == 0, err
+    assert "KeyboardInterrupt" not in err
+
+
 def test_a_crash_while_stopping_is_a_failure(tmp_path):
     hook = "    while job and job.step_number == 3:\n        if job.is_stopping.is_set(): os._exit(7)\n"
     job = start(tmp_path, "run", "--job", "a", write_workload(tmp_path, hook))
@@ -296,8 +332,6 @@ def test_killed_at_a_random_step_and_resumed_with_other_ranks(tmp_path, again):
     )  # fmt: skip
     assert wait_for(lambda: len(losses(run_of(tmp_path))) >= kill_at, 30)
     for pid in rank_pids(job):
-        import os
-
         os.kill(pid, signal.SIGKILL)
     job.communicate(timeout=10)
     assert job.returncode == 1

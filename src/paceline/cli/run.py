@@ -143,8 +143,11 @@ def _with_workers(text: str, ranks: int | None) -> str:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the job, send it, or be a part of it."""
+    arguments.ended = None
     with interruptible() as interrupted:
         return _run(arguments)
+    if arguments.ended is not None:  # the job's end stands in result.json
+        return int(arguments.ended)
     print("paceline run: stopped before it was under way", file=sys.stderr)
     return 128 + interrupted[0]
 
@@ -252,6 +255,7 @@ def _supervise(arguments: argparse.Namespace, plan: Plan, request: JobRequest, s
     finally:
         if request.posts and request.servers:
             end_watch(request.run_dir)
+    arguments.ended = ending.exit_code
     _tell(request.run_dir, ending, progress)
     if arguments.json:
         print(json.dumps(result))
@@ -311,8 +315,12 @@ def _run_node(arguments: argparse.Namespace, node: NodePosition) -> int:
     request = JobRequest(*parts, 0, posts, world, told, arguments.stall_notice)
     if node.node_rank == 0:
         return _supervise(arguments, plan, request, screen)
-    ending, progress = Supervisor(request, screen).run()
-    _tell(folder, ending, progress)
+    supervisor = Supervisor(request, screen)
+    try:
+        ending, progress = supervisor.run()
+        _tell(folder, ending, progress)
+    finally:
+        supervisor.restore_signals()
     return ending.exit_code
 
 

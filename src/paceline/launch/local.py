@@ -10,6 +10,7 @@ import dataclasses
 import json
 import os
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -104,14 +105,19 @@ def start_ranks(settings: RankSettings) -> ForkServer:
     listener = [settings.meeting.listener] if settings.meeting.listener >= 0 else []
     lock = [settings.lock] if settings.lock >= 0 else []
     command = [sys.executable, "-m", "paceline.run.forkserver", str(theirs.fileno())]
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=2,  # an agent's standard output is its connection
-        pass_fds=[theirs.fileno(), *writing, *listener, *lock],
-        env=_environment(settings),
-        start_new_session=True,  # Ctrl-C reaches the supervisor alone, which lets the ranks save
-    )
+    # Blocked, and inherited so: until the fork server ignores it, SIGINT would be a KeyboardInterrupt in its imports.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=2,  # an agent's standard output is its connection
+            pass_fds=[theirs.fileno(), *writing, *listener, *lock],
+            env=_environment(settings),
+            start_new_session=True,  # Ctrl-C reaches the supervisor alone, which lets the ranks save
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     theirs.close()
     for end in [*writing, *listener]:
         os.close(end)

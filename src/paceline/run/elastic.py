@@ -173,7 +173,10 @@ class Elastic:
         request = dataclasses.replace(self.request, ranks=plan.world_size, posts=posts, resume=resume, environment=told)
         with _Watch(members, self._discover) as watch:
             supervisor = Supervisor(request, self.screen, should_stop=watch.should_stop)
-            ending, progress = supervisor.run()
+            try:
+                ending, progress = supervisor.run()
+            finally:
+                supervisor.restore_signals()
         self.progress = progress
         if ending.lost_hosts:  # their ranks may still be there until the agents' leases have ended
             time.sleep(OUTLIVED_S)

@@ -80,6 +80,7 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     # Not die_with_parent: when the supervisor is killed, somebody must still clear its private folder.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # see launch/local.py
     settings = RankSettings.from_json(control.makefile().readline())
     if settings.is_forking:
         servers = ["paceline.parallel.server", "paceline.run.server_process"] if settings.servers else []

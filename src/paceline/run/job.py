@@ -16,8 +16,12 @@ from paceline.run.supervisor import Ending, JobRequest, Supervisor
 def run_job(plan: Plan, request: JobRequest, screen: Screen) -> tuple[Ending, Progress, dict[str, Any]]:
     """Run the job and write `result.json`: how it ended, what it did, and the result as JSON has it."""
     directory.write_start(request.run_dir, plan, request.script, request.arguments)
-    ending, progress = Supervisor(request, screen).run()
-    return ending, progress, finish(request.run_dir, ending, progress, screen.say)
+    supervisor = Supervisor(request, screen)
+    try:
+        ending, progress = supervisor.run()
+        return ending, progress, finish(request.run_dir, ending, progress, screen.say)
+    finally:
+        supervisor.restore_signals()
 
 
 def finish(run_dir: Path, ending: Ending, progress: Progress, say: Callable[[str], None]) -> dict[str, Any]:

@@ -121,6 +121,7 @@ class Supervisor:
     progress: Progress = field(init=False)
     stalls: Stalls = field(init=False)
     looked_s: float = float("-inf")  # for stalls
+    signals_before: dict[signal.Signals, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.progress = Progress(self.request.run_dir)
@@ -128,11 +129,14 @@ class Supervisor:
         self.stalls = Stalls(self.request.run_dir, self.request.stall_notice_s, self.request.ranks)
 
     def run(self) -> tuple[Ending, Progress]:
-        """Run the job to its end. Nothing is left behind: no process, no file outside the run directory."""
+        """Run the job to its end. Nothing is left behind: no process, no file outside the run directory.
+
+        Until `restore_signals`, signals that ask for a stop are noted, and after the job's end change nothing.
+        """
         private = None if self.request.posts else _private_folder()
         progress = self.progress
         posts = [self._here(private)] if private else self.request.posts
-        restore = self._catch_signals()
+        self._catch_signals()
         statuses: dict[Station, int] = {}
         try:
             for post in posts:
@@ -143,7 +147,6 @@ class Supervisor:
             self._kill()
             statuses = {post.station: post.station.close() for post in posts}
             self._outwait_lost_coordinator()
-            restore()
             if private:
                 private.remove()
             self.listening.close()
@@ -332,20 +335,20 @@ class Supervisor:
         was_asked = self.has_told_ranks and status == -signal.SIGTERM
         return was_asked or (rank in self.killed and status == -signal.SIGKILL)
 
-    def _catch_signals(self) -> Callable[[], None]:
+    def _catch_signals(self) -> None:
         def note(number: int, _: object) -> None:
             self.asked_to_stop.append(number)
 
         caught = [signal.SIGINT, signal.SIGTERM]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
             caught.append(signal.SIGHUP)
-        before = {number: signal.signal(number, note) for number in caught}
+        self.signals_before = {number: signal.signal(number, note) for number in caught}
 
-        def restore() -> None:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-        return restore
+    def restore_signals(self) -> None:
+        """Let signals do what they did before `run`."""
+        for number, handler in self.signals_before.items():
+            signal.signal(number, handler)
+        self.signals_before = {}
 
     def _pass_on_stop(self, now_s: float) -> None:
         if not (self.asked_to_stop or self.is_regroup) or not self.alive:
