@@ -367,6 +367,13 @@ def test_resume_falls_back_to_the_last_whole_checkpoint(tmp_path):
     assert losses(run_of(tmp_path)) == before
 
 
+def test_a_failure_names_the_checkpoint_that_resume_takes(tmp_path):
+    hook = "    if job and job.step_number == 7: job.save('best'); os._exit(3)\n"
+    ended = paceline(tmp_path, "run", "--job", "a", "--checkpoint-every", "5", write_workload(tmp_path, hook))
+    assert ended.code == 1
+    assert "Last checkpoint: runs/a/checkpoints/step-00000005; go on with --resume --job a" in ended.err
+
+
 def test_checkpoints_are_kept_to_the_last_few(tmp_path):
     paceline(
         tmp_path, "run", "-n", "2", "--job", "a", "--checkpoint-every", "3", "--keep", "2", write_workload(tmp_path)

@@ -13,8 +13,8 @@ import weakref
 import pytest
 
 import paceline as paceline_package
-from paceline.run.stalls import Stalls, process_state
-from paceline.run.watchdog import notice_time, stacks, waits_in
+from paceline.run.stalls import Stalls, notice_time, process_state
+from paceline.run.watchdog import stacks, waits_in
 
 from jobs import LOOP, STEPS, losses, paceline, start, wait_for, write_workload
 
@@ -238,6 +238,13 @@ def test_a_notice_time_that_is_none_is_refused(tmp_path, value):
     assert "is no number of seconds" in ended.err
 
 
+@pytest.mark.parametrize("on", ["slurm", "kubernetes"])
+def test_a_notice_time_is_refused_where_nothing_supervises(tmp_path, on):
+    ended = paceline(tmp_path, "run", "--on", on, "--stall-notice", "30", write_workload(tmp_path))
+    assert ended.code == 2
+    assert f"--stall-notice 30, but --on {on} sends the job and supervises nothing" in ended.err
+
+
 MIXED = """
         if job.step_number == 6 and job.rank == 0:
             paceline.broadcast(torch.ones(3))
@@ -272,9 +279,11 @@ def test_a_slow_rank_is_told_and_the_job_trains_on(tmp_path):
 
 @pytest.mark.slow
 def test_a_deadlock_is_told_and_a_second_ctrl_c_ends_it_with_what_was_saved(tmp_path):
-    words = ("-n", "2", "--job", "a", "--stall-notice", "2", "--checkpoint-every", "5")
+    words = ("-n", "2", "--job", "a", "--checkpoint-every", "5")
     with (tmp_path / "err").open("w") as err:
-        job = start(tmp_path, "run", *words, write_workload(tmp_path, loop=LOOP + MIXED), stderr=err)
+        job = start(
+            tmp_path, "run", *words, write_workload(tmp_path, loop=LOOP + MIXED), stderr=err, PACELINE_STALL_NOTICE="2"
+        )
         assert wait_for(lambda: "wait in different calls" in (tmp_path / "err").read_text(), 60)
         text = (tmp_path / "err").read_text()
         assert "rank 0: waiting in broadcast" in text

@@ -40,13 +40,13 @@ from paceline.run.interrupts import interruptible
 from paceline.run.job import run_job
 from paceline.run.place import joined_address
 from paceline.run.progress import Progress, Screen
-from paceline.run.stalls import DEFAULT_S, VARIABLE
+from paceline.run.stalls import DEFAULT_S, VARIABLE, notice_time
 from paceline.run.station import LocalStation
 from paceline.run.supervisor import GRACE_S, THE_COMMAND, Ending, JobRequest, Post, Supervisor
 
 RUNS = Path("runs")
 # Flags of a run's supervisor, and what they are when nobody wrote them; with --job, some are a rank's too.
-_NEEDS_SUPERVISOR = {"grace": GRACE_S, "stall_notice": DEFAULT_S, "json": False, "dry_run": False}
+_NEEDS_SUPERVISOR = {"grace": GRACE_S, "stall_notice": None, "json": False, "dry_run": False}
 _NEEDS_JOB = {"resume": False, "resume_or_start": False, "runs": RUNS, "checkpoint_every": None, "keep": None}
 PLAN_FLAGS = ("transport", "compression", "bucket_bytes", "checkpoint_every", "keep")
 
@@ -79,10 +79,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stall-notice",
         type=float,
-        default=DEFAULT_S,
         metavar="SECONDS",
         help="say where the ranks stand, and end nothing, when none has got on for so long "
-        f"(default {DEFAULT_S:g}; 0: never)",
+        f"(default {DEFAULT_S:g}, or what {VARIABLE} says; 0: never)",
     )
     parser.add_argument(
         "--json", action="store_true", help="print the result as JSON on stdout; all else goes to stderr"
@@ -189,18 +188,24 @@ def _run(arguments: argparse.Namespace) -> int:
         raise
     given = {} if arguments.on in ("mpi", "ray", "ssh") else run_on.environment_of(arguments.env)
     parts = (file.path, arguments.arguments, plan.world_size, folder, resume, file.imports, arguments.grace)
-    request = JobRequest(*parts, plan.server, posts, environment=given, stall_notice_s=arguments.stall_notice)
+    request = JobRequest(*parts, plan.server, posts, environment=given, stall_notice_s=_stall_notice(arguments))
     return _supervise(arguments, plan, request, screen)
 
 
 def _check_stall_notice(arguments: argparse.Namespace) -> None:
     """Raise UsageError where --stall-notice is no time, or the job is only sent to a scheduler."""
+    if arguments.stall_notice is None:
+        return
     asked = f"--stall-notice {arguments.stall_notice:g}"
     if not 0 <= arguments.stall_notice < float("inf"):
         raise UsageError(asked, "it is no number of seconds", "write seconds, or 0 for no notice")
-    if arguments.stall_notice != DEFAULT_S and arguments.on in ("slurm", "kubernetes"):
+    if arguments.on in ("slurm", "kubernetes"):
         fix = f"set {VARIABLE} in the environment of the job's ranks"
         raise UsageError(asked, f"--on {arguments.on} sends the job and supervises nothing", fix)
+
+
+def _stall_notice(arguments: argparse.Namespace) -> float:
+    return notice_time(os.environ) if arguments.stall_notice is None else float(arguments.stall_notice)
 
 
 def _folder(arguments: argparse.Namespace, script: Path, screen: Screen) -> tuple[Path, Path | None]:
@@ -234,7 +239,7 @@ def _run_elastic(arguments: argparse.Namespace) -> int:
     screen = Screen(sys.stderr if arguments.json else sys.stdout, sys.stderr)
     folder, _ = _folder(arguments, file.path, screen)
     parts = (file.path, arguments.arguments, plan.world_size, folder, None, file.imports, arguments.grace)
-    job = Elastic(rules, discover, options, plan, JobRequest(*parts, stall_notice_s=arguments.stall_notice), screen)
+    job = Elastic(rules, discover, options, plan, JobRequest(*parts, stall_notice_s=_stall_notice(arguments)), screen)
     try:
         ending, progress, result = job.run()
     except BaseException:
@@ -312,7 +317,7 @@ def _run_node(arguments: argparse.Namespace, node: NodePosition) -> int:
     parts = (file.path, arguments.arguments, per_node, folder, resume, file.imports, arguments.grace)
     told = {**run_on.environment_of(arguments.env), "PACELINE_PLAN": json.dumps(asdict(plan))}
     posts = [post] if node.nodes > 1 else []  # a node alone has a file to meet at
-    request = JobRequest(*parts, 0, posts, world, told, arguments.stall_notice)
+    request = JobRequest(*parts, 0, posts, world, told, _stall_notice(arguments))
     if node.node_rank == 0:
         return _supervise(arguments, plan, request, screen)
     supervisor = Supervisor(request, screen)
@@ -338,8 +343,8 @@ def _kept(folder: Path, progress: Progress) -> str:
 def _tell(folder: Path, ending: Ending, progress: Progress) -> None:
     if ending.status == "failed" and ending.cause is not None:
         print(f"paceline run: {told(ending.cause, ending.others)}", file=sys.stderr)
-        if progress.checkpoint:
-            print(f"  Last checkpoint: {progress.checkpoint}; go on with --resume --job {folder.name}", file=sys.stderr)
+        if newest := list_checkpoints(folder / "checkpoints")[:1]:
+            print(f"  Last checkpoint: {newest[0]}; go on with --resume --job {folder.name}", file=sys.stderr)
     elif ending.status == "stopped":
         who = "" if ending.stop_sent_to in ("", THE_COMMAND) else f", since {ending.stop_sent_to} was sent SIGTERM"
         print(f"paceline run: stopped{who}; {_kept(folder, progress)}", file=sys.stderr)

@@ -55,9 +55,9 @@ class Progress:
         elif kind == "checkpoint":
             self.checkpoint = event["path"]
             if Path(event["path"]).parent.resolve() == self.checkpoints:
-                self.saved_step = event["step"]
+                self.saved_step = event.get("step")
         elif kind == "stopped":
-            self.has_stopped, self.stopped_step = True, event["step"]
+            self.has_stopped, self.stopped_step = True, event.get("step")
             self.asked_to_stop = event.get("asked", [])
         elif kind == "evaluation":
             self.evaluation = event

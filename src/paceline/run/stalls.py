@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -87,6 +88,15 @@ class Stalls:
         waiting = [report["step"] for report in self.reports if report["waits_in"] and report["is_in_step"]]
         left = [rank for rank, done in closing.items() if any(step is not None and step > done for step in waiting)]
         return min(left, default=None)
+
+
+def notice_time(environment: Mapping[str, str]) -> float:
+    """The seconds without progress after which people are told; 0: never. A value that is no number is the default."""
+    try:
+        seconds = float(environment.get(VARIABLE, DEFAULT_S))
+    except ValueError:
+        return DEFAULT_S
+    return max(0.0, seconds) if math.isfinite(seconds) else DEFAULT_S
 
 
 def read_reports(folder: Path) -> list[Report]:

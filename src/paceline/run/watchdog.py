@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import json
-import math
 import os
 import re
 import tempfile
@@ -25,7 +24,7 @@ from typing import IO, Any
 
 import paceline
 from paceline.comm import words
-from paceline.run.stalls import DEFAULT_S, FOLDER, VARIABLE, Stalls
+from paceline.run.stalls import FOLDER, Stalls, notice_time
 from paceline.train import job as jobs
 
 _FIRST = 0.25  # of the notice time: the first report of a rank
@@ -117,15 +116,6 @@ def begin_watching(
     watchdog = Watchdog(run_dir, int(environment.get("PACELINE_RANK", "0")), notice_s, say)
     watchdog.start()
     return watchdog
-
-
-def notice_time(environment: Mapping[str, str]) -> float:
-    """The seconds without progress after which people are told; 0: never. A value that is no number is the default."""
-    try:
-        seconds = float(environment.get(VARIABLE, DEFAULT_S))
-    except ValueError:
-        return DEFAULT_S
-    return max(0.0, seconds) if math.isfinite(seconds) else DEFAULT_S
 
 
 def progress() -> tuple[int, int]:
