@@ -42,7 +42,7 @@ def new_run(runs: Path, job: str | None, script: Path) -> Path:
         (folder / "failures").mkdir(exist_ok=True)
     except OSError as error:
         raise UsageError(
-            f"a run directory in {runs}", f"it can't be written ({error.strerror})", "name another place with --runs"
+            f"a run directory in {runs}", f"it can't be written ({error.strerror})", how_to_write(error)
         ) from None
     return folder
 
