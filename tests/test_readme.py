@@ -1,31 +1,249 @@
-"""What the README shows works as it stands there."""
+"""What README.md and docs/*.md show works as it stands there."""
 
+from __future__ import annotations
+
+import argparse
+import importlib
 import re
+import shlex
+import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from jobs import paceline
+from paceline.cli.flags import check_place, check_rules
+from paceline.cli.main import VERBS, WITH_FILE, _parse, main
+from paceline.cli.run_on import kind_of
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+from jobs import marked, paceline
+from shown import ROOT, Shown, shown
+
+README = (ROOT / "README.md").read_text()
+SHOWN = shown()
+COMMANDS = [one for one in SHOWN if not one.text.startswith("-")]
+OPTIONS = [one for one in SHOWN if one.text.startswith("-")]
+OWN = [one for one in COMMANDS if one.own]
+
+# Commands that are parsed, and not run here: how they begin, and why.
+NOT_RUN = {
+    "paceline run --on": "other hosts and schedulers: tests/integration, tests/launch",
+    "paceline run -n 2 examples/glue": "tests/examples trains it",
+    "paceline run ...": "it stands for one of those that are shown in full",
+    "mpirun -n 4 paceline": "tests/integration/test_launchers.py starts ranks with mpirun",
+    "srun paceline": "the same, with srun",
+    "paceline doctor -H": "it asks other hosts",
+    "paceline doctor --hostfile": "it asks other hosts",
+    "paceline doctor": "it says what this machine lacks: tests/cli/test_doctor.py",
+    "paceline server": "tests/server; coordinator and servers run until a job ends",
+    "paceline bench": "hours, and numbers instead of a result: tests/bench",
+    "paceline demo": "tests/demo",
+    "paceline plan --explain-oom --device V100-16GB bert.py": "its file needs transformers",
+    "paceline verify train.py --plan replicate=2,tensor=2": "four ranks of tests/verify; the shorter one is run",
+}
+# Commands of other programs, which nothing here can parse, and why they are not run.
+NEITHER = {
+    "make demo": "tests/demo",
+    "make test": "this is it",
+    "pip install": "it would change the installation that the tests run in",
+    "kubectl": "it needs a cluster",
+    "srun": "it needs a Slurm allocation: tests/integration/test_launchers.py",
+    "mpirun": "it needs an MPI: tests/integration/test_launchers.py",
+    "ssh h1 true": "it needs another host",
+    "python examples/glue": "tests/examples trains it",
+}
+# Options that are another program's, or are no option.
+NOT_OURS = {"--gang-scheduling": "the MPI Operator's"}
+# What README's table adds in brackets or after "or", to the option before it.
+ALTERNATIVES = {
+    "--plan shard=4": ["--plan shard=4,zero=1", "--plan shard=4,zero=2", "--plan shard=4,zero=3"],
+    "--plan tensor=2": ["--plan tensor=2,sequence=on"],
+    "--plan pipeline=2,schedule=1f1b": [
+        f"--plan pipeline=2,schedule={name}" for name in ("gpipe", "interleaved", "zero_bubble")
+    ],
+    "--plan shard=2,checkpointing=full": ["--plan shard=2,checkpointing=selective"],
+    "--compression bf16": [f"-n 2 --compression {name}" for name in ("fp16", "powersgd", "topk")],
+}
+
+
+def is_listed(one, table):
+    return any(one.text.startswith(beginning) for beginning in table)
+
+
+def runnable():
+    """The words of every command that is run: those of the pages, and README's options as a whole command."""
+    commands = [one.words for one in COMMANDS if one.own[:1] and not is_listed(one, NOT_RUN) and len(one.own) > 1]
+    options = [one.text for one in OPTIONS if one.page == "README.md" and " " in one.text and "host" not in one.text]
+    for text in options:
+        for line in (text, *ALTERNATIVES.get(text, [])):
+            ranks = [] if "--plan" in line or "-n " in line else ["-n", "2"]
+            commands.append(["paceline", "run", *ranks, *shlex.split(line), "train.py"])
+    unique = {shlex.join(words): words for words in commands}
+    return [words for line, words in unique.items() if "--resume" not in line and "export" not in line]
+
+
+def test_the_pages_show_what_is_looked_for():
+    assert len(OWN) > 40
+    assert len(OPTIONS) > 60
+    assert len(runnable()) > 20
+    for words in (["paceline", "run", "-n", "2", "train.py"], ["paceline", "run", "--plan", "shard=4", "train.py"]):
+        assert words in runnable()
+
+
+@pytest.mark.parametrize("table", [NOT_RUN, NEITHER, NOT_OURS, ALTERNATIVES], ids=["run", "parse", "flags", "more"])
+def test_no_exception_outlives_what_it_excepts(table):
+    unused = [beginning for beginning in table if not any(one.text.startswith(beginning) for one in SHOWN)]
+    assert unused == []
+
+
+def test_alternatives_are_those_of_the_table():
+    rows = [line for line in README.splitlines() if line.startswith("| ")]
+    for option, others in ALTERNATIVES.items():
+        (row,) = [row for row in rows if f"`{option}`" in row][:1]
+        for other in others:
+            last = re.split(r"[ =]", other)[-1]
+            assert f"`{last}`" in row or f"={last}`" in row, (option, last)
+
+
+def test_every_command_is_run_parsed_or_listed():
+    lost = [one for one in COMMANDS if not one.own and not is_listed(one, NEITHER)]
+    assert [one.text for one in lost] == [
+        "python train.py",
+        "torchrun --nproc-per-node 2 train.py",
+    ]  # both are run below
+
+
+def read(one: Shown) -> argparse.Namespace:
+    """The arguments of a command that a page shows; `...` stands for what is left out."""
+    words = [
+        word for before, word in zip(["", *one.own], one.own, strict=False) if word != "..." or before == "--image"
+    ]
+    is_cut = len(words) < len(one.own)
+    verb = words[0]
+    if is_cut and verb in WITH_FILE:
+        words.append("train.py")
+    return _parse(words, verb, importlib.import_module(f"paceline.cli.{verb}"))
+
+
+@pytest.mark.parametrize("page", sorted({one.page for one in OWN}))
+def test_every_command_is_read_and_its_flags_apply(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for one in (one for one in OWN if one.page == page and len(one.own) > 1):
+        parsed = read(one)
+        assert not getattr(parsed, "misplaced", [])
+        if one.own[0] == "run":
+            check_place(parsed, kind_of(parsed))
+        else:
+            check_rules(one.own[0], parsed)
+
+
+def jobs_in_full():
+    """Every `paceline run` of README's file that a page shows in full, and README's options as such."""
+    for one in OWN:
+        if one.own[0] == "run" and len(one.own) > 1 and not {"...", "--check", "--resume"} & {*one.own}:
+            yield one.own[1:]
+    for one in OPTIONS:
+        if one.page == "README.md" and " " in one.text:
+            ranks = [] if "--plan" in one.text or "host" in one.text else ["-n", "2"]
+            yield [*ranks, *one.words, "train.py"]
+
+
+@pytest.mark.parametrize("words", [words for words in jobs_in_full() if words[-1] == "train.py"], ids=" ".join)
+def test_a_dry_run_of_a_shown_job_says_what_would_be_started(words, tmp_path, monkeypatch, capsys):
+    write_readme_file(tmp_path)
+    for name, said in (("mpirun", "mpirun (Open MPI) 5.0"), ("ssh", ""), ("hosts.sh", "h1:2")):
+        program = tmp_path / name
+        program.write_text(f"#!/bin/sh\necho '{said}'\n")
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", "--dry-run", *words]) == 0
+    assert capsys.readouterr().out
+
+
+def test_every_option_that_a_page_names_is_a_commands():
+    known = {"--help", "-h"}
+    for verb in VERBS:
+        parser = argparse.ArgumentParser(allow_abbrev=False)
+        importlib.import_module(f"paceline.cli.{verb}").add_arguments(parser)
+        known |= set(flags_of(parser))
+    known |= set(re.findall(r'"(--[a-z-]+)"', (ROOT / "examples/glue/workload.py").read_text()))
+    named = {word.split("=")[0]: one for one in OPTIONS for word in one.words if word.startswith("-")}
+    assert {flag: one.page for flag, one in named.items() if flag not in known and flag not in NOT_OURS} == {}
+
+
+def flags_of(parser):
+    """Every flag of a parser and of those below it."""
+    for action in parser._actions:
+        yield from action.option_strings
+        for below in (action.choices or {}).values() if isinstance(action, argparse._SubParsersAction) else ():
+            yield from flags_of(below)
+
+
+def write_readme_file(folder, tiny=False):
+    """README's train.py; `tiny`: with a few steps."""
+    text = re.search(r"```python\n(.*?)```", README, re.DOTALL).group(1)
+    if tiny:
+        assert "torch.randn(4096, 20)" in text
+        assert "epochs=3" in text
+        text = text.replace("torch.randn(4096, 20)", "torch.randn(256, 20)").replace("epochs=3", "epochs=1")
+    (folder / "train.py").write_text(text)
 
 
 @pytest.mark.slow
 def test_the_first_example_runs_alone_and_with_two_ranks(tmp_path):
-    file = tmp_path / "train.py"
-    file.write_text(re.search(r"```python\n(.*?)```", README, re.DOTALL).group(1))
-    alone = subprocess.run([sys.executable, str(file)], cwd=tmp_path, capture_output=True, text=True)
+    write_readme_file(tmp_path)
+    alone = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True)
     assert alone.returncode == 0, alone.stderr
-    two = paceline(tmp_path, "run", "-n", "2", file)
+    two = paceline(tmp_path, "run", "-n", "2", "train.py")
     assert two.code == 0, two.err
     said = re.search(r"last loss ([\d.]+)", alone.stdout).group(1)
     assert f"[0] last loss {said}" in two.out
     assert (tmp_path / "out" / "manifest.json").exists()
 
 
-def test_every_command_it_names_exists():
-    from paceline.cli.main import VERBS
+@pytest.mark.integration
+@pytest.mark.parametrize("words", runnable(), ids=" ".join)
+def test_a_shown_command_works_on_readmes_file(words, tmp_path):
+    write_readme_file(tmp_path, tiny=True)
+    done = paceline(tmp_path, *words[1:])
+    assert done.code == 0, done.out + done.err
+    if words[1] == "run":
+        assert "last loss" in done.out
+        assert (tmp_path / "out" / "manifest.json").exists()
+    else:
+        assert done.out.strip()
 
-    assert set(re.findall(r"paceline (run|plan|demo|bench|verify|doctor|dashboard|export)\b", README)) <= set(VERBS)
+
+@pytest.mark.integration
+def test_a_run_is_resumed_and_exported_as_shown(tmp_path):
+    resume, export = ("paceline run --resume -n 2 train.py", "paceline export runs/JOB --to hf DIR")
+    assert {resume, export} <= {one.text for one in OWN}
+    write_readme_file(tmp_path, tiny=True)
+    assert paceline(tmp_path, "run", "--checkpoint-every", "2", "train.py").code == 0
+    (run,) = (tmp_path / "runs").iterdir()
+    shutil.rmtree(run / "checkpoints" / "step-00000004")  # as if it had crashed before
+    again = paceline(tmp_path, *resume.split()[1:])
+    assert again.code == 0, again.err
+    assert "goes on at step-00000002" in again.err
+    done = paceline(tmp_path, *export.replace("JOB", run.name).split()[1:])
+    assert done.code == 0, done.err
+    assert (tmp_path / "DIR" / "model.safetensors").exists()
+
+
+@pytest.mark.integration
+def test_torchrun_starts_readmes_file(tmp_path):
+    write_readme_file(tmp_path, tiny=True)
+    words = ["torchrun", "--nproc-per-node", "2", "train.py"]
+    assert " ".join(words) in {one.text for one in COMMANDS}
+    program = [sys.executable, "-m", "torch.distributed.run", *words[1:]]
+    done = subprocess.run(
+        program,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=marked(tmp_path, {"OMP_NUM_THREADS": "1"}),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "last loss" in done.stdout

@@ -1,10 +1,20 @@
-"""Paceline trains one PyTorch model on many devices; the loop stays yours.
+"""Train one PyTorch model on many processes, and keep your own loop.
 
-A folder is a room. Commands are rooms (`plan`, `run`, `bench`, `demo`); behind them `launch`, `train`, `parallel`,
-`checkpoint` and `comm` do the work; `nouns` are the things they all speak of. A room imports only rooms
-below it: ARCHITECTURE.md draws it, `scripts/check` holds it. The first code to read is `train/step.py`.
+    workload = paceline.Workload(model=..., loss=..., optimizer=..., data=..., batch_size=64, epochs=3)
+    job = paceline.distribute(workload)
+    for batch in job.batches():
+        mean = job.step(batch)
+    job.save("out")
 
-The names below are loaded when first used, so that `import paceline` does not import torch.
+`python train.py` runs it as one process, `paceline run -n 2 train.py` as two, with the same losses; `--plan` splits the
+work another way. `Workload` says what is trained, `distribute` returns this process's `Job`, and `PacelineError` is
+everything that is raised on purpose.
+
+For a loop without a workload there are collectives, as in MPI: `init`, `rank`, `size`, `local_rank`, `local_size`,
+`cross_rank`, `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all`, `broadcast`, `barrier`, `shutdown`,
+`is_initialized`.
+
+README.md of the project has a whole file and the plans; `paceline --help` lists the commands.
 """
 
 from __future__ import annotations
@@ -35,6 +45,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+# Each name is loaded when it is first used, so that `import paceline` does not import torch.
 _WORDS = [
     "all_gather",
     "all_reduce",
@@ -85,3 +96,8 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"paceline has no {name!r}")
     return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    """What a user may want, for Tab and `dir`; not this file's own imports."""
+    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])

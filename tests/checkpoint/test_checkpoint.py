@@ -259,7 +259,7 @@ def make_with(has_scheduler):
 def load_with_other_parts(rank, folder, has_scheduler, plan):
     job = job_of(make_with(has_scheduler), **plan)
     told = []
-    job._notice = lambda text, everywhere=False: told.append(text)
+    job.notice = lambda text, everywhere=False: told.append(text)
     job.load(folder)
     steps(job, 1)
     return told

@@ -63,6 +63,25 @@ def test_alone_everything_is_the_default(settings):
     assert found["threads of a rank"][1].startswith("computed: ")
 
 
+@pytest.mark.parametrize(
+    "words", [["-n", "2"], ["--plan", "tensor=2"], ["-n", "2", "--plan", "server=1"]], ids=" ".join
+)
+def test_ranks_that_paceline_run_would_start(words, settings):
+    found = settings({}, *words)
+    origin = found["plan"][1]
+    assert found["launcher"][0] == "paceline run"
+    assert found["size"] == found["local size"] == ("2", origin)
+    assert found["rank"] == found["local rank"] == ("0 to 1", origin)
+    assert found["host"][0] == "0 of 1"
+
+
+def test_a_plan_that_does_not_fit_this_process_is_refused(explain):
+    """As it would be in a rank that reads it."""
+    code, out, err = explain({"PACELINE_PLAN": json.dumps({"mesh": "replicate=2"})})
+    assert (code, out) == (2, "")
+    assert "covers 2 ranks, but the job has 1 rank" in err
+
+
 def test_a_launchers_variables_are_named(settings):
     found = settings({**TORCHRUN, "PACELINE_INTERFACE": "eth1", "OMP_NUM_THREADS": "3"})
     assert found["launcher"][0] == "torchrun"
@@ -97,7 +116,7 @@ PLANS = {
         ("fp16", "flag --compression"),
     ),
     "a variable": (
-        {"PACELINE_PLAN": json.dumps(asdict(Plan(mesh="shard=2", compression="bf16")))},
+        {**OURS, "PACELINE_PLAN": json.dumps(asdict(Plan(mesh="shard=2", compression="bf16")))},
         [],
         ("shard=2", "PACELINE_PLAN"),
         ("bf16", "PACELINE_PLAN"),
@@ -124,6 +143,7 @@ def test_a_host_that_is_to_start_its_ranks(settings):
     assert found["host"] == ("2 of 4", "PET_NODE_RANK=2, PET_NNODES=4")
     assert found["ranks of a host"] == ("2", "PET_NPROC_PER_NODE=2")
     assert found["ranks meet at"] == ("a1 port 1234", "MASTER_ADDR=a1 MASTER_PORT=1234")
+    assert settings({**POD, "PACELINE_PLAN": json.dumps({"mesh": "replicate=8"})})["plan"][0] == "replicate=8"
     assert settings({"PET_NPROC_PER_NODE": "gpu"})["ranks of a host"] == (
         "as many as devices",
         "PET_NPROC_PER_NODE=gpu",

@@ -35,13 +35,14 @@ print("a person's own line")
 
 def test_where_memory_goes_and_the_ways_out(tmp_path):
     (tmp_path / "train.py").write_text(MODEL)
-    ended = paceline(tmp_path, "plan", "--explain-oom", "--device", "0.9GB", "train.py")
+    ended = paceline(tmp_path, "plan", "--explain-oom", "--device", "V100-0.9GB", "train.py")
     assert ended.code == 0, ended.err
     assert "OUT OF MEMORY" in ended.out
     ways = ended.out.split("The cheapest ways out:\n")[1].splitlines()
     assert len(ways) == 3
     assert ways[0].startswith("micro_batch_size=8192 in the workload")
     assert all("cost: " in way for way in ways)
+    assert "bf16" not in ended.out, "the card has none"
     assert "^forward" in ended.out
     assert "0.up" in ended.out
     out = paceline(tmp_path, "plan", "--explain-oom", "--device", "A100-80GB", "--json", "train.py").out

@@ -16,6 +16,19 @@ def test_every_rank_has_one_place_and_one_group_per_axis(sizes):
         assert len({mesh.peers(rank, axis) for rank in range(size)}) * mesh.size(axis) == size
 
 
+@given(st.tuples(*[st.integers(1, 4)] * len(AXES)))
+def test_ranks_share_a_random_stream_where_they_share_stage_and_samples(sizes):
+    mesh = Mesh(sizes)
+    places = {}
+    for rank in range(mesh.world_size):
+        at = mesh.coordinate(rank)
+        place = (at["pipeline"], mesh.data_part(rank))
+        assert places.setdefault(mesh.random_stream(rank), place) == place
+        if at["pipeline"] == 0:
+            assert mesh.random_stream(rank) == mesh.data_part(rank)
+    assert sorted(places) == list(range(mesh.size("pipeline") * mesh.data_size))
+
+
 def test_the_fields_short_word_is_shown_as_the_long_name():
     assert str(Mesh.parse("dp=4")) == "replicate=4"
     assert str(Mesh.parse("replicate=1")) == "replicate=1"

@@ -16,10 +16,12 @@ import paceline
 from models import workload
 from paceline.comm import words
 from paceline.nouns.errors import PlanError
+from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import SCHEDULES, Plan
 from paceline.nouns.schedule import BACKWARD, FORWARD, WEIGHTS, check, make_schedule, picture
 from paceline.parallel.pipeline import same_shapes
 from paceline.train.job import Job
+from paceline.verify.draws import Draws
 
 from ranks import run_ranks
 
@@ -243,3 +245,78 @@ def test_a_loss_in_which_samples_meet_takes_the_batch_whole():
     assert_equal_to_one_rank(run_ranks(2, train, coupled_workload, {}, "pipeline=2"), coupled_workload, {})
     assert run_ranks(2, pieces_of, coupled_workload) == [1, 1]
     assert run_ranks(2, pieces_of, tied_workload) == [3, 3], "nine samples in at most four micro-batches"
+
+
+class Dropped(nn.Module):
+    """Equal layers, each with dropout: equal random numbers would give equal masks."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(64, 64) for _ in range(8)])
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + self.dropout(torch.tanh(layer(x)))
+        return x
+
+
+def dropped_workload():
+    random = torch.Generator().manual_seed(5)
+    return paceline.Workload(
+        model=Dropped,
+        loss=lambda model, batch: (model(batch).square().sum(), len(batch)),
+        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2),
+        data=[torch.randn(64, generator=random) for _ in range(24)],
+        batch_size=8,
+        steps=3,
+        precision="float64",
+    )
+
+
+def masks_of(rank, plan, folder):
+    """Loss and masks of every step, and of those after the first taken again from its checkpoint."""
+    words.init()
+    taken = [[], []]
+    for number in range(2):
+        job = Job(dropped_workload(), Plan.parse(plan))
+        if number:
+            job.load(folder)
+        for batch in job.batches():
+            with Draws() as drawn:
+                loss = job.step(batch)
+            taken[number].append((loss, drawn.forward, drawn.again))
+            if not number and job.step_number == 1:
+                job.save(folder)
+        job.close(save=False)
+    return taken
+
+
+@pytest.mark.parametrize(
+    ("ranks", "plan"),
+    [
+        (2, "pipeline=2"),
+        *[
+            pytest.param(2, f"pipeline=2,{more}", marks=SLOW)
+            for more in ("schedule=interleaved", "schedule=zero_bubble", "checkpointing=full")
+        ],
+        pytest.param(4, "pipeline=2,tensor=2", marks=SLOW),
+        pytest.param(4, "replicate=2,pipeline=2", marks=SLOW),
+    ],
+)
+def test_every_stage_draws_its_own_dropout_masks(ranks, plan, tmp_path):
+    mesh = Mesh.parse(Plan.parse(plan).mesh)
+    found = run_ranks(ranks, masks_of, plan, str(tmp_path / "checkpoint"))
+    by_stream = {}
+    for rank, (steps, resumed) in enumerate(found):
+        assert resumed == steps[1:], "a resumed job draws the same masks and has the same losses"
+        forward = [mask for _, masks, _ in steps for mask in masks]
+        again = [mask for _, _, masks in steps for mask in masks]
+        assert len(forward) >= 3 * 2 * 4, "masks of few micro-batches or layers: the test is void"
+        assert len(set(forward)) == len(forward)
+        assert set(again) <= set(forward)
+        assert bool(again) == ("checkpointing" in plan)
+        assert by_stream.setdefault(mesh.random_stream(rank), forward) == forward, "tensor ranks share a stream"
+    assert len(by_stream) == mesh.size("pipeline") * mesh.data_size
+    every = [mask for masks in by_stream.values() for mask in masks]
+    assert len(set(every)) == len(every)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
+from paceline.cli.plan_memory import notices_of
 from paceline.launch.profile_workload import ranks_to_profile
 from paceline.nouns.device import CONTEXT_BYTES, Device
 from paceline.nouns.errors import PlanError, WorkloadError
@@ -118,3 +120,37 @@ def test_ways_that_a_plan_can_not_go():
     assert kinds == set()
     assert [way.micro_batch_size for way in ways(Plan(), 1, "bf16") if way.kind == "micro-batch"] == []
     assert isinstance(next(ways(Plan(), 8, "float32")), Way)
+
+
+@pytest.mark.parametrize(
+    ("has_bf16", "names"),
+    [
+        (False, ["V100-16GB", "Tesla-V100-SXM2-32GB", "v100s-32GB", "P100-16GB", "T4-16GB", "P40-24GB", "K80-12GB"]),
+        (False, ["M60-8GB", "RTX2080Ti-11GB", "RTX-2080-Ti-11GB", "GTX1080Ti-11GB", "Titan-V-12GB", "MI50-16GB"]),
+        (True, ["cpu", "A100-40GB", "A100-SXM4-80GB", "H100-80GB", "H200-141GB", "A10G-24GB", "L4-24GB", "L40S-48GB"]),
+        (True, ["RTX4090-24GB", "RTX-3090-24GB", "RTX-A6000-48GB", "B200-192GB", "GH200-96GB", "MI300X-192GB"]),
+        (None, ["16GB", "cuda", "Gaudi-96GB", "RTX-6000-48GB"]),
+    ],
+)
+def test_what_a_name_says_of_bf16(has_bf16, names):
+    assert {name: Device.parse(name).has_bf16 for name in names} == dict.fromkeys(names, has_bf16)
+
+
+@pytest.mark.parametrize("has_bf16", [True, False, None])
+def test_bf16_is_a_way_out_where_the_device_has_it(has_bf16):
+    found = [way for way in ways(Plan(), 8, "float32", has_bf16) if way.precision]
+    assert len(found) == (has_bf16 is not False)
+    for way in found:
+        cost = cheapest([(way, 5, 100.0)], Plan(), 100.0)[0].cost
+        assert ("where the GPU has bf16" in cost) == (has_bf16 is None)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_told"), [("V100-16GB", True), ("T4-16GB", True), ("A100-40GB", False), ("16GB", False)]
+)
+def test_precision_that_the_device_lacks_is_told(name, is_told):
+    wide, narrow = profile("cuda"), replace(profile("cuda"), precision="bf16", notices=["another"])
+    device = Device.parse(name)
+    assert notices_of(wide, device) == []
+    assert notices_of(narrow, device)[0] == "another"
+    assert [name in notice and "has no bf16" in notice for notice in notices_of(narrow, device)[1:]] == [True] * is_told

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import models
 import paceline
@@ -85,6 +88,122 @@ def test_every_axis_sends_what_was_predicted(text):
         rows = predicted[Mesh.parse(plan.mesh).coordinate(rank)["pipeline"] if len(predicted) > 1 else 0]
         promised = {(row.collective, row.axis): (row.calls, row.payload_bytes) for row in rows}
         assert {(row["collective"], row["axis"]): (row["calls"], row["bytes"]) for row in found} == promised
+
+
+class Words(nn.Module):
+    """An odd vocabulary, so that scores are split unevenly where the weights are whole; or frozen parameters."""
+
+    def __init__(self, is_frozen):
+        super().__init__()
+        self.words, self.head = nn.Embedding(97, 16), nn.Linear(16, 97, bias=False)
+        self.layers = nn.ModuleList([nn.Linear(16, 16) for _ in range(4)])
+        self.scale = nn.Parameter(torch.ones(()))
+        self.head.weight = self.words.weight
+        if is_frozen:
+            for parameter in (self.words.weight, self.layers[1].weight, self.layers[1].bias, self.scale):
+                parameter.requires_grad_(False)
+
+    def forward(self, ids):
+        x = self.words(ids) * self.scale
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return self.head(x)
+
+
+def word_loss(model, batch):
+    return F.cross_entropy(model(batch).flatten(0, 1), batch.flatten(), reduction="sum"), batch.numel()
+
+
+def words_workload(precision="float32", is_frozen=False):
+    random = torch.Generator().manual_seed(1)
+    return paceline.Workload(
+        model=lambda: Words(is_frozen),
+        loss=word_loss,
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        data=list(torch.randint(0, 97, (32, 8), generator=random)),
+        batch_size=8,
+        clip_norm=0.5,
+        precision=precision,
+    )
+
+
+UNEVEN = [
+    ({}, "tensor=2"),
+    ({}, "tensor=2,sequence=on"),
+    ({"precision": "bf16"}, "tensor=2"),
+    ({"precision": "bf16"}, "tensor=2,sequence=on,checkpointing=full"),
+    ({"precision": "bf16"}, "pipeline=2"),
+    ({"precision": "bf16"}, "pipeline=2,schedule=interleaved"),
+    ({"is_frozen": True}, "pipeline=2"),
+    ({"is_frozen": True}, "tensor=2"),
+    ({"is_frozen": True}, "shard=2"),
+    ({"is_frozen": True}, "replicate=2"),
+]  # fmt: skip
+UNEVEN_ON_FOUR = [
+    ({"is_frozen": True}, "pipeline=2,shard=2"),
+    ({"is_frozen": True}, "tensor=2,shard=2"),
+    ({"precision": "bf16"}, "pipeline=2,tensor=2"),
+    ({"precision": "bf16", "is_frozen": True}, "pipeline=2,shard=2"),
+]  # fmt: skip
+
+
+def rows_of_first_steps(rank, cells):
+    words.init()
+    found = []
+    for parts, text in cells:
+        job = Job(words_workload(**parts), Plan.parse(text))
+        batch = next(iter(job.batches()))
+        before = dict(job.ledger.calls), dict(job.ledger.payload_bytes)
+        job.step(batch)
+        sent = {key: size - before[1].get(key, 0) for key, size in job.ledger.payload_bytes.items()}
+        calls = {key: number - before[0].get(key, 0) for key, number in job.ledger.calls.items()}
+        found.append({key: (number, sent[key]) for key, number in calls.items() if number})
+        job.close(save=False)
+    return found
+
+
+@SLOW
+@pytest.mark.parametrize(("ranks", "cells"), [(2, UNEVEN), (4, UNEVEN_ON_FOUR)])
+def test_uneven_pieces_narrow_numbers_and_frozen_parameters(ranks, cells):
+    found = run_ranks(ranks, rows_of_first_steps, cells)
+    for number, (parts, text) in enumerate(cells):
+        plan = Plan.parse(text)
+        for rank in range(ranks):
+            at = Mesh.parse(plan.mesh).coordinate(rank)
+            facts = describe(words_workload(**parts), plan, at["tensor"], Mesh.parse(plan.mesh).data_part(rank))
+            predicted = step_traffic(plan, facts, at["shard"])
+            rows = predicted[at["pipeline"] if len(predicted) > 1 else 0]
+            promised = {(row.collective, row.axis): (row.calls, row.payload_bytes) for row in rows}
+            assert found[rank][number] == promised, (parts, text, rank)
+
+
+def opt():
+    from transformers import OPTConfig, OPTForCausalLM
+
+    sizes = {"vocab_size": 97, "hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 64, "num_hidden_layers": 1}
+    return OPTForCausalLM(OPTConfig(**sizes, num_attention_heads=4, max_position_embeddings=32))
+
+
+def next_word_loss(model, batch):
+    scores = model(input_ids=batch, use_cache=False).logits[:, :-1]
+    return F.cross_entropy(scores.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum"), batch[:, 1:].numel()
+
+
+@SLOW
+def test_ranks_differ_where_activations_are_uneven_and_weights_are_not():
+    workload = dataclasses.replace(words_workload(), model=opt, loss=next_word_loss)
+    first, second = (describe(workload, Plan.parse("tensor=2"), rank)["split"] for rank in (0, 1))
+    shapes = [[one["shape"] for one in split["ranks"][0]["parameters"]] for split in (first, second)]
+    assert shapes[0] == shapes[1]
+    assert first["ranks"][0]["graph"] != second["ranks"][0]["graph"], "both send the same: the test is void"
+    assert not first["is_even"]
+
+
+def test_every_rank_sends_the_same_where_all_is_even():
+    workload = models.workload("encoder", clip_norm=0.5)
+    first, second = (describe(workload, Plan.parse("tensor=2"), rank)["split"] for rank in (0, 1))
+    assert first["is_even"]
+    assert first["ranks"] == second["ranks"]
 
 
 def test_one_rank_sends_nothing():

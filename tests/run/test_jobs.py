@@ -110,7 +110,7 @@ LEAVE = "    if job and job.step_number == 6 and job.rank == {rank}: {leave}\n"
         (
             1,
             "sys.exit(0)",
-            "rank 1 should take as many steps as the other ranks, but its process ended with exit code 0",
+            "rank 1 should take as many steps as the other ranks, but it",
         ),
         (1, "os._exit(0)", "rank 1's process ended with exit code 0 before the end of its file"),
         (0, "os._exit(0)", "rank 0's process ended with exit code 0 before the end of its file"),
@@ -119,7 +119,8 @@ LEAVE = "    if job and job.step_number == 6 and job.rank == {rank}: {leave}\n"
 @pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
 def test_a_rank_that_leaves_with_exit_code_0_is_the_first_cause(tmp_path, rank, leave, said, transport):
     file = write_workload(tmp_path, LEAVE.format(rank=rank, leave=leave))
-    ended = paceline(tmp_path, "run", "-n", "2", "--job", "a", "--transport", transport, "--json", file)
+    words = ("-n", "2", "--job", "a", "--transport", transport, "--stall-notice", "8", "--json", file)
+    ended = paceline(tmp_path, "run", *words)
     assert ended.code == 1
     assert ended.err.count(said) == 1, ended.err
     assert "look for the rank that failed first" not in ended.err

@@ -112,10 +112,10 @@ def late_for_a_round_that_may_be_lost(patch):
 
 @mutant
 def one_taken_for_dead_joins_before_the_others_are_known_to_live(patch):
-    def add(plain, self, now_s, load):
+    def add(plain, self, *arguments):
         kept = self.configuration
         self.configuration = dataclasses.replace(kept, confirmed=kept.epoch)
-        out = plain(self, now_s, load)
+        out = plain(self, *arguments)
         if not out:
             self.configuration = kept
         return out

@@ -71,12 +71,15 @@ def test_a_line_that_was_torn_takes_no_other_with_it(tmp_path):
 
 def test_progress_passes_over_what_is_no_event(tmp_path):
     progress = Progress(tmp_path)
-    whole = ['{"event": "stopped", "step": 1}', '{"event": "checkpoint", "path": "here"}']
+    saved = tmp_path / "step-00000001"
+    whole = ['{"event": "stopped", "step": 1}', json.dumps({"event": "checkpoint", "path": str(saved)})]
     lines = ['{"event": "che', "", "7", "{}", *whole]
     (tmp_path / "events.jsonl").write_bytes("\n".join([*lines, ""]).encode() + b"\xff\n")
     assert progress.read()
     assert progress.has_stopped
-    assert progress.checkpoint == "here"
+    assert progress.checkpoint is None, "it is not there"
+    saved.mkdir()
+    assert progress.checkpoint == str(saved)
 
 
 @pytest.mark.parametrize("damaged", ["", "{", "[]", b"\xff"])

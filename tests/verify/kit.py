@@ -14,7 +14,8 @@ import models
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
 from paceline.verify import reference, replay
-from paceline.verify.checks import check_draws, check_order, check_step, check_traffic
+from paceline.verify.check_dropout import check_draws
+from paceline.verify.checks import check_order, check_step, check_traffic
 from paceline.verify.compare import Reference, differences, read_ranks
 from paceline.verify.culprit import blame_loading, find_culprit, find_in_narrow
 from paceline.verify.dry_run import describe_all
@@ -104,11 +105,11 @@ def verify(subject: Any, plan_text: str, mutant: str | None = None, what=("step"
             own = dataclasses.replace(make(subject), precision="float32")
             ranks = read_ranks(folder, "draws", plan.world_size)
             check_traffic(verdict, plan, describe_all(own, plan), ranks)
-        wrong = [check.name for check in verdict.checks if not check.passed and check.name != "traffic"]
-        if wrong and precision != "float64":
-            verdict.culprit = find_in_narrow(folder, plan, precision)
-        elif wrong:
-            verdict.culprit = find_culprit(folder, plan, functools.partial(_watch, subject, plan, mutant, folder))
+        if any(check.name == f"step {precision}" and not check.passed for check in verdict.checks):
+            watch = functools.partial(_watch, subject, plan, mutant, folder)
+            is_wide = precision == "float64"
+            found = find_culprit(folder, plan, watch) if is_wide else find_in_narrow(folder, plan, precision)
+            verdict.culprit = found or verdict.culprit
         if "reshard" in what and verdict.word != "bug":
             _go_on(verdict, subject, plan, mutant, folder, what[what.index("reshard") + 1])
     return verdict

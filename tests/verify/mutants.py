@@ -24,6 +24,7 @@ class Mutant:
         collective: what the collective that is named must contain.
         what: checks besides the step.
         precision: in which it shows.
+        says: a pattern that the first failed check must match.
     """
 
     switch_on: Callable[[], None]
@@ -33,6 +34,7 @@ class Mutant:
     collective: str = ""
     what: tuple[str, ...] = ("step",)
     precision: str = "float64"
+    says: str = ""
 
 
 MUTANTS: dict[str, Mutant] = {}
@@ -616,3 +618,26 @@ def micro_batches_draw_the_same():
         return plain(result)
 
     wrap(local, "checked_loss", checked)
+
+
+# --- what another rank draws
+
+
+@mutant("pipeline=2", what=("step", "draws"), says="have the same dropout|draw the same random")
+def dropout_equal_on_all_stages():
+    from paceline.nouns.mesh import Mesh
+
+    wrap(Mesh, "random_stream", lambda plain, self, rank: self.data_part(rank))
+
+
+@mutant("tensor=2", what=("step", "draws"), subject="hidden", module=("blocks.0.dropout",), says="of a dropout mask")
+def a_piece_of_the_dropout_mask_of_another_rank():
+    from paceline.comm import differentiable
+
+    def piece(plain, full, pieces, part, parts):
+        import sys
+
+        is_dropout = sys._getframe(2).f_code.co_name == "split_dropout"
+        return plain(full, pieces, (part + 1) % parts if is_dropout else part, parts)
+
+    wrap(differentiable, "take_piece", piece)

@@ -45,13 +45,25 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
-class Decoder(nn.Module):
-    """Embedding, two blocks, a head tied to the embedding."""
+class HiddenDropout(Block):
+    """Dropout in the middle of the feed-forward layers, where `tensor` splits."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, x, cosine, sine):
+        x = x + self.attention(self.norm1(x), cosine, sine)
+        return x + self.down(self.dropout(F.gelu(self.up(self.norm2(x)))))
+
+
+class Decoder(nn.Module):
+    """Embedding, two blocks, a head tied to the embedding."""
+
+    def __init__(self, block=Block) -> None:
+        super().__init__()
         self.words = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList([Block(), Block()])
+        self.blocks = nn.ModuleList([block(), block()])
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.head.weight = self.words.weight
@@ -140,6 +152,7 @@ SUBJECTS = {
     "scheduled": scheduled,
     "grouped": grouped,
     "decoder": decoder,
+    "hidden": lambda: decoder(model=lambda: Decoder(HiddenDropout)),
     "micro": lambda: decoder(micro_batch_size=2),
     "remembers": remembers,
     "plain": lambda: decoder(clip_norm=None, optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1)),

@@ -76,6 +76,29 @@ if "PACELINE_RANK" in os.environ:
     assert ended.out.rstrip().endswith("bug (the distributed step is not the single-process step)")
 
 
+def test_a_wrong_prediction_is_no_wrong_step(tmp_path):
+    bug = """
+import os
+if "PACELINE_RANK" in os.environ:
+    from paceline.parallel.apply import Parallel
+    plain = Parallel.reduce_gradients
+    def reduce(self):
+        self.comms.axes["replicate"].all_reduce(torch.zeros(3))
+        return plain(self)
+    Parallel.reduce_gradients = reduce
+"""
+    path = write(tmp_path, WORKLOAD, f"{bug}\n{WORKLOAD}")
+    what = "order,step,traffic,resume"
+    ended = paceline(tmp_path, "verify", "--plan", "replicate=2", path, "--what", what)
+    assert ended.code == 1, ended.err
+    assert re.search(r"traffic +BUG  rank 0: all_reduce on replicate: 3 calls", ended.out)
+    assert re.search(r"resume +ok", ended.out)
+    said = (
+        "bug (the distributed step is the single-process step, but ranks send something else than what was predicted)"
+    )
+    assert ended.out.rstrip().endswith(said)
+
+
 HANG = """
 paceline.init()
 calls = []

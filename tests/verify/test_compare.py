@@ -12,6 +12,7 @@ from paceline.verify.compare import RankResult, Reference, differences, relation
 from paceline.verify.fingerprint import fingerprint
 from paceline.verify.order import Call, find_disorder
 from paceline.verify.prints import added, differ
+from paceline.verify.verdict import Verdict
 
 FULL = np.linspace(0.1, 1.0, 24).reshape(6, 4)
 
@@ -126,3 +127,26 @@ def test_fingerprints_of_pieces_add_up_and_tell_tensors_apart():
     assert differ(fingerprint(whole + 1e-8), fingerprint(whole))
     assert not differ(fingerprint(whole * (1 + 1e-15)), fingerprint(whole))
     assert differ(fingerprint(whole * float("nan")), fingerprint(whole))
+
+
+@pytest.mark.parametrize(
+    ("failed", "says"),
+    [
+        (["step float64", "traffic"], "bug (the distributed step is not the single-process step)"),
+        (["order"], "bug (the distributed step is not the single-process step)"),
+        (["run"], "bug (the distributed step is not the single-process step)"),
+        (
+            ["dropout", "traffic"],
+            "draw wrong masks, or drift apart; ranks send something else than what was predicted)",
+        ),
+        (["resume draws"], "single-process step, but a job that resumes goes on differently)"),
+        (["reshard replicate=4"], "but a checkpoint loaded under another mesh goes on differently)"),
+    ],
+)
+def test_the_verdict_says_what_is_wrong(failed, says):
+    verdict = Verdict("replicate=2", is_compared=True)
+    for name in ("order", "step float64", "dropout", "traffic", *failed):
+        verdict.add(name, name not in failed, "")
+    assert verdict.word == "bug"
+    assert verdict.is_step_right == ("is not" not in says)
+    assert verdict.lines()[-1].endswith(says)

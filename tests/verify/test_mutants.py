@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from kit import verify
@@ -22,6 +24,9 @@ def test_a_seeded_bug_is_caught_and_named(name):
     verdict = verify(mutant.subject, mutant.plan, name, mutant.what, mutant.precision)
     table = "\n".join(verdict.lines())
     assert verdict.word == "bug", table
+    if mutant.says:
+        first = next(check for check in verdict.checks if not check.passed)
+        assert re.search(mutant.says, first.said), table
     if mutant.module:
         assert verdict.culprit is not None, table
         named = verdict.culprit.module

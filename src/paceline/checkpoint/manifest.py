@@ -11,6 +11,7 @@ checkpoints/
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -24,8 +25,9 @@ from paceline.nouns.errors import CheckpointError, PacelineError
 
 FORMAT, VERSION = "paceline-checkpoint", 3  # 2: the manifest has a hash of itself; 3: tensors lie in parts
 MANIFEST = "manifest.json"
+CHECKPOINTS = "checkpoints"  # of a run directory: the folder of its checkpoints
 MODEL, OPTIMIZER, OWN = "model/", "optimizer/", "own/"  # how names of tensors begin; OWN: of a rank's alone
-_PARTIAL, _REPLACED = ".partial-", ".replaced-"
+_PARTIAL, _REPLACED, _PROBE = ".partial-", ".replaced-", ".probe-"
 _CHUNK_BYTES = 2**22
 
 
@@ -148,10 +150,42 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return [found[name] for name in sorted(found, reverse=True)]
 
 
-def remove_old(folder: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints."""
-    for old in list_checkpoints(folder)[keep:]:
-        shutil.rmtree(old, ignore_errors=True)
+def later_than(checkpoint: Path) -> list[Path]:
+    """The checkpoints beside `checkpoint` of later steps: a job that went back to an earlier step leaves them."""
+    return [other for other in list_checkpoints(checkpoint.parent) if step_name(other) > checkpoint.name]
+
+
+def step_name(checkpoint: Path) -> str:
+    """The name of the folder, also of a copy that was being replaced."""
+    return checkpoint.name.removeprefix(_REPLACED)
+
+
+def remove_others(newest: Path, keep: int) -> None:
+    """Remove checkpoints of steps later than `newest`, and then all but the newest `keep`."""
+    for later in later_than(newest):
+        shutil.rmtree(later, ignore_errors=True)
+    for old in list_checkpoints(newest.parent)[keep:]:
+        if old != newest:  # it is beyond the limit only where a later one could not be removed
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def try_writing(folder: Path, name: str) -> None:
+    """Make `folder`, and write and remove a small file in it.
+
+    Args:
+        folder: to be written to later.
+        name: of the file; processes that try at the same time need different ones.
+
+    Raises:
+        OSError: it can't be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    probe = folder / f"{_PROBE}{name}"
+    try:
+        write_durably(probe, b"paceline")
+    finally:
+        with contextlib.suppress(OSError):
+            probe.unlink()
 
 
 def remove_partial(folder: Path) -> None:

@@ -28,7 +28,7 @@ from paceline.checkpoint.manifest import (
     VERSION,
     file_name,
     partial_of,
-    remove_old,
+    remove_others,
     replaced_by,
     sealed,
     sync_folder,
@@ -43,7 +43,7 @@ from paceline.nouns.placement import Placement
 NOTES_TIMEOUT_S = 600  # for the slowest rank's file
 _POLL_S = 0.02
 _LAST_WORDS_S = 5
-_FREE_SPACE = "free space there or name another place with --runs; older checkpoints are untouched"
+_FIX = "see that the folder is there, can be written and has space, or name another place with --runs"
 
 
 @dataclass(slots=True)
@@ -78,7 +78,8 @@ class Writer:
             own: tensors of this rank alone.
             facts: the rest of the manifest, equal on all ranks but for the members of the optimizer's groups
                 and its numbers.
-            keep: how many checkpoints may stay beside it; 0 leaves all.
+            keep: how many checkpoints of its run may stay, itself included; those of later steps are removed. 0: it
+                is of no run, and nothing beside it is removed.
 
         Raises:
             CheckpointError: a tensor is of a dtype that no file can keep.
@@ -125,23 +126,26 @@ class Writer:
                 manifest["optimizer"] = merged_optimizer(manifest["optimizer"], notes)
                 _publish(partial, folder, manifest)
                 if keep:
-                    remove_old(folder.parent, keep)
+                    remove_others(folder, keep)
         except Exception as error:  # whatever ends this thread, the training and rank 0 must hear of it
             self._fail(folder, partial, error)
         else:
             if self.rank == 0:
                 seconds = round(time.monotonic() - began_s, 3)
-                self.report({"event": "checkpoint", "path": str(folder), "step": manifest["step"], "seconds": seconds})
+                kind = "checkpoint" if keep else "saved"  # --resume finds those of the run alone
+                self.report({"event": kind, "path": str(folder), "step": manifest["step"], "seconds": seconds})
 
     def _fail(self, folder: Path, partial: Path, error: Exception) -> None:
         found = str(error) or type(error).__name__
-        fix = _FREE_SPACE
+        fix = _FIX
         if isinstance(error, CheckpointError):
             found, fix = error.found, error.fix
         elif isinstance(error, OSError):
             found, fix = error.strerror or found, f"{how_to_write(error)}; older checkpoints are untouched"
         failure = CheckpointError(
-            f"rank {self.rank}'s part of the checkpoint {folder}", f"it could not be written: {found}", fix
+            f"rank {self.rank} should write its part of the checkpoint {folder}",
+            f"it could not be written: {found}",
+            fix,
         )
         self.failure.append(failure)
         if self.rank == 0:
@@ -218,7 +222,14 @@ def _leave_note(partial: Path, rank: int, note: dict[str, Any]) -> None:
         draft.write_text(json.dumps(note))
         draft.rename(partial / f"note-{rank:05d}.json")
     except OSError:
-        return  # rank 0 finds no note and gives up the save after its deadline
+        # A full disk has no space for the note. An empty file needs none, and rank 0 need not wait for its deadline.
+        with contextlib.suppress(OSError):
+            _failure_mark(partial, rank).touch()
+
+
+def _failure_mark(partial: Path, rank: int) -> Path:
+    """An empty file: this rank could write neither its part nor a note."""
+    return partial / f"note-{rank:05d}.failed"
 
 
 def _wait_for_notes(partial: Path, size: int) -> list[dict[str, Any]]:
@@ -227,6 +238,10 @@ def _wait_for_notes(partial: Path, size: int) -> list[dict[str, Any]]:
     for rank in range(size):
         path = partial / f"note-{rank:05d}.json"
         while not path.exists():
+            if not partial.exists():
+                raise _failed("it was removed while it was written")
+            if _failure_mark(partial, rank).exists():
+                raise _no_note(rank, "it could not be written, nor could the reason (is the disk full?)")
             if time.monotonic() > deadline_s:
                 raise _no_note(rank, f"it said nothing for {NOTES_TIMEOUT_S} s")
             time.sleep(_POLL_S)
@@ -245,7 +260,11 @@ def _let_others_finish(partial: Path, size: int) -> None:
 
 
 def _no_note(rank: int, found: str) -> CheckpointError:
-    return CheckpointError(f"rank {rank}'s file", f"rank {rank}: {found}", _FREE_SPACE)
+    return _failed(f"rank {rank}: {found}")
+
+
+def _failed(found: str) -> CheckpointError:
+    return CheckpointError("all files of the checkpoint", found, _FIX)
 
 
 def _publish(partial: Path, folder: Path, manifest: dict[str, Any]) -> None:

@@ -26,29 +26,24 @@ from typing import Any
 
 from paceline.bench import jobs, planner, strategies
 from paceline.bench.step import run_bench
-from paceline.nouns.errors import UsageError
 
 BESIDE = "../shared/data/published_measurements.csv"
 SUBJECTS = ("step", "jobs", "strategies", "planner")
-_OPTIONS: dict[str, tuple[tuple[str, ...], Any]] = {  # the subjects that have it, and its default
-    "rounds": (("step", "jobs", "strategies"), 5),
-    "startup_rounds": (("step",), 3),
-    "steps": (("jobs",), 300),
-    "busy": (("jobs",), 3),
-    "device": (("planner",), "cpu"),
-    "published": (("planner",), None),
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     subjects = ", ".join(SUBJECTS)
     parser.add_argument("subject", choices=SUBJECTS, metavar="SUBJECT", help=f"what to measure: {subjects}")
-    parser.add_argument("--rounds", type=int, help="turns of each contestant (default 5; not of planner)")
-    parser.add_argument("--startup-rounds", type=int, help="step: starts of each launcher (default 3)")
-    parser.add_argument("--steps", type=int, help="jobs: steps of each job (default 300)")
-    parser.add_argument("--busy", type=int, metavar="N", help="jobs: busy processes beside the job (default 3)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="planner: also measure on a GPU (default cpu)")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each contestant (default 5; not of planner)")
+    parser.add_argument("--startup-rounds", type=int, default=3, help="step: starts of each launcher (default 3)")
+    parser.add_argument("--steps", type=int, default=300, help="jobs: steps of each job (default 300)")
+    parser.add_argument(
+        "--busy", type=int, default=3, metavar="N", help="jobs: busy processes beside the job (default 3)"
+    )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="planner: also measure on a GPU (default cpu)"
+    )
     parser.add_argument(
         "--published", metavar="FILE", help=f"planner: a table of measurements to predict, or none (default {BESIDE})"
     )
@@ -61,42 +56,23 @@ def run(arguments: argparse.Namespace) -> int:
     def tell(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
-    options = _options(arguments)
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as name:
         folder = Path(name)
         if arguments.subject == "planner":
             published = _published(arguments.published, tell)
-            result = planner.run_planner(folder, options["device"], published, tell)
+            result = planner.run_planner(folder, arguments.device, published, tell)
             shown = planner.table
         elif arguments.subject == "jobs":
-            result = jobs.run_jobs(folder, options["rounds"], options["steps"], options["busy"], tell)
+            result = jobs.run_jobs(folder, arguments.rounds, arguments.steps, arguments.busy, tell)
             shown = jobs.table
         elif arguments.subject == "strategies":
-            result = strategies.run_strategies(folder, options["rounds"], tell)
+            result = strategies.run_strategies(folder, arguments.rounds, tell)
             shown = strategies.table
         else:
-            result = run_bench(folder, options["rounds"], options["startup_rounds"], tell)
+            result = run_bench(folder, arguments.rounds, arguments.startup_rounds, tell)
             shown = table
     print(json.dumps(result) if arguments.json else shown(result))
     return 0
-
-
-def _options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The options of the subject, with their defaults.
-
-    Raises:
-        UsageError: one of another subject is given.
-    """
-    options: dict[str, Any] = {}
-    for name, (subjects, default) in _OPTIONS.items():
-        given = getattr(arguments, name)
-        if given is not None and arguments.subject not in subjects:
-            flag = "--" + name.replace("_", "-")
-            raise UsageError(
-                f"bench {arguments.subject}", f"{flag} is for bench {' and '.join(subjects)}", "leave it out"
-            )
-        options[name] = default if given is None else given
-    return options
 
 
 def _published(asked: str | None, tell: Callable[[str], None]) -> Path | None:

@@ -58,8 +58,16 @@ def settings(arguments: argparse.Namespace, environment: Mapping[str, str]) -> l
     """
     node = find_node(environment)
     position = Position() if node is not None else find_position(environment)
+    is_started = arguments.plan or arguments.n is not None  # by `paceline run`, where there is no other launcher
     plan, origin = _plan(arguments, environment, position)
-    rows = _node_rows(node, environment) if node is not None else _position_rows(position)
+    if node is None and (position.source != ALONE or not is_started):
+        Mesh.parse(plan.mesh).check_fits(position.size)
+    if node is not None:
+        rows = _node_rows(node, environment)
+    elif position.source == ALONE and plan.world_size > 1:
+        rows = _started_rows(plan, origin, position)
+    else:
+        rows = _position_rows(position)
     rows += [
         ("plan", plan.line(), origin),
         ("transport", plan.transport, _flag(arguments, "transport", origin)),
@@ -86,6 +94,18 @@ def _position_rows(position: Position) -> list[Row]:
         ("host", host, ", ".join(dict.fromkeys((origins["cross_rank"], origins["cross_size"])))),
         ("ranks meet at", position.file or meeting, origins.get("meeting", "not needed by one rank")),
         ("interface", position.interface or "any", origins["interface"]),
+    ]
+
+
+def _started_rows(plan: Plan, origin: str, position: Position) -> list[Row]:
+    """The rows of a job whose ranks `paceline run` would start on this host."""
+    size, ranks = str(plan.world_size), f"0 to {plan.world_size - 1}"
+    return [
+        ("launcher", "paceline run", "default: no other launcher"),
+        *(("rank", ranks, origin), ("size", size, origin), ("local rank", ranks, origin), ("local size", size, origin)),
+        ("host", "0 of 1", "default: this host"),
+        ("ranks meet at", "a file of the job's", "default: one host"),
+        ("interface", position.interface or "any", position.origins["interface"]),
     ]
 
 
@@ -116,8 +136,6 @@ def _plan(arguments: argparse.Namespace, environment: Mapping[str, str], positio
     else:
         arguments.n = position.size
         plan, origin = decide_plan(arguments), f"default: replicate over {position.size}"
-    if position.source != ALONE:
-        Mesh.parse(plan.mesh).check_fits(position.size)
     return plan, origin
 
 

@@ -8,8 +8,11 @@ import io
 import json
 import os
 import sys
-from typing import NoReturn
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
+from paceline.cli.flags import check_after_file, check_rules, given, misplaced
+from paceline.cli.output import guarded
 from paceline.nouns.errors import MEETS_NOT, PacelineError, did_you_mean
 
 INTERRUPTED = 130  # 128 and the number of SIGINT, as shells have it
@@ -28,6 +31,8 @@ VERBS = {
     "bench": "measure Paceline against what else there is",
 }
 
+WITH_FILE = ("run", "plan", "profile", "verify")  # what stands after FILE, or after `--`, is the file's own
+
 
 class Parser(argparse.ArgumentParser):
     """argparse, with errors of three parts."""
@@ -45,14 +50,23 @@ class Parser(argparse.ArgumentParser):
         if marker in message:
             word = message.split(marker)[1].split()[0]
             fix = did_you_mean(word.split("=")[0], flags, f"see `{self.prog} --help`")
+            if any(action.dest == "arguments" for parser in self.verbs for action in parser._actions):
+                fix += "; a flag of the file's own stands after it"
             return f"the argument {word} was given, but this command has no such argument.\n  Fix: {fix}."
         return f"the arguments can't be read, but they must be: {message}.\n  Fix: see `{self.prog} --help`."
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one verb. 0: it did what it says; 1: the job failed; 2: the request can't be met; 130: Ctrl-C."""
+    """Run one verb. 0: it did what it says; 1: the job failed; 2: the request can't be met.
+
+    130: Ctrl-C; 141: nobody read it all.
+    """
     _open_missing_streams()
     _accept_any_text()
+    return guarded(lambda: _uninterrupted(argv))
+
+
+def _uninterrupted(argv: list[str] | None) -> int:
     try:
         return _main(argv)
     except KeyboardInterrupt:
@@ -78,34 +92,19 @@ def _accept_any_text() -> None:
 
 
 def _main(argv: list[str] | None) -> int:
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    verb = next((word for word in arguments if not word.startswith("-")), None)
-    if verb is not None and verb not in VERBS and arguments[0] == verb:
+    words = list(sys.argv[1:] if argv is None else argv)
+    verb = next((word for word in words if not word.startswith("-")), None)
+    if verb is not None and verb not in VERBS and words[0] == verb:
         fix = did_you_mean(verb, VERBS, "see `paceline --help`")
         print(f"paceline: the command {verb!r}, but there are {', '.join(VERBS)}.\n  Fix: {fix}.", file=sys.stderr)
         return MEETS_NOT
-    parser = Parser(
-        prog="paceline",
-        allow_abbrev=False,
-        description="Train one PyTorch model on many devices; the loop stays yours.",
-    )
-    parser.add_argument("--version", action="version", version=_version())
-    verbs = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, summary in VERBS.items():
-        subparser = verbs.add_parser(name, help=summary, allow_abbrev=False)
-        if name == verb:
-            module = importlib.import_module(f"paceline.cli.{name}")
-            subparser.description = module.__doc__
-            subparser.formatter_class = argparse.RawDescriptionHelpFormatter
-            module.add_arguments(subparser)
-            subparser.set_defaults(run=module.run)
-            parser.verbs = (subparser,)
-    rest: list[str] = []
-    if verb == "verify" and "--" in arguments:  # argparse can't have options and words on both sides of the file
-        at = arguments.index("--")
-        arguments, rest = arguments[:at], arguments[at + 1 :]
-    parsed = parser.parse_args(arguments, argparse.Namespace(arguments=rest) if verb == "verify" else None)
+    module = importlib.import_module(f"paceline.cli.{verb}") if verb in VERBS else None
+    parsed = _parse(words, verb, module)
     try:
+        if verb in WITH_FILE:
+            check_after_file(parsed.workload, parsed.misplaced, f"paceline {verb}")
+        if verb != "run":  # which checks them when it knows what starts the ranks
+            check_rules(str(verb), parsed)
         return int(parsed.run(parsed))
     except PacelineError as error:
         if getattr(parsed, "json", False):
@@ -113,6 +112,48 @@ def _main(argv: list[str] | None) -> int:
             print(json.dumps({"status": "refused", "exit_code": error.exit_code, "error": failure}))
         print(f"paceline {verb}: {error}", file=sys.stderr)
         return error.exit_code
+
+
+def _parse(words: Sequence[str], verb: str | None, module: Any) -> argparse.Namespace:
+    """The arguments; `given` are the flags that were written, whatever their values.
+
+    Args:
+        words: of the command line.
+        verb: the command among them, if any.
+        module: its file.
+    """
+    parser = Parser(
+        prog="paceline",
+        allow_abbrev=False,
+        description="Train one PyTorch model on many devices; the loop stays yours.",
+    )
+    parser.add_argument("--version", action="version", version=_version())
+    verbs = parser.add_subparsers(required=True, metavar="COMMAND")
+    parsers = {name: verbs.add_parser(name, help=summary, allow_abbrev=False) for name, summary in VERBS.items()}
+    if verb is None or module is None:
+        return parser.parse_args(words)
+    own = parsers[verb]
+    own.description = module.__doc__
+    own.formatter_class = argparse.RawDescriptionHelpFormatter
+    module.add_arguments(own)
+    own.set_defaults(run=module.run)
+    parser.verbs = (own,)
+    rest: list[str] | None = None
+    if verb in WITH_FILE and "--" in words:  # argparse hands it to whichever argument comes first
+        at = words.index("--")
+        words, rest = words[:at], list(words[at + 1 :])
+    parsed = parser.parse_args(words, argparse.Namespace(arguments=[]) if verb == "verify" else None)
+    parsed.given = given(_fresh(module), words[words.index(verb) + 1 :])
+    if verb in WITH_FILE:
+        parsed.misplaced = misplaced(own, parsed.arguments)
+        parsed.arguments = [*parsed.arguments, *(["--"] if rest and parsed.arguments else []), *(rest or [])]
+    return parsed
+
+
+def _fresh(module: Any) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    module.add_arguments(parser)
+    return parser
 
 
 def _version() -> str:

@@ -11,6 +11,7 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
+from paceline.cli.flags import OWN_ARGUMENTS
 from paceline.cli.plan_memory import add_memory_arguments, check_memory_arguments, explain
 from paceline.cli.run import add_plan_arguments, decide_plan
 from paceline.launch.describe_workload import describe_workload
@@ -32,13 +33,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_memory_arguments(parser)
     parser.add_argument("--schedule-picture", action="store_true", help="draw the pipeline's schedule")
     parser.add_argument("workload", metavar="FILE", help="the Python file that declares `workload`")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the file")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help=OWN_ARGUMENTS)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan."""
     plan = decide_plan(arguments)
     mesh = Mesh.parse(plan.mesh)
+    _check_wanted(arguments, mesh)
     file = read_workload_file(arguments.workload, plan.data_size)
     device = check_memory_arguments(arguments)
     words = [str(file.path), *arguments.arguments]
@@ -60,11 +62,17 @@ def run(arguments: argparse.Namespace) -> int:
         print("\n" + "\n".join(lines))
     if arguments.explain_layout:
         print_layout(facts["layout"])
-    if arguments.schedule_picture:
-        if schedule is None:
-            raise UsageError("a picture of the schedule", f"the plan {plan.mesh} has no pipeline", "write pipeline=2")
+    if arguments.schedule_picture and schedule is not None:
         print(f"\n{picture(schedule)}\n\nF forward, B backward, W weights' gradients, . waiting; one column a tick")
     return 0
+
+
+def _check_wanted(arguments: argparse.Namespace, mesh: Mesh) -> None:
+    """Raise UsageError where something is asked for that the plan does not have."""
+    if arguments.explain_layout and mesh.size("tensor") == 1:
+        raise UsageError("to explain a layout", "the plan has no tensor axis", "write tensor=2")
+    if arguments.schedule_picture and mesh.size("pipeline") == 1:
+        raise UsageError("a picture of the schedule", f"the plan {mesh} has no pipeline", "write pipeline=2")
 
 
 def print_facts(plan: Plan, facts: dict[str, Any], schedule: Schedule | None) -> None:
@@ -105,8 +113,6 @@ def print_facts(plan: Plan, facts: dict[str, Any], schedule: Schedule | None) ->
 
 def print_layout(lines: list[dict[str, Any]]) -> None:
     """What `tensor` makes of each weight, and why."""
-    if not lines:
-        raise UsageError("to explain a layout", "the plan has no tensor axis", "write tensor=2")
     width = max(len(line["name"]) for line in lines)
     print()
     for line in lines:
@@ -156,6 +162,5 @@ def _bytes(tensors: list[dict[str, Any]]) -> int:
 
 def _bytes_per_rank(mesh: Mesh, model: dict[str, Any]) -> list[int]:
     """By pipeline rank, what is held between steps; empty where every rank holds everything."""
-    if "split" in model:
-        return [-(-_bytes(rank["parameters"]) // mesh.size("shard")) for rank in model["split"]["ranks"]]
-    return [-(-_bytes(model["parameters"]) // mesh.size("shard"))] if "shards" in model else []
+    held = model["split"]["ranks"] if "split" in model else [model] if "shards" in model else []
+    return [-(-_bytes([*rank["parameters"], *rank["frozen"]]) // mesh.size("shard")) for rank in held]

@@ -12,7 +12,7 @@ from paceline.launch.profile_workload import Request, profile_workload, ranks_to
 from paceline.nouns.device import Device
 from paceline.nouns.errors import UsageError, WorkloadError
 from paceline.nouns.plan import Plan
-from paceline.nouns.profile import Profile
+from paceline.nouns.profile import NOTHING_TO_RECOMPUTE, Profile
 from paceline.plan.memory import memory_of
 from paceline.plan.memory_table import communicators, holders, picture, servers_table, size, table
 from paceline.plan.ways_out import FREE, WANTED, Way, WayOut, cheapest, ways
@@ -67,7 +67,7 @@ def explain(
     facts: dict[str, Any] = {"device": device.name, "ranks": [memory.to_json() for memory in memories]}
     if profiles[largest].servers:
         facts["servers"] = profiles[largest].servers
-    notices = list(dict.fromkeys(notice for profile in profiles for notice in profile.notices))
+    notices = list(dict.fromkeys(notice for profile in profiles for notice in notices_of(profile, device)))
     if with_ways_out:
         is_too_large = any(memory.is_too_large for memory in memories)
         outs = _ways_out(plan, words, device, profiles) if is_too_large else []
@@ -84,10 +84,21 @@ def explain(
     return facts, lines, notices
 
 
+def notices_of(profile: Profile, device: Device) -> list[str]:
+    """What people should know of how a profile was found, and of what it asks of the device."""
+    notices = list(profile.notices)
+    if profile.precision == "bf16" and device.has_bf16 is False:
+        notices.append(
+            f'{device.name} has no bf16, which precision="bf16" asks for: it is slow there or refused, and attention'
+            " may hold more than is shown; write float32"
+        )
+    return notices
+
+
 def _ways_out(plan: Plan, words: Sequence[str], device: Device, profiles: Sequence[Profile]) -> list[WayOut]:
     """Of each kind the mildest way first; the next one where that was not enough."""
     waiting: dict[str, list[Way]] = {}
-    for way in ways(plan, profiles[0].micro_batch, profiles[0].precision):
+    for way in ways(plan, profiles[0].micro_batch, profiles[0].precision, device.has_bf16):
         waiting.setdefault(way.kind, []).append(way)
     found: list[tuple[Way, int, float]] = []
     while waiting and (len(found) < WANTED or FREE in waiting):
@@ -109,7 +120,7 @@ def _tried(candidates: Sequence[Way], words: Sequence[str], device: Device) -> l
     for way in candidates:
         own = [next(answers) for _ in ranks_to_profile(way.plan)]
         known = [profile for profile in own if isinstance(profile, Profile)]
-        if len(known) < len(own):
+        if len(known) < len(own) or any(_changes_nothing(profile) for profile in known):
             continue  # this workload can't be changed so: too few samples, no blocks to recompute
         capacity = device.capacity(communicators(way.plan))
         memories = [memory_of(profile, capacity) for profile in known]
@@ -117,6 +128,10 @@ def _tried(candidates: Sequence[Way], words: Sequence[str], device: Device) -> l
             needed = max(memory.reserved or 0 for memory in memories) + device.beside(communicators(way.plan))
             found.append((way, min(needed, device.memory or needed), _flops(way.plan, known)))
     return found
+
+
+def _changes_nothing(profile: Profile) -> bool:
+    return any(NOTHING_TO_RECOMPUTE in notice for notice in profile.notices)
 
 
 def _flops(plan: Plan, profiles: Sequence[Profile]) -> float:

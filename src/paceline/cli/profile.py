@@ -12,6 +12,8 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+from paceline.cli.flags import OWN_ARGUMENTS
+from paceline.cli.plan_memory import notices_of
 from paceline.cli.run import add_plan_arguments, decide_plan
 from paceline.launch.profile_workload import Request, profile_workload
 from paceline.launch.workload_file import read_workload_file
@@ -32,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the profile there, as JSON")
     parser.add_argument("--json", action="store_true", help="print the sums as JSON")
     parser.add_argument("workload", metavar="FILE", help="the Python file that declares `workload`")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the file")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help=OWN_ARGUMENTS)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -53,12 +55,12 @@ def run(arguments: argparse.Namespace) -> int:
         _write(profile, arguments.output)
     memory = memory_of(profile, device.capacity(communicators(plan)))
     if arguments.json:
-        facts = {"flops": profile.flops, "traffic": profile.traffic, "notices": profile.notices}
+        facts = {"flops": profile.flops, "traffic": profile.traffic, "notices": notices_of(profile, device)}
         print(json.dumps({"plan": profile.plan, "device": device.name, **facts, "memory": memory.to_json()}))
         return 0
     lines = [*table([memory], device, communicators(plan)), "", *holders(memory), "", *picture(profile), ""]
     print("\n".join([*lines, *_work(profile)]))
-    for notice in profile.notices:
+    for notice in notices_of(profile, device):
         print(f"note: {notice}", file=sys.stderr)
     return 0
 

@@ -25,13 +25,15 @@ from pathlib import Path
 
 from paceline.checkpoint.manifest import list_checkpoints
 from paceline.cli import run_as_rank, run_on, run_on_kubernetes
+from paceline.cli.flags import CHECK, ELASTIC, NAMED_RANK, NODE, OWN_ARGUMENTS, RANK, check_place
 from paceline.comm.dialects import NodePosition, Position
 from paceline.launch.seats import Meeting, Seats
 from paceline.launch.ssh import check_ssh
 from paceline.launch.workload_file import read_workload_file
 from paceline.nouns.errors import PacelineError, UsageError
 from paceline.nouns.mesh import AXES, SHORT, Mesh
-from paceline.nouns.plan import COMPRESSIONS, SHORT_OPTIONS, TRANSPORTS, Plan
+from paceline.nouns.options import without_effect
+from paceline.nouns.plan import COMPRESSIONS, TRANSPORTS, Plan
 from paceline.run import directory
 from paceline.run.elastic import Elastic
 from paceline.run.failures import told
@@ -45,9 +47,6 @@ from paceline.run.station import LocalStation
 from paceline.run.supervisor import GRACE_S, THE_COMMAND, Ending, JobRequest, Post, Supervisor
 
 RUNS = Path("runs")
-# Flags of a run's supervisor, and what they are when nobody wrote them; with --job, some are a rank's too.
-_NEEDS_SUPERVISOR = {"grace": GRACE_S, "stall_notice": None, "json": False, "dry_run": False}
-_NEEDS_JOB = {"resume": False, "resume_or_start": False, "runs": RUNS, "checkpoint_every": None, "keep": None}
 PLAN_FLAGS = ("transport", "compression", "bucket_bytes", "checkpoint_every", "keep")
 
 
@@ -89,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run_on.add_arguments(parser)
     run_on_kubernetes.add_arguments(parser)
     parser.add_argument("workload", metavar="FILE", help="the Python file that declares the workload")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the file")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help=OWN_ARGUMENTS)
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
@@ -114,30 +113,40 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def decide_plan(arguments: argparse.Namespace) -> Plan:
+def decide_plan(arguments: argparse.Namespace, grows: bool = False) -> Plan:
     """The plan that the arguments ask for.
+
+    Args:
+        arguments: of the command.
+        grows: whether the number of ranks follows from the hosts that there are, and may change.
 
     Raises:
         UsageError: N is below 1.
         MeshError: the mesh names no axis, or does not cover N ranks.
-        PlanError: a value is none that a plan can have.
+        PlanError: a value is none that a plan can have, or an option has no effect under the plan's axes.
     """
     if arguments.n is not None and arguments.n < 1:
         raise UsageError(f"to start {arguments.n} ranks", "a job has at least one", "write -n 1 or more")
-    text = arguments.plan or f"replicate={arguments.n or 1}"
-    plan = Plan.read(Path(text)) if text.endswith(".json") else Plan.parse(_with_workers(text, arguments.n))
-    given = {name: getattr(arguments, name, None) for name in PLAN_FLAGS}
+    text = _with_ranks(arguments.plan or "", 1 if grows else arguments.n)
+    plan = Plan.read(Path(text)) if text.endswith(".json") else Plan.parse(text or "replicate=1")
     mesh = Mesh.parse(plan.mesh)
     mesh.check_fits(arguments.n or mesh.world_size)
+    given = {name: getattr(arguments, name, None) for name in PLAN_FLAGS}
     changes = {name: value for name, value in given.items() if value is not None}
-    return dataclasses.replace(plan, **changes, mesh=str(mesh))
+    plan = dataclasses.replace(plan, **changes, mesh=str(mesh))
+    plan.check_effect(changes, plan.mesh if text.endswith(".json") else text)
+    words = dict(item.strip().partition("=")[::2] for item in text.split(","))
+    for name in without_effect({**words, **changes}, mesh) if not grows else ():
+        print(f"paceline: {name} changes nothing here: the axis it is about has size 1", file=sys.stderr)
+    return plan.settled()
 
 
-def _with_workers(text: str, ranks: int | None) -> str:
-    """A plan of servers that does not say how many workers they have: -n says it."""
-    names = [item.partition("=")[0].strip() for item in text.split(",")]
-    has_servers = any(SHORT_OPTIONS.get(name, name) == "server" for name in names)
-    return f"replicate={ranks},{text}" if has_servers and ranks and not {*names} & {*AXES, *SHORT} else text
+def _with_ranks(text: str, ranks: int | None) -> str:
+    """A plan that names no axis: -n says how many ranks, or workers of servers, it has."""
+    names = {item.partition("=")[0].strip() for item in text.split(",")}
+    if not ranks or text.endswith(".json") or names & {*AXES, *SHORT}:
+        return text
+    return f"replicate={ranks},{text}" if text else f"replicate={ranks}"
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -155,14 +164,16 @@ def _run(arguments: argparse.Namespace) -> int:
     _check_stall_notice(arguments)
     place = run_as_rank.find_place(arguments)
     if isinstance(place, Position):
-        needs = _NEEDS_SUPERVISOR if arguments.job else {**_NEEDS_JOB, **_NEEDS_SUPERVISOR}
-        run_as_rank.check_no_supervisor(arguments, place.source, needs)
+        check_place(arguments, NAMED_RANK if arguments.job else RANK, place.source)
         return run_as_rank.be_rank(arguments, place, decide_plan)
     if place is not None:
+        check_place(arguments, NODE, place.source)
         return _run_node(arguments, place)
-    if arguments.on == "kubernetes" and arguments.check:
+    kind = run_on.kind_of(arguments)
+    check_place(arguments, kind)
+    if kind == CHECK:
         return run_on_kubernetes.check(Path(arguments.workload))
-    if run_on.is_elastic(arguments):
+    if kind == ELASTIC:
         return _run_elastic(arguments)
     arguments.n = run_on.ranks_asked(arguments)
     plan = decide_plan(arguments)
@@ -193,15 +204,12 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _check_stall_notice(arguments: argparse.Namespace) -> None:
-    """Raise UsageError where --stall-notice is no time, or the job is only sent to a scheduler."""
+    """Raise UsageError where --stall-notice is no time."""
     if arguments.stall_notice is None:
         return
     asked = f"--stall-notice {arguments.stall_notice:g}"
     if not 0 <= arguments.stall_notice < float("inf"):
         raise UsageError(asked, "it is no number of seconds", "write seconds, or 0 for no notice")
-    if arguments.on in ("slurm", "kubernetes"):
-        fix = f"set {VARIABLE} in the environment of the job's ranks"
-        raise UsageError(asked, f"--on {arguments.on} sends the job and supervises nothing", fix)
 
 
 def _stall_notice(arguments: argparse.Namespace) -> float:
@@ -218,6 +226,7 @@ def _folder(arguments: argparse.Namespace, script: Path, screen: Screen) -> tupl
     if arguments.job is None and not arguments.resume:
         raise UsageError("--resume-or-start", "no job is named", "write --job NAME")
     folder = directory.find_run(arguments.runs, arguments.job, script)
+    directory.check_writable(folder)
     resume = directory.find_resume_point(folder, lambda text: screen.say(f"paceline: {text}"))
     screen.say(f"paceline: {folder.name} goes on" + (f" at {resume.name}" if resume else ""))
     return folder, resume
@@ -226,7 +235,7 @@ def _folder(arguments: argparse.Namespace, script: Path, screen: Screen) -> tupl
 def _run_elastic(arguments: argparse.Namespace) -> int:
     """Run the job on the hosts that there are, generation after generation."""
     rules, discover = run_on.elastic_rules(arguments)
-    plan = decide_plan(arguments)
+    plan = decide_plan(arguments, grows=True)
     if plan.server:
         raise UsageError("servers on hosts that come and go", "they stay where they are", "leave server out")
     file = read_workload_file(arguments.workload, 1)

@@ -6,14 +6,13 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
 from paceline.checkpoint.manifest import list_checkpoints
 from paceline.comm.dialects import NodePosition, Position, find_node, find_position
 from paceline.launch.workload_file import read_workload_file
-from paceline.nouns.errors import UsageError
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
 from paceline.run import directory
@@ -37,18 +36,6 @@ def find_place(arguments: argparse.Namespace) -> Position | NodePosition | None:
         return node
     position = find_position(os.environ)
     return position if position.size > 1 or position.source == TORCHRUN else None
-
-
-def check_no_supervisor(arguments: argparse.Namespace, source: str, needs: Mapping[str, object]) -> None:
-    """Raise UsageError where an argument is about what `paceline run` does itself, and another launcher does here."""
-    for name, otherwise in needs.items():
-        if getattr(arguments, name) != otherwise:
-            flag = "--" + name.replace("_", "-")
-            raise UsageError(
-                f"{flag} under {source}",
-                f"{source} starts and ends the ranks there; a run directory is kept where --job names one",
-                f"leave {flag} out, or start the job with `paceline run -n N` in its place",
-            )
 
 
 def be_rank(arguments: argparse.Namespace, position: Position, decide: Callable[[argparse.Namespace], Plan]) -> int:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from paceline.checkpoint.manifest import list_checkpoints
+from paceline.cli.flags import CHECK, ELASTIC, PLACES
 from paceline.launch.command import RankCommand, is_secret, shown
 from paceline.launch.hosts import Host, parse_hosts, read_hostfile
 from paceline.launch.mpi import find_mpirun, mpi_command
@@ -31,7 +32,6 @@ from paceline.run.replaced import Replaced
 from paceline.run.supervisor import Post
 from paceline.server.credentials import check_can_make
 
-PLACES = ("local", "ssh", "mpi", "slurm", "kubernetes", "ray")
 _PORTS = range(20000, 40000)  # for rank 0's store under somebody else's mpirun; below the kernel's own
 
 
@@ -164,12 +164,16 @@ def environment_of(words: Sequence[str]) -> dict[str, str]:
 
 
 def check_place(arguments: argparse.Namespace, plan: Plan) -> None:
-    """Raise UsageError unless what is said of hosts goes with the place and the plan."""
+    """Raise UsageError unless what is said of hosts fits the place and the plan."""
     place, hosts = arguments.on or "local", hosts_of(arguments)
-    if hosts and place not in ("ssh", "mpi"):
+    shape = shape_of(arguments.shape)
+    if shape is not None and shape[0] > 1 and not hosts and place in ("local", "mpi"):
+        ranks = shape[0] * shape[1]
         raise UsageError(
-            f"hosts for --on {place}", "it finds its hosts by itself", "write --on ssh, or leave the hosts out"
+            f"-j {arguments.shape}, which is {shape[0]} hosts", "no host is named", f"write -n {ranks}, or --on ssh -H"
         )
+    if shape is not None and place == "ray":
+        print("paceline run: Ray places each rank by itself; -j says only how many there are", file=sys.stderr)
     if place == "ssh" and not hosts:
         raise UsageError("--on ssh", "no host is named", "write -H h1:4,h2:4 or --hostfile FILE")
     if plan.server and place in ("mpi", "slurm", "ray"):
@@ -225,10 +229,13 @@ def _seats(arguments: argparse.Namespace, plan: Plan) -> tuple[Seats, ...]:
     return with_servers(seat(hosts_of(arguments), plan.world_size), plan.server)
 
 
-def is_elastic(arguments: argparse.Namespace) -> bool:
-    """Whether the job's hosts may change."""
+def kind_of(arguments: argparse.Namespace) -> str:
+    """What starts the ranks, as cli/flags.py calls it, where nobody else's launcher did."""
+    place: str = arguments.on or "local"
+    if place == "kubernetes" and arguments.check:
+        return CHECK
     asked = (arguments.min_hosts, arguments.max_hosts, arguments.host_discovery_script)
-    return any(one is not None for one in asked)
+    return ELASTIC if place in ("local", "ssh") and any(one is not None for one in asked) else place
 
 
 def elastic_rules(arguments: argparse.Namespace) -> tuple[Rules, Callable[[], Sequence[Host]]]:
@@ -238,8 +245,6 @@ def elastic_rules(arguments: argparse.Namespace) -> tuple[Rules, Callable[[], Se
         UsageError: the numbers contradict each other, or nothing names hosts.
     """
     hosts = hosts_of(arguments)
-    if arguments.on not in (None, "ssh"):
-        raise UsageError(f"hosts that come and go --on {arguments.on}", "there its scheduler decides", "use --on ssh")
     if hosts and arguments.host_discovery_script:
         raise UsageError("the job's hosts", "they are named, and there is a script", "leave one out")
     if not hosts and arguments.host_discovery_script is None:
@@ -346,7 +351,8 @@ def rendered(arguments: argparse.Namespace, plan: Plan, run_dir: Path, file: Pat
         return _ray_job(arguments, plan, run_dir, file).text()
     if arguments.on == "slurm":
         return sbatch_script(rank_command(arguments, plan, run_dir, file), slurm_options(arguments))
-    return f"# {plan.world_size} ranks on this host\n{shlex.join([sys.executable, str(file), *arguments.arguments])}"
+    ranks = f"{plan.world_size} rank{'s' * (plan.world_size > 1)}"
+    return f"# {ranks} on this host\n{shlex.join([sys.executable, str(file), *arguments.arguments])}"
 
 
 def send_to_slurm(arguments: argparse.Namespace, plan: Plan, run_dir: Path, file: Path) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from paceline.cli.run_on import environment_of, shape_of
 from paceline.launch import kubernetes
-from paceline.launch.command import is_secret
+from paceline.launch.command import is_secret, own_arguments
 from paceline.launch.kubernetes_job import GANGS, KINDS, POD_GROUP_APIS, KubernetesJob
 from paceline.nouns.errors import UsageError
 from paceline.nouns.plan import Plan
@@ -58,6 +58,10 @@ def job_of(arguments: argparse.Namespace, plan: Plan) -> KubernetesJob:
     for flag, value in (("--image", arguments.image), ("--cpu", arguments.cpu), ("--memory", arguments.memory)):
         if not value:
             raise UsageError("a job on Kubernetes", f"{flag} is not given", f"write {flag}, as in docs/kubernetes.md")
+    for name in ("server_cpu", "server_memory"):
+        if name in arguments.given and not plan.server:
+            flag = arguments.given[name]
+            raise UsageError(f"the flag {flag}", "the plan has no servers", f"add server=2, or leave {flag} out")
     environment = environment_of(arguments.env)
     for name in environment:
         if is_secret(name):
@@ -67,7 +71,7 @@ def job_of(arguments: argparse.Namespace, plan: Plan) -> KubernetesJob:
     nodes, ranks = shape_of(arguments.shape) or (1, plan.world_size)
     return KubernetesJob(
         name=arguments.job or Path(arguments.workload).stem.replace("_", "-").lower(),
-        command=[arguments.workload, *arguments.arguments],
+        command=[arguments.workload, *own_arguments(arguments.arguments)],
         plan=plan,
         nodes=nodes,
         ranks_per_node=ranks,

@@ -29,6 +29,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from paceline.comm.leaves import map_tensors, tensors_in
+from paceline.graph.factories import rejoin_copies
 from paceline.graph.functional import drop_empty_parts, make_functional
 from paceline.nouns.errors import PacelineError, WorkloadError
 
@@ -68,6 +69,26 @@ class Captured:
         return list(next(iter(reversed(self.graph.nodes))).args[0])  # type: ignore[arg-type]
 
 
+class _Running:
+    """A context that says whether it is entered, to other threads."""
+
+    depth = 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        self.depth -= 1
+
+
+_running = _Running()
+
+
+def is_capturing() -> bool:
+    """Whether a capture runs in this process. Look at no thread's frames then: a frame keeps its values alive."""
+    return _running.depth > 0
+
+
 def capture(model: torch.nn.Module, function: Function, batch: Any, device: torch.device) -> Captured:
     """Write down what `function(model, batch)` computes.
 
@@ -89,8 +110,9 @@ def capture(model: torch.nn.Module, function: Function, batch: Any, device: torc
         inputs = [_fake_like(tensor, device) for tensor in tensors_in(batch)]
     call = _Call(model, function, batch, list(tensors))
     state_before = _plain_random_state()
-    with _watched_modules(model) as entries, _refusals(call), _gradients_as_written(), fake:
+    with _watched_modules(model) as entries, _refusals(call), _gradients_as_written(), _running, fake:
         traced = make_fx(call, pre_dispatch=True)(states, inputs)
+    rejoin_copies(traced)
     _check_constants({str(n.target): getattr(traced, str(n.target)) for n in traced.graph.nodes if n.op == "get_attr"})
     if _plain_random_state() != state_before:
         raise WorkloadError(

@@ -102,6 +102,7 @@ def stage_traffic(
     shapes: Mapping[str, tuple[int, ...]],
     comms: Sequence[AxisComm],
     recompute: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda run: run,
+    precision: torch.dtype | None = None,
 ) -> Ledger:
     """What one micro-batch's forward and backward through a stage enter in the ledger; nothing is sent.
 
@@ -111,6 +112,7 @@ def stage_traffic(
         shapes: the states' local shapes.
         comms: the axes that the graph talks on.
         recompute: wraps what is computed again in the backward pass.
+        precision: run under autocast to this dtype.
     """
     ledger = Ledger()
     kept = [comm.ledger for comm in comms]
@@ -130,7 +132,8 @@ def stage_traffic(
                 torch.empty_like(value).requires_grad_(flows)
                 for value, flows in zip(stage.received, stage.has_gradient, strict=True)
             ]
-            outputs = recompute(module)(*states, *inputs, *received)
+            with torch.autocast(captured.device.type, dtype=precision, enabled=precision is not None):
+                outputs = recompute(module)(*states, *inputs, *received)
             roots = [one for one in outputs if isinstance(one, torch.Tensor) and one.requires_grad]
             roots = roots if stage.sent else roots[:1]
             if roots:

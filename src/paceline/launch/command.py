@@ -50,8 +50,13 @@ class RankCommand:
             *(self.python, "-m", "paceline.cli.main", "run"),
             *("--runs", str(self.runs.resolve()), "--job", self.job, "--resume-or-start"),
             *("--plan", str((self.run_dir / "plan.json").resolve())),
-            *(str(self.file.resolve()), *self.arguments),
+            *(str(self.file.resolve()), *own_arguments(self.arguments)),
         ]
+
+
+def own_arguments(arguments: Sequence[str]) -> list[str]:
+    """A file's arguments as `paceline run` takes them: after `--` where one could be taken for a flag of its own."""
+    return ["--", *arguments] if any(word.startswith("-") for word in arguments) else list(arguments)
 
 
 def is_secret(name: str) -> bool:

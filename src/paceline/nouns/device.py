@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from paceline.nouns.errors import PlanError
@@ -12,6 +13,16 @@ USABLE = 0.985
 CONTEXT_BYTES = 2**29
 # NCCL's buffers for each communicator: reported from 0.1 to 1 GiB, not measured here.
 COMMUNICATOR_BYTES = 2**28
+# GPUs by the words of their names. bf16 matrix products, and flash attention, take compute capability 8.0: NVIDIA's
+# table of compute capabilities, https://developer.nvidia.com/cuda-gpus; AMD's have bf16 from the MI100 on.
+_WITHOUT_BF16 = re.compile(
+    r"[KM]\d\d|P4|P6|P40|P100|V100S?|T4G?|T10|QUADRO|TITAN|MI(8|25|50|60)"
+    r"|GTX(\d+(TI|SUPER)?)?|RTX20\d\d(TI|SUPER)?|(1[06][5678]0|20[678]0)(TI|SUPER)?"
+)
+_WITH_BF16 = re.compile(
+    r"A(2|10G?|16|30|40|100|800|[2456]000|5500)|L(2|4|20|40S?)|G?H(20|100|200|800)|G?B(100|200|300)"
+    r"|RTX[345]0\d\d(TI|SUPER)?|[345]0[56789]0(TI|SUPER)?|MI\d{3}[AX]?"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +55,19 @@ class Device:
                 f"the device {text!r}", "its memory is not said", "write cpu, cuda, 16GB or a name such as V100-16GB"
             )
         return cls(text, "cuda", int(float(number) * 2**30 * USABLE))
+
+    @property
+    def has_bf16(self) -> bool | None:
+        """Whether its matrix units compute in bf16; None where the name does not say.
+
+        A GPU without it computes bf16 by other means, slowly, or refuses, and has no flash attention.
+        """
+        if self.kind == "cpu":
+            return True
+        words = re.split(r"[-_ ]+", self.name.upper())
+        if any(_WITHOUT_BF16.fullmatch(word) for word in words):
+            return False
+        return True if any(_WITH_BF16.fullmatch(word) for word in words) else None
 
     def beside(self, communicators: int) -> int:
         """Bytes that a process takes beside torch's allocator."""

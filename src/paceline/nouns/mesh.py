@@ -83,6 +83,14 @@ class Mesh:
             part = part * self.size(axis) + at[axis]
         return part
 
+    def random_stream(self, rank: int) -> int:
+        """Number of the random stream that `rank` draws dropout masks from.
+
+        Ranks with other samples and ranks of other pipeline stages have streams of their own. The ranks of one
+        `tensor` group share one: each draws the mask of the whole tensor and uses its piece.
+        """
+        return self.data_part(rank) + self.data_size * self.coordinate(rank)["pipeline"]
+
     def check_fits(self, world_size: int) -> None:
         """Raise MeshError unless the mesh covers exactly `world_size` ranks."""
         if self.world_size != world_size:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from paceline.nouns.errors import MeshError, PlanError, did_you_mean
 from paceline.nouns.mesh import AXES, SHORT, Mesh
+from paceline.nouns.options import SCOPES, check_options, without_effect
 
 VERSION = 1
+BUCKET_BYTES = 25 * 2**20  # DDP's default (Li et al. 2020)
 COMPRESSIONS = ("none", "bf16", "fp16", "powersgd", "topk")
 TRANSPORTS = ("auto", "shared_memory", "gloo", "nccl")
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero_bubble")
@@ -29,7 +32,7 @@ class Plan:
     mesh: str = "replicate=1"
     transport: str = "auto"
     compression: str = "none"
-    bucket_bytes: int = 25 * 2**20  # gradients of so many bytes travel together; DDP's default (Li et al. 2020)
+    bucket_bytes: int = BUCKET_BYTES  # gradients of so many bytes travel together
     checkpoint_every: int = 100  # steps; 0 saves at the end and when stopped, and at no other time
     keep: int = 3  # newest checkpoints that stay
     zero: int = 3  # what `shard` splits: 1 optimizer state, 2 also gradients, 3 also parameters
@@ -100,9 +103,10 @@ class Plan:
                 f"servers go with workers that hold the whole model, not with {others[0]}",
                 f"leave {others[0]} out, or server",
             )
-        if self.server and (self.compression != "none" or self.transport != "auto"):
-            what = f"compression={self.compression}" if self.compression != "none" else f"transport={self.transport}"
-            raise PlanError(f"the plan's {what}", "its gradients go to servers", f"leave {what.split('=')[0]} out")
+        for name, usual in (("compression", "none"), ("transport", "auto"), ("bucket_bytes", BUCKET_BYTES)):
+            if self.server and getattr(self, name) != usual:
+                what = f"the plan's {name}={getattr(self, name)}"
+                raise PlanError(what, "its gradients go to servers", f"leave {name} out")
         if self.quorum and self.mode != "quorum":
             raise PlanError(f"the plan's quorum={self.quorum}", f"its mode is {self.mode}", "write mode=quorum")
         if self.mode == "quorum" and not 1 <= self.quorum <= workers:
@@ -124,9 +128,9 @@ class Plan:
 
         Raises:
             MeshError: an axis or option is unknown or named twice, or an axis has no size.
-            PlanError: an option has a value that it can't have.
+            PlanError: an option has a value that it can't have, or no effect under these axes.
         """
-        axes = []
+        axes, options = [], []
         for item in text.split(","):
             name, _, value = (part.strip() for part in item.partition("="))
             name = SHORT_OPTIONS.get(name, name)
@@ -138,7 +142,28 @@ class Plan:
             if name in values:
                 raise PlanError(f"the plan {text!r} should give {name} once", "it names it twice", "keep one of them")
             values[name] = _number(value) if name != "deadline" else _seconds(value)
-        return cls(**{**values, "mesh": str(Mesh.parse(",".join(axes) or "replicate=1"))})
+            options.append(name)
+        plan = cls(**{**values, "mesh": str(Mesh.parse(",".join(axes) or "replicate=1"))})
+        plan.check_effect(options, ",".join(axes))
+        return plan.settled()
+
+    def check_effect(self, options: Iterable[str], axes: str) -> None:
+        """Raise PlanError where an option has no effect under the plan's axes.
+
+        Args:
+            options: names of those that somebody asked for.
+            axes: the axes as somebody wrote them; naming one with size 1 is enough.
+        """
+        words = [item.partition("=")[0].strip() for item in axes.split(",")]
+        named = {SHORT.get(word, word) for word in words}
+        check_options({name: getattr(self, name) for name in options}, Mesh.parse(self.mesh), named, self.server)
+
+    def settled(self) -> Plan:
+        """The plan without the options of axes of size 1, which its mesh does not name."""
+        default, mesh = Plan(), Mesh.parse(self.mesh)
+        idle = without_effect({name: getattr(self, name) for name in SCOPES}, mesh)
+        named = {item.partition("=")[0] for item in str(mesh).split(",")}
+        return replace(self, **{name: getattr(default, name) for name in idle if not named & {*SCOPES[name].axes}})
 
     def line(self) -> str:
         """The plan as `parse` reads it: its mesh and every option that is not the default."""
@@ -167,7 +192,8 @@ class Plan:
         """Read a plan.
 
         Raises:
-            PlanError: the file is missing, is not JSON, or has a key that a plan does not have.
+            PlanError: the file is missing, is not JSON, has a key that a plan does not have, or an option without
+                effect under the plan's axes.
         """
         try:
             values = json.loads(path.read_text())
@@ -196,7 +222,10 @@ class Plan:
                 f"this Paceline reads version {VERSION}",
                 "make it again with this Paceline",
             )
-        return cls(**values)
+        plan, default = cls(**values), Plan()
+        changed = [name for name in SCOPES if getattr(plan, name) != getattr(default, name)]
+        plan.check_effect(changed, plan.mesh)
+        return plan.settled()
 
 
 def _number(text: str) -> int | str:

@@ -17,6 +17,7 @@ PARAMETERS, GRADIENTS, OPTIMIZER, BUFFERS = "parameters", "gradients", "optimize
 ACTIVATIONS, TEMPORARY, INPUTS = "activations", "temporaries", "inputs"
 COMMUNICATION, GATHERED = "gradient buckets", "gathered parameters"
 KINDS = (PARAMETERS, GRADIENTS, OPTIMIZER, BUFFERS, ACTIVATIONS, TEMPORARY, COMMUNICATION, GATHERED, INPUTS)
+NOTHING_TO_RECOMPUTE = "has nothing to compute again"  # in a notice: activation checkpointing saves nothing here
 
 
 @dataclass(slots=True)

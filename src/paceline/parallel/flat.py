@@ -6,8 +6,8 @@ gathered, after it gradients are summed and each rank keeps its rows' again.
 
 Needs: an optimizer that works element by element.
 Promises: the update is that of whole parameters; parameter names and dimensions stay.
-Traffic per step: one all_gather of this rank's rows and one reduce_scatter of all gradients per dtype; one
-all_reduce for parameters without dimensions.
+Traffic per step: per dtype one all_gather of this rank's rows, and one reduce_scatter of the gradients of parameters
+that are trained; one all_reduce for parameters without dimensions.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Flat:
 
     def scatter(self) -> None:
         """Sum the gradients and keep this rank's rows of them; let the whole parameters go."""
-        for names in self._by_dtype():
+        for names in self._by_dtype(trained_only=True):
             used = self._used(names)
             parts = [
                 torch.cat([self._gradient_rows(name, rank).reshape(-1) for name in names])
@@ -76,7 +76,7 @@ class Flat:
                 rows.grad = mine[at : at + rows.numel()].view_as(rows) if is_used else None
                 at += rows.numel()
                 self.whole[name].grad = None
-                _empty(self.whole[name])
+        self.release()
         scalars = [p for p in self.whole.values() if p.dim() == 0 and p.requires_grad]
         for scalar in scalars:
             both = torch.stack([torch.zeros_like(scalar.detach()), torch.zeros_like(scalar.detach())])
@@ -86,15 +86,15 @@ class Flat:
             scalar.grad = both[0] if float(both[1]) else None
 
     def release(self) -> None:
-        """Let the whole parameters go, after an evaluation."""
+        """Let the whole parameters go, after a step or an evaluation."""
         for name, parameter in self.whole.items():
             if parameter.dim():
                 _empty(self.whole[name])
 
-    def _by_dtype(self) -> list[list[str]]:
+    def _by_dtype(self, trained_only: bool = False) -> list[list[str]]:
         groups: dict[torch.dtype, list[str]] = {}
         for name, parameter in self.whole.items():
-            if parameter.dim():
+            if self.shapes[name] and (parameter.requires_grad or not trained_only):
                 groups.setdefault(parameter.dtype, []).append(name)
         return list(groups.values())
 

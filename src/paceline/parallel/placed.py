@@ -29,6 +29,7 @@ class PlacedModel(Protocol):
         finishes_later: gradients are not final when autograd makes them.
         is_captured: the person's code runs as graphs, without side effects.
         couples_samples: the operation in which samples meet, where that is known.
+        notices: what the person should know of how the model was placed.
         counts_loss: whether this rank adds its losses to the sum; of ranks with the same samples one does.
     """
 
@@ -39,6 +40,7 @@ class PlacedModel(Protocol):
     counts_loss: bool
     is_captured: bool
     couples_samples: str
+    notices: Sequence[str]
 
     def updated(self) -> Mapping[str, torch.nn.Parameter]:
         """The parameters that this rank's optimizer updates, by name."""
@@ -88,6 +90,7 @@ class OwnCode:
 
     counts_loss, is_captured = True, False
     couples_samples = ""
+    notices: Sequence[str] = ()
     keeps_pace: bool
     shared: SharedStatistics | None
     spare: Any

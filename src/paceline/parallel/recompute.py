@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from paceline.nouns.profile import NOTHING_TO_RECOMPUTE
 from paceline.parallel.blocks import find_blocks
 
 aten = torch.ops.aten
@@ -67,6 +68,11 @@ def recompute_blocks(model: torch.nn.Module, mode: str) -> int:
     for block in blocks:
         block.forward = recomputed(block.forward, mode)
     return len(blocks)
+
+
+def nothing_recomputed(mode: str) -> str:
+    """What a person is told whose model has no such block."""
+    return f"checkpointing={mode} {NOTHING_TO_RECOMPUTE}: the model has no repeated blocks, or they have batch norm"
 
 
 def _has_batch_norm(block: torch.nn.Module) -> bool:

@@ -38,6 +38,7 @@ class SplitPlaced:
         self, split: SplitModel, axes: Mapping[str, AxisComm], plan: Plan, rank: int, autocast: Autocast
     ) -> None:
         self.couples_samples = split.coupled
+        self.notices = split.notices
         self.split, self.axes, self.plan, self.rank, self.autocast = split, axes, plan, rank, autocast
         self.model, self.mesh = split.model, Mesh.parse(plan.mesh)
         self.pipeline = Pipeline(split, axes["pipeline"], plan, autocast) if axes["pipeline"].size > 1 else None

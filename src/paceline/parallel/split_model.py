@@ -31,7 +31,7 @@ from paceline.nouns.errors import PlanError, WorkloadError
 from paceline.nouns.placement import Placement
 from paceline.nouns.plan import Plan
 from paceline.parallel.blocks import find_blocks
-from paceline.parallel.recompute import recomputed
+from paceline.parallel.recompute import nothing_recomputed, recomputed
 
 Function = Callable[[Any, Any], Any]
 _OWN_PLAN_MAY_COST = 1.05  # times the derived layout; its authors may know what a count of operations doesn't
@@ -239,6 +239,12 @@ class SplitModel:
     def recompute(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """`run` under the plan's activation checkpointing; batch norm would count a batch twice."""
         return recomputed(run, "none" if self.has_batch_norm else self.plan.checkpointing)
+
+    @property
+    def notices(self) -> list[str]:
+        """What the person should know of how the model was split."""
+        is_idle = self.has_batch_norm and self.plan.checkpointing != "none"
+        return [nothing_recomputed(self.plan.checkpointing)] if is_idle else []
 
     def _first_cut(self, captured: Captured) -> dict[fx.Node, int]:
         """Into stages of so many pieces each; fewer pieces where there are too few places to cut."""

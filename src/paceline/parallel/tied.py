@@ -32,6 +32,8 @@ def add_tied_gradients(
         if len(ranks) < 2 or comm.rank not in ranks:
             continue
         parameter = parameters[name]
+        if not parameter.requires_grad:
+            continue
         mine = torch.zeros(parameter.numel() + 1, dtype=parameter.dtype, device=parameter.device)
         if parameter.grad is not None:
             mine[:-1] = parameter.grad.reshape(-1)

@@ -58,7 +58,7 @@ def step_traffic(plan: Plan, model: Mapping[str, Any], shard_rank: int = 0) -> l
         rows = replicated_gradients(plan, mesh.size("replicate"), _rows_of(held, mesh.size("shard"), shard_rank))
         if rows is None:
             return None
-        rows += flat_shard(mesh.size("shard"), held)
+        rows += flat_shard(mesh.size("shard"), held, [as_tensor(sizes) for sizes in rank["frozen"]])
         result.append(merged([*common, *rows, *tensor(rank["graph"]), *pipeline(rank["sends"], rank["tied"])]))
     return result
 

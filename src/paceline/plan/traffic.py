@@ -102,18 +102,21 @@ def pipeline(sends: Sequence[Sequence[int]], tied: Sequence[int]) -> list[Traffi
     return [Traffic("send", "pipeline", len(messages), sum(messages))] if messages else []
 
 
-def flat_shard(ranks: int, held: Sequence[Tensor]) -> list[Traffic]:
+def flat_shard(ranks: int, trained: Sequence[Tensor], frozen: Sequence[Tensor] = ()) -> list[Traffic]:
     """A step of `parallel/flat.py`: rows gathered, gradients summed and scattered, flags of which were used."""
     if ranks == 1:
         return []
     rows: list[Traffic] = []
-    for dtype in dict.fromkeys(tensor.dtype for tensor in held):
-        cut = [tensor for tensor in held if tensor.dtype == dtype and tensor.shape]
+    for dtype in dict.fromkeys(tensor.dtype for tensor in (*trained, *frozen)):
+        cut = [tensor for tensor in (*trained, *frozen) if tensor.dtype == dtype and tensor.shape]
         padded = sum(-(-t.shape[0] // ranks) * (t.numel // max(t.shape[0], 1)) * t.item_bytes for t in cut)
-        rows.append(Traffic("all_gather", "shard", 1, padded))
-        rows.append(Traffic("reduce_scatter", "shard", 1, sum(t.numel * t.item_bytes for t in cut)))
-        rows.append(Traffic("all_reduce", "shard", 1, 4 * len(cut)))
-    scalars = [tensor for tensor in held if not tensor.shape]
+        rows.append(Traffic("all_gather", "shard", 1 if cut else 0, padded))
+    for dtype in dict.fromkeys(tensor.dtype for tensor in trained):
+        summed = [tensor for tensor in trained if tensor.dtype == dtype and tensor.shape]
+        calls = 1 if summed else 0
+        rows.append(Traffic("reduce_scatter", "shard", calls, sum(t.numel * t.item_bytes for t in summed)))
+        rows.append(Traffic("all_reduce", "shard", calls, 4 * len(summed)))
+    scalars = [tensor for tensor in trained if not tensor.shape]
     return [*rows, *(Traffic("all_reduce", "shard", 1, 2 * tensor.item_bytes) for tensor in scalars)]
 
 

@@ -23,6 +23,7 @@ class Way:
         plan: the plan with it.
         micro_batch_size: in place of the workload's; 0 leaves it.
         precision: in place of the workload's; "" leaves it.
+        condition: what the device must have; "": nothing that is in doubt.
     """
 
     kind: str
@@ -30,6 +31,7 @@ class Way:
     plan: Plan
     micro_batch_size: int = 0
     precision: str = ""
+    condition: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,8 @@ class WayOut:
             parts.append(f"kernels on {number} sample{'s' * (number > 1)} at a time")
         if self.way.precision:
             parts.append("matrix products rounded to bf16")
+        if self.way.condition:
+            parts.append(self.way.condition)
         return ", ".join(parts) or "none"
 
     @property
@@ -71,21 +75,23 @@ class WayOut:
         return self.devices, round(self.flops, 2), -self.way.micro_batch_size, self.needed
 
 
-def ways(plan: Plan, micro_batch: int, precision: str) -> Iterator[Way]:
+def ways(plan: Plan, micro_batch: int, precision: str, has_bf16: bool | None = True) -> Iterator[Way]:
     """Changes that hold less memory.
 
     Args:
         plan: as it is.
         micro_batch: samples of its micro-batches.
         precision: the workload's.
+        has_bf16: whether the device computes in bf16; None: that is not known.
     """
     mesh = Mesh.parse(plan.mesh)
     smaller = [size for size in (micro_batch // 2, micro_batch // 4, micro_batch // 8, 1) if size >= 1]
     smaller = [size for size in dict.fromkeys(smaller) if size < micro_batch and mesh.size("pipeline") == 1]
     for size in smaller:
         yield Way(FREE, f"micro_batch_size={size} in the workload", plan, size)
-    if precision == "float32":
-        yield Way("precision", 'precision="bf16" in the workload', plan, 0, "bf16")
+    if precision == "float32" and has_bf16 is not False:
+        condition = "" if has_bf16 else "where the GPU has bf16 (NVIDIA: Ampere or newer)"
+        yield Way("precision", 'precision="bf16" in the workload', plan, 0, "bf16", condition)
     for mode in ("selective", "full"):
         if plan.checkpointing == "none":
             yield Way(

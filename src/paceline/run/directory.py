@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint.manifest import find_good, list_checkpoints
+from paceline.checkpoint.manifest import CHECKPOINTS, find_good, list_checkpoints, try_writing
 from paceline.nouns.errors import CheckpointError, UsageError, how_to_write
 from paceline.nouns.plan import Plan
 
@@ -37,14 +37,25 @@ def new_run(runs: Path, job: str | None, script: Path) -> Path:
             "it exists",
             f"write --resume to go on with it, or another --job than {name}",
         )
-    try:
-        (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-        (folder / "failures").mkdir(exist_ok=True)
-    except OSError as error:
-        raise UsageError(
-            f"a run directory in {runs}", f"it can't be written ({error.strerror})", how_to_write(error)
-        ) from None
+    check_writable(folder)
     return folder
+
+
+def check_writable(folder: Path) -> None:
+    """Make the folders of the run directory `folder`, and try to write to each.
+
+    Raises:
+        UsageError: one can't be written.
+    """
+    for inside in (folder, folder / CHECKPOINTS, folder / "failures"):
+        try:
+            try_writing(inside, "start")
+        except OSError as error:
+            raise UsageError(
+                f"the job should write to {inside}",
+                f"it can't be written ({error.strerror})",
+                "make that folder writable, or name another place with --runs",
+            ) from None
 
 
 def remove_unbegun(folder: Path) -> None:

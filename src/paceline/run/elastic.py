@@ -259,7 +259,7 @@ def rescaled(plan: Plan, ranks: int) -> Plan:
             "raise --min-hosts or the slots",
         )
     line = ",".join(f"{axis}={size}" for axis, size in {**sizes, grows: ranks // fixed}.items() if size > 1)
-    return dataclasses.replace(plan, mesh=str(Mesh.parse(line or "replicate=1")))
+    return dataclasses.replace(plan, mesh=str(Mesh.parse(line or "replicate=1"))).settled()
 
 
 def script_hosts(script: Path) -> Callable[[], tuple[Host, ...]]:

@@ -23,7 +23,7 @@ class Progress:
         self.records: deque[dict[str, Any]] = deque(maxlen=_WINDOW)
         self.first: dict[str, Any] | None = None
         self.started: dict[str, Any] = {}
-        self.checkpoint: str | None = None
+        self.saved: str | None = None
         self.checkpoints = (run_dir / "checkpoints").resolve()
         self.saved_step: int | None = None  # of the newest one there
         self.has_stopped = False
@@ -53,7 +53,7 @@ class Progress:
             self.records.append(event)
             self.samples += event["samples"]
         elif kind == "checkpoint":
-            self.checkpoint = event["path"]
+            self.saved = event["path"]
             if Path(event["path"]).parent.resolve() == self.checkpoints:
                 self.saved_step = event.get("step")
         elif kind == "stopped":
@@ -61,6 +61,11 @@ class Progress:
             self.asked_to_stop = event.get("asked", [])
         elif kind == "evaluation":
             self.evaluation = event
+
+    @property
+    def checkpoint(self) -> str | None:
+        """The run's newest checkpoint, unless somebody has removed it."""
+        return self.saved if self.saved and Path(self.saved).is_dir() else None
 
     @property
     def last(self) -> dict[str, Any] | None:

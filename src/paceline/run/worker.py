@@ -31,31 +31,38 @@ def run_rank(script: str, arguments: list[str], stopped_code: int = 0, say: Call
     run_dir = os.environ.get("PACELINE_RUN_DIR")
     watchdog = begin_watching(os.environ, Path(run_dir), say) if run_dir else None
     try:
-        return _run_file(script, arguments, stopped_code)
+        return _run_to_end(script, arguments, stopped_code)
     finally:
         if watchdog is not None:
             watchdog.stop()
 
 
-def _run_file(script: str, arguments: list[str], stopped_code: int) -> int:
+def _run_to_end(script: str, arguments: list[str], stopped_code: int) -> int:
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).parent))
+    try:
+        was_stopped = _run_file(script)
+        jobs.close_open_jobs()
+    except BaseException as error:
+        return failed(error)
+    if was_stopped:
+        return stopped_code
+    words.shutdown()
+    return 0
+
+
+def _run_file(script: str) -> bool:
+    """Run `script`, and the plain loop where it made no job; whether the job was asked to stop."""
     try:
         names = runpy.run_path(script, run_name="__main__")
         if not jobs.was_any_made():
             loop.train(_workload(script, names))
-        jobs.close_open_jobs()
     except jobs.Stopped:
-        jobs.close_open_jobs()
-        return stopped_code
+        return True
     except SystemExit as exit_:
         if exit_.code not in (None, 0):
-            return failed(exit_)
-        jobs.close_open_jobs()
-    except BaseException as error:
-        return failed(error)
-    words.shutdown()
-    return 0
+            raise
+    return False
 
 
 def _workload(script: str, names: dict[str, Any]) -> Any:
@@ -100,7 +107,8 @@ def failed(error: BaseException) -> int:
         draft.rename(folder / f"{rank}.json")
     except OSError as full:
         # A full disk must not swallow the cause: it goes where the rank's output goes.
-        text = f"{failure['traceback']}paceline: this could not be written to {folder} ({full.strerror})"
+        text = f"{error}\n" if isinstance(error, PacelineError) else str(failure["traceback"])
+        text += f"paceline: this could not be written to {folder} ({full.strerror})"
         print(text, file=sys.stderr)
     return code
 

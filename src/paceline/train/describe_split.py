@@ -14,6 +14,7 @@ from paceline.graph.choices import operations
 from paceline.graph.dry_run import stage_traffic
 from paceline.graph.explain import explain
 from paceline.graph.layout import choose_layout
+from paceline.graph.split import Split
 from paceline.graph.stages import assign_stages
 from paceline.nouns.mesh import AXES, Mesh
 from paceline.nouns.plan import Plan
@@ -36,9 +37,10 @@ def describe_split(workload: Workload, plan: Plan, tensor_rank: int = 0, data_pa
 
     Returns:
         `layout`: a line per weight (name, shape, lay, why); `ranks`: by pipeline rank `parameters` (sizes of this
-        rank's pieces, those with a gradient), `graph` (a list of ledger rows per micro-batch), `sends` (bytes of each
-        message per micro-batch), `tied` (bytes sent per tied parameter), `share` (of the work); `stages`,
-        `micro_batches`, `coupled`, `is_even` (every rank of `tensor` has as much).
+        rank's pieces, those with a gradient), `frozen` (the others), `graph` (a list of ledger rows per micro-batch),
+        `sends` (bytes of each message per micro-batch), `tied` (bytes sent per tied parameter); `share` (of the work
+        of each stage); `stages`, `micro_batches`, `coupled`, `is_even` (every rank of `tensor` has as much of all
+        weights and activations).
     """
     mesh = Mesh.parse(plan.mesh)
     form = form_of(workload)
@@ -48,7 +50,9 @@ def describe_split(workload: Workload, plan: Plan, tensor_rank: int = 0, data_pa
     splits = []
     for rank in range(mesh.size("pipeline")):
         comms = _comms(mesh, {"pipeline": rank, "tensor": tensor_rank})
-        splits.append(SplitModel(form, comms["tensor"], comms["pipeline"], plan, device, stages_of_plan(plan)))
+        split = SplitModel(form, comms["tensor"], comms["pipeline"], plan, device, stages_of_plan(plan))
+        split.precision = torch.bfloat16 if workload.precision == "bf16" else None
+        splits.append(split)
     captured = splits[0].decide(workload.loss, example)
     for other in splits[1:]:
         other.lays, other.assignment = splits[0].lays, splits[0].assignment
@@ -66,7 +70,7 @@ def describe_split(workload: Workload, plan: Plan, tensor_rank: int = 0, data_pa
         "stages": splits[0].stages,
         "micro_batches": len(batch.microbatches),
         "coupled": splits[0].coupled,
-        "is_even": all(lay is None or lay.is_even(mesh.size("tensor")) for lay in splits[0].lays.values()),
+        "is_even": all(_is_even(splits[0], graph) for graph in graphs),
     }
 
 
@@ -124,7 +128,7 @@ def _rank(split: SplitModel, graphs: list[Captured]) -> dict[str, Any]:
         for index in split.own_stages:
             pieces = stages[index * split.pieces : (index + 1) * split.pieces]
             for piece in pieces:
-                one = stage_traffic(piece, captured, shapes, [split.tensor], split.recompute)
+                one = stage_traffic(piece, captured, shapes, [split.tensor], split.recompute, split.precision)
                 ledger.calls.update(one.calls)
                 ledger.payload_bytes.update(one.payload_bytes)
             messages += [value.nbytes for value in pieces[-1].sent]
@@ -132,13 +136,15 @@ def _rank(split: SplitModel, graphs: list[Captured]) -> dict[str, Any]:
             messages += [value.nbytes for value, is_flowing in flows if is_flowing]
         rows.append(ledger.rows())
         sends.append(messages)
-    held, tied = [], []
+    held: list[dict[str, Any]] = []
+    frozen: list[dict[str, Any]] = []
+    tied: list[int] = []
     for name, parameter in split.form.named_parameters():
-        if not split.owns(name) or not parameter.requires_grad:
+        if not split.owns(name):
             continue
         shape = split.placement(name).local_shape
         numel = torch.Size(shape).numel()
-        held.append(
+        (held if parameter.requires_grad else frozen).append(
             {
                 "name": name,
                 "shape": list(shape),
@@ -147,9 +153,30 @@ def _rank(split: SplitModel, graphs: list[Captured]) -> dict[str, Any]:
                 "item_bytes": parameter.itemsize,
             }
         )
+        if not parameter.requires_grad:
+            continue
         holders = {stage % split.pipeline.size for stage in split.owners(name)}
         tied += [(numel + 1) * parameter.itemsize] * (len(holders) - 1)
-    return {"parameters": held, "graph": rows, "sends": sends, "tied": tied}
+    return {"parameters": held, "frozen": frozen, "graph": rows, "sends": sends, "tied": tied}
+
+
+def _is_even(split: SplitModel, graph: Captured) -> bool:
+    """Whether every rank of `tensor` computes and exchanges pieces of the same sizes."""
+    parts = split.tensor.size
+    if parts == 1:
+        return True
+    captured, _ = split.stages_of(graph)
+    lays: list[Any] = list(split.lays.values())
+    for node in captured.graph.nodes:
+        lies = node.meta.get("lies")
+        lays += lies if isinstance(lies, tuple) else [lies]
+        if hasattr(node.target, "__self__"):  # an exchange: what it converts to is among its arguments
+            lays += [Split(*argument) for argument in node.args if _is_pieces(argument)]
+    return all(lay is None or lay.is_even(parts) for lay in lays)
+
+
+def _is_pieces(argument: Any) -> bool:
+    return isinstance(argument, tuple) and len(argument) == 2 and isinstance(argument[1], tuple)
 
 
 def _shares(captured: Captured, split: SplitModel) -> list[float]:

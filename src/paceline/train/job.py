@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from paceline.checkpoint.load import check_files_together, read_own
-from paceline.checkpoint.manifest import find_good, folder_name, read_manifest, remove_partial
+from paceline.checkpoint.manifest import CHECKPOINTS, find_good, folder_name, read_manifest, remove_partial
 from paceline.checkpoint.save import Writer
 from paceline.comm import words
 from paceline.nouns.clock import Clock, WallClock
-from paceline.nouns.errors import PacelineError
+from paceline.nouns.errors import CheckpointError, PacelineError, UsageError
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.placement import Held
 from paceline.nouns.plan import Plan
@@ -27,13 +27,15 @@ from paceline.nouns.record import StepRecord
 from paceline.nouns.workload import Workload
 from paceline.parallel.apply import open_comms
 from paceline.train import evaluate as evaluation
-from paceline.train import prepare, servers, snapshot
+from paceline.train import last_checkpoint, prepare, servers, snapshot
 from paceline.train.agree import check_same_data_everywhere, check_same_start
 from paceline.train.data import Batch, RankLoader, cut_into, moved, open_data
 from paceline.train.events import Events, peak_memory_bytes
+from paceline.train.last_checkpoint import first_failure
 from paceline.train.place import make_parallel, place_model
 from paceline.train.seed import random_state, restore_random_state, seed_everything
 from paceline.train.step import train_step
+from paceline.train.step_board import StepBoard
 
 
 class Stopped(SystemExit):
@@ -46,12 +48,14 @@ def distribute(workload: Workload) -> Job:
     The plan comes from the launcher: `paceline run` writes it, under torchrun it is `replicate=WORLD_SIZE`.
 
     Raises:
+        UsageError: this process has a job in the same run directory.
         WorkloadError: a part of the workload does not fit the others or the plan.
         PlanError: the plan can't be met.
         CheckpointError: the job resumes, and its checkpoint can't be used.
     """
     words.init()
     try:
+        _check_is_first(prepare.run_dir(os.environ))
         return Job(workload, prepare.read_plan(os.environ, words.size()))
     except PacelineError as error:
         raise error.at(rank=error.rank if error.rank is not None else words.rank()) from error.__cause__
@@ -84,26 +88,30 @@ class Job:
         self.stop_file = prepare.stop_file(os.environ) if self.rank == 0 else None
         if workload.deterministic:
             prepare.be_deterministic()
-        self.data_part = mesh.data_part(self.rank)
+        self.data_part, self.random_stream = mesh.data_part(self.rank), mesh.random_stream(self.rank)
         self.loader = self._make_loader(workload.data, "data", (self.data_part, mesh.data_size))
         example = self.loader.example() if self.size > 1 else None
         seed_everything(workload.seed)
         placed = place_model(workload, self.comms, plan, self.device, example)
+        for notice in placed.notices:
+            self.notice(notice)
         if placed.couples_samples and self.loader.pieces_wanted and not plan.micro_batches:
             self.loader = dataclasses.replace(self.loader, pieces_wanted=1)
-            self._notice(f"samples meet in {placed.couples_samples}: the pipeline takes each batch whole")
+            self.notice(f"samples meet in {placed.couples_samples}: the pipeline takes each batch whole")
         prepare.check_may_cut(placed, workload, self.loader, mesh)
         self.parallel = make_parallel(placed, workload, self.comms, plan, (self.device, self.rank))
         self.model = self.parallel.model
         self.optimizer = prepare.make_optimizer(workload, self.model)
         prepare.keep_own(self.optimizer, mesh)
         self.scheduler = prepare.make_scheduler(workload, self.optimizer)
-        seed_everything(workload.seed, 1 + self.data_part)  # from here: dropout, alike where the samples are
+        seed_everything(workload.seed, 1 + self.random_stream)  # dropout draws from here on
         if self.size > 1:
             first = self.loader.first_sample()
-            check_same_data_everywhere(len(self.loader.data), first, self.comms.step, self._notice)
+            check_same_data_everywhere(len(self.loader.data), first, self.comms.step, self.notice)
         self.total_steps, self.end = self.loader.length()
-        self.step_number, self.position, self.saved_step = 0, 0, -1
+        self.step_number, self.position = 0, 0
+        self.saved_step: int | None = None  # of the run's newest checkpoint, on the disk or being written
+        self.closed_step: int | None = None
         self.last: StepRecord | None = None
         self.is_stopping = threading.Event()
         self.is_stepping = False  # stays set when a step fails
@@ -132,6 +140,7 @@ class Job:
             servers.begin_step(self)
         began_s, sent_before = self.clock.now_s(), self.ledger.total_bytes
         self.is_stepping = True
+        self.board.begin_step()
         own = isinstance(batch, Batch)
         double = self.workload.precision == "float64"
         microbatches = batch.microbatches if own else [moved(batch, self.device, double)]
@@ -186,6 +195,7 @@ class Job:
         Raises:
             WorkloadError: there is no data set for evaluation.
         """
+        self.board.meet("job.evaluate", self.step_number)
         data = prepare.evaluation_data(self.workload, data)
         # Workers of servers may be at different steps, so each evaluates on all of it.
         parts = (0, 1) if self.plan.server else (self.data_part, Mesh.parse(self.plan.mesh).data_size)
@@ -204,22 +214,15 @@ class Job:
 
         Raises:
             CheckpointError: `path` holds something else, or can't be written.
+            CollectiveError: another rank goes on with its steps.
         """
         folder = Path(path)
+        self.board.meet("job.save", self.step_number)
         prepare.check_may_write(folder)
         if self.plan.server and self.rank != 0:
             return  # the servers' state is the same for all
-        if self.rank == 0:
-            remove_partial(folder)
-        self.world.barrier()
-        self._begin_save(folder, keep=0)
-        failure = self.writer.wait()
-        failed = torch.tensor([int(failure is not None)])
-        self.world.all_reduce(failed, "max")
-        if int(failed):
-            if self.rank == 0:
-                remove_partial(folder)  # now no rank is writing any more
-            raise failure or prepare.failed_elsewhere(folder)
+        if (failure := self.write_checkpoint(folder)) is not None:
+            raise failure
 
     def load(self, path: str | Path) -> None:
         """Go back to the checkpoint at `path`, or to the newest whole one in that folder.
@@ -232,42 +235,54 @@ class Job:
         """
         if self.plan.server:
             servers.check_may_load(self)
-        self._report_failed_save(self.writer.wait())
+        self.board.meet("job.load", self.step_number)
+        self.finish_save()
         self.world.barrier()  # no rank is writing any more: all find the same checkpoints
-        folder = find_good(Path(path), self._notice, partial(check_files_together, comm=self.world))
+        folder = find_good(Path(path), self.notice, partial(check_files_together, comm=self.world))
         manifest = read_manifest(folder)
         prepare.check_same_job(folder, manifest, self.workload, len(self.loader.data))
         tensors = snapshot.read_state(folder, manifest, self.model, self._held(), self.world)
         snapshot.restore_optimizer(self.model, self.optimizer, tensors, manifest["optimizer"])
         snapshot.restore_model(self.model, tensors, self._held())
         if self.scheduler is not None and manifest["scheduler"] is not None:
-            self.scheduler.load_state_dict(manifest["scheduler"])
+            before = self.scheduler.state_dict()
+            self.scheduler.load_state_dict(snapshot.from_json(manifest["scheduler"], before))
         elif self.scheduler is not None or manifest["scheduler"] is not None:
             has, lacks = ("checkpoint", "workload") if self.scheduler is None else ("workload", "checkpoint")
-            self._notice(f"the {has} has a learning-rate scheduler, the {lacks} has none: the rate may jump")
-        self.step_number, self.position, self.saved_step = manifest["step"], manifest["position"], manifest["step"]
+            self.notice(f"the {has} has a learning-rate scheduler, the {lacks} has none: the rate may jump")
+        self.step_number, self.position = manifest["step"], manifest["position"]
+        self.saved_step = self.step_number if last_checkpoint.is_newest_of_run(folder, self.run_dir) else None
         if self.plan.server:
             pass  # random numbers are drawn anew for every step
         elif (manifest["world_size"], manifest.get("mesh")) == (self.size, self._mesh()):
             own = read_own(folder, manifest, self.rank)
             restore_random_state(snapshot.part(own, "random/"), self.device)
             if not snapshot.restore_wire(self.parallel.state(), own):
-                self._notice(f"{folder.name} was saved with other compression: what its wires carry over starts anew")
+                self.notice(f"{folder.name} was saved with other compression: what its wires carry over starts anew")
         else:
-            seed_everything(self.workload.seed, 1 + self.data_part, self.position)
+            seed_everything(self.workload.seed, 1 + self.random_stream, self.position)
             ranks = f"{manifest['world_size']} ranks ({manifest.get('mesh')})"
-            self._notice(f"{ranks} saved {folder.name}, {self.size} ({self._mesh()}) go on: dropout draws anew")
+            self.notice(f"{ranks} saved {folder.name}, {self.size} ({self._mesh()}) go on: dropout draws anew")
         self.events.write(
             {"event": "resumed", "step": self.step_number, "position": self.position, "path": str(folder)}
         )
 
     def close(self, save: bool = True) -> None:
-        """End the job: save the last step if it runs under `paceline run`, and finish writing."""
-        if save and self.run_dir is not None and self.step_number != self.saved_step:
-            self._begin_save(self._checkpoint_folder(), self.plan.keep)
-        self._report_failed_save(self.writer.wait())
+        """End the job: save the last step if it runs under `paceline run`, and finish writing.
+
+        Raises:
+            CheckpointError: under `paceline run`, the last step can't be saved; says where it was saved instead.
+        """
+        if self.closed_step == self.step_number:
+            return  # by the file itself; the worker closes what is open at the file's end
+        self.finish_save()
+        if save and self.run_dir is not None:
+            self.board.meet("job.close, or the end of the file", self.step_number)
+            last_checkpoint.save_last_step(self)
+        self.closed_step = self.step_number
         self.events.write({"event": "end", "step": self.step_number, "ledger": self.ledger.rows()})
         self.events.close()
+        self.board.close()
         self.parallel.close()
 
     def _make_loader(self, data: Any, name: str, parts: tuple[int, int]) -> RankLoader:
@@ -279,19 +294,32 @@ class Job:
 
     def _begin_run(self) -> None:
         _made[:] = [self]
+        place = words.world().place
+        self.board = StepBoard(dataclasses.replace(place, size=1) if self.plan.server else place)
         self.events = Events(self.run_dir if self.rank == 0 else None)
         self.writer = Writer(*((0, 1) if self.plan.server else (self.rank, self.size)), self.events.write)
         start = {"event": "start", "total_steps": self.total_steps, "samples": len(self.loader.data)}
         self.events.write({**start, "batch_size": self.workload.batch_size, "world_size": self.size})
-        if self.run_dir is not None:
-            _open_jobs.append(self)
-            prepare.check_space(self.run_dir, self.model)
-            signal.signal(signal.SIGTERM, self._asked_to_stop)
-            resume = os.environ.get("PACELINE_RESUME")
-            if not self.plan.server:
-                check_same_start(resume, self.world)
-            if resume is not None:
-                self.load(resume)
+        if self.run_dir is None:
+            return
+        before = signal.signal(signal.SIGTERM, self._asked_to_stop)
+        try:
+            self._find_start(self.run_dir)
+        except BaseException:  # the file may catch it, and make another job
+            signal.signal(signal.SIGTERM, before)
+            self.events.close()
+            self.parallel.close()
+            raise
+        _run_jobs.append(self)
+
+    def _find_start(self, run_dir: Path) -> None:
+        prepare.check_can_save(self.optimizer, self.scheduler)
+        prepare.check_space(run_dir, self.model)
+        resume = os.environ.get("PACELINE_RESUME")
+        if not self.plan.server:
+            check_same_start(resume, self.world)
+        if resume is not None:
+            self.load(resume)
 
     def _asked_to_stop(self, number: int, frame: FrameType | None) -> None:
         self.is_stopping.set()
@@ -309,23 +337,41 @@ class Job:
         if self.run_dir is None:
             return
         every = self.plan.checkpoint_every
-        if is_stopping or (every and self.step_number % every == 0):
-            self._begin_save(self._checkpoint_folder(), self.plan.keep)
+        if every and self.step_number % every == 0 and not is_stopping:
+            self._begin_save(self.checkpoint_folder(), self.plan.keep)
+            self.saved_step = self.step_number
         if is_stopping:
             asked = self._ranks_asked_to_stop()
-            self._report_failed_save(self.writer.wait())
+            self.finish_save()
+            last_checkpoint.save_last_step(self)
             self.events.write({"event": "stopped", "step": self.step_number, "asked": asked})
             self.world.barrier()  # a launcher may end the others when the first leaves: rank 0 publishes before
             raise Stopped(0)
 
-    def _checkpoint_folder(self) -> Path:
-        return Path(str(self.run_dir), "checkpoints", folder_name(self.step_number))
+    def checkpoint_folder(self) -> Path:
+        """The run's checkpoint of this step."""
+        return Path(str(self.run_dir), CHECKPOINTS, folder_name(self.step_number))
+
+    def write_checkpoint(self, folder: Path, keep: int = 0) -> CheckpointError | None:
+        """Write a checkpoint and wait for it. Collective; all ranks return the same error, or None.
+
+        Args:
+            folder: the checkpoint.
+            keep: as `Writer.begin` takes it.
+        """
+        if self.rank == 0:
+            remove_partial(folder)
+        self.world.barrier()
+        self._begin_save(folder, keep)
+        failure = first_failure(self.writer.wait(), folder, self.world)
+        if failure is not None and self.rank == 0:
+            remove_partial(folder)  # now no rank is writing any more
+        return failure
 
     def _begin_save(self, folder: Path, keep: int) -> None:
         prepare.check_generation(os.environ)
-        self._report_failed_save(self.writer.wait())
+        self.finish_save()
         if self.plan.server:
-            self.saved_step = self.step_number
             if self.rank != 0:
                 return
             servers.take_state(self)
@@ -348,7 +394,6 @@ class Job:
         parts = {**snapshot.model_parts(self.model, held, size), **parts}
         own = snapshot.own_tensors(random_state(self.device), self.parallel.state())
         self.writer.begin(folder, parts, own, facts, keep)
-        self.saved_step = self.step_number
 
     def _held(self) -> dict[str, Held]:
         """What of the model's state the strategies have cut; they may change it, so it is asked for each time."""
@@ -357,17 +402,37 @@ class Job:
     def _mesh(self) -> str:
         return str(Mesh.parse(self.plan.mesh))
 
-    def _report_failed_save(self, failure: PacelineError | None) -> None:
-        if failure is not None:
-            self._notice(str(failure), everywhere=True)
+    def finish_save(self) -> None:
+        """Wait for the run's checkpoint that is being written; where it fails, say so."""
+        if (failure := self.writer.wait()) is not None:
+            self.saved_step = None
+            self.notice(str(failure), everywhere=True)
 
-    def _notice(self, text: str, everywhere: bool = False) -> None:
+    def notice(self, text: str, everywhere: bool = False) -> None:
+        """Print a line: rank 0 alone, or every rank."""
         if self.rank == 0 or everywhere:
             print(f"paceline: {text}", flush=True)
 
 
-_open_jobs: list[Job] = []
+_run_jobs: list[Job] = []  # those that write to a run directory, until the worker ends them: one for each directory
 _made: list[Job] = []
+
+
+def _check_is_first(run_dir: Path | None) -> None:
+    """Raise UsageError when this process has a job in the run directory: a second would write over its checkpoints.
+
+    Where there is no run directory, jobs share nothing, and there may be several. One that has ended still counts:
+    `--resume` would load its checkpoints into the second, or those of the second into it.
+    """
+    for job in _run_jobs:
+        if job.run_dir == run_dir:
+            raise UsageError(
+                "a second job was asked for in this process",
+                f"a run keeps the checkpoints of one job, and {run_dir} has those of the first (at step "
+                f"{job.step_number})",
+                "train each workload by a file and a `paceline run` of its own, or several models as one job: put them "
+                "into one module and add up their losses",
+            )
 
 
 def was_any_made() -> bool:
@@ -387,5 +452,5 @@ def current_step() -> int | None:
 
 def close_open_jobs() -> None:
     """End the jobs that the person's file left open; the worker calls this after it."""
-    while _open_jobs:
-        _open_jobs.pop().close()
+    while _run_jobs:
+        _run_jobs.pop().close()

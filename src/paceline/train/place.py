@@ -65,8 +65,10 @@ def place_model(
     else:
         with fake():
             model = prepare.make_model_without_values(workload)
-    recompute_and_compile(model, plan)
-    return EagerModel(model, autocast, _statistics(workload, model, comms), example)
+    notices = recompute_and_compile(model, plan)
+    placed = EagerModel(model, autocast, _statistics(workload, model, comms), example)
+    placed.notices = notices
+    return placed
 
 
 def make_parallel(
@@ -138,9 +140,10 @@ def _sharded(workload: Workload, comms: Comms, plan: Plan, device: torch.device,
     prepare.check_model(made)
     model = skeleton(made, _dtype(workload)).train()
     shared = _statistics(workload, model, comms)
-    recompute_and_compile(model, plan)
+    notices = recompute_and_compile(model, plan)
     with contextlib.nullcontext() if fake is None else fake():
         sharded = ShardedModel(model, comms.axes, plan, device, (autocast, example, shared))
+    sharded.notices = notices
     digests = []
     for name, tensor in values:
         sharded.fill(name, tensor)
@@ -150,19 +153,17 @@ def _sharded(workload: Workload, comms: Comms, plan: Plan, device: torch.device,
     return sharded
 
 
-def recompute_and_compile(model: torch.nn.Module, plan: Plan) -> None:
-    """Activation checkpointing and torch.compile for a model that runs by its own code."""
+def recompute_and_compile(model: torch.nn.Module, plan: Plan) -> list[str]:
+    """Activation checkpointing and torch.compile for a model that runs by its own code; what a person should know."""
+    notices = []
     if plan.checkpointing != "none":
-        from paceline.parallel.recompute import recompute_blocks
+        from paceline.parallel.recompute import nothing_recomputed, recompute_blocks
 
         if not recompute_blocks(model, plan.checkpointing):
-            raise PlanError(
-                f"checkpointing={plan.checkpointing}",
-                "the model has no repeated blocks without batch norm to compute again",
-                "leave checkpointing out",
-            )
+            notices.append(nothing_recomputed(plan.checkpointing))
     if plan.compile == "on":
         model.compile()
+    return notices
 
 
 def _statistics(workload: Workload, model: torch.nn.Module, comms: Comms) -> SharedStatistics | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import shutil
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
-from paceline.checkpoint.manifest import MANIFEST, remove_partial_in
+from paceline.checkpoint.manifest import CHECKPOINTS, MANIFEST, remove_partial_in, try_writing
 from paceline.comm.collectives import AxisComm
 from paceline.nouns.errors import CheckpointError, PeerLostError, PlanError, WorkloadError, how_to_write
 from paceline.nouns.mesh import Mesh
@@ -21,8 +22,9 @@ from paceline.nouns.workload import Workload
 from paceline.parallel.placed import PlacedModel
 from paceline.train.agree import check_loss_adds_up, check_same_model_everywhere
 from paceline.train.compiler_import import defer_compiler_import
+from paceline.train.composite_optimizer import check_parts, groups_of
 from paceline.train.data import RankLoader, open_data
-from paceline.train.snapshot import parameter_names
+from paceline.train.snapshot import as_json, parameter_names
 
 _STATES = 3  # a parameter and Adam's two moments: what a checkpoint holds at most of usual optimizers
 
@@ -166,7 +168,9 @@ def keep_own(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
 
     Raises:
         PlanError: it can't update parts of parameters.
+        WorkloadError: it is made of others, and a checkpoint would not find their state.
     """
+    check_parts(optimizer, mesh)
     if cuts := [axis for axis in ("shard", "tensor") if mesh.size(axis) > 1]:
         from paceline.parallel.elementwise import check_optimizer
 
@@ -199,7 +203,7 @@ def make_scheduler(workload: Workload, optimizer: torch.optim.Optimizer) -> Any:
     """The learning-rate scheduler, or None.
 
     Raises:
-        WorkloadError: it has no `step`.
+        WorkloadError: it has no `step`, or one that wants an argument.
     """
     if workload.scheduler is None:
         return None
@@ -210,7 +214,35 @@ def make_scheduler(workload: Workload, optimizer: torch.optim.Optimizer) -> Any:
             f"it made a {type(scheduler).__name__}",
             "return one of torch.optim.lr_scheduler",
         )
+    if wanted := _wanted(scheduler.step):
+        raise WorkloadError(
+            "the workload's scheduler steps after every update, and is handed nothing",
+            f"{type(scheduler).__name__}.step wants {wanted}",
+            "leave scheduler out of the Workload and step it in your loop, after an evaluation: scheduler = "
+            f"{type(scheduler).__name__}(job.optimizer), then scheduler.step(job.evaluate()['loss']); its state is not "
+            "in checkpoints then, only the learning rate is",
+        )
     return scheduler
+
+
+def _wanted(function: Any) -> str | None:
+    """The first argument that `function` can't be called without."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return None  # it does not say; then it is called
+    fixed = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return next((p.name for p in parameters if p.kind in fixed and p.default is inspect.Parameter.empty), None)
+
+
+def check_can_save(optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
+    """Raise WorkloadError when a checkpoint can't keep what the optimizer and the scheduler are made with."""
+    for group in groups_of(optimizer):
+        for name, value in group.items():
+            if name != "params":
+                as_json(f"the optimizer's {name}", value)
+    if scheduler is not None:
+        as_json("the scheduler's state", scheduler.state_dict())
 
 
 def evaluation_data(workload: Workload, data: Any) -> Any:
@@ -229,12 +261,18 @@ def evaluation_data(workload: Workload, data: Any) -> Any:
 
 
 def check_space(folder: Path, model: torch.nn.Module) -> None:
-    """Raise CheckpointError unless a checkpoint fits where it will be written; clear what a killed job left."""
-    folder = folder / "checkpoints"
-    if os.environ.get("PACELINE_RANK", "0") != "0":
-        return
+    """Raise CheckpointError unless a checkpoint can be written and has space; clear what a killed job left.
+
+    Args:
+        folder: the run directory.
+        model: as this rank holds it.
+    """
+    folder = folder / CHECKPOINTS
+    rank = os.environ.get("PACELINE_RANK", "0")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        try_writing(folder, f"rank-{rank}")
+        if rank != "0":
+            return
         remove_partial_in(folder)
         free = shutil.disk_usage(folder).free
     except OSError as error:
@@ -256,11 +294,6 @@ def check_may_write(folder: Path) -> None:
         raise CheckpointError(
             f"a checkpoint in {folder}", "there is something else", "name a new folder; nothing was written"
         )
-
-
-def failed_elsewhere(folder: Path) -> CheckpointError:
-    """The error of a rank whose own part of a checkpoint was written, when another's was not."""
-    return CheckpointError(f"the checkpoint {folder}", "another rank could not write its part", "see that rank's error")
 
 
 def check_same_job(folder: Path, manifest: dict[str, Any], workload: Workload, samples: int) -> None:

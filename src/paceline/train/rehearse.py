@@ -132,6 +132,7 @@ class Rehearsal:
         self._note_batch(example)
         seed_everything(workload.seed)
         placed = place_model(workload, comms, self.plan, self.device, example, self.fake)
+        self.notices = placed.notices
         _check_dense(placed, alone if plan.server else self.mesh)
         if placed.couples_samples and loader.pieces_wanted and not plan.micro_batches:
             loader = dataclasses.replace(loader, pieces_wanted=1)
@@ -333,8 +334,11 @@ def _rehearsed(workload: Workload, plan: Plan, rank: int, how: How) -> Profile:
         recorder.has_ended = True
         microbatches = rehearsal.batch.microbatches
         notices = [
-            f"{path or 'the loss'} asks for a tensor's values: each was taken for 1, and its path is a guess"
-            for path in recorder.asked
+            *rehearsal.notices,
+            *(
+                f"{path or 'the loss'} asks for a tensor's values: each was taken for 1, and its path is a guess"
+                for path in recorder.asked
+            ),
         ]
         recording, host_bytes = recorder.recording, 0
         if rehearsal.host is not None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,6 +23,7 @@ from paceline.checkpoint.reshard import Part, dtype_of
 from paceline.comm.collectives import AxisComm
 from paceline.nouns.errors import CheckpointError, WorkloadError
 from paceline.nouns.placement import Held, Placement
+from paceline.train.composite_optimizer import groups_of, parts_of, restore_parts
 
 
 def model_parts(model: torch.nn.Module, held: Mapping[str, Held], size: int) -> dict[str, Part]:
@@ -75,29 +77,50 @@ def optimizer_state(
     names = parameter_names(model, optimizer)
     parts: dict[str, Part] = {}
     numbers: dict[str, Any] = {}
-    for key_of_state, state in optimizer.state.items():
-        parameter = cast(torch.nn.Parameter, key_of_state)
-        for key, value in state.items():
-            name = f"{OPTIMIZER}{key}/{names[parameter]}"
-            if not isinstance(value, torch.Tensor):
-                numbers[name] = as_json(f"the optimizer's {key}", value)
-                continue
-            of_parameter = _held_of(names[parameter], parameter, held, size)
-            local = local_part(value)
-            is_cut = tuple(local.shape) == of_parameter.placement.local_shape
-            if not is_cut and of_parameter.placement.cuts and local.numel() != 1:
-                raise _no_placement(name, local, of_parameter.placement)
-            full = of_parameter.placement.shape if is_cut else tuple(local.shape)
-            if (answered := _held_of_state(full, of_parameter)) is not None:
-                parts[name] = Part(local, answered)
+    owners: dict[str, int] = {}
+    for parameter, key, value, owner in _state_of(optimizer):
+        name = f"{OPTIMIZER}{key}/{names[parameter]}"
+        if owners.setdefault(name, owner) != owner:
+            raise _kept_twice(optimizer, name)
+        if not isinstance(value, torch.Tensor):
+            numbers[name] = as_json(f"the optimizer's {key}", value)
+            continue
+        of_parameter = _held_of(names[parameter], parameter, held, size)
+        local = local_part(value)
+        is_cut = tuple(local.shape) == of_parameter.placement.local_shape
+        if not is_cut and of_parameter.placement.cuts and local.numel() != 1:
+            raise _no_placement(name, local, of_parameter.placement)
+        full = of_parameter.placement.shape if is_cut else tuple(local.shape)
+        if (answered := _held_of_state(full, of_parameter)) is not None:
+            parts[name] = Part(local, answered)
     groups = [
         {
             "parameters": [names[parameter] for parameter in group["params"]],
             **{k: as_json(f"the optimizer's {k}", v) for k, v in group.items() if k != "params"},
         }
-        for group in optimizer.param_groups
+        for group in groups_of(optimizer)
     ]
-    return parts, {"class": type(optimizer).__name__, "groups": groups, "numbers": numbers}
+    facts = {"class": type(optimizer).__name__, "groups": groups, "numbers": numbers}
+    return parts, {**facts, "owners": owners} if len(parts_of(optimizer)) > 1 else facts
+
+
+def _state_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.nn.Parameter, str, Any, int]]:
+    """Every value of the state: its parameter, its key, itself, and the number of the optimizer's part that has it."""
+    seen: set[tuple[int, str]] = set()
+    for owner, part in enumerate(parts_of(optimizer)):
+        for parameter, state in part.state.items():
+            for key, value in state.items():
+                if (id(state), key) not in seen:  # parts may share it
+                    seen.add((id(state), key))
+                    yield cast(torch.nn.Parameter, parameter), key, value, owner
+
+
+def _kept_twice(optimizer: torch.optim.Optimizer, name: str) -> WorkloadError:
+    return WorkloadError(
+        f"the optimizer's state {name} should be kept once",
+        f"two of the optimizers in {type(optimizer).__name__} keep it for the same parameter",
+        "give each parameter to one of them",
+    )
 
 
 def _held_of(name: str, parameter: torch.nn.Parameter, held: Mapping[str, Held], size: int) -> Held:
@@ -184,9 +207,12 @@ def restore_optimizer(
         CheckpointError: the optimizer is of another class or groups parameters otherwise.
     """
     names = parameter_names(model, optimizer)
-    groups = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+    groups = [[names[parameter] for parameter in group["params"]] for group in groups_of(optimizer)]
     _check_groups(model, type(optimizer).__name__, groups, saved)
     here = {name: parameter for parameter, name in names.items() if not parameter.is_meta}
+    if len(parts_of(optimizer)) > 1:
+        _restore_parts(optimizer, here, tensors, saved)
+        return
     numbers = {name: index for index, name in enumerate(name for group in groups for name in group)}
     state: dict[int, dict[str, Any]] = {}
     for name, value in [*tensors.items(), *saved["numbers"].items()]:
@@ -197,9 +223,39 @@ def restore_optimizer(
     for group, before, own in zip(saved["groups"], optimizer.param_groups, groups, strict=True):
         # What the checkpoint does not know stays: a scheduler that is new keeps its own numbers in the groups.
         values = {**before, **{key: value for key, value in group.items() if key != "parameters"}}
-        values = {k: tuple(v) if isinstance(before.get(k), tuple) else v for k, v in values.items()}
+        values = {key: from_json(value, before.get(key)) for key, value in values.items()}
         packed.append({**values, "params": [numbers[name] for name in own]})
     optimizer.load_state_dict({"state": state, "param_groups": packed})
+
+
+def _restore_parts(
+    optimizer: torch.optim.Optimizer,
+    here: Mapping[str, torch.nn.Parameter],
+    tensors: Mapping[str, torch.Tensor],
+    saved: dict[str, Any],
+) -> None:
+    """Put back the state of an optimizer made of several."""
+    owners = saved.get("owners", {})
+    state: dict[int, dict[torch.nn.Parameter, dict[str, Any]]] = {}
+    for name, value in [*tensors.items(), *saved["numbers"].items()]:
+        key, _, parameter = name.removeprefix(OPTIMIZER).partition("/")
+        if name.startswith(OPTIMIZER) and parameter in here:
+            if owners.get(name) not in range(len(parts_of(optimizer))):
+                raise _other_parts(optimizer)
+            state.setdefault(owners[name], {}).setdefault(here[parameter], {})[key] = value
+    groups = []
+    for group, before in zip(saved["groups"], groups_of(optimizer), strict=True):
+        values = {key: value for key, value in group.items() if key != "parameters"}
+        groups.append({key: from_json(value, before.get(key)) for key, value in values.items()})
+    restore_parts(optimizer, groups, state)
+
+
+def _other_parts(optimizer: torch.optim.Optimizer) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint's optimizer should be made of {len(parts_of(optimizer))} optimizers, as the workload's is",
+        "it does not say which of them has what",
+        "make the optimizer as it was when the checkpoint was saved",
+    )
 
 
 def _check_groups(model: torch.nn.Module, kind: str, groups: list[list[str]], saved: dict[str, Any]) -> None:
@@ -285,7 +341,7 @@ def parameter_names(model: torch.nn.Module, optimizer: torch.optim.Optimizer) ->
         WorkloadError: one of them is not the model's.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
-    for number, group in enumerate(optimizer.param_groups):
+    for number, group in enumerate(groups_of(optimizer)):
         for parameter in group["params"]:
             if parameter not in names:
                 raise WorkloadError(
@@ -297,7 +353,7 @@ def parameter_names(model: torch.nn.Module, optimizer: torch.optim.Optimizer) ->
 
 
 def as_json(what: str, value: Any) -> Any:
-    """`value` if JSON keeps it as it is (tuples become lists).
+    """`value` as JSON keeps it: tuples become lists, whole numbers as keys become text; `from_json` undoes both.
 
     Raises:
         WorkloadError: it does not.
@@ -312,3 +368,24 @@ def as_json(what: str, value: Any) -> Any:
             f"it is a {type(value).__name__}",
             "use numbers, strings, lists and dicts; checkpoints hold no pickled objects",
         ) from None
+
+
+def from_json(value: Any, before: Any) -> Any:
+    """`value`, which `as_json` made, with the types that `before` has in the same places.
+
+    Args:
+        value: as it was read.
+        before: what the workload has in its place now; anything where it has nothing like it.
+    """
+    if isinstance(before, tuple) and isinstance(value, list):
+        return tuple(value)
+    if isinstance(before, list) and isinstance(value, list) and len(before) == len(value):
+        return [from_json(one, other) for one, other in zip(value, before, strict=True)]
+    if not isinstance(before, dict) or not isinstance(value, dict):
+        return value
+    has_numbers = bool(before) and all(type(key) is int for key in before)
+    restored = {}
+    for text, one in value.items():
+        key = int(text) if has_numbers and text.removeprefix("-").isdecimal() else text
+        restored[key] = from_json(one, before.get(key))
+    return Counter(restored) if isinstance(before, Counter) else restored

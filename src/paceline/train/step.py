@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -47,7 +47,7 @@ def train_step(
     check_finite(sums)
     norm = parallel.norm
     if clip_norm is not None:
-        norm = clip(parallel, optimizer.param_groups, clip_norm)
+        norm = clip(parallel, clip_norm)
     parallel.update(optimizer)
     return Outcome(sums, norm)
 
@@ -70,7 +70,7 @@ def check_finite(sums: Sums) -> None:
         )
 
 
-def clip(parallel: Parallel, groups: Iterable[dict[str, Any]], clip_norm: float) -> float:
+def clip(parallel: Parallel, clip_norm: float) -> float:
     """Scale all gradients so that their norm, over all parameters together, is at most `clip_norm`.
 
     Returns:
@@ -86,6 +86,5 @@ def clip(parallel: Parallel, groups: Iterable[dict[str, Any]], clip_norm: float)
             f"it is {float(norm)} although the loss is finite; the parameters were left as they were",
             "lower the learning rate, use precision float32, or look for samples on which the loss has no slope",
         )
-    parameters = [parameter for group in groups for parameter in group["params"]]
-    scale_gradients(parameters, (clip_norm / (norm + 1e-6)).clamp(max=1.0))
+    scale_gradients(parallel.placed.updated().values(), (clip_norm / (norm + 1e-6)).clamp(max=1.0))
     return float(norm)

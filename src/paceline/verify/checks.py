@@ -12,7 +12,7 @@ from paceline.nouns.errors import WorkloadError
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
 from paceline.plan.step_traffic import step_traffic
-from paceline.verify.compare import Difference, RankResult, Reference, differences, largest_difference, room_of
+from paceline.verify.compare import TURNED, Difference, RankResult, Reference, differences, largest_difference, room_of
 from paceline.verify.order import Call, find_disorder
 from paceline.verify.verdict import Culprit, Verdict
 
@@ -82,6 +82,7 @@ def _scalars(reference: Reference, ranks: list[RankResult]) -> list[str]:
             first = len(reference.facts[word]) - len(right) + 1
             for step, (own, expected) in enumerate(zip(mine, right, strict=True), first):
                 tolerance = max(room.own, room.noise * reference.facts["scalar_noise"][word])
+                tolerance += TURNED * reference.facts["scalar_turned"][word]
                 if not abs(own - expected) <= tolerance * max(abs(expected), 1e-300):
                     singular = {"losses": "loss", "weights": "weight", "norms": "gradient norm"}[word]
                     found.append(
@@ -125,76 +126,6 @@ def _ways(branches: list[list[Any]]) -> dict[str, set[bool]]:
     for line, outcome in branches:
         ways.setdefault(line, set()).add(outcome)
     return ways
-
-
-def check_draws(verdict: Verdict, ranks: list[RankResult]) -> None:
-    """Dropout: other draws where samples are others, the same where they are the same; and equal copies after it."""
-    for step in range(len(ranks[0].facts["draws"])):
-        by_part: dict[int, int] = {}
-        for result in ranks:
-            part, drawn = result.facts["data_part"], result.facts["draws"][step]
-            if by_part.setdefault(part, drawn) != drawn and result.facts["coordinate"]["pipeline"] == 0:
-                said = f"step {step + 1}: ranks with the same samples (part {part}) draw different random numbers"
-                verdict.add("dropout", False, said)
-                return
-        same = [part for part, drawn in by_part.items() if drawn == by_part[min(by_part)] and part != min(by_part)]
-        if same:
-            said = f"step {step + 1}: parts {min(by_part)} and {same[0]} of the batch draw the same random numbers"
-            verdict.add("dropout", False, said + ": their dropout is equal")
-            return
-    said = _wrong_masks(ranks)
-    if said:
-        verdict.add("dropout", False, said)
-        return
-    wrong = _unequal_copies(ranks)
-    if wrong:
-        verdict.add("dropout", False, f"with the model's own dropout, copies of {wrong} drift apart between ranks")
-        return
-    verdict.add("dropout", True, "parts of the batch draw their own random numbers; copies stay equal")
-
-
-def check_same_draws(verdict: Verdict, saved: list[RankResult], loaded: list[RankResult]) -> None:
-    """Under the same plan every rank goes on with the random numbers that it had."""
-    for before, after in zip(saved, loaded, strict=True):
-        if before.facts["state_of_draws"] != after.facts["state_of_draws"]:
-            said = f"rank {after.rank} goes on with other random numbers than it had when it saved"
-            verdict.add("resume draws", False, said)
-            return
-
-
-def _wrong_masks(ranks: list[RankResult]) -> str:
-    """Masks that a backward pass did not draw again as they were, or that two draws have in common."""
-    steps = min(len(result.facts["masks"]) for result in ranks)
-    for step in range(steps):
-        owners: dict[int, int] = {}
-        for result in ranks:
-            forward, again = result.facts["masks"][step]
-            if set(again) - set(forward):
-                return (
-                    f"step {step + 1}: rank {result.rank} computes activations again in the backward pass with other "
-                    "dropout than going forward"
-                )
-            if len(set(forward)) < len(forward):
-                return f"step {step + 1}: two draws of rank {result.rank} give the same mask: its dropout repeats"
-            for mask in forward:
-                part = result.facts["data_part"]
-                if owners.setdefault(mask, part) != part:
-                    return f"step {step + 1}: parts {owners[mask]} and {part} of the batch have the same dropout mask"
-    return ""
-
-
-def _unequal_copies(ranks: list[RankResult]) -> str:
-    """A tensor whose same piece differs on two ranks."""
-    first: dict[tuple[str, str], Any] = {}
-    for result in ranks:
-        for key, values in result.tensors.items():
-            if "/parameter/" not in key:
-                continue
-            piece = str(result.facts["placements"].get(key.split("/", 2)[2], ""))
-            other = first.setdefault((key, piece), values)
-            if other.shape != values.shape or not np.allclose(other, values, rtol=1e-4, atol=1e-6, equal_nan=True):
-                return key.split("/", 2)[2]
-    return ""
 
 
 def check_traffic(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ class Room:
 _ROOMS = {"float64": Room(200, 1e-10, 1e-13)}
 
 
+TURNED = 2.0  # times what a gradient of the other sign was seen to do: the update differs for every step in which it is
 _NOISE_AT_MOST = 0.05  # of the largest value of its kind
 
 
@@ -75,13 +76,14 @@ class Reference:
     noise: dict[str, float]
     facts: dict[str, Any]
     precision: str
+    turned: dict[str, float] = field(default_factory=dict)  # how far updates by gradients within their bound move each
 
     @classmethod
     def read(cls, folder: Path, precision: str) -> Reference:
         """What `reference.py` wrote."""
         facts = json.loads((folder / f"reference-{precision}.json").read_text())
         tensors = load_file(folder / f"reference-{precision}.safetensors")
-        return cls(tensors, facts.pop("noise"), facts, precision)
+        return cls(tensors, facts.pop("noise"), facts, precision, facts.pop("turned"))
 
 
 @dataclass(slots=True)
@@ -138,7 +140,7 @@ def _rows(full: Array, dim: int, start: int, stop: int) -> Array:
 
 def differences(reference: Reference, ranks: list[RankResult]) -> list[Difference]:
     """All tensors that differ by more than rounding, steps in order, and whatever nobody holds."""
-    largest = _largest_of_each_kind(reference)
+    largest = largest_of_each_kind(reference)
     found: list[Difference] = []
     for result in ranks:
         for key, mine in result.tensors.items():
@@ -168,7 +170,7 @@ def before_clipping(reference: Reference, ranks: list[RankResult]) -> list[Diffe
 
     tensors, factor = grown(reference.tensors, norms)
     noise = {key: value * factor for key, value in reference.noise.items()}
-    right = Reference(tensors, noise, reference.facts, reference.precision)
+    right = Reference(tensors, noise, reference.facts, reference.precision)  # of step 1: no update is before it
     return differences(right, [RankResult(r.rank, grown(r.tensors, r.facts["norms"])[0], r.facts) for r in ranks])
 
 
@@ -192,7 +194,8 @@ def bound_of(reference: Reference, key: str, largest: Mapping[tuple[int, str], f
     """How far the tensor `key` may be off.
 
     In float64, which decides what is a bug, no more than a small part is ever put down to rounding. In narrower
-    precisions a sign-like optimizer may make whole steps of the rounding of a gradient that is zero.
+    precisions a sign-like optimizer (Adam in its first steps) may make a whole step of the rounding of a gradient near
+    zero: what that does was measured by moving all gradients as far as they may be off, in both directions.
     """
     room = room_of(reference)
     step, kind, _, word = split_key(key)
@@ -201,7 +204,7 @@ def bound_of(reference: Reference, key: str, largest: Mapping[tuple[int, str], f
     if reference.precision == "float64":
         noise = min(noise, _NOISE_AT_MOST * most)
     cancels = room.all * most if kind in ("gradient", "state") else 0.0
-    return noise + room.own * own + cancels
+    return noise + room.own * own + cancels + TURNED * reference.turned.get(key, 0.0)
 
 
 def _size(values: Array) -> float:
@@ -210,7 +213,8 @@ def _size(values: Array) -> float:
     return float(np.abs(finite).max()) if finite.size else 0.0
 
 
-def _largest_of_each_kind(reference: Reference) -> dict[tuple[int, str], float]:
+def largest_of_each_kind(reference: Reference) -> dict[tuple[int, str], float]:
+    """The largest value of each step's gradients, parameters, buffers and states."""
     largest: dict[tuple[int, str], float] = {}
     for key, values in reference.tensors.items():
         step, kind, _, word = split_key(key)

@@ -207,6 +207,7 @@ def graph_calls(workload: Workload, plan: Plan) -> dict[str, list[list[Any]]]:
         at = {"pipeline": pipeline, "tensor": tensor}
         comms = {axis: AxisComm(axis, at.get(axis, 0), tuple(range(mesh.size(axis))), None, Trace()) for axis in AXES}
         split = SplitModel(form, comms["tensor"], comms["pipeline"], plan, torch.device("cpu"), stages_of_plan(plan))
+        split.precision = torch.bfloat16 if workload.precision == "bf16" else None
         if first is None or captured is None:
             first, captured = split, split.decide(workload.loss, example)
         split.lays, split.assignment, split.everywhere = first.lays, first.assignment, first.everywhere
@@ -221,7 +222,9 @@ def _calls_of(split: Any, captured: Any, stages: list[Any]) -> list[list[Any]]:
     calls: list[list[Any]] = []
     for index in split.own_stages:
         for piece in stages[index * split.pieces : (index + 1) * split.pieces]:
-            ledger = stage_traffic(piece, captured, split.local_shapes(captured), [split.tensor], split.recompute)
+            ledger = stage_traffic(
+                piece, captured, split.local_shapes(captured), [split.tensor], split.recompute, split.precision
+            )
             calls += [[row["collective"], row["axis"], row["calls"], ""] for row in ledger.rows()]
     return calls
 

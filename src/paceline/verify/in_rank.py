@@ -29,7 +29,7 @@ from paceline.train.find_workload import find_workload
 from paceline.train.job import Job
 from paceline.verify.branches import Branches
 from paceline.verify.child import read_settings
-from paceline.verify.draws import Draws
+from paceline.verify.draws import Draws, Kept, watch_pieces
 from paceline.verify.plain_steps import kept
 from paceline.verify.randomness import controlled, drawn_state
 from paceline.verify.trace import Trace, begin_heartbeat
@@ -65,6 +65,7 @@ class _Run:
         self.branches: list[tuple[str, bool]] = []
         self.calls: list[tuple[float, float]] = []  # of every micro-batch: loss sum and weight
         self.watch = Watch()
+        self.kept: list[Kept] = []  # by every split dropout of a step
         self.tensors: dict[str, torch.Tensor] = {}
         self.facts: dict[str, Any] = {
             "losses": [],
@@ -72,6 +73,7 @@ class _Run:
             "weights": [],
             "draws": [],
             "masks": [],
+            "kept": [],
             "ledger": [],
             "rates": [],
         }
@@ -99,6 +101,8 @@ class _Run:
             self._note(job, first - 1)
             if self.run.get("watch"):
                 self._look_on(job)
+            if self.run.get("draws") and self.plan.compile == "off":
+                self._look_at_dropout(job)
             batches = iter(job.batches())
             for step in range(first, self.run["steps"] + 1):
                 self._step(job, next(batches), step)
@@ -138,10 +142,19 @@ class _Run:
     def _stepped(self, job: Job, batch: Batch) -> float:
         if not self.run.get("draws") or self.plan.compile == "on":
             return job.step(batch)
+        self.kept.clear()
         with Draws() as drawn:
             mean = job.step(batch)
         self.facts["masks"].append([drawn.forward, drawn.again])
+        self.facts["kept"].append(list(self.kept))
         return mean
+
+    def _look_at_dropout(self, job: Job) -> None:
+        """See which elements each rank of `tensor` keeps."""
+        placed: Any = job.parallel.placed
+        if placed.is_captured:
+            tensor = placed.axes["tensor"]
+            placed.split.watch = watch_pieces(self.kept, tensor.rank, tensor.size)
 
     def _look_on(self, job: Job) -> None:
         """See what modules and operations make in the next step."""

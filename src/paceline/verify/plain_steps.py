@@ -50,6 +50,10 @@ class Variation:
 
     is_reversed: bool = False  # the batch's samples in the opposite order
     noise_seed: int | None = None  # every module's result is moved by one rounding, up or down
+    # By parameter, how far its gradients are moved before every update, up or down as `is_mirrored` says. An optimizer
+    # that looks at a gradient's sign may make a whole step of that, and no less.
+    nudges: Mapping[str, float] = field(default_factory=dict)
+    is_mirrored: bool = False
 
 
 def take_steps(workload: Workload, precision: str, steps: int, variation: Variation | None = None) -> Taken:
@@ -84,12 +88,14 @@ def take_steps(workload: Workload, precision: str, steps: int, variation: Variat
         stack.enter_context(controlled(is_off=precision != "float64"))
         if changed.noise_seed is not None:
             stack.enter_context(one_rounding_off(model, _epsilon(precision), changed.noise_seed))
-        elif not changed.is_reversed:
+        elif variation is None:
             stack.enter_context(execution_order(model, taken.modules))
         batches = _batches(workload, precision == "float64", changed.is_reversed)
         for step in range(1, steps + 1):
             watch = watched if variation is None and step == 1 else _unwatched
-            _step(workload, model, optimizer, next(batches), taken, watch)
+            _gradients(workload, model, optimizer, next(batches), taken, watch)
+            with nudged(model, changed, step):
+                optimizer.step()
             if step in (1, steps):
                 note(taken.tensors, step, model, optimizer)
             if scheduler is not None:
@@ -98,7 +104,7 @@ def take_steps(workload: Workload, precision: str, steps: int, variation: Variat
     return taken
 
 
-def _step(
+def _gradients(
     workload: Workload,
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -122,10 +128,9 @@ def _step(
     if workload.clip_norm is not None:
         # In float64: torch's own float32 norm of a large tensor is off by 8e-5.
         norm = sum(float(gradient.to_dense().double().square().sum()) for gradient in gradients) ** 0.5
-        for parameter in {p for group in optimizer.param_groups for p in group["params"] if p.grad is not None}:
-            parameter.grad *= min(1.0, workload.clip_norm / (norm + 1e-6))
+        for gradient in gradients:  # also those of an optimizer inside the optimizer
+            gradient *= min(1.0, workload.clip_norm / (norm + 1e-6))
         taken.norms.append(norm)
-    optimizer.step()
     taken.losses.append(total / weight)
     taken.weights.append(weight)
 
@@ -252,6 +257,23 @@ def one_rounding_off(model: torch.nn.Module, epsilon: float, seed: int) -> Itera
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def nudged(model: torch.nn.Module, variation: Variation, step: int) -> Iterator[None]:
+    """Move gradients by `variation.nudges` for an update, and put them back after it."""
+    kept = []
+    random = torch.Generator().manual_seed(step)
+    for name, parameter in model.named_parameters() if variation.nudges else ():
+        gradient = parameter.grad
+        if gradient is None or gradient.is_sparse:
+            continue
+        signs = torch.randint(0, 2, gradient.shape, generator=random, dtype=torch.int8) * 2 - 1
+        kept.append((gradient, gradient.clone()))
+        gradient.add_(signs, alpha=variation.nudges[name] * (-1 if variation.is_mirrored else 1))
+    yield
+    for gradient, before in kept:
+        gradient.copy_(before)
 
 
 @contextmanager

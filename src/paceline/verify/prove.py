@@ -22,7 +22,8 @@ from paceline.nouns.errors import PlanError, WorkloadError
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
 from paceline.nouns.workload import too_small_batch
-from paceline.verify.checks import check_branches, check_draws, check_order, check_same_draws, check_step, check_traffic
+from paceline.verify.check_dropout import check_draws, check_same_draws
+from paceline.verify.checks import check_branches, check_order, check_step, check_traffic
 from paceline.verify.compare import Reference, differences, read_ranks
 from paceline.verify.culprit import blame_disorder, blame_loading, find_culprit, find_in_narrow
 from paceline.verify.order import Call, find_disorder, read_trace
@@ -120,7 +121,7 @@ class _Proof:
             return
         self._compare(precisions)
         for what in ("resume", "reshard"):
-            if what in self.request.what and not self.verdict.culprit:
+            if what in self.request.what and self.verdict.is_step_right:
                 self._go_on(what)
 
     def _runs(self, precisions: Sequence[str]) -> list[dict[str, Any]]:
@@ -181,15 +182,15 @@ class _Proof:
         if "traffic" in what:  # of the model's own graph: dropout by value takes other operations
             ranks = read_ranks(self.folder, "draws", self.plan.world_size)
             check_traffic(self.verdict, self.plan, self.dry["models"], ranks)
-        wrong = [check.name for check in self.verdict.checks if not check.passed and check.name != "traffic"]
-        if wrong == [f"step {precisions[-1]}"] and precisions[-1] != "float64":
-            found = find_in_narrow(self.folder, self.plan, precisions[-1])
-            self.verdict.culprit = found or self.verdict.culprit
-        elif wrong:
+        failed = {check.name for check in self.verdict.checks if not check.passed}
+        if "step float64" in failed:
             ranks = read_ranks(self.folder, "float64", self.plan.world_size)
             check_branches(Reference.read(self.folder, "float64"), ranks)
             self.say("something differs: looking for the first module")
             found = find_culprit(self.folder, self.plan, self._watch)
+            self.verdict.culprit = found or self.verdict.culprit
+        elif f"step {precisions[-1]}" in failed:
+            found = find_in_narrow(self.folder, self.plan, precisions[-1])
             self.verdict.culprit = found or self.verdict.culprit
 
     def _watch(self) -> World:
@@ -223,7 +224,10 @@ class _Proof:
             check_step(self.verdict, reference, ranks, name, found)
             if what == "resume":
                 check_same_draws(self.verdict, read_ranks(self.folder, "float64", plan.world_size), ranks)
-            self.verdict.culprit = self.verdict.culprit or blame_loading(found, name)
+            has_worse = self.verdict.culprit is not None and self.verdict.culprit.phase not in ("traffic", "dropout")
+            self.verdict.culprit = (
+                self.verdict.culprit if has_worse else blame_loading(found, name) or self.verdict.culprit
+            )
 
 
 def check_was_not_killed(world: World) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from paceline.nouns.errors import PacelineError, WorkloadError
 from paceline.nouns.workload import Workload
 from paceline.train.find_workload import find_workload
 from paceline.verify.child import read_settings, refuse
+from paceline.verify.compare import Reference, bound_of, largest_of_each_kind, split_key
 from paceline.verify.plain_steps import Taken, Variation, check_can_verify, take_steps
 
 VARIATIONS = (Variation(is_reversed=True), Variation(noise_seed=1))
@@ -56,12 +58,9 @@ def with_noise(
     """
     check_can_verify(workload)
     taken = take_steps(workload, precision, steps)
-    noise: dict[str, float] = {}
-    scalars = dict.fromkeys(("losses", "weights", "norms"), 0.0)
-    notices = []
+    moves, notices = _Moves(), []
     for variation in list(variations):
         other = take_steps(workload, precision, steps, variation)
-        moved = {key: _distance(values, other.tensors[key]) for key, values in taken.tensors.items()}
         is_chaotic = precision == "float64" and _relative(taken.losses, other.losses) > 1e-6
         if is_chaotic and variation.is_reversed:
             variations.remove(variation)
@@ -74,10 +73,44 @@ def with_noise(
                 f"within {steps} steps",
                 "lower the learning rate for verifying, or look for a division by something near zero",
             )
-        noise = {key: max(noise.get(key, 0.0), value) for key, value in moved.items()}
-        for word in scalars:
-            scalars[word] = max(scalars[word], _relative(getattr(taken, word), getattr(other, word)))
-    return taken, {"noise": noise, "scalar_noise": scalars, "notices": notices}
+        moves.add(taken, other)
+    turned = _Moves()
+    if precision != "float64":
+        nudges = _allowed_in_gradients(taken, moves.tensors, precision)
+        for is_mirrored in (False, True):
+            turned.add(taken, take_steps(workload, precision, steps, Variation(nudges=nudges, is_mirrored=is_mirrored)))
+    return taken, {
+        "noise": moves.tensors, "scalar_noise": moves.scalars, "turned": turned.tensors,
+        "scalar_turned": turned.scalars, "notices": notices,
+    }  # fmt: skip
+
+
+class _Moves:
+    """How far tensors, by key, and losses, weights and norms (relative) come out elsewhere, at most."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, float] = {}
+        self.scalars = dict.fromkeys(("losses", "weights", "norms"), 0.0)
+
+    def add(self, taken: Taken, other: Taken) -> None:
+        """Count another run."""
+        for key, values in taken.tensors.items():
+            self.tensors[key] = max(self.tensors.get(key, 0.0), _distance(values, other.tensors[key]))
+        for word in self.scalars:
+            self.scalars[word] = max(self.scalars[word], _relative(getattr(taken, word), getattr(other, word)))
+
+
+def _allowed_in_gradients(taken: Taken, noise: dict[str, float], precision: str) -> dict[str, float]:
+    """By parameter, how far its gradient may be off and still pass."""
+    tensors = {key: values.numpy() for key, values in taken.tensors.items()}
+    reference = Reference(tensors, noise, {"epsilon": taken.epsilon}, precision)
+    largest = largest_of_each_kind(reference)
+    allowed: dict[str, float] = {}
+    for key in tensors:
+        _, kind, name, _ = split_key(key)
+        if kind == "gradient":
+            allowed[name] = max(allowed.get(name, 0.0), bound_of(reference, key, largest))
+    return defaultdict(float, allowed)
 
 
 def write(folder: Path, precision: str, taken: Taken, more: dict[str, Any], clip_norm: float | None = None) -> None:

@@ -14,10 +14,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TextIO
+from typing import Any, TextIO
 
 import paceline
 from paceline.comm.ledger import Ledger
+from paceline.graph.capture import is_capturing
 
 BEAT_S = 0.5
 _PACELINE = str(Path(paceline.__file__).parent) + os.sep  # a person's folder may have that name too
@@ -63,14 +64,22 @@ def begin_heartbeat(path: Path) -> None:
     def beat() -> None:
         draft = path.with_suffix(".draft")
         while True:
-            frame = sys._current_frames().get(main) if main is not None else None
-            waits = is_waiting(frame)
-            fact = {"cpu_s": time.process_time(), "at": asked_at(frame), "waits": waits, "line": innermost(frame)}
-            draft.write_text(json.dumps(fact))
+            draft.write_text(json.dumps({"cpu_s": time.process_time(), **standing(main)}))
             draft.replace(path)
             time.sleep(BEAT_S)
 
     threading.Thread(target=beat, daemon=True).start()
+
+
+def standing(thread: int | None) -> dict[str, Any]:
+    """Where a thread stands: `at` in the person's code, its innermost `line`, and whether it `waits` for others.
+
+    Keeps no frame: a frame keeps all its values alive. During a capture none is looked at.
+    """
+    if is_capturing():
+        return {"at": "the capture of the model's operations", "waits": False, "line": ""}
+    frame = sys._current_frames().get(thread) if thread is not None else None
+    return {"at": asked_at(frame), "waits": is_waiting(frame), "line": innermost(frame)}
 
 
 def is_waiting(frame: FrameType | None) -> bool:

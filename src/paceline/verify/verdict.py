@@ -2,7 +2,7 @@
 
 equal     in float64 no value differs by more than rounding can do, and in the working precision every bit is the same
 rounding  in float64 as above; in the working precision values differ by at most the bound that is shown
-bug       something differs that rounding can't explain
+bug       something differs that rounding can't explain, or a promise beside the steps is broken; the line says which
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Culprit:
     Attributes:
         module: path of the module, "" for the loss or the update.
         collective: the one next to it, in words; "" where none is.
-        phase: forward, loss, backward, update, save or order.
+        phase: start, data, forward, loss, backward, update, buffer, load, order, dropout or traffic.
         said: a sentence.
     """
 
@@ -54,6 +54,16 @@ class Culprit:
     def to_json(self) -> dict[str, Any]:
         """As JSON has it."""
         return {"module": self.module, "collective": self.collective, "phase": self.phase, "said": self.said}
+
+
+# What a check that is no step says when it fails, by the beginning of its name.
+_BESIDE = {
+    "dropout": "with random dropout ranks draw wrong masks, or drift apart",
+    "traffic": "ranks send something else than what was predicted",
+    "resume": "a job that resumes goes on differently",
+    "reshard": "a checkpoint loaded under another mesh goes on differently",
+    "evaluate": "an evaluation gives something else than one process",
+}
 
 
 @dataclass(slots=True)
@@ -78,6 +88,14 @@ class Verdict:
         if not self.is_compared:
             return "passed"
         return "equal" if self.is_bitwise else "rounding"
+
+    @property
+    def is_step_right(self) -> bool:
+        """Whether nothing was found against the order of collectives and the steps themselves."""
+        return not any(name.startswith(("order", "step", "run")) for name in self._failed())
+
+    def _failed(self) -> list[str]:
+        return [check.name for check in self.checks if not check.passed]
 
     def add(self, name: str, passed: bool, said: str, **details: Any) -> None:
         """One more line."""
@@ -109,8 +127,12 @@ class Verdict:
         return lines
 
     def _meaning(self) -> str:
-        if self.word == "bug":
+        if self.word == "bug" and not self.is_step_right:
             return "bug (the distributed step is not the single-process step)"
+        if self.word == "bug":
+            step = "the distributed step is the single-process step, but " if self.is_compared else ""
+            wrong = [text for start, text in _BESIDE.items() if any(name.startswith(start) for name in self._failed())]
+            return f"bug ({step}{'; '.join(wrong)})"
         if self.word == "passed":
             return f"passed ({', '.join(check.name for check in self.checks)}; the plan's own steps were not compared)"
         if self.word == "equal":

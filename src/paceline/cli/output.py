@@ -1,0 +1,98 @@
+"""A command whose output nobody takes any more ends as other commands do: by `| head` quietly, by a full disk in words.
+
+Python ignores SIGPIPE, so that a closed pipe is an exception in whatever prints next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, TextIO
+
+PIPE_CLOSED = 141  # 128 and the number of SIGPIPE, as shells show it for a command that ends so
+FAILED = 1
+
+
+class OutputLost(OSError):
+    """Standard output or error can't be written.
+
+    Args:
+        name: of the stream, for people.
+        error: what the system said.
+    """
+
+    def __init__(self, name: str, error: OSError) -> None:
+        super().__init__(error.errno, error.strerror)
+        self.name = name
+
+
+def guarded(command: Callable[[], int]) -> int:
+    """Run `command` and write out what it printed; its exit code, or that of a command without its output."""
+    streams = sys.stdout, sys.stderr
+    watched = _Watched(sys.stdout, "standard output"), _Watched(sys.stderr, "standard error")
+    sys.stdout, sys.stderr = watched  # type: ignore[assignment]
+    try:
+        try:
+            return command()
+        finally:  # also where argparse leaves by SystemExit
+            for one in watched:
+                one.flush()
+    except OutputLost as lost:
+        for stream in streams:
+            _discard(stream)
+        if lost.errno == errno.EPIPE:
+            return PIPE_CLOSED
+        with contextlib.suppress(OSError, ValueError):
+            print(f"paceline: {lost.name} can't be written ({lost.strerror})", file=streams[1], flush=True)
+        return FAILED
+    finally:
+        sys.stdout, sys.stderr = streams
+
+
+class _Watched:
+    """A stream whose errors say that they are its own.
+
+    Args:
+        stream: standard output or error; None where the process has none.
+        name: for people.
+    """
+
+    def __init__(self, stream: TextIO | None, name: str) -> None:
+        self._stream, self._name = stream, name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """As the stream does."""
+        if self._stream is None:
+            return len(text)
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            raise OutputLost(self._name, error) from None
+
+    def flush(self) -> None:
+        """As the stream does."""
+        if self._stream is None or self._stream.closed:
+            return
+        try:
+            self._stream.flush()
+        except OSError as error:
+            raise OutputLost(self._name, error) from None
+
+
+def _discard(stream: TextIO | None) -> None:
+    """Send what a stream still holds nowhere, so that Python does not try again when it ends."""
+    if stream is None:
+        return
+    try:
+        stream.flush()
+    except OSError:
+        with contextlib.suppress(OSError, ValueError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)

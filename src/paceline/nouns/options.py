@@ -1,0 +1,124 @@
+"""Where each option of a plan has an effect: under which axes, or with parameter servers.
+
+An option that has no effect is refused. Naming its axis with size 1 is enough, so that one line serves any number of
+ranks: then the option is left out of the plan, and the command says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.nouns.errors import PlanError
+from paceline.nouns.mesh import Mesh
+
+SPLIT = ("tensor", "pipeline")  # the axes under which the model runs as graphs, not as its own code
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """Where one option has an effect.
+
+    Args:
+        axes: it needs one of these; none: any plan will do.
+        neutral: values that ask for nothing, and may stand in any plan.
+        beside_split: the values that it can have where tensor or pipeline splits the model too; None: any.
+        of_servers: whether it needs parameter servers, and no axis.
+    """
+
+    axes: tuple[str, ...] = ()
+    neutral: tuple[Any, ...] = ()
+    beside_split: tuple[Any, ...] | None = None
+    of_servers: bool = False
+
+
+SCOPES = {
+    "zero": Scope(("shard",), beside_split=(1,)),
+    "offload": Scope(("shard",), neutral=("off",), beside_split=("off",)),
+    "sequence": Scope(("tensor",), neutral=("off",)),
+    "schedule": Scope(("pipeline",)),
+    "micro_batches": Scope(("pipeline",), neutral=(0,)),
+    "checkpointing": Scope(),
+    "compile": Scope(),
+    "server": Scope(),
+    "mode": Scope(of_servers=True),
+    "quorum": Scope(of_servers=True, neutral=(0,)),
+    "staleness": Scope(of_servers=True, neutral=(0,)),
+    "deadline": Scope(of_servers=True, neutral=(0,)),
+    "replicas": Scope(of_servers=True),
+    "transport": Scope(("replicate",), neutral=("auto",)),
+    "compression": Scope(("replicate", "shard"), neutral=("none",)),
+    "bucket_bytes": Scope(("replicate",)),
+    "checkpoint_every": Scope(),
+    "keep": Scope(),
+}
+
+
+def check_options(options: Mapping[str, Any], mesh: Mesh, named: set[str], servers: int) -> None:
+    """Raise PlanError where an option of a plan has no effect.
+
+    Args:
+        options: by name, those that somebody asked for.
+        mesh: the plan's.
+        named: axes that the plan names, with any size.
+        servers: how many the plan has.
+    """
+    for name, value in options.items():
+        scope = SCOPES[name]
+        if value in scope.neutral:
+            continue
+        if scope.of_servers and not servers:
+            raise PlanError(f"the plan's {name}={value}", "it has no servers", f"add server=2, or leave {name} out")
+        if name == "replicas" and value > servers:
+            raise PlanError(
+                f"the plan's replicas={value}",
+                f"each is a server of its own, and it has {servers}",
+                f"write server={value}, or replicas={servers}",
+            )
+        if scope.axes and not named & {*scope.axes}:
+            raise _without_axis(name, value, scope)
+        _check_beside_split(name, value, mesh)
+
+
+def _without_axis(name: str, value: Any, scope: Scope) -> PlanError:
+    axis = scope.axes[0]
+    return PlanError(
+        f"the plan's {name}={value}",
+        f"it changes nothing without the axis {' or '.join(scope.axes)}, and the plan does not name it",
+        f"add {axis}=N to the plan, such as {axis}=2, or leave {name} out",
+    )
+
+
+def _check_beside_split(name: str, value: Any, mesh: Mesh) -> None:
+    """Raise PlanError where tensor or pipeline leaves an option of `shard` without effect."""
+    beside = [axis for axis in SPLIT if mesh.size(axis) > 1]
+    scope = SCOPES[name]
+    if not beside:
+        return
+    if scope.beside_split is not None and value not in scope.beside_split:
+        raise PlanError(
+            f"the plan's {name}={value} beside {beside[0]}",
+            "there shard splits optimizer state on the rank's device (zero=1), and nothing else",
+            f"leave {name} out, or leave {beside[0]} out",
+        )
+    if name == "compression" and mesh.size("replicate") == 1 and mesh.size("shard") > 1:
+        raise PlanError(
+            f"the plan's compression={value} beside {beside[0]}",
+            "there shard sends gradients as they are",
+            "leave compression out, or write replicate in place of shard",
+        )
+
+
+def without_effect(options: Mapping[str, Any], mesh: Mesh) -> Iterator[str]:
+    """The names of options that change nothing because their axes have size 1.
+
+    Args:
+        options: values, or the words for them, by name; other names are passed over.
+        mesh: the plan's.
+    """
+    for name, value in options.items():
+        scope = SCOPES.get(name, Scope())
+        asks = str(value) not in [str(one) for one in scope.neutral]
+        if scope.axes and asks and all(mesh.size(axis) == 1 for axis in scope.axes):
+            yield name

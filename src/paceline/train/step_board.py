@@ -1,0 +1,115 @@
+"""How many steps every rank of this host has begun, in memory that they share.
+
+A rank that ends its loop, or saves alone, waits for the others in a collective, and they wait for it in their next
+step. The board shows that at once, so that the job ends with an error instead of a hang.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import struct
+import time
+from pathlib import Path
+
+from paceline.comm.process_group import Place
+from paceline.nouns.errors import CollectiveError
+
+CALLS = ("job.close, or the end of the file", "job.save", "job.load", "job.evaluate")
+WAIT_S = 5.0  # then the collective itself waits: a rank may be late, or gone
+_POLL_S = 0.002
+_SLOT = struct.Struct("=qq")  # steps begun; 16 times the number of the call, plus its index in CALLS
+_CALLS_PER_SLOT = 16
+_boards = 0  # made by this process; every rank makes the same ones in the same order
+
+
+class StepBoard:
+    """The board of one job. Where ranks are on several hosts, or meet without a file, it does nothing.
+
+    Args:
+        place: this process among the ranks.
+    """
+
+    def __init__(self, place: Place) -> None:
+        global _boards
+        _boards += 1
+        self.rank, self.size = place.rank, place.size
+        self.begun, self.calls, self.call = 0, 0, 0
+        self.memory: mmap.mmap | None = None
+        if place.size > 1 and place.rendezvous is not None and place.size == place.local_size:
+            self.path = Path(f"{place.rendezvous}.steps-{_boards}")
+            with contextlib.suppress(OSError):  # a disk that is full or read-only: then a hang is a hang
+                self.memory = _shared_memory(self.path, place.size * _SLOT.size)
+
+    def begin_step(self) -> None:
+        """Note that this rank begins a step."""
+        self.begun += 1
+        self._write()
+
+    def meet(self, call: str, step: int) -> None:
+        """Wait until all ranks are at the same call, for a few seconds at most.
+
+        Args:
+            call: one of CALLS, which all ranks must make together.
+            step: this rank's step, for the error.
+
+        Raises:
+            CollectiveError: another rank is in a later step, or in another call.
+        """
+        if self.memory is None:
+            return
+        self.calls, self.call = self.calls + 1, CALLS.index(call)
+        self._write()
+        deadline_s = time.monotonic() + WAIT_S
+        waits_for = [rank for rank in range(self.size) if rank != self.rank]
+        while waits_for and time.monotonic() < deadline_s:
+            waits_for = [rank for rank in waits_for if not self._is_here(rank, call, step)]
+            time.sleep(_POLL_S if waits_for else 0)
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        if self.memory is not None:
+            self.memory.close()
+            self.memory = None
+            with contextlib.suppress(OSError):
+                self.path.unlink()
+
+    def _write(self) -> None:
+        if self.memory is not None:
+            number = self.calls * _CALLS_PER_SLOT + self.call
+            _SLOT.pack_into(self.memory, self.rank * _SLOT.size, self.begun, number)
+
+    def _is_here(self, rank: int, call: str, step: int) -> bool:
+        assert self.memory is not None
+        begun, number = _SLOT.unpack_from(self.memory, rank * _SLOT.size)
+        calls, index = divmod(number, _CALLS_PER_SLOT)
+        if calls < self.calls and begun > self.begun:
+            raise self._apart(call, rank, f"is in step {step + begun - self.begun}", step)
+        if calls == self.calls and CALLS[index] != call:
+            raise self._apart(call, rank, f"is at {CALLS[index]}", step)
+        return bool(calls >= self.calls)
+
+    def _apart(self, call: str, rank: int, found: str, step: int) -> CollectiveError:
+        error = CollectiveError(
+            f"{call} should be reached by all ranks after the same step",
+            f"rank {self.rank} is there after step {step}, and rank {rank} {found}",
+            "give every rank as many batches, and make such calls on all ranks, never under `if rank == 0`; where "
+            "ranks may run out of batches, let them agree before each step: "
+            "more = paceline.all_reduce(torch.tensor(int(more)), 'min')",
+        )
+        error.at(rank=self.rank)
+        return error
+
+
+def _shared_memory(path: Path, size: int) -> mmap.mmap:
+    """A file of `size` bytes, zero at first, mapped by all ranks."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        if os.fstat(descriptor).st_size < size:
+            os.posix_fallocate(
+                descriptor, 0, size
+            )  # on a full disk this fails, a write to the memory would be a SIGBUS
+        return mmap.mmap(descriptor, size)
+    finally:
+        os.close(descriptor)
