@@ -72,13 +72,19 @@ def _check_call(call: ast.Call, path: Path, ranks: int) -> None:
         return  # parts handed on as **parts are known only when it runs
     try:
         if not call.args:
-            check_part_names([name for name in keywords if name])
+            check_part_names([name for name in keywords if name], has_data=not _has_none(call, "data"))
         for keyword in call.keywords:
             value = keyword.value.value if isinstance(keyword.value, ast.Constant) else None
             if keyword.arg == "batch_size" and type(value) is int and 0 < value < ranks:
                 raise too_small_batch(value, ranks)
     except WorkloadError as error:
         raise WorkloadError(f"{path}, line {call.lineno}: {error.asked}", error.found, error.fix) from None
+
+
+def _has_none(call: ast.Call, name: str) -> bool:
+    """Whether the call hands in None by that name."""
+    values = [keyword.value for keyword in call.keywords if keyword.arg == name]
+    return any(isinstance(value, ast.Constant) and value.value is None for value in values)
 
 
 def _name(node: ast.expr) -> str:

@@ -24,14 +24,16 @@ class Workload:
             over the whole global batch, so no split of it can change the result.
         optimizer: `optimizer(model)` makes the optimizer, e.g. `lambda m: AdamW(m.parameters())`.
         data: a data set with `len` and `[]`, or a function that makes one. Random numbers drawn in
-            `[]` (torch, random, numpy) depend on the seed and the sample's position alone.
-        batch_size: samples per optimizer step, over all ranks.
+            `[]` (torch, random, numpy) depend on the seed and the sample's position alone. None: the loop makes
+            its own batches, a part of each on every rank, and hands them to `job.step`.
+        batch_size: samples per optimizer step, over all ranks. Where data is None, those of `job.evaluate`, and it may
+            be left out.
         scheduler: `scheduler(optimizer)` makes a learning-rate scheduler; it steps after each update.
         collate: makes a batch of a list of samples; torch's default where None.
         evaluation: data set for `job.evaluate`, like `data`.
         score: `score(model, batch)` returns a dict of `(sum, weight)`; `{"loss": loss(...)}` where None.
         epochs: passes over the data; ignored where `steps` is given.
-        steps: optimizer steps.
+        steps: optimizer steps. A loop with batches of its own may leave it out, and can't take more.
         micro_batch_size: samples that one rank takes through the model at a time; all where None.
         precision: "float32", "bf16" (autocast; parameters stay float32) or "float64".
         clip_norm: largest norm of the whole gradient; no clipping where None.
@@ -47,7 +49,7 @@ class Workload:
     loss: Callable[[Any, Any], tuple[Any, Any]]
     optimizer: Callable[[Any], Any]
     data: Any
-    batch_size: int
+    batch_size: int = 0
     scheduler: Callable[[Any], Any] | None = None
     collate: Callable[[list[Any]], Any] | None = None
     evaluation: Any = None
@@ -63,7 +65,9 @@ class Workload:
 
     def __new__(cls, *values: Any, **parts: Any) -> Workload:
         """Check the names of the parts before Python does, so that the error can say what was meant."""
-        check_part_names([*PARTS[: len(values)], *parts])
+        given = [*PARTS[: len(values)], *parts]
+        data = parts.get("data", values[PARTS.index("data")] if "data" in PARTS[: len(values)] else None)
+        check_part_names(given, has_data=data is not None or "data" not in given)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -79,8 +83,11 @@ class Workload:
                 )
         for name in ("data", "evaluation"):
             _check_data(name, getattr(self, name))
+        if self.data is None:
+            self._check_without_data()
         for name, least in (("batch_size", 1), ("epochs", 1), ("steps", 1), ("micro_batch_size", 1)):
-            _check_count(name, getattr(self, name), least, may_be_none=name in ("steps", "micro_batch_size"))
+            if name != "batch_size" or self.data is not None:
+                _check_count(name, getattr(self, name), least, may_be_none=name in ("steps", "micro_batch_size"))
         _check_count("loader_workers", self.loader_workers, 0)
         _check_count("seed", self.seed, 0)
         if self.precision not in PRECISIONS:
@@ -96,19 +103,40 @@ class Workload:
                 "leave it out for no clipping, or write e.g. clip_norm=1.0",
             )
 
+    def _check_without_data(self) -> None:
+        """Raise WorkloadError for a part that is about `data`, where there is none."""
+        _check_count("batch_size", self.batch_size, 0)
+        for name, value, otherwise in (
+            ("epochs", self.epochs, "write steps=... instead"),
+            ("micro_batch_size", self.micro_batch_size, "leave it out, and hand smaller batches to job.step"),
+        ):
+            if value != PARTS_DEFAULTS[name]:
+                raise WorkloadError(
+                    f"the workload has {name}={value!r}",
+                    "its data is None: its loop makes the batches, and each goes through the model whole",
+                    otherwise,
+                )
+
     def check_ranks(self, ranks: int) -> None:
         """Raise WorkloadError unless every one of `ranks` ranks gets a sample of a full batch."""
-        if self.batch_size < ranks:
+        if self.data is not None and self.batch_size < ranks:
             raise too_small_batch(self.batch_size, ranks)
 
 
 PARTS = tuple(field.name for field in dataclasses.fields(Workload))
+PARTS_DEFAULTS = {field.name: field.default for field in dataclasses.fields(Workload)}
 NEEDED = tuple(f.name for f in dataclasses.fields(Workload) if f.default is dataclasses.MISSING)
 
 
-def check_part_names(given: list[str]) -> None:
-    """Raise WorkloadError when a needed part is missing or a name is none of a workload's parts."""
-    missing = [name for name in NEEDED if name not in given]
+def check_part_names(given: list[str], has_data: bool = True) -> None:
+    """Raise WorkloadError when a needed part is missing or a name is none of a workload's parts.
+
+    Args:
+        given: the names.
+        has_data: the part `data` is not None.
+    """
+    needed = (*NEEDED, "batch_size") if has_data else NEEDED
+    missing = [name for name in needed if name not in given]
     for name in given:
         if name not in PARTS:
             raise WorkloadError(
@@ -118,7 +146,7 @@ def check_part_names(given: list[str]) -> None:
             )
     if missing:
         raise WorkloadError(
-            f"a workload needs {', '.join(NEEDED)}",
+            f"a workload needs {', '.join(needed)}",
             f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing",
             f"add {', '.join(f'{name}=...' for name in missing)} to Workload(...)",
         )
@@ -146,7 +174,7 @@ def _check_count(name: str, value: object, least: int, may_be_none: bool = False
 
 def _check_data(name: str, value: Any) -> None:
     is_data = hasattr(value, "__getitem__") and hasattr(value, "__len__")
-    if not is_data and not callable(value) and not (value is None and name == "evaluation"):
+    if not is_data and not callable(value) and value is not None:
         raise WorkloadError(
             f"the workload's {name} should be a data set with len() and [], or a function that makes one",
             f"it is {_shown(value)}",

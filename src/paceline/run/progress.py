@@ -48,6 +48,8 @@ class Progress:
         kind = event.get("event")
         if kind == "start":
             self.started, self.total_steps = event, event["total_steps"]
+        elif kind == "own_batches":
+            self.total_steps = event["total_steps"]
         elif kind == "step":
             self.first = self.first or event
             self.records.append(event)
@@ -81,9 +83,12 @@ class Progress:
         last = self.last
         if last is None:
             return "starting" if not self.started else "first step"
-        parts = [f"step {last['step']}/{self.total_steps}", f"loss {last['loss']:.4f}"]
+        total = self.total_steps if self.total_steps >= last["step"] else 0  # a loop of one's own may have no end
+        parts = [f"step {last['step']}" + (f"/{total}" if total else ""), f"loss {last['loss']:.4f}"]
         rate = self.samples_per_s()
-        if rate:
+        if rate and not total:
+            parts.append(f"{rate:.1f} samples/s")
+        elif rate:
             left = max(0, self.total_steps - last["step"])
             seconds = (self.records[-1]["at"] - self.records[0]["at"]) / (len(self.records) - 1) * left
             parts += [f"{rate:.1f} samples/s", f"{duration(seconds)} left"]

@@ -64,7 +64,9 @@ class RankLoader:
         return DataOrder(self.workload.seed, len(self.data), batch_size, shuffle)
 
     def length(self) -> tuple[int, int]:
-        """Optimizer steps of the whole training, and the position after the last."""
+        """Optimizer steps of the whole training, 0 where nobody has said, and the position after the last."""
+        if not len(self.data):
+            return self.workload.steps or 0, 0  # the loop makes the batches
         order = self.order(self.workload.batch_size)
         steps = self.workload.steps or self.workload.epochs * -(-order.samples // order.batch_size)
         return steps, order.position_after(steps)
@@ -172,8 +174,10 @@ def open_data(name: str, value: Any) -> Any:
     """The workload's data set: itself, or made by its function.
 
     Raises:
-        WorkloadError: it has no length or no items, or it is empty.
+        WorkloadError: there is none, or it has no length or no items, or it is empty.
     """
+    if value is None:
+        raise no_data(name)
     is_data = hasattr(value, "__getitem__") and hasattr(value, "__len__") and not isinstance(value, type)
     data = value if is_data else value()
     if not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
@@ -187,3 +191,12 @@ def open_data(name: str, value: Any) -> Any:
             f"the workload's {name} should hold samples", "it is empty", "check the path and the filter that made it"
         )
     return data
+
+
+def no_data(name: str = "data") -> WorkloadError:
+    """The error of what needs a data set, for a workload whose loop makes the batches."""
+    return WorkloadError(
+        f"the workload's {name} is needed here",
+        "it is None: the batches are those that your own loop hands to job.step",
+        f"write {name}=... in the Workload, or leave out what needs it, such as job.batches()",
+    )

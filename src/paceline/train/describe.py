@@ -18,6 +18,7 @@ from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
 from paceline.nouns.workload import Workload
 from paceline.parallel.replicate import sparse_names
+from paceline.train.data import no_data
 from paceline.train.find_workload import find_workload
 
 
@@ -44,7 +45,12 @@ def describe(workload: Workload, plan: Plan | None = None, tensor_rank: int = 0,
         plan: with `shard`, `tensor`, `pipeline` or `server`; only its split is described, nothing is computed.
         tensor_rank: whose pieces are described.
         data_part: whose part of the batch.
+
+    Raises:
+        WorkloadError: its data is None, so that nothing is known of its batches.
     """
+    if workload.data is None:
+        raise no_data()
     mesh = Mesh.parse(plan.mesh) if plan is not None else Mesh.parse("replicate=1")
     model = made_without_values(workload)
     if workload.precision == "float64":

@@ -29,7 +29,7 @@ from paceline.parallel.apply import open_comms
 from paceline.train import evaluate as evaluation
 from paceline.train import last_checkpoint, prepare, servers, snapshot
 from paceline.train.agree import check_same_data_everywhere, check_same_start
-from paceline.train.data import Batch, RankLoader, cut_into, moved, open_data
+from paceline.train.data import Batch, RankLoader, cut_into, moved, no_data, open_data
 from paceline.train.events import Events, peak_memory_bytes
 from paceline.train.last_checkpoint import first_failure
 from paceline.train.place import make_parallel, place_model
@@ -73,6 +73,15 @@ class Job:
         rank, size, device: this rank's place.
     """
 
+    step_number: int
+    position: int
+    total_steps: int
+    is_stepping: bool
+    has_own_batches: bool
+    last: StepRecord | None
+    saved_step: int | None  # of the run's newest checkpoint, on the disk or being written
+    closed_step: int | None
+
     def __init__(self, workload: Workload, plan: Plan, clock: Clock | None = None) -> None:
         world = words.world()
         self.workload, self.plan, self.clock = workload, plan, clock or WallClock()
@@ -89,8 +98,10 @@ class Job:
         if workload.deterministic:
             prepare.be_deterministic()
         self.data_part, self.random_stream = mesh.data_part(self.rank), mesh.random_stream(self.rank)
-        self.loader = self._make_loader(workload.data, "data", (self.data_part, mesh.data_size))
-        example = self.loader.example() if self.size > 1 else None
+        prepare.check_plan_without_data(workload, plan, mesh)
+        data = open_data("data", workload.data) if workload.data is not None else ()
+        self.loader = self._make_loader(data, (self.data_part, mesh.data_size))
+        example = self.loader.example() if self.size > 1 and len(data) else None
         seed_everything(workload.seed)
         placed = place_model(workload, self.comms, plan, self.device, example)
         for notice in placed.notices:
@@ -105,20 +116,19 @@ class Job:
         prepare.keep_own(self.optimizer, mesh)
         self.scheduler = prepare.make_scheduler(workload, self.optimizer)
         seed_everything(workload.seed, 1 + self.random_stream)  # dropout draws from here on
-        if self.size > 1:
+        if self.size > 1 and len(data):
             first = self.loader.first_sample()
             check_same_data_everywhere(len(self.loader.data), first, self.comms.step, self.notice)
-        self.total_steps, self.end = self.loader.length()
-        self.step_number, self.position = 0, 0
-        self.saved_step: int | None = None  # of the run's newest checkpoint, on the disk or being written
-        self.closed_step: int | None = None
-        self.last: StepRecord | None = None
-        self.is_stopping = threading.Event()
-        self.is_stepping = False  # stays set when a step fails
         self._begin_run()
 
     def batches(self) -> Iterator[Batch]:
-        """This rank's part of every global batch from here to the last step; hand each to `step`."""
+        """This rank's part of every global batch from here to the last step; hand each to `step`.
+
+        Raises:
+            WorkloadError: the workload's data is None.
+        """
+        if self.workload.data is None:
+            raise no_data()
         self.model.train()
         if self.plan.server:
             yield from servers.batches(self)
@@ -129,9 +139,12 @@ class Job:
         """One optimizer step; the mean loss of the global batch, the same on every rank.
 
         Args:
-            batch: from `batches`; or one micro-batch of your own, then the data order is yours too.
+            batch: from `batches`; or this rank's part of a batch of your own. Then the data order is yours too, after
+                a resume as well (begin at `step_number`), all ranks must take equally many steps, and the loss must
+                add up over the parts: nothing is tried out beforehand.
 
         Raises:
+            WorkloadError: a batch of your own, and the workload cuts batches or has no steps left.
             LossError: the loss has the wrong form or is not finite; the model is as it was.
             PeerLostError: another rank has gone.
             Stopped: the job was asked to stop; it has been saved.
@@ -140,8 +153,10 @@ class Job:
             servers.begin_step(self)
         began_s, sent_before = self.clock.now_s(), self.ledger.total_bytes
         self.is_stepping = True
-        self.board.begin_step()
         own = isinstance(batch, Batch)
+        if not own:
+            self._take_own_batch()
+        self.board.begin_step()
         double = self.workload.precision == "float64"
         microbatches = batch.microbatches if own else [moved(batch, self.device, double)]
         try:
@@ -196,10 +211,10 @@ class Job:
             WorkloadError: there is no data set for evaluation.
         """
         self.board.meet("job.evaluate", self.step_number)
-        data = prepare.evaluation_data(self.workload, data)
+        opened = prepare.evaluation_data(self.workload, data)
         # Workers of servers may be at different steps, so each evaluates on all of it.
         parts = (0, 1) if self.plan.server else (self.data_part, Mesh.parse(self.plan.mesh).data_size)
-        loader = self._make_loader(data, "evaluation", parts)
+        loader = self._make_loader(opened, parts)
         score = score or self.workload.score or self._score
         prepare.check_can_score(self.parallel.placed, metrics)
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.workload.precision == "bf16"):
@@ -285,14 +300,34 @@ class Job:
         self.board.close()
         self.parallel.close()
 
-    def _make_loader(self, data: Any, name: str, parts: tuple[int, int]) -> RankLoader:
+    def _make_loader(self, data: Any, parts: tuple[int, int]) -> RankLoader:
         pieces = cut_into(self.plan, Mesh.parse(self.plan.mesh), self.workload)
-        return RankLoader(open_data(name, data), self.workload, *parts, self.device, pieces)
+        return RankLoader(data, self.workload, *parts, self.device, pieces)
+
+    def _take_own_batch(self) -> None:
+        """Check a batch of the person's own; with the first, say what it changes."""
+        prepare.check_own_batch(self.workload, self.plan, self.step_number)
+        if self.has_own_batches:
+            return
+        self.has_own_batches = True
+        self.total_steps = self.workload.steps or 0
+        self.events.write({"event": "own_batches", "total_steps": self.total_steps})
+        if self.step_number:
+            self.notice(
+                f"the job goes on after step {self.step_number} with batches of your own: a loop that does not begin "
+                "there (job.step_number) takes its first ones again"
+            )
 
     def _score(self, model: Any, batch: Any) -> dict[str, Any]:
         return {"loss": self.workload.loss(model, batch)}
 
     def _begin_run(self) -> None:
+        self.total_steps, self.end = self.loader.length()
+        self.step_number, self.position = 0, 0
+        self.saved_step, self.closed_step, self.last = None, None, None
+        self.has_own_batches = False
+        self.is_stopping = threading.Event()
+        self.is_stepping = False  # stays set when a step fails
         _made[:] = [self]
         place = words.world().place
         self.board = StepBoard(dataclasses.replace(place, size=1) if self.plan.server else place)

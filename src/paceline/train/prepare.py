@@ -257,7 +257,56 @@ def evaluation_data(workload: Workload, data: Any) -> Any:
             "the workload has no evaluation and the call named none",
             "write evaluation=... in the Workload, or job.evaluate(data)",
         )
+    if not workload.batch_size:
+        raise WorkloadError(
+            "batches to evaluate on", "the workload has no batch_size", "write batch_size=... in the Workload"
+        )
     return open_data("evaluation", workload.evaluation if data is None else data)
+
+
+def check_plan_without_data(workload: Workload, plan: Plan, mesh: Mesh) -> None:
+    """Raise PlanError when the plan has to see samples before the first step, or to know their order.
+
+    Args:
+        workload: its data may be None.
+        plan: the job's.
+        mesh: of the plan.
+    """
+    if workload.data is not None:
+        return
+    needs = [axis for axis in ("tensor", "pipeline") if mesh.size(axis) > 1] + ["server"] * bool(plan.server)
+    if needs:
+        found = "shows every worker its samples" if plan.server else "splits the model by what the loss does to a batch"
+        raise PlanError(
+            f"a plan with {needs[0]}, which {found}",
+            "the workload's data is None",
+            "write replicate or shard, or hand in data=... with samples like those of your batches",
+        )
+
+
+def check_own_batch(workload: Workload, plan: Plan, step_number: int) -> None:
+    """Raise WorkloadError when a batch of the person's own loop is at odds with the workload or the plan.
+
+    Args:
+        workload: its micro_batch_size cuts batches of its data alone.
+        plan: so do its micro_batches.
+        step_number: steps done.
+    """
+    cuts = {"micro_batch_size": workload.micro_batch_size, "micro_batches": max(plan.micro_batches - 1, 0)}
+    for name, value in cuts.items():
+        if value:
+            raise WorkloadError(
+                "job.step got a batch that does not come from job.batches()",
+                f"{name} cuts the batches of the workload's data alone, and this one would go through the model whole",
+                f"leave {name} out, and hand in batches that fit",
+            )
+    if workload.steps is not None and step_number >= workload.steps:
+        raise WorkloadError(
+            f"step {step_number + 1} of a loop with its own batches",
+            f"the workload has steps={workload.steps}, which are done",
+            "write more steps, or let the loop begin where the job is, also after --resume: "
+            "for step in range(job.step_number, job.total_steps)",
+        )
 
 
 def check_space(folder: Path, model: torch.nn.Module) -> None:

@@ -201,6 +201,10 @@ def micro_batch(workload: Workload, data: Any, positions: Sequence[int], is_doub
 def data_of(workload: Workload) -> Any:
     """The data set, made if it is a function."""
     data = workload.data
+    if data is None:
+        raise WorkloadError(
+            "batches to verify with", "the workload's data is None", "hand in data=... with samples like your batches'"
+        )
     is_data = hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, type)
     return data if is_data else data()
 
