@@ -107,13 +107,13 @@ def paceline(folder: Path, *words: str | Path, timeout: float = 300, **environme
     return Ended(done.returncode, done.stdout, done.stderr, seconds)
 
 
-def start(folder: Path, *words: str | Path, **environment: str) -> subprocess.Popen:
+def start(folder: Path, *words: str | Path, stderr=subprocess.PIPE, **environment: str) -> subprocess.Popen:
     """Start `paceline` in `folder`."""
     return subprocess.Popen(
         command(*words),
         cwd=folder,
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=stderr,
         text=True,
         env=marked(folder, environment),
     )

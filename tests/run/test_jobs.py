@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 import random
 import signal
 import subprocess
@@ -95,7 +97,91 @@ def test_a_rank_that_the_supervisor_kills_is_not_the_cause(tmp_path):
     ended = paceline(tmp_path, "run", "-n", "3", "--job", "a", "--transport", "shared_memory", "--json", file)
     assert ended.code == 1
     assert "SIGKILL" not in ended.err
-    assert json.loads(ended.out)["failure"]["type"] == "PeerLostError", ended.err
+    failure = json.loads(ended.out)["failure"]
+    assert (failure["rank"], failure["type"]) == (1, "ProcessDied"), ended.err
+
+
+LEAVE = "    if job and job.step_number == 6 and job.rank == {rank}: {leave}\n"
+
+
+@pytest.mark.parametrize(
+    ("rank", "leave", "said"),
+    [
+        (
+            1,
+            "sys.exit(0)",
+            "rank 1 should take as many steps as the other ranks, but it",
+        ),
+        (1, "os._exit(0)", "rank 1's process ended with exit code 0 before the end of its file"),
+        (0, "os._exit(0)", "rank 0's process ended with exit code 0 before the end of its file"),
+    ],
+)
+@pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
+def test_a_rank_that_leaves_with_exit_code_0_is_the_first_cause(tmp_path, rank, leave, said, transport):
+    file = write_workload(tmp_path, LEAVE.format(rank=rank, leave=leave))
+    words = ("-n", "2", "--job", "a", "--transport", transport, "--stall-notice", "8", "--json", file)
+    ended = paceline(tmp_path, "run", *words)
+    assert ended.code == 1
+    assert ended.err.count(said) == 1, ended.err
+    assert "look for the rank that failed first" not in ended.err
+    assert json.loads(ended.out)["failure"]["rank"] == rank
+
+
+def test_one_process_that_leaves_with_exit_code_0_is_not_done(tmp_path):
+    ended = paceline(tmp_path, "run", "--job", "a", write_workload(tmp_path, LEAVE.format(rank=0, leave="os._exit(0)")))
+    assert ended.code == 1
+    assert "rank 0's process ended with exit code 0 before the end of its file" in ended.err
+
+
+def test_all_ranks_may_leave_together_by_exit_code_0(tmp_path):
+    loop = LOOP + "        if job.step_number == 6: sys.exit(0)\n"
+    ended = paceline(tmp_path, "run", "-n", "2", "--job", "a", "--json", write_workload(tmp_path, loop=loop))
+    assert ended.code == 0, ended.err
+    assert json.loads(ended.out)["status"] == "done"
+    assert (run_of(tmp_path) / "checkpoints" / "step-00000006").is_dir()
+
+
+@pytest.mark.parametrize("plan", ["replicate=2", "server=1,replicate=2"])
+def test_sigterm_to_one_rank_stops_the_job_and_says_which(tmp_path, plan):
+    hook = "    if job and job.step_number == 6 and job.rank == 1: os.kill(os.getpid(), signal.SIGTERM)\n"
+    file = write_workload(tmp_path, hook)
+    ended = paceline(tmp_path, "run", "--plan", plan, "--job", "a", "--json", file)
+    result = json.loads(ended.out)
+    assert (ended.code, result["status"], result["exit_code"]) == (143, "stopped", 143), ended.err
+    assert 6 < result["steps"] < STEPS
+    who = "rank 1" if plan == "replicate=2" else "a rank"
+    assert result["stop_sent_to"] == who
+    assert f"stopped, since {who} was sent SIGTERM; saved as " in ended.err
+    assert f"checkpoints/step-{result['steps']:08d}; go on with --resume --job a" in ended.err
+
+
+def test_an_error_without_a_message_is_told_like_any_other(tmp_path):
+    file = write_workload(tmp_path, "    assert job is None or job.step_number < 3\n")
+    ended = paceline(tmp_path, "run", "--job", "a", file)
+    assert ended.code == 1
+    assert "rank 0, step 4 failed first: AssertionError\n" in ended.err
+    assert ended.err.count("Traceback") == 1
+
+
+def test_a_stop_before_anything_is_saved_promises_no_checkpoint(tmp_path):
+    hook = "    if job and job.step_number == 2: time.sleep(60)\n"
+    job = start(tmp_path, "run", "--job", "a", "--grace", "0.5", write_workload(tmp_path, hook))
+    assert wait_for(lambda: len(losses(run_of(tmp_path))) >= 2, 30)
+    send(job, signal.SIGTERM)
+    _, err = job.communicate(timeout=30)
+    assert job.returncode == 143, err
+    assert "stopped; nothing was saved; --resume --job a starts it again at step 0" in err
+
+
+def test_a_stop_that_had_to_be_forced_names_the_checkpoint_that_there_is(tmp_path):
+    hook = "    if job and job.step_number == 5: time.sleep(60)\n"
+    words = ("--job", "a", "--grace", "0.5", "--checkpoint-every", "4")
+    job = start(tmp_path, "run", *words, write_workload(tmp_path, hook))
+    assert wait_for(lambda: len(losses(run_of(tmp_path))) >= 5, 30)
+    send(job, signal.SIGTERM)
+    _, err = job.communicate(timeout=30)
+    assert job.returncode == 143, err
+    assert "its last steps are not saved, the newest checkpoint is runs/a/checkpoints/step-00000004; go on with" in err
 
 
 def test_ranks_that_wait_for_something_else_are_ended_too(tmp_path):
@@ -123,7 +209,7 @@ def test_nan_on_one_rank_names_rank_and_step(tmp_path):
     assert "Fix: " in ended.err
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_a_stop_saves_and_resume_goes_on(tmp_path, number, code):
     file = write_workload(tmp_path)
     paceline(tmp_path, "run", "-n", "2", "--job", "whole", file)
@@ -163,6 +249,40 @@ def test_a_signal_after_the_last_step_leaves_the_job_done(tmp_path):
     out, err = job.communicate(timeout=30)
     assert job.returncode == 0, err
     assert json.loads(out)["status"] == "done"
+
+
+@pytest.mark.parametrize("place", ["paceline.run.job.finish", "paceline.cli.run._tell"])
+def test_a_signal_after_the_end_changes_no_word_of_it(tmp_path, monkeypatch, capsys, place):
+    from paceline.cli.main import main
+
+    module, _, name = place.rpartition(".")
+    real = getattr(importlib.import_module(module), name)
+
+    def with_ctrl_c(*words):
+        os.kill(os.getpid(), signal.SIGINT)
+        return real(*words)
+
+    monkeypatch.setattr(place, with_ctrl_c)
+    file = write_workload(tmp_path)
+    before = signal.getsignal(signal.SIGINT)
+    code = main(["run", "--runs", str(tmp_path / "runs"), "--job", "a", str(file)])
+    result = json.loads((run_of(tmp_path) / "result.json").read_text())
+    assert (code, result["exit_code"], result["status"]) == (0, 0, "done")
+    assert "before it was under way" not in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGINT) == before
+
+
+def test_ctrl_c_to_the_fork_server_is_ignored_from_its_first_moment(tmp_path):
+    import psutil
+
+    job = start(tmp_path, "run", "--job", "a", write_workload(tmp_path))
+    while not losses(run_of(tmp_path)) and job.poll() is None:
+        for child in psutil.Process(job.pid).children():
+            child.send_signal(signal.SIGINT)
+        time.sleep(0.01)
+    _, err = job.communicate(timeout=60)
+    assert job.returncode == 0, err
+    assert "KeyboardInterrupt" not in err
 
 
 def test_a_crash_while_stopping_is_a_failure(tmp_path):
@@ -213,8 +333,6 @@ def test_killed_at_a_random_step_and_resumed_with_other_ranks(tmp_path, again):
     )  # fmt: skip
     assert wait_for(lambda: len(losses(run_of(tmp_path))) >= kill_at, 30)
     for pid in rank_pids(job):
-        import os
-
         os.kill(pid, signal.SIGKILL)
     job.communicate(timeout=10)
     assert job.returncode == 1
@@ -248,6 +366,13 @@ def test_resume_falls_back_to_the_last_whole_checkpoint(tmp_path):
     assert f"{newest.name} is passed over: rank-00001.safetensors has" in ended.err
     assert "goes on at step-00000015" in ended.err
     assert losses(run_of(tmp_path)) == before
+
+
+def test_a_failure_names_the_checkpoint_that_resume_takes(tmp_path):
+    hook = "    if job and job.step_number == 7: job.save('best'); os._exit(3)\n"
+    ended = paceline(tmp_path, "run", "--job", "a", "--checkpoint-every", "5", write_workload(tmp_path, hook))
+    assert ended.code == 1
+    assert "Last checkpoint: runs/a/checkpoints/step-00000005; go on with --resume --job a" in ended.err
 
 
 def test_checkpoints_are_kept_to_the_last_few(tmp_path):

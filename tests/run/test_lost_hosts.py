@@ -123,7 +123,10 @@ class Play:
         screen.end = lambda: None
         self.h1.on_turn = turn
         self.supervisor = Supervisor(request, screen)
-        ending, _ = self.supervisor.run()
+        try:
+            ending, _ = self.supervisor.run()
+        finally:
+            self.supervisor.restore_signals()
         return ending
 
 

@@ -38,7 +38,7 @@ from paceline.checkpoint.manifest import (
 from paceline.checkpoint.merge import as_hex, merged_optimizer, merged_tensors
 from paceline.checkpoint.reshard import Part, dtype_of, hash_of
 from paceline.checkpoint.tensor_file import DTYPES
-from paceline.nouns.errors import CheckpointError, ReadError
+from paceline.nouns.errors import CheckpointError, ReadError, how_to_write
 from paceline.nouns.placement import Placement
 from paceline.nouns.reading import COUNT, read_json
 
@@ -145,7 +145,7 @@ class Writer:
         if isinstance(error, CheckpointError):
             found, fix = error.found, error.fix
         elif isinstance(error, OSError):
-            found = error.strerror or found
+            found, fix = error.strerror or found, f"{how_to_write(error)}; older checkpoints are untouched"
         failure = CheckpointError(
             f"rank {self.rank} should write its part of the checkpoint {folder}",
             f"it could not be written: {found}",
@@ -157,6 +157,8 @@ class Writer:
             _let_others_finish(partial, self.size)
             shutil.rmtree(partial, ignore_errors=True)
         else:
+            with contextlib.suppress(OSError):  # on a full disk this makes room for the note
+                (partial / file_name(self.rank)).unlink(missing_ok=True)
             _leave_note(partial, self.rank, {"error": found})
 
 

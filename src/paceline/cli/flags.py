@@ -33,7 +33,7 @@ RUN_FLAGS: dict[str, frozenset[str]] = {
     "on": _JOBS | {CHECK},
     **dict.fromkeys(("checkpoint_every", "keep", "resume_or_start"), _JOBS - {RANK}),
     **dict.fromkeys(("runs", "resume"), _JOBS - {RANK, "kubernetes"}),
-    "grace": _SUPERVISED,
+    **dict.fromkeys(("grace", "stall_notice"), _SUPERVISED),
     "json": _SUPERVISED | {"slurm"},
     **dict.fromkeys(("dry_run", "env", "shape"), _JOBS - {RANK, NAMED_RANK}),
     **dict.fromkeys(("hosts", "hostfile"), _WITH_HOSTS),

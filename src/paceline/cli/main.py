@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import errno
 import importlib
+import io
 import json
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -14,6 +16,8 @@ from paceline.cli.flags import check_after_file, check_rules, given, misplaced
 from paceline.cli.output import guarded
 from paceline.nouns.errors import MEETS_NOT, PacelineError, UsageError, did_you_mean
 from paceline.nouns.reading import shown
+
+INTERRUPTED = 130  # 128 and the number of SIGINT, as shells have it
 
 # Name and summary of every verb; the file of the same name in this room is loaded when it is called.
 VERBS = {
@@ -55,8 +59,38 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one verb. 0: it did what it says; 1: the job failed; 2: the request can't be met; 141: nobody read it all."""
-    return guarded(lambda: _main(argv))
+    """Run one verb. 0: it did what it says; 1: the job failed; 2: the request can't be met.
+
+    130: Ctrl-C; 141: nobody read it all.
+    """
+    _open_missing_streams()
+    _accept_any_text()
+    return guarded(lambda: _uninterrupted(argv))
+
+
+def _uninterrupted(argv: list[str] | None) -> int:
+    try:
+        return _main(argv)
+    except KeyboardInterrupt:
+        print("paceline: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _open_missing_streams() -> None:
+    """Where the shell has closed standard input, output or error, a pipe or socket of ours would take its number."""
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest number that is free: this one
+            setattr(sys, name, os.fdopen(descriptor, "w" if descriptor else "r"))
+
+
+def _accept_any_text() -> None:
+    """Have what the terminal's encoding lacks escaped; it must not end a command."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _main(argv: list[str] | None) -> int:

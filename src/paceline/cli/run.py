@@ -8,8 +8,9 @@ under mpirun, with --on ray as actors.
 --on slurm and --on kubernetes send the job and return. Started itself by torchrun, mpirun, srun or in a pod, it
 becomes the rank, or starts the ranks of its node.
 
-Exit codes: 0 done, or stopped by SIGTERM with a checkpoint; 130 stopped by Ctrl-C with a checkpoint;
-1 the job failed; 2 the request can't be met.
+Exit codes: 0 done, or stopped by SIGTERM with a checkpoint; 129 or 130 stopped by SIGHUP or Ctrl-C; 143 stopped by
+SIGTERM without a checkpoint of its last step, or by one that was sent to a rank and not to this command; 1 the job
+failed; 2 the request can't be met.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from paceline.comm.dialects import NodePosition, Position
 from paceline.launch.seats import Meeting, Seats
 from paceline.launch.ssh import check_ssh
 from paceline.launch.workload_file import read_workload_file
-from paceline.nouns.errors import UsageError
+from paceline.nouns.errors import PacelineError, UsageError
 from paceline.nouns.mesh import AXES, SHORT, Mesh
 from paceline.nouns.options import without_effect
 from paceline.nouns.plan import COMPRESSIONS, TRANSPORTS, Plan
@@ -42,8 +43,9 @@ from paceline.run.interrupts import interruptible
 from paceline.run.job import run_job
 from paceline.run.place import joined_address
 from paceline.run.progress import Progress, Screen
+from paceline.run.stalls import DEFAULT_S, VARIABLE, notice_time
 from paceline.run.station import LocalStation
-from paceline.run.supervisor import GRACE_S, Ending, JobRequest, Post, Supervisor
+from paceline.run.supervisor import GRACE_S, THE_COMMAND, Ending, JobRequest, Post, Supervisor
 
 RUNS = Path("runs")
 PLAN_FLAGS = ("transport", "compression", "bucket_bytes", "checkpoint_every", "keep")
@@ -73,6 +75,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=GRACE_S,
         metavar="SECONDS",
         help=f"time to save after Ctrl-C or SIGTERM (default {GRACE_S:g})",
+    )
+    parser.add_argument(
+        "--stall-notice",
+        type=float,
+        metavar="SECONDS",
+        help="say where the ranks stand, and end nothing, when none has got on for so long "
+        f"(default {DEFAULT_S:g}, or what {VARIABLE} says; 0: never)",
     )
     parser.add_argument(
         "--json", action="store_true", help="print the result as JSON on stdout; all else goes to stderr"
@@ -143,13 +152,17 @@ def _with_ranks(text: str, ranks: int | None) -> str:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the job, send it, or be a part of it."""
+    arguments.ended = None
     with interruptible() as interrupted:
         return _run(arguments)
+    if arguments.ended is not None:  # the job's end stands in result.json
+        return int(arguments.ended)
     print("paceline run: stopped before it was under way", file=sys.stderr)
     return 128 + interrupted[0]
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    _check_stall_notice(arguments)
     place = run_as_rank.find_place(arguments)
     if isinstance(place, Position):
         check_place(arguments, NAMED_RANK if arguments.job else RANK, place.source)
@@ -187,8 +200,21 @@ def _run(arguments: argparse.Namespace) -> int:
         raise
     given = {} if arguments.on in ("mpi", "ray", "ssh") else run_on.environment_of(arguments.env)
     parts = (file.path, arguments.arguments, plan.world_size, folder, resume, file.imports, arguments.grace)
-    request = JobRequest(*parts, plan.server, posts, environment=given)
+    request = JobRequest(*parts, plan.server, posts, environment=given, stall_notice_s=_stall_notice(arguments))
     return _supervise(arguments, plan, request, screen)
+
+
+def _check_stall_notice(arguments: argparse.Namespace) -> None:
+    """Raise UsageError where --stall-notice is no time."""
+    if arguments.stall_notice is None:
+        return
+    asked = f"--stall-notice {arguments.stall_notice:g}"
+    if not 0 <= arguments.stall_notice < float("inf"):
+        raise UsageError(asked, "it is no number of seconds", "write seconds, or 0 for no notice")
+
+
+def _stall_notice(arguments: argparse.Namespace) -> float:
+    return notice_time(os.environ) if arguments.stall_notice is None else float(arguments.stall_notice)
 
 
 def _folder(arguments: argparse.Namespace, script: Path, screen: Screen) -> tuple[Path, Path | None]:
@@ -223,7 +249,7 @@ def _run_elastic(arguments: argparse.Namespace) -> int:
     screen = Screen(sys.stderr if arguments.json else sys.stdout, sys.stderr)
     folder, _ = _folder(arguments, file.path, screen)
     parts = (file.path, arguments.arguments, plan.world_size, folder, None, file.imports, arguments.grace)
-    job = Elastic(rules, discover, options, plan, JobRequest(*parts), screen)
+    job = Elastic(rules, discover, options, plan, JobRequest(*parts, stall_notice_s=_stall_notice(arguments)), screen)
     try:
         ending, progress, result = job.run()
     except BaseException:
@@ -238,9 +264,13 @@ def _run_elastic(arguments: argparse.Namespace) -> int:
 def _supervise(arguments: argparse.Namespace, plan: Plan, request: JobRequest, screen: Screen) -> int:
     try:
         ending, progress, result = run_job(plan, request, screen)
+    except PacelineError:
+        directory.remove_unbegun(request.run_dir)
+        raise
     finally:
         if request.posts and request.servers:
             end_watch(request.run_dir)
+    arguments.ended = ending.exit_code
     _tell(request.run_dir, ending, progress)
     if arguments.json:
         print(json.dumps(result))
@@ -297,22 +327,37 @@ def _run_node(arguments: argparse.Namespace, node: NodePosition) -> int:
     parts = (file.path, arguments.arguments, per_node, folder, resume, file.imports, arguments.grace)
     told = {**run_on.environment_of(arguments.env), "PACELINE_PLAN": json.dumps(asdict(plan))}
     posts = [post] if node.nodes > 1 else []  # a node alone has a file to meet at
-    request = JobRequest(*parts, 0, posts, world, told)
+    request = JobRequest(*parts, 0, posts, world, told, _stall_notice(arguments))
     if node.node_rank == 0:
         return _supervise(arguments, plan, request, screen)
-    ending, progress = Supervisor(request, screen).run()
-    _tell(folder, ending, progress)
+    supervisor = Supervisor(request, screen)
+    try:
+        ending, progress = supervisor.run()
+        _tell(folder, ending, progress)
+    finally:
+        supervisor.restore_signals()
     return ending.exit_code
+
+
+def _kept(folder: Path, progress: Progress) -> str:
+    """What of a stopped job is on the disk, and how to go on."""
+    go_on = f"go on with --resume --job {folder.name}"
+    if progress.has_stopped and progress.saved_step == progress.stopped_step:
+        return f"saved as {progress.checkpoint}; {go_on}"
+    earlier = list_checkpoints(folder / "checkpoints")
+    if earlier:
+        return f"its last steps are not saved, the newest checkpoint is {earlier[0]}; {go_on}"
+    return f"nothing was saved; --resume --job {folder.name} starts it again at step 0"
 
 
 def _tell(folder: Path, ending: Ending, progress: Progress) -> None:
     if ending.status == "failed" and ending.cause is not None:
         print(f"paceline run: {told(ending.cause, ending.others)}", file=sys.stderr)
-        if progress.checkpoint:
-            print(f"  Last checkpoint: {progress.checkpoint}; go on with --resume --job {folder.name}", file=sys.stderr)
+        if newest := list_checkpoints(folder / "checkpoints")[:1]:
+            print(f"  Last checkpoint: {newest[0]}; go on with --resume --job {folder.name}", file=sys.stderr)
     elif ending.status == "stopped":
-        kept = f"saved as {progress.checkpoint}" if progress.checkpoint else "nothing had been saved"
-        print(f"paceline run: stopped; {kept}; go on with --resume --job {folder.name}", file=sys.stderr)
+        who = "" if ending.stop_sent_to in ("", THE_COMMAND) else f", since {ending.stop_sent_to} was sent SIGTERM"
+        print(f"paceline run: stopped{who}; {_kept(folder, progress)}", file=sys.stderr)
     elif ending.status == "failed":
         print("paceline run: the ranks had to be killed: they did not end by themselves", file=sys.stderr)
     else:

@@ -19,6 +19,7 @@ so `rank` and `step` are fields, filled in by whoever knows them, and shown in f
 from __future__ import annotations
 
 import difflib
+import errno
 from collections.abc import Iterable, Mapping
 
 MEETS_NOT = 2  # the exit code of a request that can't be met
@@ -105,6 +106,17 @@ class CollectiveError(PacelineError):
 
 class PeerLostError(PacelineError):
     """Another rank has gone; the cause is that rank's, not this one's."""
+
+
+def how_to_write(error: OSError) -> str:
+    """The fix for a file that can't be written, by the system's reason."""
+    reasons = {
+        **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free space there, or name another place with --runs"),
+        **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit on open files (`ulimit -n 4096`)"),
+        errno.EFBIG: "raise the limit on the size of a file (`ulimit -f unlimited`)",
+    }
+    otherwise = "see that you may write there, or name another place with --runs"
+    return reasons.get(error.errno or 0, otherwise)
 
 
 def did_you_mean(word: str, choices: Iterable[str], otherwise: str, same: Mapping[str, str] | None = None) -> str:

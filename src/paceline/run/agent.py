@@ -18,11 +18,9 @@ import dataclasses
 import json
 import os
 import queue
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -32,6 +30,7 @@ from paceline.comm.interfaces import CAN_SHARE, address_of, address_towards, int
 from paceline.launch.local import RankSettings
 from paceline.nouns.errors import PacelineError, UsageError
 from paceline.nouns.reading import Whole, parse_json
+from paceline.run.private import make_private
 from paceline.run.station import MOST_TOLD_BYTES, Lines, Listening, LocalStation, Station
 from paceline.server.credentials import keep_credentials
 
@@ -98,7 +97,7 @@ class Agent:
         self.station = LocalStation()
         self.listening = Listening()
         self.listener: socket.socket | None = None
-        self.private = tempfile.mkdtemp(prefix="paceline-")
+        self.private = make_private()
         self.lines = Lines(sys.stdin.fileno(), MOST_TOLD_BYTES)
         self.has_started = self.is_over = self.has_lost = False
         self.mouth = Mouth()
@@ -116,7 +115,7 @@ class Agent:
                 self._say_error("the supervisor's signs of life", f"none came for {LEASE_S:g} s", "its ranks are ended")
             self._end()
         finally:
-            shutil.rmtree(self.private, ignore_errors=True)
+            self.private.remove()
         return 0
 
     def _end(self) -> None:
@@ -164,7 +163,7 @@ class Agent:
             self.station.finish()
         elif "credentials" in message:
             self.has_started = True  # the lease runs as soon as keys are here
-            keep_credentials(Path(self.private), message["credentials"])
+            keep_credentials(self.private.path, message["credentials"])
 
     def _prepare(self, request: dict[str, Any]) -> dict[str, Any]:
         """Look whether this host sees the same files, and find its address."""
@@ -196,7 +195,9 @@ class Agent:
             self.listener = None
         elif self.listener is not None and not CAN_SHARE:  # else it is kept: their coordinator may be started again
             self.listener.close()
-        self.station.start(dataclasses.replace(settings, private=self.private, meeting=meeting))
+        self.station.start(
+            dataclasses.replace(settings, private=str(self.private.path), lock=self.private.lock, meeting=meeting)
+        )
         self.station.listen(self.listening.register, self)
         self.has_started = True
 

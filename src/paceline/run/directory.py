@@ -1,6 +1,6 @@
 """The run directory: everything that others may read of a job.
 
-runs/JOB/plan.json  job.json  events.jsonl  failures/RANK.json  checkpoints/step-N/  result.json
+runs/JOB/plan.json  job.json  events.jsonl  failures/RANK.json  stalls/RANK.json  checkpoints/step-N/  result.json
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.manifest import CHECKPOINTS, find_good, list_checkpoints, try_writing
-from paceline.nouns.errors import CheckpointError, ReadError, UsageError
+from paceline.nouns.errors import CheckpointError, ReadError, UsageError, how_to_write
 from paceline.nouns.plan import Plan
 from paceline.nouns.reading import read_json
 
@@ -116,9 +116,22 @@ def find_resume_point(folder: Path, report: Callable[[str], None]) -> Path | Non
 
 
 def write_start(folder: Path, plan: Plan, script: Path, arguments: Sequence[str]) -> None:
-    """Write what was decided, and clear the failures of an earlier attempt."""
+    """Write what was decided, and clear the failures of an earlier attempt.
+
+    Raises:
+        UsageError: the folder can't be written.
+    """
+    try:
+        _write_start(folder, plan, script, arguments)
+    except OSError as error:
+        raise UsageError(
+            f"to write the job's plan to {folder}", f"it can't be written ({error.strerror})", how_to_write(error)
+        ) from None
+
+
+def _write_start(folder: Path, plan: Plan, script: Path, arguments: Sequence[str]) -> None:
     plan.write(folder / "plan.json")
-    for old in [*(folder / "failures").glob("*.json"), folder / "result.json"]:
+    for old in [*(folder / "failures").glob("*.json"), *(folder / "stalls").glob("*"), folder / "result.json"]:
         old.unlink(missing_ok=True)
     job = {"script": str(script.resolve()), "arguments": list(arguments), "ranks": plan.world_size}
     write_json(folder / "job.json", job)
@@ -127,5 +140,9 @@ def write_start(folder: Path, plan: Plan, script: Path, arguments: Sequence[str]
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write a JSON object, readable, at once: somebody may be reading what was there."""
     draft = path.with_name(f".{path.name}.draft")
-    draft.write_text(json.dumps(content, indent=1) + "\n")
-    draft.replace(path)
+    try:
+        draft.write_text(json.dumps(content, indent=1) + "\n")
+        draft.replace(path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise

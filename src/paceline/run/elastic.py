@@ -69,7 +69,7 @@ class Elastic:
             if self.progress is None:
                 raise
             ending, progress = _ended_by(error), self.progress
-        return ending, progress, finish(self.request.run_dir, ending, progress)
+        return ending, progress, finish(self.request.run_dir, ending, progress, self.screen.say)
 
     def _generations(self) -> tuple[Ending, Progress]:
         members = Membership(self.rules, generation=last_generation(self.request.run_dir))
@@ -174,7 +174,10 @@ class Elastic:
         request = dataclasses.replace(self.request, ranks=plan.world_size, posts=posts, resume=resume, environment=told)
         with _Watch(members, self._discover) as watch:
             supervisor = Supervisor(request, self.screen, should_stop=watch.should_stop)
-            ending, progress = supervisor.run()
+            try:
+                ending, progress = supervisor.run()
+            finally:
+                supervisor.restore_signals()
         self.progress = progress
         if ending.lost_hosts:  # their ranks may still be there until the agents' leases have ended
             time.sleep(OUTLIVED_S)

@@ -34,12 +34,15 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
+LEFT = 256  # a status beside the exit codes: the process ended with 0 in the middle of its file, by os._exit(0)
+
+
 def silent_death(rank: int, status: int, at: float, who: str = "") -> dict[str, Any]:
     """The failure of a rank whose process ended without a word.
 
     Args:
         rank: which.
-        status: its exit code; below 0 the signal that ended it.
+        status: its exit code, or LEFT; below 0 the signal that ended it.
         at: when the supervisor heard of it, seconds since the epoch.
         who: what people call it; "": rank N.
     """
@@ -51,9 +54,27 @@ def silent_death(rank: int, status: int, at: float, who: str = "") -> dict[str, 
             "SIGSEGV": "native code crashed; PYTHONFAULTHANDLER=1 shows where",
         }.get(name, "look at its last output above")
         message = f"{who}'s process was ended by {name}: {fix}"
+    elif status == LEFT:
+        message = f"{who}'s process ended with exit code 0 before the end of its file; did the file call os._exit(0)?"
     else:
         message = f"{who}'s process ended with exit code {status} without an error; did the file call os._exit?"
     return _died(rank, at, message)
+
+
+def left_early(rank: int, at: float, found: str = "its process ended with exit code 0") -> dict[str, Any]:
+    """The failure of a rank that ended well while the others were still training, and lost it.
+
+    Args:
+        rank: which.
+        at: when the supervisor heard of it, seconds since the epoch.
+        found: what it did.
+    """
+    error = PacelineError(
+        f"rank {rank} should take as many steps as the other ranks",
+        f"{found} while others were still training",
+        "look where the file calls sys.exit, or leaves its loop, on some ranks only",
+    )
+    return {**_died(rank, at, str(error)), "is_paceline": True}
 
 
 def lost_server(status: int, at: float) -> dict[str, Any]:
@@ -166,7 +187,8 @@ def told(cause: Mapping[str, Any], others: int) -> str:
         if cause["where"]:
             lines.append(f"  At: {cause['where']}")
     elif cause["traceback"]:
-        lines.append(f"rank {cause['rank']}{step} failed first: {cause['type']}: {first_line(cause)}")
+        said = ": ".join(part for part in (cause["type"], first_line(cause)) if part)
+        lines.append(f"rank {cause['rank']}{step} failed first: {said}")
     else:
         lines.append(cause["message"] + (step and f" ({step[2:]})"))
     if others:

@@ -1,8 +1,9 @@
 """The process that imports torch once and becomes every rank. `python -m paceline.run.forkserver FD`.
 
 It reads its settings from the socket FD, starts the ranks, and says over the socket who has started and
-who has ended and how. In a job with parameter servers it starts these too, and again whom it is told to, until it hears
-that nobody will be asked for again. When the supervisor goes, the socket closes and every rank is killed.
+who has ended and how. A process that ends with exit code 0 before its file does is reported with the status LEFT.
+In a job with parameter servers it starts these too, and again whom it is told to, until it hears that nobody will be
+asked for again. When the supervisor goes, the socket closes and every rank is killed.
 """
 
 from __future__ import annotations
@@ -12,23 +13,70 @@ import contextlib
 import gc
 import importlib
 import json
+import multiprocessing
 import os
 import select
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from paceline.launch.local import RankSettings
 from paceline.launch.orphans import die_with_parent
+from paceline.run.failures import LEFT
 from paceline.server.credentials import credentials_folder
 
 _NOTHING: Mapping[str, str] = MappingProxyType({})
+
+
+@dataclass(slots=True)
+class Pipes:
+    """The descriptors of the fork server itself.
+
+    Attributes:
+        control: the socket to the supervisor.
+        wake_read, wake_write: written to by Python at every signal, so that `select` returns.
+        finished_read, finished_write: a rank that has run its file to the end writes its process number there.
+        finished: the numbers read so far.
+    """
+
+    control: socket.socket
+    wake_read: int
+    wake_write: int
+    finished_read: int
+    finished_write: int
+    finished: set[int] = field(default_factory=set)
+
+    @classmethod
+    def open(cls, control: socket.socket) -> Pipes:
+        """Open the pipes."""
+        pipes = cls(control, *os.pipe(), *os.pipe())
+        os.set_blocking(pipes.wake_write, False)
+        os.set_blocking(pipes.finished_read, False)
+        return pipes
+
+    @property
+    def not_for_ranks(self) -> list[int]:
+        """What a rank closes after the fork."""
+        return [self.control.fileno(), self.wake_read, self.wake_write, self.finished_read]
+
+    def has_finished(self, pid: int) -> bool:
+        """Whether a process that has ended had run its file to the end."""
+        with contextlib.suppress(BlockingIOError):
+            while content := os.read(self.finished_read, 2**16):
+                self.finished.update(number for (number,) in _NUMBER.iter_unpack(content))
+        return pid in self.finished
+
+
+_LONGEST = 89  # characters of a folder: with a data loader's socket they are 107, the most that Linux takes
+_NUMBER = struct.Struct("<q")  # far below PIPE_BUF: each write is whole
 
 
 def main() -> None:
@@ -36,6 +84,7 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     # Not die_with_parent: when the supervisor is killed, somebody must still clear its private folder.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # see launch/local.py
     settings = RankSettings.from_json(control.makefile().readline())
     if settings.is_forking:
         servers = ["paceline.parallel.server", "paceline.run.server_process"] if settings.servers else []
@@ -43,21 +92,21 @@ def main() -> None:
     if _is_gone(control):
         _clear(settings)
         return
-    wake_read, wake_write = os.pipe()
-    os.set_blocking(wake_write, False)
+    if settings.lock >= 0:
+        os.set_inheritable(settings.lock, False)  # for ranks, not for programs that they start
+    pipes = Pipes.open(control)
     pids = {}
-    wake = (wake_read, wake_write)
     for rank in settings.processes:
-        pids[_start(rank, settings, control, wake)] = rank
+        pids[_start(rank, settings, pipes)] = rank
     if not settings.servers:
         for output in settings.outputs:
             os.close(output)
     if settings.meeting.listener >= 0:
         os.close(settings.meeting.listener)
     _send(control, {"started": {rank: pid for pid, rank in pids.items()}})
-    signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+    signal.set_wakeup_fd(pipes.wake_write, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    _watch(control, wake, pids, settings)
+    _watch(pipes, pids, settings)
     if pids or settings.servers:  # the supervisor may have been killed; one that lives has no more use for it
         _clear(settings)
 
@@ -105,9 +154,7 @@ def environment_of(rank: int, settings: RankSettings) -> dict[str, str]:
     return environment
 
 
-def _start(
-    rank: int, settings: RankSettings, control: socket.socket, wake: tuple[int, int], more: Mapping[str, str] = _NOTHING
-) -> int:
+def _start(rank: int, settings: RankSettings, pipes: Pipes, more: Mapping[str, str] = _NOTHING) -> int:
     environment = {**environment_of(rank, settings), **more}
     output = settings.outputs[settings.processes.index(rank)]
     if not settings.is_forking:
@@ -118,7 +165,7 @@ def _start(
         kept = [settings.meeting.listener] if "PACELINE_LISTENER" in environment else []
         process = subprocess.Popen(
             command,
-            env={**os.environ, **environment},
+            env={**os.environ, "PYTHONIOENCODING": "utf-8:backslashreplace", **environment},
             stdout=output,
             stderr=output,
             start_new_session=True,  # see _become_rank
@@ -133,7 +180,7 @@ def _start(
         os.close(has_session)
         return pid
     os.close(has_session)
-    _become_rank(rank, output, environment, settings, [control.fileno(), *wake], in_session)
+    _become_rank(rank, output, environment, settings, pipes, in_session)
     return 0  # not reached: the rank has ended
 
 
@@ -148,9 +195,10 @@ def _server_words(number: int, settings: RankSettings) -> tuple[bool, str, str, 
 
 
 def _become_rank(
-    rank: int, output: int, environment: dict[str, str], settings: RankSettings, close: list[int], in_session: int
+    rank: int, output: int, environment: dict[str, str], settings: RankSettings, pipes: Pipes, in_session: int
 ) -> None:
     code = 1
+    close = pipes.not_for_ranks
     try:
         die_with_parent()
         # A session of its own, not only a process group: Linux shares the CPU between sessions (autogroup), so ranks
@@ -163,19 +211,32 @@ def _become_rank(
             close = [*close, settings.meeting.listener]
         for descriptor in {*close, *settings.outputs}:
             os.close(descriptor)
-        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        # The supervisor reads UTF-8, whatever the terminal's encoding is. New objects: those of the fork server
+        # remember whether its own output could seek.
+        for name, descriptor in (("stdout", 1), ("stderr", 2)):
+            stream = os.fdopen(descriptor, "w", 1, "utf-8", "backslashreplace", closefd=False)
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
         os.environ.update(environment)
         if _is_server(rank, settings):
             code = be_server(*_server_words(rank, settings))
         else:
             from paceline.run.worker import run_rank
 
+            keep_temporary_files_in(settings.private)
             code = run_rank(settings.script, settings.arguments)
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
+        os.write(pipes.finished_write, _NUMBER.pack(os.getpid()))
     finally:
         os._exit(code)
+
+
+def keep_temporary_files_in(private: str) -> None:
+    """Have data loaders keep their sockets there: in a folder of their own they stay when they are killed."""
+    if private and len(private) <= _LONGEST:
+        multiprocessing.current_process()._config["tempdir"] = private  # type: ignore[attr-defined]
 
 
 def be_server(is_coordinator: bool, private: str, coordinator: str, own: str) -> int:
@@ -198,15 +259,16 @@ def _is_gone(control: socket.socket) -> bool:
     return bool(select.select([control.fileno()], [], [], 0)[0])
 
 
-def _watch(control: socket.socket, wake: tuple[int, int], pids: dict[int, int], settings: RankSettings) -> None:
+def _watch(pipes: Pipes, pids: dict[int, int], settings: RankSettings) -> None:
     rest = b""
+    control, wake_read = pipes.control, pipes.wake_read
     while True:
-        _reap(control, pids)
+        _reap(pipes, pids, settings.is_forking)
         if not pids and not settings.servers:  # of a server's job each may be started again
             return
-        ready, _, _ = select.select([control.fileno(), wake[0]], [], [])
-        if wake[0] in ready:
-            os.read(wake[0], 4096)
+        ready, _, _ = select.select([control.fileno(), wake_read], [], [])
+        if wake_read in ready:
+            os.read(wake_read, 4096)
         if control.fileno() not in ready:
             continue
         try:
@@ -220,29 +282,30 @@ def _watch(control: socket.socket, wake: tuple[int, int], pids: dict[int, int], 
             return
         *lines, rest = (rest + content).split(b"\n")
         for line in lines:
-            _start_again(json.loads(line)["restart"], control, wake, pids, settings)
+            _start_again(json.loads(line)["restart"], pipes, pids, settings)
 
 
-def _start_again(
-    rank: int, control: socket.socket, wake: tuple[int, int], pids: dict[int, int], settings: RankSettings
-) -> None:
+def _start_again(rank: int, pipes: Pipes, pids: dict[int, int], settings: RankSettings) -> None:
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # what is forked must not have these
-    pid = _start(rank, settings, control, wake, {"PACELINE_TAKES_OVER": "1"})
+    pid = _start(rank, settings, pipes, {"PACELINE_TAKES_OVER": "1"})
     pids[pid] = rank
-    signal.set_wakeup_fd(wake[1], warn_on_full_buffer=False)
+    signal.set_wakeup_fd(pipes.wake_write, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    os.write(wake[1], b"x")  # one may have ended in between
-    _send(control, {"restarted": rank, "pid": pid})
+    os.write(pipes.wake_write, b"x")  # one may have ended in between
+    _send(pipes.control, {"restarted": rank, "pid": pid})
 
 
-def _reap(control: socket.socket, pids: dict[int, int]) -> None:
+def _reap(pipes: Pipes, pids: dict[int, int], is_forking: bool) -> None:
     while pids:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
             return
         if pid in pids:
-            _send(control, {"ended": pids.pop(pid), "status": os.waitstatus_to_exitcode(status)})
+            code = os.waitstatus_to_exitcode(status)
+            if code == 0 and is_forking and not pipes.has_finished(pid):
+                code = LEFT
+            _send(pipes.control, {"ended": pids.pop(pid), "status": code})
 
 
 def _send(control: socket.socket, message: dict[str, Any]) -> None:

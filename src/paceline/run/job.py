@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from paceline.nouns.errors import UsageError, how_to_write
 from paceline.nouns.plan import Plan
 from paceline.run import directory
 from paceline.run.progress import Progress, Screen, speed
@@ -14,14 +16,23 @@ from paceline.run.supervisor import Ending, JobRequest, Supervisor
 def run_job(plan: Plan, request: JobRequest, screen: Screen) -> tuple[Ending, Progress, dict[str, Any]]:
     """Run the job and write `result.json`: how it ended, what it did, and the result as JSON has it."""
     directory.write_start(request.run_dir, plan, request.script, request.arguments)
-    ending, progress = Supervisor(request, screen).run()
-    return ending, progress, finish(request.run_dir, ending, progress)
+    supervisor = Supervisor(request, screen)
+    try:
+        ending, progress = supervisor.run()
+        return ending, progress, finish(request.run_dir, ending, progress, screen.say)
+    finally:
+        supervisor.restore_signals()
 
 
-def finish(run_dir: Path, ending: Ending, progress: Progress) -> dict[str, Any]:
-    """Write `result.json`; its content."""
+def finish(run_dir: Path, ending: Ending, progress: Progress, say: Callable[[str], None]) -> dict[str, Any]:
+    """Write `result.json`; its content. Where it can't be written, that is said, and the job ends as it did."""
     result = result_of(run_dir, ending, progress)
-    directory.write_json(run_dir / "result.json", result)
+    try:
+        directory.write_json(run_dir / "result.json", result)
+    except OSError as error:
+        asked = f"to write how the job ended to {run_dir / 'result.json'}"
+        found = f"it can't be written ({error.strerror})"
+        say(f"paceline: {UsageError(asked, found, how_to_write(error))}")
     return result
 
 
@@ -33,6 +44,7 @@ def result_of(folder: Path, ending: Ending, progress: Progress) -> dict[str, Any
         "job": folder.name,
         "status": ending.status,
         "exit_code": ending.exit_code,
+        "stop_sent_to": ending.stop_sent_to or None,
         "run_dir": str(folder),
         "steps": last["step"] if last else 0,
         "position": last["position"] if last else 0,

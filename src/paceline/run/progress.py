@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +19,8 @@ _FORMS = {
     "start": {"total_steps": COUNT},
     "own_batches": {"total_steps": COUNT},
     "step": {"step": COUNT, "position": COUNT, "samples": COUNT, "loss": NUMBER, "at": float, "memory_bytes": COUNT},
-    "checkpoint": {"path": str},
+    "checkpoint": {"path": str, "step?": COUNT},
+    "stopped": {"step?": COUNT, "asked?": [COUNT]},
     "evaluation": {"step": COUNT},
 }
 
@@ -33,7 +36,11 @@ class Progress:
         self.first: dict[str, Any] | None = None
         self.started: dict[str, Any] = {}
         self.saved: str | None = None
+        self.checkpoints = (run_dir / "checkpoints").resolve()
+        self.saved_step: int | None = None  # of the newest one there
         self.has_stopped = False
+        self.stopped_step: int | None = None
+        self.asked_to_stop: list[int] = []  # ranks that were, before all stopped
         self.evaluation: dict[str, Any] | None = None
         self.left_out: dict[str, int] | None = None  # of a job with parameter servers: gradients that did not count
 
@@ -63,8 +70,11 @@ class Progress:
             self.samples += event["samples"]
         elif kind == "checkpoint":
             self.saved = event["path"]
+            if Path(event["path"]).parent.resolve() == self.checkpoints:
+                self.saved_step = event.get("step")
         elif kind == "stopped":
-            self.has_stopped = True
+            self.has_stopped, self.stopped_step = True, event.get("step")
+            self.asked_to_stop = event.get("asked", [])
         elif kind == "evaluation":
             self.evaluation = event
 
@@ -130,6 +140,9 @@ def duration(seconds: float) -> str:
 class Screen:
     """Shows rank output with its prefix, and on a terminal one progress line under it.
 
+    What a stream's encoding lacks is escaped. A stream that takes nothing any more, such as a pipe whose reader has
+    gone or a file on a full disk, is given up, and the job goes on.
+
     Args:
         out: where ranks' output goes.
         status: where the progress line goes; redrawn in place if it is a terminal.
@@ -140,17 +153,18 @@ class Screen:
         self.out, self.status, self.every_s = out, status, every_s
         self.is_live = status.isatty()
         self.shown, self.printed_at_s = "", float("-inf")
+        self.given_up: set[TextIO] = set()
 
     def show_output(self, rank: int | str, text: str) -> None:
         """Print one line that a rank, or a server by its name, wrote."""
         self._clear()
-        print(f"[{rank}] {text}", file=self.out, flush=True)
+        self._print(f"[{rank}] {text}\n", self.out)
         self._draw()
 
     def say(self, text: str) -> None:
         """Print a line of the supervisor's own."""
         self._clear()
-        print(text, file=self.status, flush=True)
+        self._print(text + "\n", self.status)
         self._draw()
 
     def show_progress(self, line: str, now_s: float) -> None:
@@ -161,18 +175,45 @@ class Screen:
             self._draw()
         elif now_s - self.printed_at_s >= self.every_s and line != self.shown:
             self.shown, self.printed_at_s = line, now_s
-            print(line, file=self.status, flush=True)
+            self._print(line + "\n", self.status)
 
     def end(self) -> None:
         """Leave the last progress line standing."""
         if self.is_live and self.shown:
-            print(file=self.status, flush=True)
+            self._print("\n", self.status)
         self.shown, self.printed_at_s = "", float("-inf")
 
     def _clear(self) -> None:
         if self.is_live and self.shown:
-            print("\r\x1b[K", end="", file=self.status, flush=True)
+            self._print("\r\x1b[K", self.status)
 
     def _draw(self) -> None:
         if self.is_live and self.shown:
-            print(self.shown, end="", file=self.status, flush=True)
+            self._print(self.shown, self.status)
+
+    def _print(self, text: str, stream: TextIO) -> None:
+        if stream in self.given_up:
+            return
+        try:
+            stream.write(encodable(text, stream.encoding))
+            stream.flush()
+        except (OSError, ValueError) as error:  # ValueError: it is closed
+            self._give_up(stream, getattr(error, "strerror", None) or str(error))
+
+    def _give_up(self, stream: TextIO, found: str) -> None:
+        self.given_up.add(stream)
+        with contextlib.suppress(OSError, ValueError):  # what is still buffered must not fail again at the end
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
+        name = "standard output" if stream is self.out else "standard error"
+        self.say(f"paceline: {name} can't be written ({found}); the job goes on without it")
+
+
+def encodable(text: str, encoding: str | None) -> str:
+    """The text, with what the encoding lacks written as escapes."""
+    try:
+        text.encode(encoding or "utf-8")
+    except UnicodeEncodeError:
+        return text.encode(encoding or "utf-8", "backslashreplace").decode(encoding or "utf-8")
+    return text

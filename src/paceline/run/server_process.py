@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -77,9 +78,17 @@ def coordinator_address(private: Path) -> str:
 
 
 def _teller(run_dir: Path) -> Callable[[dict[str, Any]], None]:
-    file = (run_dir / "servers.jsonl").open("a", buffering=1)
+    path = run_dir / "servers.jsonl"
+    is_told = False
 
     def tell(event: dict[str, Any]) -> None:
-        file.write(json.dumps({"at": time.time_ns() // 10**6 / 1e3, **event}) + "\n")
+        nonlocal is_told
+        try:
+            with path.open("ab", buffering=0) as file:  # unbuffered: a line that did not fit is not written later
+                file.write(json.dumps({"at": time.time_ns() // 10**6 / 1e3, **event}).encode() + b"\n")
+        except OSError as error:
+            if not is_told:
+                print(f"paceline: {path} can't be written ({error.strerror}); it has gaps", file=sys.stderr)
+            is_told = True
 
     return tell

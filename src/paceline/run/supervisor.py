@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
 import tempfile
 import time
@@ -14,19 +13,24 @@ from typing import Any
 from paceline.launch.local import RankSettings
 from paceline.launch.seats import Meeting, Seats, with_servers
 from paceline.nouns.clock import Clock, WallClock
+from paceline.nouns.errors import UsageError
 from paceline.run.agent import OUTLIVED_S
-from paceline.run.failures import first_cause, read_failures, signal_name, silent_death
+from paceline.run.failures import first_cause, left_early, read_failures, signal_name, silent_death
+from paceline.run.private import PrivateFolder, make_private
 from paceline.run.progress import Progress, Screen
 from paceline.run.replaced import Replaced
 from paceline.run.server_news import ServerNews
+from paceline.run.stalls import DEFAULT_S, VARIABLE, Stalls
 from paceline.run.station import Listening, LocalStation, Station
 
 SETTLE_S = 0.5  # after the first death the others may write down what they saw, then they are killed
 HELD_S = 3.0  # for output, after the last process has ended
 LEFT_BEHIND_S = 5.0  # for a worker that the others went on without, when they have ended
 GRACE_S = 30.0  # for a checkpoint after Ctrl-C or SIGTERM
+THE_COMMAND = "paceline run"  # as one who was asked to stop
+_LOOK_S = 1.0  # between two looks for ranks that make no progress
 _TICK_S = 0.1
-_LONG = 60  # characters
+_LONG = 70  # characters: with the folder's name and a data loader's socket they are 107, the most that Linux takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,7 @@ class JobRequest:
         posts: the hosts that have them; without any, all are on this one.
         world_size: ranks of the job, where others are started elsewhere; 0: there are no others.
         environment: more of it, for the ranks.
+        stall_notice_s: seconds without progress after which people are told where the ranks stand; 0: never.
     """
 
     script: Path
@@ -60,6 +65,7 @@ class JobRequest:
     posts: Sequence[Post] = ()
     world_size: int = 0
     environment: dict[str, str] = field(default_factory=dict)
+    stall_notice_s: float = DEFAULT_S
 
 
 @dataclass(slots=True)
@@ -69,6 +75,7 @@ class Ending:
     Attributes:
         status: "done", "stopped" or "failed".
         is_regroup: it was stopped by `should_stop`.
+        stop_sent_to: who was asked to stop: the command, or ranks; "": nobody.
         is_of_hosts: the first cause is a host's, or a process that was ended by a signal: no error of the file's.
         lost_hosts: hosts to which the connection ended.
         bad_hosts: these, and hosts on which a rank was ended by a signal.
@@ -79,6 +86,7 @@ class Ending:
     cause: dict[str, Any] | None = None
     others: int = 0
     is_regroup: bool = False
+    stop_sent_to: str = ""
     is_of_hosts: bool = False
     lost_hosts: tuple[str, ...] = ()
     bad_hosts: tuple[str, ...] = ()
@@ -95,7 +103,8 @@ class Supervisor:
     should_stop: Callable[[], bool] = bool  # the same; all ranks save and end
     is_regroup: bool = False
     alive: dict[int, int] = field(default_factory=dict)  # rank: process
-    ended: dict[int, int] = field(default_factory=dict)  # rank: exit code, below 0 the signal
+    ended: dict[int, int] = field(default_factory=dict)  # rank: exit code or LEFT, below 0 the signal
+    ended_at: dict[int, float] = field(default_factory=dict)  # seconds since the epoch
     killed: set[int] = field(default_factory=set)  # ranks that the supervisor killed itself
     deaths: dict[int, dict[str, Any]] = field(default_factory=dict)
     kill_at_s: float | None = None
@@ -112,19 +121,26 @@ class Supervisor:
     all_ended_s: float | None = None
     progress: Progress = field(init=False)
     news: ServerNews | None = None  # of parameter servers
+    stalls: Stalls = field(init=False)
+    looked_s: float = float("-inf")  # for stalls
+    signals_before: dict[signal.Signals, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.progress = Progress(self.request.run_dir)
         if self.request.servers:
             self.news = ServerNews(self.request.run_dir, self.screen.say, self._end_silent)
         self.replaced = Replaced(self.request.ranks, self.request.servers)
+        self.stalls = Stalls(self.request.run_dir, self.request.stall_notice_s, self.request.ranks)
 
     def run(self) -> tuple[Ending, Progress]:
-        """Run the job to its end. Nothing is left behind: no process, no file outside the run directory."""
-        private = None if self.request.posts else _private_folder(bool(self.request.servers))
+        """Run the job to its end. Nothing is left behind: no process, no file outside the run directory.
+
+        Until `restore_signals`, signals that ask for a stop are noted, and after the job's end change nothing.
+        """
+        private = None if self.request.posts else _private_folder()
         progress = self.progress
         posts = [self._here(private)] if private else self.request.posts
-        restore = self._catch_signals()
+        self._catch_signals()
         statuses: dict[Station, int] = {}
         try:
             for post in posts:
@@ -135,10 +151,10 @@ class Supervisor:
             self._kill()
             statuses = {post.station: post.station.close() for post in posts}
             self._outwait_lost_coordinator()
-            restore()
             if private:
-                shutil.rmtree(private, ignore_errors=True)
+                private.remove()
             self.listening.close()
+            self.stalls.clear()
         progress.read()
         if progress.last is not None:
             self.screen.show_progress(progress.line(), float("inf"))
@@ -150,11 +166,11 @@ class Supervisor:
             progress.left_out = self.news.left_out
         return ending, progress
 
-    def _here(self, private: Path) -> Post:
+    def _here(self, private: PrivateFolder) -> Post:
         (seats,) = with_servers([Seats("", 0, self.request.ranks)], self.request.servers)
-        return Post(LocalStation(), seats, Meeting(str(private / "rendezvous")))
+        return Post(LocalStation(), seats, Meeting(str(private.path / "rendezvous")))
 
-    def _start(self, post: Post, private: Path | None) -> None:
+    def _start(self, post: Post, private: PrivateFolder | None) -> None:
         request = self.request
         settings = RankSettings(
             str(request.script.resolve()),
@@ -166,8 +182,9 @@ class Supervisor:
             str(request.resume.resolve()) if request.resume else None,
             list(request.preload),
             request.servers,
-            str(private or ""),
-            environment=request.environment,
+            str(private.path) if private else "",
+            private.lock if private else -1,
+            environment={VARIABLE: str(request.stall_notice_s), **request.environment},
         )
         post.station.start(settings)
         self.stations.update(dict.fromkeys(settings.processes, post.station))
@@ -186,6 +203,18 @@ class Supervisor:
             self.screen.show_progress(progress.line(), now_s)
         if self.news is not None:
             self.news.read()
+        if now_s - self.looked_s >= _LOOK_S:
+            self.looked_s = now_s
+            self._look_for_stalls()
+
+    def _look_for_stalls(self) -> None:
+        here = {rank: pid for rank, pid in self.alive.items() if isinstance(self.stations[rank], LocalStation)}
+        for line in self.stalls.look(_time_stamp(), here):
+            self.screen.say(line)
+        left = None if self.request.servers else self.stalls.who_left()
+        if left is not None and self.kill_at_s is None:
+            self.deaths[left] = left_early(left, _time_stamp(), "it left its loop and closed the job")
+            self._kill()
 
     def _is_held_open(self) -> bool:
         """Whether all processes have ended, and only something that one of them has left behind holds its output."""
@@ -278,7 +307,7 @@ class Supervisor:
         self.alive.pop(rank, None)
         if self._is_replaced(rank, status):
             return
-        self.ended[rank] = status
+        self.ended[rank], self.ended_at[rank] = status, _time_stamp()
         self._end_servers(rank, status)
         if self._is_own_doing(rank, status) and status == -signal.SIGTERM:
             if not self.request.servers:  # without it the others can't save; workers of servers can
@@ -326,17 +355,20 @@ class Supervisor:
         was_asked = self.has_told_ranks and status == -signal.SIGTERM
         return was_asked or (rank in self.killed and status == -signal.SIGKILL)
 
-    def _catch_signals(self) -> Callable[[], None]:
+    def _catch_signals(self) -> None:
         def note(number: int, _: object) -> None:
             self.asked_to_stop.append(number)
 
-        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+        caught = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
+            caught.append(signal.SIGHUP)
+        self.signals_before = {number: signal.signal(number, note) for number in caught}
 
-        def restore() -> None:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-        return restore
+    def restore_signals(self) -> None:
+        """Let signals do what they did before `run`."""
+        for number, handler in self.signals_before.items():
+            signal.signal(number, handler)
+        self.signals_before = {}
 
     def _pass_on_stop(self, now_s: float) -> None:
         if not (self.asked_to_stop or self.is_regroup) or not self.alive:
@@ -376,17 +408,22 @@ class Supervisor:
     def _ending(self, progress: Progress, statuses: dict[Station, int]) -> Ending:
         stop = self.asked_to_stop[0] if self.asked_to_stop else signal.SIGTERM if self.is_regroup else None
         if stop and progress.has_stopped:
-            return Ending("stopped", 130 if stop == signal.SIGINT else 0)
+            is_saved = progress.saved_step == progress.stopped_step
+            code = 0 if is_saved and stop == signal.SIGTERM else 128 + stop
+            return Ending("stopped", code, stop_sent_to=THE_COMMAND if self.asked_to_stop else "")
         ended = self._ended_workers()
         left_behind = (self.killed if self.is_over else set()) | self.left_out
         if self._have_workers_ended() and not any(ended[rank] for rank in ended.keys() - left_behind):
+            if progress.has_stopped:
+                return Ending("stopped", 128 + signal.SIGTERM, stop_sent_to=_named(progress.asked_to_stop))
             return Ending("done", 0)  # also when the signal came too late to stop anything
         failures = [*{**self.deaths, **read_failures(self.request.run_dir)}.values()]
         told = {station: station.failure(statuses[station], at) for station, at in self.lost}
         failures += [failure for station, failure in told.items() if station not in self.survived]
         # A stop before the first step, or one that had to be forced, kills ranks on purpose.
         if stop and all(failure["is_peer_loss"] for failure in failures):
-            return Ending("stopped", 128 + stop)
+            return Ending("stopped", 128 + stop, stop_sent_to=THE_COMMAND if self.asked_to_stop else "")
+        failures += self._left_early(failures)
         for failure in failures:
             if failure["type"] == "ProcessDied" and progress.last is not None:
                 failure["step"] = progress.last["step"] + 1
@@ -396,11 +433,37 @@ class Supervisor:
         cause = first_cause(failures)
         return Ending("failed", cause["exit_code"], cause, self.request.ranks - (cause["rank"] is not None))
 
+    def _left_early(self, failures: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The first rank that ended well, where all failures are of ranks that lost a peer: it is the peer."""
+        ended_well = [rank for rank, status in self._ended_workers().items() if status == 0]
+        is_explained = bool(self.lost) or not all(failure["is_peer_loss"] for failure in failures)
+        if self.request.servers or not failures or is_explained or not ended_well:
+            return []
+        return [left_early(ended_well[0], self.ended_at[ended_well[0]])]
 
-def _private_folder(has_sockets: bool) -> Path:
-    """A folder that only this user can enter. A socket's path has 107 characters at most (Linux), so its is short."""
-    folder = tempfile.gettempdir()
-    return Path(tempfile.mkdtemp(prefix="paceline-", dir="/tmp" if has_sockets and len(folder) > _LONG else folder))
+
+def _named(ranks: Sequence[int]) -> str:
+    """Ranks, as a sentence has them."""
+    if not ranks:
+        return "a rank"
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+
+
+def _private_folder() -> PrivateFolder:
+    """A folder that only this user can enter, with a path short enough for the sockets in it.
+
+    Raises:
+        UsageError: it can't be made.
+    """
+    try:
+        folder = tempfile.gettempdir()
+        return make_private("/tmp" if len(folder) > _LONG else folder)
+    except OSError as error:
+        raise UsageError(
+            "to make a folder for the job's sockets among temporary files",
+            f"it can't be made ({error.strerror})",
+            "free space there, or name another place with the variable TMPDIR",
+        ) from None
 
 
 def _time_stamp() -> float:

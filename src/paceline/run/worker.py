@@ -8,23 +8,36 @@ import runpy
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from paceline.comm import words
 from paceline.launch.orphans import die_with_parent
-from paceline.nouns.errors import PacelineError, PeerLostError, WorkloadError
+from paceline.nouns.errors import DataError, PacelineError, PeerLostError, WorkloadError
+from paceline.run.watchdog import begin_watching
 from paceline.train import job as jobs
 from paceline.train import loop
 
 
-def run_rank(script: str, arguments: list[str], stopped_code: int = 0) -> int:
+def run_rank(script: str, arguments: list[str], stopped_code: int = 0, say: Callable[[str], None] | None = None) -> int:
     """Run `script` as `__main__`; the exit code. A file that only declares `workload` gets the plain loop.
 
     Args:
         script, arguments: the person's.
         stopped_code: the exit code of a job that was asked to stop, and has been saved before its end.
+        say: told where the ranks stand when none gets on; None: a supervisor looks for itself.
     """
+    run_dir = os.environ.get("PACELINE_RUN_DIR")
+    watchdog = begin_watching(os.environ, Path(run_dir), say) if run_dir else None
+    try:
+        return _run_to_end(script, arguments, stopped_code)
+    finally:
+        if watchdog is not None:
+            watchdog.stop()
+
+
+def _run_to_end(script: str, arguments: list[str], stopped_code: int) -> int:
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).parent))
     try:
@@ -69,6 +82,7 @@ def _workload(script: str, names: dict[str, Any]) -> Any:
 
 def failed(error: BaseException) -> int:
     """Write what happened where the supervisor looks; the exit code."""
+    error = _explained(error)
     code = error.exit_code if isinstance(error, PacelineError) else 1
     rank = int(os.environ.get("PACELINE_RANK", "0"))
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_persons(frame.filename)]
@@ -97,6 +111,19 @@ def failed(error: BaseException) -> int:
         text += f"paceline: this could not be written to {folder} ({full.strerror})"
         print(text, file=sys.stderr)
     return code
+
+
+def _explained(error: BaseException) -> BaseException:
+    """What torch raises wherever the main thread stands when a process of a data loader has died, in our words."""
+    text = str(error)
+    if not (isinstance(error, RuntimeError) and text.startswith("DataLoader worker (pid")):
+        return error
+    explained = DataError(
+        "a data loader's process should live as long as its rank",
+        text.splitlines()[0].rstrip(". "),
+        "was it the kernel for want of memory (see `dmesg`), or somebody's kill? Go on with --resume",
+    ).at(step=jobs.current_step())
+    return explained.with_traceback(error.__traceback__)
 
 
 def _is_persons(file: str) -> bool:

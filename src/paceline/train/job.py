@@ -369,6 +369,11 @@ class Job:
         """By a signal; or, where the launcher can't hand one on, by a file in the run directory."""
         return self.is_stopping.is_set() or (self.stop_file is not None and self.stop_file.exists())
 
+    def _ranks_asked_to_stop(self) -> list[int]:
+        """Collective."""
+        flags = self.world.all_gather(torch.tensor([int(self._is_asked_to_stop())]))
+        return [rank for rank, flag in zip(self.world.peers, flags, strict=True) if int(flag)]
+
     def _save_if_due(self, is_stopping: bool) -> None:
         if self.run_dir is None:
             return
@@ -377,9 +382,10 @@ class Job:
             self._begin_save(self.checkpoint_folder(), self.plan.keep)
             self.saved_step = self.step_number
         if is_stopping:
+            asked = self._ranks_asked_to_stop()
             self.finish_save()
             last_checkpoint.save_last_step(self)
-            self.events.write({"event": "stopped", "step": self.step_number})
+            self.events.write({"event": "stopped", "step": self.step_number, "asked": asked})
             self.world.barrier()  # a launcher may end the others when the first leaves: rank 0 publishes before
             raise Stopped(0)
 
@@ -478,6 +484,11 @@ def _check_is_first(run_dir: Path | None) -> None:
 def was_any_made() -> bool:
     """Whether this process has made a job."""
     return bool(_made)
+
+
+def newest() -> Job | None:
+    """The job that this process made last; None: it has made none."""
+    return _made[-1] if _made else None
 
 
 def current_step() -> int | None:

@@ -14,7 +14,7 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 
 from paceline.checkpoint.manifest import CHECKPOINTS, MANIFEST, remove_partial_in, try_writing
 from paceline.comm.collectives import AxisComm
-from paceline.nouns.errors import CheckpointError, PeerLostError, PlanError, WorkloadError
+from paceline.nouns.errors import CheckpointError, PeerLostError, PlanError, WorkloadError, how_to_write
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
 from paceline.nouns.reading import read_text
@@ -333,7 +333,7 @@ def check_space(folder: Path, model: torch.nn.Module) -> None:
         free = shutil.disk_usage(folder).free
     except OSError as error:
         raise CheckpointError(
-            f"checkpoints in {folder}", f"it can't be written ({error.strerror})", "name another place with --runs"
+            f"checkpoints in {folder}", f"it can't be written ({error.strerror})", how_to_write(error)
         ) from None
     needed = _STATES * sum(parameter.nbytes for parameter in model.parameters())
     if free < needed:

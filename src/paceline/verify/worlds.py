@@ -99,5 +99,9 @@ def run_world(folder: Path, settings: Path, ranks: int, preload: Sequence[str]) 
     hang = HangWatch(folder, ranks)
     with (run_dir / "output.txt").open("w") as output:
         request = JobRequest(_IN_RANK, [str(settings)], ranks, run_dir, preload=(*_PRELOAD, *preload))
-        ending, _ = Supervisor(request, Screen(output, output), is_hung=hang).run()
+        supervisor = Supervisor(request, Screen(output, output), is_hung=hang)
+        try:
+            ending, _ = supervisor.run()
+        finally:
+            supervisor.restore_signals()
     return World(ending, hang, folder)

@@ -1,0 +1,67 @@
+"""The folder of a job that only this user can enter: where ranks meet, their sockets, credentials.
+
+It is removed at the job's end, or by the fork server when the supervisor was killed. When both were killed at once, the
+next job removes it: every process of a job holds a lock in its folder, and a lock that nobody holds says that the job
+is over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+PREFIX = "paceline-"
+_LOCK = "lock"
+_UNFINISHED = f".{PREFIX}"  # a folder whose lock is not taken yet
+
+
+@dataclass(frozen=True, slots=True)
+class PrivateFolder:
+    """The folder, and the descriptor of its lock: who inherits that holds the lock too."""
+
+    path: Path
+    lock: int
+
+    def remove(self) -> None:
+        """Remove it; the job is over."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self.lock)
+
+
+def make_private(parent: str | None = None) -> PrivateFolder:
+    """A new folder in `parent`, or where temporary files are kept; those of jobs that were killed are removed.
+
+    Raises:
+        OSError: it can't be made.
+    """
+    parent = parent or tempfile.gettempdir()
+    sweep(Path(parent))
+    made = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=parent))
+    lock = os.open(made / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return PrivateFolder(made.rename(made.with_name(made.name[1:])), lock)
+
+
+def sweep(parent: Path) -> None:
+    """Remove this user's folders in `parent` whose jobs have no process left."""
+    for folder in _own(parent):
+        with contextlib.suppress(OSError):
+            lock = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW)  # a folder without one is not of this kind
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)
+
+
+def _own(parent: Path) -> Iterator[Path]:
+    for folder in parent.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if folder.lstat().st_uid == os.getuid() and folder.is_dir() and not folder.is_symlink():
+                yield folder

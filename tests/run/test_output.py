@@ -1,0 +1,116 @@
+"""What ranks print reaches the screen whatever its encoding is, and a screen that takes nothing ends no job."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+
+import pytest
+
+from paceline.run.progress import Screen, encodable
+
+from jobs import LOOP, STEPS, command, leftovers, losses, marked, wait_for, write_workload
+
+
+def screen_of(out, status=None):
+    return Screen(out, status or io.StringIO())
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252", "utf-8", "utf-16"])
+def test_a_line_is_shown_in_every_encoding(encoding):
+    raw = io.BytesIO()
+    out = io.TextIOWrapper(raw, encoding)
+    screen_of(out).show_output(1, "loss → \udcff ok")
+    assert raw.getvalue().decode(encoding).startswith("[1] loss ")
+    assert raw.getvalue().decode(encoding).endswith(" ok\n")
+
+
+def test_only_what_an_encoding_lacks_is_escaped():
+    assert encodable("Zürich →", "latin-1") == "Zürich \\u2192"
+    assert encodable("Zürich →", "utf-8") == "Zürich →"
+    assert encodable("Zürich →", None) == "Zürich →"
+
+
+class Full(io.StringIO):
+    """A file on a full disk."""
+
+    def write(self, text):
+        raise OSError(28, "No space left on device")
+
+
+def test_a_stream_that_takes_nothing_is_given_up_once_and_said():
+    status = io.StringIO()
+    screen = screen_of(Full(), status)
+    for _ in range(3):
+        screen.show_output(0, "hello")
+    assert status.getvalue().count("standard output can't be written (No space left on device)") == 1
+    screen.say("still here")
+    assert status.getvalue().endswith("still here\n")
+
+
+def test_two_streams_that_take_nothing_are_both_given_up():
+    screen = Screen(Full(), Full())
+    screen.show_output(0, "hello")
+    screen.show_progress("step 1/2", 0.0)
+    screen.end()
+    assert len(screen.given_up) == 2
+
+
+def test_a_closed_stream_is_given_up():
+    closed = io.StringIO()
+    closed.close()
+    screen_of(closed).show_output(0, "hello")
+
+
+ODD = """
+    if job.rank == 0:
+        print("Z\\u00fcrich \\u2192")
+        os.write(1, b"bytes \\xff\\n")
+        print("surrogate \\udcff")
+        print("error \\u2192", file=sys.stderr)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("environment", "encoding", "town"),
+    [
+        ({"PYTHONIOENCODING": "latin-1"}, "latin-1", "Zürich \\u2192"),
+        ({"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, "ascii", "Z\\xfcrich \\u2192"),
+        ({"PYTHONIOENCODING": "utf-8"}, "utf-8", "Zürich →"),
+    ],
+)
+def test_a_job_prints_anything_in_every_encoding(tmp_path, environment, encoding, town):
+    file = write_workload(tmp_path, loop=LOOP + ODD)
+    words = command("run", "-n", "2", "--job", "a", file)
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, env=marked(tmp_path, environment))
+    out = done.stdout.decode(encoding)
+    assert done.returncode == 0, done.stderr
+    assert f"[0] {town}\n" in out
+    assert out.count("[0] ") == 4
+    assert "[0] surrogate \\udcff" in out
+    assert len(losses(tmp_path / "runs" / "a")) == STEPS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("redirections", [">/dev/full", ">/dev/full 2>/dev/full", ">&- 2>&- <&-", "| head -1"])
+def test_a_job_trains_on_when_nobody_takes_its_output(tmp_path, redirections):
+    file = write_workload(tmp_path, loop=LOOP + "        print('step', job.step_number)\n")
+    line = f"{' '.join(command('run', '-n', '2', '--job', 'a', file))} {redirections}"
+    done = subprocess.run(["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True, env=marked(tmp_path, {}))
+    assert wait_for((tmp_path / "runs" / "a" / "result.json").exists, 60)
+    assert json.loads((tmp_path / "runs" / "a" / "result.json").read_text())["status"] == "done"
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+    assert redirections == "| head -1" or done.returncode == 0
+    assert wait_for(lambda: not leftovers(tmp_path))
+
+
+def test_commands_print_what_the_terminal_lacks(tmp_path):
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    words = command("plan", "--plan", "Z\u00fcrich=2", "x.py")
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, env=environment)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr

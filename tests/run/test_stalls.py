@@ -1,0 +1,306 @@
+"""A job whose ranks make no progress: where they stand is told, and nothing is ended that may go on."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import sys
+import threading
+import weakref
+
+import pytest
+
+import paceline as paceline_package
+from paceline.run.stalls import Stalls, notice_time, process_state
+from paceline.run.watchdog import stacks, waits_in
+
+from jobs import LOOP, STEPS, losses, paceline, start, wait_for, write_workload
+
+HOUR_S = 3600.0
+
+
+def report(rank, **changes):
+    """What a rank writes down that sleeps in step 7."""
+    plain = {"rank": rank, "at": 1000.0, "stalled_s": 50.0, "cpu_s": 0.1, "step": 7, "steps_done": 6, "waits_in": None}
+    own = {"is_in_step": True, "is_closing": False, "line": "train.py:8", "stack": [["train.py", 8, "loss"]]}
+    return {**plain, **own, **changes}
+
+
+def waiting(rank, **changes):
+    return report(rank, waits_in="all_reduce", line="train.py:20", **changes)
+
+
+def closing(rank):
+    return report(rank, is_in_step=False, is_closing=True, step=None, waits_in="the writing of a checkpoint")
+
+
+@pytest.fixture
+def stalls(tmp_path):
+    """A job of two ranks; called with reports it has these and no others."""
+    made = Stalls(tmp_path, 60.0, 2)
+
+    def write(*reports):
+        (tmp_path / "stalls").mkdir(exist_ok=True)
+        for old in (tmp_path / "stalls").iterdir():
+            old.unlink()
+        for one in reports:
+            (tmp_path / "stalls" / f"{one['rank']}.json").write_text(json.dumps(one))
+        return made
+
+    return write
+
+
+def test_who_waits_in_what_and_what_the_missing_rank_does(stalls):
+    text = "\n".join(stalls(waiting(0), report(1)).look(1001.0, {}))
+    assert "no progress for 51 s" in text
+    assert "rank 0: step 7, waiting in all_reduce, called at train.py:20" in text
+    assert "rank 1: step 7, at train.py:8, idle" in text
+    assert "Nothing was ended" in text
+
+
+def test_a_rank_that_computes_is_not_called_idle(stalls):
+    assert "train.py:8, computing" in "\n".join(stalls(waiting(0), report(1, cpu_s=45.0)).look(1001.0, {}))
+
+
+def test_different_calls_are_told_as_such(stalls):
+    text = "\n".join(stalls(waiting(0), report(1, waits_in="broadcast")).look(1001.0, {}))
+    assert "They wait in different calls" in text
+
+
+def test_ranks_that_all_compute_are_no_hang(stalls):
+    text = "\n".join(stalls(report(0), report(1)).look(1001.0, {}))
+    assert "ranks 0, 1: step 7, at train.py:8" in text
+    assert "None waits for another" in text
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="needs /proc")
+def test_a_rank_that_writes_nothing_is_looked_at_from_outside(stalls):
+    pid = os.fork()
+    if pid == 0:
+        signal.pause()
+        os._exit(0)
+    try:
+        text = "\n".join(stalls(waiting(0)).look(1001.0, {1: pid}))
+        assert "rank 1: nothing reported" in text
+        os.kill(pid, signal.SIGSTOP)
+        assert wait_for(lambda: process_state(pid) == "T")
+        made = stalls(waiting(0))
+        made.told.clear()
+        assert "rank 1: its process is stopped" in "\n".join(made.look(1001.0, {1: pid}))
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def test_it_is_told_within_the_notice_time_and_then_rarely(stalls):
+    made = stalls(waiting(0, stalled_s=15.0), report(1, stalled_s=15.0))
+    assert made.look(1000.0, {}) == []
+    at = [second for second in range(1000, 1000 + 4 * 3600) if made.look(float(second), {})]
+    assert at[0] - 1000 + 15 <= 60
+    assert len(at) <= 6, "in four hours"
+    assert all(later - sooner >= 600 for sooner, later in itertools.pairwise(at))
+
+
+def test_the_same_slow_rank_in_every_step_is_told_rarely(stalls):
+    made, told = stalls(), 0
+    for step in range(100):  # a minute and a half each
+        now = 1000.0 + 90 * step
+        stalls(waiting(0, at=now, step=step), report(1, at=now, step=step))
+        told += bool(made.look(now + 1, {}))
+        stalls()
+        made.look(now + 2, {})
+    assert 1 <= told <= 5
+
+
+def test_progress_ends_the_notice(stalls):
+    made = stalls(waiting(0))
+    assert made.look(1001.0, {})
+    stalls()
+    assert made.look(1002.0, {}) == ["paceline: the job goes on"]
+    assert made.look(1003.0, {}) == []
+
+
+def test_no_notice_where_none_is_wanted(stalls):
+    made = stalls(waiting(0))
+    made.notice_s = 0.0
+    assert made.look(10 * HOUR_S, {}) == []
+
+
+@pytest.mark.parametrize("torn", ["", "{", "[]", '{"rank": 0}', "\x00"])
+def test_a_file_that_is_no_report_is_passed_over(stalls, tmp_path, torn):
+    made = stalls(waiting(0))
+    (tmp_path / "stalls" / "1.json").write_text(torn)
+    assert "rank 0: step 7" in "\n".join(made.look(1001.0, {}))
+
+
+def test_a_rank_that_closed_the_job_while_another_waits_for_it_has_left(stalls):
+    made = stalls(waiting(0), closing(1))
+    made.look(1001.0, {})
+    assert made.who_left() == 1
+
+
+@pytest.mark.parametrize(
+    "reports",
+    [
+        (waiting(0), report(1)),  # slow
+        (closing(0), closing(1)),  # both write the last checkpoint
+        (waiting(0, is_in_step=False), closing(1)),  # it may still come to a call outside a step
+        (report(0), closing(1)),  # it may be slow, and leave too
+        (waiting(0, step=6), closing(1)),  # the last step that the other has done
+    ],
+)
+def test_nobody_has_left_as_long_as_they_may_come(stalls, reports):
+    made = stalls(*reports)
+    made.look(1001.0, {})
+    assert made.who_left() is None
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("30", 30.0), ("0", 0.0), ("-1", 0.0), ("soon", 60.0), ("nan", 60.0)])
+def test_the_notice_time_of_the_environment(text, seconds):
+    assert notice_time({"PACELINE_STALL_NOTICE": text}) == seconds
+
+
+def looked_at_by(look):
+    """Whether a value lives on after the function that made it, when another thread has looked at that function."""
+
+    class Value:
+        pass
+
+    looks = []
+
+    def make():
+        value = Value()
+        thread = threading.Thread(target=lambda: looks.append(look()))
+        thread.start()
+        thread.join()
+        return weakref.ref(value)
+
+    is_alive = make()() is not None
+    assert looks[0]
+    return is_alive
+
+
+def test_looking_at_stacks_keeps_no_value_alive():
+    """A graph that is being captured would take a tensor that lives on for a result."""
+    assert looked_at_by(sys._current_frames), "frames keep nothing alive: the test is void"
+    assert not looked_at_by(stacks)
+
+
+def test_stacks_are_found_by_thread():
+    frames = stacks()[threading.get_ident()]
+    assert frames[0][2] == "stacks" or frames[0][2] == "test_stacks_are_found_by_thread"
+    assert any(name == "test_stacks_are_found_by_thread" for _, _, name in frames)
+
+
+OURS = os.path.dirname(paceline_package.__file__)
+C10D = "torch/distributed/distributed_c10d.py"
+
+
+@pytest.mark.parametrize(
+    ("frames", "name"),
+    [
+        (
+            [("comm/shared_memory.py", "_read"), ("comm/shared_memory.py", "finish"), ("comm/wire.py", "finish")],
+            "all_reduce",
+        ),
+        ([("comm/collectives.py", "wait"), ("comm/wire.py", "finish"), ("parallel/sums.py", "finish")], "all_reduce"),
+        ([("comm/collectives.py", "wait"), ("parallel/pipeline.py", "run")], "a collective"),
+        ([(C10D, "broadcast"), ("torch/distributed/c10d_logger.py", "wrapper")], "broadcast"),
+        ([(C10D, "_helper"), (C10D, "all_reduce")], "all_reduce"),
+        ([("lib/threading.py", "wait"), ("server/link.py", "step")], "an answer of the parameter servers"),
+        ([("lib/threading.py", "join"), ("checkpoint/save.py", "wait")], "the writing of a checkpoint"),
+        ([("torch/nn/linear.py", "forward"), ("comm/fully_shard.py", "shard")], None),
+        ([("<frozen importlib._bootstrap>", "_load"), ("comm/collectives.py", "wait")], None),
+        ([("/home/me/comm/shared_memory.py", "_read")], None),
+        ([], None),
+    ],
+)
+def test_a_wait_is_named_after_the_call(frames, name):
+    own = ("comm/", "server/", "checkpoint/", "parallel/")
+    named = [(os.path.join(OURS, file) if file.startswith(own) else file, 1, function) for file, function in frames]
+    assert waits_in(named) == name
+
+
+def test_long_imports_are_told_once(stalls):
+    made = stalls()
+    for line in range(50):
+        stalls(report(0, at=1000.0 + line, line=f"x.py:{line}"), report(1, at=1000.0 + line, line=f"y.py:{line}"))
+        told = made.look(1001.0 + line, {})
+        assert bool(told) == (line == 0)
+
+
+@pytest.mark.parametrize("value", ["-1", "nan", "inf"])
+def test_a_notice_time_that_is_none_is_refused(tmp_path, value):
+    ended = paceline(tmp_path, "run", f"--stall-notice={value}", write_workload(tmp_path))
+    assert ended.code == 2
+    assert "is no number of seconds" in ended.err
+
+
+@pytest.mark.parametrize("on", ["slurm", "kubernetes"])
+def test_a_notice_time_is_refused_where_nothing_supervises(tmp_path, on):
+    ended = paceline(tmp_path, "run", "--on", on, "--stall-notice", "30", write_workload(tmp_path))
+    assert ended.code == 2
+    assert "--stall-notice" in ended.err
+    assert not (tmp_path / "runs").exists()
+
+
+MIXED = """
+        if job.step_number == 6 and job.rank == 0:
+            paceline.broadcast(torch.ones(3))
+        elif job.step_number == 6:
+            paceline.all_reduce(torch.ones(3))
+"""
+
+
+@pytest.mark.slow
+def test_a_slow_rank_is_told_and_the_job_trains_on(tmp_path):
+    hook = "    if job and job.step_number == 6 and job.rank == 1: time.sleep(6)\n"
+    ended = paceline(
+        tmp_path,
+        "run",
+        "-n",
+        "2",
+        "--job",
+        "a",
+        "--stall-notice",
+        "4",
+        write_workload(tmp_path, hook),
+        TEST_PAUSE="0.2",
+    )
+    assert ended.code == 0, ended.err
+    line = (tmp_path / "tiny.py").read_text().splitlines().index(hook.rstrip()) + 1
+    assert "rank 0: step 7, waiting in all_reduce, called at " in ended.err
+    assert f"rank 1: step 7, at {tmp_path}/tiny.py:{line}, idle" in ended.err
+    assert "paceline: the job goes on" in ended.err
+    assert len(losses(tmp_path / "runs" / "a")) == STEPS
+    assert not (tmp_path / "runs" / "a" / "stalls").exists()
+
+
+@pytest.mark.slow
+def test_a_deadlock_is_told_and_a_second_ctrl_c_ends_it_with_what_was_saved(tmp_path):
+    words = ("-n", "2", "--job", "a", "--checkpoint-every", "5")
+    with (tmp_path / "err").open("w") as err:
+        job = start(
+            tmp_path, "run", *words, write_workload(tmp_path, loop=LOOP + MIXED), stderr=err, PACELINE_STALL_NOTICE="2"
+        )
+        assert wait_for(lambda: "wait in different calls" in (tmp_path / "err").read_text(), 60)
+        text = (tmp_path / "err").read_text()
+        assert "rank 0: waiting in broadcast" in text
+        assert "rank 1: waiting in all_reduce" in text
+        job.send_signal(signal.SIGINT)
+        assert wait_for(lambda: "once more to kill" in (tmp_path / "err").read_text())
+        job.send_signal(signal.SIGINT)
+        job.communicate(timeout=15)
+    assert job.returncode == 130
+    assert "the newest checkpoint is runs/a/checkpoints/step-00000005" in (tmp_path / "err").read_text()
+
+
+@pytest.mark.slow
+def test_rank_0_that_leaves_its_loop_is_the_first_cause(tmp_path):
+    hook = "    if job and job.step_number == 6 and job.rank == 0: sys.exit(0)\n"
+    ended = paceline(tmp_path, "run", "-n", "2", "--job", "a", "--stall-notice", "4", write_workload(tmp_path, hook))
+    assert ended.code == 1
+    assert "rank 0 should take as many steps as the other ranks, but it left its loop" in ended.err
+    assert ended.seconds < 60
