@@ -164,7 +164,7 @@ def test_a_failure_that_is_torn_is_still_a_failure(content, tmp_path):
 def test_a_failure_without_a_message_is_told(tmp_path):
     """As of a bare `assert`."""
     bare = {**FAILURE, "type": "AssertionError", "message": ""}
-    assert told(bare, 0).splitlines()[-1] == "rank 1, step 3 failed first: AssertionError: "
+    assert told(bare, 0).splitlines()[-1] == "rank 1, step 3 failed first: AssertionError"
 
 
 def test_a_signal_without_a_name_has_a_number():
@@ -183,7 +183,7 @@ def test_a_run_that_cant_be_read_is_not_the_one_to_resume(tmp_path, damaged):
         find_run(tmp_path, None, tmp_path / "other.py")
 
 
-STEP, START, RESUMED = ({"event": name} for name in ("step", "start", "resumed"))
+TAKEN, START, RESUMED = ({"event": name} for name in ("step", "start", "resumed"))
 
 
 @pytest.mark.parametrize(
@@ -191,10 +191,10 @@ STEP, START, RESUMED = ({"event": name} for name in ("step", "start", "resumed")
     [
         ([], 0),
         ([START], 0),
-        ([START, {**STEP, "step": 1}, {**STEP, "step": 2}, {"event": "checkpoint", "step": 2}], 2),
-        ([START, {**STEP, "step": 15}, START], 0),
-        ([{**STEP, "step": 15}, START, {**RESUMED, "step": 10}], 10),
-        ([{**RESUMED, "step": 10}, {**STEP, "step": 12}, {**RESUMED, "step": 10, "takes_over": True}], 12),
+        ([START, {**TAKEN, "step": 1}, {**TAKEN, "step": 2}, {"event": "checkpoint", "step": 2}], 2),
+        ([START, {**TAKEN, "step": 15}, START], 0),
+        ([{**TAKEN, "step": 15}, START, {**RESUMED, "step": 10}], 10),
+        ([{**RESUMED, "step": 10}, {**TAKEN, "step": 12}, {**RESUMED, "step": 10, "takes_over": True}], 12),
     ],
 )
 def test_which_step_is_the_last_that_is_written_down(tmp_path, monkeypatch, written, last):
