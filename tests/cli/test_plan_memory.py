@@ -91,7 +91,6 @@ def test_what_the_persons_code_raises_is_told(tmp_path):
         (["profile", "--rank", "2", "--plan", "shard=2", "train.py"], "its ranks are 0 to 1"),
         (["profile", "--device", "tpu", "train.py"], "its memory is not said"),
         (["profile", "-o", "none/profile.json", "train.py"], "it can't be written"),
-        (["plan", "--explain-memory", "--plan", "server=99", "train.py"], "99 servers, each with a part"),
         (["profile", "--plan", "replicate=1,compile=on", "train.py"], "the plan has compile=on"),
     ],
     ids=str,

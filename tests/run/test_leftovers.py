@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import psutil
 import pytest
@@ -56,6 +58,13 @@ def with_loader_worker(tmp_path):
     return file
 
 
+@pytest.fixture
+def short_path():
+    """A folder whose own `tmp` holds the job's private folder: where the path is long, that goes to /tmp."""
+    with tempfile.TemporaryDirectory(prefix="pl-", dir="/tmp") as name:
+        yield Path(name)
+
+
 def children(pid):
     return [child.pid for child in psutil.Process(pid).children()]
 
@@ -90,7 +99,8 @@ def test_a_rank_with_a_data_loader_is_killed(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_supervisor_and_fork_server_leave_when_both_are_killed_goes_with_the_next_job(tmp_path):
+def test_what_supervisor_and_fork_server_leave_when_both_are_killed_goes_with_the_next_job(short_path):
+    tmp_path = short_path
     file = with_loader_worker(tmp_path)
     job = begun(tmp_path, file)
     server = children(job.pid)[0]
