@@ -44,3 +44,21 @@ def test_compiles_afterwards():
 @pytest.mark.slow
 def test_imports_of_its_parts_get_the_real_one():
     run(STEP + "from torch._dynamo import explain\nimport torch._dynamo.config\nassert callable(explain)\n")
+
+
+TRIAL = """
+import sys, torch, paceline
+workload = paceline.Workload(
+    model=lambda: torch.nn.Linear(2, 1),
+    loss=lambda model, batch: (model(batch).square().sum(), len(batch)),
+    optimizer=lambda model: torch.optim.AdamW(model.parameters()),
+    data=list(torch.randn(8, 2)), batch_size=4, micro_batch_size=2,
+)
+job = paceline.distribute(workload)
+for batch in job.batches():
+    job.step(batch)
+"""
+
+
+def test_a_job_that_tries_whether_its_loss_adds_up_starts_without_the_compiler():
+    run(TRIAL + f"assert not {LOADED}, 'the compiler was imported'")

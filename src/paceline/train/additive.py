@@ -31,6 +31,7 @@ from paceline.nouns.errors import LossError, PacelineError
 from paceline.nouns.workload import Workload
 from paceline.parallel.local import checked_loss
 from paceline.parallel.placed import EagerModel, PlacedModel
+from paceline.train.compiler_import import defer_compiler_import
 from paceline.train.data import RankLoader, Trial, moved
 from paceline.train.same_draws import SameDraws
 from paceline.train.seed import kept_random_state, seed_sample
@@ -121,6 +122,7 @@ def check_loss_adds_up(placed: PlacedModel, workload: Workload, loader: RankLoad
     if trials is None:
         notice("it was not tried whether the loss adds up over samples: the first ones have no common shape")
         return
+    defer_compiler_import()  # a dispatch mode asks for it, and it takes longer than the trial
     try:
         with kept_random_state():
             is_tried = _is_tried(placed, workload, loader, trials, notice)
