@@ -38,5 +38,5 @@ def saved(folder: Path, job: str) -> dict[str, torch.Tensor]:
 
 
 def check_equal(ours, theirs):
-    assert ours.keys() == theirs.keys()
+    assert ours.keys() == theirs.keys(), (sorted(ours), sorted(theirs))
     assert not [name for name in ours if not torch.equal(ours[name], theirs[name])]

@@ -12,6 +12,7 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -47,12 +48,26 @@ def read_corpus(folder: Path) -> Corpus:
     Raises:
         DataError: it can't be read.
     """
+    facts = _read_summary(folder, {one.name: str if one.type == "str" else COUNT for one in fields(Corpus)})
+    return Corpus(**{one.name: facts[one.name] for one in fields(Corpus)})
+
+
+def read_most_frequent_id(folder: Path) -> int:
+    """The number of the most frequent token of the text in `folder`.
+
+    Raises:
+        DataError: it can't be read.
+    """
+    return int(_read_summary(folder, {"most_frequent_id": COUNT})["most_frequent_id"])
+
+
+def _read_summary(folder: Path, form: dict[str, Any]) -> dict[str, Any]:
     summary = folder / "corpus.json"
     try:
-        facts = read_json(summary, {one.name: str if one.type == "str" else COUNT for one in fields(Corpus)})
-        return Corpus(**{one.name: facts[one.name] for one in fields(Corpus)})
+        facts: dict[str, Any] = read_json(summary, form)
     except ReadError as error:
         raise DataError(f"the prepared text in {summary}", error.found, f"remove {folder}: it is made again") from None
+    return facts
 
 
 def prepare(folder: Path) -> Corpus:
