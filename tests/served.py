@@ -39,4 +39,6 @@ def saved(folder: Path, job: str) -> dict[str, torch.Tensor]:
 
 def check_equal(ours, theirs):
     assert ours.keys() == theirs.keys(), (sorted(ours), sorted(theirs))
-    assert not [name for name in ours if not torch.equal(ours[name], theirs[name])]
+    apart = {name: float((ours[name] - theirs[name]).abs().max()) for name in ours}
+    assert not any(apart.values()), apart
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)

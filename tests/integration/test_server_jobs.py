@@ -100,15 +100,18 @@ def members(process):
 
 
 def test_any_process_killed_at_any_moment_changes_nothing(tmp_path):
-    """k = 2: one at a time, the next when every range is whole again and every worker is back.
+    """k = 2: one at a time, the next when every range is whole again and every worker has taken another step.
 
     (A process that is killed again and again before it has begun is given up: see run/replaced.py.)
     """
     process, draws, kills = slow_job(tmp_path, 700, pause="0.3"), random.Random(0), 0
+    least = -1  # the clock that every worker must have passed: a round is over only with everybody's gradient
     while kills < KILLS:
         assert process.poll() is None, f"ended after {kills} kills: {process.communicate()}"
         time.sleep(draws.uniform(0.0, 0.5))
-        if is_whole(facts_of(tmp_path), workers=2):
+        facts = facts_of(tmp_path)
+        if is_whole(facts, workers=2) and min(one["clock"] for one in facts["workers"]) > least:
+            least = max(one["clock"] for one in facts["workers"]) + 1
             pid = draws.choice(members(process)).pid
             os.kill(pid, signal.SIGKILL)
             assert wait_for(lambda pid=pid: not psutil.pid_exists(pid), 20)  # one that is dead can't be killed again

@@ -116,10 +116,12 @@ class Session:
     Args:
         clients: by range.
         patience_s: how long ranges may stand at different clocks before the worker goes on from the least.
+        is_exact: whether it never does: parameters of different steps give another gradient than one process has.
     """
 
     clients: Sequence[Client]
     patience_s: float = PATIENCE_S
+    is_exact: bool = False
     answers: dict[int, Pulled] = field(default_factory=dict)  # of the step that begins, by range
     differ_since_s: float | None = None
     least: int = 0  # the clock of the range that was behind then
@@ -162,9 +164,9 @@ class Session:
         if len(self.answers) < len(self.clients):
             return sent, None
         clocks = {answer.clock for answer in self.answers.values()}
-        if len(clocks) > 1 and (self.differ_since_s is None or now_s - self.differ_since_s < self.patience_s):
-            if self.differ_since_s is None:
-                self.differ_since_s, self.least = now_s, min(clocks)
+        if len(clocks) > 1 and self.differ_since_s is None:
+            self.differ_since_s, self.least = now_s, min(clocks)
+        if len(clocks) > 1 and not self._goes_on_from_least(now_s):
             return sent + self._level(max(clocks)), None
         return sent, self._begin(min(clocks))
 
@@ -177,15 +179,19 @@ class Session:
 
     def repeat(self, now_s: float) -> Sent:
         """Say again what may have been lost."""
-        since = self.differ_since_s
         sent: Sent = []
         for number, client in enumerate(self.clients):
             if number in self.answers:
                 continue
-            if client.is_reading and since is not None and now_s - since >= self.patience_s:
+            if client.is_reading and self._goes_on_from_least(now_s):
                 client.clock = min(client.clock, self.least)  # it may wait for this worker's gradient of that step
             sent += with_range(number, client.ask())
         return sent
+
+    def _goes_on_from_least(self, now_s: float) -> bool:
+        """Whether ranges have stood at different clocks for too long to wait."""
+        since_s = self.differ_since_s
+        return since_s is not None and not self.is_exact and now_s - since_s >= self.patience_s
 
     def _level(self, clock: int) -> Sent:
         """Read the ranges again that are behind."""

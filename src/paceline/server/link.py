@@ -244,7 +244,8 @@ class Link(Peers):
     def _new_session(self) -> None:
         assert self.job is not None
         worker = (self.name, self.incarnation)
-        self.session = Session([Client(worker, len(own), 0, self.job.steps) for own in self.ranges])
+        clients = [Client(worker, len(own), 0, self.job.steps) for own in self.ranges]
+        self.session = Session(clients, is_exact=self.job.mode == "sync")
         for number, known in self.known.items():
             self._take_protocol(number, known)
 
@@ -334,6 +335,7 @@ class Link(Peers):
         if self.connections:
             self.seen_s = now
         self._watch_coordinator(now)
+        self._watch_ranges(now)
         if self.session is None:
             return
         if not self.sent_s and all(connection.is_idle for connection in self.connections.values()):
@@ -344,6 +346,23 @@ class Link(Peers):
             self.repeated_s = now
             self.repeat_after_s = min(2 * self.repeat_after_s, REPEAT_S[1])
             self._repeat()
+
+    def _watch_ranges(self, now: float) -> None:
+        """A worker and a server lost in one step: its gradient has counted in some ranges, and is lost in others.
+
+        Another in its place can't compute it again: the parameters it was computed from are gone.
+        """
+        session = self.session
+        if session is None or not session.is_exact or session.differ_since_s is None:
+            return
+        if now - session.differ_since_s > self.patience_s:
+            self.failed(
+                PeerLostError(
+                    f"worker {self.name} should compute the step that a lost process left unfinished",
+                    "some servers have already applied that step: a worker and a server were lost at the same time",
+                    "--resume goes on from the last checkpoint, where there is one",
+                )
+            )
 
     def _watch_coordinator(self, now: float) -> None:
         """While the worker waits: without the coordinator nobody is replaced, and the wait may have no end."""
