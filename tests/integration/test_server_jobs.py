@@ -21,7 +21,7 @@ from paceline.nouns.errors import PacelineError
 from paceline.server.address import Address
 from paceline.server.watch import look
 
-from jobs import leftovers, paceline, start, wait_for
+from jobs import leftovers, losses, paceline, start, wait_for
 from served import SLOW, check_equal, saved
 
 pytestmark = pytest.mark.integration
@@ -100,18 +100,20 @@ def members(process):
 
 
 def test_any_process_killed_at_any_moment_changes_nothing(tmp_path):
-    """k = 2: one at a time, the next when every range is whole again and every worker has taken another step.
+    """k = 2: one at a time, the next when every range is whole again and two more steps are done.
+
+    The second of these has a gradient of every worker that was sent after the kill.
 
     (A process that is killed again and again before it has begun is given up: see run/replaced.py.)
     """
     process, draws, kills = slow_job(tmp_path, 700, pause="0.3"), random.Random(0), 0
-    least = -1  # the clock that every worker must have passed: a round is over only with everybody's gradient
+    after = 0  # the step that must be done before the next kill
     while kills < KILLS:
         assert process.poll() is None, f"ended after {kills} kills: {process.communicate()}"
         time.sleep(draws.uniform(0.0, 0.5))
-        facts = facts_of(tmp_path)
-        if is_whole(facts, workers=2) and min(one["clock"] for one in facts["workers"]) > least:
-            least = max(one["clock"] for one in facts["workers"]) + 1
+        step = max(losses(tmp_path / "runs" / "wild"), default=0)
+        if step >= after and is_whole(facts_of(tmp_path), workers=2):
+            after = step + 2
             pid = draws.choice(members(process)).pid
             os.kill(pid, signal.SIGKILL)
             assert wait_for(lambda pid=pid: not psutil.pid_exists(pid), 20)  # one that is dead can't be killed again
