@@ -49,6 +49,21 @@ class Sized(nn.Module):
         super().__init__()
 
 
+class OfModel(torch.optim.SGD):
+    def __init__(self, model):
+        super().__init__(model.parameters(), lr=0.1)
+
+
+class OfParameters(torch.optim.SGD):
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.1)
+
+
+class HandsOn(torch.optim.SGD):
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+
+
 def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -69,6 +84,8 @@ SLIPS = {
     "no model": ("model", None, "it is None", "model=lambda"),
     "an optimizer's class": ("optimizer", torch.optim.AdamW, "it is the class AdamW, which takes parameters", "optimizer=lambda model: torch.optim.AdamW(model.parameters()"),
     "an optimizer's class with options": ("optimizer", ADAMW, "it is the class AdamW, which takes parameters", "optimizer=lambda model"),
+    "an optimizer's class of one's own": ("optimizer", OfParameters, "it is the class OfParameters, which takes parameters", "optimizer=lambda model"),
+    "an optimizer's class that hands on": ("optimizer", HandsOn, "it is the class HandsOn, which takes parameters", "optimizer=lambda model"),
     "an optimizer": ("optimizer", sgd(nn.Linear(2, 2)), "of type SGD", "optimizer=lambda model"),
     "an optimizer without arguments": ("optimizer", lambda: 1, "too many positional arguments", "optimizer=lambda model"),
     "a scheduler's class": ("scheduler", torch.optim.lr_scheduler.StepLR, "StepLR can't be called so: missing a required argument: 'step_size'", "scheduler=lambda optimizer"),
@@ -107,6 +124,7 @@ RIGHT = {
     "a method": ("model", nn.Linear(2, 2).double),
     "a partial": ("model", functools.partial(nn.Linear, 2, out_features=2)),
     "defaults": ("loss", lambda model, batch, share=0.1, *more, **named: 1),
+    "an optimizer of one's own, of a model": ("optimizer", OfModel),
     "a module of model and batch": ("loss", type("Own", (nn.Module,), {"forward": lambda self, model, batch: 1})()),
     "a scheduler's class that needs no more": ("scheduler", torch.optim.lr_scheduler.LinearLR),
     "a built-in": ("collate", torch.stack),

@@ -104,7 +104,21 @@ KEEPS_WHAT_IT_SENDS = {
 }
 
 
+# The function that makes the model returns the same layers each time, and a copy of them is to be tried.
+MAKES_ONE_MODEL = {
+    "kind": "mlp",
+    "widths": [8, 8, 12],
+    "heads": 4,
+    "is_tied": False,
+    "samples": 14,
+    "batch_size": 9,
+    "micro_batch_size": 2,
+    "clip_norm": None,
+}
+
+
 @pytest.mark.slow
+@example(MAKES_ONE_MODEL, "shard=3")
 @example(KEEPS_WHAT_IT_SENDS, "pipeline=3,schedule=zero_bubble")
 @given(sizes_of_jobs, meshes())
 @settings(

@@ -112,12 +112,18 @@ def check_function(name: str, value: Any, may_be_none: bool) -> None:
         raise WorkloadError(wanted, f"{_name(value)} can't be called so: {error}", f"write {example}") from None
 
 
+def _takes_parameters(optimizer: type) -> bool:
+    """Whether the first argument is one of parameters, as torch's; a class of one's own may take a model."""
+    first = next(iter(inspect.signature(optimizer).parameters.values()), None)
+    return first is None or first.kind is first.VAR_POSITIONAL or first.name.startswith("param")
+
+
 def _is_made(name: str, value: Any) -> str:
     """What `value` is where it can be called, but is not the function that it should be; "" where it may be."""
     inner = value.func if isinstance(value, functools.partial) else value
     if name == "model" and _is_torch(type(value), "Module"):
         return f"it is a model that has been made already, {shown(value)}"
-    if name == "optimizer" and isinstance(inner, type) and _is_torch(inner, "Optimizer"):
+    if name == "optimizer" and isinstance(inner, type) and _is_torch(inner, "Optimizer") and _takes_parameters(inner):
         return f"it is the class {inner.__name__}, which takes parameters, and not a model"
     if name in ("loss", "score") and (_is_torch(type(value), "_Loss") or _is_functional(value)):
         return f"it is torch's {_name(value)}, which takes predictions and targets"

@@ -219,6 +219,8 @@ def _model_to_copy(placed: PlacedModel, workload: Workload, device: torch.device
         model: nn.Module = workload.model()
     except Exception:  # it was made once
         return None
+    if any(parameter.is_meta or hasattr(parameter, "to_local") for parameter in model.parameters()):
+        return None  # the function returns one and the same model, which is split by now
     return model.to(device).train()
 
 
