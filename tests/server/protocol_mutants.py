@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from paceline.server.admission import Mode
+from paceline.server.client import Session
 from paceline.server.coordinator import Chain, Coordinator
 from paceline.server.messages import Forward, Forwarded, Pushed, Update
 from paceline.server.replica import Replica
@@ -170,3 +171,11 @@ def a_new_head_counts_from_nothing(patch):
         return plain(self, dataclasses.replace(state, note=None))
 
     wrap(patch, Replica, "_take_over", take_over)
+
+
+@mutant
+def under_sync_a_worker_goes_on_from_the_least_clock(patch):
+    def goes_on(self, now_s):
+        return self.differ_since_s is not None and now_s - self.differ_since_s >= self.patience_s
+
+    patch.setattr(Session, "_goes_on_from_least", goes_on)

@@ -3,6 +3,9 @@
 There are one or two ranges, and rounds may be gated. A push adds `1 << 2 * number` to its segment, so that a segment's
 value is its history: a push counted twice shows as a digit 2 in base four, a lost one as a 0. Promises are checked
 after every event.
+
+Under sync a run may end early: a worker and a server are lost in one step, and the job ends with an error. The promise
+is that no worker ever computes from the parameters of two steps.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from paceline.server.replica import Replica
 FAULTS_END_S = 120.0
 SEGMENTS = 2
 WORKERS = 3
+ENDS_AFTER_S = 200.0  # a worker whose ranges stand at different clocks for so long ends the job with an error
 MODES = (
     Mode(),
     Mode(),
@@ -92,6 +96,7 @@ class Simulator:
         self.sessions, self.working, self.numbers = {}, {}, {}
         for name in range(WORKERS):
             self._start_session((name, 0))
+        self.has_failed = False  # the job ended with an error
         self.log: list[list[Configuration]] = []
         replicas = self.random.choice([2, len(self.members)])
         keeps_places, is_sync = self.mode.is_by_rounds and self.random.random() < 0.7, self.mode.kind == "sync"
@@ -118,6 +123,8 @@ class Simulator:
             self.events += 1
             getattr(self, f"_do_{what}")(*arguments)
             self.check()
+            if self.has_failed:
+                return self
             if self.now_s > FAULTS_END_S and all(
                 one.is_done for worker, one in self.sessions.items() if self.working[worker]
             ):
@@ -161,6 +168,9 @@ class Simulator:
         for worker, session in list(self.sessions.items()):
             if self.working[worker]:
                 self._deliver(worker, session.beat(session.is_done) + session.repeat(self.now_s))
+                since_s = session.differ_since_s
+                if session.is_exact and since_s is not None and self.now_s - since_s > ENDS_AFTER_S:
+                    self.has_failed = True
             if self.working[worker] and session.is_out and not session.is_done:
                 self.working[worker] = False
                 self._do_start_worker(worker)
@@ -237,7 +247,7 @@ class Simulator:
 
     def _start_session(self, worker: Any) -> None:
         made = [self.client_class(worker, SEGMENTS, 0, self.steps) for _ in range(self.ranges)]
-        self.sessions[worker] = Session(made)
+        self.sessions[worker] = Session(made, is_exact=self.mode.kind == "sync")
         self.working[worker] = True
 
     def _do_restart(self) -> None:
@@ -258,6 +268,8 @@ class Simulator:
             self._note_acknowledged(worker, about, clock, message.segment)
         if answers is None:
             return
+        if self.mode.kind == "sync" and len({answer.clock for answer in answers}) > 1:
+            raise Violation(f"{worker} computes from parameters of different steps")
         for number, answer in enumerate(answers):
             assert isinstance(answer, Pulled)
             self._check_read(worker, number, session.clock, answer)

@@ -15,6 +15,7 @@ import simulator
 from protocol_mutants import MUTANTS
 from simulator import Simulator, Violation
 
+SEEDS_OF_LOST_STEPS = (271, 315)  # what happens in a run follows from its seed
 WITHIN = 1000  # seeds in which each must be found
 IN_MODES = {"late_for_a_round_that_may_be_lost": (Mode("quorum", quorum=2),)}  # where it shows
 FEW, SOME, MANY = 60, 600, int(os.environ.get("PACELINE_SEEDS", "20000"))
@@ -41,6 +42,30 @@ def broken_in(seeds):
         except Exception as error:
             return f"seed {seed}: {type(error).__name__}: {error}"
     return None
+
+
+class _WithoutCrash(Simulator):
+    """Workers stop and messages are lost, but every server lives and is reached."""
+
+    def _do_crash(self):
+        pass
+
+    def _do_cut(self):
+        pass
+
+
+def test_under_sync_a_lost_worker_alone_never_ends_the_job(monkeypatch):
+    monkeypatch.setattr(simulator, "MODES", (Mode(),))
+    runs = [_WithoutCrash(seed).run() for seed in range(FEW)]
+    gated = [run for run in runs if run.ranges == run.gates == 2]
+    assert len(gated) > 5
+    assert not any(run.has_failed for run in gated)
+
+
+def test_under_sync_a_worker_and_a_server_lost_in_one_step_may_end_the_job(monkeypatch):
+    monkeypatch.setattr(simulator, "MODES", (Mode(),))
+    gated = [run for run in (Simulator(seed).run() for seed in SEEDS_OF_LOST_STEPS) if run.gates]
+    assert [run.has_failed for run in gated] == [True] * len(SEEDS_OF_LOST_STEPS)
 
 
 def test_a_seed_runs_again_exactly():
