@@ -243,6 +243,16 @@ def test_the_others_do_not_wait_for_one_that_has_left():
         one.check_left({(1, 0): 4}, [(0, 0)], 5.0, 113.0)
 
 
+def test_a_wait_for_an_earlier_step_is_not_for_the_one_that_left():
+    """Worker 1 takes step 5 and leaves; worker 0 waited for it, and has not said yet that it goes on."""
+    one = Absences(60.0, is_replaced=True)
+    one.note_waiting((0, 0), 4, True, 100.0)
+    one.check_left({(1, 0): 5}, [(0, 0)], 5.0, 110.0)
+    one.note_waiting((0, 0), 5, True, 110.1)
+    with pytest.raises(PeerLostError, match="worker 1 to take step 6, but it has left"):
+        one.check_left({(1, 0): 5}, [(0, 0)], 5.0, 116.0)
+
+
 @pytest.mark.parametrize("text", ["x", "0", "-3", "nan", "inf", "1e300"])
 def test_a_silence_that_is_no_time(text):
     with pytest.raises(UsageError, match=SILENCE):

@@ -139,8 +139,12 @@ class Absences:
             tell_s: a wait that is none of the moment between two workers' ends.
             now_s: the time.
         """
-        waits_s = [now_s - self.waits[other][1] if other in self.waits else 0.0 for other in others]
-        if not left or not waits_s or min(waits_s) <= tell_s:
+        if not left or not others:
+            return
+        # A worker's last word may be of an earlier step's wait, which those that left have not caused.
+        known = {other: self.waits[other] for other in others if other in self.waits}
+        waits_s = [now_s - known[o][1] if o in known and known[o][0] >= min(left.values()) else 0.0 for o in others]
+        if min(waits_s) <= tell_s:
             return
         worker, steps = min(left.items())
         raise PeerLostError(
