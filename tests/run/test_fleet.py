@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -16,7 +17,7 @@ from paceline.launch.seats import Seats, with_servers
 from paceline.nouns.errors import UsageError
 from paceline.nouns.plan import Plan
 from paceline.run import fleet
-from paceline.run.fleet import FleetOptions, HostError, open_posts
+from paceline.run.fleet import FleetOptions, HostError, agent_request, open_posts
 from paceline.server.credentials import check_can_make, keep_credentials
 
 READY = json.dumps({"address": "10.0.0.1", "port": 7, "interface": "eth0"})
@@ -175,3 +176,9 @@ def test_a_signal_while_hosts_are_asked(ask):
     finally:
         signal.signal(signal.SIGALRM, before)
     assert not readers
+
+
+def test_a_host_counts_silence_as_this_one_does(monkeypatch, tmp_path):
+    monkeypatch.setenv("PACELINE_SILENCE_S", "600")
+    request = agent_request([Seats("h", 0, 1, 0, 1)], 0, Path("train.py"), tmp_path, FleetOptions())
+    assert request["environment"]["PACELINE_SILENCE_S"] == "600"

@@ -12,6 +12,7 @@ import pytest
 
 from paceline.launch.local import RankSettings
 from paceline.launch.seats import Meeting, Seats
+from paceline.run.failures import LEFT
 from paceline.run.station import MOST_BYTES, Lines, Listening, RemoteStation
 
 
@@ -84,9 +85,14 @@ def _settings():
 
 def test_a_host_speaks_of_its_own_ranks_alone():
     text = base64.b64encode(b"hello").decode()
-    own = [{"started": {"2": 7, "3": 8}}, {"output": 3, "text": text}, {"ended": 2, "status": 0}]
+    own = [
+        {"started": {"2": 7, "3": 8}},
+        {"output": 3, "text": text},
+        {"ended": 2, "status": 0},
+        {"ended": 3, "status": LEFT},
+    ]
     heard = heard_from(map(json.dumps, own))
-    assert heard == [("started", {2: 7, 3: 8}), ("output", 3, "hello"), ("ended", 2, 0), ("lost",)]
+    assert heard == [("started", {2: 7, 3: 8}), ("output", 3, "hello"), ("ended", 2, 0), ("ended", 3, LEFT), ("lost",)]
     for foreign in (
         {"started": {"0": 7}},
         {"output": 1, "text": text},

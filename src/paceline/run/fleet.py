@@ -18,10 +18,14 @@ from paceline.launch.ssh import SshOptions, ssh_command, why_lost
 from paceline.nouns.errors import PacelineError, UsageError
 from paceline.run.station import RemoteStation
 from paceline.run.supervisor import Post
+from paceline.server.absences import SILENCE
 from paceline.server.credentials import keep_credentials, new_credentials
 
 ANSWER_S = 60.0  # for ssh to connect, and Python to start from a cold file system
-_FAMILIES = ("NCCL_", "GLOO_", "TORCH_", "OMP_", "MKL_", "PYTHONPATH", "PYTHONHASHSEED", "GLIBC_TUNABLES")
+_FAMILIES = (
+    *("NCCL_", "GLOO_", "TORCH_", "OMP_", "MKL_", "PYTHONPATH", "PYTHONHASHSEED", "GLIBC_TUNABLES"),
+    SILENCE,  # the coordinator and the workers must count alike
+)
 
 
 @dataclass(frozen=True, slots=True)

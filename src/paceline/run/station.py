@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from paceline.launch.local import ForkServer, RankSettings, start_ranks
 from paceline.nouns.errors import PacelineError, ReadError
 from paceline.nouns.reading import COUNT, Whole, parse_json, parse_whole
-from paceline.run.failures import lost_host, lost_server
+from paceline.run.failures import LEFT, lost_host, lost_server
 
 BEAT_S = 2.0
 MOST_BYTES = 2**20  # of a line that a rank writes
@@ -32,7 +32,7 @@ _ANSWER = (_ERROR, {"address": str, "port": Whole(0, 65535), "interface": str})
 _TOLD = (
     {"started": {str: COUNT}},
     {"output": COUNT, "text": str},
-    {"ended": COUNT, "status": Whole(-64, 255)},  # below 0: a signal
+    {"ended": COUNT, "status": Whole(-64, LEFT)},  # below 0: a signal
     {"error": {str: str}},
 )
 Listen = Callable[[int, Callable[[], bool]], None]  # a descriptor, and what reads it: False at its end
