@@ -6,6 +6,8 @@ import argparse
 import importlib
 import json
 import re
+import shlex
+import sys
 
 import pytest
 
@@ -145,6 +147,24 @@ def test_a_flag_after_the_file_is_refused(verb, nothing_starts, capsys):
         assert "write it before train.py" in capsys.readouterr().err
 
 
+def test_what_to_write_for_a_flag_of_the_files_own_has_all_its_arguments(tmp_path, monkeypatch, capsys):
+    (tmp_path / "train.py").write_text(FILE)
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", "train.py", "--lr", "1", "--plan", "a b"]) == 2
+    advised = re.search(r"write `(train.py -- .+)` if", capsys.readouterr().err)[1]
+    assert main(["run", "--dry-run", *shlex.split(advised)]) == 0
+    assert shlex.split(capsys.readouterr().out.splitlines()[1])[2:] == ["--lr", "1", "--plan", "a b"]
+
+
+@pytest.mark.parametrize("words", [["explain", ""], ["doctor", ""], ["plan", "", "train.py"]])
+def test_an_empty_word_is_refused(words, tmp_path, monkeypatch, capsys):
+    (tmp_path / "train.py").write_text(FILE)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match="2"):
+        sys.exit(main(words))
+    assert "Fix: " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "own"),
     [
@@ -154,6 +174,8 @@ def test_a_flag_after_the_file_is_refused(verb, nothing_starts, capsys):
         (["train.py", "--help"], ["--help"]),
         (["own.py", "--resume", "--time=3"], ["--resume", "--time=3"]),
         (["train.py"], []),
+        (["-n", "1", "--", "train.py", "--epochs", "2"], ["--epochs", "2"]),
+        (["--", "train.py", "--", "-n", "2"], ["-n", "2"]),
     ],
 )
 def test_a_files_own_arguments_reach_it(words, own, tmp_path, monkeypatch, capsys):

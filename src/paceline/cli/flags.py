@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import re
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -190,7 +191,7 @@ def misplaced(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[str
     return [word for word in words if _flag_of(word) in flags]
 
 
-def check_after_file(file: str, words: Sequence[str], command: str) -> None:
+def check_after_file(file: str, words: Sequence[str], command: str, arguments: Sequence[str]) -> None:
     """Raise UsageError where a flag of the command stands after FILE, whose argument it would be.
 
     A flag that the file's source has as a string is the file's.
@@ -199,14 +200,16 @@ def check_after_file(file: str, words: Sequence[str], command: str) -> None:
         file: the workload file.
         words: the command's flags that stand after it.
         command: its name.
+        arguments: all that stands after it.
     """
     known = _strings(Path(file)) if words else set()
+    line = shlex.join([file, "--", *arguments])
     for word in words:
         if _flag_of(word) not in known:
             raise UsageError(
                 f"{word} after {file}",
                 f"that is the file's own argument, and this is a flag of `{command}`",
-                f"write it before {file}, or write `{file} -- {word} ...` if the file has such a flag",
+                f"write it before {file}, or write `{line}` if the file has such a flag",
             )
 
 

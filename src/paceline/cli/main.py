@@ -50,7 +50,7 @@ class Parser(argparse.ArgumentParser):
         flags = [flag for parser in (self, *self.verbs) for action in parser._actions for flag in action.option_strings]
         marker = "unrecognized arguments: "
         if marker in message:
-            word = message.split(marker)[1].split()[0]
+            word = (message.split(marker)[1].split() or ["''"])[0]
             fix = did_you_mean(word.split("=")[0], flags, f"see `{self.prog} --help`")
             if any(action.dest == "arguments" for parser in self.verbs for action in parser._actions):
                 fix += "; a flag of the file's own stands after it"
@@ -104,7 +104,7 @@ def _main(argv: list[str] | None) -> int:
     parsed = _parse(words, verb, module)
     try:
         if verb in WITH_FILE:
-            check_after_file(parsed.workload, parsed.misplaced, f"paceline {verb}")
+            check_after_file(parsed.workload, parsed.misplaced, f"paceline {verb}", parsed.arguments)
         if verb != "run":  # which checks them when it knows what starts the ranks
             check_rules(str(verb), parsed)
         return _run(parsed)
@@ -156,12 +156,35 @@ def _parse(words: Sequence[str], verb: str | None, module: Any) -> argparse.Name
     if verb in WITH_FILE and "--" in words:  # argparse hands it to whichever argument comes first
         at = words.index("--")
         words, rest = words[:at], list(words[at + 1 :])
+        if _lacks_file(module, words[words.index(verb) + 1 :]):  # it ends this command's flags, and FILE follows
+            return _parse([*words, *rest], verb, module)
     parsed = parser.parse_args(words, argparse.Namespace(arguments=[]) if verb == "verify" else None)
     parsed.given = given(_fresh(module), words[words.index(verb) + 1 :])
     if verb in WITH_FILE:
         parsed.misplaced = misplaced(own, parsed.arguments)
         parsed.arguments = [*parsed.arguments, *(["--"] if rest and parsed.arguments else []), *(rest or [])]
     return parsed
+
+
+class _UnreadableError(Exception):
+    """argparse's message."""
+
+
+def _lacks_file(module: Any, words: Sequence[str]) -> bool:
+    """Whether `words` are a command's flags without its FILE."""
+
+    def note(message: str) -> NoReturn:
+        raise _UnreadableError(message)
+
+    if {"-h", "--help"} & {*words}:
+        return False
+    parser = _fresh(module)
+    parser.error = note  # type: ignore[method-assign]
+    try:
+        parser.parse_args(words)
+    except _UnreadableError as error:
+        return "required: FILE" in str(error)
+    return False
 
 
 def _fresh(module: Any) -> argparse.ArgumentParser:
