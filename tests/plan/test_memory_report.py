@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -119,6 +119,10 @@ def test_ways_that_a_plan_can_not_go():
     kinds = {way.kind for way in ways(Plan.parse("pipeline=2,checkpointing=full"), 8, "bf16")}
     assert kinds == set()
     assert [way.micro_batch_size for way in ways(Plan(), 1, "bf16") if way.kind == "micro-batch"] == []
+    with_buckets = Plan.parse("replicate=1", bucket_bytes=100_000, transport="gloo")
+    for way in ways(with_buckets, 8, "float32"):  # each is a plan that can be asked for
+        assert Plan.of(asdict(way.plan), "a request") == way.plan
+    assert "shard" not in {way.kind for way in ways(Plan.parse("server=1"), 8, "float32")}
     assert isinstance(next(ways(Plan(), 8, "float32")), Way)
 
 

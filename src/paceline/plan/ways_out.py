@@ -101,9 +101,14 @@ def ways(plan: Plan, micro_batch: int, precision: str, has_bf16: bool | None = T
         both = dataclasses.replace(plan, checkpointing="full")
         for size in smaller:
             yield Way("both", f"checkpointing=full and micro_batch_size={size}", both, size)
-    if mesh.size("shard") == 1 and mesh.world_size == 1:
+    if mesh.world_size == 1 and not plan.server:
         for ranks in (2, 4, 8):
-            yield Way("shard", f"shard={ranks} as the plan", dataclasses.replace(plan, mesh=f"shard={ranks}"))
+            yield Way("shard", f"shard={ranks} as the plan", _sharded(plan, ranks))
+
+
+def _sharded(plan: Plan, ranks: int) -> Plan:
+    """The plan on `ranks` ranks that share parameters, without options that have no effect there."""
+    return dataclasses.replace(plan, mesh=f"shard={ranks}").settled()
 
 
 def cheapest(found: Sequence[tuple[Way, int, float]], plan: Plan, flops: float) -> list[WayOut]:
