@@ -63,6 +63,18 @@ class Lookahead(torch.optim.Optimizer):
                     p.copy_(state["slow"])
 
 
+class Wrapped(torch.optim.Optimizer):
+    """Shows the groups and the state of the one inside as its own."""
+
+    def __init__(self, model):
+        self.base = torch.optim.AdamW(model.parameters(), lr=0.01)
+        super().__init__(model.parameters(), {"lr": 0.01})
+        self.param_groups, self.state = self.base.param_groups, self.base.state
+
+    def step(self, closure=None):
+        self.base.step()
+
+
 class Twice(torch.optim.AdamW):
     """Two that keep the same of the same parameters."""
 
@@ -134,7 +146,7 @@ def step_lr(optimizer):
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("optimizer", [Muon, Chain, Lookahead])
+@pytest.mark.parametrize("optimizer", [Muon, Chain, Lookahead, Wrapped])
 def test_all_of_it_comes_back(tmp_path, optimizer, ranks):
     folder, parts = str(tmp_path / "saved"), {"scheduler": step_lr, "clip_norm": 0.5}
     losses, weight = run_ranks(ranks, save_and_go_on, folder, optimizer, parts)[0]

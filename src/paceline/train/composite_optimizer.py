@@ -84,8 +84,10 @@ def restore_parts(
     """
     for group, saved in zip(groups_of(optimizer), groups, strict=True):
         group.update(saved)
-    for number, part in enumerate(parts_of(optimizer)):
+    parts = parts_of(optimizer)
+    for part in parts:
         part.state.clear()
+    for number, part in enumerate(parts):
         for parameter, values in state.get(number, {}).items():
             part.state[parameter] = {key: _placed(part, parameter, key, value) for key, value in values.items()}
 

@@ -107,9 +107,9 @@ def _shared_memory(path: Path, size: int) -> mmap.mmap:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         if os.fstat(descriptor).st_size < size:
-            os.posix_fallocate(
-                descriptor, 0, size
-            )  # on a full disk this fails, a write to the memory would be a SIGBUS
+            # On a full disk this fails; a write to the memory would be a SIGBUS. macOS has no such call.
+            reserve = getattr(os, "posix_fallocate", None)
+            reserve(descriptor, 0, size) if reserve else os.ftruncate(descriptor, size)
         return mmap.mmap(descriptor, size)
     finally:
         os.close(descriptor)
