@@ -153,7 +153,7 @@ WHEN_IT_RUNS = {
     "batch is no number": ("    batch_size=8", "    batch_size=2.5", 2, "batch_size should be a whole number"),
     "computed batch below the ranks": ("    batch_size=8", "    batch_size=int('1')", 2, "1 of them would get none"),
     "precision is unknown": ("precision=\"float64\"", "precision=\"fp64\"", 2, "did you mean 'float64'"),
-    "clip below zero": ("clip_norm=1.0", "clip_norm=-1.0", 2, "clip_norm should be above 0"),
+    "clip below zero": ("clip_norm=1.0", "clip_norm=-1.0", 2, "clip_norm should be a number above 0"),
     "optimizer is a list": ("optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=0.01)", "optimizer=lambda model: []", 2, "it made a list"),
     "optimizer of another model": ("torch.optim.AdamW(model.parameters(), lr=0.01)", "torch.optim.AdamW(torch.nn.Linear(2, 2).parameters())", 2, "is not the model's"),
     "optimizer with a closure": ("torch.optim.AdamW(model.parameters(), lr=0.01)", "torch.optim.LBFGS(model.parameters())", 2, "LBFGS"),

@@ -94,6 +94,7 @@ def wrong_calls(rank):
     calls = [
         lambda: paceline.rank(),
         lambda: paceline.init() or paceline.all_reduce(torch.ones(1), "average"),
+        lambda: paceline.all_reduce(torch.ones(1), torch.distributed.ReduceOp.PRODUCT),
         lambda: paceline.broadcast(torch.ones(1), root=5),
         lambda: paceline.all_gather(torch.tensor(1.0)),
         lambda: paceline.all_to_all(torch.ones(3), [3]),
@@ -110,7 +111,9 @@ def wrong_calls(rank):
 def test_wrong_calls_say_what_to_do():
     first, *others = run_ranks(2, wrong_calls)[0]
     assert "call paceline.init() first" in first
-    for word, text in zip(["mean", "0 to 1", "reshape(1)", "splits", "splits"], others, strict=True):
+    for word, text in zip(
+        ["write 'mean'", "write 'product'", "0 to 1", "reshape(1)", "splits", "splits"], others, strict=True
+    ):
         assert word in text
 
 

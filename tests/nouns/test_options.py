@@ -98,6 +98,16 @@ def test_an_axis_of_size_1_is_named_too_and_its_options_are_left_out(line):
     assert Plan.of(asdict(plan), "a file") == plan
 
 
+def test_one_line_may_name_an_axis_of_size_1_beside_tensor():
+    assert Plan.parse("shard=1,tensor=2,zero=3") == Plan.parse("tensor=2")
+
+
+@pytest.mark.parametrize(("word", "meant"), [("1", "on"), ("true", "on"), ("0", "off"), ("no", "off")])
+def test_another_word_for_on_and_off_is_understood(word, meant):
+    with pytest.raises(PlanError, match=f"did you mean '{meant}'"):
+        Plan.parse(f"replicate=2,compile={word}")
+
+
 def test_a_job_on_fewer_hosts_has_a_plan_that_can_be_read():
     plan = rescaled(Plan.parse("shard=4,zero=2"), 1)
     assert Plan.of(asdict(plan), "a file") == plan

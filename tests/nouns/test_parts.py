@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -117,6 +118,11 @@ def test_a_slip_is_refused_with_what_to_write(slip):
     assert any(text in caught.value.found for text in found.split("|"))
     assert fix in caught.value.fix
     assert "\n" not in caught.value.found
+
+
+@pytest.mark.parametrize("norm", [1, 1.0, numpy.float32(1.0), torch.tensor(1.0)])
+def test_a_norm_may_be_any_number(norm):
+    assert type(paceline.Workload(**PARTS, clip_norm=norm).clip_norm) in (int, float)
 
 
 RIGHT = {

@@ -200,7 +200,8 @@ def split_rows(rows: int, parts: int) -> list[int]:
 def check_op(op: str, choices: Sequence[str] = OPS) -> None:
     """Raise UsageError unless `op` is one of `choices`."""
     if op not in choices:
-        meant = _SAME.get(op.lower(), op.lower())
+        word = str(op).rpartition(".")[2].lower()  # torch's own are such as ReduceOp.SUM
+        meant = _SAME.get(word, word)
         fix = f"write {meant!r}" if meant in choices else "write one of these"
         raise UsageError(f"a reduction by {op!r}", f"there are {', '.join(choices)}", fix)
 

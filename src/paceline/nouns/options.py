@@ -96,7 +96,7 @@ def _check_beside_split(name: str, value: Any, mesh: Mesh) -> None:
     scope = SCOPES[name]
     if not beside:
         return
-    if scope.beside_split is not None and value not in scope.beside_split:
+    if scope.beside_split is not None and mesh.size("shard") > 1 and value not in scope.beside_split:
         raise PlanError(
             f"the plan's {name}={value} beside {beside[0]}",
             "there shard splits optimizer state on the rank's device (zero=1), and nothing else",

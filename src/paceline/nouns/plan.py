@@ -147,6 +147,7 @@ class Plan:
             PlanError: an option has a value that it can't have, or no effect under these axes.
         """
         axes, options = [], []
+        words = [one.name for one in fields(cls) if one.type == "str"]
         for item in text.split(","):
             name, _, value = (part.strip() for part in item.partition("="))
             name = SHORT_OPTIONS.get(name, name)
@@ -159,7 +160,7 @@ class Plan:
                 raise PlanError(
                     f"the plan {shown(text)} should give {name} once", "it names it twice", "keep one of them"
                 )
-            values[name] = _number(value) if name != "deadline" else _seconds(value)
+            values[name] = value if name in words else _number(value) if name != "deadline" else _seconds(value)
             options.append(name)
         plan = cls(**{**values, "mesh": str(Mesh.parse(",".join(axes) or "replicate=1"))})
         plan.check_effect(options, ",".join(axes))

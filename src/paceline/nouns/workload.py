@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -92,13 +93,8 @@ class Workload:
                 f"there are {', '.join(PRECISIONS)}",
                 _precision_advice(str(self.precision)),
             )
-        is_number = isinstance(self.clip_norm, int | float) and not isinstance(self.clip_norm, bool)
-        if self.clip_norm is not None and not (is_number and self.clip_norm > 0):
-            raise WorkloadError(
-                "the workload's clip_norm should be above 0",
-                f"it is {self.clip_norm!r}",
-                "leave it out for no clipping, or write e.g. clip_norm=1.0",
-            )
+        if self.clip_norm is not None:
+            object.__setattr__(self, "clip_norm", _checked_norm(self.clip_norm))
         if not isinstance(self.deterministic, bool):
             raise WorkloadError(
                 "the workload's deterministic should be True or False",
@@ -111,7 +107,7 @@ class Workload:
         _check_count("batch_size", self.batch_size, 0)
         for name, value, otherwise in (
             ("epochs", self.epochs, "write steps=... instead"),
-            ("micro_batch_size", self.micro_batch_size, "leave it out, and hand smaller batches to job.step"),
+            ("micro_batch_size", self.micro_batch_size, "leave it out: job.step takes each batch whole, as one step"),
         ):
             if value != PARTS_DEFAULTS[name]:
                 raise WorkloadError(
@@ -124,6 +120,25 @@ class Workload:
         """Raise WorkloadError unless every one of `ranks` ranks gets a sample of a full batch."""
         if self.data is not None and self.batch_size < ranks:
             raise too_small_batch(self.batch_size, ranks)
+
+
+def _checked_norm(value: Any) -> float:
+    """`value` as a number of Python's; numpy's and torch's numbers are taken, too.
+
+    Raises:
+        WorkloadError: it is no number above 0.
+    """
+    number = value if isinstance(value, int | float) and not isinstance(value, bool) else 0.0
+    if not isinstance(value, bool | str | int | float):
+        with contextlib.suppress(TypeError, ValueError, RuntimeError):
+            number = float(value)
+    if number > 0:
+        return number
+    raise WorkloadError(
+        "the workload's clip_norm should be a number above 0",
+        f"it is {value!r}",
+        "leave it out for no clipping, or write e.g. clip_norm=1.0",
+    )
 
 
 PARTS = tuple(field.name for field in dataclasses.fields(Workload))
