@@ -121,7 +121,7 @@ def test_a_plan_that_must_see_a_batch_first_is_refused(text):
 @pytest.mark.parametrize(
     ("parts", "said"),
     [
-        ({"micro_batch_size": 2}, "leave it out, and hand smaller batches"),
+        ({"micro_batch_size": 2}, "leave it out: job.step takes each batch whole"),
         ({"epochs": 3}, "write steps="),
         ({"batch_size": -1}, "batch_size should be a whole number"),
         ({"data": [torch.ones(4)]}, "batch_size is missing"),
