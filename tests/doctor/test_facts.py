@@ -103,6 +103,7 @@ def test_torch_says_what_it_is():
         ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "200000 100000\n"}, 2.0),
         ({"proc/self/cgroup": "4:cpu,cpuacct:/x\n", "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "50000", "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000"}, 0.5),
         ({"proc/self/cgroup": "4:cpu:/\n", "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1", "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000"}, None),
+        ({"proc/self/cgroup": "0::/a\x00b\n", "sys/fs/cgroup/cpu.max": "200000 100000\n"}, 2.0),  # no file has such a name
         ({}, None),
     ],
 )  # fmt: skip

@@ -219,5 +219,5 @@ def missing_preloads(preload: str) -> tuple[str, ...]:
 def _text(path: Path) -> str:
     try:
         return path.read_text(errors="replace").strip()
-    except OSError:
+    except (OSError, ValueError):  # ValueError: the name has a null byte
         return ""
