@@ -18,6 +18,7 @@ from paceline.graph.writes import Write, check_same_writes
 from paceline.nouns.errors import WorkloadError
 
 WIDE = 6
+default_generator = torch.default_generator  # as `from torch import default_generator` gives it
 
 
 class Net(nn.Module):
@@ -211,6 +212,13 @@ def kept_for_this_batch_alone(net, x):
 
 
 @exact
+def what_a_seed_is_asked_for(net, x):
+    assert torch.initial_seed() == torch.default_generator.initial_seed()
+    assert len(torch.get_rng_state()) == len(torch.default_generator.get_state())
+    return x
+
+
+@exact
 def a_constant_kept(net, x):
     if net.scale is None:
         net.scale = torch.arange(WIDE) + 1.0
@@ -313,6 +321,37 @@ def a_gradient_written(net, x):
 @refused("sets the state of torch's random numbers at .*test_writes.py")
 def seeded(net, x):
     torch.manual_seed(0)
+    return torch.dropout(x, 0.5, True)
+
+
+@refused("sets the state of torch's random numbers at .*test_writes.py")
+def seeded_through_the_generator(net, x):
+    torch.default_generator.manual_seed(0)
+    return torch.dropout(x, 0.5, True)
+
+
+@refused("sets the state of torch's random numbers at .*test_writes.py")
+def seeded_by_chance(net, x):
+    torch.random.default_generator.seed()
+    return torch.dropout(x, 0.5, True)
+
+
+@refused("sets the state of torch's random numbers at .*test_writes.py")
+def seeded_for_a_while(net, x):
+    state = torch.default_generator.get_state()
+    torch.default_generator.set_state(state)
+    return torch.dropout(x, 0.5, True)
+
+
+@refused("sets the state of torch's random numbers in its forward pass")
+def seeded_through_a_name(net, x):
+    default_generator.manual_seed(0)
+    return torch.dropout(x, 0.5, True)
+
+
+@refused("sets the state of torch's random numbers at .*test_writes.py")
+def seeded_on_devices(net, x):
+    torch.cuda.manual_seed_all(0)
     return torch.dropout(x, 0.5, True)
 
 
