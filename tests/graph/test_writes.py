@@ -1,48 +1,19 @@
 """What a model changes in its forward pass, its graph changes too, or the model is refused."""
 
-import collections
 import copy
 
 import pytest
 import torch
 from torch import fx, nn
+from updating import WIDE, assert_same, batches, captured_of, in_stages, loss, make, states_of, trained
 
-from paceline.comm.collectives import AxisComm
 from paceline.comm.leaves import tensors_in
-from paceline.comm.ledger import Ledger
-from paceline.graph.capture import capture, skeleton
 from paceline.graph.functional import copy_states_that_are_read
-from paceline.graph.stage_writes import check_stage_writes
-from paceline.graph.stages import assign_stages, cut_out
+from paceline.graph.stages import assign_stages
 from paceline.graph.writes import Write, check_same_writes
 from paceline.nouns.errors import WorkloadError
 
-WIDE = 6
-
-
-class Net(nn.Module):
-    """A layer, something that happens to its result, another layer."""
-
-    def __init__(self, update):
-        super().__init__()
-        self.first, self.last, self.other = nn.Linear(4, WIDE), nn.Linear(WIDE, 1), nn.Linear(WIDE, 1)
-        self.register_buffer("mean", torch.zeros(WIDE))
-        self.register_buffer("table", torch.zeros(4, WIDE))
-        self.register_buffer("count", torch.zeros((), dtype=torch.long))
-        self.target = nn.Linear(4, WIDE).requires_grad_(False)
-        self.norm = nn.BatchNorm1d(WIDE)
-        self.instance = nn.InstanceNorm1d(2, track_running_stats=True)
-        self.spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(WIDE, WIDE))
-        self.limited = nn.Embedding(4, WIDE, max_norm=0.1)
-        self.steps, self.seen, self.scale = 0, [], None
-        self.own = torch.zeros(WIDE, dtype=torch.float64)
-        self.update = update
-
-    def forward(self, x):
-        hidden = torch.tanh(self.first(x))
-        added = self.update(self, hidden)
-        hidden = hidden - self.mean - self.table.sum(0) - 0.01 * self.count
-        return self.last(hidden if added is None else hidden + added)
+default_generator = torch.default_generator  # as `from torch import default_generator` gives it
 
 
 EXACT, REFUSED = {}, {}
@@ -203,43 +174,10 @@ def values_without_gradients(net, x):
 
 
 @exact
-def kept_for_this_batch_alone(net, x):
-    net.auxiliary = x.mean(0)
-    net.several = [net.auxiliary]
-    net.several.append(x.sum(0))
-    return sum(net.several)
-
-
-@exact
-def a_constant_kept(net, x):
-    if net.scale is None:
-        net.scale = torch.arange(WIDE) + 1.0
-    return net.scale.to(x) * x
-
-
-@refused("keep nothing from batch to batch.*change steps")
-def a_counter(net, x):
-    net.steps += 1
-    return 0.01 * net.steps * x
-
-
-@refused("keep nothing from batch to batch.*change seen")
-def a_list_that_grows(net, x):
-    net.seen.append(x.detach().mean(0))
-    return sum(net.seen)
-
-
-@refused("keep nothing from batch to batch.*change scale")
-def a_scale_from_the_first_batch(net, x):
-    if net.scale is None:
-        net.scale = x.detach().std()
-    return net.scale * x
-
-
-@refused("keep nothing from batch to batch.*change own")
-def a_plain_tensor_replaced(net, x):
-    net.own = 0.9 * net.own + x.detach().mean(0)
-    return net.own
+def what_a_seed_is_asked_for(net, x):
+    assert torch.initial_seed() == torch.default_generator.initial_seed()
+    assert len(torch.get_rng_state()) == len(torch.default_generator.get_state())
+    return x
 
 
 @refused(r"add_.Tensor at .*test_writes.py:\d+ writes into a tensor of shape \(6,\).*register_buffer")
@@ -316,66 +254,35 @@ def seeded(net, x):
     return torch.dropout(x, 0.5, True)
 
 
-def loss(model, batch):
-    return (model(batch["x"]) - batch["y"]).square().sum(), len(batch["x"])
+@refused("sets the state of torch's random numbers at .*test_writes.py")
+def seeded_through_the_generator(net, x):
+    torch.default_generator.manual_seed(0)
+    return torch.dropout(x, 0.5, True)
 
 
-def make(update):
-    torch.manual_seed(1)
-    return Net(update).double().train()
+@refused("sets the state of torch's random numbers at .*test_writes.py")
+def seeded_by_chance(net, x):
+    torch.random.default_generator.seed()
+    return torch.dropout(x, 0.5, True)
 
 
-def batches():
-    random = torch.Generator().manual_seed(5)
-    for _ in range(3):
-        yield {name: torch.randn(6, size, generator=random).double() for name, size in (("x", 4), ("y", 1))}
+@refused("sets the state of torch's random numbers at .*test_writes.py")
+def seeded_for_a_while(net, x):
+    state = torch.default_generator.get_state()
+    torch.default_generator.set_state(state)
+    return torch.dropout(x, 0.5, True)
 
 
-def trained(model, run):
-    """The loss of every step, and every state at the end."""
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
-    losses = []
-    for batch in batches():
-        optimizer.zero_grad()
-        total, _ = run(batch)
-        total.backward()
-        optimizer.step()
-        losses.append(float(total.detach()))
-    return losses, copy.deepcopy(states_of(model))
+@refused("sets the state of torch's random numbers in its forward pass")
+def seeded_through_a_name(net, x):
+    default_generator.manual_seed(0)
+    return torch.dropout(x, 0.5, True)
 
 
-def states_of(model):
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
-
-
-def captured_of(model, function=loss):
-    return capture(skeleton(model).train(), function, next(batches()), torch.device("cpu"))
-
-
-def in_stages(model, count):
-    """Run the captured graph in stages, each with states of its own, as ranks have them."""
-    captured = captured_of(model)
-    stages = cut_out(captured, assign_stages(captured, count), count)
-    check_stage_writes(stages, captured, {}, AxisComm("tensor", 0, (0,), None, Ledger()))
-    own = states_of(model)
-
-    def run(batch):
-        values = []
-        for stage in stages:
-            given = [own[name] for name in stage.states]
-            leaves = [tensors_in(batch)[index] for index in stage.inputs]
-            values = fx.GraphModule(captured.constants, stage.graph)(*given, *leaves, *values)
-        return captured.rebuild(list(values))
-
-    return run
-
-
-def assert_same(found, wanted):
-    assert found[0] == pytest.approx(wanted[0], rel=1e-12)
-    for name, tensor in wanted[1].items():
-        torch.testing.assert_close(
-            found[1][name], tensor, rtol=1e-12, atol=1e-12, msg=lambda text, n=name: f"{n} {text}"
-        )
+@refused("sets the state of torch's random numbers at .*test_writes.py")
+def seeded_on_devices(net, x):
+    torch.cuda.manual_seed_all(0)
+    return torch.dropout(x, 0.5, True)
 
 
 @pytest.mark.parametrize("stages", [1, 2])
@@ -394,75 +301,6 @@ def test_what_a_graph_would_lose_is_refused(name):
     trained(alone, lambda batch: loss(alone, batch))  # in one process it trains
     with pytest.raises(WorkloadError, match=f"(?s){match}"):
         captured_of(model)
-
-
-class Criterion(nn.Module):
-    """A loss with a centre of its own, as DINO's."""
-
-    def __init__(self, is_assigned):
-        super().__init__()
-        self.is_assigned, self.count = is_assigned, 0
-        self.register_buffer("centre", torch.zeros(1, dtype=torch.float64))
-
-    def forward(self, found):
-        with torch.no_grad():
-            if self.is_assigned:
-                self.centre = 0.9 * self.centre + 0.1 * found.mean(0)
-            else:
-                self.centre.mul_(0.9).add_(0.1 * found.mean(0))
-        return (found - self.centre).square().sum()
-
-
-class PlainCriterion:
-    def __init__(self):
-        self.steps = 0
-
-    def __call__(self, model, batch):
-        self.steps += 1
-        return model(batch["x"]).square().sum() * self.steps, len(batch["x"])
-
-
-GLOBAL = {"steps": 0}
-
-
-def global_loss(model, batch):
-    GLOBAL["steps"] += 1
-    return model(batch["x"]).square().sum() * GLOBAL["steps"], len(batch["x"])
-
-
-def closure_loss():
-    steps, past = 0, collections.deque(maxlen=2)
-
-    def count(model, batch):
-        nonlocal steps
-        steps += 1
-        past.append(steps)
-        return model(batch["x"]).square().sum() * sum(past), len(batch["x"])
-
-    return count
-
-
-def criterion_loss(is_assigned):
-    criterion = Criterion(is_assigned)
-    return lambda model, batch: (criterion(model(batch["x"])), len(batch["x"]))
-
-
-@pytest.mark.parametrize(
-    ("function", "match"),
-    [
-        (criterion_loss(True), "in the place of Criterion.centre"),
-        (criterion_loss(False), r"writes into a tensor of shape \(1,\)"),
-        (PlainCriterion(), "change the variable PlainCriterion.steps"),
-        (global_loss, "change the variable GLOBAL"),
-        (closure_loss(), "change the variable (steps|past)"),
-    ],
-    ids=["a centre assigned", "a centre written", "an object", "a global variable", "a closure"],
-)
-def test_what_a_loss_keeps_to_itself_is_refused_and_left_as_it_was(function, match):
-    for _ in range(2):  # also when a second shape is captured
-        with pytest.raises(WorkloadError, match=match):
-            captured_of(make(one_chain_under_no_grad), function)
-    assert GLOBAL == {"steps": 0}
 
 
 def test_the_batch_is_left_as_it_was():

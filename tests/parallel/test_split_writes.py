@@ -1,4 +1,4 @@
-"""Models that write into their buffers train under tensor and pipeline as they do in one process."""
+"""Models that write into their buffers and attributes train under tensor and pipeline as they do in one process."""
 
 import functools
 
@@ -106,6 +106,27 @@ class Centre(nn.Module):
         return (target * F.log_softmax(self.student(x), dim=-1)).sum(-1, keepdim=True)
 
 
+class Collecting(nn.Module):
+    """Adds up a term of its blocks, from 0 in each forward pass, and keeps their others in a list that it clears."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 16), nn.Linear(16, 1)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.distance, self.terms = 0, []
+
+    def forward(self, x):
+        self.distance = 0
+        self.terms.clear()
+        hidden = self.first(x)
+        for block in self.blocks:
+            hidden = torch.tanh(block(hidden))
+            self.distance = self.distance + 0.1 * hidden.square().mean(1).sum()
+            self.terms.append(hidden.abs().sum())
+        self.distance = self.distance + 0.1 * sum(self.terms)
+        return self.last(hidden)
+
+
 def loss(model, batch):
     total = (model(batch["x"]) - batch["y"]).square().sum()
     return total + getattr(model, "distance", 0.0), len(batch["x"])
@@ -164,6 +185,8 @@ def assert_as_alone(results, model, **parts):
     [
         (RunningMean, "tensor=2"),
         (RunningMean, "pipeline=2"),
+        (Collecting, "tensor=2"),
+        (Collecting, "pipeline=2,micro_batches=2"),
         *[
             pytest.param(model, plan, marks=SLOW)
             for model in (Codebook, Centre, Follower)
@@ -172,7 +195,7 @@ def assert_as_alone(results, model, **parts):
         pytest.param(RunningMean, "pipeline=2,checkpointing=full", marks=SLOW),
     ],
 )
-def test_buffers_are_written_as_in_one_process(model, plan):
+def test_what_forward_keeps_is_kept_as_in_one_process(model, plan):
     assert_as_alone(run_ranks(2, train, model, plan, {}), model)
 
 

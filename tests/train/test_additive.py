@@ -216,6 +216,21 @@ def mean_smoothness(model, batch):
     return total + 1e-3 * (model.head.weight.sum() - total / weight).square(), weight
 
 
+def by_distributions(model, batch):
+    """Draws whose operations torch does not mark as random."""
+    hidden = model.words(batch["ids"])
+    hidden = hidden * torch.distributions.Beta(2.0, 3.0).sample((len(hidden), 1, 1))
+    hidden = hidden + torch.distributions.Dirichlet(torch.ones(WIDTH)).sample((len(hidden), 1))
+    hidden = hidden + torch.binomial(torch.full_like(hidden, 3.0), torch.full_like(hidden, 0.4))
+    scores = model.head(F.dropout(hidden, 0.3))
+    return F.cross_entropy(scores.flatten(0, 1), batch["ids"].flatten(), reduction="sum"), batch["ids"].numel()
+
+
+def by_distributions_with_penalty(model, batch):
+    total, weight = by_distributions(model, batch)
+    return total + 1e-4 * model.head.weight.square().sum(), weight
+
+
 class Counts:
     """A loss that counts its calls outside of the model."""
 
@@ -298,6 +313,7 @@ ADDITIVE = {
     "kernel without float64": (Net, without_float64),
     "gradient penalty": (Net, smoothness),
     "a factor that changes with each call": (Warmed, cross_entropy),
+    "draws of distributions": (Net, by_distributions),
 }
 COUPLED = {
     "a mean": (Net, plain_mean, "its weight is 1, for 2 and 3 of them 1 + 1"),
@@ -316,6 +332,7 @@ COUPLED = {
     "penalty beside weights of classes": (Net, by_classes_with_penalty, "together it is"),
     "penalty beside a kernel without float64": (Net, without_float64_with_penalty, "together it is"),
     "gradient penalty and a mean": (Net, mean_smoothness, "together it is"),
+    "draws of distributions and a penalty": (Net, by_distributions_with_penalty, "together it is"),
 }
 PARTS = {
     "float32": {},

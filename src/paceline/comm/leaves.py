@@ -36,4 +36,9 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 def signature(value: Any) -> Hashable:
     """Equal for two batches that one graph can serve: the same shapes, dtypes and plain values."""
     shapes = tuple((tuple(t.shape), t.dtype, t.device) for t in tensors_in(value))
-    return shapes, repr(map_tensors(value, lambda tensor: "T"))
+    return shapes, plain_values(value)
+
+
+def plain_values(value: Any) -> str:
+    """What `value` holds besides tensors, and where it holds tensors."""
+    return repr(map_tensors(value, lambda tensor: "T"))

@@ -28,7 +28,7 @@ from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from paceline.comm.leaves import map_tensors, tensors_in
+from paceline.comm.leaves import map_tensors, plain_values, tensors_in
 from paceline.graph.factories import rejoin_copies
 from paceline.graph.functional import (
     check_states_unwritten,
@@ -116,22 +116,16 @@ def capture(model: torch.nn.Module, function: Function, batch: Any, device: torc
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     trained = {name for name, tensor in tensors.items() if tensor.requires_grad}
-    with fake:
-        states = [_fake_like(tensor, device) for tensor in tensors.values()]
-        inputs = [_fake_like(tensor, device) for tensor in tensors_in(batch)]
-    call = _Call(model, function, batch, list(tensors))
+    call = _Call(model, function, batch, tensors)
     state_before = _plain_random_state()
-    held = dict(zip(tensors, states, strict=True))
-    with _watched_modules(model) as entries, _refusals(), effects_as_written(held), _running, fake:
-        traced = make_fx(call, pre_dispatch=True)(states, inputs)
-    rejoin_copies(traced)
-    _check_constants({str(n.target): getattr(traced, str(n.target)) for n in traced.graph.nodes if n.op == "get_attr"})
+    traced, entries = _trace(call, device, fake)
     if _plain_random_state() != state_before:
         raise WorkloadError(
             "a model whose every step computes the same operations",
             "it draws from Python's or numpy's random numbers, and the path it takes may depend on them",
             "draw from torch, or train it by replicate or shard, which run the model's own code",
         )
+    _check_next_call(call, traced, device, fake)
     traced.graph.set_codegen(fx.graph.CodeGen())  # flat arguments, no trees
     placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
     captured = Captured(
@@ -156,6 +150,52 @@ def capture(model: torch.nn.Module, function: Function, batch: Any, device: torc
     for node in captured.graph.nodes:  # what the graphs that are made of this one carry along
         node.meta["original"], node.meta["module"] = node.name, captured.place.get(node, "")
     return captured
+
+
+def _trace(call: _Call, device: torch.device, fake: FakeTensorMode) -> tuple[fx.GraphModule, list[tuple[int, str]]]:
+    """The operations of a call, and at which of them each module begins."""
+    with fake:
+        states = [_fake_like(tensor, device) for tensor in call.tensors.values()]
+        inputs = [_fake_like(tensor, device) for tensor in tensors_in(call.batch)]
+    held = dict(zip(call.tensors, states, strict=True))
+    with _watched_modules(call.wrapper.model) as entries, _refusals(), effects_as_written(held), _running, fake:
+        traced = make_fx(call, pre_dispatch=True)(states, inputs)
+    rejoin_copies(traced)
+    _check_constants({str(n.target): getattr(traced, str(n.target)) for n in traced.graph.nodes if n.op == "get_attr"})
+    return traced, entries
+
+
+def _check_next_call(call: _Call, traced: fx.GraphModule, device: torch.device, fake: FakeTensorMode) -> None:
+    """Raise the suspicion of a call's kept values unless a call that begins with them computes the same."""
+    suspicion = call.wrapper.kept[-1].suspicion
+    if suspicion is None:
+        return
+    following = _Call(call.wrapper.model, call.wrapper.function, call.batch, call.tensors, call.wrapper.kept[-1])
+    try:
+        again, _ = _trace(following, device, fake)
+        is_same = following.wrapper.kept[-1].leaves_the_same and _are_same(traced, again)
+        is_same = is_same and plain_values(call.result) == plain_values(following.result)
+    except Exception:  # it met a tensor of the first call
+        is_same = False
+    if not is_same:
+        raise suspicion
+
+
+def _are_same(one: fx.GraphModule, other: fx.GraphModule) -> bool:
+    """Whether two traces have the same operations and constants."""
+
+    def text(node: fx.Node) -> tuple[str, ...]:
+        return node.op, str(node.target), repr(node.args), repr(node.kwargs)
+
+    if list(map(text, one.graph.nodes)) != list(map(text, other.graph.nodes)):
+        return False
+    pairs = [
+        (getattr(one, str(n.target)), getattr(other, str(n.target))) for n in one.graph.nodes if n.op == "get_attr"
+    ]
+    return all(
+        _are_same(a, b) if isinstance(a, fx.GraphModule) else a is b or (a.dtype == b.dtype and torch.equal(a, b))
+        for a, b in pairs
+    )
 
 
 def _without_side_effects(captured: Captured) -> None:
@@ -185,16 +225,23 @@ def _run_once(captured: Captured, fake: FakeTensorMode) -> None:
 class _Call:
     """The function of (states, inputs) that is traced."""
 
-    def __init__(self, model: torch.nn.Module, function: Function, batch: Any, names: list[str]) -> None:
-        self.batch, self.names = batch, names
-        self.wrapper = _Wrapper(model, function)
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        function: Function,
+        batch: Any,
+        tensors: Mapping[str, torch.Tensor],
+        earlier: KeptValues | None = None,
+    ) -> None:
+        self.batch, self.tensors = batch, tensors
+        self.wrapper = _Wrapper(model, function, earlier)
         self.result: Any = None
         self.log: list[Write] = []
 
     def __call__(self, states: list[torch.Tensor], inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         left = iter(inputs)
         batch = map_tensors(self.batch, lambda _: next(left))
-        held = dict(zip(self.names, states, strict=True))
+        held = dict(zip(self.tensors, states, strict=True))
         before = {name: _memory(tensor) for name, tensor in held.items()}
         log = WriteLog(held)
         with log:
@@ -220,14 +267,18 @@ class _Call:
 class _Wrapper(torch.nn.Module):
     """Lets `functional_call` reach the model that a plain function calls."""
 
-    def __init__(self, model: torch.nn.Module, function: Function) -> None:
+    def __init__(self, model: torch.nn.Module, function: Function, earlier: KeptValues | None) -> None:
         super().__init__()
-        self.model, self.function = model, function
+        self.model, self.function, self.earlier = model, function, earlier
+        self.kept: list[KeptValues] = []
 
     def forward(self, batch: Any) -> Any:
-        """Call the function, and see that it keeps nothing outside its buffers."""
-        with KeptValues(self.model, self.function, _depends_on_given).watching():
-            return self.function(self.model, batch)
+        """Call the function, and see what it keeps outside its buffers."""
+        model, function = self.model, self.function
+        kept = KeptValues(model, function, _depends_on_given, self.earlier)
+        self.kept.append(kept)
+        with kept.watching():  # this module is no part of what is watched
+            return function(model, batch)
 
 
 def _depends_on_given(tensor: torch.Tensor) -> bool:

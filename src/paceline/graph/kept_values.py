@@ -3,7 +3,11 @@
 A graph repeats tensor operations. A counter (`self.steps += 1`), a list that grows, a value kept from the first
 batch: all of that happens while the code is traced, once, and never again. `KeptValues` compares the attributes of
 every module that the code touches, and the variables of the loss function, before and after; what the code reads
-and then changes is refused. Afterwards everything is as it was before, so that no fake tensor stays behind.
+and then changes is suspected. Afterwards everything is as it was before, so that no fake tensor stays behind.
+
+An attribute set to 0 and added to, or a list cleared and filled, begins anew with each batch. So a suspicion is tried:
+a second call begins with what the first one left. Where it computes the same and leaves the same, with none of the
+first one's tensors, so does every later one.
 """
 
 from __future__ import annotations
@@ -37,6 +41,23 @@ class _Snapshot:
     held: dict[Any, _Snapshot] | None
 
 
+@dataclass(frozen=True, slots=True)
+class _Suspect:
+    """A value that the code read and changed.
+
+    Attributes:
+        what: its name, for errors.
+        holder, key: where it is.
+        before, after: what it was and what the call left.
+    """
+
+    what: str
+    holder: Any
+    key: Any
+    before: _Snapshot
+    after: _Snapshot
+
+
 class KeptValues:
     """The Python values that one call of a function may change.
 
@@ -44,11 +65,23 @@ class KeptValues:
         model: whose modules are named in errors; other modules are watched too once they are touched.
         function: its closure, and the global variables that it names, are watched.
         depends: whether a tensor depends on the batch, a parameter or a buffer.
+        earlier: of a call before, with whose suspects' last values this one begins.
+
+    Attributes:
+        suspects: what may reach the next call.
+        leaves_the_same: whether the suspects of both calls were left as equals, by values of their own.
     """
 
     def __init__(
-        self, model: torch.nn.Module, function: Callable[..., Any], depends: Callable[[torch.Tensor], bool]
+        self,
+        model: torch.nn.Module,
+        function: Callable[..., Any],
+        depends: Callable[[torch.Tensor], bool],
+        earlier: KeptValues | None = None,
     ) -> None:
+        self.earlier: list[_Suspect] = [] if earlier is None else earlier.suspects
+        self.suspects: list[_Suspect] = []
+        self.leaves_the_same = False
         self.names = {id(module): name for name, module in model.named_modules()}
         self.depends = depends
         self.modules: dict[int, tuple[torch.nn.Module, dict[str, _Snapshot]]] = {}
@@ -63,20 +96,39 @@ class KeptValues:
         """Watch what the code does inside; afterwards put everything back.
 
         Raises:
-            WorkloadError: it changed a value that it had read.
+            WorkloadError: it put another tensor in a buffer's place.
         """
+        for suspect in self.earlier:
+            _put(suspect, suspect.after)
         before = [(name, holder, key, _snapshot(_get(holder, key))) for name, holder, key in self.variables]
         looked_up = torch.nn.Module.__getattribute__
         torch.nn.Module.__getattribute__ = self._looking_up(looked_up)  # type: ignore[method-assign, assignment]
         found = None
         try:
             yield
-            found = self._changed(before)
+            self.suspects = list(self._find_suspects(before))
+            self.leaves_the_same = self._leaves_the_same()
+            found = self._other_buffer()
         finally:
             del torch.nn.Module.__getattribute__  # type: ignore[misc]
             self._put_back(before)
+            for suspect in self.earlier:
+                _put(suspect, suspect.before)
         if found is not None:
-            raise found
+            raise self.suspicion or found
+
+    @property
+    def suspicion(self) -> WorkloadError | None:
+        """The refusal of the first suspect."""
+        if not self.suspects:
+            return None
+        return WorkloadError(
+            "a model whose forward pass and loss keep nothing from batch to batch but in buffers, so that it can be "
+            "split",
+            f"they change {self.suspects[0].what}, and the graph of operations that runs instead would not",
+            "keep it in a buffer that is written in place (self.register_buffer(...), then self.steps.add_(1)), count "
+            "in the training loop, or train it by replicate or shard",
+        )
 
     def _looking_up(self, looked_up: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
         modules, reads, recorder = self.modules, self.reads, self.recorder
@@ -95,15 +147,30 @@ class KeptValues:
 
         return look_up
 
-    def _changed(self, before: list[tuple[str, Any, Any, _Snapshot]]) -> WorkloadError | None:
+    def _find_suspects(self, before: list[tuple[str, Any, Any, _Snapshot]]) -> Iterator[_Suspect]:
         for name, holder, key, known in before:
-            if self._is_changed(known, _get(holder, key), True):
-                return _refused(f"the variable {name}")
+            now = _get(holder, key)
+            if self._is_changed(known, now, True):
+                yield _Suspect(f"the variable {name}", holder, key, known, _snapshot(now))
         for number, (module, known_values) in self.modules.items():
-            where = self.names.get(number, type(module).__name__)
-            found = self._changed_in(module, known_values, self.reads[number])
-            if found:
-                return _refused(".".join(part for part in (where, found) if part))
+            if type(module).__module__.startswith("torch."):
+                continue
+            where, values = self.names.get(number, type(module).__name__), vars(module)
+            for key in [*known_values, *(key for key in values if key not in known_values)]:
+                if key in _SLOTS or key.startswith("_flat_weight"):  # of recurrent modules: their weights in a list
+                    continue
+                start, now = known_values.get(key), values.get(key, _MISSING)
+                if self._is_changed(start, now, key in self.reads[number]):
+                    what = ".".join(part for part in (where, key) if part)
+                    yield _Suspect(what, values, key, start or _snapshot(_MISSING), _snapshot(now))
+
+    def _leaves_the_same(self) -> bool:
+        earlier = {(id(suspect.holder), suspect.key) for suspect in self.earlier}
+        return all((id(suspect.holder), suspect.key) in earlier for suspect in self.suspects) and all(
+            _are_alike(suspect.after, _snapshot(_get(suspect.holder, suspect.key))) for suspect in self.earlier
+        )
+
+    def _other_buffer(self) -> WorkloadError | None:
         for number, (module, known_values) in self.modules.items():
             where = self.names.get(number, type(module).__name__)
             replaced = _replaced(module, known_values)
@@ -114,17 +181,6 @@ class KeptValues:
                     f"write self.{replaced}.copy_(...) instead of assigning it",
                 )
         return None
-
-    def _changed_in(self, module: torch.nn.Module, known: dict[str, _Snapshot], reads: set[str]) -> str:
-        now = vars(module)
-        if type(module).__module__.startswith("torch."):
-            return ""
-        for key in [*known, *(key for key in now if key not in known)]:
-            if key in _SLOTS or key.startswith("_flat_weight"):  # of recurrent modules: their weights in a list
-                continue
-            if self._is_changed(known.get(key), now.get(key, _MISSING), key in reads):
-                return key
-        return ""
 
     def _is_changed(self, known: _Snapshot | None, now: Any, is_read: bool) -> bool:
         """Whether a value that was read is another one now, by more than a constant kept for later."""
@@ -159,15 +215,6 @@ class KeptValues:
             for key, known in known_values.items():
                 _restore(known)
                 values[key] = known.value
-
-
-def _refused(what: str) -> WorkloadError:
-    return WorkloadError(
-        "a model whose forward pass and loss keep nothing from batch to batch but in buffers, so that it can be split",
-        f"they change {what}, and the graph of operations that runs instead would not",
-        "keep it in a buffer that is written in place (self.register_buffer(...), then self.steps.add_(1)), count in "
-        "the training loop, or train it by replicate or shard",
-    )
 
 
 def _replaced(module: torch.nn.Module, known: dict[str, _Snapshot]) -> str | None:
@@ -263,15 +310,40 @@ def _snapshot(value: Any, depth: int = _DEPTH) -> _Snapshot:
 
 def _children(value: Any) -> dict[Any, Any]:
     """What a container holds, or an object of the person's own."""
+    if not _is_looked_into(value):
+        return {}
     if isinstance(value, dict):
         return dict(value)
     if isinstance(value, list | collections.deque):
         return dict(enumerate(value))
     if isinstance(value, set):
         return {one: one for one in value}
+    return dict(getattr(value, "__dict__", {}))
+
+
+def _is_looked_into(value: Any) -> bool:
+    if isinstance(value, dict | list | collections.deque | set):
+        return True
     if isinstance(value, torch.Tensor | torch.nn.Module | type | types.ModuleType | types.FunctionType):
-        return {}
-    return dict(getattr(value, "__dict__", {})) if _is_persons(type(value).__module__) else {}
+        return False
+    return _is_persons(type(value).__module__)
+
+
+def _put(suspect: _Suspect, known: _Snapshot) -> None:
+    _set(suspect.holder, suspect.key, known.value)
+    _restore(known)
+
+
+def _are_alike(one: _Snapshot, other: _Snapshot) -> bool:
+    """Whether two calls left equal plain values, and tensors of which none is of both."""
+    if isinstance(one.value, torch.Tensor) and isinstance(other.value, torch.Tensor):
+        is_fresh = one.value is not other.value
+        return is_fresh and (one.value.shape, one.value.dtype) == (other.value.shape, other.value.dtype)
+    if not _is_looked_into(one.value):
+        return _are_equal(one.value, other.value)
+    if one.held is None or other.held is None or type(one.value) is not type(other.value):
+        return False
+    return list(one.held) == list(other.held) and all(map(_are_alike, one.held.values(), other.held.values()))
 
 
 def _restore(known: _Snapshot) -> None:
@@ -283,7 +355,7 @@ def _restore(known: _Snapshot) -> None:
         if isinstance(value, dict):
             value.clear()
             value.update(held)
-        elif isinstance(value, list) and any(_is_a_value(one) for one in now.values()):
+        elif isinstance(value, list) and any(_is_a_value(one) for one in [*now.values(), *held.values()]):
             value[:] = list(held.values())
         elif isinstance(value, collections.deque | set):
             value.clear()

@@ -108,20 +108,44 @@ def _frozen(states: Mapping[str, torch.Tensor]) -> Iterator[None]:
         yield
 
 
+def _refuse_seed(*arguments: Any, **named: Any) -> NoReturn:
+    raise _seeded(f"at {user_line()}")
+
+
+def _seeded(where: str) -> WorkloadError:
+    return WorkloadError(
+        "a model that draws random numbers and leaves their seed alone",
+        f"it sets the state of torch's random numbers {where}",
+        "seed with Workload(seed=...), or " + OWN_CODE,
+    )
+
+
+class _UnseededGenerator(torch.Generator):
+    """In the place of the default generator, whose own methods can't be replaced."""
+
+    manual_seed = seed = set_state = graphsafe_set_state = set_offset = _refuse_seed  # type: ignore[assignment]
+
+
 @contextmanager
 def _seeds() -> Iterator[None]:
-    def refuse(*arguments: Any, **named: Any) -> NoReturn:
-        raise WorkloadError(
-            "a model that draws random numbers and leaves their seed alone",
-            f"it sets the state of torch's random numbers at {user_line()}",
-            "seed with Workload(seed=...), or " + OWN_CODE,
-        )
-
-    with (
-        _replaced(torch, manual_seed=refuse, seed=refuse, set_rng_state=refuse),
-        _replaced(torch.random, manual_seed=refuse, seed=refuse, set_rng_state=refuse),
-    ):
-        yield
+    default, mark = torch.default_generator, 0x5EED_0F_7ACE
+    guard, state = _UnseededGenerator(), default.get_state()
+    torch.Generator.set_state(guard, state)
+    calls = dict.fromkeys(("manual_seed", "seed", "set_rng_state"), _refuse_seed)
+    on_devices = calls | dict.fromkeys(("manual_seed_all", "seed_all", "set_rng_state_all"), _refuse_seed)
+    default.manual_seed(mark)  # seen by whoever holds it by another name; draws leave its first seed alone
+    try:
+        with (
+            _replaced(torch, default_generator=guard, **calls),
+            _replaced(torch.random, default_generator=guard, **calls),
+            _replaced(torch.cuda, **on_devices),
+            _replaced(torch.cuda.random, **on_devices),
+        ):
+            yield
+        if default.initial_seed() != mark:
+            raise _seeded("in its forward pass")
+    finally:
+        default.set_state(state)
 
 
 @contextmanager

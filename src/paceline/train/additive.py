@@ -18,7 +18,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
+import functools
 import math
+import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +35,7 @@ from paceline.nouns.errors import LossError, PacelineError
 from paceline.nouns.workload import Workload
 from paceline.parallel.local import checked_loss
 from paceline.parallel.placed import EagerModel, PlacedModel
+from paceline.train.bystanders import Buffers, Bystanders, ReachedError
 from paceline.train.compiler_import import defer_compiler_import
 from paceline.train.data import RankLoader, Trial, moved
 from paceline.train.same_draws import SameDraws
@@ -51,6 +56,8 @@ _NUDGES = 8  # units of rounding: what a change of the parameters by so much cha
 _NUDGED = 4  # how often: sums of large terms change in few places
 _FLOOR = 1e-3  # of the whole gradient: below this times the tolerance a tensor's own gradient is rounding
 _WIDTH = 1021  # of a row when a gradient is projected
+_SEED = 2
+_OTHER_SEEDS = (3, 4, 5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +105,8 @@ class _Found:
 _NOTHING = _Found(0.0, 0.0)
 
 
-class _UnrepeatableError(Exception):
-    """The same loss of the same batch gave another value: it keeps something outside of the model."""
+class _UndecidableError(Exception):
+    """The loss of a batch depends on more than the batch and the model, so that parts can't be compared with it."""
 
 
 def check_loss_adds_up(placed: PlacedModel, workload: Workload, loader: RankLoader, notice: Notice) -> None:
@@ -120,14 +127,16 @@ def check_loss_adds_up(placed: PlacedModel, workload: Workload, loader: RankLoad
     if trials == []:
         return  # a batch of one sample is never split
     if trials is None:
-        notice("it was not tried whether the loss adds up over samples: the first ones have no common shape")
+        notice(
+            "it was not tried whether the loss adds up over samples: the first have no common shape, or can't be cut"
+        )
         return
     defer_compiler_import()  # a dispatch mode asks for it, and it takes longer than the trial
     try:
         with kept_random_state():
             is_tried = _is_tried(placed, workload, loader, trials, notice)
-    except _UnrepeatableError:
-        notice("it could not be tried whether the loss adds up over samples: the same batch gave other losses")
+    except _UndecidableError as error:
+        notice(f"it could not be tried whether the loss adds up over samples: {error}")
         return
     if not is_tried:
         notice("it could not be tried whether the loss adds up over samples: the trial failed, or was not finite")
@@ -137,8 +146,11 @@ def _is_tried(
     placed: PlacedModel, workload: Workload, loader: RankLoader, trials: Sequence[Trial], notice: Notice
 ) -> bool:
     """Raise LossError where the loss does not add up; False where nothing could tell."""
-    model = _model_to_copy(placed, workload, loader.device)
-    answer = None if model is None else _try_copies(model, placed, workload.loss, (trials, loader.device, notice))
+    model, given = _model_to_copy(placed, workload, loader.device), (trials, loader.device, notice)
+    answer = None
+    if model is not None:
+        with Bystanders(placed.model, *([] if model is placed.model else [model])) as bystanders:
+            answer = _try_copies(_Maker(model, getattr(placed, "shared", None), bystanders), workload.loss, given)
     if answer or (placed.is_captured and _is_proven(placed)):
         return True
     if answer is None and (model is None or isinstance(placed, EagerModel)):
@@ -151,14 +163,12 @@ def _is_proven(placed: PlacedModel) -> bool:
     return not placed.couples_samples or "batch_norm" in placed.couples_samples
 
 
-def _try_copies(
-    model: nn.Module, placed: PlacedModel, loss: Loss, given: tuple[Sequence[Trial], torch.device, Notice]
-) -> bool | None:
+def _try_copies(maker: _Maker, loss: Loss, given: tuple[Sequence[Trial], torch.device, Notice]) -> bool | None:
     """Try the loss on copies of the model, one way after another; whether one gave an answer, None if none ran."""
     trials, device, notice = given
     has_run = None
     for way in _WAYS:
-        make = _Maker(model, getattr(placed, "shared", None), way)
+        make = dataclasses.replace(maker, way=way)
         try:
             if not all([_is_answered(make, loss, trial.batches, trial.sizes, device) for trial in trials]):
                 has_run = False
@@ -166,7 +176,9 @@ def _try_copies(
             if any(_feels_padding(make, loss, trial, device) for trial in trials if trial.unpadded):
                 notice(_PADDING)
             return True
-        except (PacelineError, _UnrepeatableError):
+        except ReachedError:
+            return None  # the copies took no part in what was computed
+        except (PacelineError, _UndecidableError):
             raise
         except Exception:  # the next way may do; the first step shows what does not run at all
             continue
@@ -176,7 +188,13 @@ def _try_copies(
 def _feels_padding(make: _Maker, loss: Loss, trial: Trial, device: torch.device) -> bool:
     batches = [moved(batch, device, make.way.dtype == torch.float64) for batch in [trial.batches[0], *trial.unpadded]]
     found = _evaluate_all(make, loss, batches)
-    return bool(_difference(found, make.way, trial.sizes))
+    if not _difference(found, make.way, trial.sizes):
+        return False
+    try:
+        _check_draws(make, loss, (batches, found, trial.sizes), _NOTHING)
+    except _UndecidableError:
+        return False
+    return True
 
 
 def _is_answered(make: _Maker, loss: Loss, given: Sequence[Any], sizes: tuple[int, int], device: torch.device) -> bool:
@@ -189,17 +207,56 @@ def _is_answered(make: _Maker, loss: Loss, given: Sequence[Any], sizes: tuple[in
         # Code that counts its calls gives other values each time: on fresh copies it does not.
         found = [_evaluate_all(make, loss, [batch])[0] for batch in [*batches, batches[0]]]
         _check_repeats(found[0], found.pop(), make.way)
-        _refuse(found, make.way, sizes, _rounding(make, loss, batches[0]))
+        slack = _rounding(make, loss, batches[0])
+        if difference := _difference(found, make.way, sizes, slack):
+            _check_draws(make, loss, (batches, found, sizes), slack)
+            raise _does_not_add_up(difference)
         return make.way.dtype == torch.float64  # in float32 a term may be hidden in the rounding
     return True
 
 
 def _rounding(make: _Maker, loss: Loss, batch: Any) -> _Found:
     """How far rounding may change each number: as much as parameters do that are a little more than rounding apart."""
-    makers = [_Maker(make.model, make.shared, make.way, nudge) for nudge in range(1, 1 + _NUDGED)]
+    makers = [dataclasses.replace(make, nudge=nudge) for nudge in range(1, 1 + _NUDGED)]
     found = [_evaluate_all(nudged, loss, [batch])[0] for nudged in makers]
     slopes = {name: _spread([one.slopes.get(name, 0.0) for one in found]) for name in found[0].slopes}
     return _Found(_spread([one.total for one in found]), 0.0, slopes=slopes)
+
+
+def _check_draws(
+    make: _Maker, loss: Loss, given: tuple[Sequence[Any], Sequence[_Found], tuple[int, int]], slack: _Found
+) -> None:
+    """Raise _UndecidableError where what does not add up depends on draws that are not the same for all samples.
+
+    `SameDraws` sees torch's; numpy's and Python's are others for a part than for the same samples in the whole.
+
+    Args:
+        make, loss: what is tried.
+        given: the whole and its parts, what was found for each, and the parts' sizes.
+        slack: what rounding may do.
+    """
+    batches, found, sizes = given
+    wholes, parts = found[0], [part.weight for part in found[1:]]
+    is_weight = _are_apart(wholes.weight, parts, max(make.way.value, wholes.digits[1]))
+    for seed in _OTHER_SEEDS:
+        for batch, before in zip(batches, found, strict=True):
+            (now,) = _evaluate_all(make, loss, [batch], seed)
+            if is_weight:
+                is_other = _are_apart(before.weight, [now.weight], max(make.way.value, before.digits[1]))
+            else:
+                is_other = bool(_difference([before, now], make.way, sizes, slack))
+            if is_other:
+                raise _UndecidableError("it draws random numbers that the trial can't hold fixed")
+
+
+def _seed_own_generators(model: nn.Module, seed: int) -> None:
+    """Seed the random generators of Python and numpy that modules hold."""
+    numpy: Any = sys.modules.get("numpy")
+    for value in [value for module in model.modules() for value in vars(module).values()]:
+        if isinstance(value, random.Random) or (numpy and isinstance(value, numpy.random.RandomState)):
+            value.seed(seed)
+        elif numpy and isinstance(value, numpy.random.Generator):
+            value.bit_generator.state = type(value.bit_generator)(seed).state
 
 
 def _spread(values: Sequence[float]) -> float:
@@ -224,26 +281,31 @@ def _model_to_copy(placed: PlacedModel, workload: Workload, device: torch.device
     return model.to(device).train()
 
 
+@dataclass(frozen=True, slots=True)
 class _Maker:
     """Makes copies of a model, all alike.
 
-    Args:
+    Attributes:
         model: what is copied; it is left as it is.
         shared: what its batch norms share, which is not copied.
+        bystanders: keeps what the code reaches besides a copy.
         way: the copy's dtype, and how far its parameters are moved.
         nudge: above 0, the number of a further move that is little more than rounding.
     """
 
-    def __init__(self, model: nn.Module, shared: Any, way: _Way, nudge: int = 0) -> None:
-        self.model, self.shared, self.way, self.nudge = model, shared, way, nudge
+    model: nn.Module
+    shared: Any
+    bystanders: Bystanders
+    way: _Way = _WAYS[0]
+    nudge: int = 0
 
     def __call__(self) -> nn.Module:
         """A copy to be tried: one that draws nothing and whose batch norms look at no batch."""
         memo: dict[int, Any] = {id(self.shared): self.shared}
-        random = torch.Generator().manual_seed(1)
+        noise = torch.Generator().manual_seed(1)
         nudges = torch.Generator().manual_seed(self.nudge)
         for parameter in self.model.parameters():
-            memo[id(parameter)] = nn.Parameter(self._moved(parameter, random, nudges), parameter.requires_grad)
+            memo[id(parameter)] = nn.Parameter(self._moved(parameter, noise, nudges), parameter.requires_grad)
         for module in self.model.modules():
             for value in [*module._buffers.values(), *vars(module).values()]:
                 if isinstance(value, torch.Tensor):  # also what a hook computes before each forward pass
@@ -258,10 +320,10 @@ class _Maker:
             return tensor.detach().clone()
         return tensor.detach().to(self.way.dtype, copy=True)
 
-    def _moved(self, tensor: torch.Tensor, random: torch.Generator, nudges: torch.Generator) -> torch.Tensor:
+    def _moved(self, tensor: torch.Tensor, steps: torch.Generator, nudges: torch.Generator) -> torch.Tensor:
         value = self._value(tensor)
         if self.way.step and value.is_floating_point():
-            noise = torch.randn(value.shape, dtype=value.dtype, generator=random).to(value.device)
+            noise = torch.randn(value.shape, dtype=value.dtype, generator=steps).to(value.device)
             value += noise * self.way.step * (value.square().mean().sqrt() + _LEAST_STEP)
         if self.nudge and value.is_floating_point():
             noise = torch.randn(value.shape, dtype=value.dtype, generator=nudges).to(value.device)
@@ -285,34 +347,18 @@ def _make_still(module: nn.Module, like: torch.Tensor) -> None:
             module.running_var = like.new_ones(module.num_features)
 
 
-class _Buffers:
-    """The buffers of a model as they are now; forward may write into them, or put others in their place."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.kept = [
-            (module._buffers, name, buffer, buffer.detach().clone())
-            for module in model.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None and not buffer.is_meta
-        ]
-
-    def put_back(self) -> None:
-        """Make the model's buffers what they were."""
-        for slots, name, buffer, before in self.kept:
-            buffer.data.copy_(before)
-            slots[name] = buffer
-
-
-def _evaluate_all(make: _Maker, loss: Loss, batches: Sequence[Any]) -> list[_Found]:
+def _evaluate_all(make: _Maker, loss: Loss, batches: Sequence[Any], seed: int = _SEED) -> list[_Found]:
     """The loss of each batch on one copy, whose buffers are set back each time."""
     model = make()
-    kept = _Buffers(model)
+    if seed != _SEED:
+        _seed_own_generators(model, seed)
+    kept = Buffers(model)
     found = []
     with _default_dtype(make.way.dtype):
         for batch in batches:
             kept.put_back()
-            seed_sample(2)
-            with torch.enable_grad(), SameDraws(make.way.dtype == torch.float64):
+            seed_sample(seed)
+            with make.bystanders.watching(model), torch.enable_grad(), SameDraws(make.way.dtype == torch.float64):
                 found.append(_evaluate(model, loss, batch))
     return found
 
@@ -409,17 +455,11 @@ def _sum(values: Sequence[float]) -> str:
 
 
 def _check_repeats(first: _Found, again: _Found, way: _Way) -> None:
-    """Raise _UnrepeatableError unless the same batch gave the same twice."""
+    """Raise _UndecidableError unless the same batch gave the same twice."""
     scale = max(abs(first.total), abs(again.total), 1e-12)
     values = max(way.value, first.digits[0]), max(way.value, first.digits[1])
     if abs(first.total - again.total) > values[0] * scale or abs(first.weight - again.weight) > values[1] * scale:
-        raise _UnrepeatableError
-
-
-def _refuse(found: Sequence[_Found], way: _Way, sizes: tuple[int, int], slack: _Found = _NOTHING) -> None:
-    """Raise LossError where the first is not the sum of the others."""
-    if difference := _difference(found, way, sizes, slack):
-        raise _does_not_add_up(difference)
+        raise _UndecidableError("the same batch gave other losses")
 
 
 def _does_not_add_up(found: str) -> LossError:
@@ -441,19 +481,19 @@ def _try_as_it_is(placed: PlacedModel, workload: Workload, loader: RankLoader, t
     way = _Way(dtype, 0.0, _NARROW if is_narrow else _AS_IT_IS.get(dtype, _NARROW), math.inf)
     was_training = placed.model.training
     placed.model.eval()
-    kept = _Buffers(placed.model)
     is_wide = workload.precision == "float64"
     try:
-        for trial in trials:
-            batches = [moved(batch, loader.device, is_wide) for batch in trial.batches]
-            found = [_value_as_it_is(placed, workload, batch, kept) for batch in batches]
-            if not all(one.is_finite for one in found):
-                return False
-            if _difference(found, way, trial.sizes):
-                again = _value_as_it_is(placed, workload, batches[0], kept)
-                _check_repeats(found[0], again, way)
-                _refuse(found, way, trial.sizes)
-    except (PacelineError, _UnrepeatableError):
+        with Bystanders() as bystanders:
+            evaluate = functools.partial(_value_as_it_is, placed, workload, (Buffers(placed.model), bystanders))
+            for trial in trials:
+                batches = [moved(batch, loader.device, is_wide) for batch in trial.batches]
+                found = [evaluate(batch) for batch in batches]
+                if not all(one.is_finite for one in found):
+                    return False
+                if difference := _difference(found, way, trial.sizes):
+                    _check_repeats(found[0], evaluate(batches[0]), way)
+                    raise _does_not_add_up(difference)
+    except (PacelineError, _UndecidableError):
         raise
     except Exception:  # the first step fails the same way, on a batch of the person's
         return False
@@ -462,11 +502,12 @@ def _try_as_it_is(placed: PlacedModel, workload: Workload, loader: RankLoader, t
     return True
 
 
-def _value_as_it_is(placed: PlacedModel, workload: Workload, batch: Any, kept: _Buffers) -> _Found:
+def _value_as_it_is(placed: PlacedModel, workload: Workload, kept: tuple[Buffers, Bystanders], batch: Any) -> _Found:
+    buffers, bystanders = kept
     try:
-        with torch.enable_grad():
+        with bystanders.watching(placed.model), torch.enable_grad():
             total, weight = checked_loss(placed.evaluate("loss", workload.loss, batch))
         placed.begin_step()  # no backward pass follows
     finally:
-        kept.put_back()  # what forward writes counts neither in the next trial nor in training
+        buffers.put_back()  # what forward writes counts neither in the next trial nor in training
     return _Found(float(total.detach()), float(weight))

@@ -7,21 +7,21 @@ the data set's `[]` are the same whichever rank or loader worker makes them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from paceline.comm.leaves import map_tensors, tensors_in
+from paceline.comm.leaves import map_tensors, plain_values, signature, tensors_in
 from paceline.nouns.errors import WorkloadError
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.order import DataOrder, cut, share
 from paceline.nouns.parts import check_data
 from paceline.nouns.plan import Plan
 from paceline.nouns.workload import Workload
-from paceline.train.seed import kept_random_state, seed_sample
+from paceline.train.seed import kept_random_state, random_state, seed_sample
 
 # Of samples that the loss is tried on. Without a common divisor: a share of the samples, such as that which a router
 # sends somewhere, can't be the same in both parts unless it is all or none of them.
@@ -119,19 +119,21 @@ class RankLoader:
     def _trial(self, samples: list[Any], sizes: tuple[int, int]) -> Trial | None:
         """None where padding, or something else, gives the parts other shapes and they can't be cut out."""
         collate = self.workload.collate or _default_collate
-        pieces = [samples, samples[: sizes[0]], samples[sizes[0] :]]
         try:
-            batches = [collate(piece) for piece in pieces]
+            whole, is_drawn = _whole_batch(collate, samples)
+            batches = [whole, *(collate(piece) for piece in (samples[: sizes[0]], samples[sizes[0] :]))]
         except Exception:  # micro-batches of one sample, say, of which each has another shape
             return None
         shapes = [[tuple(tensor.shape[1:]) for tensor in tensors_in(batch)] for batch in batches]
-        if shapes[0] == shapes[1] == shapes[2]:
+        if shapes[0] == shapes[1] == shapes[2] and not is_drawn:
             return Trial(sizes, batches)
-        whole = batches[0]
         if any(not tensor.dim() or len(tensor) != sum(sizes) for tensor in tensors_in(whole)):
             return None
+        if len({plain_values(batch) for batch in batches}) > 1:  # a number of samples, their names
+            return None
         first = map_tensors(whole, lambda tensor: tensor[: sizes[0]])
-        return Trial(sizes, [whole, first, map_tensors(whole, lambda tensor: tensor[sizes[0] :])], batches[1:])
+        cut_out = [whole, first, map_tensors(whole, lambda tensor: tensor[sizes[0] :])]
+        return Trial(sizes, cut_out, [] if is_drawn else batches[1:])
 
     def example(self) -> Any:
         """The first micro-batch of the first part, not cut for a pipeline: what every rank can make, to learn from."""
@@ -193,6 +195,18 @@ class _Pieces:
         for batch in self.order.batches(self.position, self.end):
             for piece in self.loader.pieces(batch):
                 yield list(piece)
+
+
+def _whole_batch(collate: Callable[[list[Any]], Any], samples: list[Any]) -> tuple[Any, bool]:
+    """A batch, and whether one of the same samples may differ: a mask, or what they are mixed with, may be drawn."""
+    cpu = torch.device("cpu")
+    state = random_state(cpu)
+    batch = collate(samples)
+    if any(not torch.equal(state[name], now) for name, now in random_state(cpu).items() if name in state):
+        return batch, True
+    again = collate(samples)  # it may have a random generator of its own
+    tensors = zip(tensors_in(batch), tensors_in(again), strict=True)
+    return batch, signature(batch) != signature(again) or not all(torch.equal(*pair) for pair in tensors)
 
 
 def _default_collate(samples: list[Any]) -> Any:

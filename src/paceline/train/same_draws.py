@@ -26,6 +26,9 @@ _CONSTANTS: dict[str, Callable[[dict[str, Any]], float]] = {
 }
 
 
+_UNTAGGED = ("_sample_dirichlet", "binomial")  # they draw, and torch does not say so
+
+
 class SameDraws(TorchDispatchMode):
     """While entered, every operation that draws gives one and the same number for all elements.
 
@@ -54,7 +57,7 @@ def _drawn_alike(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     if "dropout_p" in given:  # attention, forwards and backwards
         return _run(func, {**given, "dropout_p": 0.0})
-    if torch.Tag.nondeterministic_seeded not in func.tags and not name.startswith("random"):
+    if torch.Tag.nondeterministic_seeded not in func.tags and not name.startswith("random") and name not in _UNTAGGED:
         return func(*args, **kwargs)
     if name == "native_dropout":
         return args[0] / max(1 - args[1], 1e-6), torch.ones_like(args[0], dtype=torch.bool)
@@ -73,6 +76,10 @@ def _constant(name: str, given: dict[str, Any], result: Any) -> Any:
         return result.copy_(given["mean"])
     if name in ("poisson", "_standard_gamma"):
         return result.copy_(given["self"])
+    if name == "_sample_dirichlet":
+        return result.copy_(given["self"] / given["self"].sum(-1, keepdim=True))
+    if name == "binomial":
+        return result.copy_((given["count"] * given["prob"]).round())
     constant = _CONSTANTS.get(name.rstrip("_").removesuffix("_like"))
     if constant is not None:
         result.fill_(constant({part: value for part, value in given.items() if value is not None}))
