@@ -80,7 +80,9 @@ class Job:
     is_stepping: bool
     has_own_batches: bool
     last: StepRecord | None
-    saved_step: int | None  # of the run's newest checkpoint, on the disk or being written
+    saved_step: int | None  # of the newest checkpoint that was saved since the last load, or is being written
+    loaded_step: int  # at which the job began, or to which `load` went
+    left: last_checkpoint.Left | None
     closed_step: int | None
 
     def __init__(self, workload: Workload, plan: Plan, clock: Clock | None = None) -> None:
@@ -246,7 +248,7 @@ class Job:
         """Go back to the checkpoint at `path`, or to the newest whole one in that folder.
 
         Any mesh may have saved it. Under the same one every random state is restored too and training goes on
-        bit for bit.
+        bit for bit. Under `paceline run`, checkpoints of later steps stay until a step from here on is saved.
 
         Raises:
             CheckpointError: none is whole, or it is of another model, optimizer or data set.
@@ -262,6 +264,7 @@ class Job:
         state = manifest["scheduler"]
         if self.scheduler is not None and state is not None:
             state = scheduler_state(self.scheduler, state)  # refused before anything is changed
+        last_checkpoint.set_aside(self)
         tensors = snapshot.read_state(folder, manifest, self.model, self._held(), self.world)
         snapshot.restore_optimizer(self.model, self.optimizer, tensors, manifest["optimizer"])
         snapshot.restore_model(self.model, tensors, self._held())
@@ -271,7 +274,7 @@ class Job:
             has, lacks = ("checkpoint", "workload") if self.scheduler is None else ("workload", "checkpoint")
             self.notice(f"the {has} has a learning-rate scheduler, the {lacks} has none: the rate may jump")
         self.step_number, self.position = manifest["step"], manifest["position"]
-        self.saved_step = self.step_number if last_checkpoint.is_newest_of_run(folder, self.run_dir) else None
+        last_checkpoint.go_back(self)
         if self.plan.server:
             pass  # random numbers are drawn anew for every step
         elif (manifest["world_size"], manifest.get("mesh")) == (self.size, self._mesh()):
@@ -288,7 +291,7 @@ class Job:
         )
 
     def close(self, save: bool = True) -> None:
-        """End the job: save the last step if it runs under `paceline run`, and finish writing.
+        """End the job: save the last step that it trained if it runs under `paceline run`, and finish writing.
 
         Raises:
             CheckpointError: under `paceline run`, the last step can't be saved; says where it was saved instead.
@@ -330,6 +333,7 @@ class Job:
         self.total_steps, self.end = self.loader.length()
         self.step_number, self.position = 0, 0
         self.saved_step, self.closed_step, self.last = None, None, None
+        self.loaded_step, self.left = 0, None
         self.has_own_batches = False
         self.is_stopping = threading.Event()
         self.is_stepping = False  # stays set when a step fails
@@ -338,7 +342,7 @@ class Job:
         place = words.world().place
         self.board = StepBoard(dataclasses.replace(place, size=1) if self.plan.server else place)
         self.events = Events(self.run_dir if self.rank == 0 else None, bool(os.environ.get(TAKES_OVER)))
-        self.writer = Writer(*((0, 1) if self.plan.server else (self.rank, self.size)), self.events.write)
+        self.writer = Writer(*((0, 1) if self.plan.server else (self.rank, self.size)), self._report_save)
         start = {"event": "start", "total_steps": self.total_steps, "samples": len(self.loader.data)}
         self.events.write({**start, "batch_size": self.workload.batch_size, "world_size": self.size})
         if self.run_dir is None:
@@ -453,6 +457,14 @@ class Job:
         if (failure := self.writer.wait()) is not None:
             self.saved_step = None
             self.notice(str(failure), everywhere=True)
+
+    def _report_save(self, event: dict[str, Any]) -> None:
+        self.events.write(event)
+        if removed := event.get("removed"):
+            self.notice(
+                f"{Path(event['path']).name} is saved, so the checkpoints that the job went back from are removed: "
+                f"{', '.join(removed)}"
+            )
 
     def notice(self, text: str, everywhere: bool = False) -> None:
         """Print a line: rank 0 alone, or every rank."""
