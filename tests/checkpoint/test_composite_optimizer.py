@@ -178,6 +178,52 @@ def adamw(model):
     return torch.optim.AdamW(model.parameters(), lr=0.1)
 
 
+def tensor_rate(model):
+    return torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1), foreach=False)
+
+
+class ChainOfTensors(Chain):
+    """Parts whose rates are tensors."""
+
+    def __init__(self, model):
+        super().__init__(model)
+        for group in self.param_groups:
+            group["lr"], group["foreach"] = torch.tensor(group["lr"]), False
+
+
+class OnPlateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
+    """A person's own, which has no need of an argument."""
+
+    def __init__(self, optimizer):
+        self.values = [3.0]
+        super().__init__(optimizer, patience=1)
+
+    def step(self):
+        self.values.append(2.0)
+        super().step(self.values[-1])
+
+
+@pytest.mark.parametrize("scheduler", [None, step_lr])
+@pytest.mark.parametrize("optimizer", [tensor_rate, ChainOfTensors])
+def test_a_rate_that_is_a_tensor_stays_one(tmp_path, optimizer, scheduler):
+    job = job_of(optimizer, scheduler=scheduler)
+    train(job, 3)
+    job.save(tmp_path / "saved")
+    rate = job.optimizer.param_groups[0]["lr"].clone()
+    losses = train(job, 3)
+    again = job_of(optimizer, scheduler=scheduler)
+    again.load(tmp_path / "saved")
+    assert torch.equal(again.optimizer.param_groups[0]["lr"], rate)
+    assert train(again, 3) == losses
+
+
+@pytest.mark.parametrize("is_back", [False, True])
+def test_a_persons_own_scheduler_comes_back(tmp_path, is_back):
+    parts = {"scheduler": OnPlateau}
+    before = save_and_go_on(0, str(tmp_path / "saved"), adamw, parts)[0]
+    assert load_and_go_on(0, str(tmp_path / "saved"), adamw, parts, is_back)[0] == before
+
+
 def norm_after_clipping(optimizer):
     words.init()
     job = job_of(optimizer, clip_norm=1e-3)
