@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from torch import nn
 
 import paceline
-from paceline.checkpoint.manifest import read_manifest
+from paceline.checkpoint.manifest import read_manifest, sealed
 from paceline.comm import words
-from paceline.nouns.errors import PlanError, WorkloadError
+from paceline.nouns.errors import CheckpointError, PlanError, WorkloadError
 from paceline.nouns.plan import Plan
 from paceline.train.job import Job
 
@@ -139,6 +141,52 @@ def load_and_go_on(rank, folder, optimizer, parts, is_back):
         train(job, 7)
     job.load(folder)
     return train(job, 4), job.model[0].weight.detach()
+
+
+def without(key):
+    """Take a key of the state of every parameter out of a manifest."""
+
+    def change(manifest):
+        for content in (manifest["tensors"], manifest["optimizer"]["numbers"], manifest["optimizer"]["owners"]):
+            for name in [name for name in content if name.startswith(f"optimizer/{key}/")]:
+                del content[name]
+
+    return change
+
+
+def owned_by_the_first(manifest):
+    manifest["optimizer"]["owners"] = dict.fromkeys(manifest["optimizer"]["owners"], 0)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "change", "found"),
+    [
+        (Muon, without("exp_avg_sq"), "it lacks exp_avg_sq"),
+        (Chain, without("step"), "it lacks step"),
+        (Lookahead, without("exp_avg"), "it lacks exp_avg"),
+        (Wrapped, without("exp_avg"), "it lacks exp_avg"),
+        (Wrapped, owned_by_the_first, None),
+    ],
+    ids=["beside", "in a list", "inside", "shared", "shared and whole"],
+)
+def test_state_of_a_part_that_is_not_whole_is_refused_before_anything_changes(tmp_path, optimizer, change, found):
+    job = job_of(optimizer)
+    train(job, 2)
+    job.save(tmp_path / "saved")
+    path = tmp_path / "saved" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    change(manifest)
+    path.write_text(json.dumps(sealed(manifest)))
+    losses = train(job, 1)
+    if found is None:
+        job.load(tmp_path / "saved")
+        assert train(job, 1) == losses
+        return
+    before = job.model[0].bias.detach().clone()
+    with pytest.raises(CheckpointError, match=found):
+        job.load(tmp_path / "saved")
+    assert torch.equal(job.model[0].bias, before)
+    train(job, 1)
 
 
 def step_lr(optimizer):

@@ -205,16 +205,16 @@ def restore_optimizer(
     """Put back what `optimizer_state` took, of the parameters that are here.
 
     Raises:
-        CheckpointError: the optimizer is of another class or groups parameters otherwise.
+        CheckpointError: the optimizer is of another class or groups parameters otherwise, or its state is not whole.
     """
     names = parameter_names(model, optimizer)
     groups = [[names[parameter] for parameter in group["params"]] for group in groups_of(optimizer)]
     _check_groups(model, type(optimizer).__name__, groups, saved)
     check_groups(saved["groups"], groups_of(optimizer))
-    here = {name: parameter for parameter, name in names.items() if not parameter.is_meta}
     if len(parts_of(optimizer)) > 1:
-        _restore_parts(optimizer, here, tensors, saved)
+        _restore_parts(optimizer, names, tensors, saved)
         return
+    here = {name: parameter for parameter, name in names.items() if not parameter.is_meta}
     numbers = {name: index for index, name in enumerate(name for group in groups for name in group)}
     state: dict[int, dict[str, Any]] = {}
     for name, value in [*tensors.items(), *saved["numbers"].items()]:
@@ -237,11 +237,12 @@ def restore_optimizer(
 
 def _restore_parts(
     optimizer: torch.optim.Optimizer,
-    here: Mapping[str, torch.nn.Parameter],
+    names: Mapping[torch.nn.Parameter, str],
     tensors: Mapping[str, torch.Tensor],
     saved: dict[str, Any],
 ) -> None:
     """Put back the state of an optimizer made of several."""
+    here = {name: parameter for parameter, name in names.items() if not parameter.is_meta}
     owners = saved.get("owners", {})
     state: dict[int, dict[torch.nn.Parameter, dict[str, Any]]] = {}
     for name, value in [*tensors.items(), *saved["numbers"].items()]:
@@ -253,7 +254,7 @@ def _restore_parts(
     groups = []
     for group, before in zip(saved["groups"], groups_of(optimizer), strict=True):
         groups.append({k: in_types_of(value, before.get(k)) for k, value in group.items() if k != "parameters"})
-    restore_parts(optimizer, groups, state)
+    restore_parts(optimizer, groups, state, names)
 
 
 def _other_parts(optimizer: torch.optim.Optimizer) -> CheckpointError:
