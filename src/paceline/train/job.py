@@ -148,12 +148,13 @@ class Job:
                 add up over the parts: nothing is tried out beforehand.
 
         Raises:
+            UsageError: the job is closed.
             WorkloadError: a batch of your own, and the workload cuts batches or has no steps left.
             LossError: the loss has the wrong form or is not finite; the model is as it was.
             PeerLostError: another rank has gone.
             Stopped: the job was asked to stop; it has been saved.
         """
-        words.check_own_process()
+        self._check_may_step()
         if self.plan.server:
             servers.begin_step(self)
         began_s, sent_before = self.clock.now_s(), self.ledger.total_bytes
@@ -293,10 +294,13 @@ class Job:
     def close(self, save: bool = True) -> None:
         """End the job: save the last step that it trained if it runs under `paceline run`, and finish writing.
 
+        It takes no step after that. It can still load a checkpoint, evaluate and save to a folder. The end of the file
+        closes a job that is open.
+
         Raises:
             CheckpointError: under `paceline run`, the last step can't be saved; says where it was saved instead.
         """
-        if self.closed_step == self.step_number:
+        if self.closed_step is not None:
             return  # by the file itself; the worker closes what is open at the file's end
         self.finish_save()
         if save and self.run_dir is not None:
@@ -311,6 +315,16 @@ class Job:
     def _make_loader(self, data: Any, parts: tuple[int, int]) -> RankLoader:
         pieces = cut_into(self.plan, Mesh.parse(self.plan.mesh), self.workload)
         return RankLoader(data, self.workload, *parts, self.device, pieces)
+
+    def _check_may_step(self) -> None:
+        words.check_own_process()
+        if self.closed_step is not None:
+            raise UsageError(
+                f"step {self.step_number + 1} of the job",
+                f"the job is closed: job.close() ended it after step {self.closed_step}",
+                "call job.close() after the last step, or leave it out, since the end of the file closes the job; to "
+                "save on the way, write job.save(FOLDER)",
+            ).at(rank=self.rank, step=self.step_number + 1)
 
     def _take_own_batch(self) -> None:
         """Check a batch of the person's own; with the first, say what it changes."""
