@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.form import fault_of_files, fault_of_form, fault_of_tensors
-from paceline.nouns.errors import CheckpointError, PacelineError, ReadError
+from paceline.nouns.errors import CheckpointError, ReadError
 from paceline.nouns.reading import parse_whole, read_json, shown
 
 FORMAT, VERSION = "paceline-checkpoint", 3  # 2: the manifest has a hash of itself; 3: tensors lie in parts
@@ -126,7 +126,10 @@ def check_files(folder: Path, manifest: dict[str, Any]) -> None:
 
 
 def find_good(
-    path: Path, report: Callable[[str], None], check: Callable[[Path, dict[str, Any]], None] = check_files
+    path: Path,
+    report: Callable[[str], None],
+    check: Callable[[Path, dict[str, Any]], None] = check_files,
+    fix: str = "name another run or checkpoint",
 ) -> Path:
     """The checkpoint to read at `path`: itself, or the newest good one in the folder.
 
@@ -134,6 +137,7 @@ def find_good(
         path: a checkpoint, or a folder of checkpoints such as `runs/JOB/checkpoints`.
         report: told, in a sentence, of every checkpoint that is passed over.
         check: raises CheckpointError when the files of the folder are not those of the manifest.
+        fix: what to do where there is none.
 
     Raises:
         CheckpointError: there is none that is whole.
@@ -152,7 +156,8 @@ def find_good(
             report(f"{candidate.name} is passed over: {error.found}")
         else:
             return candidate
-    raise no_checkpoint(path, len(candidates))
+    found = f"none of the {len(candidates)} there is whole" if candidates else "there is none"
+    raise CheckpointError(f"a checkpoint in {path}", found, fix)
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -265,17 +270,9 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def no_checkpoint(path: Path, looked_at: int) -> PacelineError:
-    """The error of a folder without a whole checkpoint."""
-    found = f"none of the {looked_at} there is whole" if looked_at else "there is none"
-    return CheckpointError(
-        f"a checkpoint in {path}", found, "name another run or checkpoint, or start without --resume"
-    )
-
-
 def _bad(folder: Path, found: str) -> CheckpointError:
     return CheckpointError(
         f"the checkpoint {folder} should be whole",
         found,
-        "use an earlier one: `paceline run --resume` takes the newest that is whole",
+        "use an earlier one: `paceline run --resume` and `paceline export RUN` take the newest that is whole",
     )

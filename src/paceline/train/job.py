@@ -177,7 +177,6 @@ class Job:
             raise error.at(
                 rank=self.rank if error.rank is None else error.rank, step=self.step_number + 1
             ) from error.__cause__
-        samples = len(batch.positions) if own else 0
         if self.plan.server:
             servers.end_step(self)
         else:
@@ -190,7 +189,7 @@ class Job:
             self.position,
             sums.mean,
             sums.weight,
-            samples,
+            len(batch.positions) if own else 0,
             round(self.clock.now_s() - began_s, 6),
             self.ledger.total_bytes - sent_before,
             norm,
