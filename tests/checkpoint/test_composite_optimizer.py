@@ -265,6 +265,34 @@ def test_a_rate_that_is_a_tensor_stays_one(tmp_path, optimizer, scheduler):
     assert train(again, 3) == losses
 
 
+class Counting(torch.optim.SGD):
+    """Keeps a list that grows, and a value that is None at first, in its groups."""
+
+    def __init__(self, model):
+        super().__init__(model.parameters(), lr=0.1)
+        self.param_groups[0].update(seen=[0], best=None)
+
+    def step(self, closure=None):
+        group = self.param_groups[0]
+        group["seen"].append(len(group["seen"]))
+        group["best"] = 1 / len(group["seen"])
+        group["lr"] = 0.1 * group["best"]
+        super().step()
+
+
+@pytest.mark.parametrize("is_back", [False, True])
+@pytest.mark.parametrize("steps", [0, 3])
+def test_what_a_persons_own_optimizer_keeps_in_its_groups_comes_back(tmp_path, is_back, steps):
+    job = job_of(Counting)
+    train(job, steps)
+    job.save(tmp_path / "saved")
+    losses = train(job, 3)
+    again = job if is_back else job_of(Counting)
+    again.load(tmp_path / "saved")
+    assert again.optimizer.param_groups[0]["seen"] == list(range(steps + 1))
+    assert train(again, 3) == losses
+
+
 @pytest.mark.parametrize("is_back", [False, True])
 def test_a_persons_own_scheduler_comes_back(tmp_path, is_back):
     parts = {"scheduler": OnPlateau}

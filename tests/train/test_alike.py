@@ -216,6 +216,9 @@ def test_settings_of_groups_are_held_against_the_optimizers():
     for key, value in wrong.items():
         with pytest.raises(CheckpointError, match=f"its '{key}' is"):
             check_groups([{**saved, key: value}], [group])
+    for key, value in {"lr": None, "betas": "x"}.items():
+        with pytest.raises(CheckpointError, match=f"its '{key}' is"):
+            check_groups([{**saved, key: value}], [group], may_grow=True)
 
 
 KINDS = {

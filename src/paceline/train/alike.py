@@ -21,19 +21,25 @@ from paceline.nouns.reading import parse_whole, shown
 _FIX = "make it as it was when the checkpoint was saved, or start without the checkpoint"
 _LEAST = -(2**63)
 _NO_LONGER = {"verbose"}  # torch 2.6 and older have it in a scheduler's state
+_RATES = {"lr", "initial_lr"}  # of every optimizer's groups
 _OF_EVERY_SCHEDULER = {"base_lrs", "last_epoch", "_last_lr", "_step_count"}  # torch's base class has them
 _PERSONS_OWN = {"lr_lambdas"}  # of torch's schedulers: attributes of the callables that they were handed
 _INNER = "_schedulers"  # of torch's schedulers that are made of others
 
 
-def check_groups(saved: Sequence[Mapping[str, Any]], here: Sequence[Mapping[str, Any]]) -> None:
+def check_groups(saved: Sequence[Mapping[str, Any]], here: Sequence[Mapping[str, Any]], may_grow: bool = False) -> None:
     """Raise CheckpointError unless every setting of the saved groups can be one of the optimizer's groups here.
 
     A setting that the optimizer does not have is left to it.
+
+    Args:
+        saved: the groups as they were read.
+        here: the optimizer's.
+        may_grow: whether it is of a person's own class, which may keep in its groups what grows.
     """
     for number, (group, own) in enumerate(zip(saved, here, strict=True)):
         for key in (group.keys() & own.keys()) - {"params", "parameters"}:
-            if not is_like(group[key], own[key]):
+            if not is_like(group[key], own[key], may_grow and key not in _RATES):
                 raise CheckpointError(
                     f"the checkpoint's optimizer should have settings as the workload's, in group {number}",
                     f"its {shown(key)} is {shown(group[key])}, here it is {shown(own[key])}",

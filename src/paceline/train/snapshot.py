@@ -210,7 +210,8 @@ def restore_optimizer(
     names = parameter_names(model, optimizer)
     groups = [[names[parameter] for parameter in group["params"]] for group in groups_of(optimizer)]
     _check_groups(model, type(optimizer).__name__, groups, saved)
-    check_groups(saved["groups"], groups_of(optimizer))
+    is_torchs = type(optimizer).__module__.startswith("torch.")
+    check_groups(saved["groups"], groups_of(optimizer), may_grow=not is_torchs)
     if len(parts_of(optimizer)) > 1:
         _restore_parts(optimizer, names, tensors, saved)
         return
