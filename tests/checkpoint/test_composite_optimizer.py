@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from torch import nn
 
 import paceline
-from paceline.checkpoint.manifest import read_manifest
+from paceline.checkpoint.manifest import read_manifest, sealed
 from paceline.comm import words
-from paceline.nouns.errors import PlanError, WorkloadError
+from paceline.nouns.errors import CheckpointError, PlanError, WorkloadError
 from paceline.nouns.plan import Plan
 from paceline.train.job import Job
 
@@ -141,6 +143,52 @@ def load_and_go_on(rank, folder, optimizer, parts, is_back):
     return train(job, 4), job.model[0].weight.detach()
 
 
+def without(key):
+    """Take a key of the state of every parameter out of a manifest."""
+
+    def change(manifest):
+        for content in (manifest["tensors"], manifest["optimizer"]["numbers"], manifest["optimizer"]["owners"]):
+            for name in [name for name in content if name.startswith(f"optimizer/{key}/")]:
+                del content[name]
+
+    return change
+
+
+def owned_by_the_first(manifest):
+    manifest["optimizer"]["owners"] = dict.fromkeys(manifest["optimizer"]["owners"], 0)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "change", "found"),
+    [
+        (Muon, without("exp_avg_sq"), "it lacks exp_avg_sq"),
+        (Chain, without("step"), "it lacks step"),
+        (Lookahead, without("exp_avg"), "it lacks exp_avg"),
+        (Wrapped, without("exp_avg"), "it lacks exp_avg"),
+        (Wrapped, owned_by_the_first, None),
+    ],
+    ids=["beside", "in a list", "inside", "shared", "shared and whole"],
+)
+def test_state_of_a_part_that_is_not_whole_is_refused_before_anything_changes(tmp_path, optimizer, change, found):
+    job = job_of(optimizer)
+    train(job, 2)
+    job.save(tmp_path / "saved")
+    path = tmp_path / "saved" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    change(manifest)
+    path.write_text(json.dumps(sealed(manifest)))
+    losses = train(job, 1)
+    if found is None:
+        job.load(tmp_path / "saved")
+        assert train(job, 1) == losses
+        return
+    before = job.model[0].bias.detach().clone()
+    with pytest.raises(CheckpointError, match=found):
+        job.load(tmp_path / "saved")
+    assert torch.equal(job.model[0].bias, before)
+    train(job, 1)
+
+
 def step_lr(optimizer):
     return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)
 
@@ -176,6 +224,80 @@ def test_a_schedulers_milestones_come_back(tmp_path, scheduler):
 
 def adamw(model):
     return torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def tensor_rate(model):
+    return torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1), foreach=False)
+
+
+class ChainOfTensors(Chain):
+    """Parts whose rates are tensors."""
+
+    def __init__(self, model):
+        super().__init__(model)
+        for group in self.param_groups:
+            group["lr"], group["foreach"] = torch.tensor(group["lr"]), False
+
+
+class OnPlateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
+    """A person's own, which has no need of an argument."""
+
+    def __init__(self, optimizer):
+        self.values = [3.0]
+        super().__init__(optimizer, patience=1)
+
+    def step(self):
+        self.values.append(2.0)
+        super().step(self.values[-1])
+
+
+@pytest.mark.parametrize("scheduler", [None, step_lr])
+@pytest.mark.parametrize("optimizer", [tensor_rate, ChainOfTensors])
+def test_a_rate_that_is_a_tensor_stays_one(tmp_path, optimizer, scheduler):
+    job = job_of(optimizer, scheduler=scheduler)
+    train(job, 3)
+    job.save(tmp_path / "saved")
+    rate = job.optimizer.param_groups[0]["lr"].clone()
+    losses = train(job, 3)
+    again = job_of(optimizer, scheduler=scheduler)
+    again.load(tmp_path / "saved")
+    assert torch.equal(again.optimizer.param_groups[0]["lr"], rate)
+    assert train(again, 3) == losses
+
+
+class Counting(torch.optim.SGD):
+    """Keeps a list that grows, and a value that is None at first, in its groups."""
+
+    def __init__(self, model):
+        super().__init__(model.parameters(), lr=0.1)
+        self.param_groups[0].update(seen=[0], best=None)
+
+    def step(self, closure=None):
+        group = self.param_groups[0]
+        group["seen"].append(len(group["seen"]))
+        group["best"] = 1 / len(group["seen"])
+        group["lr"] = 0.1 * group["best"]
+        super().step()
+
+
+@pytest.mark.parametrize("is_back", [False, True])
+@pytest.mark.parametrize("steps", [0, 3])
+def test_what_a_persons_own_optimizer_keeps_in_its_groups_comes_back(tmp_path, is_back, steps):
+    job = job_of(Counting)
+    train(job, steps)
+    job.save(tmp_path / "saved")
+    losses = train(job, 3)
+    again = job if is_back else job_of(Counting)
+    again.load(tmp_path / "saved")
+    assert again.optimizer.param_groups[0]["seen"] == list(range(steps + 1))
+    assert train(again, 3) == losses
+
+
+@pytest.mark.parametrize("is_back", [False, True])
+def test_a_persons_own_scheduler_comes_back(tmp_path, is_back):
+    parts = {"scheduler": OnPlateau}
+    before = save_and_go_on(0, str(tmp_path / "saved"), adamw, parts)[0]
+    assert load_and_go_on(0, str(tmp_path / "saved"), adamw, parts, is_back)[0] == before
 
 
 def norm_after_clipping(optimizer):

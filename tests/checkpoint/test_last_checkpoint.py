@@ -52,25 +52,100 @@ def test_another_save_at_the_last_step_is_not_the_runs(tmp_path):
     assert kinds == ["checkpoint", "saved"]
 
 
-def go_back_and_end(rank, folder, inside):
-    job = job_of_run(folder, checkpoint_every=1, keep=3)
-    best = Path(folder, "checkpoints", "step-00000002") if inside else Path(folder, "best")
+def listening(job):
+    """The notices that the job gives from here on."""
+    told = []
+    job.notice = lambda text, everywhere=False: told.append(text)
+    return told
+
+
+def load_the_best_and_end(rank, folder, inside, every):
+    job = job_of_run(folder, checkpoint_every=every, keep=3)
+    best = Path(folder, "best")
     if not inside:
         job.save(best)
+    steps(job, 5)
+    job.finish_save()
+    if inside:
+        best = Path(folder, "checkpoints", "step-00000006")
+    told = listening(job)
+    job.load(best)
+    before = names(folder)
+    job.close()
+    hidden = [path.name for path in Path(folder, "checkpoints").iterdir() if path.name.startswith(".")]
+    return before, names(folder), job.step_number, told, hidden
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("inside", "every", "before", "after"),
+    [(True, 1, "765", "765"), (False, 2, "642", "764"), (True, 2, "642", "764"), (False, 0, "", "7")],
+)
+def test_loading_a_checkpoint_at_the_end_loses_no_step(tmp_path, inside, every, before, after, ranks):
+    said = f"the job ends at step {6 if inside else 2}, which it loaded, and took no step from there: step-00000007"
+    heard = []
+    for was, left, step, told, hidden in run_ranks(ranks, load_the_best_and_end, str(tmp_path / "a"), inside, every):
+        assert was == [f"0{digit}" for digit in before], "loading alone changes nothing"
+        assert left == [f"0{digit}" for digit in after], "the last step trained is the run's last checkpoint"
+        assert step == (6 if inside else 2)
+        assert hidden == []
+        heard += [said in text for text in told]
+    assert heard == [True], "rank 0 says it, once"
+    assert plan_export(tmp_path / "a", "safetensors", print).step == 7
+
+
+def test_a_run_that_ended_with_its_best_goes_on_at_its_last_step(tmp_path):
+    loop = LOOP + "    job.load(os.environ['PACELINE_RUN_DIR'] + '/checkpoints/step-00000006')\n"
+    file = write_workload(tmp_path, loop=loop)
+    words = ("--checkpoint-every", "3", "--keep", "9", "--job", "a", file)
+    assert paceline(tmp_path, "run", *words).code == 0
+    ended = paceline(tmp_path, "run", "--resume", *words)
+    assert ended.code == 0
+    assert "goes on at step-00000020" in ended.err
+    assert len(events(tmp_path / "runs" / "a", "step")) == 20, "no step is taken twice"
+
+
+def go_back_and_go_on(rank, folder):
+    job = job_of_run(folder, checkpoint_every=2, keep=3)
+    steps(job, 3)
+    job.finish_save()
+    job.load(Path(folder, "checkpoints", "step-00000002"))
+    told = listening(job)
+    steps(job, 1)
+    after_one = names(folder)
+    steps(job, 1)
+    job.finish_save()
+    return after_one, names(folder), told, sorted(path.name for path in Path(folder, "checkpoints").iterdir())
+
+
+def test_going_on_from_an_earlier_step_takes_the_place_of_later_ones(tmp_path):
+    after_one, after_two, told, everything = run_ranks(1, go_back_and_go_on, str(tmp_path / "a"))[0]
+    assert after_one == ["04", "02"], "a step that is in no checkpoint takes no place"
+    assert after_two == ["04", "02"]
+    assert everything == ["step-00000002", "step-00000004"]
+    assert told == ["step-00000004 is saved, so the checkpoints that the job went back from are removed: step-00000005"]
+
+
+def branch_twice(rank, folder):
+    job = job_of_run(folder, checkpoint_every=1, keep=9)
     steps(job, 4)
     job.finish_save()
-    assert names(folder) == ["06", "05", "04"]
-    if inside:
-        best = Path(folder, "checkpoints", "step-00000004")
-    job.load(best)
+    checkpoints = Path(folder, "checkpoints")
+    job.load(checkpoints / "step-00000004")
+    told = listening(job)
+    steps(job, 1)
+    job.finish_save()
+    first = names(folder)
+    job.load(checkpoints / "step-00000002")
+    steps(job, 1)
     job.close()
-    return names(folder), job.step_number
+    return first, names(folder), told
 
 
-@pytest.mark.parametrize("inside", [False, True])
-def test_a_job_that_ends_after_going_back_ends_with_that_step(tmp_path, inside):
-    (left, step) = run_ranks(1, go_back_and_end, str(tmp_path / "a"), inside)[0]
-    assert left == [f"{step:02d}"], "what the job has left by going back is still newer"
+def test_checkpoints_that_were_gone_back_from_are_all_removed_and_named(tmp_path):
+    first, second, told = run_ranks(1, branch_twice, str(tmp_path / "a"))[0]
+    assert (first, second) == (["05", "04", "03", "02", "01"], ["03", "02", "01"])
+    assert [text.rpartition(": ")[2] for text in told] == ["step-00000006", "step-00000004, step-00000005"]
 
 
 def keep_after_going_back(rank, folder):
@@ -85,6 +160,24 @@ def keep_after_going_back(rank, folder):
 
 def test_after_going_back_the_newest_is_kept_not_the_highest(tmp_path):
     assert run_ranks(1, keep_after_going_back, str(tmp_path / "a")) == [["03"]]
+
+
+def go_back_on_a_full_disk(rank, folder):
+    job = job_of_run(folder, checkpoint_every=0)
+    job.save(Path(folder, "best"))
+    steps(job, 1)
+    fail_everywhere(None)
+    job.load(Path(folder, "best"))
+    try:
+        job.close()
+    except CheckpointError as error:
+        return str(error)
+
+
+def test_a_last_step_that_could_not_be_set_aside_is_an_error_at_the_end(tmp_path):
+    (text,) = run_ranks(1, go_back_on_a_full_disk, str(tmp_path / "a"))
+    assert "step-00000003" in text
+    assert "No space left on device" in text
 
 
 # What becomes of the folder of checkpoints after the second step, and where the state then is.

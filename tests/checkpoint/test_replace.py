@@ -18,6 +18,7 @@ from paceline.checkpoint.manifest import (
     remove_partial,
     remove_partial_in,
 )
+from paceline.nouns.errors import CheckpointError
 from paceline.run.directory import find_resume_point
 
 
@@ -86,6 +87,15 @@ def test_a_killed_jobs_only_checkpoint_is_found_though_it_was_being_replaced(tmp
     publish(tmp_path / "checkpoints" / "step-00000005", 5)
     crash_between_the_renames(tmp_path / "checkpoints" / "step-00000005", 5, monkeypatch)
     assert find_resume_point(tmp_path, print) is not None
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_says_how_to_train_anew(tmp_path):
+    publish(tmp_path / "checkpoints" / "step-00000005", 5)
+    (tmp_path / "checkpoints" / "step-00000005" / file_name(0)).unlink()
+    with pytest.raises(CheckpointError) as caught:
+        find_resume_point(tmp_path, print)
+    assert caught.value.found == "none of the 1 there is whole"
+    assert "start under another --job, without --resume" in caught.value.fix, "this run's name is taken"
 
 
 def test_only_this_checkpoints_remains_are_removed(tmp_path):

@@ -369,6 +369,24 @@ def test_resume_falls_back_to_the_last_whole_checkpoint(tmp_path):
     assert losses(run_of(tmp_path)) == before
 
 
+BEST_AT_THE_END = LOOP + "    job.load(os.environ['PACELINE_RUN_DIR'] + '/checkpoints/step-00000015')\n"
+
+
+@pytest.mark.parametrize("loop", [LOOP, BEST_AT_THE_END], ids=["plain", "best at the end"])
+def test_the_result_of_a_run_that_was_whole_is_that_of_the_run(tmp_path, loop):
+    file = write_workload(tmp_path, loop=loop)
+    words = ("run", "--json", "--job", "a", "--checkpoint-every", "5")
+    first = json.loads(paceline(tmp_path, *words, file).out)
+    ended = paceline(tmp_path, *words, "--resume", file)
+    again = json.loads(ended.out)
+    assert ended.code == 0
+    assert len(events(run_of(tmp_path), "step")) == STEPS, "there is nothing left to do"
+    for key in ("status", "steps", "position", "checkpoint"):
+        assert again[key] == first[key], key
+    assert again["checkpoint"] == str(run_of(tmp_path) / "checkpoints" / f"step-{STEPS:08d}")
+    assert again["loss_last"] is None, "it took no step"
+
+
 def test_a_failure_names_the_checkpoint_that_resume_takes(tmp_path):
     hook = "    if job and job.step_number == 7: job.save('best'); os._exit(3)\n"
     ended = paceline(tmp_path, "run", "--job", "a", "--checkpoint-every", "5", write_workload(tmp_path, hook))

@@ -10,7 +10,7 @@ import torch
 from torch.optim import lr_scheduler as schedulers
 
 from paceline.nouns.errors import CheckpointError
-from paceline.train.alike import StateCheck, check_groups, is_like, load_scheduler, scheduler_state
+from paceline.train.alike import StateCheck, check_groups, in_types_of, is_like, load_scheduler, scheduler_state
 
 MAKE = {
     "MultiStepLR": lambda o: schedulers.MultiStepLR(o, [2, 5, 5], gamma=0.5),
@@ -62,20 +62,95 @@ def test_a_scheduler_goes_on_as_if_it_had_not_been_saved(name):
     assert first + rates(after, again, 6) == undisturbed
 
 
-def test_a_scheduler_on_a_plateau_goes_on():
-    def losses(scheduler, own, values):
-        for value in values:
-            scheduler.step(value)
-        return own.param_groups[0]["lr"]
+class OnPlateau(schedulers.ReduceLROnPlateau):
+    """A person's own, which finds its measure itself: torch's wants it as an argument, and no workload may have it."""
 
-    whole, own, after = optimizer(), optimizer(), optimizer()
-    make = lambda o: schedulers.ReduceLROnPlateau(o, patience=1)  # noqa: E731
-    undisturbed = losses(make(whole), whole, [3, 2, 2, 2, 2, 2])
-    scheduler, again = make(own), make(after)
-    losses(scheduler, own, [3, 2, 2])
+    measures = (3, 2, 2, 2, 2, 2)
+
+    def step(self):
+        super().step(self.measures[self.last_epoch])
+
+
+class Remembering(schedulers.LRScheduler):
+    """A person's own: a list that grows, something that is None at first, and pairs."""
+
+    def __init__(self, optimizer):
+        self.best, self.rates, self.pairs = None, [1.0], [(0, 0.0)]
+        super().__init__(optimizer)
+
+    def get_lr(self):
+        if self.last_epoch:
+            self.rates.append(self.rates[-1] * 0.9)
+            self.pairs.append((self.last_epoch, self.rates[-1]))
+            self.best = min(self.best or 9.0, self.rates[-1])
+        return [self.rates[-1] for _ in self.optimizer.param_groups]
+
+
+class Callable:
+    """A person's own factor, with attributes that grow."""
+
+    def __init__(self):
+        self.seen = [0]
+
+    def __call__(self, step):
+        self.seen.append(step)
+        return 1 / len(self.seen)
+
+
+PERSONS = {
+    "on a plateau": lambda o: OnPlateau(o, patience=1),
+    "remembering": Remembering,
+    "in a sequence": lambda o: schedulers.SequentialLR(o, [Remembering(o), schedulers.ConstantLR(o)], [9]),
+    "a callable": lambda o: schedulers.LambdaLR(o, Callable()),
+}
+
+
+@pytest.mark.parametrize("name", PERSONS)
+def test_a_persons_own_scheduler_goes_on_as_if_it_had_not_been_saved(name):
+    make, whole, before, after = PERSONS[name], optimizer(), optimizer(), optimizer()
+    undisturbed = rates(whole, make(whole), 6)
+    scheduler, again = make(before), make(after)
+    assert rates(before, scheduler, 3) == undisturbed[:3]
     state = scheduler_state(again, as_saved(scheduler))
+    after.load_state_dict(before.state_dict())
     load_scheduler(again, state)
-    assert losses(again, after, [2, 2, 2]) == undisturbed < 1
+    assert rates(after, again, 3) == undisturbed[3:]
+    assert len({1.0, *undisturbed}) > 2, "the rate changes before and after"
+
+
+def test_a_persons_own_scheduler_may_go_back_to_what_it_did_not_know_yet():
+    own, other = Remembering(optimizer()), Remembering(optimizer())
+    rates(other.optimizer, other, 3)
+    load_scheduler(other, scheduler_state(other, as_saved(own)))
+    assert (other.best, other.rates) == (None, [1.0])
+    rates(other.optimizer, other, 2)
+    load_scheduler(own, scheduler_state(own, as_saved(other)))
+    assert own.pairs == other.pairs, "tuples stay tuples in a list that has grown"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"base_lrs": ["x"]},
+        {"base_lrs": [1.0, 1.0]},
+        {"last_epoch": None},
+        {"rates": ["x"]},
+        {"rates": 3},
+        {"pairs": {}},
+    ],
+    ids=str,
+)
+def test_what_a_persons_own_scheduler_can_not_have_is_refused(change):
+    own = Remembering(optimizer())
+    with pytest.raises(CheckpointError, match=f"its '{next(iter(change))}' is"):
+        scheduler_state(own, {**as_saved(own), **change})
+
+
+@pytest.mark.parametrize("inner", ["x", [], [{}], ["x", "y"], [{"rates": ["x"]}, {}]])
+def test_an_inner_scheduler_of_another_form_is_refused(inner):
+    sequence = PERSONS["in a sequence"](optimizer())
+    with pytest.raises(CheckpointError, match="should be a"):
+        scheduler_state(sequence, {**as_saved(sequence), "_schedulers": inner})
 
 
 def forged(**changes):
@@ -141,6 +216,9 @@ def test_settings_of_groups_are_held_against_the_optimizers():
     for key, value in wrong.items():
         with pytest.raises(CheckpointError, match=f"its '{key}' is"):
             check_groups([{**saved, key: value}], [group])
+    for key, value in {"lr": None, "betas": "x"}.items():
+        with pytest.raises(CheckpointError, match=f"its '{key}' is"):
+            check_groups([{**saved, key: value}], [group], may_grow=True)
 
 
 KINDS = {
@@ -183,6 +261,15 @@ def test_of_a_persons_own_optimizer_nothing_is_known():
 
     Mine.__module__ = "mine"
     StateCheck(Mine([torch.nn.Parameter(torch.ones(2))])).check(0, {}, "w", torch.ones(2), {"anything": torch.ones(9)})
+
+
+def test_types_that_json_lacks_come_back():
+    here = {"betas": (0.9, 0.99), "lr": torch.tensor(0.5, dtype=torch.float64), "at": {2: (1,)}, "one": torch.ones(1)}
+    made = in_types_of({"betas": [0.8, 0.9], "lr": 0.1, "at": {"2": [3]}, "one": 2}, here)
+    assert (made["betas"], made["at"]) == ((0.8, 0.9), {2: (3,)})
+    assert torch.equal(made["lr"], torch.tensor(0.1, dtype=torch.float64))
+    assert torch.equal(made["one"], torch.tensor([2.0]))
+    assert in_types_of([[1, 2], [3, 4]], [(0, 0)]) == [(1, 2), (3, 4)]
 
 
 def test_what_is_set_later_can_be_anything():

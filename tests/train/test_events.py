@@ -12,7 +12,9 @@ import pytest
 from paceline.nouns.errors import UsageError
 from paceline.run.directory import find_run
 from paceline.run.failures import first_cause, read_failures, silent_death, told
+from paceline.run.job import result_of
 from paceline.run.progress import Progress
+from paceline.run.supervisor import Ending
 from paceline.train.events import Events
 
 
@@ -92,6 +94,7 @@ NO_EVENTS = [
     {"event": "checkpoint"},
     {"event": "checkpoint", "path": None},
     {"event": "evaluation"},
+    {"event": "resumed", "step": "4", "position": 1},
     {"event": ["step"]},
     *[{key: value for key, value in STEP.items() if key != left} for left in STEP if left != "event"],
     {**STEP, "loss": "x"},
@@ -100,6 +103,29 @@ NO_EVENTS = [
     {**STEP, "at": None},
     {**STEP, "step": 10**30},
 ]
+
+
+@pytest.mark.parametrize(
+    ("there", "loaded", "steps"),
+    [
+        ([4, 2], [4], 4),
+        ([4, 2], [4, 2], 4),  # it went on from its newest, and then loaded its best
+        ([4, 2], [2], 2),  # its newest is damaged
+        ([4, 2], [], 4),  # it failed before it could load one
+        ([4], [4, 9], 4),  # another run's
+        ([], [], 0),
+    ],
+)
+def test_a_job_that_took_no_step_is_where_it_was(tmp_path, there, loaded, steps):
+    progress = Progress(tmp_path)
+    for step in there:
+        (tmp_path / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
+    lines = [json.dumps({"event": "resumed", "step": step, "position": 8 * step}) + "\n" for step in loaded]
+    (tmp_path / "events.jsonl").write_text("".join(lines))
+    progress.read()
+    result = result_of(tmp_path, Ending("done", 0), progress)
+    assert (result["steps"], result["position"]) == (steps, 8 * steps if loaded else 0)
+    assert result["checkpoint"] == (str(tmp_path / "checkpoints" / f"step-{steps:08d}") if there else None)
 
 
 def test_progress_passes_over_events_without_their_keys(tmp_path):

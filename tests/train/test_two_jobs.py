@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 
 import pytest
+import torch
 from test_job import workload
 
 import paceline as paceline_api
@@ -74,6 +75,28 @@ def test_when_a_run_has_ended_its_process_may_begin_another(run_dir, tmp_path, m
     monkeypatch.setenv("PACELINE_RESUME", str(run_dir / "checkpoints"))
     job = paceline_api.distribute(workload())
     assert job.step_number == 4
+
+
+@pytest.mark.parametrize("is_run", [True, False])
+def test_a_closed_job_takes_no_step(run_dir, monkeypatch, is_run):
+    if not is_run:
+        monkeypatch.delenv("PACELINE_RUN_DIR")
+    job = paceline_api.distribute(workload(evaluation=workload().data))
+    batches = job.batches()
+    job.step(next(batches))
+    before = job.model.weight.detach().clone()
+    job.close()
+    with pytest.raises(UsageError, match=r"step 2\] step 2 of the job, but the job is closed.*after step 1"):
+        job.step(next(batches))
+    assert torch.equal(job.model.weight, before)
+    job.save(run_dir / "out")
+    job.load(run_dir / "out")
+    assert set(job.evaluate()) >= {"loss"}
+    job.close()
+    jobs.close_open_jobs()
+    if is_run:
+        assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step-00000001"]
+        assert [event["step"] for event in events(run_dir, "end")] == [1]
 
 
 def test_without_a_run_jobs_share_nothing(monkeypatch):

@@ -28,6 +28,10 @@ from paceline.nouns.placement import Placement
 
 FORMS = ("hf", "safetensors")
 SHARD_BYTES = 5 * 10**9  # of a file, as Hugging Face's Hub asks for; a larger tensor has a file of its own
+_NONE = (
+    "name a run or a folder that has one: a job writes one after its last step, one every --checkpoint-every steps "
+    "before, and one wherever it calls job.save"
+)
 _INDEX = "model.safetensors.index.json"
 
 
@@ -73,7 +77,7 @@ def plan_export(path: Path, form: str, report: Callable[[str], None], shard_byte
     if not path.exists():
         raise UsageError(f"the checkpoint {path}", "there is no such folder", "name a checkpoint or a run")
     inside = path / "checkpoints"
-    source = find_good(inside if inside.is_dir() else path, report)
+    source = find_good(inside if inside.is_dir() else path, report, fix=_NONE)
     manifest = read_manifest(source)
     tensors = {
         name.removeprefix(MODEL): Form(tuple(entry["shape"]), entry["dtype"])

@@ -7,6 +7,7 @@ checkpoints/
     rank-00001.safetensors
   .partial-step-00000040/    being written, or left by a job that was killed: never read
   .replaced-step-00000020/   the older of two, until the newer stands in its place; it counts where that is missing
+  .left-step-00000050/       a step that the job went back from; a checkpoint once the job ends without another step
 """
 
 from __future__ import annotations
@@ -16,19 +17,19 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.form import fault_of_files, fault_of_form, fault_of_tensors
-from paceline.nouns.errors import CheckpointError, PacelineError, ReadError
+from paceline.nouns.errors import CheckpointError, ReadError
 from paceline.nouns.reading import parse_whole, read_json, shown
 
 FORMAT, VERSION = "paceline-checkpoint", 3  # 2: the manifest has a hash of itself; 3: tensors lie in parts
 MANIFEST = "manifest.json"
 CHECKPOINTS = "checkpoints"  # of a run directory: the folder of its checkpoints
 MODEL, OPTIMIZER, OWN = "model/", "optimizer/", "own/"  # how names of tensors begin; OWN: of a rank's alone
-_PARTIAL, REPLACED, _PROBE = ".partial-", ".replaced-", ".probe-"
+_PARTIAL, REPLACED, _LEFT, _PROBE = ".partial-", ".replaced-", ".left-", ".probe-"
 _CHUNK_BYTES = 2**22
 _MOST_BYTES = 2**30  # of a manifest: 10,000 tensors on 1,000 ranks
 
@@ -57,6 +58,11 @@ def partial_of(folder: Path) -> Path:
 def replaced_by(folder: Path) -> Path:
     """Where the checkpoint lies that `folder` is about to replace."""
     return folder.parent / (REPLACED + folder.name)
+
+
+def left_of(folder: Path) -> Path:
+    """Where the state of a step waits that is in no checkpoint of the run, while the job is at an earlier step."""
+    return folder.parent / (_LEFT + folder.name)
 
 
 def file_hash(path: Path) -> str:
@@ -120,7 +126,10 @@ def check_files(folder: Path, manifest: dict[str, Any]) -> None:
 
 
 def find_good(
-    path: Path, report: Callable[[str], None], check: Callable[[Path, dict[str, Any]], None] = check_files
+    path: Path,
+    report: Callable[[str], None],
+    check: Callable[[Path, dict[str, Any]], None] = check_files,
+    fix: str = "name another run or checkpoint",
 ) -> Path:
     """The checkpoint to read at `path`: itself, or the newest good one in the folder.
 
@@ -128,6 +137,7 @@ def find_good(
         path: a checkpoint, or a folder of checkpoints such as `runs/JOB/checkpoints`.
         report: told, in a sentence, of every checkpoint that is passed over.
         check: raises CheckpointError when the files of the folder are not those of the manifest.
+        fix: what to do where there is none.
 
     Raises:
         CheckpointError: there is none that is whole.
@@ -146,7 +156,8 @@ def find_good(
             report(f"{candidate.name} is passed over: {error.found}")
         else:
             return candidate
-    raise no_checkpoint(path, len(candidates))
+    found = f"none of the {len(candidates)} there is whole" if candidates else "there is none"
+    raise CheckpointError(f"a checkpoint in {path}", found, fix)
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -160,26 +171,36 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return [found[step] for step in sorted(found, reverse=True)]
 
 
-def later_than(checkpoint: Path) -> list[Path]:
-    """The checkpoints beside `checkpoint` of later steps: a job that went back to an earlier step leaves them."""
-    step = step_of(step_name(checkpoint))
-    if step is None:
-        return []
-    return [other for other in list_checkpoints(checkpoint.parent) if (step_of(step_name(other)) or 0) > step]
+def later_than(step: int, folder: Path) -> list[Path]:
+    """The checkpoints in `folder` of steps after `step`."""
+    return [other for other in list_checkpoints(folder) if (step_of(step_name(other)) or 0) > step]
 
 
 def step_name(checkpoint: Path) -> str:
-    """The name of the folder, also of a copy that was being replaced."""
-    return checkpoint.name.removeprefix(REPLACED)
+    """The name of the folder, also of a copy that was being replaced and of a state that was left."""
+    return checkpoint.name.removeprefix(REPLACED).removeprefix(_LEFT)
 
 
-def remove_others(newest: Path, keep: int) -> None:
-    """Remove checkpoints of steps later than `newest`, and then all but the newest `keep`."""
-    for later in later_than(newest):
-        shutil.rmtree(later, ignore_errors=True)
+def remove_others(newest: Path, keep: int, stale: Iterable[Path] = ()) -> list[str]:
+    """Remove the checkpoints `stale`, and then all but the newest `keep`.
+
+    Args:
+        newest: has just been saved, and stays.
+        keep: how many stay, itself included.
+        stale: of steps that the job went back from before it came to this one.
+
+    Returns:
+        The names of the stale ones that were removed.
+    """
+    removed = []
+    for path in stale:
+        if path != newest and path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+            removed += [] if step_name(path) == newest.name else [step_name(path)]
     for old in list_checkpoints(newest.parent)[keep:]:
         if old != newest:  # it is beyond the limit only where a later one could not be removed
             shutil.rmtree(old, ignore_errors=True)
+    return sorted(removed)
 
 
 def try_writing(folder: Path, name: str) -> None:
@@ -213,6 +234,23 @@ def remove_partial_in(folder: Path) -> None:
     for prefix in (_PARTIAL, REPLACED):
         for left in folder.glob(prefix + "*"):
             remove_partial(folder / left.name.removeprefix(prefix))
+    for left in folder.glob(_LEFT + "*"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def put_in_place(whole: Path, folder: Path) -> None:
+    """Give `whole`, a checkpoint that is on the disk, the name `folder`; what has that name is removed after."""
+    replaced = replaced_by(folder)
+    with contextlib.suppress(OSError):
+        folder.rmdir()  # an empty folder replaces nothing
+    # A crash between the two renames leaves the older copy aside and nothing in its place: the next save
+    # must not remove that copy before it stands there itself.
+    if folder.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+        folder.rename(replaced)
+    whole.rename(folder)
+    sync_folder(folder.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def write_durably(path: Path, content: bytes) -> None:
@@ -232,17 +270,9 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def no_checkpoint(path: Path, looked_at: int) -> PacelineError:
-    """The error of a folder without a whole checkpoint."""
-    found = f"none of the {looked_at} there is whole" if looked_at else "there is none"
-    return CheckpointError(
-        f"a checkpoint in {path}", found, "name another run or checkpoint, or start without --resume"
-    )
-
-
 def _bad(folder: Path, found: str) -> CheckpointError:
     return CheckpointError(
         f"the checkpoint {folder} should be whole",
         found,
-        "use an earlier one: `paceline run --resume` takes the newest that is whole",
+        "use an earlier one: `paceline run --resume` and `paceline export RUN` take the newest that is whole",
     )

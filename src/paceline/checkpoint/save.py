@@ -29,8 +29,8 @@ from paceline.checkpoint.manifest import (
     VERSION,
     file_name,
     partial_of,
+    put_in_place,
     remove_others,
-    replaced_by,
     sealed,
     sync_folder,
     write_durably,
@@ -58,6 +58,7 @@ class Writer:
         rank: this rank.
         size: all ranks.
         report: told of each save that ended: an event.
+        stale: checkpoints of the run that its job went back from; its next one takes their place.
     """
 
     rank: int
@@ -65,6 +66,7 @@ class Writer:
     report: Callable[[dict[str, Any]], None]
     thread: threading.Thread | None = None
     failure: list[CheckpointError] = field(default_factory=list)
+    stale: list[Path] = field(default_factory=list)
 
     def begin(
         self,
@@ -82,7 +84,7 @@ class Writer:
             own: tensors of this rank alone.
             facts: the rest of the manifest, equal on all ranks but for the members of the optimizer's groups
                 and its numbers.
-            keep: how many checkpoints of its run may stay, itself included; those of later steps are removed. 0: it
+            keep: how many checkpoints of its run may stay, itself included; those that are stale are removed. 0: it
                 is of no run, and nothing beside it is removed.
 
         Raises:
@@ -119,6 +121,7 @@ class Writer:
         keep: int,
     ) -> None:
         began_s = time.monotonic()
+        removed: list[str] = []
         partial = partial_of(folder)
         try:
             partial.mkdir(parents=True, exist_ok=True)
@@ -130,14 +133,16 @@ class Writer:
                 manifest["optimizer"] = merged_optimizer(manifest["optimizer"], notes)
                 _publish(partial, folder, manifest)
                 if keep:
-                    remove_others(folder, keep)
+                    removed = remove_others(folder, keep, self.stale)
+                    self.stale = []
         except Exception as error:  # whatever ends this thread, the training and rank 0 must hear of it
             self._fail(folder, partial, error)
         else:
             if self.rank == 0:
                 seconds = round(time.monotonic() - began_s, 3)
                 kind = "checkpoint" if keep else "saved"  # --resume finds those of the run alone
-                self.report({"event": kind, "path": str(folder), "step": manifest["step"], "seconds": seconds})
+                event = {"event": kind, "path": str(folder), "step": manifest["step"], "seconds": seconds}
+                self.report({**event, "removed": removed} if removed else event)
 
     def _fail(self, folder: Path, partial: Path, error: Exception) -> None:
         found = str(error) or type(error).__name__
@@ -283,14 +288,4 @@ def _publish(partial: Path, folder: Path, manifest: dict[str, Any]) -> None:
         note.unlink()
     write_durably(partial / MANIFEST, json.dumps(content).encode())
     sync_folder(partial)
-    replaced = replaced_by(folder)
-    with contextlib.suppress(OSError):
-        folder.rmdir()  # an empty folder replaces nothing
-    # A crash between the two renames leaves the older copy aside and nothing in its place: the next save
-    # must not remove that copy before it stands there itself.
-    if folder.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
-        folder.rename(replaced)
-    partial.rename(folder)
-    sync_folder(folder.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    put_in_place(partial, folder)

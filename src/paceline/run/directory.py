@@ -17,6 +17,7 @@ from paceline.nouns.errors import CheckpointError, ReadError, UsageError, how_to
 from paceline.nouns.plan import Plan
 from paceline.nouns.reading import read_json
 
+_NONE = "resume another run with --job, or train anew: start under another --job, without --resume"
 SERVERS = "servers.json"  # of a job with parameter servers: where their coordinator is
 
 
@@ -109,7 +110,7 @@ def find_resume_point(folder: Path, report: Callable[[str], None]) -> Path | Non
         report("the job has no checkpoint yet: it starts at step 0")
         return None
     try:
-        return find_good(checkpoints, report)
+        return find_good(checkpoints, report, fix=_NONE)
     except CheckpointError as error:
         error.exit_code = 2
         raise

@@ -20,6 +20,7 @@ _FORMS = {
     "own_batches": {"total_steps": COUNT},
     "step": {"step": COUNT, "position": COUNT, "samples": COUNT, "loss": NUMBER, "at": float, "memory_bytes": COUNT},
     "checkpoint": {"path": str, "step?": COUNT},
+    "resumed": {"step": COUNT, "position": COUNT},
     "stopped": {"step?": COUNT, "asked?": [COUNT]},
     "evaluation": {"step": COUNT},
 }
@@ -35,6 +36,7 @@ class Progress:
         self.records: deque[dict[str, Any]] = deque(maxlen=_WINDOW)
         self.first: dict[str, Any] | None = None
         self.started: dict[str, Any] = {}
+        self.loaded: dict[int, int] = {}  # the steps of the checkpoints that the job loaded, and their positions
         self.saved: str | None = None
         self.checkpoints = (run_dir / "checkpoints").resolve()
         self.saved_step: int | None = None  # of the newest one there
@@ -72,6 +74,8 @@ class Progress:
             self.saved = event["path"]
             if Path(event["path"]).parent.resolve() == self.checkpoints:
                 self.saved_step = event.get("step")
+        elif kind == "resumed":
+            self.loaded[event["step"]] = event["position"]
         elif kind == "stopped":
             self.has_stopped, self.stopped_step = True, event.get("step")
             self.asked_to_stop = event.get("asked", [])

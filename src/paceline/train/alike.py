@@ -21,16 +21,25 @@ from paceline.nouns.reading import parse_whole, shown
 _FIX = "make it as it was when the checkpoint was saved, or start without the checkpoint"
 _LEAST = -(2**63)
 _NO_LONGER = {"verbose"}  # torch 2.6 and older have it in a scheduler's state
+_RATES = {"lr", "initial_lr"}  # of every optimizer's groups
+_OF_EVERY_SCHEDULER = {"base_lrs", "last_epoch", "_last_lr", "_step_count"}  # torch's base class has them
+_PERSONS_OWN = {"lr_lambdas"}  # of torch's schedulers: attributes of the callables that they were handed
+_INNER = "_schedulers"  # of torch's schedulers that are made of others
 
 
-def check_groups(saved: Sequence[Mapping[str, Any]], here: Sequence[Mapping[str, Any]]) -> None:
+def check_groups(saved: Sequence[Mapping[str, Any]], here: Sequence[Mapping[str, Any]], may_grow: bool = False) -> None:
     """Raise CheckpointError unless every setting of the saved groups can be one of the optimizer's groups here.
 
     A setting that the optimizer does not have is left to it.
+
+    Args:
+        saved: the groups as they were read.
+        here: the optimizer's.
+        may_grow: whether it is of a person's own class, which may keep in its groups what grows.
     """
     for number, (group, own) in enumerate(zip(saved, here, strict=True)):
         for key in (group.keys() & own.keys()) - {"params", "parameters"}:
-            if not is_like(group[key], own[key]):
+            if not is_like(group[key], own[key], may_grow and key not in _RATES):
                 raise CheckpointError(
                     f"the checkpoint's optimizer should have settings as the workload's, in group {number}",
                     f"its {shown(key)} is {shown(group[key])}, here it is {shown(own[key])}",
@@ -102,21 +111,39 @@ def _other_state(name: str, found: str) -> CheckpointError:
 def scheduler_state(scheduler: Any, saved: Mapping[str, Any]) -> dict[str, Any]:
     """What `scheduler.load_state_dict` is to be handed of a checkpoint's state.
 
+    The state of one of torch's classes has a fixed form. What a person's own class adds to it may grow while it runs.
+
     Raises:
         CheckpointError: it is the state of another scheduler.
     """
     here = scheduler.state_dict()
     if not isinstance(here, dict):
         return dict(saved)  # a person's own class, which judges for itself
-    if type(scheduler).__module__.startswith("torch."):
+    is_torchs = type(scheduler).__module__.startswith("torch.")
+    if is_torchs:
         public = {key for key in {*here, *saved} - _NO_LONGER if not key.startswith("_")}
         if other := sorted(public - (here.keys() & saved.keys())):
             which = "the checkpoint's" if other[0] in saved else "the workload's"
             raise _other_scheduler(scheduler, f"only {which} has {shown(other[0])}")
     for key in here.keys() & saved.keys():
-        if not is_like(saved[key], here[key]):
+        if not _is_part_like(scheduler, key, saved[key], here[key]):
             raise _other_scheduler(scheduler, f"its {shown(key)} is {shown(saved[key])}, here it is {shown(here[key])}")
-    return {key: in_types_of(value, here.get(key)) for key, value in saved.items()}
+    state = {key: in_types_of(value, here.get(key)) for key, value in saved.items()}
+    if is_torchs and _INNER in here.keys() & saved.keys():
+        state[_INNER] = [
+            scheduler_state(one, own) for one, own in zip(scheduler._schedulers, saved[_INNER], strict=True)
+        ]
+    return state
+
+
+def _is_part_like(scheduler: Any, key: str, saved: Any, here: Any) -> bool:
+    """Whether what is saved under `key` can be a part of the scheduler's state."""
+    if type(scheduler).__module__.startswith("torch."):
+        if key == _INNER:  # each is looked at by itself
+            return isinstance(saved, list) and len(saved) == len(here) and all(isinstance(one, dict) for one in saved)
+        return is_like(saved, here, may_grow=key in _PERSONS_OWN)
+    is_base = isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler) and key in _OF_EVERY_SCHEDULER
+    return is_like(saved, here, may_grow=not is_base)
 
 
 def load_scheduler(scheduler: Any, state: dict[str, Any]) -> None:
@@ -131,13 +158,16 @@ def load_scheduler(scheduler: Any, state: dict[str, Any]) -> None:
         raise _other_scheduler(scheduler, f"it does not take it ({type(error).__name__}: {error})") from error
 
 
-def is_like(saved: Any, here: Any) -> bool:
+def is_like(saved: Any, here: Any, may_grow: bool = False) -> bool:
     """Whether decoded JSON has the form of the value that it would replace.
 
     Args:
         saved: decoded JSON.
         here: the value here: of Python's own types or a tensor of one number; of any other type, all is well.
+        may_grow: whether lists may be of another length, and None stand for what is not known yet.
     """
+    if may_grow and saved is None:
+        return True
     if isinstance(here, torch.Tensor):
         here = here.item() if here.numel() == 1 else None
     if here is None:  # something that is set later
@@ -150,22 +180,23 @@ def is_like(saved: Any, here: Any) -> bool:
     if isinstance(here, str):
         return isinstance(saved, str)
     if isinstance(here, list | tuple):
-        return isinstance(saved, list) and _are_like(saved, here)
+        return isinstance(saved, list) and _are_like(saved, here, may_grow)
     if isinstance(here, dict):
-        return isinstance(saved, dict) and _are_entries_like(saved, here)
+        return isinstance(saved, dict) and _are_entries_like(saved, here, may_grow)
     return True
 
 
-def _are_like(saved: list[Any], here: Sequence[Any]) -> bool:
+def _are_like(saved: list[Any], here: Sequence[Any], may_grow: bool) -> bool:
     if not here:
         return True  # something that is filled later
-    return len(saved) == len(here) and all(is_like(one, own) for one, own in zip(saved, here, strict=True))
+    is_long_enough = may_grow or len(saved) == len(here)
+    return is_long_enough and all(is_like(one, own, may_grow) for one, own in zip(saved, here, strict=False))
 
 
-def _are_entries_like(saved: dict[str, Any], here: Mapping[Any, Any]) -> bool:
+def _are_entries_like(saved: dict[str, Any], here: Mapping[Any, Any], may_grow: bool) -> bool:
     if _has_numbers_as_keys(here):
         return all(parse_whole(key, _LEAST) is not None for key in saved)
-    return all(is_like(saved[key], here[key]) for key in saved.keys() & here.keys())
+    return all(is_like(saved[key], here[key], may_grow) for key in saved.keys() & here.keys())
 
 
 def _has_numbers_as_keys(value: Mapping[Any, Any]) -> bool:
@@ -173,9 +204,16 @@ def _has_numbers_as_keys(value: Mapping[Any, Any]) -> bool:
 
 
 def in_types_of(saved: Any, here: Any) -> Any:
-    """Decoded JSON in the types of the value that it replaces: tuples, and keys that are numbers."""
+    """Decoded JSON in the types of the value that it replaces: tuples, keys that are numbers, tensors of one number.
+
+    Args:
+        saved: as `as_json` made it.
+        here: what the workload has in its place now; anything where it has nothing like it.
+    """
+    if isinstance(here, torch.Tensor) and here.numel() == 1 and isinstance(saved, int | float):
+        return torch.full_like(here, saved)
     if isinstance(here, list | tuple) and isinstance(saved, list):
-        own = [*here, *[None] * len(saved)]
+        own = [*here, *[here[-1] if here else None] * len(saved)]  # a list that has grown has more of the same
         made = [in_types_of(one, before) for one, before in zip(saved, own, strict=False)]
         return tuple(made) if isinstance(here, tuple) else made
     if isinstance(here, dict) and isinstance(saved, dict):

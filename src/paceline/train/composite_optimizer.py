@@ -12,6 +12,7 @@ import torch
 
 from paceline.nouns.errors import PlanError, WorkloadError
 from paceline.nouns.mesh import Mesh
+from paceline.train.alike import StateCheck
 
 _OWN = ("state", "param_groups", "defaults")
 
@@ -74,6 +75,7 @@ def restore_parts(
     optimizer: torch.optim.Optimizer,
     groups: list[dict[str, Any]],
     state: Mapping[int, Mapping[torch.nn.Parameter, dict[str, Any]]],
+    names: Mapping[torch.nn.Parameter, str],
 ) -> None:
     """Put the saved groups and state into the parts, each in its place: the parts may share both.
 
@@ -81,7 +83,12 @@ def restore_parts(
         optimizer: made of several.
         groups: in the order of `groups_of`, without their parameters.
         state: by the number of the part in `parts_of`; what a parameter's state is.
+        names: of the parameters, for errors.
+
+    Raises:
+        CheckpointError: a part can't go on with its state of a parameter; nothing was changed.
     """
+    _check_state(optimizer, groups, state, names)
     for group, saved in zip(groups_of(optimizer), groups, strict=True):
         group.update(saved)
     parts = parts_of(optimizer)
@@ -90,6 +97,26 @@ def restore_parts(
     for number, part in enumerate(parts):
         for parameter, values in state.get(number, {}).items():
             part.state[parameter] = {key: _placed(part, parameter, key, value) for key, value in values.items()}
+
+
+def _check_state(
+    optimizer: torch.optim.Optimizer,
+    groups: list[dict[str, Any]],
+    state: Mapping[int, Mapping[torch.nn.Parameter, dict[str, Any]]],
+    names: Mapping[torch.nn.Parameter, str],
+) -> None:
+    """Raise CheckpointError unless every part can go on with the saved state of its parameters."""
+    settings = {id(group): saved for group, saved in zip(groups_of(optimizer), groups, strict=True)}
+    parts = parts_of(optimizer)
+    for part in parts:
+        owners = [number for number, other in enumerate(parts) if other.state is part.state]
+        check = StateCheck(part)
+        for group_number, group in enumerate(part.param_groups):
+            known = {**group, **settings[id(group)]}
+            for parameter in group["params"]:
+                own = [state.get(owner, {}).get(parameter, {}) for owner in owners]
+                if read := {key: value for one in own for key, value in one.items()}:
+                    check.check(group_number, known, names[parameter], parameter.detach(), read)
 
 
 def _placed(part: torch.optim.Optimizer, parameter: torch.nn.Parameter, key: str, value: Any) -> Any:

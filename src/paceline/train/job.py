@@ -80,7 +80,9 @@ class Job:
     is_stepping: bool
     has_own_batches: bool
     last: StepRecord | None
-    saved_step: int | None  # of the run's newest checkpoint, on the disk or being written
+    saved_step: int | None  # of the newest checkpoint that was saved since the last load, or is being written
+    loaded_step: int  # at which the job began, or to which `load` went
+    left: last_checkpoint.Left | None
     closed_step: int | None
 
     def __init__(self, workload: Workload, plan: Plan, clock: Clock | None = None) -> None:
@@ -146,12 +148,13 @@ class Job:
                 add up over the parts: nothing is tried out beforehand.
 
         Raises:
+            UsageError: the job is closed.
             WorkloadError: a batch of your own, and the workload cuts batches or has no steps left.
             LossError: the loss has the wrong form or is not finite; the model is as it was.
             PeerLostError: another rank has gone.
             Stopped: the job was asked to stop; it has been saved.
         """
-        words.check_own_process()
+        self._check_may_step()
         if self.plan.server:
             servers.begin_step(self)
         began_s, sent_before = self.clock.now_s(), self.ledger.total_bytes
@@ -174,7 +177,6 @@ class Job:
             raise error.at(
                 rank=self.rank if error.rank is None else error.rank, step=self.step_number + 1
             ) from error.__cause__
-        samples = len(batch.positions) if own else 0
         if self.plan.server:
             servers.end_step(self)
         else:
@@ -187,7 +189,7 @@ class Job:
             self.position,
             sums.mean,
             sums.weight,
-            samples,
+            len(batch.positions) if own else 0,
             round(self.clock.now_s() - began_s, 6),
             self.ledger.total_bytes - sent_before,
             norm,
@@ -246,7 +248,7 @@ class Job:
         """Go back to the checkpoint at `path`, or to the newest whole one in that folder.
 
         Any mesh may have saved it. Under the same one every random state is restored too and training goes on
-        bit for bit.
+        bit for bit. Under `paceline run`, checkpoints of later steps stay until a step from here on is saved.
 
         Raises:
             CheckpointError: none is whole, or it is of another model, optimizer or data set.
@@ -262,6 +264,7 @@ class Job:
         state = manifest["scheduler"]
         if self.scheduler is not None and state is not None:
             state = scheduler_state(self.scheduler, state)  # refused before anything is changed
+        last_checkpoint.set_aside(self)
         tensors = snapshot.read_state(folder, manifest, self.model, self._held(), self.world)
         snapshot.restore_optimizer(self.model, self.optimizer, tensors, manifest["optimizer"])
         snapshot.restore_model(self.model, tensors, self._held())
@@ -271,7 +274,7 @@ class Job:
             has, lacks = ("checkpoint", "workload") if self.scheduler is None else ("workload", "checkpoint")
             self.notice(f"the {has} has a learning-rate scheduler, the {lacks} has none: the rate may jump")
         self.step_number, self.position = manifest["step"], manifest["position"]
-        self.saved_step = self.step_number if last_checkpoint.is_newest_of_run(folder, self.run_dir) else None
+        last_checkpoint.go_back(self)
         if self.plan.server:
             pass  # random numbers are drawn anew for every step
         elif (manifest["world_size"], manifest.get("mesh")) == (self.size, self._mesh()):
@@ -288,12 +291,15 @@ class Job:
         )
 
     def close(self, save: bool = True) -> None:
-        """End the job: save the last step if it runs under `paceline run`, and finish writing.
+        """End the job: save the last step that it trained if it runs under `paceline run`, and finish writing.
+
+        It takes no step after that. It can still load a checkpoint, evaluate and save to a folder. The end of the file
+        closes a job that is open.
 
         Raises:
             CheckpointError: under `paceline run`, the last step can't be saved; says where it was saved instead.
         """
-        if self.closed_step == self.step_number:
+        if self.closed_step is not None:
             return  # by the file itself; the worker closes what is open at the file's end
         self.finish_save()
         if save and self.run_dir is not None:
@@ -308,6 +314,16 @@ class Job:
     def _make_loader(self, data: Any, parts: tuple[int, int]) -> RankLoader:
         pieces = cut_into(self.plan, Mesh.parse(self.plan.mesh), self.workload)
         return RankLoader(data, self.workload, *parts, self.device, pieces)
+
+    def _check_may_step(self) -> None:
+        words.check_own_process()
+        if self.closed_step is not None:
+            raise UsageError(
+                f"step {self.step_number + 1} of the job",
+                f"the job is closed: job.close() ended it after step {self.closed_step}",
+                "call job.close() after the last step, or leave it out, since the end of the file closes the job; to "
+                "save on the way, write job.save(FOLDER)",
+            ).at(rank=self.rank, step=self.step_number + 1)
 
     def _take_own_batch(self) -> None:
         """Check a batch of the person's own; with the first, say what it changes."""
@@ -330,6 +346,7 @@ class Job:
         self.total_steps, self.end = self.loader.length()
         self.step_number, self.position = 0, 0
         self.saved_step, self.closed_step, self.last = None, None, None
+        self.loaded_step, self.left = 0, None
         self.has_own_batches = False
         self.is_stopping = threading.Event()
         self.is_stepping = False  # stays set when a step fails
@@ -338,7 +355,7 @@ class Job:
         place = words.world().place
         self.board = StepBoard(dataclasses.replace(place, size=1) if self.plan.server else place)
         self.events = Events(self.run_dir if self.rank == 0 else None, bool(os.environ.get(TAKES_OVER)))
-        self.writer = Writer(*((0, 1) if self.plan.server else (self.rank, self.size)), self.events.write)
+        self.writer = Writer(*((0, 1) if self.plan.server else (self.rank, self.size)), self._report_save)
         start = {"event": "start", "total_steps": self.total_steps, "samples": len(self.loader.data)}
         self.events.write({**start, "batch_size": self.workload.batch_size, "world_size": self.size})
         if self.run_dir is None:
@@ -453,6 +470,14 @@ class Job:
         if (failure := self.writer.wait()) is not None:
             self.saved_step = None
             self.notice(str(failure), everywhere=True)
+
+    def _report_save(self, event: dict[str, Any]) -> None:
+        self.events.write(event)
+        if removed := event.get("removed"):
+            self.notice(
+                f"{Path(event['path']).name} is saved, so the checkpoints that the job went back from are removed: "
+                f"{', '.join(removed)}"
+            )
 
     def notice(self, text: str, everywhere: bool = False) -> None:
         """Print a line: rank 0 alone, or every rank."""

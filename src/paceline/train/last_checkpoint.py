@@ -5,14 +5,24 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from paceline.checkpoint.manifest import CHECKPOINTS, list_checkpoints
+from paceline.checkpoint.manifest import (
+    CHECKPOINTS,
+    later_than,
+    left_of,
+    list_checkpoints,
+    put_in_place,
+    remove_others,
+    step_name,
+    step_of,
+)
 from paceline.comm.collectives import AxisComm
-from paceline.nouns.errors import CheckpointError
+from paceline.nouns.errors import CheckpointError, how_to_write
 
 if TYPE_CHECKING:
     from paceline.train.job import Job
@@ -20,12 +30,47 @@ if TYPE_CHECKING:
 RETRY_AFTER_S = 1.0  # a file server that was away for a moment, or a file that another program just removed
 
 
-def is_newest_of_run(checkpoint: Path, run_dir: Path | None) -> bool:
-    """Whether `checkpoint` is the newest of the run directory `run_dir`."""
-    if run_dir is None:
-        return False
-    newest = list_checkpoints(run_dir / CHECKPOINTS)[:1]
-    return [path.resolve() for path in newest] == [checkpoint.resolve()]
+@dataclass(frozen=True, slots=True)
+class Left:
+    """The last step of a job that went back, in no checkpoint of its run. It becomes one if the job ends there.
+
+    Attributes:
+        folder: the checkpoint that it becomes.
+        stale: the checkpoints that the job had gone back from before.
+        failure: why it could not be written.
+    """
+
+    folder: Path
+    stale: tuple[Path, ...]
+    failure: CheckpointError | None
+
+
+def set_aside(job: Job) -> None:
+    """Before the job goes back, write its last step beside the run's checkpoints, unless it is in one. Collective."""
+    if job.run_dir is None or job.step_number == job.loaded_step:
+        return
+    job.left = None
+    if _is_saved(job):
+        return
+    folder, stale = job.checkpoint_folder(), tuple(job.writer.stale)
+    failure = job.write_checkpoint(left_of(folder))
+    if failure is not None:
+        job.notice(str(failure))
+    job.left = Left(folder, stale, failure)
+    job.writer.stale.append(left_of(folder))
+
+
+def go_back(job: Job) -> None:
+    """Note that the job is at a step that it loaded.
+
+    Checkpoints of later steps stay until a step from here on is saved: a job may load its best state to evaluate it,
+    and end.
+    """
+    job.loaded_step, job.saved_step = job.step_number, None
+    if job.run_dir is not None and job.rank == 0 and not job.events.takes_over:
+        # One that takes a lost process's place loads what the job began with, and joins the others after it.
+        left = [] if job.left is None else [left_of(job.left.folder)]
+        job.writer.stale = later_than(job.step_number, job.run_dir / CHECKPOINTS) + left
 
 
 def first_failure(failure: CheckpointError | None, folder: Path, comm: AxisComm) -> CheckpointError | None:
@@ -48,9 +93,10 @@ def first_failure(failure: CheckpointError | None, folder: Path, comm: AxisComm)
 
 
 def save_last_step(job: Job) -> None:
-    """Have the run's newest checkpoint be that of the job's step. Collective, but for workers of servers.
+    """Have the run's newest checkpoint be that of the last step trained. Collective, but for workers of servers.
 
-    It is tried twice. Where both fail, the state is saved to another folder, and the job fails all the same:
+    A job that went back to an earlier step and took none from there leaves the one that it went back from. Writing is
+    tried twice. Where both fail, the state is saved to another folder, and the job fails all the same:
     `--resume` and `paceline export RUN` would use an earlier step.
 
     Raises:
@@ -58,7 +104,7 @@ def save_last_step(job: Job) -> None:
     """
     if job.plan.server and job.rank != 0:
         return  # the servers' state is the same for all
-    if _is_saved(job):
+    if _ends_as_loaded(job) or _is_saved(job):
         return
     folder = job.checkpoint_folder()
     failure = job.write_checkpoint(folder, job.plan.keep)
@@ -69,6 +115,42 @@ def save_last_step(job: Job) -> None:
     if failure is not None:
         raise _not_saved(job, folder, failure, _save_elsewhere(job))
     job.saved_step = job.step_number
+
+
+def _ends_as_loaded(job: Job) -> bool:
+    """Whether no step was taken since the job began or went back, and the run has its last step on the disk."""
+    if job.step_number != job.loaded_step:
+        return False
+    assert job.run_dir is not None
+    if job.left is not None:
+        _publish(job, job.left)
+    newest = list_checkpoints(job.run_dir / CHECKPOINTS)[:1] if job.rank == 0 else []
+    has_any = torch.tensor([len(newest)])
+    job.world.all_reduce(has_any, "max")
+    if newest and step_name(newest[0]) != job.checkpoint_folder().name:
+        job.notice(
+            f"the job ends at step {job.step_number}, which it loaded, and took no step from there: "
+            f"{step_name(newest[0])} stays the newest checkpoint of {job.run_dir.name}"
+        )
+    return bool(int(has_any))
+
+
+def _publish(job: Job, left: Left) -> None:
+    """Make the step that the job went back from the run's newest checkpoint. Collective."""
+    failure = left.failure
+    if job.rank == 0 and failure is None:
+        try:
+            put_in_place(left_of(left.folder), left.folder)
+            remove_others(left.folder, job.plan.keep, left.stale)
+        except OSError as error:
+            found, fix = f"it can't be written ({error.strerror})", how_to_write(error)
+            failure = CheckpointError(f"the job's last checkpoint {left.folder} should be written", found, fix)
+        else:
+            step = step_of(left.folder.name)
+            job.events.write({"event": "checkpoint", "path": str(left.folder), "step": step, "seconds": 0.0})
+    if (failure := first_failure(failure, left.folder, job.world)) is not None:
+        raise failure
+    job.left = None
 
 
 def _is_saved(job: Job) -> bool:

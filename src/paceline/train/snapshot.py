@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -24,7 +23,7 @@ from paceline.comm.collectives import AxisComm
 from paceline.nouns.errors import CheckpointError, WorkloadError
 from paceline.nouns.placement import Held, Placement
 from paceline.nouns.reading import parse_json
-from paceline.train.alike import StateCheck, check_groups
+from paceline.train.alike import StateCheck, check_groups, in_types_of
 from paceline.train.composite_optimizer import groups_of, parts_of, restore_parts
 
 
@@ -85,7 +84,7 @@ def optimizer_state(
         if owners.setdefault(name, owner) != owner:
             raise _kept_twice(optimizer, name)
         if not isinstance(value, torch.Tensor):
-            numbers[name] = as_json(f"the optimizer's {key}", value)
+            numbers[name] = as_json(f"the optimizer's {key}", value, with_tensors=False)
             continue
         of_parameter = _held_of(names[parameter], parameter, held, size)
         local = local_part(value)
@@ -206,16 +205,17 @@ def restore_optimizer(
     """Put back what `optimizer_state` took, of the parameters that are here.
 
     Raises:
-        CheckpointError: the optimizer is of another class or groups parameters otherwise.
+        CheckpointError: the optimizer is of another class or groups parameters otherwise, or its state is not whole.
     """
     names = parameter_names(model, optimizer)
     groups = [[names[parameter] for parameter in group["params"]] for group in groups_of(optimizer)]
     _check_groups(model, type(optimizer).__name__, groups, saved)
-    check_groups(saved["groups"], groups_of(optimizer))
-    here = {name: parameter for parameter, name in names.items() if not parameter.is_meta}
+    is_torchs = type(optimizer).__module__.startswith("torch.")
+    check_groups(saved["groups"], groups_of(optimizer), may_grow=not is_torchs)
     if len(parts_of(optimizer)) > 1:
-        _restore_parts(optimizer, here, tensors, saved)
+        _restore_parts(optimizer, names, tensors, saved)
         return
+    here = {name: parameter for parameter, name in names.items() if not parameter.is_meta}
     numbers = {name: index for index, name in enumerate(name for group in groups for name in group)}
     state: dict[int, dict[str, Any]] = {}
     for name, value in [*tensors.items(), *saved["numbers"].items()]:
@@ -225,9 +225,8 @@ def restore_optimizer(
     packed = []
     for group, before, own in zip(saved["groups"], optimizer.param_groups, groups, strict=True):
         # What the checkpoint does not know stays: a scheduler that is new keeps its own numbers in the groups.
-        values = {**before, **{key: value for key, value in group.items() if key != "parameters"}}
-        values = {key: from_json(value, before.get(key)) for key, value in values.items()}
-        packed.append({**values, "params": [numbers[name] for name in own]})
+        values = {key: in_types_of(value, before.get(key)) for key, value in group.items() if key != "parameters"}
+        packed.append({**before, **values, "params": [numbers[name] for name in own]})
     states = StateCheck(optimizer)
     for group_number, own in enumerate(groups):
         for name in own:
@@ -239,11 +238,12 @@ def restore_optimizer(
 
 def _restore_parts(
     optimizer: torch.optim.Optimizer,
-    here: Mapping[str, torch.nn.Parameter],
+    names: Mapping[torch.nn.Parameter, str],
     tensors: Mapping[str, torch.Tensor],
     saved: dict[str, Any],
 ) -> None:
     """Put back the state of an optimizer made of several."""
+    here = {name: parameter for parameter, name in names.items() if not parameter.is_meta}
     owners = saved.get("owners", {})
     state: dict[int, dict[torch.nn.Parameter, dict[str, Any]]] = {}
     for name, value in [*tensors.items(), *saved["numbers"].items()]:
@@ -254,9 +254,8 @@ def _restore_parts(
             state.setdefault(owners[name], {}).setdefault(here[parameter], {})[key] = value
     groups = []
     for group, before in zip(saved["groups"], groups_of(optimizer), strict=True):
-        values = {key: value for key, value in group.items() if key != "parameters"}
-        groups.append({key: from_json(value, before.get(key)) for key, value in values.items()})
-    restore_parts(optimizer, groups, state)
+        groups.append({k: in_types_of(value, before.get(k)) for k, value in group.items() if k != "parameters"})
+    restore_parts(optimizer, groups, state, names)
 
 
 def _other_parts(optimizer: torch.optim.Optimizer) -> CheckpointError:
@@ -363,16 +362,21 @@ def parameter_names(model: torch.nn.Module, optimizer: torch.optim.Optimizer) ->
     return names
 
 
-def as_json(what: str, value: Any) -> Any:
-    """`value` as JSON keeps it: tuples become lists, whole numbers as keys become text; `from_json` undoes both.
+def as_json(what: str, value: Any, with_tensors: bool = True) -> Any:
+    """`value` as JSON keeps it: tuples become lists, whole numbers as keys text, tensors of one number that number.
+
+    `alike.in_types_of` undoes all three where a value of the same form is at hand.
+
+    Args:
+        what: `value` is, for the error.
+        value: of a setting or a state.
+        with_tensors: whether tensors of one number may be in it.
 
     Raises:
-        WorkloadError: it does not.
+        WorkloadError: JSON can't keep it.
     """
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        value = value.item()
     try:
-        return parse_json(json.dumps(value), what)
+        return parse_json(json.dumps(value, default=_number_of if with_tensors else None), what)
     except (TypeError, ValueError, RecursionError):
         raise WorkloadError(
             f"{what} should be something that JSON can keep",
@@ -381,22 +385,7 @@ def as_json(what: str, value: Any) -> Any:
         ) from None
 
 
-def from_json(value: Any, before: Any) -> Any:
-    """`value`, which `as_json` made, with the types that `before` has in the same places.
-
-    Args:
-        value: as it was read.
-        before: what the workload has in its place now; anything where it has nothing like it.
-    """
-    if isinstance(before, tuple) and isinstance(value, list):
-        return tuple(value)
-    if isinstance(before, list) and isinstance(value, list) and len(before) == len(value):
-        return [from_json(one, other) for one, other in zip(value, before, strict=True)]
-    if not isinstance(before, dict) or not isinstance(value, dict):
-        return value
-    has_numbers = bool(before) and all(type(key) is int for key in before)
-    restored = {}
-    for text, one in value.items():
-        key = int(text) if has_numbers and text.removeprefix("-").isdecimal() else text
-        restored[key] = from_json(one, before.get(key))
-    return Counter(restored) if isinstance(before, Counter) else restored
+def _number_of(value: Any) -> float:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    raise TypeError("neither JSON nor a number")
