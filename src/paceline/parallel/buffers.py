@@ -8,10 +8,14 @@ what was changed so is compared in every step.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from paceline.comm.collectives import AxisComm
+
+_Slots = tuple[torch.nn.Module, dict[str, torch.Tensor | None]]
 
 
 class Buffers:
@@ -96,6 +100,49 @@ class Buffers:
 
     def _versions(self) -> list[tuple[int, int]]:
         return [(id(tensor), tensor._version) for tensor in self.tensors]
+
+
+class KeptBuffers:
+    """The buffers of some modules as they are now; while it is entered the modules see copies of these.
+
+    What a forward pass writes meanwhile is gone afterwards. Other tensors take the buffers' places: old values written
+    into the buffers themselves would change what autograd has saved of them.
+
+    Args:
+        modules: whose own buffers are meant, without those of modules inside them.
+    """
+
+    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+        self.before = _copied([(module, module._buffers) for module in modules])
+        self.now: list[_Slots] = []
+
+    def __enter__(self) -> None:
+        self.now = [(module, dict(module._buffers)) for module, _ in self.before]
+        _put(_copied(self.before))
+
+    def __exit__(self, *error: object) -> None:
+        _put(self.now)
+        self.now = []
+
+
+def _copied(slots: Iterable[_Slots]) -> list[_Slots]:
+    """Copies of the tensors in `slots`; one that stands in two places stays one."""
+    copies: dict[int, torch.Tensor | None] = {}
+    result = []
+    for module, buffers in slots:
+        for tensor in buffers.values():
+            if tensor is None or tensor.requires_grad:  # autograd sees to the writes into its own tensors
+                copies[id(tensor)] = tensor
+            elif id(tensor) not in copies:
+                copies[id(tensor)] = tensor.detach().clone()
+        result.append((module, {key: copies[id(tensor)] for key, tensor in buffers.items()}))
+    return result
+
+
+def _put(slots: Iterable[_Slots]) -> None:
+    for module, buffers in slots:
+        module._buffers.clear()
+        module._buffers.update(buffers)
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
