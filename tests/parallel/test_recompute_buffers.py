@@ -12,6 +12,7 @@ import paceline
 from paceline.comm import words
 from paceline.nouns.plan import Plan
 from paceline.nouns.profile import NOTHING_TO_RECOMPUTE
+from paceline.parallel.recompute import recompute_blocks
 from paceline.train.job import Job
 
 from ranks import run_ranks
@@ -144,6 +145,14 @@ def test_two_ranks_equal_one_process(axis):
             assert losses == pytest.approx(losses_alone, rel=1e-12)
             for name, tensor in buffers_alone.items():
                 torch.testing.assert_close(buffers[name], tensor, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.slow
+def test_a_compiled_blocks_own_forward_can_be_found():
+    """What copies a model must give the copy its class's forward."""
+    model = Model(BLOCKS["in place"], 1)
+    assert recompute_blocks(model, "full", is_compiled=True) == 3
+    assert model.blocks[0].forward.__wrapped__.__func__ is Block.forward
 
 
 @pytest.mark.slow

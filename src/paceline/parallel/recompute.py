@@ -84,11 +84,13 @@ def recompute_blocks(model: torch.nn.Module, mode: str, is_compiled: bool = Fals
     blocks = [block for block in find_blocks(model).values() if not _has_batch_norm(block)]
     for block in blocks:
         has_buffers = any(module._buffers for module in block.modules())
-        block.forward = recomputed(block.forward, mode, block if has_buffers else None)
+        forward = block.forward
+        block.forward = recomputed(forward, mode, block if has_buffers else None)
         if is_compiled and has_buffers:
             from torch._dynamo import decorators  # imports the compiler, where torch.compiler.disable may not
 
-            block.forward = decorators.disable(block.forward)  # type: ignore[no-untyped-call]
+            compiled_never = decorators.disable(block.forward)  # type: ignore[no-untyped-call]
+            block.forward = functools.update_wrapper(compiled_never, forward, updated=())
     return len(blocks)
 
 
