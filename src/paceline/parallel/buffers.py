@@ -33,10 +33,11 @@ class Buffers:
     Attributes:
         names: of the buffers, as in `named_buffers` when this was made.
         changed: for each, whether this rank's forward passes changed it in the step.
+        is_compared: whether values are compared, beside what shows a write: others want to know of every one.
     """
 
     def __init__(self, model: torch.nn.Module, comm: AxisComm) -> None:
-        self.comm = comm
+        self.comm, self.is_compared = comm, comm.size > 1
         number: dict[int, int] = {}
         self.slots: list[tuple[torch.nn.Module, str]] = []  # where each buffer is: forward may assign another tensor
         self.names: list[str] = []
@@ -65,7 +66,7 @@ class Buffers:
         """Remember the buffers as they are."""
         # The tensors themselves: the next one may get a freed one's address.
         self.seen = [(tensor, _version(tensor)) for tensor in self.tensors]
-        self.prints = self._prints() if self.comm.size > 1 else {}
+        self.prints = self._prints() if self.is_compared else {}
 
     def find_changed(self) -> list[int]:
         """What is to be summed over the ranks, for each buffer: 1 if this rank's forward passes changed it.
@@ -113,6 +114,29 @@ class Buffers:
                 by_dtype.setdefault(tensor.dtype, []).append(index)
         for dtype, indices in by_dtype.items():
             self._reduce_dtype(dtype, indices, ranks_changed)
+
+    def put_back(self, index: int, first: torch.Tensor) -> bool:
+        """Have `first`, the tensor that the buffer was made with, hold its values again; whether the step changed them.
+
+        Raises:
+            WorkloadError: the buffer belongs to the model's state and has another shape or dtype now.
+        """
+        module, key = self.slots[index]
+        now = module._buffers.get(key)
+        if not self.changed[index] or now is first:
+            return self.changed[index]
+        if now is None or _form(now) != _form(first):
+            if key in module._non_persistent_buffers_set:
+                return False
+            raise WorkloadError(
+                f"the buffer {self.names[index]} should become the mean of all workers'",
+                f"it is {_shown_form(_form(now))} now, and servers keep {_shown_form(_form(first))}, as it was made",
+                "give it its last shape where it is registered; or, if any worker can compute it anew, register it "
+                "with persistent=False: then each worker keeps its own",
+            )
+        first.detach().copy_(now.detach())
+        module._buffers[key] = first
+        return True
 
     def _reduce_dtype(self, dtype: torch.dtype, indices: list[int], ranks_changed: list[int]) -> None:
         is_mean = dtype.is_floating_point or dtype.is_complex
@@ -269,7 +293,11 @@ def _read_form(row: Iterator[int]) -> tuple[bool, _Form]:
 
 
 def _shown(rank: int, form: _Form) -> str:
-    return f"rank {rank} has " + ("None" if form is None else f"one of shape {form[1]} and {form[0]}")
+    return f"rank {rank} has {_shown_form(form)}"
+
+
+def _shown_form(form: _Form) -> str:
+    return "None" if form is None else f"one of shape {form[1]} and {form[0]}"
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:
