@@ -23,6 +23,7 @@ from paceline.nouns.errors import WorkloadError
 _Slots = tuple[torch.nn.Module, dict[str, torch.Tensor | None]]
 _Form = tuple[torch.dtype, tuple[int, ...]] | None  # None: there is no tensor
 _OTHER_FORM = 2**20  # added to a buffer's flag: more than there are ranks, and small enough for a float64's sum
+_SMALL_BYTES = 2**16  # what a copy of a buffer may take
 _WIDTH = 1024  # of the table whose rows and columns are summed
 _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 
@@ -241,8 +242,22 @@ class KeptBuffers:
     """
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
-        self.before = _copied([(module, module._buffers) for module in modules])
+        self.first: list[_Slots] = [(module, dict(module._buffers)) for module in modules]
+        self.versions = [_version(tensor) for _, buffers in self.first for tensor in buffers.values()]
+        self.before = _copied(self.first)
         self.now: list[_Slots] = []
+
+    def drop_constants(self) -> None:
+        """Hold no copies of large buffers that are as they were, such as masks: the buffers themselves will do."""
+        versions = iter(self.versions)
+        for (module, first), (_, before) in zip(self.first, self.before, strict=True):
+            for key, tensor in first.items():
+                version, copy = next(versions), before[key]
+                if tensor is None or copy is None or tensor.nbytes <= _SMALL_BYTES:
+                    continue
+                if module._buffers.get(key) is tensor and tensor._version == version and _same(tensor, copy):
+                    before[key] = tensor
+        self.first, self.versions = [], []
 
     def __enter__(self) -> None:
         self.now = [(module, dict(module._buffers)) for module, _ in self.before]
@@ -310,12 +325,23 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return tensor.layout == torch.strided and not tensor.is_quantized
 
 
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are the same bit for bit, as far as there are values."""
+    if isinstance(one, FakeTensor) or one.is_meta:
+        return True
+    return _form(one) == _form(other) and _is_plain(one) and torch.equal(_bits_of(one), _bits_of(other))
+
+
+def _bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+
+
 def _print_of(tensor: torch.Tensor) -> torch.Tensor:
     """Numbers that change when a bit does: the bits as a table of 64-bit words, its rows and columns added up.
 
     Unlike a copy it takes a thousandth of the memory. A small tensor's is the tensor.
     """
-    bits = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    bits = _bits_of(tensor)
     if bits.numel() <= 8 * _WIDTH:
         return bits.clone()
     if bits.storage_offset() % 8:

@@ -116,10 +116,24 @@ class _Within:
             self.outer.__exit__(*error)
 
 
+class _DropConstants:
+    """At the end of the forward pass, let go of copies of what it has not written."""
+
+    def __init__(self, kept: KeptBuffers) -> None:
+        self.kept = kept
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        self.kept.drop_constants()
+
+
 def _with_buffers(block: torch.nn.Module, contexts: Contexts) -> tuple[Context, Context]:
     """Contexts of a forward pass and of its recomputation, which finds the block's buffers as the pass did."""
     first, again = contexts()
-    return first, _Within(KeptBuffers(block.modules()), again)
+    kept = KeptBuffers(block.modules())
+    return _Within(_DropConstants(kept), first), _Within(kept, again)
 
 
 def _no_contexts() -> tuple[Context, Context]:
