@@ -1,105 +1,351 @@
 """Buffers, such as a batch norm's running statistics, made equal on all ranks after each step.
 
 Only those that a forward pass changed are sent. A change shows in the tensor's version counter, or in another
-tensor in its place; batch norms write their statistics past that counter, so one changed buffer of a module stands
-for all of them. Writes through `.data` pass it too: the first step's values are compared with those before it, and
-what was changed so is compared in every step.
+tensor in its place. Writes through `.data` pass that counter, so values are compared too, by sums over their bits.
+torch's batch norms are spared that: their count of batches shows a change, and stands for the statistics.
+
+Where a rank's buffer has another shape or dtype than all ranks last had, its flag says so, and the ranks tell one
+another the shapes. What can't be made equal then is each rank's own where it is derived (`persistent=False`: a table
+that grows with the longest sequence), and an error elsewhere.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
+
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules.batchnorm import _NormBase
 
 from paceline.comm.collectives import AxisComm
+from paceline.nouns.errors import WorkloadError
+
+_Slots = tuple[torch.nn.Module, dict[str, torch.Tensor | None]]
+_Form = tuple[torch.dtype, tuple[int, ...]] | None  # None: there is no tensor
+_OTHER_FORM = 2**20  # added to a buffer's flag: more than there are ranks, and small enough for a float64's sum
+_SMALL_BYTES = 2**16  # what a copy of a buffer may take
+_WIDTH = 1024  # of the table whose rows and columns are summed
+_DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 
 
 class Buffers:
-    """The buffers of a model on this rank."""
+    """The buffers of a model on this rank.
+
+    Attributes:
+        names: of the buffers, as in `named_buffers` when this was made.
+        changed: for each, whether this rank's forward passes changed it in the step.
+        is_compared: whether values are compared, beside what shows a write: others want to know of every one.
+    """
 
     def __init__(self, model: torch.nn.Module, comm: AxisComm) -> None:
-        self.comm = comm
+        self.comm, self.is_compared = comm, comm.size > 1
         number: dict[int, int] = {}
         self.slots: list[tuple[torch.nn.Module, str]] = []  # where each buffer is: forward may assign another tensor
-        for module in model.modules():
+        self.names: list[str] = []
+        for path, module in model.named_modules():
             for key, tensor in module._buffers.items():
                 if tensor is not None and id(tensor) not in number:
                     number[id(tensor)] = len(self.slots)
                     self.slots.append((module, key))
+                    self.names.append(f"{path}.{key}" if path else key)
         self.modules = [
             [number[id(tensor)] for tensor in module.buffers(recurse=False) if id(tensor) in number]
             for module in model.modules()
         ]
-        self.seen = self._versions()
+        self.compared = [index for index, (module, _) in enumerate(self.slots) if not _counts_batches(module)]
+        self.agreed = [_form(tensor) for tensor in self.tensors]  # None, too, where ranks have different ones
         self.changed = [False] * len(self.slots)
-        self.compared = set(range(len(self.slots)))  # whose values are compared: all in the first step
-        self.is_first = True
-        self.before: dict[int, torch.Tensor] = {}
+        self.seen: list[tuple[torch.Tensor | None, int]] = []
+        self.prints: dict[int, tuple[_Form, torch.Tensor]] = {}
 
     @property
-    def tensors(self) -> list[torch.Tensor]:
+    def tensors(self) -> list[torch.Tensor | None]:
         """The buffers as they are now."""
-        return [module._buffers[key] for module, key in self.slots]  # type: ignore[misc]
+        return [module._buffers.get(key) for module, key in self.slots]
 
     def begin_step(self) -> None:
         """Remember the buffers as they are."""
-        self.seen = self._versions()
-        tensors = self.tensors
-        is_compared = self.comm.size > 1 and not any(isinstance(tensor, FakeTensor) for tensor in tensors)
-        here = {index for index in self.compared if is_compared and not tensors[index].is_meta}
-        self.before = {index: tensors[index].detach().clone() for index in here}
+        # The tensors themselves: the next one may get a freed one's address.
+        self.seen = [(tensor, _version(tensor)) for tensor in self.tensors]
+        self.prints = self._prints() if self.is_compared else {}
 
-    def find_changed(self) -> list[bool]:
-        """Which buffers this rank's forward passes changed since `begin_step`."""
-        now, tensors = self._versions(), self.tensors
-        differ = {index for index in range(len(tensors)) if now[index] != self.seen[index]}
-        touched = {index for indices in self.modules if differ.intersection(indices) for index in indices}
-        unseen = {index for index, kept in self.before.items() if not _same(kept, tensors[index])} - touched
-        if self.is_first:  # from the second step on those alone that a write reached unseen
-            self.compared, self.is_first = unseen, False
-        self.before = {}
+    def find_changed(self) -> list[int]:
+        """What is to be summed over the ranks, for each buffer: 1 if this rank's forward passes changed it.
+
+        `_OTHER_FORM` is added where its form is not the agreed one, changed or not.
+        """
+        tensors = self.tensors
+        before = enumerate(self.seen)
+        differ = {i for i, (old, version) in before if tensors[i] is not old or _version(tensors[i]) != version}
+        touched = {index for indices in self.modules if differ.intersection(indices) for index in indices} | differ
+        touched |= self._find_rewritten(touched)
+        self.seen, self.prints = [], {}
         self.changed = [
-            index in touched | unseen and not tensor.is_meta  # which another stage holds
+            index in touched and not (tensor is not None and tensor.is_meta)  # which another stage holds
             for index, tensor in enumerate(tensors)
         ]
-        return self.changed
+        both = zip(self.changed, tensors, self.agreed, strict=True)
+        return [changed + _OTHER_FORM * (_form(tensor) != agreed) for changed, tensor, agreed in both]
 
-    def reduce(self, ranks_changed: list[int]) -> None:
+    def reduce(self, flags: Sequence[int]) -> None:
         """Float buffers become the mean over the ranks that changed them, others the largest.
 
         Args:
-            ranks_changed: for each buffer, on how many ranks it changed.
+            flags: for each buffer, the sum of what the ranks' `find_changed` returned.
+
+        Raises:
+            WorkloadError: a buffer that belongs to the model's state has different shapes on different ranks.
         """
-        if self.comm.size == 1 or not any(ranks_changed):
+        if self.comm.size == 1 or not any(flags):
             return
+        ranks_changed = [flag % _OTHER_FORM for flag in flags]
+        tensors = self.tensors
+        here = [
+            index
+            for index, (ranks, tensor) in enumerate(zip(ranks_changed, tensors, strict=True))
+            if ranks and not (tensor is not None and tensor.is_meta)  # on the meta device: another stage's
+        ]
+        own = self._meet([index for index in here if flags[index] >= _OTHER_FORM])
         by_dtype: dict[torch.dtype, list[int]] = {}
         tensors = self.tensors
-        for index, ranks in enumerate(ranks_changed):
-            if ranks and not tensors[index].is_meta:  # on the meta device: another stage's
-                by_dtype.setdefault(tensors[index].dtype, []).append(index)
+        for index in here:
+            tensor = tensors[index]
+            if tensor is not None and index not in own:
+                self._make_writable(index, tensor)
+                by_dtype.setdefault(tensor.dtype, []).append(index)
         for dtype, indices in by_dtype.items():
             self._reduce_dtype(dtype, indices, ranks_changed)
 
+    def put_back(self, index: int, first: torch.Tensor) -> bool:
+        """Have `first`, the tensor that the buffer was made with, hold its values again; whether the step changed them.
+
+        Raises:
+            WorkloadError: the buffer belongs to the model's state and has another shape or dtype now.
+        """
+        module, key = self.slots[index]
+        now = module._buffers.get(key)
+        if not self.changed[index] or now is first:
+            return self.changed[index]
+        if now is None or _form(now) != _form(first):
+            if key in module._non_persistent_buffers_set:
+                return False
+            raise WorkloadError(
+                f"the buffer {self.names[index]} should become the mean of all workers'",
+                f"it is {_shown_form(_form(now))} now, and servers keep {_shown_form(_form(first))}, as it was made",
+                "give it its last shape where it is registered; or, if any worker can compute it anew, register it "
+                "with persistent=False: then each worker keeps its own",
+            )
+        first.detach().copy_(now.detach())
+        module._buffers[key] = first
+        return True
+
     def _reduce_dtype(self, dtype: torch.dtype, indices: list[int], ranks_changed: list[int]) -> None:
-        is_mean = dtype.is_floating_point
+        is_mean = dtype.is_floating_point or dtype.is_complex
         # In float64 the sum of equal values is exact, and that of a mask's smallest number is no -inf.
         wide = torch.float64 if is_mean else torch.int64
-        tensors = self.tensors
-        flats = [tensors[index].detach().reshape(-1).to(wide) for index in indices]
+        tensors = [_real(tensor) for index in indices if (tensor := self.tensors[index]) is not None]
+        flats = [tensor.reshape(-1).to(wide) for tensor in tensors]
         if is_mean:  # a rank without samples holds old statistics: they must not count
-            flats = [flat * self.changed[index] for flat, index in zip(flats, indices, strict=True)]
+            here = [self.changed[index] for index in indices]
+            flats = [flat if counts else torch.zeros_like(flat) for flat, counts in zip(flats, here, strict=True)]
         sent = torch.cat(flats)
         self.comm.all_reduce(sent, "sum" if is_mean else "max")
-        for index, part in zip(indices, sent.split([flat.numel() for flat in flats]), strict=True):
+        parts = sent.split([flat.numel() for flat in flats])
+        for index, tensor, part in zip(indices, tensors, parts, strict=True):
             result = part / ranks_changed[index] if is_mean else part
-            tensors[index].detach().copy_(result.view_as(tensors[index]))
+            tensor.copy_(result.view_as(tensor))
 
-    def _versions(self) -> list[tuple[int, int]]:
-        return [(id(tensor), tensor._version) for tensor in self.tensors]
+    def _make_writable(self, index: int, tensor: torch.Tensor) -> None:
+        """Give an expanded tensor, whose elements share memory, memory for each."""
+        if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+            module, key = self.slots[index]
+            module._buffers[key] = tensor.detach().clone(memory_format=torch.contiguous_format)
+
+    def _meet(self, indices: list[int]) -> set[int]:
+        """Exchange the forms of these buffers; those that stay each rank's own.
+
+        A rank that did not change a buffer takes over the others' form: it held an old value.
+        """
+        if not indices:
+            return set()
+        own: set[int] = set()
+        for index, told in zip(indices, self._exchange(indices), strict=True):
+            module, key = self.slots[index]
+            is_derived = key in module._non_persistent_buffers_set
+            forms = {form for has_changed, form in told if has_changed or is_derived}
+            if len(forms) > 1 and not is_derived:
+                raise self._differ(index, told)
+            self.agreed[index] = next(iter(forms)) if len(forms) == 1 else None
+            if len(forms) != 1:
+                own.add(index)
+            elif _form(module._buffers[key]) != self.agreed[index]:
+                module._buffers[key] = self._empty(self.agreed[index])
+        return own
+
+    def _exchange(self, indices: list[int]) -> list[list[tuple[bool, _Form]]]:
+        """For each buffer, rank by rank, whether it was changed there, and its form."""
+        mine: list[int] = []
+        for index in indices:
+            form = _form(self.tensors[index])
+            dtype, shape = (-1, ()) if form is None else (_DTYPES.index(form[0]), form[1])
+            mine += [self.changed[index], dtype, len(shape), *shape]
+        ranks = self.comm.all_gather(torch.tensor(mine, dtype=torch.int64, device=self._device()))
+        rows = [iter(row.tolist()) for row in ranks]
+        return [[_read_form(row) for row in rows] for _ in indices]
+
+    def _differ(self, index: int, told: list[tuple[bool, _Form]]) -> WorkloadError:
+        changed = [(rank, form) for rank, (has, form) in zip(self.comm.peers, told, strict=True) if has]
+        first = changed[0]
+        other = next(one for one in changed if one[1] != first[1])
+        return WorkloadError(
+            f"the buffer {self.names[index]}, which the forward pass changes, should become the mean of all ranks'",
+            f"{_shown(*first)}, {_shown(*other)}",
+            "give it the same shape on every rank; or, if any rank can compute it anew, such as a table of positions, "
+            "register it with persistent=False: then each rank keeps its own",
+        )
+
+    def _empty(self, form: _Form) -> torch.Tensor | None:
+        return None if form is None else torch.zeros(form[1], dtype=form[0], device=self._device())
+
+    def _device(self) -> torch.device:
+        parameters = (tensor for module, _ in self.slots for tensor in (*module.parameters(), *module.buffers()))
+        return next((tensor.device for tensor in parameters if not tensor.is_meta), torch.device("cpu"))
+
+    def _prints(self) -> dict[int, tuple[_Form, torch.Tensor]]:
+        tensors = self.tensors
+        if any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            return {}
+        found = ((index, tensors[index]) for index in self.compared)
+        return {i: (_form(t), _print_of(t)) for i, t in found if t is not None and not t.is_meta and _is_plain(t)}
+
+    def _find_rewritten(self, known: set[int]) -> set[int]:
+        """Buffers, beside the `known` ones, whose values are others than at the beginning of the step."""
+        if not self.prints:
+            return set()
+        now = self._prints()
+        same_form = [i for i, (form, _) in self.prints.items() if i not in known and i in now and now[i][0] == form]
+        other_form = {i for i in self.prints if i not in known and i not in same_form}
+        if not same_form:
+            return other_form
+        differ = torch.stack([(self.prints[i][1] != now[i][1]).any() for i in same_form]).tolist()  # waits once
+        return other_form | {index for index, is_other in zip(same_form, differ, strict=True) if is_other}
+
+
+class KeptBuffers:
+    """The buffers of some modules as they are now; while it is entered the modules see copies of these.
+
+    What a forward pass writes meanwhile is gone afterwards. Other tensors take the buffers' places: old values written
+    into the buffers themselves would change what autograd has saved of them.
+
+    Args:
+        modules: whose own buffers are meant, without those of modules inside them.
+    """
+
+    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+        self.first: list[_Slots] = [(module, dict(module._buffers)) for module in modules]
+        self.versions = [_version(tensor) for _, buffers in self.first for tensor in buffers.values()]
+        self.before = _copied(self.first)
+        self.now: list[_Slots] = []
+
+    def drop_constants(self) -> None:
+        """Hold no copies of large buffers that are as they were, such as masks: the buffers themselves will do."""
+        versions = iter(self.versions)
+        for (module, first), (_, before) in zip(self.first, self.before, strict=True):
+            for key, tensor in first.items():
+                version, copy = next(versions), before[key]
+                if tensor is None or copy is None or tensor.nbytes <= _SMALL_BYTES:
+                    continue
+                if module._buffers.get(key) is tensor and tensor._version == version and _same(tensor, copy):
+                    before[key] = tensor
+        self.first, self.versions = [], []
+
+    def __enter__(self) -> None:
+        self.now = [(module, dict(module._buffers)) for module, _ in self.before]
+        _put(_copied(self.before))
+
+    def __exit__(self, *error: object) -> None:
+        _put(self.now)
+        self.now = []
+
+
+def _copied(slots: Iterable[_Slots]) -> list[_Slots]:
+    """Copies of the tensors in `slots`; one that stands in two places stays one."""
+    copies: dict[int, torch.Tensor | None] = {}
+    result = []
+    for module, buffers in slots:
+        for tensor in buffers.values():
+            if tensor is None or tensor.requires_grad:  # autograd sees to the writes into its own tensors
+                copies[id(tensor)] = tensor
+            elif id(tensor) not in copies:
+                copies[id(tensor)] = tensor.detach().clone()
+        result.append((module, {key: copies[id(tensor)] for key, tensor in buffers.items()}))
+    return result
+
+
+def _put(slots: Iterable[_Slots]) -> None:
+    for module, buffers in slots:
+        module._buffers.clear()
+        module._buffers.update(buffers)
+
+
+def _counts_batches(module: torch.nn.Module) -> bool:
+    """Whether it is a batch norm of torch's own, whose every write of statistics counts a batch."""
+    return isinstance(module, _NormBase) and module.num_batches_tracked is not None
+
+
+def _version(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor._version
+
+
+def _form(tensor: torch.Tensor | None) -> _Form:
+    return None if tensor is None else (tensor.dtype, tuple(tensor.shape))
+
+
+def _read_form(row: Iterator[int]) -> tuple[bool, _Form]:
+    has_changed, dtype, dims = next(row), next(row), next(row)
+    shape = tuple(next(row) for _ in range(dims))
+    return bool(has_changed), None if dtype < 0 else (_DTYPES[dtype], shape)
+
+
+def _shown(rank: int, form: _Form) -> str:
+    return f"rank {rank} has {_shown_form(form)}"
+
+
+def _shown_form(form: _Form) -> str:
+    return "None" if form is None else f"one of shape {form[1]} and {form[0]}"
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as real numbers, to be written into."""
+    tensor = tensor.detach()
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_quantized
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are the same bit for bit."""
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    return torch.equal(one.reshape(-1).view(torch.uint8), other.detach().reshape(-1).view(torch.uint8))
+    """Whether two tensors are the same bit for bit, as far as there are values."""
+    if isinstance(one, FakeTensor) or one.is_meta:
+        return True
+    return _form(one) == _form(other) and _is_plain(one) and torch.equal(_bits_of(one), _bits_of(other))
+
+
+def _bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+
+
+def _print_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Numbers that change when a bit does: the bits as a table of 64-bit words, its rows and columns added up.
+
+    Unlike a copy it takes a thousandth of the memory. A small tensor's is the tensor.
+    """
+    bits = _bits_of(tensor)
+    if bits.numel() <= 8 * _WIDTH:
+        return bits.clone()
+    if bits.storage_offset() % 8:
+        bits = bits.clone()
+    rows, rest = divmod(bits.numel(), 8 * _WIDTH)
+    table = bits[: bits.numel() - rest].view(torch.int64).view(rows, _WIDTH)
+    return torch.cat([table.sum(0), table.sum(1), bits[bits.numel() - rest :].to(torch.int64)])

@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
 
-from paceline.comm.batch_norm import SharedStatistics
+from paceline.comm.batch_norm import SharedForward, SharedStatistics
 from paceline.nouns.placement import Held
+from paceline.parallel.buffers import KeptBuffers
 from paceline.parallel.local import Moments, forward_backward
 from paceline.parallel.replicate import sparse_names
 
@@ -91,6 +92,7 @@ class OwnCode:
     """
 
     counts_loss, is_captured = True, False
+    model: torch.nn.Module
     couples_samples = ""
     notices: Sequence[str] = ()
     written_buffers: list[str] = []  # noqa: RUF012
@@ -109,9 +111,10 @@ class OwnCode:
         real = iter([True] * len(microbatches))
 
         def run(batch: Any) -> Any:
+            counts = next(real, False)
             if self.shared is not None:
-                self.shared.counts = next(real, False)
-            with self.autocast():
+                self.shared.counts = counts
+            with nullcontext() if counts else KeptBuffers(self._written_alone()), self.autocast():
                 return self.call(loss, batch)
 
         forward_backward(run, both, moments, len(both) - len(microbatches))
@@ -122,6 +125,13 @@ class OwnCode:
             return list(microbatches)
         self.spare = microbatches[-1] if microbatches else self.spare
         return [*microbatches, *[self.spare] * (longest - len(microbatches))]
+
+    def _written_alone(self) -> list[torch.nn.Module]:
+        """The modules that would write a micro-batch's values into their buffers though it does not count.
+
+        Shared batch norms write the other ranks' values.
+        """
+        return [module for module in self.model.modules() if not isinstance(module.forward, SharedForward)]
 
 
 class EagerModel(OwnCode):

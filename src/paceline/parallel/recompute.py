@@ -1,13 +1,15 @@
 """Activation checkpointing: what a backward pass needs is computed again instead of kept (Chen et al. 2016).
 
 `full` keeps what enters each block; `selective` also keeps the results of matrix products and attention, which cost
-most to compute again (Korthikanti et al. 2022). Random numbers are drawn again as they were.
+most to compute again (Korthikanti et al. 2022). Random numbers are drawn again as they were. A block's buffers are
+found as they were, and are written once.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -15,7 +17,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from paceline.nouns.profile import NOTHING_TO_RECOMPUTE
 from paceline.parallel.blocks import find_blocks
+from paceline.parallel.buffers import KeptBuffers
 
+Context = AbstractContextManager[Any]
+Contexts = Callable[[], tuple[Context, Context]]
 aten = torch.ops.aten
 _KEPT = frozenset(
     {
@@ -32,18 +37,24 @@ _KEPT = frozenset(
 )
 
 
-def recomputed(function: Callable[..., Any], mode: str) -> Callable[..., Any]:
+def recomputed(function: Callable[..., Any], mode: str, block: torch.nn.Module | None = None) -> Callable[..., Any]:
     """`function`, whose inner values are computed again in the backward pass.
 
     Args:
-        function: of tensors, without side effects.
+        function: of tensors, without side effects but on the buffers of `block`.
         mode: "none", "full" or "selective".
+        block: whose buffers the function may read and write.
     """
     if mode == "none":
         return function
     options: dict[str, Any] = {"use_reentrant": False}
+    contexts: Contexts | None = None
     if mode == "selective":
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+        contexts = functools.partial(create_selective_checkpoint_contexts, _policy)
+    if block is not None:
+        contexts = functools.partial(_with_buffers, block, contexts or _no_contexts)
+    if contexts is not None:
+        options["context_fn"] = contexts
 
     @functools.wraps(function, updated=())
     def run(*arguments: Any, **named: Any) -> Any:
@@ -54,10 +65,16 @@ def recomputed(function: Callable[..., Any], mode: str) -> Callable[..., Any]:
     return run
 
 
-def recompute_blocks(model: torch.nn.Module, mode: str) -> int:
+def recompute_blocks(model: torch.nn.Module, mode: str, is_compiled: bool = False) -> int:
     """Recompute the repeated blocks of a model that runs by its own code; how many there are.
 
-    A block with batch norm is left alone: computed twice it would count a batch twice.
+    A block with batch norm is left alone: computed twice it would exchange its statistics with the other ranks twice.
+
+    Args:
+        model: changed in place.
+        mode: as for `recomputed`.
+        is_compiled: the model will be compiled, but for blocks with buffers: where the compiler traces a
+            checkpoint, buffers can't be exchanged.
     """
     if mode == "none":
         return 0
@@ -66,13 +83,61 @@ def recompute_blocks(model: torch.nn.Module, mode: str) -> int:
         config.use_cache = False  # type: ignore[union-attr]
     blocks = [block for block in find_blocks(model).values() if not _has_batch_norm(block)]
     for block in blocks:
-        block.forward = recomputed(block.forward, mode)
+        has_buffers = any(module._buffers for module in block.modules())
+        forward = block.forward
+        block.forward = recomputed(forward, mode, block if has_buffers else None)
+        if is_compiled and has_buffers:
+            from torch._dynamo import decorators  # imports the compiler, where torch.compiler.disable may not
+
+            compiled_never = decorators.disable(block.forward)  # type: ignore[no-untyped-call]
+            block.forward = functools.update_wrapper(compiled_never, forward, updated=())
     return len(blocks)
 
 
-def nothing_recomputed(mode: str) -> str:
-    """What a person is told whose model has no such block."""
-    return f"checkpointing={mode} {NOTHING_TO_RECOMPUTE}: the model has no repeated blocks, or they write into buffers"
+def nothing_recomputed(mode: str, why: str = "the model has no repeated blocks, or they have batch norm") -> str:
+    """What a person is told where no block is recomputed."""
+    return f"checkpointing={mode} {NOTHING_TO_RECOMPUTE}: {why}"
+
+
+class _Within:
+    """One context within another, as often as wanted: a graph that is kept is computed again each time."""
+
+    def __init__(self, outer: Context, inner: Context) -> None:
+        self.outer, self.inner = outer, inner
+
+    def __enter__(self) -> None:
+        self.outer.__enter__()
+        self.inner.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            self.inner.__exit__(*error)
+        finally:
+            self.outer.__exit__(*error)
+
+
+class _DropConstants:
+    """At the end of the forward pass, let go of copies of what it has not written."""
+
+    def __init__(self, kept: KeptBuffers) -> None:
+        self.kept = kept
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        self.kept.drop_constants()
+
+
+def _with_buffers(block: torch.nn.Module, contexts: Contexts) -> tuple[Context, Context]:
+    """Contexts of a forward pass and of its recomputation, which finds the block's buffers as the pass did."""
+    first, again = contexts()
+    kept = KeptBuffers(block.modules())
+    return _Within(_DropConstants(kept), first), _Within(kept, again)
+
+
+def _no_contexts() -> tuple[Context, Context]:
+    return nullcontext(), nullcontext()
 
 
 def _has_batch_norm(block: torch.nn.Module) -> bool:

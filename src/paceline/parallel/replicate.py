@@ -13,8 +13,8 @@ Promises: after a step, parameters and buffers are equal bit for bit on all rank
 they equal those of one rank on the whole batch, up to rounding.
 Traffic per step: one all_reduce of 8 (3 + R + buffers) bytes, one all_reduce per bucket of its parameters'
 bytes plus one number per parameter; for sparse parameters two all_gathers of their non-zero rows; one
-all_reduce per dtype of the buffers that changed. `plan/traffic.py` predicts it, a test holds the ledger
-against it.
+all_reduce per dtype of the buffers that changed, and where one of these has a new shape somewhere, two
+all_gathers of such shapes. `plan/traffic.py` predicts it but for the buffers, a test holds the ledger against it.
 """
 
 from __future__ import annotations

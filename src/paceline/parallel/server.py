@@ -64,6 +64,7 @@ class ServerParallel(Parallel):
         here: tuple[torch.device, int],
     ) -> None:
         super().__init__(placed, workload, comms, plan, here[0])
+        self.buffers.is_compared = True  # the axes have one rank, but the servers average
         self.rank = here[1]
         self.handle: Handle | None = None
         self.base = 0  # the step of the checkpoint that the servers began with
@@ -180,12 +181,12 @@ class ServerParallel(Parallel):
 
     def _sent(self) -> list[torch.Tensor | None]:
         """What goes to the servers: gradients, and buffers that the forward passes changed."""
-        number = {id(tensor): index for index, tensor in enumerate(self.buffers.tensors)}
+        number = {name: index for index, name in enumerate(self.buffers.names)}
         handle = self._joined()
         sent: list[torch.Tensor | None] = []
         for entry, tensor in zip(handle.layout.entries, handle.tensors, strict=True):
             if entry.group == AVERAGE:
-                sent.append(tensor if self.buffers.changed[number[id(tensor)]] else None)
+                sent.append(tensor if self.buffers.put_back(number[entry.name], tensor) else None)
             else:
                 gradient = local_gradient(tensor)  # type: ignore[arg-type]
                 sent.append(gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient)

@@ -254,7 +254,8 @@ class SplitModel:
     def notices(self) -> list[str]:
         """What the person should know of how the model was split."""
         is_idle = bool(self.written) and self.plan.checkpointing != "none"
-        return [nothing_recomputed(self.plan.checkpointing)] if is_idle else []
+        why = "the model writes into its buffers, and computed again it would write twice"
+        return [nothing_recomputed(self.plan.checkpointing, why)] if is_idle else []
 
     def _first_cut(self, captured: Captured) -> dict[fx.Node, int]:
         """Into stages of so many pieces each; fewer pieces where there are too few places to cut."""

@@ -25,7 +25,7 @@ class Sums:
     weight: float  # what the mean is divided by
     is_stopping: bool  # some rank was asked to stop
     bad_ranks: list[int]  # ranks whose loss is not finite
-    changed: list[int]  # for each buffer: on how many ranks the forward passes changed it
+    changed: list[int]  # for each buffer: the sum of what the ranks said of it, as `Buffers.find_changed` has it
 
     @property
     def mean(self) -> float:
@@ -69,7 +69,7 @@ class SumsWire:
             self.mine[_WEIGHT] += weight
         self.mine[_FIRST_RANK + self.comm.rank] += ~torch.isfinite(loss)
 
-    def begin(self, is_stopping: bool, changed: Sequence[bool]) -> None:
+    def begin(self, is_stopping: bool, changed: Sequence[int]) -> None:
         """Send this rank's numbers; all its forward passes are done."""
         self.mine[_STOP] = is_stopping
         if any(changed):

@@ -172,7 +172,7 @@ def recompute_and_compile(model: torch.nn.Module, plan: Plan) -> list[str]:
     if plan.checkpointing != "none":
         from paceline.parallel.recompute import nothing_recomputed, recompute_blocks
 
-        if not recompute_blocks(model, plan.checkpointing):
+        if not recompute_blocks(model, plan.checkpointing, plan.compile == "on"):
             notices.append(nothing_recomputed(plan.checkpointing))
     if plan.compile == "on":
         model.compile()

@@ -86,7 +86,10 @@ def make_model(workload: Workload, device: torch.device, comm: AxisComm) -> torc
     model = workload.model()
     check_model(model)
     check_same_model_everywhere(model, comm)
-    return model.to(device, torch.float64 if workload.precision == "float64" else None).train()  # type: ignore[no-any-return]
+    model = model.to(device)
+    if workload.precision == "float64":
+        model.double()  # `to` would make real numbers of complex ones
+    return model.train()  # type: ignore[no-any-return]
 
 
 def make_model_without_values(workload: Workload) -> torch.nn.Module:

@@ -134,11 +134,9 @@ class _Run:
         ]  # fmt: skip
         self.facts["ledger"].append(rows)
         if step == 1:
-            changed = job.parallel.buffers.changed
-            names = [name for name, _ in job.model.named_buffers()]
-            self.facts["changed_buffers"] = [
-                name for name, is_changed in zip(names, changed, strict=True) if is_changed
-            ]
+            buffers = job.parallel.buffers
+            both = zip(buffers.names, buffers.changed, strict=True)
+            self.facts["changed_buffers"] = [name for name, is_changed in both if is_changed]
         if step in (1, self.run["steps"]):
             self._note(job, step)
 

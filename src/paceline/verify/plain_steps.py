@@ -73,7 +73,7 @@ def take_steps(workload: Workload, precision: str, steps: int, variation: Variat
     workload = dataclasses.replace(workload, precision=precision)
     seed_everything(workload.seed)
     model = workload.model()
-    model = model.to(torch.float64 if precision == "float64" else None).train()
+    model = (model.double() if precision == "float64" else model).train()
     optimizer = workload.optimizer(model)
     scheduler = workload.scheduler(optimizer) if workload.scheduler else None
     names = {parameter: name for name, parameter in model.named_parameters()}
