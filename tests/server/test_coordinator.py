@@ -131,6 +131,38 @@ def beat(one, worker, clock, now_s, is_done=False):
         one.on(number, WorkerBeat(worker, 0, clock, is_done), now_s)
 
 
+@pytest.mark.parametrize(
+    ("said", "step"),
+    [
+        # What workers last said of themselves (incarnation, clock; clocks count from 0), and the step that waits.
+        ({0: (0, 11), 1: (0, 11)}, 12),
+        ({0: (0, 11), 1: (0, 10)}, 12),  # it pushed step 11, and was lost before it said that it began the next
+        ({0: (0, 11), 1: (1, 0)}, 12),  # another in its place, which has not read yet at which step it begins
+        ({0: (0, 11)}, 12),  # lost before it said anything, or the coordinator was started again meanwhile
+        ({}, 1),
+    ],
+)
+def test_the_step_that_waits_is_the_furthest_of_those_who_speak(tmp_path, monkeypatch, said, step):
+    """Under sync nobody begins a step before every gradient of the step before is there."""
+    clock, events = [100.0], []
+    monkeypatch.setattr("paceline.server.coordination.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    job = JobSettings.of(Plan.parse("replicate=2,server=2"))
+    process = Coordination(Address.parse(f"unix:{tmp_path}/c"), job, tmp_path / "log", events.append, returns_s=20.0)
+    workers = [(name, said.get(name, (0, 0))[0]) for name in (0, 1)]
+    sync = replace(SYNC, steps=100)
+    process.coordinator = one = Coordinator.first([(0, 1), (1, 0)], workers, lambda entry: None, sync)
+    one.tick(clock[0])
+    for name, (incarnation, at) in said.items():
+        one.on(0, WorkerBeat((name, incarnation), 0, at, is_done=False), clock[0])
+    clock[0] += SETTINGS.worker_deadline_s + 1.0
+    if 0 in said:
+        one.on(0, WorkerBeat(workers[0], 0, said[0][1], is_done=False), clock[0])
+    process._look_for_missing(clock[0])
+    process.log.close()
+    assert {event["step"] for event in events} == {step}
+    assert (1, "waiting") in {(event["worker"], event["event"]) for event in events}
+
+
 @pytest.mark.parametrize("is_gone", [False, True])
 def test_under_sync_a_worker_is_waited_for(is_gone):
     one = sync()

@@ -330,8 +330,9 @@ class Coordination(Peers):
         assert self.coordinator is not None
         one, missing = self.coordinator, {}
         if one.settings.needs_all and not one.is_finished:
+            # The furthest: a lost worker's last beat, or a new worker's first, may give the number of an earlier step.
             clocks = [beat.clock for worker, (_, beat) in one.heard.items() if worker in one.workers]
-            step = min(clocks, default=0) + 1
+            step = max(clocks, default=0) + 1
             silent_s = one.missing(now)
             missing = {worker: (quiet_s, step, worker not in one.gone) for worker, quiet_s in silent_s.items()}
         tell_s = one.settings.worker_deadline_s
