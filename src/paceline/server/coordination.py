@@ -127,11 +127,11 @@ class Coordination(Peers):
             node = hello.name if 0 <= hello.name < self.log.nodes else self.log.name_node()
             self.addresses[node] = Address.parse(hello.address)
             connection.send(0, setup.Welcome(node, 0))
-            asyncio.get_running_loop().call_soon(self._server_is_here, node)
+            asyncio.get_running_loop().call_soon(self.call, self._server_is_here, node)
             return node
         worker = self._greet_worker(hello)
         connection.send(0, setup.Welcome(*worker))
-        asyncio.get_running_loop().call_soon(self._worker_is_here, worker)
+        asyncio.get_running_loop().call_soon(self.call, self._worker_is_here, worker)
         return worker
 
     def _greet_worker(self, hello: setup.Hello) -> tuple[int, int]:

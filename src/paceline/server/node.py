@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from paceline.nouns.errors import PacelineError
+from paceline.nouns.errors import CheckpointError, PacelineError
 from paceline.server import messages, setup
 from paceline.server.address import Address, Credentials
 from paceline.server.client import with_range
@@ -106,7 +106,10 @@ class Server(Peers):
         elif self.member is None:
             self.waiting.append((peer, number, message))
         else:
-            self._take_started(peer, number, message)
+            try:
+                self._take_started(peer, number, message)
+            except CheckpointError as error:
+                raise FrameError(f"{error.asked}, but {error.found}") from None
 
     def _take_started(self, peer: Any, number: int, message: Any) -> None:
         assert self.member is not None
