@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from paceline.nouns.errors import PeerLostError, UsageError
+from paceline.nouns.errors import CheckpointError, PeerLostError, UsageError
 from paceline.nouns.plan import Plan
 from paceline.server.absences import SILENCE, Absences, silence_s
 from paceline.server.address import Address
-from paceline.server.coordination import Coordination, hosts_in_turn
+from paceline.server.coordination import Coordination, _few_ranges, hosts_in_turn
 from paceline.server.coordinator import Coordinator, Settings
 from paceline.server.messages import Beat, WorkerBeat
 from paceline.server.settings import JobSettings
@@ -117,6 +117,70 @@ def test_a_range_is_lost_when_its_servers_have_ended_or_are_silent_for_long():
         one.forget(node, 1.0)
     assert not any(chain.is_lost(1.5) for chain in one.chains)
     assert all(chain.is_lost(3.0) and chain.has_ended for chain in one.chains)
+
+
+@pytest.mark.parametrize(
+    ("ranges", "servers", "replicas", "says"),
+    [
+        (6, 7, 2, "of 7 servers 6 take gradients, 1 keeps a copy"),
+        (6, 8, 2, "of 8 servers 6 take gradients, 1 keeps a copy, 1 is spare and takes the place of a lost one"),
+        (
+            1,
+            4,
+            2,
+            "of 4 servers 1 takes gradients, 1 keeps a copy, 2 are spare and take the place of a lost one",
+        ),
+        (
+            6,
+            8,
+            1,
+            "of 8 servers 6 take gradients, 2 have no use, as replicas=1 keeps no copy to take over: "
+            "write server=6, or replicas=2",
+        ),
+    ],
+)
+def test_what_servers_that_have_no_range_are_for(ranges, servers, replicas, says):
+    assert _few_ranges(ranges, servers, replicas).endswith(f" MiB: {says}")
+
+
+def test_with_one_replica_a_spare_server_does_not_save_the_job():
+    """What the notice says: nobody has the lost range's content."""
+    one = Coordinator.first([(0,)], WORKERS, lambda entry: None, replace(SETTINGS, replicas=1))
+    one.tick(0.0)
+    for now_s in (0.1, 1.0):
+        one.on(0, Beat(0, 0, state_epoch=0), now_s)
+        one.on(0, Beat(1, 0, state_epoch=-1), now_s)
+        one.tick(now_s)
+    one.forget(0, 1.1)
+    for now_s in (2.0, 10.0, 20.0):
+        one.on(0, Beat(1, 0, state_epoch=-1), now_s)
+        one.tick(now_s)
+    assert one.chains[0].configuration.chain == (0,)
+    assert one.chains[0].is_lost(20.0)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "is_silent", "says"),
+    [
+        (1, False, "range 0 of the parameters on 1 server, but the server that had it has ended.\n"),
+        (1, True, "range 0 of the parameters on 1 server, but it has not answered for 60 s.\n"),
+        (2, False, "range 0 of the parameters on 2 servers, but all servers that had it have ended.\n"),
+        (2, True, "range 0 of the parameters on 2 servers, but no server that has it has answered for 60 s.\n"),
+    ],
+)
+def test_how_a_lost_range_is_named(tmp_path, replicas, is_silent, says):
+    job = JobSettings.of(Plan.parse(f"replicate=2,server=2,replicas={replicas}"))
+    process = Coordination(Address.parse(f"unix:{tmp_path}/c"), job, tmp_path / "log", lambda event: None)
+    process.log.close()
+    nodes = tuple(range(replicas))
+    process.coordinator = one = Coordinator.first([nodes], WORKERS, lambda entry: None, SETTINGS)
+    one.tick(0.0)
+    for node in () if is_silent else nodes:
+        one.forget(node, 1.0)
+    with pytest.raises(CheckpointError) as caught:
+        process._check_ranges(100.0)
+    assert str(caught.value).startswith(says)
+    assert ("replicas=2" in str(caught.value)) == (replicas == 1)
 
 
 SYNC = replace(SETTINGS, keeps_places=True, needs_all=True, steps=9)

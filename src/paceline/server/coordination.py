@@ -278,14 +278,7 @@ class Coordination(Peers):
         assert self.coordinator is not None
         lost = [number for number, chain in enumerate(self.coordinator.chains) if chain.is_lost(now)]
         if lost and self.coordinator.workers:
-            has_ended = self.coordinator.chains[lost[0]].has_ended
-            raise CheckpointError(
-                f"range {lost[0]} of the parameters on {self.job.replicas} servers",
-                "all servers that had it have ended"
-                if has_ended
-                else f"no server that has it has answered for {self.silence_s:g} s",
-                "go on from the last checkpoint: paceline run --resume",
-            )
+            raise _lost_range(lost[0], self.job.replicas, self.coordinator.chains[lost[0]].has_ended, self.silence_s)
 
     def _look_for_silent(self, now: float) -> None:
         """Ask who has said nothing for a while, and give up who does not answer: a server, or before the start anybody.
@@ -489,9 +482,27 @@ def _few_ranges(ranges: int, servers: int, replicas: int) -> str:
     parts = [f"{ranges} take{'s' * (ranges == 1)} gradients"]
     if copies:
         parts.append(f"{copies} keep{'s' * (copies == 1)} a copy")
-    if idle:
-        parts.append(f"{idle} {'has' if idle == 1 else 'have'} nothing to do until another is lost")
+    if idle and replicas == 1:
+        no_use = "has no use" if idle == 1 else "have no use"
+        parts.append(f"{idle} {no_use}, as replicas=1 keeps no copy to take over: write server={ranges}, or replicas=2")
+    elif idle:
+        parts.append(f"{idle} {'is spare and takes' if idle == 1 else 'are spare and take'} the place of a lost one")
     return f"{shown} {', '.join(parts)}"
+
+
+def _lost_range(number: int, replicas: int, has_ended: bool, silence_s: float) -> CheckpointError:
+    """What ends a job when nobody is left who has a range of the parameters."""
+    if replicas == 1:
+        found = "the server that had it has ended" if has_ended else f"it has not answered for {silence_s:g} s"
+        fix = (
+            "go on from the last checkpoint: paceline run --resume; two servers with replicas=2 survive the loss of one"
+        )
+        return CheckpointError(f"range {number} of the parameters on 1 server", found, fix)
+    found = (
+        "all servers that had it have ended" if has_ended else f"no server that has it has answered for {silence_s:g} s"
+    )
+    fix = "go on from the last checkpoint: paceline run --resume"
+    return CheckpointError(f"range {number} of the parameters on {replicas} servers", found, fix)
 
 
 def _layout_of(hello: setup.Hello) -> tuple[Layout, dict[str, Any]]:
