@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 import ssl
@@ -11,6 +12,7 @@ import tempfile
 import threading
 import time
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 from cluster import Cluster, train
@@ -19,7 +21,7 @@ from paceline.nouns.errors import CheckpointError, PeerLostError, UsageError
 from paceline.nouns.plan import Plan
 from paceline.server import address as addresses
 from paceline.server import messages, setup
-from paceline.server.accept import Waiting
+from paceline.server.accept import Waiting, bound
 from paceline.server.address import Address, Credentials, connect
 from paceline.server.connection import Connection
 from paceline.server.coordination import Coordination
@@ -488,6 +490,84 @@ def test_a_port_in_use(tmp_path):
         where = Address("127.0.0.1", taken.getsockname()[1])
         with pytest.raises(UsageError, match="in use"):
             asyncio.run(Listener(Credentials(tmp_path / "job" / "server")).listen(where))
+
+
+NO_IPV6 = OSError(errno.EAFNOSUPPORT, os.strerror(errno.EAFNOSUPPORT))
+NOT_HERE = OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
+
+
+class Kernel(socket.socket):
+    """Sockets of a kernel on which some addresses can't be had."""
+
+    at_once: OSError | None = None  # at the making of an IPv6 socket
+    errors: ClassVar[dict[str, OSError]] = {}  # by address, at bind
+
+    def __init__(self, family=socket.AF_INET, *more, **options):
+        if family == socket.AF_INET6:
+            if self.at_once is not None:
+                raise self.at_once
+            family = socket.AF_INET  # so that the test needs no IPv6
+        super().__init__(family, *more, **options)
+
+    def setsockopt(self, level, *more):
+        if level != socket.IPPROTO_IPV6:
+            super().setsockopt(level, *more)
+
+    def bind(self, address):
+        if address[0] in self.errors:
+            raise self.errors[address[0]]
+        super().bind(("127.0.0.2" if address[0] == "::1" else address[0], address[1]))
+
+
+def bound_on(monkeypatch, found, at_once=None, errors=None):
+    """The addresses that `bound` listens at, where a host's name stands for the addresses `found`."""
+    monkeypatch.setattr(Kernel, "at_once", at_once)
+    monkeypatch.setattr(Kernel, "errors", errors or {})
+    monkeypatch.setattr("paceline.server.accept.socket", SimpleNamespace(**{**vars(socket), "socket": Kernel}))
+    family = {":": socket.AF_INET6, ".": socket.AF_INET}
+
+    async def run():
+        async def resolved(host, port, **_):
+            rest = {":": (0, 0), ".": ()}
+            kinds = [(one, ":" if ":" in one else ".") for one in found]
+            return [(family[k], socket.SOCK_STREAM, 6, "", (one, port, *rest[k])) for one, k in kinds]
+
+        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", resolved)
+        return await bound("h1", 0)
+
+    listeners = asyncio.run(run())
+    names = [listener.getsockname() for listener in listeners]
+    for listener in listeners:
+        listener.close()
+    assert len({port for _, port in names}) == 1
+    return [host for host, _ in names]
+
+
+@pytest.mark.parametrize(
+    ("at_once", "errors", "at"),
+    [
+        (None, {}, ["127.0.0.2", "127.0.0.1"]),
+        (NO_IPV6, {}, ["127.0.0.1"]),
+        (None, {"::1": NOT_HERE}, ["127.0.0.1"]),
+        (None, {"127.0.0.1": NOT_HERE}, ["127.0.0.2"]),
+    ],
+)
+def test_a_host_listens_at_those_of_its_addresses_that_it_has(monkeypatch, at_once, errors, at):
+    """A name may stand for an IPv6 address where the kernel has no IPv6."""
+    assert bound_on(monkeypatch, ["::1", "127.0.0.1"], at_once, errors) == at
+
+
+def test_a_host_none_of_whose_addresses_can_be_had(monkeypatch):
+    with pytest.raises(OSError, match=r"none of its addresses is of this host: ::1 .*, 127\.0\.0\.1 ") as caught:
+        bound_on(monkeypatch, ["::1", "127.0.0.1"], NO_IPV6, {"127.0.0.1": NOT_HERE})
+    assert caught.value.strerror.count("\n") == 0
+
+
+def test_a_port_in_use_at_one_address_is_not_passed_over(monkeypatch):
+    """Whoever connects to that address would reach another program."""
+    taken = OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+    with pytest.raises(OSError, match="in use"):
+        bound_on(monkeypatch, ["::1", "127.0.0.1"], None, {"127.0.0.1": taken})
 
 
 def test_secrets_are_not_in_the_status():
