@@ -55,10 +55,11 @@ class Server(Peers):
         self.ending: asyncio.Future[None] | None = None
 
     async def run(self) -> None:
-        """Serve until the coordinator is gone for good.
+        """Serve until this task is cancelled. A coordinator that is gone is tried again and again.
 
         Raises:
             PacelineError: the address can't be had, or the coordinator refuses this server.
+            Exception: an error of this process's own.
         """
         self.ending = asyncio.get_running_loop().create_future()
         self.where = await self.listen(self.listen_at)
@@ -248,7 +249,7 @@ async def serve(listen_at: str, coordinator: str, credentials: Credentials | Non
     """Run one server.
 
     Raises:
-        PacelineError: the address can't be had, or the coordinator is not there or refuses it.
+        PacelineError: the address can't be had, or the coordinator refuses this server.
     """
     torch.set_num_threads(1)
     await Server(Address.parse(listen_at), Address.parse(coordinator), credentials).run()
