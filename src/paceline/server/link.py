@@ -348,9 +348,9 @@ class Link(Peers):
             self._repeat()
 
     def _watch_ranges(self, now: float) -> None:
-        """A worker and a server lost in one step: its gradient has counted in some ranges, and is lost in others.
+        """A worker and a server were lost before a step was complete: some ranges have applied it, others can't.
 
-        Another in its place can't compute it again: the parameters it was computed from are gone.
+        The worker that takes the place of the lost one can't compute the gradient: the step's parameters are gone.
         """
         session = self.session
         if session is None or not session.is_exact or session.differ_since_s is None:
@@ -359,7 +359,7 @@ class Link(Peers):
             self.failed(
                 PeerLostError(
                     f"worker {self.name} should compute the step that a lost process left unfinished",
-                    "some servers have already applied that step: a worker and a server were lost at the same time",
+                    "some servers have already applied that step: a worker and a server were lost in it",
                     "--resume goes on from the last checkpoint, where there is one",
                 )
             )
