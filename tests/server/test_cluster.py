@@ -182,7 +182,7 @@ class Own(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("plan", "options", "error", "says"),
     [
-        ("replicate=1,server=2", {"optimizer": lambda m: Own(m.parameters())}, PlanError, "which they don't know"),
+        ("replicate=1,server=2", {"optimizer": lambda m: Own(m.parameters())}, PlanError, "which they can't run"),
         (
             "replicate=1,server=1",
             {"model": lambda: torch.nn.ParameterList([torch.ones(3, dtype=torch.complex64)])},

@@ -142,7 +142,7 @@ class Acceptor:
             )
             await asyncio.sleep(SAY_S)
             if name in self.waiting.ends:
-                connection.close("it did not say who it is")
+                connection.close("it did not identify itself in time")
         except (OSError, TimeoutError, ssl.SSLError):
             pass  # it is none of the job's, says nothing, or has gone
         finally:
@@ -154,7 +154,7 @@ class Acceptor:
 def _end(connection: Connection, task: asyncio.Task[None]) -> None:
     """End one that has not said who it is: in its TLS handshake, or after it."""
     if connection.transport is not None:
-        connection.close("too many others have not said who they are")
+        connection.close("too many connections have not identified themselves")
     task.cancel()
 
 

@@ -114,23 +114,25 @@ def check_loss_adds_up(placed: PlacedModel, workload: Workload, loader: RankLoad
         notice: told where the loss could not be tried.
     """
     if workload.data is None:
-        notice("it was not tried whether the loss adds up over samples: the workload has no data to try it on")
+        notice("it was not checked that the loss is a sum over samples: the workload has no data to check it with")
         return
     trials = loader.trials()
     if trials == []:
         return  # a batch of one sample is never split
     if trials is None:
-        notice("it was not tried whether the loss adds up over samples: the first ones have no common shape")
+        notice("it was not checked that the loss is a sum over samples: the first samples have no common shape")
         return
     defer_compiler_import()  # a dispatch mode asks for it, and it takes longer than the trial
     try:
         with kept_random_state():
             is_tried = _is_tried(placed, workload, loader, trials, notice)
     except _UnrepeatableError:
-        notice("it could not be tried whether the loss adds up over samples: the same batch gave other losses")
+        notice(
+            "it could not be checked that the loss is a sum over samples: two runs of one batch gave different losses"
+        )
         return
     if not is_tried:
-        notice("it could not be tried whether the loss adds up over samples: the trial failed, or was not finite")
+        notice("it could not be checked that the loss is a sum over samples: the trial failed, or was not finite")
 
 
 def _is_tried(

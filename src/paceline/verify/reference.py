@@ -65,7 +65,9 @@ def with_noise(
         is_chaotic = precision == "float64" and _relative(taken.losses, other.losses) > 1e-6
         if is_chaotic and variation.is_reversed:
             variations.remove(variation)
-            notices.append("the loss depends on the order of a batch's samples; the bound does without that run")
+            notices.append(
+                "the loss depends on the order of a batch's samples: rounding was measured without reversing it"
+            )
             continue
         if is_chaotic:
             raise WorkloadError(
