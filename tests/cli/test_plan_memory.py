@@ -87,9 +87,9 @@ def test_what_the_persons_code_raises_is_told(tmp_path):
     ("words", "found"),
     [
         (["plan", "--explain-oom", "train.py"], "has no memory of a known size"),
-        (["plan", "--explain-oom", "--device", "V100", "train.py"], "its memory is not said"),
+        (["plan", "--explain-oom", "--device", "V100", "train.py"], "its memory is not known"),
         (["profile", "--rank", "2", "--plan", "shard=2", "train.py"], "its ranks are 0 to 1"),
-        (["profile", "--device", "tpu", "train.py"], "its memory is not said"),
+        (["profile", "--device", "tpu", "train.py"], "its memory is not known"),
         (["profile", "-o", "none/profile.json", "train.py"], "it can't be written"),
         (["profile", "--plan", "replicate=1,compile=on", "train.py"], "the plan has compile=on"),
     ],

@@ -203,7 +203,7 @@ def test_a_bundle_for_each_rank(tmp_path):
     assert job.program[:3] == ["/py", "-m", "paceline.run.joined"]
     assert "s3cr3t" not in job.text()
     assert json.loads(job.request())["environment"]["HF_TOKEN"] == "s3cr3t"
-    with pytest.raises(UsageError, match="it is nothing"):
+    with pytest.raises(UsageError, match="it has none"):
         RayOptions(cpus_per_rank=0)
     with pytest.raises(UsageError, match="SPREAD"):
         RayOptions(strategy="APART")
@@ -243,7 +243,7 @@ def test_secrets_are_not_shown():
         (["--on", "ssh", "-H", "h1:2,h2:2", "--min-hosts", "1", "--plan", "server=1"], "they stay where they are"),
         (["--on", "mpi", "--mpirun", "/nowhere/mpirun", "-n", "2"], "no such program"),
         (["--on", "slurm", "--time", "soon", "-n", "2"], "time limit"),
-        (["--on", "ray", "--cpus-per-rank", "0", "-n", "2"], "it is nothing"),
+        (["--on", "ray", "--cpus-per-rank", "0", "-n", "2"], "it has none"),
         (["--on", "kubernetes", "-n", "2"], "--image"),
         (["--on", "kubernetes", "--image", "i", "--cpu", "1", "--memory", "1Gi", "-x", "PATH_KEY"], "not set here"),
         (["--min-hosts", "2"], "no host is named"),

@@ -63,7 +63,7 @@ def test_elementwise_optimizers_pass_and_leave_no_trace(optimizer):
     ids=lambda optimizer: f"{type(optimizer).__name__}-{optimizer.param_groups[0]['lr']}",
 )
 def test_others_are_refused_even_where_the_schedule_begins_at_0(optimizer):
-    with pytest.raises(PlanError, match="changes an element by what the others of its parameter are"):
+    with pytest.raises(PlanError, match="updates an element from the others of its parameter"):
         check_optimizer(optimizer, "tensor")
 
 

@@ -59,7 +59,7 @@ def test_whether_a_device_has_enough(text, is_too_large):
 
 @pytest.mark.parametrize("text", ["16", "GB", "V100", "-GB", "xGB", "0GB", "V100-16MB"])
 def test_a_device_whose_memory_is_not_said(text):
-    with pytest.raises(PlanError, match="its memory is not said"):
+    with pytest.raises(PlanError, match="its memory is not known"):
         Device.parse(text)
 
 

@@ -63,7 +63,7 @@ def test_all_answer(ask):
     [
         ((ANSWERS, REFUSES), ("h1",), "no such file"),
         ((ENDS, ANSWERS), ("h0",), "Permission denied"),
-        ((ANSWERS, ENDS_MUTE), ("h1",), "the agent ended without a word"),
+        ((ANSWERS, ENDS_MUTE), ("h1",), "the agent ended without a message"),
         ((ANSWERS, HANGS), ("h1",), "it has not answered for 2 s"),
         ((HANGS, ENDS, REFUSES), ("h0", "h1", "h2"), "it has not answered for 2 s; 2 more: h1, h2"),
     ],

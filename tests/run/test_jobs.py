@@ -269,7 +269,7 @@ def test_a_signal_after_the_end_changes_no_word_of_it(tmp_path, monkeypatch, cap
     code = main(["run", "--runs", str(tmp_path / "runs"), "--job", "a", str(file)])
     result = json.loads((run_of(tmp_path) / "result.json").read_text())
     assert (code, result["exit_code"], result["status"]) == (0, 0, "done")
-    assert "before it was under way" not in capsys.readouterr().err
+    assert "before the job started" not in capsys.readouterr().err
     assert signal.getsignal(signal.SIGINT) == before
 
 

@@ -57,7 +57,7 @@ def test_who_waits_in_what_and_what_the_missing_rank_does(stalls):
     assert "no progress for 51 s" in text
     assert "rank 0: step 7, waiting in all_reduce, called at train.py:20" in text
     assert "rank 1: step 7, at train.py:8, idle" in text
-    assert "Nothing was ended" in text
+    assert "No process was ended" in text
 
 
 def test_a_rank_that_computes_is_not_called_idle(stalls):

@@ -39,7 +39,7 @@ def test_workers_end_where_one_process_does(workers, servers):
     ("servers", "says"),
     [
         (7, "fills 6 segments of 1 MiB: of 7 servers 6 take gradients, 1 keeps a copy"),
-        (9, "fills 6 segments of 1 MiB: of 9 servers 6 take gradients, 1 keeps a copy, 2 have nothing to do until"),
+        (9, "fills 6 segments of 1 MiB: of 9 servers 6 take gradients, 1 keeps a copy, 2 are spare"),
     ],
 )
 def test_a_small_model_has_more_servers_than_ranges(servers, says):
@@ -182,7 +182,7 @@ class Own(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("plan", "options", "error", "says"),
     [
-        ("replicate=1,server=2", {"optimizer": lambda m: Own(m.parameters())}, PlanError, "which they don't know"),
+        ("replicate=1,server=2", {"optimizer": lambda m: Own(m.parameters())}, PlanError, "which they can't run"),
         (
             "replicate=1,server=1",
             {"model": lambda: torch.nn.ParameterList([torch.ones(3, dtype=torch.complex64)])},

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from paceline.nouns.errors import PeerLostError, UsageError
+from paceline.nouns.errors import CheckpointError, PeerLostError, UsageError
 from paceline.nouns.plan import Plan
 from paceline.server.absences import SILENCE, Absences, silence_s
 from paceline.server.address import Address
-from paceline.server.coordination import Coordination, hosts_in_turn
+from paceline.server.coordination import Coordination, _few_ranges, hosts_in_turn
 from paceline.server.coordinator import Coordinator, Settings
 from paceline.server.messages import Beat, WorkerBeat
 from paceline.server.settings import JobSettings
@@ -119,6 +119,70 @@ def test_a_range_is_lost_when_its_servers_have_ended_or_are_silent_for_long():
     assert all(chain.is_lost(3.0) and chain.has_ended for chain in one.chains)
 
 
+@pytest.mark.parametrize(
+    ("ranges", "servers", "replicas", "says"),
+    [
+        (6, 7, 2, "of 7 servers 6 take gradients, 1 keeps a copy"),
+        (6, 8, 2, "of 8 servers 6 take gradients, 1 keeps a copy, 1 is spare and takes the place of a lost one"),
+        (
+            1,
+            4,
+            2,
+            "of 4 servers 1 takes gradients, 1 keeps a copy, 2 are spare and take the place of a lost one",
+        ),
+        (
+            6,
+            8,
+            1,
+            "of 8 servers 6 take gradients, 2 have no use, as replicas=1 keeps no copy to take over: "
+            "write server=6, or replicas=2",
+        ),
+    ],
+)
+def test_what_servers_that_have_no_range_are_for(ranges, servers, replicas, says):
+    assert _few_ranges(ranges, servers, replicas).endswith(f" MiB: {says}")
+
+
+def test_with_one_replica_a_spare_server_does_not_save_the_job():
+    """What the notice says: nobody has the lost range's content."""
+    one = Coordinator.first([(0,)], WORKERS, lambda entry: None, replace(SETTINGS, replicas=1))
+    one.tick(0.0)
+    for now_s in (0.1, 1.0):
+        one.on(0, Beat(0, 0, state_epoch=0), now_s)
+        one.on(0, Beat(1, 0, state_epoch=-1), now_s)
+        one.tick(now_s)
+    one.forget(0, 1.1)
+    for now_s in (2.0, 10.0, 20.0):
+        one.on(0, Beat(1, 0, state_epoch=-1), now_s)
+        one.tick(now_s)
+    assert one.chains[0].configuration.chain == (0,)
+    assert one.chains[0].is_lost(20.0)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "is_silent", "says"),
+    [
+        (1, False, "range 0 of the parameters on 1 server, but the server that had it has ended.\n"),
+        (1, True, "range 0 of the parameters on 1 server, but it has not answered for 60 s.\n"),
+        (2, False, "range 0 of the parameters on 2 servers, but all servers that had it have ended.\n"),
+        (2, True, "range 0 of the parameters on 2 servers, but no server that has it has answered for 60 s.\n"),
+    ],
+)
+def test_how_a_lost_range_is_named(tmp_path, replicas, is_silent, says):
+    job = JobSettings.of(Plan.parse(f"replicate=2,server=2,replicas={replicas}"))
+    process = Coordination(Address.parse(f"unix:{tmp_path}/c"), job, tmp_path / "log", lambda event: None)
+    process.log.close()
+    nodes = tuple(range(replicas))
+    process.coordinator = one = Coordinator.first([nodes], WORKERS, lambda entry: None, SETTINGS)
+    one.tick(0.0)
+    for node in () if is_silent else nodes:
+        one.forget(node, 1.0)
+    with pytest.raises(CheckpointError) as caught:
+        process._check_ranges(100.0)
+    assert str(caught.value).startswith(says)
+    assert ("replicas=2" in str(caught.value)) == (replicas == 1)
+
+
 SYNC = replace(SETTINGS, keeps_places=True, needs_all=True, steps=9)
 
 
@@ -129,6 +193,38 @@ def sync():
 def beat(one, worker, clock, now_s, is_done=False):
     for number in range(2):
         one.on(number, WorkerBeat(worker, 0, clock, is_done), now_s)
+
+
+@pytest.mark.parametrize(
+    ("said", "step"),
+    [
+        # What workers last said of themselves (incarnation, clock; clocks count from 0), and the step that waits.
+        ({0: (0, 11), 1: (0, 11)}, 12),
+        ({0: (0, 11), 1: (0, 10)}, 12),  # it pushed step 11, and was lost before it said that it began the next
+        ({0: (0, 11), 1: (1, 0)}, 12),  # another in its place, which has not read yet at which step it begins
+        ({0: (0, 11)}, 12),  # lost before it said anything, or the coordinator was started again meanwhile
+        ({}, 1),
+    ],
+)
+def test_the_step_that_waits_is_the_furthest_of_those_who_speak(tmp_path, monkeypatch, said, step):
+    """Under sync nobody begins a step before every gradient of the step before is there."""
+    clock, events = [100.0], []
+    monkeypatch.setattr("paceline.server.coordination.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    job = JobSettings.of(Plan.parse("replicate=2,server=2"))
+    process = Coordination(Address.parse(f"unix:{tmp_path}/c"), job, tmp_path / "log", events.append, returns_s=20.0)
+    workers = [(name, said.get(name, (0, 0))[0]) for name in (0, 1)]
+    sync = replace(SYNC, steps=100)
+    process.coordinator = one = Coordinator.first([(0, 1), (1, 0)], workers, lambda entry: None, sync)
+    one.tick(clock[0])
+    for name, (incarnation, at) in said.items():
+        one.on(0, WorkerBeat((name, incarnation), 0, at, is_done=False), clock[0])
+    clock[0] += SETTINGS.worker_deadline_s + 1.0
+    if 0 in said:
+        one.on(0, WorkerBeat(workers[0], 0, said[0][1], is_done=False), clock[0])
+    process._look_for_missing(clock[0])
+    process.log.close()
+    assert {event["step"] for event in events} == {step}
+    assert (1, "waiting") in {(event["worker"], event["event"]) for event in events}
 
 
 @pytest.mark.parametrize("is_gone", [False, True])

@@ -179,6 +179,8 @@ def push_with(header, **prefix):
         push_with([1, [3], *HEADER[2:]]),
         push_with([1, [3, "1"], *HEADER[2:]]),
         push_with([*HEADER[:-1], {**NOTE, "code": "import os"}]),
+        push_with([*HEADER[:-1], {name: value for name, value in NOTE.items() if name != "weight"}]),
+        push_with([*HEADER[:-1], None]),
         push_with([*HEADER[:-1], {**NOTE, "loss": float("nan")}]),
         push_with([*HEADER[:-1], {**NOTE, "settings": {"lr": "0.1"}}]),
         push_with([*HEADER[:-1], {**NOTE, "settings": {"lr": [[0.1]]}}]),

@@ -55,7 +55,7 @@ def facts(workers, waits_for=(), is_whole=True, **job):
 
 def test_who_everybody_waits_for():
     found = facts([worker(0, 7), worker(1, 7, silent_s=6.25, is_waiting=False), worker(2, 7)], waits_for=[1])
-    assert why_waiting(found) == "worker 1 is waited for by 0, 2: at step 7, last heard 6.2 s ago"
+    assert why_waiting(found) == "worker 1 is waited for by 0, 2: at step 8, last heard 6.2 s ago"
     ahead = facts([worker(0, 9), worker(1, 6, is_waiting=False)], mode="stale", staleness=2)
     assert why_waiting(ahead).startswith("worker 1 is waited for by 0")
     assert why_waiting(facts([worker(0, 7, is_waiting=False), worker(1, 7)])) == "Nobody waits."

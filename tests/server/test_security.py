@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 import ssl
@@ -11,19 +12,27 @@ import tempfile
 import threading
 import time
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 from cluster import Cluster, train
 
 from paceline.nouns.errors import CheckpointError, PeerLostError, UsageError
+from paceline.nouns.plan import Plan
 from paceline.server import address as addresses
 from paceline.server import messages, setup
-from paceline.server.accept import Waiting
+from paceline.server.accept import Waiting, bound
 from paceline.server.address import Address, Credentials, connect
 from paceline.server.connection import Connection
+from paceline.server.coordination import Coordination
+from paceline.server.coordinator import Coordinator, Settings
 from paceline.server.credentials import ROLES, make_credentials
 from paceline.server.frames import PREFIX, FrameError, write_frame
+from paceline.server.layout import Entry, Layout
+from paceline.server.messages import COORDINATOR
+from paceline.server.node import Server
 from paceline.server.peers import Peers, addresses_of
+from paceline.server.settings import JobSettings
 from paceline.server.watch import look
 
 pytestmark = pytest.mark.slow
@@ -171,20 +180,83 @@ def test_a_watcher_may_only_ask(tmp_path, message):
     assert len(listener.refused) == 1
 
 
+LOST = CheckpointError("range 0 of the parameters", "all servers that had it have ended", "--resume")
+
+
 @pytest.mark.parametrize(
-    ("raised", "is_fatal"),
-    [(FrameError("no JSON"), False), (CheckpointError("a state", "torn", "-"), False), (OSError(28, "full"), True)],
+    ("message", "raised", "is_fatal"),
+    [
+        (PULL, FrameError("no JSON"), False),
+        (PULL, LOST, True),
+        *[
+            (message, raised, True)
+            for message in (PULL, HELLO)
+            for raised in (OSError(28, "full"), RuntimeError("bug"))
+        ],
+    ],
 )
-def test_what_can_not_be_read_ends_that_connection_alone(raised, is_fatal, monkeypatch):
-    """A full disk is this process's own trouble: that ends it."""
+def test_a_wrong_message_ends_its_connection_and_any_other_error_the_process(message, raised, is_fatal, monkeypatch):
+    """A full disk, parameters that are lost and bugs are no fault of whoever spoke last."""
     ends, failures = [], []
     one = Listener(None)
-    connection = SimpleNamespace(peer=PULL.worker, close=ends.append)
-    monkeypatch.setattr(one, "take", lambda *_: (_ for _ in ()).throw(raised))
+    peer = None if message is HELLO else PULL.worker
+    connection = SimpleNamespace(peer=peer, role=None, close=ends.append)
+    for name in ("take", "greet"):
+        monkeypatch.setattr(one, name, lambda *_: (_ for _ in ()).throw(raised))
     monkeypatch.setattr(one, "failed", failures.append)
-    one.on_message(connection, 0, PULL)
+    one.on_message(connection, 0, message)
     assert failures == ([raised] if is_fatal else [])
-    assert [end.startswith("a wrong Pull: ") for end in ends] == ([] if is_fatal else [True])
+    assert [end.startswith(f"a wrong {type(message).__name__}: ") for end in ends] == ([] if is_fatal else [True])
+
+
+def test_parameters_found_lost_at_a_workers_goodbye_end_the_job(tmp_path, monkeypatch):
+    """Not the connection of that worker."""
+    job = JobSettings.of(Plan.parse("replicate=2,server=2"))
+    process = Coordination(Address.parse(f"unix:{tmp_path}/c"), job, tmp_path / "log", lambda event: None)
+    process.coordinator = one = Coordinator.first([(0, 1)], [(0, 0), (1, 0)], lambda entry: None, Settings())
+    one.tick(time.monotonic() - 10.0)
+    for node in (0, 1):
+        one.forget(node, time.monotonic() - 5.0)
+    ends, failures = [], []
+    monkeypatch.setattr(process, "failed", failures.append)
+    connection = SimpleNamespace(peer=(1, 0), close=ends.append)
+    process.on_message(connection, 0, messages.WorkerBeat((1, 0), 0, 3, is_done=True))
+    process.log.close()
+    assert [str(error).splitlines()[0] for error in failures] == [
+        "range 0 of the parameters on 2 servers, but all servers that had it have ended."
+    ]
+    assert not ends
+
+
+def test_the_coordinator_ends_where_its_log_can_not_be_written_at_the_start(tmp_path, monkeypatch):
+    job = JobSettings.of(Plan.parse("replicate=1,server=1"))
+    process = Coordination(Address.parse(f"unix:{tmp_path}/c"), job, tmp_path / "log", lambda event: None)
+    failures, full = [], OSError(28, "full")
+    monkeypatch.setattr(process, "failed", failures.append)
+    monkeypatch.setattr(process, "_start_if_all_are_here", lambda: (_ for _ in ()).throw(full))
+
+    async def come():
+        hello = setup.Hello("server", -1, 0, f"unix:{tmp_path}/s", "")
+        process.on_message(SimpleNamespace(peer=None, role=None, send=lambda *_: None), 0, hello)
+        await asyncio.sleep(0)
+
+    asyncio.run(come())
+    process.log.close()
+    assert failures == [full]
+
+
+def test_a_server_closes_the_connection_over_which_a_damaged_state_comes(monkeypatch):
+    layout = Layout((Entry("w", (8,), "float32", 0),), "SGD", ({"lr": 0.1},), 24)
+    server = Server(Address.parse("unix:/s"), Address.parse("unix:/c"))
+    ends, failures = [], []
+    monkeypatch.setattr(server, "failed", failures.append)
+    connection = SimpleNamespace(peer=COORDINATOR, close=ends.append)
+    server.on_message(connection, 0, setup.Start(JobSettings(1, 1).to_json(), layout.to_json().encode()))
+    assert not ends
+    connection.peer = (0, 0)
+    server.on_message(connection, 0, setup.Install((0,), b"torn"))
+    assert not failures
+    assert [end.startswith("a wrong Install: ") for end in ends] == [True]
 
 
 @pytest.mark.parametrize("content", [b"{", b"[1]", b"\xff", '{"1": "nowhere"}', '{"a": "unix:/x"}', '{"1": 2}'])
@@ -418,6 +490,84 @@ def test_a_port_in_use(tmp_path):
         where = Address("127.0.0.1", taken.getsockname()[1])
         with pytest.raises(UsageError, match="in use"):
             asyncio.run(Listener(Credentials(tmp_path / "job" / "server")).listen(where))
+
+
+NO_IPV6 = OSError(errno.EAFNOSUPPORT, os.strerror(errno.EAFNOSUPPORT))
+NOT_HERE = OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
+
+
+class Kernel(socket.socket):
+    """Sockets of a kernel on which some addresses can't be had."""
+
+    at_once: OSError | None = None  # at the making of an IPv6 socket
+    errors: ClassVar[dict[str, OSError]] = {}  # by address, at bind
+
+    def __init__(self, family=socket.AF_INET, *more, **options):
+        if family == socket.AF_INET6:
+            if self.at_once is not None:
+                raise self.at_once
+            family = socket.AF_INET  # so that the test needs no IPv6
+        super().__init__(family, *more, **options)
+
+    def setsockopt(self, level, *more):
+        if level != socket.IPPROTO_IPV6:
+            super().setsockopt(level, *more)
+
+    def bind(self, address):
+        if address[0] in self.errors:
+            raise self.errors[address[0]]
+        super().bind(("127.0.0.2" if address[0] == "::1" else address[0], address[1]))
+
+
+def bound_on(monkeypatch, found, at_once=None, errors=None):
+    """The addresses that `bound` listens at, where a host's name stands for the addresses `found`."""
+    monkeypatch.setattr(Kernel, "at_once", at_once)
+    monkeypatch.setattr(Kernel, "errors", errors or {})
+    monkeypatch.setattr("paceline.server.accept.socket", SimpleNamespace(**{**vars(socket), "socket": Kernel}))
+    family = {":": socket.AF_INET6, ".": socket.AF_INET}
+
+    async def run():
+        async def resolved(host, port, **_):
+            rest = {":": (0, 0), ".": ()}
+            kinds = [(one, ":" if ":" in one else ".") for one in found]
+            return [(family[k], socket.SOCK_STREAM, 6, "", (one, port, *rest[k])) for one, k in kinds]
+
+        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", resolved)
+        return await bound("h1", 0)
+
+    listeners = asyncio.run(run())
+    names = [listener.getsockname() for listener in listeners]
+    for listener in listeners:
+        listener.close()
+    assert len({port for _, port in names}) == 1
+    return [host for host, _ in names]
+
+
+@pytest.mark.parametrize(
+    ("at_once", "errors", "at"),
+    [
+        (None, {}, ["127.0.0.2", "127.0.0.1"]),
+        (NO_IPV6, {}, ["127.0.0.1"]),
+        (None, {"::1": NOT_HERE}, ["127.0.0.1"]),
+        (None, {"127.0.0.1": NOT_HERE}, ["127.0.0.2"]),
+    ],
+)
+def test_a_host_listens_at_those_of_its_addresses_that_it_has(monkeypatch, at_once, errors, at):
+    """A name may stand for an IPv6 address where the kernel has no IPv6."""
+    assert bound_on(monkeypatch, ["::1", "127.0.0.1"], at_once, errors) == at
+
+
+def test_a_host_none_of_whose_addresses_can_be_had(monkeypatch):
+    with pytest.raises(OSError, match=r"none of its addresses is of this host: ::1 .*, 127\.0\.0\.1 ") as caught:
+        bound_on(monkeypatch, ["::1", "127.0.0.1"], NO_IPV6, {"127.0.0.1": NOT_HERE})
+    assert caught.value.strerror.count("\n") == 0
+
+
+def test_a_port_in_use_at_one_address_is_not_passed_over(monkeypatch):
+    """Whoever connects to that address would reach another program."""
+    taken = OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+    with pytest.raises(OSError, match="in use"):
+        bound_on(monkeypatch, ["::1", "127.0.0.1"], None, {"127.0.0.1": taken})
 
 
 def test_secrets_are_not_in_the_status():

@@ -395,14 +395,14 @@ def test_a_loss_that_feels_padding_gets_a_notice():
 def test_sums_that_cancel_beyond_float32_are_not_refused():
     notices = []
     try_out(Net, sums_that_cancel_in_float32, notices)
-    assert not notices or "could not be tried" in notices[0]
+    assert not notices or "could not be checked" in notices[0]
 
 
 def test_what_counts_its_calls_outside_of_the_model_gets_a_notice():
     notices = []
     try_out(Net, Counts(), notices)
     assert len(notices) == 1
-    assert "the same batch gave other losses" in notices[0]
+    assert "two runs of one batch gave different losses" in notices[0]
 
 
 def of_eight(model, batch):
@@ -429,7 +429,7 @@ def test_a_workload_without_data_gets_a_notice():
     work = paceline.Workload(model=Net, loss=plain_mean, optimizer=list, data=None, steps=1)
     check_loss_adds_up(None, work, None, notices.append)
     assert len(notices) == 1
-    assert "no data to try it on" in notices[0]
+    assert "no data to check it with" in notices[0]
 
 
 def test_a_batch_of_one_sample_is_not_tried():
@@ -476,7 +476,7 @@ def test_a_model_too_large_to_copy_is_tried_as_it_is(name, monkeypatch):
     monkeypatch.setattr("paceline.train.additive._COPIED_BYTES", 0)
     notices = []
     try_out(*ADDITIVE[name], notices)
-    assert not notices or "the same batch gave other losses" in notices[0]
+    assert not notices or "two runs of one batch gave different losses" in notices[0]
 
 
 @pytest.mark.parametrize(

@@ -252,7 +252,7 @@ def _wait_for_notes(partial: Path, size: int) -> list[dict[str, Any]]:
             if _failure_mark(partial, rank).exists():
                 raise _no_note(rank, "it could not be written, nor could the reason (is the disk full?)")
             if time.monotonic() > deadline_s:
-                raise _no_note(rank, f"it said nothing for {NOTES_TIMEOUT_S} s")
+                raise _no_note(rank, f"it has not answered for {NOTES_TIMEOUT_S} s")
             time.sleep(_POLL_S)
         try:
             note = read_json(path, ({"error": str}, _NOTE), _MOST_NOTE_BYTES)

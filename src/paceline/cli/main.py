@@ -21,7 +21,7 @@ INTERRUPTED = 130  # 128 and the number of SIGINT, as shells have it
 
 # Name and summary of every verb; the file of the same name in this room is loaded when it is called.
 VERBS = {
-    "run": "train as planned, on this host",
+    "run": "train as planned, on this host or on others",
     "plan": "say what a plan sends and holds, without training",
     "explain": "say each setting of a job here, and where it comes from",
     "profile": "say what a step takes: memory, operations, traffic",

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments; those after the file are the file's own."""
     add_plan_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
-    parser.add_argument("--explain-layout", action="store_true", help="what tensor makes of each weight, and why")
+    parser.add_argument("--explain-layout", action="store_true", help="how tensor splits each weight, and why")
     add_memory_arguments(parser)
     parser.add_argument("--schedule-picture", action="store_true", help="draw the pipeline's schedule")
     parser.add_argument("workload", metavar="FILE", help="the Python file that declares `workload`")

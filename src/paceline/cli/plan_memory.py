@@ -115,7 +115,7 @@ def _tried(candidates: Sequence[Way], words: Sequence[str], device: Device) -> l
         for way in candidates
         for rank in ranks_to_profile(way.plan)
     ]
-    answers = iter(profile_workload(requests, words, _told(len(requests), "trying ways out")))
+    answers = iter(profile_workload(requests, words, _told(len(requests), "trying other plans")))
     found: list[tuple[Way, int, float]] = []
     for way in candidates:
         own = [next(answers) for _ in ranks_to_profile(way.plan)]

@@ -1,4 +1,4 @@
-"""Say what a step takes, on tensors without values: memory, operations, traffic. No GPU is needed, no weights are held.
+"""Say what a step takes in memory, operations and traffic, on fake tensors (shapes, no data): no GPU is needed.
 
 The job's own step runs in a child process, under the plan, as one of its ranks. `-o FILE` keeps the profile, which
 other tools may read: every block of memory from its allocation to its end, every operation, what is sent.

@@ -1,4 +1,4 @@
-"""Train as planned: start the ranks, show how they get on, end them together.
+"""Train as planned: start the ranks, show their progress, end them together.
 
 The workload file runs as it would with `python FILE`, once per rank. What the job decides and does is
 written to RUNS/JOB: plan.json, events.jsonl, failures, checkpoints, result.json.
@@ -80,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--stall-notice",
         type=float,
         metavar="SECONDS",
-        help="say where the ranks stand, and end nothing, when none has got on for so long "
+        help="if no rank makes progress for so long, print where each one is, and end nothing "
         f"(default {DEFAULT_S:g}, or what {VARIABLE} says; 0: never)",
     )
     parser.add_argument(
@@ -157,7 +157,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _run(arguments)
     if arguments.ended is not None:  # the job's end stands in result.json
         return int(arguments.ended)
-    print("paceline run: stopped before it was under way", file=sys.stderr)
+    print("paceline run: stopped before the job started", file=sys.stderr)
     return 128 + interrupted[0]
 
 
@@ -304,7 +304,7 @@ def _run_node(arguments: argparse.Namespace, node: NodePosition) -> int:
             f"-j {arguments.shape} on a node of {node.source}", f"it says {node.nodes}x{per_node}", "leave -j out"
         )
     if arguments.job is None:
-        raise UsageError("a job of several nodes", "each would name it for itself", "write --job NAME")
+        raise UsageError("a job of several nodes", "each node would choose another name for it", "write --job NAME")
     arguments.n = arguments.n or world
     plan = decide_plan(arguments)
     Mesh.parse(plan.mesh).check_fits(world)

@@ -54,10 +54,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument(
         "--resume-or-start", action="store_true", help="go on at the newest whole checkpoint of --job, if it has one"
     )
-    where.add_argument("--ssh-option", metavar="WORD", action="append", default=[], help="for ssh, such as -p2222")
+    where.add_argument("--ssh-option", metavar="WORD", action="append", default=[], help="an argument for ssh: -p2222")
     where.add_argument("--ssh-program", metavar="PATH", default="ssh", help="which ssh (default ssh)")
     where.add_argument("--mpirun", metavar="PATH", default="", help="which mpirun (default: the first in PATH)")
-    where.add_argument("--mpi-option", metavar="WORD", action="append", default=[], help="for mpirun; may repeat")
+    where.add_argument(
+        "--mpi-option", metavar="WORD", action="append", default=[], help="an argument for mpirun; may repeat"
+    )
     _add_slurm(parser.add_argument_group("Slurm"))
     elastic = parser.add_argument_group("hosts that come and go")
     elastic.add_argument("--min-hosts", type=int, metavar="N", help="fewest hosts to run on (with --on ssh)")
@@ -81,9 +83,15 @@ def _add_slurm(slurm: argparse._ArgumentGroup) -> None:
     slurm.add_argument("--gpus-per-node", type=int, default=0, metavar="N", help="(default 0)")
     slurm.add_argument("--cpus-per-task", type=int, default=0, metavar="N", help="(default: the cluster's own)")
     slurm.add_argument(
-        "--signal", type=int, default=120, metavar="S", help="save so long before the limit (default 120)"
+        "--signal",
+        type=int,
+        default=120,
+        metavar="S",
+        help="save this many seconds before the time limit (default 120)",
     )
-    slurm.add_argument("--sbatch-option", metavar="WORD", action="append", default=[], help="a line more; may repeat")
+    slurm.add_argument(
+        "--sbatch-option", metavar="WORD", action="append", default=[], help="for an #SBATCH line; may repeat"
+    )
 
 
 def hosts_of(arguments: argparse.Namespace) -> tuple[Host, ...]:

@@ -44,9 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--toleration", action="append", default=[], metavar="KEY[=VALUE][:EFFECT]", help="may repeat")
     group.add_argument("--image-pull-secret", action="append", default=[], metavar="NAME", help="may repeat")
     group.add_argument(
-        "--egress", action="append", default=[], metavar="CIDR", help="a network for the pods; may repeat"
+        "--egress", action="append", default=[], metavar="CIDR", help="a network that the pods may reach; may repeat"
     )
-    group.add_argument("--check", action="store_true", help="FILE holds manifests: hold them against the rules")
+    group.add_argument("--check", action="store_true", help="FILE contains manifests: check them, and send nothing")
 
 
 def job_of(arguments: argparse.Namespace, plan: Plan) -> KubernetesJob:
@@ -115,7 +115,7 @@ def check(file: Path) -> int:
     """
     manifests = kubernetes.read_manifests(file)
     kubernetes.check(manifests)
-    print(f"{file}: {len(manifests)} manifests keep all rules")
+    print(f"{file}: {len(manifests)} manifests pass all checks")
     return 0
 
 

@@ -2,7 +2,7 @@
 
 One process takes the steps by your plain code; the plan's ranks take them as they would in training. In float64,
 where rounding is 2e-16, every loss, gradient, parameter, buffer and optimizer state must agree within what rounding was
-measured to do in this model; then again in the workload's own precision. What was sent is held against what was
+measured to do in this model; then again in the workload's own precision. What was sent is compared with what was
 predicted. Where something differs, the first module that does is named, and the collective next to it.
 
 Evaluations (job.evaluate) are not compared.
@@ -48,7 +48,9 @@ def run(arguments: argparse.Namespace) -> int:
     plan = decide_plan(arguments)
     if arguments.steps < 2:
         raise UsageError(
-            f"to compare {arguments.steps} steps", "the second shows what the first left behind", "write 2"
+            f"to compare {arguments.steps} steps",
+            "errors in what a step leaves behind (optimizer state, stale copies) show in the next step",
+            "write --steps 2 or more",
         )
     file = read_workload_file(arguments.workload, plan.data_size)
     what = check_what([word.strip() for word in arguments.what.split(",")])

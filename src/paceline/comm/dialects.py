@@ -189,7 +189,7 @@ def _complete_local(values: dict[str, int], origins: dict[str, str], inner: Said
         if size > 1 and not is_even:
             raise UsageError(
                 f"{inner.source} should say how many ranks this host has",
-                f"{', '.join(inner.origins.values())} are set, and nothing that says it",
+                f"{', '.join(inner.origins.values())} are set, and no variable that says it",
                 "set LOCAL_WORLD_SIZE (or PACELINE_LOCAL_SIZE) to the ranks of this host, and LOCAL_RANK if ranks "
                 "do not fill host after host",
             )
@@ -199,7 +199,7 @@ def _complete_local(values: dict[str, int], origins: dict[str, str], inner: Said
         if size % values["local_size"]:
             raise UsageError(
                 f"{inner.source} should say which rank of its host this is",
-                f"{', '.join(inner.origins.values())} are set, and nothing that says it",
+                f"{', '.join(inner.origins.values())} are set, and no variable that says it",
                 "set LOCAL_RANK to the rank on this host, from 0",
             )
         values["local_rank"] = values["rank"] % values["local_size"]

@@ -1,6 +1,6 @@
 """Ranks that are not there: process groups of any size in one process, whose collectives leave tensors as they are.
 
-For trying a step out on tensors without values: what is allocated and what is entered in the ledger is as it would
+For trying a step out on fake tensors: what is allocated and what is entered in the ledger is as it would
 be. The one file that imports torch's fake process group, which is not public.
 """
 

@@ -32,7 +32,7 @@ def _python(facts: HostFacts, is_fleet: bool) -> Iterator[Row]:
 def _torch(facts: HostFacts, is_fleet: bool) -> Iterator[Row]:
     versions = facts.versions
     if versions.torch_error or not versions.torch:
-        found = f"it can't be imported: {versions.torch_error or 'no word of it'}"
+        found = f"it can't be imported: {versions.torch_error or 'it gave no reason'}"
         yield "error", "torch", found, "pip install 'torch>=2.11' in the Python that trains"
         return
     if release(versions.torch) < _TORCH:

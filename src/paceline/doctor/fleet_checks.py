@@ -244,7 +244,7 @@ def _shared(fleet: FleetFacts) -> Iterator[Finding]:
     if without:
         first = next(iter(fleet.hosts))
         path = fleet.hosts[first].runs.path
-        found = f"{_listed(without)} don't see in {path} what {first} writes there: a checkpoint would lie in pieces"
+        found = f"{_listed(without)} don't see in {path} what {first} writes there: checkpoints would be in parts"
         yield Finding(
             "error", FLEET, "run directory", found, "name a folder that all hosts share (NFS, Lustre, ...) with --runs"
         )

@@ -81,7 +81,7 @@ def summary(findings: Sequence[Finding], num_hosts: int) -> dict[str, int]:
 def summary_line(findings: Sequence[Finding], num_hosts: int) -> str:
     """The last line, for people."""
     numbers = summary(findings, num_hosts)
-    verdict = "this will not train well" if numbers["error"] else "nothing stands in the way of training"
+    verdict = "this will not train well" if numbers["error"] else "nothing was found that prevents training"
     parts = [count(numbers["error"], "error"), count(numbers["warning"], "warning")]
     parts += [f"{numbers['not_checked']} not checked"] if numbers["not_checked"] else []
     return f"{count(num_hosts, 'host')}: {', '.join(parts)}, {numbers['ok']} ok; {verdict}"

@@ -91,7 +91,7 @@ def _frozen(states: Mapping[str, torch.Tensor]) -> Iterator[None]:
     def check(tensor: torch.Tensor, wanted: bool) -> None:
         if id(tensor) in names and bool(flag.__get__(tensor)) != bool(wanted):
             raise WorkloadError(
-                "a model whose parameters want a gradient in all of the loss or in none of it",
+                "a model whose parameters keep their requires_grad during the loss",
                 f"requires_grad of {names[id(tensor)]} is set to {wanted} at {user_line()}",
                 "set it in the model's factory and use parameter.detach() where no gradient is to flow, or " + OWN_CODE,
             )

@@ -28,7 +28,7 @@ def describe_workload(plan: Plan, words: list[str]) -> dict[str, Any]:
         with contextlib.suppress(ReadError):  # the person's code wrote something at its end
             answer = parse_json(lines[-1], "the answer", _ANSWER)
     if answer is None:
-        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        last = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
         raise WorkloadError(f"to load {words[0]}", f"its process failed: {last}", "run it alone with python first")
     if "error" in answer:
         raise WorkloadError(**answer["error"])

@@ -27,8 +27,8 @@ _YUNIKORN_QUEUE = re.compile(r"[A-Za-z0-9_-]{1,64}(\.[A-Za-z0-9_-]{1,64})*")
 _RESOURCE = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?")
 # What can't be had, and why: the gang, the kind.
 IMPOSSIBLE = {
-    ("native", "mpijob"): "the MPI Operator's schema has no schedulingGroup and drops it without a word",
-    ("native", "rayjob"): "KubeRay's schema has no schedulingGroup and drops it without a word",
+    ("native", "mpijob"): "the MPI Operator's schema has no schedulingGroup and silently drops it",
+    ("native", "rayjob"): "KubeRay's schema has no schedulingGroup and silently drops it",
     ("coscheduling", "rayjob"): "KubeRay makes these pod groups for a RayCluster, and refuses a RayJob",
 }
 
@@ -229,7 +229,9 @@ class KubernetesJob:
 
     def _check_queue(self) -> None:
         if self.gang in WANTS_QUEUE and not self.queue:
-            raise UsageError(f"gang={self.gang}", "no queue is named", "write the queue that the cluster's people say")
+            raise UsageError(
+                f"gang={self.gang}", "no queue is named", "write the queue that the cluster's administrator names"
+            )
         good = {
             "yunikorn": bool(_YUNIKORN_QUEUE.fullmatch(self.queue) and _LABEL_VALUE.fullmatch(self.queue)),
             "kueue": bool(_LABEL.fullmatch(self.queue)),

@@ -86,7 +86,7 @@ def profile_workload(
                 process.wait()
             if status or not answers:
                 errors.seek(0)
-                last = (errors.read().strip().splitlines() or ["it said nothing"])[-1]
+                last = (errors.read().strip().splitlines() or ["it printed nothing"])[-1]
                 raise WorkloadError(
                     f"to rehearse a step of {words[0]}", f"its process failed: {last}", "run it alone with python first"
                 )

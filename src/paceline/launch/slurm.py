@@ -112,12 +112,12 @@ def submit(script: str, options: SlurmOptions, environment: dict[str, str]) -> s
         env=environment,
     )
     if done.returncode:
-        told = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        told = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
         raise UsageError("Slurm to take the job", told, "mend the option that it names; --dry-run shows the script")
     return done.stdout.strip().split(";")[0]
 
 
 def _one_line(text: str) -> str:
     if not re.fullmatch(r"[^\s#]+", text):
-        raise UsageError(f"the word {text!r} for sbatch", "it has spaces or signs that end the line", "write another")
+        raise UsageError(f"the argument {text!r} for sbatch", "it has spaces or a #", "write it without them")
     return text

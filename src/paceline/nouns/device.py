@@ -56,7 +56,7 @@ class Device:
         if gigabytes is None or not 0 < gigabytes <= _MOST_GIGABYTES:
             raise PlanError(
                 f"the device {shown(text)}",
-                "its memory is not said",
+                "its memory is not known",
                 "write cpu, cuda, 16GB or a name such as V100-16GB",
             )
         return cls(text, "cuda", int(gigabytes * 2**30 * USABLE))

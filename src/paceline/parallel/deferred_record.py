@@ -312,7 +312,7 @@ class Aten(TorchDispatchMode):
         try:
             return self.recorder.note(func, args, dict(kwargs or {}))
         except Exception as error:
-            raise self.recorder.fail(f"{func} went wrong without values: {error}") from error
+            raise self.recorder.fail(f"{func} failed on tensors without data: {error}") from error
         finally:
             self.recorder.is_inside = False
 

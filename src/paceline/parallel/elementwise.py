@@ -39,7 +39,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, axis: str) -> None:
                 whole, halves = _try(optimizer, group, [ROWS]), _try(optimizer, group, [ROWS // 2] * 2)
             except Exception as error:  # whatever a person's class may raise
                 raise PlanError(
-                    f"the axis {axis} gives the optimizer a part of each parameter, and tries out beforehand whether "
+                    f"the axis {axis} gives the optimizer a part of each parameter, and checks beforehand whether "
                     f"{type(optimizer).__name__} can work on parts",
                     f"it can't be tried on a small matrix ({type(error).__name__}: {error})",
                     f"make it constructible from its defaults, or write replicate in place of {axis}",
@@ -47,8 +47,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer, axis: str) -> None:
             if not torch.allclose(whole, halves, rtol=TOLERANCE, atol=TOLERANCE * float(whole.abs().max())):
                 raise PlanError(
                     f"the axis {axis} gives the optimizer a part of each parameter",
-                    f"{type(optimizer).__name__} changes an element by what the others of its parameter are: "
-                    f"in two halves a matrix ends elsewhere (by {_distance(whole, halves):.1g}) than whole",
+                    f"{type(optimizer).__name__} updates an element from the others of its parameter: "
+                    f"two halves of a matrix end {_distance(whole, halves):.1g} away from the whole matrix",
                     "take an optimizer that updates element by element, such as AdamW, or write replicate",
                 )
 

@@ -126,7 +126,7 @@ class Replicate:
         if self.comm.size > 1 and asked == "shared_memory" and shared is None:
             raise PlanError(
                 "the plan's transport is shared_memory",
-                f"they can't: it takes one Linux host, CPUs, 2 to 8 ranks, {MAX_BYTES >> 21} MiB of gradients at most",
+                f"it needs one Linux host, CPUs, 2 to 8 ranks and at most {MAX_BYTES >> 21} MiB of gradients",
                 "write transport=auto",
             )
         if (asked == "nccl") != (device.type == "cuda") and asked in ("nccl", "gloo") and self.comm.size > 1:

@@ -145,7 +145,7 @@ class ServerParallel(Parallel):
             raise LossError(
                 "the gradient's norm should be a finite number",
                 "it is not, although the loss is finite; the parameters were left as they were",
-                "lower the learning rate, use precision float32, or look for samples on which the loss has no slope",
+                "lower the learning rate, use precision float32, or look for samples at which the loss has no gradient",
             )
         return sums
 

@@ -123,7 +123,7 @@ class Elastic:
         except PacelineError as error:
             if not members.known:
                 raise
-            self.screen.say(f"paceline: {error.asked}: {error.found}; the hosts known stay")
+            self.screen.say(f"paceline: {error.asked}: {error.found}; the job keeps the hosts that it knows")
             return members.known
 
     def _listed(self, members: Membership) -> Membership:
@@ -281,7 +281,7 @@ def script_hosts(script: Path) -> Callable[[], tuple[Host, ...]]:
                 asked, f"it did not run ({error})", "make it a program that prints a host a line"
             ) from None
         if done.returncode:
-            last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+            last = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
             raise UsageError(asked, f"it ended with {done.returncode}: {last}", "run it by hand")
         lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
         return parse_hosts(",".join(lines)) if lines else ()

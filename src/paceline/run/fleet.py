@@ -166,7 +166,7 @@ def _outcome(station: RemoteStation) -> dict[str, Any] | PacelineError | None:
     except PacelineError as error:
         return error
     if answer is None and station.lines.is_over:
-        return why_lost(station.host, station.last_words() or "the agent ended without a word")
+        return why_lost(station.host, station.last_words() or "the agent ended without a message")
     return answer
 
 

@@ -40,9 +40,7 @@ class ServerNews:
     def tell_end(self) -> None:
         """Say how much was left out, once all workers have ended."""
         if self.left_out is None and self.mode not in ("", "sync"):
-            self.say(
-                f"paceline: it is not known how many gradients mode={self.mode} left out: nobody counted to the end"
-            )
+            self.say(f"paceline: it is not known how many gradients mode={self.mode} left out: no server reported it")
         elif self.left_out is not None and (self.left_out["gradients"] or self.mode != "sync"):
             missing, of = self.left_out["gradients"], self.left_out["of"]
             self.say(f"paceline: mode={self.mode} left out {missing} of {of} gradients")

@@ -88,7 +88,9 @@ def _teller(run_dir: Path) -> Callable[[dict[str, Any]], None]:
                 file.write(json.dumps({"at": time.time_ns() // 10**6 / 1e3, **event}).encode() + b"\n")
         except OSError as error:
             if not is_told:
-                print(f"paceline: {path} can't be written ({error.strerror}); it has gaps", file=sys.stderr)
+                print(
+                    f"paceline: {path} can't be written ({error.strerror}); events are missing there", file=sys.stderr
+                )
             is_told = True
 
     return tell

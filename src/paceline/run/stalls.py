@@ -154,7 +154,7 @@ def told(reports: Sequence[Report], longest_s: float, missing: Mapping[int, str]
     for report in [*waiting, *[report for report in shown if not report["waits_in"]][:2]]:
         lines += _stack(report)
     lines.append(
-        f"  Nothing was ended; the same is told again in {pause_s / 60:.0f} min at the earliest (--stall-notice)."
+        f"  No process was ended; the next notice comes in {pause_s / 60:.0f} min at the earliest (--stall-notice)."
     )
     return lines
 

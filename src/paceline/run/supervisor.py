@@ -281,7 +281,9 @@ class Supervisor:
         if not times:
             return
         until = times[0] + OUTLIVED_S
-        self.screen.say(f"paceline: waiting {OUTLIVED_S:g} s, in which a lost host that still lives ends its processes")
+        self.screen.say(
+            f"paceline: waiting {OUTLIVED_S:g} s: a lost host that still runs ends its processes in that time"
+        )
         before = len(self.asked_to_stop)
         while _time_stamp() < until and len(self.asked_to_stop) == before:
             time.sleep(_TICK_S)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import socket
 import ssl
@@ -23,6 +24,7 @@ SAY_S = 10.0  # for a connection to say who it is, TLS handshake included
 PER_PEER = 64  # that have not: of one host, or of one process on this host
 IN_ALL = 256
 _BACKLOG = 512
+_ABSENT = {errno.EAFNOSUPPORT, errno.EPROTONOSUPPORT, errno.EADDRNOTAVAIL}  # the host has no such address
 _NO_DESCRIPTORS_S = 0.1  # before the next attempt where this process may open no more
 
 
@@ -140,7 +142,7 @@ class Acceptor:
             )
             await asyncio.sleep(SAY_S)
             if name in self.waiting.ends:
-                connection.close("it did not say who it is")
+                connection.close("it did not identify itself in time")
         except (OSError, TimeoutError, ssl.SSLError):
             pass  # it is none of the job's, says nothing, or has gone
         finally:
@@ -152,7 +154,7 @@ class Acceptor:
 def _end(connection: Connection, task: asyncio.Task[None]) -> None:
     """End one that has not said who it is: in its TLS handshake, or after it."""
     if connection.transport is not None:
-        connection.close("too many others have not said who they are")
+        connection.close("too many connections have not identified themselves")
     task.cancel()
 
 
@@ -167,28 +169,46 @@ async def _has_something(end: socket.socket) -> None:
 
 
 async def bound(host: str, port: int) -> list[socket.socket]:
-    """Sockets at one port of every address of a host.
+    """Sockets at one port of every address of a host that this host has.
+
+    A name may stand for addresses that it has not: an IPv6 address, for example, where the kernel has no IPv6.
 
     Raises:
-        OSError: the first can't be had.
+        OSError: none can be had, or one is in use.
     """
     loop = asyncio.get_running_loop()
     addresses = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     listeners: list[socket.socket] = []
+    absent: list[str] = []
     try:
-        for family, kind, protocol, _, address in dict.fromkeys(addresses):
-            listener = socket.socket(family, kind, protocol)
-            listeners.append(listener)
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            port = listeners[0].getsockname()[1] if len(listeners) > 1 else port
-            listener.bind((address[0], port, *address[2:]))
+        for family, kind, _, _, address in dict.fromkeys(addresses):
+            port = listeners[0].getsockname()[1] if listeners else port
+            try:
+                listeners.append(_bound_at(family, kind, (address[0], port, *address[2:])))
+            except OSError as error:
+                if error.errno not in _ABSENT:
+                    raise
+                absent.append(f"{address[0]} ({os.strerror(error.errno)})")
+        if not listeners:
+            raise OSError(errno.EADDRNOTAVAIL, f"none of its addresses is of this host: {', '.join(absent)}")
     except BaseException:
         for listener in listeners:
             listener.close()
         raise
     return listeners
+
+
+def _bound_at(family: int, kind: int, address: Any) -> socket.socket:
+    listener = socket.socket(family, kind)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listener.bind(address)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
 
 
 def bound_unix(path: str) -> socket.socket:

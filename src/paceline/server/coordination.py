@@ -127,11 +127,11 @@ class Coordination(Peers):
             node = hello.name if 0 <= hello.name < self.log.nodes else self.log.name_node()
             self.addresses[node] = Address.parse(hello.address)
             connection.send(0, setup.Welcome(node, 0))
-            asyncio.get_running_loop().call_soon(self._server_is_here, node)
+            asyncio.get_running_loop().call_soon(self.call, self._server_is_here, node)
             return node
         worker = self._greet_worker(hello)
         connection.send(0, setup.Welcome(*worker))
-        asyncio.get_running_loop().call_soon(self._worker_is_here, worker)
+        asyncio.get_running_loop().call_soon(self.call, self._worker_is_here, worker)
         return worker
 
     def _greet_worker(self, hello: setup.Hello) -> tuple[int, int]:
@@ -278,14 +278,7 @@ class Coordination(Peers):
         assert self.coordinator is not None
         lost = [number for number, chain in enumerate(self.coordinator.chains) if chain.is_lost(now)]
         if lost and self.coordinator.workers:
-            has_ended = self.coordinator.chains[lost[0]].has_ended
-            raise CheckpointError(
-                f"range {lost[0]} of the parameters on {self.job.replicas} servers",
-                "all servers that had it have ended"
-                if has_ended
-                else f"no server that has it has answered for {self.silence_s:g} s",
-                "go on from the last checkpoint: paceline run --resume",
-            )
+            raise _lost_range(lost[0], self.job.replicas, self.coordinator.chains[lost[0]].has_ended, self.silence_s)
 
     def _look_for_silent(self, now: float) -> None:
         """Ask who has said nothing for a while, and give up who does not answer: a server, or before the start anybody.
@@ -330,8 +323,9 @@ class Coordination(Peers):
         assert self.coordinator is not None
         one, missing = self.coordinator, {}
         if one.settings.needs_all and not one.is_finished:
+            # The furthest: a lost worker's last beat, or a new worker's first, may give the number of an earlier step.
             clocks = [beat.clock for worker, (_, beat) in one.heard.items() if worker in one.workers]
-            step = min(clocks, default=0) + 1
+            step = max(clocks, default=0) + 1
             silent_s = one.missing(now)
             missing = {worker: (quiet_s, step, worker not in one.gone) for worker, quiet_s in silent_s.items()}
         tell_s = one.settings.worker_deadline_s
@@ -488,9 +482,27 @@ def _few_ranges(ranges: int, servers: int, replicas: int) -> str:
     parts = [f"{ranges} take{'s' * (ranges == 1)} gradients"]
     if copies:
         parts.append(f"{copies} keep{'s' * (copies == 1)} a copy")
-    if idle:
-        parts.append(f"{idle} {'has' if idle == 1 else 'have'} nothing to do until another is lost")
+    if idle and replicas == 1:
+        no_use = "has no use" if idle == 1 else "have no use"
+        parts.append(f"{idle} {no_use}, as replicas=1 keeps no copy to take over: write server={ranges}, or replicas=2")
+    elif idle:
+        parts.append(f"{idle} {'is spare and takes' if idle == 1 else 'are spare and take'} the place of a lost one")
     return f"{shown} {', '.join(parts)}"
+
+
+def _lost_range(number: int, replicas: int, has_ended: bool, silence_s: float) -> CheckpointError:
+    """What ends a job when nobody is left who has a range of the parameters."""
+    if replicas == 1:
+        found = "the server that had it has ended" if has_ended else f"it has not answered for {silence_s:g} s"
+        fix = (
+            "go on from the last checkpoint: paceline run --resume; two servers with replicas=2 survive the loss of one"
+        )
+        return CheckpointError(f"range {number} of the parameters on 1 server", found, fix)
+    found = (
+        "all servers that had it have ended" if has_ended else f"no server that has it has answered for {silence_s:g} s"
+    )
+    fix = "go on from the last checkpoint: paceline run --resume"
+    return CheckpointError(f"range {number} of the parameters on {replicas} servers", found, fix)
 
 
 def _layout_of(hello: setup.Hello) -> tuple[Layout, dict[str, Any]]:

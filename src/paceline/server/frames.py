@@ -195,6 +195,7 @@ _NOTE: dict[str, Callable[[Any], Any]] = {
     "absent": lambda value: [_int(one) for one in _list(value)],
     "settings": lambda value: _settings(value),
 }
+_OF_GRADIENT = {"loss", "weight", "flags", "absent", "settings"}  # what a store can't do without
 
 
 def _note(value: Any) -> dict[str, Any] | None:
@@ -203,6 +204,13 @@ def _note(value: Any) -> dict[str, Any] | None:
     if type(value) is not dict or not value.keys() <= _NOTE.keys():
         raise _refuse("a push's note", value)
     return {key: _NOTE[key](one) for key, one in value.items()}
+
+
+def _note_of_gradient(value: Any) -> dict[str, Any]:
+    note = _note(value)
+    if note is None or not note.keys() >= _OF_GRADIENT:
+        raise _refuse("a gradient's note", value)
+    return note
 
 
 def _settings(value: Any) -> dict[str, Any]:
@@ -221,6 +229,7 @@ def _same(value: Any) -> Any:
 
 INT, BOOL, FLOAT, TEXT = (Codec(_same, check) for check in (_int, _bool, _float, _text))
 WORKER, NODES, NOTE = Codec(list, _worker), Codec(list, _nodes), Codec(_same, _note)
+NOTE_OF_GRADIENT = Codec(_same, _note_of_gradient)
 CLOCKS = Codec(_pack_clocks, _clocks)
 PUSHES = Codec(lambda value: _pack_clocks(dict(value)), _pushes)
 APPLIED = Codec(lambda value: [_pack_clocks(value[segment]) for segment in sorted(value)], _applied)
@@ -239,7 +248,9 @@ def _pack_update(update: messages.Update) -> list[Any]:
 
 def _update(value: Any) -> messages.Update:
     segment, pushes, note, share, partial = _list(value, 5)
-    return messages.Update(_int(segment), _pushes(pushes), _note(note), None, _float(share), _float(partial))
+    return messages.Update(
+        _int(segment), _pushes(pushes), _note_of_gradient(note), None, _float(share), _float(partial)
+    )
 
 
 UPDATE = Codec(_pack_update, _update)
@@ -258,7 +269,7 @@ _LIST: tuple[Form, ...] = (
     Form(setup.AskStatus, (WORKER,)),
     Form(setup.Status, (), has_payload=True),
     Form(messages.Configuration, _CONFIGURATION, LONG_HEADER_BYTES),
-    Form(messages.Push, (INT, WORKER, INT, INT, INT, NOTE), has_payload=True),
+    Form(messages.Push, (INT, WORKER, INT, INT, INT, NOTE_OF_GRADIENT), has_payload=True),
     Form(messages.Pushed, (INT, INT, INT)),
     Form(messages.Pull, (INT, WORKER, INT, INT)),
     Form(messages.Pulled, (INT, INT, INT, INT, NOTE), has_payload=True),

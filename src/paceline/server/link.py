@@ -117,13 +117,13 @@ class Link(Peers):
             PeerLostError: the servers have gone.
         """
         self.answer = None
-        self.loop.call_soon_threadsafe(self._push, notes, self.taken)
+        self.loop.call_soon_threadsafe(self.call, self._push, notes, self.taken)
         return self._wait_for_answer()
 
     def read_state(self) -> list[bytes]:
         """Everything that the servers keep, by range."""
         self.states = {}
-        self.loop.call_soon_threadsafe(self._ask_state)
+        self.loop.call_soon_threadsafe(self.call, self._ask_state)
         self._wait(lambda: len(self.states) == len(self.ranges))
         return [self.states[number] for number in range(len(self.ranges))]
 
@@ -218,7 +218,7 @@ class Link(Peers):
         if self.session is None or number >= len(self.session.clients):
             return
         if isinstance(message, Stale):
-            self.loop.call_later(SOON_S, self._repeat)  # that server has not heard what this worker has
+            self.loop.call_later(SOON_S, self.call, self._repeat)  # that server has not heard what this worker has
             return
         if isinstance(message, Pushed | Pulled):
             self.progress_s, self.repeat_after_s = time.monotonic(), REPEAT_S[0]
@@ -296,7 +296,7 @@ class Link(Peers):
             if number not in self.states and known.chain:
                 self.send([(known.chain[-1], number, setup.ReadState(self.state_request))])
         if len(self.states) < len(self.ranges):
-            self.loop.call_later(2.0, self._ask_state_again, self.state_request)
+            self.loop.call_later(2.0, self.call, self._ask_state_again, self.state_request)
 
     def _ask_state_again(self, request: int) -> None:
         if request == self.state_request and len(self.states) < len(self.ranges):
@@ -348,9 +348,9 @@ class Link(Peers):
             self._repeat()
 
     def _watch_ranges(self, now: float) -> None:
-        """A worker and a server lost in one step: its gradient has counted in some ranges, and is lost in others.
+        """A worker and a server were lost before a step was complete: some ranges have applied it, others can't.
 
-        Another in its place can't compute it again: the parameters it was computed from are gone.
+        The worker that takes the place of the lost one can't compute the gradient: the step's parameters are gone.
         """
         session = self.session
         if session is None or not session.is_exact or session.differ_since_s is None:
@@ -359,7 +359,7 @@ class Link(Peers):
             self.failed(
                 PeerLostError(
                     f"worker {self.name} should compute the step that a lost process left unfinished",
-                    "some servers have already applied that step: a worker and a server were lost at the same time",
+                    "some servers have already applied that step: a worker and a server were lost in it",
                     "--resume goes on from the last checkpoint, where there is one",
                 )
             )

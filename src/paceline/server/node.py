@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from paceline.nouns.errors import PacelineError
+from paceline.nouns.errors import CheckpointError, PacelineError
 from paceline.server import messages, setup
 from paceline.server.address import Address, Credentials
 from paceline.server.client import with_range
@@ -55,10 +55,11 @@ class Server(Peers):
         self.ending: asyncio.Future[None] | None = None
 
     async def run(self) -> None:
-        """Serve until the coordinator is gone for good.
+        """Serve until this task is cancelled. A coordinator that is gone is tried again and again.
 
         Raises:
             PacelineError: the address can't be had, or the coordinator refuses this server.
+            Exception: an error of this process's own.
         """
         self.ending = asyncio.get_running_loop().create_future()
         self.where = await self.listen(self.listen_at)
@@ -106,7 +107,10 @@ class Server(Peers):
         elif self.member is None:
             self.waiting.append((peer, number, message))
         else:
-            self._take_started(peer, number, message)
+            try:
+                self._take_started(peer, number, message)
+            except CheckpointError as error:
+                raise FrameError(f"{error.asked}, but {error.found}") from None
 
     def _take_started(self, peer: Any, number: int, message: Any) -> None:
         assert self.member is not None
@@ -245,7 +249,7 @@ async def serve(listen_at: str, coordinator: str, credentials: Credentials | Non
     """Run one server.
 
     Raises:
-        PacelineError: the address can't be had, or the coordinator is not there or refuses it.
+        PacelineError: the address can't be had, or the coordinator refuses this server.
     """
     torch.set_num_threads(1)
     await Server(Address.parse(listen_at), Address.parse(coordinator), credentials).run()

@@ -30,7 +30,7 @@ def describe(optimizer: torch.optim.Optimizer) -> tuple[str, list[dict[str, Any]
     if name not in KNOWN or kind is not getattr(torch.optim, name):
         raise PlanError(
             "the servers should run the workload's optimizer",
-            f"it is a {kind.__module__}.{name}, which they don't know",
+            f"it is a {kind.__module__}.{name}, which they can't run",
             f"take one of torch.optim's {', '.join(KNOWN)}, or the axis replicate in place of server",
         )
     return name, [settings_of(group) for group in optimizer.param_groups]

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from paceline.nouns.errors import CheckpointError, PacelineError, PeerLostError, ReadError
+from paceline.nouns.errors import PacelineError, PeerLostError, ReadError
 from paceline.nouns.reading import parse_json, parse_whole, shown
 from paceline.server import messages, setup
 from paceline.server.address import Address, Credentials, connect, listen, process_of, role_of, user_of
@@ -61,8 +61,8 @@ class Peers:
         """A message from a known peer about range `number`.
 
         Raises:
-            FrameError, CheckpointError: it is not what it should be: the connection is ended.
-            PacelineError, OSError: this process can't go on.
+            FrameError: it is not what it should be: the connection is ended.
+            Exception: any other error is this process's own, and ends it.
         """
         raise NotImplementedError
 
@@ -126,6 +126,13 @@ class Peers:
         task = asyncio.get_running_loop().create_task(work)
         self.tasks.add(task)
         task.add_done_callback(self._done)
+
+    def call(self, work: Callable[..., None], *arguments: Any) -> None:
+        """Do something that the event loop was asked to do: its errors end this process, where asyncio logs them."""
+        try:
+            work(*arguments)
+        except Exception as error:
+            self.failed(error)
 
     def _done(self, task: asyncio.Task[Any]) -> None:
         self.tasks.discard(task)
@@ -191,7 +198,15 @@ class Peers:
             raise FrameError(f"a {kind.__name__} is not its to send")
 
     def on_message(self, connection: Connection, number: int, message: Any) -> None:
-        """A message has come: is it its sender's to send?"""
+        """A message has come: is it its sender's to send? A wrong one ends its connection, an own error the process."""
+        try:
+            self._on_message(connection, number, message)
+        except FrameError as error:
+            connection.close(f"a wrong {type(message).__name__}: {error}")
+        except Exception as error:  # the disk is full, parameters are lost: closing this connection would mend nothing
+            self.failed(error)
+
+    def _on_message(self, connection: Connection, number: int, message: Any) -> None:
         if isinstance(message, setup.Hello):
             self._greet(connection, message)
         elif connection.peer is None or not _may_say(connection.peer, message):
@@ -199,15 +214,7 @@ class Peers:
         elif isinstance(message, setup.AskStatus):
             connection.send(0, setup.Status(json.dumps(self.status()).encode()))
         else:
-            self._take(connection, number, message)
-
-    def _take(self, connection: Connection, number: int, message: Any) -> None:
-        try:
             self.take(connection.peer, number, message)
-        except (FrameError, CheckpointError) as error:
-            connection.close(f"a wrong {type(message).__name__}: {error}")
-        except (PacelineError, OSError) as error:  # the disk is full, for example
-            self.failed(error)
 
     def on_lost(self, connection: Connection, why: str) -> None:
         """A connection has ended."""

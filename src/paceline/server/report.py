@@ -37,7 +37,7 @@ def table(facts: Mapping[str, Any]) -> str:
         ]
         for one in facts["workers"]
     ]
-    titles = ["worker", "step", "lag", "state", "silent s", "network s", "others s", "sent MiB", "received MiB"]
+    titles = ["worker", "steps done", "lag", "state", "silent s", "network s", "others s", "sent MiB", "received MiB"]
     return "\n".join(
         [head, "", *_aligned(titles, workers), "", *_aligned(*_ranges(facts)), "", *_notes(facts)]
     ).rstrip()
@@ -100,7 +100,7 @@ def why_waiting(facts: Mapping[str, Any]) -> str:
     names = ", ".join(str(worker["worker"]) for worker in waiting)
     for worker in active:
         if worker["worker"] in missing:
-            said = f"at step {worker['clock']}, last heard {worker['silent_s']:.1f} s ago"
+            said = f"at step {worker['clock'] + 1}, last heard {worker['silent_s']:.1f} s ago"
             lines.append(f"worker {worker['worker']} is waited for by {names}: {said}")
     return "\n".join(lines)
 

@@ -35,7 +35,7 @@ from paceline.nouns.errors import LossError, PacelineError
 from paceline.nouns.workload import Workload
 from paceline.parallel.local import checked_loss
 from paceline.parallel.placed import EagerModel, PlacedModel
-from paceline.train.bystanders import Buffers, Bystanders, ReachedError
+from paceline.train.bystanders import Bystanders, ModuleState, ReachedError
 from paceline.train.compiler_import import defer_compiler_import
 from paceline.train.data import RankLoader, Trial, moved
 from paceline.train.same_draws import SameDraws
@@ -121,14 +121,15 @@ def check_loss_adds_up(placed: PlacedModel, workload: Workload, loader: RankLoad
         notice: told where the loss could not be tried.
     """
     if workload.data is None:
-        notice("it was not tried whether the loss adds up over samples: the workload has no data to try it on")
+        notice("it was not checked that the loss is a sum over samples: the workload has no data to check it with")
         return
     trials = loader.trials()
     if trials == []:
         return  # a batch of one sample is never split
     if trials is None:
         notice(
-            "it was not tried whether the loss adds up over samples: the first have no common shape, or can't be cut"
+            "it was not checked that the loss is a sum over samples: the first samples have no common shape, or "
+            "can't be cut"
         )
         return
     defer_compiler_import()  # a dispatch mode asks for it, and it takes longer than the trial
@@ -136,10 +137,10 @@ def check_loss_adds_up(placed: PlacedModel, workload: Workload, loader: RankLoad
         with kept_random_state():
             is_tried = _is_tried(placed, workload, loader, trials, notice)
     except _UndecidableError as error:
-        notice(f"it could not be tried whether the loss adds up over samples: {error}")
+        notice(f"it could not be checked that the loss is a sum over samples: {error}")
         return
     if not is_tried:
-        notice("it could not be tried whether the loss adds up over samples: the trial failed, or was not finite")
+        notice("it could not be checked that the loss is a sum over samples: the trial failed, or was not finite")
 
 
 def _is_tried(
@@ -348,11 +349,11 @@ def _make_still(module: nn.Module, like: torch.Tensor) -> None:
 
 
 def _evaluate_all(make: _Maker, loss: Loss, batches: Sequence[Any], seed: int = _SEED) -> list[_Found]:
-    """The loss of each batch on one copy, whose buffers are set back each time."""
+    """The loss of each batch on one copy, whose buffers and attributes are set back each time."""
     model = make()
     if seed != _SEED:
         _seed_own_generators(model, seed)
-    kept = Buffers(model)
+    kept = ModuleState(model)
     found = []
     with _default_dtype(make.way.dtype):
         for batch in batches:
@@ -484,7 +485,7 @@ def _try_as_it_is(placed: PlacedModel, workload: Workload, loader: RankLoader, t
     is_wide = workload.precision == "float64"
     try:
         with Bystanders() as bystanders:
-            evaluate = functools.partial(_value_as_it_is, placed, workload, (Buffers(placed.model), bystanders))
+            evaluate = functools.partial(_value_as_it_is, placed, workload, (ModuleState(placed.model), bystanders))
             for trial in trials:
                 batches = [moved(batch, loader.device, is_wide) for batch in trial.batches]
                 found = [evaluate(batch) for batch in batches]
@@ -502,12 +503,14 @@ def _try_as_it_is(placed: PlacedModel, workload: Workload, loader: RankLoader, t
     return True
 
 
-def _value_as_it_is(placed: PlacedModel, workload: Workload, kept: tuple[Buffers, Bystanders], batch: Any) -> _Found:
-    buffers, bystanders = kept
+def _value_as_it_is(
+    placed: PlacedModel, workload: Workload, kept: tuple[ModuleState, Bystanders], batch: Any
+) -> _Found:
+    state, bystanders = kept
     try:
         with bystanders.watching(placed.model), torch.enable_grad():
             total, weight = checked_loss(placed.evaluate("loss", workload.loss, batch))
         placed.begin_step()  # no backward pass follows
     finally:
-        buffers.put_back()  # what forward writes counts neither in the next trial nor in training
+        state.put_back()  # what forward writes counts neither in the next trial nor in training
     return _Found(float(total.detach()), float(weight))

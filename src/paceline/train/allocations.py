@@ -1,6 +1,6 @@
 """Every piece of memory that a step takes and gives back, written down while it runs.
 
-Works on tensors without values (FakeTensorMode) as on real ones: it sees the storages of whatever an operation
+Works on fake tensors (FakeTensorMode) as on real ones: it sees the storages of whatever an operation
 returns, and hears when the last tensor of a storage goes. What kernels take and give back inside themselves it does
 not see.
 """

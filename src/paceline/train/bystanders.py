@@ -11,22 +11,60 @@ import torch
 from torch import nn
 
 
-class Buffers:
-    """The buffers of a model as they are now; forward may write into them, or put others in their place."""
+_OF_TORCH = frozenset(vars(nn.Module()))  # attributes that torch keeps in a module's dictionary
+
+
+class ModuleState:
+    """A model's buffers and plain attributes as they are now.
+
+    Forward may write into buffers, replace them, and count in attributes (`self.longest = n`): a cache and the number
+    that says how long it is must be put back together.
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        self.kept = [
+        self.buffers = [
             (module._buffers, name, buffer, buffer.detach().clone())
             for module in model.modules()
             for name, buffer in module._buffers.items()
             if buffer is not None and not buffer.is_meta
         ]
+        self.attributes = [
+            (vars(module), {name: (value, _content_of(value)) for name, value in _own_attributes(module)})
+            for module in model.modules()
+        ]
 
     def put_back(self) -> None:
-        """Make the model's buffers what they were."""
-        for slots, name, buffer, before in self.kept:
+        """Make buffers and attributes what they were."""
+        for slots, name, buffer, before in self.buffers:
             buffer.data.copy_(before)
             slots[name] = buffer
+        for now, kept in self.attributes:
+            added = [name for name in now if name not in kept and name not in _OF_TORCH]
+            for name in added:
+                if not name.startswith("_"):  # torch's own wrappers keep theirs under such names
+                    del now[name]
+            for name, (value, content) in kept.items():
+                _fill(value, content)
+                now[name] = value
+
+
+def _own_attributes(module: nn.Module) -> list[tuple[str, Any]]:
+    return [(name, value) for name, value in vars(module).items() if name not in _OF_TORCH]
+
+
+def _content_of(value: Any) -> Any:
+    """A copy of what a list, dict or set holds; None for anything else."""
+    return value.copy() if type(value) in (list, dict, set) else None
+
+
+def _fill(value: Any, content: Any) -> None:
+    if content is None:
+        return
+    value.clear()
+    if isinstance(value, list):
+        value.extend(content)
+    else:
+        value.update(content)
 
 
 class ReachedError(Exception):
@@ -34,7 +72,7 @@ class ReachedError(Exception):
 
 
 class Bystanders:
-    """Keeps buffers and gradients of the models that will train, and of every module that the code calls besides.
+    """Keeps buffers, attributes and gradients of the models that will train, and of every module that the code calls besides.
 
     A loss may be a closure over the model, or ask a teacher that has batch norm.
 
@@ -47,7 +85,7 @@ class Bystanders:
         self.parameters = [parameter for model in trained for parameter in model.parameters()]
         self.known: dict[int, nn.Module] = {}
         self.own: set[int] = set()
-        self.buffers = [Buffers(model) for model in trained]
+        self.states = [ModuleState(model) for model in trained]
         self.gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self.is_reached = False
 
@@ -87,7 +125,7 @@ class Bystanders:
             self.is_reached = True  # also where the code goes on after the error
             raise ReachedError
         self.known.update((id(part), part) for part in module.modules())
-        self.buffers.append(Buffers(module))
+        self.states.append(ModuleState(module))
         self._take_gradients(list(module.parameters()))
 
     def _take_gradients(self, parameters: list[nn.Parameter]) -> None:
@@ -99,7 +137,7 @@ class Bystanders:
                 parameter.grad = None  # a backward pass would add to it in place
 
     def _put_back(self) -> None:
-        for buffers in self.buffers:
-            buffers.put_back()
+        for state in self.states:
+            state.put_back()
         for parameter, _ in self.gradients:
             parameter.grad = None

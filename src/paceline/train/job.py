@@ -112,7 +112,9 @@ class Job:
             self.notice(notice)
         if placed.couples_samples and self.loader.pieces_wanted and not plan.micro_batches:
             self.loader = dataclasses.replace(self.loader, pieces_wanted=1)
-            self.notice(f"the loss does not add up at {placed.couples_samples}: the pipeline takes each batch whole")
+            self.notice(
+                f"the loss is no sum over samples at {placed.couples_samples}: the pipeline does not cut batches"
+            )
         prepare.check_may_cut(placed, workload, self.loader, mesh, self.notice)
         self.parallel = make_parallel(placed, workload, self.comms, plan, (self.device, self.rank))
         self.model = self.parallel.model
@@ -281,11 +283,11 @@ class Job:
             own = read_own(folder, manifest, self.rank)
             restore_random_state(snapshot.part(own, "random/"), self.device)
             if not snapshot.restore_wire(self.parallel.state(), own):
-                self.notice(f"{folder.name} was saved with other compression: what its wires carry over starts anew")
+                self.notice(f"{folder.name} was saved with other compression: what compression left out so far is lost")
         else:
             seed_everything(self.workload.seed, 1 + self.random_stream, self.position)
             ranks = f"{manifest['world_size']} ranks ({manifest.get('mesh')})"
-            self.notice(f"{ranks} saved {folder.name}, {self.size} ({self._mesh()}) go on: dropout draws anew")
+            self.notice(f"{ranks} saved {folder.name}, {self.size} ({self._mesh()}) go on: dropout draws other numbers")
         self.events.write(
             {"event": "resumed", "step": self.step_number, "position": self.position, "path": str(folder)}
         )

@@ -125,9 +125,7 @@ def check_model(model: Any) -> None:
             "return the module",
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise WorkloadError(
-            "a model to train", "it has no parameter that wants a gradient", "set requires_grad on some"
-        )
+        raise WorkloadError("a model to train", "no parameter of it has requires_grad", "set requires_grad on some")
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if isinstance(tensor, UninitializedTensorMixin):
             raise WorkloadError(

@@ -1,4 +1,4 @@
-"""A rank's training step on tensors without values: what it allocates, computes and sends, without a device.
+"""A rank's training step on fake tensors: what it allocates, computes and sends, without a device.
 
 It is the job's own code that runs, strategies and all, in a world of ranks that are not there. So memory and traffic
 are those of a real step: no formula that could differ from it. A model whose path depends on values can't run so; in
@@ -313,7 +313,7 @@ def rehearse(workload: Workload, plan: Plan, rank: int = 0, device: str = "cpu",
     except _NEEDS_VALUES as error:
         if plan.world_size > 1:
             raise WorkloadError(
-                f"a step of rank {rank} under {plan.line()} on tensors without values",
+                f"a step of rank {rank} under {plan.line()} on fake tensors (shapes, no data)",
                 f"the model asks for values ({error})",
                 "profile it in one process: paceline profile, where a real step can be measured",
             ) from None
@@ -363,9 +363,9 @@ def _rehearsed(workload: Workload, plan: Plan, rank: int, how: How) -> Profile:
 def _check_dense(placed: Any, mesh: Mesh) -> None:
     if mesh.size("replicate") > 1 and placed.sparse():
         raise WorkloadError(
-            "a step tried out beforehand",
+            "to predict a step without training",
             f"ranks exchange the rows of {min(placed.sparse())} that their samples use: how many depends on the data",
-            "make the embedding with sparse=False, or try it out in one process",
+            "make the embedding with sparse=False, or predict a plan of one process",
         )
 
 
@@ -376,4 +376,4 @@ def _check(plan: Plan, device: str) -> None:
     ]
     for is_asked, what, fix in refused:
         if is_asked:
-            raise PlanError("a step tried out beforehand", f"the plan has {what}, which can't be", fix)
+            raise PlanError("to predict a step without training", f"the plan has {what}, which can't be predicted", fix)

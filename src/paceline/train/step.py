@@ -84,7 +84,7 @@ def clip(parallel: Parallel, clip_norm: float) -> float:
         raise LossError(
             "the gradient's norm should be a finite number",
             f"it is {float(norm)} although the loss is finite; the parameters were left as they were",
-            "lower the learning rate, use precision float32, or look for samples on which the loss has no slope",
+            "lower the learning rate, use precision float32, or look for samples at which the loss has no gradient",
         )
     scale_gradients(parallel.placed.updated().values(), (clip_norm / (norm + 1e-6)).clamp(max=1.0))
     return float(norm)

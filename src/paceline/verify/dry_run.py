@@ -1,8 +1,8 @@
 """Before anything runs: would all ranks begin the same collectives? `python -m paceline.verify.dry_run SETTINGS.json`.
 
-One process plays every rank in turn. The person's loss runs on two samples with words like `paceline.all_reduce`
-answered and written down; the graphs of `tensor` and `pipeline` run on fake tensors. It also finds a loss that looks
-at its rank, which no plan can make equal to one process.
+One process plays every rank in turn. The person's loss runs on a few samples of the first batch, and calls
+like `paceline.all_reduce` in it are answered and written down; the graphs of `tensor` and `pipeline` run on fake
+tensors. It also finds a loss that depends on the rank, which no plan can make equal to one process.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class Variation:
-    """Another way to take the same steps, that differs by rounding alone: what it changes is what rounding does."""
+    """Another way to take the same steps: what comes out differently is what rounding may do."""
 
     is_reversed: bool = False  # the batch's samples in the opposite order
     noise_seed: int | None = None  # every module's result is moved by one rounding, up or down

@@ -265,13 +265,13 @@ def check_plan(plan: Plan) -> None:
     if plan.server:
         raise PlanError(
             f"to verify server={plan.server}",
-            "its workers speak to servers, which verify can't stand in for yet",
+            "its workers need servers, and verify does not start any yet",
             "verify the workload with replicate; under mode=sync servers end with the same bits as one process",
         )
     if plan.compression != "none":
         raise PlanError(
             f"to verify compression={plan.compression}",
-            "compressed gradients are not those of one process: that is what they promise",
+            "compressed gradients differ from those of one process by design",
             "verify the same plan with compression=none",
         )
 

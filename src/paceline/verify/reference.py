@@ -1,7 +1,7 @@
 """The process of the reference: `python -m paceline.verify.reference SETTINGS.json`.
 
-It takes the steps as they are, and again in the ways that differ by rounding alone, and writes the first and how far
-the others came out.
+It takes the steps as they are, again in two ways that differ by rounding alone, and in narrow precisions twice more
+with all gradients moved by as much as they may be off. It writes the first result and how far the others are from it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main(path: Path) -> int:
     try:
         workload = find_workload(settings["script"])
         variations = list(VARIATIONS)
-        for precision in settings["precisions"]:  # float64 first: it tells which variations are rounding alone
+        for precision in settings["precisions"]:  # float64 first: there it shows whether the order of samples matters
             taken = with_noise(workload, precision, settings["steps"], variations)
             write(folder, precision, *taken, workload.clip_norm)
     except PacelineError as error:
@@ -51,10 +51,11 @@ def with_noise(
         workload: the person's.
         precision: "float64", or the workload's own.
         steps: optimizer steps.
-        variations: ways that differ by rounding alone; one that in float64 turns out to be more is taken out.
+        variations: ways that differ by rounding alone. The reversed batch is removed from the list where it turns out,
+            in float64, to change more than that.
 
     Raises:
-        WorkloadError: rounding grows until it can't be told from a bug.
+        WorkloadError: rounding grows until it can't be told from a bug; or the workload can't be verified.
     """
     check_can_verify(workload)
     taken = take_steps(workload, precision, steps)
@@ -64,7 +65,9 @@ def with_noise(
         is_chaotic = precision == "float64" and _relative(taken.losses, other.losses) > 1e-6
         if is_chaotic and variation.is_reversed:
             variations.remove(variation)
-            notices.append("the loss depends on the order of a batch's samples; the bound does without that run")
+            notices.append(
+                "the loss depends on the order of a batch's samples: rounding was measured without reversing it"
+            )
             continue
         if is_chaotic:
             raise WorkloadError(
@@ -147,8 +150,8 @@ def told(error: Exception) -> WorkloadError:
         fix = "verifying runs in float64: make tensors as wide as the model's, x.new_zeros(...) or dtype=x.dtype"
         return WorkloadError("a model that runs in float64", found, fix)
     fix = (
-        "start it alone (python FILE) with precision='float64'; if it trains so, what differs here is that the loss is "
-        "also tried on two samples, without gradients"
+        "start it alone (python FILE) with precision='float64'; if it trains so, what differs here: the loss is also "
+        "called on a few samples of the first batch, and dropout keeps or drops an element by its value"
     )
     return WorkloadError("a step in one process, on CPU and in float64", found, fix)
 

@@ -83,7 +83,7 @@ def standing(thread: int | None) -> dict[str, Any]:
 
 
 def is_waiting(frame: FrameType | None) -> bool:
-    """Whether the thread is inside a collective, or in a backward pass, where others are waited for."""
+    """Whether the thread is inside a collective, of ours or of torch's."""
     while frame is not None:
         name = frame.f_code.co_filename
         if name.startswith(_COMM) or "torch/distributed" in name:

@@ -58,7 +58,7 @@ def write_settings(folder: Path, name: str, **settings: Any) -> Path:
 
 
 def start_child(module: str, settings: Path) -> subprocess.Popen[str]:
-    """A child that has torch, with what the reference needs of this host."""
+    """Start a child process that imports torch, with the environment of a rank that is alone on this host."""
     command = [sys.executable, "-m", module, str(settings)]
     return subprocess.Popen(
         command,

@@ -1,4 +1,4 @@
-"""Where other people's training steps are tried out: one rank of theirs, on tensors without values, as on a GPU.
+"""Where other people's training steps are tried out: one rank of theirs, on fake tensors, as on a GPU.
 
 Each source of measurements has a file here that builds its model and its step as its authors' code does; what crosses
 the network needs no partner. The parts of a model that other ranks hold are left out.
