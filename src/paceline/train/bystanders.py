@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-
 _OF_TORCH = frozenset(vars(nn.Module()))  # attributes that torch keeps in a module's dictionary
 
 
