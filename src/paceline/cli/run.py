@@ -81,7 +81,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="SECONDS",
         help="say where the ranks stand, and end nothing, when none has got on for so long "
-        f"(default {DEFAULT_S:g}, or what {VARIABLE} says; 0: never)",
+        "(a rank that ended its file while others wait for it always ends the job; "
+        f"default {DEFAULT_S:g}, or what {VARIABLE} says; 0: never)",
     )
     parser.add_argument(
         "--json", action="store_true", help="print the result as JSON on stdout; all else goes to stderr"
@@ -200,21 +201,18 @@ def _run(arguments: argparse.Namespace) -> int:
         raise
     given = {} if arguments.on in ("mpi", "ray", "ssh") else run_on.environment_of(arguments.env)
     parts = (file.path, arguments.arguments, plan.world_size, folder, resume, file.imports, arguments.grace)
-    request = JobRequest(*parts, plan.server, posts, environment=given, stall_notice_s=_stall_notice(arguments))
+    request = JobRequest(*parts, plan.server, posts, environment=given, stall_notice_s=arguments.stall_notice)
     return _supervise(arguments, plan, request, screen)
 
 
 def _check_stall_notice(arguments: argparse.Namespace) -> None:
-    """Raise UsageError where --stall-notice is no time."""
+    """Put what the environment says in the place of a missing --stall-notice; UsageError where it is no time."""
     if arguments.stall_notice is None:
+        arguments.stall_notice = notice_time(os.environ)
         return
     asked = f"--stall-notice {arguments.stall_notice:g}"
     if not 0 <= arguments.stall_notice < float("inf"):
         raise UsageError(asked, "it is no number of seconds", "write seconds, or 0 for no notice")
-
-
-def _stall_notice(arguments: argparse.Namespace) -> float:
-    return notice_time(os.environ) if arguments.stall_notice is None else float(arguments.stall_notice)
 
 
 def _folder(arguments: argparse.Namespace, script: Path, screen: Screen) -> tuple[Path, Path | None]:
@@ -249,7 +247,7 @@ def _run_elastic(arguments: argparse.Namespace) -> int:
     screen = Screen(sys.stderr if arguments.json else sys.stdout, sys.stderr)
     folder, _ = _folder(arguments, file.path, screen)
     parts = (file.path, arguments.arguments, plan.world_size, folder, None, file.imports, arguments.grace)
-    job = Elastic(rules, discover, options, plan, JobRequest(*parts, stall_notice_s=_stall_notice(arguments)), screen)
+    job = Elastic(rules, discover, options, plan, JobRequest(*parts, stall_notice_s=arguments.stall_notice), screen)
     try:
         ending, progress, result = job.run()
     except BaseException:
@@ -327,7 +325,7 @@ def _run_node(arguments: argparse.Namespace, node: NodePosition) -> int:
     parts = (file.path, arguments.arguments, per_node, folder, resume, file.imports, arguments.grace)
     told = {**run_on.environment_of(arguments.env), "PACELINE_PLAN": json.dumps(asdict(plan))}
     posts = [post] if node.nodes > 1 else []  # a node alone has a file to meet at
-    request = JobRequest(*parts, 0, posts, world, told, _stall_notice(arguments))
+    request = JobRequest(*parts, 0, posts, world, told, arguments.stall_notice)
     if node.node_rank == 0:
         return _supervise(arguments, plan, request, screen)
     supervisor = Supervisor(request, screen)

@@ -130,7 +130,8 @@ class Supervisor:
         if self.request.servers:
             self.news = ServerNews(self.request.run_dir, self.screen.say, self._end_silent)
         self.replaced = Replaced(self.request.ranks, self.request.servers)
-        self.stalls = Stalls(self.request.run_dir, self.request.stall_notice_s, self.request.ranks)
+        ranks = self.request.world_size or self.request.ranks
+        self.stalls = Stalls(self.request.run_dir, self.request.stall_notice_s, ranks)
 
     def run(self) -> tuple[Ending, Progress]:
         """Run the job to its end. Nothing is left behind: no process, no file outside the run directory.
