@@ -374,10 +374,11 @@ def test_four_tasks_of_slurm(bert, cluster):
 def test_slurm_takes_a_job_back_after_a_kill(bert, cluster):
     number = sent(bert, cluster, "requeued", "--checkpoint-every", "2", TEST_PAUSE="0.5")
     assert wait_for(lambda: len(losses(bert / "runs" / "requeued")) >= 4, 120)
-    ranks = [
+    above = [
         process for process in psutil.process_iter(["cmdline"]) if "paceline.run.joined" in process.info["cmdline"]
     ]
-    assert len(ranks) == RANKS
+    ranks = [process for process in above if process.parent() in above]
+    assert (len(above), len(ranks)) == (2 * RANKS, RANKS)
     ranks[1].kill()
     assert ended(cluster, number) == "COMPLETED", log(bert, "requeued", number)
     assert "Restarts=1" in cluster.call("scontrol", "show", "job", number)
