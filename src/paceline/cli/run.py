@@ -33,7 +33,7 @@ from paceline.launch.workload_file import read_workload_file
 from paceline.nouns.errors import PacelineError, UsageError
 from paceline.nouns.mesh import AXES, SHORT, Mesh
 from paceline.nouns.options import without_effect
-from paceline.nouns.plan import COMPRESSIONS, TRANSPORTS, Plan
+from paceline.nouns.plan import COMPRESSIONS, OPTIONS, SHORT_OPTIONS, TRANSPORTS, Plan
 from paceline.nouns.reading import number
 from paceline.run import directory
 from paceline.run.elastic import Elastic
@@ -129,6 +129,9 @@ def decide_plan(arguments: argparse.Namespace, grows: bool = False) -> Plan:
     """
     if arguments.n is not None and arguments.n < 1:
         raise UsageError(f"to start {arguments.n} ranks", "a job has at least one", "write -n 1 or more")
+    if arguments.plan and Path(arguments.plan).is_dir():
+        fix = "name the plan.json in it, or axes with sizes such as replicate=2"
+        raise UsageError(f"the plan {arguments.plan}", "it is a folder", fix)
     text = _with_ranks(arguments.plan or "", 1 if grows else arguments.n)
     plan = Plan.read(Path(text)) if text.endswith(".json") else Plan.parse(text or "replicate=1")
     mesh = Mesh.parse(plan.mesh)
@@ -146,7 +149,8 @@ def decide_plan(arguments: argparse.Namespace, grows: bool = False) -> Plan:
 def _with_ranks(text: str, ranks: int | None) -> str:
     """A plan that names no axis: -n says how many ranks, or workers of servers, it has."""
     names = {item.partition("=")[0].strip() for item in text.split(",")}
-    if not ranks or text.endswith(".json") or names & {*AXES, *SHORT}:
+    is_unknown = bool(names - {"", *OPTIONS, *SHORT_OPTIONS})  # an error then quotes what was written
+    if not ranks or text.endswith(".json") or names & {*AXES, *SHORT} or is_unknown:
         return text
     return f"replicate={ranks},{text}" if text else f"replicate={ranks}"
 
