@@ -62,7 +62,6 @@ _BESIDE = {
     "traffic": "ranks send something else than what was predicted",
     "resume": "a job that resumes goes on differently",
     "reshard": "a checkpoint loaded under another mesh goes on differently",
-    "evaluate": "an evaluation gives something else than one process",
 }
 
 
