@@ -209,9 +209,17 @@ def test_nan_on_one_rank_names_rank_and_step(tmp_path):
     assert "Fix: " in ended.err
 
 
+@pytest.fixture
+def hang_up():
+    """SIGHUP does what it does by default: under nohup it is ignored, and a job then goes on."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("hang_up")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_a_stop_saves_and_resume_goes_on(tmp_path, number, code):
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and a job then goes on
     file = write_workload(tmp_path)
     paceline(tmp_path, "run", "-n", "2", "--job", "whole", file)
     job = start(tmp_path, "run", "-n", "2", "--job", "a", file, TEST_PAUSE="0.1")
