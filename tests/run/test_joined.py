@@ -85,13 +85,14 @@ def test_ranks_that_end_well_are_done(tmp_path):
 
 @pytest.mark.slow
 def test_rank_0_waits_for_what_another_does_after_the_last_step(tmp_path):
-    after = "    job.close()\n    if job.rank == 1:\n        time.sleep(4)\n        raise ValueError('late')\n"
+    after = "    job.close()\n    if job.rank == 1:\n        time.sleep(12)\n        raise ValueError('late')\n"
     codes, told = end_of(start_ranks(tmp_path, write_workload(tmp_path, loop=LOOP + after)))
     assert codes == [1, 1], told
     assert result(tmp_path)["status"] == "failed"
     assert result(tmp_path)["failure"]["message"] == "late"
     assert told[1].count("ValueError: late") == 2  # its traceback and the line that names rank and step
     assert "Traceback" not in told[0]
+    assert told[0].count("rank 0 has ended, and waits for rank 1") == 1
 
 
 @pytest.mark.slow
@@ -160,6 +161,11 @@ def test_a_certain_hang_is_ended_without_a_supervisor_and_without_notices(tmp_pa
     failure = result(tmp_path)["failure"]
     assert failure["rank"] == 1
     assert "rank 1 should take as many steps as the other ranks" in failure["message"]
+
+
+def test_the_process_above_a_rank_has_no_torch():
+    line = "import paceline.run.joined, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", line]).returncode == 0
 
 
 @pytest.fixture

@@ -35,6 +35,7 @@ from paceline.run.stalls import Stalls, notice_time
 from paceline.run.supervisor import Ending
 
 SETTLE_S = 1.0  # for what the others write down about a failure, or after a signal, before the result is written
+TELL_S = 10.0  # of waiting for other ranks, until people are told
 _LOOK_S = 1.0  # between two looks for ranks that make no progress
 _POLL_S = 0.1
 _HANDED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -176,7 +177,7 @@ class JoinedRank:
     def _others(self, status: int) -> dict[int, int]:
         """How the other ranks ended; those that are waited for no longer are left out."""
         count = len(self.signals)
-        until_s = time.monotonic() + SETTLE_S
+        until_s, tell_s = time.monotonic() + SETTLE_S, time.monotonic() + TELL_S
         while True:
             ended = self.ends.read(range(1, self.size))
             is_known = len(ended) == self.size - 1 or any(one not in (0, STOPPED_CODE) for one in ended.values())
@@ -184,6 +185,10 @@ class JoinedRank:
                 return ended
             if status == 0 and len(self.signals) == count and not self.ends.unseen(ended):
                 until_s = time.monotonic() + SETTLE_S  # they may have much to do after the last step
+            if time.monotonic() > tell_s:
+                tell_s = float("inf")
+                missing = min(set(range(1, self.size)) - ended.keys())
+                print(f"paceline: rank 0 has ended, and waits for rank {missing}", file=sys.stderr, flush=True)
             time.sleep(_POLL_S)
 
     def _tell(self, cause: dict[str, Any] | None) -> None:
