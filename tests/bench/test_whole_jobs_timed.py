@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 
 import psutil
@@ -46,6 +47,20 @@ def test_busy_processes_have_their_own_sessions_and_end():
         assert len(started) == 2
         assert all(os.getsid(process.pid) == process.pid for process in started)
     assert not any(process.is_running() for process in started)
+
+
+def test_busy_processes_end_when_the_benchmark_is_killed():
+    lines = "import time\nfrom paceline.bench.jobs import busy_processes\n"
+    lines += "with busy_processes(2): print(flush=True); time.sleep(60)\n"
+    with subprocess.Popen([sys.executable, "-c", lines], stdout=subprocess.PIPE) as benchmark:
+        benchmark.stdout.readline()
+        started = psutil.Process(benchmark.pid).children()
+        assert len(started) == 2
+        benchmark.kill()
+    _, alive = psutil.wait_procs(started, timeout=10)
+    for process in alive:
+        process.kill()
+    assert not alive
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import paceline
+from paceline.checkpoint import save
 from paceline.checkpoint.manifest import check_files, file_hash, file_name, find_good, read_manifest, sealed
 from paceline.comm import words
 from paceline.nouns.errors import CheckpointError
@@ -244,6 +245,18 @@ def save_without_space(rank, folder):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     return text, len(steps(job, 2)) + len(before)
+
+
+def test_rank_0_outwaits_no_rank_that_has_left_a_mark_in_place_of_its_note(tmp_path, monkeypatch):
+    polls = []
+    monkeypatch.setattr(save.time, "sleep", polls.append)
+    monkeypatch.setattr(save, "_LAST_WORDS_S", 0.2)
+    save._leave_note(tmp_path, 1, {"error": "x"})
+    save._failure_mark(tmp_path, 2).touch()
+    save._let_others_finish(tmp_path, 3)
+    assert not polls
+    save._let_others_finish(tmp_path, 4)
+    assert polls, "it waits for nobody: the test is void"
 
 
 def test_a_full_disk_is_told_and_training_goes_on(tmp_path):

@@ -135,6 +135,25 @@ def test_a_plan_with_an_unknown_key_is_refused(tmp_path, monkeypatch, capsys):
     assert "did you mean 'bucket_bytes'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("ranks", [[], ["-n", "2"]])
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        ("folder", "the plan folder, but it is a folder"),
+        ("nosuch", "'nosuch'"),
+        ("nosuch,mode=sync", "'nosuch,mode=sync'"),
+    ],
+)
+def test_an_error_quotes_the_plan_that_was_written(tmp_path, monkeypatch, capsys, plan, said, ranks):
+    file = file_with(tmp_path)
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert exit_code(["run", *ranks, "--plan", plan, file]) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert "replicate=2,nosuch" not in err
+
+
 def test_an_unknown_command(capsys):
     assert main(["rnu"]) == 2
     assert "did you mean 'run'" in capsys.readouterr().err

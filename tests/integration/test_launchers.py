@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 import namespaces
 import slurm
-from jobs import command, leftovers, losses, marked, wait_for
+from jobs import LOOP, command, leftovers, losses, marked, wait_for, write_workload
 
 pytestmark = pytest.mark.integration
 STEPS, RANKS = 10, 4
@@ -325,6 +325,33 @@ def test_a_stop_under_mpirun_saves(bert, mpirun):
     assert (bert / "runs" / job / "checkpoints" / f"step-{steps:08d}").is_dir()
 
 
+LATE = LOOP + "    job.close()\n    if job.rank == 1: os._exit(0)\n"
+
+
+def check_left(bert, job, code):
+    """Rank 1 has called os._exit(0): the job has failed, and says so."""
+    assert code != 0
+    result = json.loads((bert / "runs" / job / "result.json").read_text())
+    assert (result["status"], result["failure"]["rank"]) == ("failed", 1)
+    assert "rank 1's process ended with exit code 0 before the end of its file" in result["failure"]["message"]
+
+
+@pytest.mark.parametrize("mpirun", MPIRUNS)
+@pytest.mark.parametrize("is_ours", [True, False], ids=["paceline calls it", "it calls paceline"])
+def test_a_rank_that_leaves_under_mpirun(tmp_path, mpirun, is_ours):
+    if shutil.which(mpirun) is None:
+        pytest.skip(f"needs {mpirun}")
+    file = write_workload(tmp_path, loop=LATE)
+    if is_ours:
+        done = run(tmp_path, "--on", "mpi", "--mpirun", mpirun, "-n", 2, "--job", "left", file, **AS_ROOT)
+    else:
+        line = [mpirun, "-n", "2", *command("run", "--job", "left", file)]
+        env = marked(tmp_path, {"OMP_NUM_THREADS": "1", **AS_ROOT})
+        done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=200, env=env)
+    check_left(tmp_path, "left", done.returncode)
+    assert wait_for(lambda: not leftovers(tmp_path), 15), leftovers(tmp_path)
+
+
 # --- Slurm
 
 
@@ -371,13 +398,25 @@ def test_four_tasks_of_slurm(bert, cluster):
 
 
 @needs_slurm
+def test_a_rank_that_leaves_under_slurm(bert, cluster):
+    file = write_workload(bert, loop=LATE, name="left.py")
+    words = ("--on", "slurm", "-j", "1x2", "--job", "left", file)
+    done = run(bert, *words, **cluster.environment)
+    number = done.stdout.strip()
+    assert ended(cluster, number) == "FAILED", done.stderr
+    check_left(bert, "left", 1)
+    assert "rank 1's process ended with exit code 0" in log(bert, "left", number)
+
+
+@needs_slurm
 def test_slurm_takes_a_job_back_after_a_kill(bert, cluster):
     number = sent(bert, cluster, "requeued", "--checkpoint-every", "2", TEST_PAUSE="0.5")
     assert wait_for(lambda: len(losses(bert / "runs" / "requeued")) >= 4, 120)
-    ranks = [
+    above = [
         process for process in psutil.process_iter(["cmdline"]) if "paceline.run.joined" in process.info["cmdline"]
     ]
-    assert len(ranks) == RANKS
+    ranks = [process for process in above if process.parent() in above]
+    assert (len(above), len(ranks)) == (2 * RANKS, RANKS)
     ranks[1].kill()
     assert ended(cluster, number) == "COMPLETED", log(bert, "requeued", number)
     assert "Restarts=1" in cluster.call("scontrol", "show", "job", number)
@@ -411,3 +450,9 @@ def test_a_local_ray(bert):
     assert done.returncode == 0, done.stdout + done.stderr
     check_same(bert, "ray")
     assert wait_for(lambda: set(leftovers(bert)) <= before, 30), leftovers(bert)
+
+
+@needs_ray
+def test_a_rank_that_leaves_under_ray(tmp_path):
+    words = ("--on", "ray", "-n", 2, "--job", "left", write_workload(tmp_path, loop=LATE))
+    check_left(tmp_path, "left", run(tmp_path, *words).returncode)

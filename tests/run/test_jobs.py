@@ -209,9 +209,17 @@ def test_nan_on_one_rank_names_rank_and_step(tmp_path):
     assert "Fix: " in ended.err
 
 
+@pytest.fixture
+def hang_up():
+    """SIGHUP does what it does by default: under nohup it is ignored, and a job then goes on."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("hang_up")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_a_stop_saves_and_resume_goes_on(tmp_path, number, code):
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and a job then goes on
     file = write_workload(tmp_path)
     paceline(tmp_path, "run", "-n", "2", "--job", "whole", file)
     job = start(tmp_path, "run", "-n", "2", "--job", "a", file, TEST_PAUSE="0.1")
@@ -450,3 +458,6 @@ def test_where_forking_is_unsafe_ranks_are_fresh_interpreters(tmp_path, monkeypa
     )
     assert main(["run", "-n", "2", "--runs", str(tmp_path / "runs"), "--job", "b", str(file)]) == 1
     assert "ZeroDivisionError" in capsys.readouterr().err
+    file.write_text(file.read_text().replace("job.step_number == 3 and 1 / 0", "job.step_number == 3 and os._exit(0)"))
+    assert main(["run", "-n", "2", "--runs", str(tmp_path / "runs"), "--job", "c", str(file)]) == 1
+    assert "process ended with exit code 0 before the end of its file" in capsys.readouterr().err

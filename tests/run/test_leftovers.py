@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -50,6 +51,47 @@ def test_only_our_own_folders_are_swept(tmp_path):
     before = sorted(tmp_path.rglob("*"))
     sweep(tmp_path)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS])
+def test_where_a_file_system_has_no_locks_a_job_goes_on_without(tmp_path, monkeypatch, number):
+    def refuse(*_):
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as without:
+        without.setattr("fcntl.flock", refuse)
+        made = make_private(str(tmp_path))
+        assert make_private(str(tmp_path)).path != made.path
+        assert made.path.is_dir(), "the second job has removed it"
+    sweep(tmp_path)  # with locks again, as from another client of the same file system
+    assert made.path.is_dir()
+    made.remove()
+    assert not made.path.exists()
+
+
+def test_a_folder_that_can_not_be_finished_does_not_stay(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.rename", refuse)
+    with pytest.raises(OSError, match="No space left"):
+        make_private(str(tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_a_job_runs_where_there_are_no_locks(short_path, monkeypatch):
+    from paceline.cli.main import main
+
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    file = write_workload(short_path)
+    monkeypatch.setenv("TMPDIR", str(short_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr("fcntl.flock", refuse)
+    assert main(["run", "-n", "2", "--runs", str(short_path / "runs"), "--job", "a", str(file)]) == 0
+    assert not [path for path in short_path.iterdir() if "paceline-" in path.name]
 
 
 def with_loader_worker(tmp_path):

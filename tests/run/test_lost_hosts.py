@@ -317,3 +317,32 @@ def test_a_coordinator_that_is_given_up_is_called_so(play):
     ending = play.run(script)
     assert ending.status == "failed"
     assert "the coordinator's process was ended by SIGKILL" in ending.cause["message"]
+
+
+@pytest.mark.parametrize(
+    ("given_up", "ended"),
+    [
+        ({"worker": WORKER_0}, [WORKER_0]),
+        ({"node": 7, "rank": SERVER_1}, [SERVER_1]),
+        ({"node": 7}, []),  # it may be either
+        ({"worker": WORKER_1}, []),  # another has taken its place
+    ],
+)
+def test_a_silent_process_is_told_from_one_of_the_same_number_on_another_host(play, given_up, ended):
+    def script(play):
+        play.h1.begin()
+        play.h2.begin()
+        yield
+        play.h1.hearer.on_started({WORKER_0: 500})
+        play.h2.hearer.on_started({SERVER_1: 500})
+        play.step()
+        event = {"event": "given_up", "pid": 500, "silent_s": 61.0, **given_up}
+        (play.folder / "servers.jsonl").write_text(json.dumps(event) + "\n")
+        yield
+        yield
+        for rank in (WORKER_0, WORKER_1):
+            (play.h1 if rank == WORKER_0 else play.h2).end(rank)
+            yield
+
+    assert play.run(script).status == "done"
+    assert [*play.h1.signalled, *play.h2.signalled] == ended

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import os
@@ -9,12 +10,16 @@ import signal
 import sys
 import threading
 import weakref
+from pathlib import Path
 
 import pytest
 
 import paceline as paceline_package
+from paceline.nouns.errors import UsageError
+from paceline.run.progress import Screen
 from paceline.run.stalls import Stalls, notice_time, process_state
-from paceline.run.watchdog import stacks, waits_in
+from paceline.run.supervisor import JobRequest, Supervisor
+from paceline.run.watchdog import Watchdog, stacks, waits_in
 
 from jobs import LOOP, STEPS, losses, paceline, start, wait_for, write_workload
 
@@ -157,9 +162,49 @@ def test_nobody_has_left_as_long_as_they_may_come(stalls, reports):
     assert made.who_left() is None
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("30", 30.0), ("0", 0.0), ("-1", 0.0), ("soon", 60.0), ("nan", 60.0)])
+def test_who_has_left_is_known_where_no_notice_is_wanted(stalls):
+    made = stalls(waiting(0), closing(1))
+    made.notice_s = 0.0
+    assert made.look(1001.0, {}) == []
+    assert made.who_left() == 1
+
+
+@pytest.mark.parametrize("notice_s", [0.0, 3600.0])
+def test_a_rank_reports_whatever_the_notice_time_is(tmp_path, monkeypatch, notice_s):
+    monkeypatch.setattr("paceline.run.watchdog.DEFAULT_S", 0.2)
+    watchdog = Watchdog(tmp_path, 0, notice_s)
+    watchdog.start()
+    try:
+        assert wait_for((tmp_path / "stalls" / "0.json").exists, 10)
+    finally:
+        watchdog.stop()
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("30", 30.0), ("0", 0.0), ("", 60.0)])
 def test_the_notice_time_of_the_environment(text, seconds):
     assert notice_time({"PACELINE_STALL_NOTICE": text}) == seconds
+
+
+@pytest.mark.parametrize("text", ["-1", "soon", "nan", "inf"])
+def test_a_notice_time_of_the_environment_that_is_none_is_refused(text):
+    with pytest.raises(UsageError, match=f"PACELINE_STALL_NOTICE={text}, but it is no number of seconds"):
+        notice_time({"PACELINE_STALL_NOTICE": text})
+
+
+@pytest.mark.parametrize(("notice_s", "again"), [(60.0, "in 10 min at"), (4.0, "in 40 s at")])
+def test_when_the_same_is_told_again(stalls, notice_s, again):
+    made = stalls(waiting(0))
+    made.notice_s = notice_s
+    assert again in made.look(1001.0, {})[-1]
+
+
+def test_a_nodes_supervisor_misses_ranks_of_other_nodes_too(tmp_path):
+    request = JobRequest(Path("x"), (), 2, tmp_path, world_size=4)
+    stalls = Supervisor(request, Screen(io.StringIO(), io.StringIO())).stalls
+    (tmp_path / "stalls").mkdir()
+    for rank in range(3):
+        (tmp_path / "stalls" / f"{rank}.json").write_text(json.dumps(waiting(rank)))
+    assert "rank 3: nothing reported" in "\n".join(stalls.look(1001.0, {}))
 
 
 def looked_at_by(look):
@@ -238,6 +283,26 @@ def test_a_notice_time_that_is_none_is_refused(tmp_path, value):
     assert "is no number of seconds" in ended.err
 
 
+@pytest.mark.parametrize("rank", [{}, {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}])
+def test_a_variable_that_is_no_notice_time_is_refused_before_anything_starts(tmp_path, rank):
+    ended = paceline(tmp_path, "run", "--job", "a", write_workload(tmp_path), PACELINE_STALL_NOTICE="abc", **rank)
+    assert ended.code == 2
+    assert "PACELINE_STALL_NOTICE=abc, but it is no number of seconds" in ended.err
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("words", [["--on", "ray"], ["--on", "mpi", "-H", "h1:1,h2:1"]], ids=["ray", "mpi"])
+def test_the_notice_time_goes_to_ranks_on_other_hosts(tmp_path, words):
+    program = tmp_path / "mpirun"
+    program.write_text("#!/bin/sh\necho 'mpirun (Open MPI) 4.1'\n")
+    program.chmod(0o755)
+    words = ["run", "--dry-run", *words, "-n", "2", "--stall-notice", "0", write_workload(tmp_path)]
+    ended = paceline(tmp_path, *words, PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert ended.code == 0, ended.err
+    named = "-x PACELINE_STALL_NOTICE " if "mpi" in words else '"PACELINE_STALL_NOTICE": "0.0"'
+    assert named in ended.out
+
+
 @pytest.mark.parametrize("on", ["slurm", "kubernetes"])
 def test_a_notice_time_is_refused_where_nothing_supervises(tmp_path, on):
     ended = paceline(tmp_path, "run", "--on", on, "--stall-notice", "30", write_workload(tmp_path))
@@ -298,9 +363,11 @@ def test_a_deadlock_is_told_and_a_second_ctrl_c_ends_it_with_what_was_saved(tmp_
 
 
 @pytest.mark.slow
-def test_rank_0_that_leaves_its_loop_is_the_first_cause(tmp_path):
+@pytest.mark.parametrize("notice_s", ["4", "0", "3600"])
+def test_rank_0_that_leaves_its_loop_is_the_first_cause(tmp_path, notice_s):
     hook = "    if job and job.step_number == 6 and job.rank == 0: sys.exit(0)\n"
-    ended = paceline(tmp_path, "run", "-n", "2", "--job", "a", "--stall-notice", "4", write_workload(tmp_path, hook))
+    words = ("run", "-n", "2", "--job", "a", "--stall-notice", notice_s)
+    ended = paceline(tmp_path, *words, write_workload(tmp_path, hook), timeout=60)
     assert ended.code == 1
     assert "rank 0 should take as many steps as the other ranks, but it left its loop" in ended.err
     assert ended.seconds < 60

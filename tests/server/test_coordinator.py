@@ -288,7 +288,7 @@ def test_a_worker_is_given_up_once_and_twice_at_one_step_ends_the_job():
     assert [event["event"] for event in one.look(missing(61.0), pids, 5.0, 161.0)] == ["waiting", "given_up"]
     assert one.look(missing(62.0), pids, 5.0, 162.0) == []
     (event,) = one.look(missing(61.0, worker=(1, 1), step=5), pids, 99.0, 300.0)
-    assert (event["event"], event["pid"]) == ("given_up", 78)
+    assert (event["event"], event["worker"], event["pid"]) == ("given_up", 1, 78)
     with pytest.raises(PeerLostError, match="and so was the one that took its place"):
         one.look(missing(61.0, worker=(1, 2), step=5), pids, 99.0, 400.0)
 
@@ -314,7 +314,8 @@ def test_a_server_that_is_silent_is_replaced_where_somebody_can(has_begun):
     server = {7: ("the server at unix:/s", 61.0)}
     one = Absences(60.0, is_replaced=True)
     assert one.look_at_others({7: ("the server at unix:/s", 59.0)}, {7: 70}, has_begun) == []
-    assert one.look_at_others(server, {7: 70}, has_begun) == [{"event": "given_up", "pid": 70, "silent_s": 61.0}]
+    given_up = {"event": "given_up", "node": 7, "pid": 70, "silent_s": 61.0}
+    assert one.look_at_others(server, {7: 70}, has_begun) == [given_up]
     assert one.look_at_others(server, {7: 70}, has_begun) == []
 
 

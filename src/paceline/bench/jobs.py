@@ -28,7 +28,7 @@ from paceline.nouns.errors import UsageError
 _FILE = Path(__file__).with_name("small_gpt.py")
 LIBRARIES = ("paceline", "ddp", "accelerate", "lightning")
 SETTINGS = ("quiet", "busy")
-_SPIN = "while True: pass"
+_SPIN = "import os, sys\nwhile os.getppid() == int(sys.argv[1]):\n    for _ in range(10**6): pass\n"
 
 RANKS, BATCH = 2, 32  # samples of a step, over all ranks: see small_gpt.py
 
@@ -117,8 +117,12 @@ def table(result: dict[str, Any]) -> str:
 
 @contextmanager
 def busy_processes(count: int) -> Iterator[None]:
-    """Keep `count` processes computing, each in a session of its own as another program would be."""
-    processes = [subprocess.Popen([sys.executable, "-c", _SPIN], start_new_session=True) for _ in range(count)]
+    """Keep `count` processes computing, each in a session of its own as another program would be.
+
+    They end by themselves when this process is killed.
+    """
+    command = [sys.executable, "-c", _SPIN, str(os.getpid())]
+    processes = [subprocess.Popen(command, start_new_session=True) for _ in range(count)]
     try:
         yield
     finally:

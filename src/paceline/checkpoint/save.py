@@ -265,9 +265,9 @@ def _wait_for_notes(partial: Path, size: int) -> list[dict[str, Any]]:
 
 
 def _let_others_finish(partial: Path, size: int) -> None:
-    """Wait until the other ranks have written their notes, or long enough: one that is slower writes into nothing."""
+    """Wait until the other ranks have written their notes or marks, or long enough: slower ones write into nothing."""
     deadline_s = time.monotonic() + _LAST_WORDS_S
-    while time.monotonic() < deadline_s and len(list(partial.glob("note-*.json"))) < size - 1:
+    while time.monotonic() < deadline_s and len(list(partial.glob("note-*.[jf]*"))) < size - 1:
         time.sleep(_POLL_S)
 
 

@@ -33,7 +33,7 @@ from paceline.launch.workload_file import read_workload_file
 from paceline.nouns.errors import PacelineError, UsageError
 from paceline.nouns.mesh import AXES, SHORT, Mesh
 from paceline.nouns.options import without_effect
-from paceline.nouns.plan import COMPRESSIONS, TRANSPORTS, Plan
+from paceline.nouns.plan import COMPRESSIONS, OPTIONS, SHORT_OPTIONS, TRANSPORTS, Plan
 from paceline.nouns.reading import number
 from paceline.run import directory
 from paceline.run.elastic import Elastic
@@ -80,8 +80,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--stall-notice",
         type=float,
         metavar="SECONDS",
-        help="if no rank makes progress for so long, print where each one is, and end nothing "
-        f"(default {DEFAULT_S:g}, or what {VARIABLE} says; 0: never)",
+        help="if no rank makes progress for so long, print where each one is, and end nothing (a rank that ended its "
+        f"file while others wait for it always ends the job; default {DEFAULT_S:g}, or what {VARIABLE} says; 0: never)",
     )
     parser.add_argument(
         "--json", action="store_true", help="print the result as JSON on stdout; all else goes to stderr"
@@ -128,6 +128,9 @@ def decide_plan(arguments: argparse.Namespace, grows: bool = False) -> Plan:
     """
     if arguments.n is not None and arguments.n < 1:
         raise UsageError(f"to start {arguments.n} ranks", "a job has at least one", "write -n 1 or more")
+    if arguments.plan and Path(arguments.plan).is_dir():
+        fix = "name the plan.json in it, or axes with sizes such as replicate=2"
+        raise UsageError(f"the plan {arguments.plan}", "it is a folder", fix)
     text = _with_ranks(arguments.plan or "", 1 if grows else arguments.n)
     plan = Plan.read(Path(text)) if text.endswith(".json") else Plan.parse(text or "replicate=1")
     mesh = Mesh.parse(plan.mesh)
@@ -145,7 +148,8 @@ def decide_plan(arguments: argparse.Namespace, grows: bool = False) -> Plan:
 def _with_ranks(text: str, ranks: int | None) -> str:
     """A plan that names no axis: -n says how many ranks, or workers of servers, it has."""
     names = {item.partition("=")[0].strip() for item in text.split(",")}
-    if not ranks or text.endswith(".json") or names & {*AXES, *SHORT}:
+    is_unknown = bool(names - {"", *OPTIONS, *SHORT_OPTIONS})  # an error then quotes what was written
+    if not ranks or text.endswith(".json") or names & {*AXES, *SHORT} or is_unknown:
         return text
     return f"replicate={ranks},{text}" if text else f"replicate={ranks}"
 
@@ -200,21 +204,18 @@ def _run(arguments: argparse.Namespace) -> int:
         raise
     given = {} if arguments.on in ("mpi", "ray", "ssh") else run_on.environment_of(arguments.env)
     parts = (file.path, arguments.arguments, plan.world_size, folder, resume, file.imports, arguments.grace)
-    request = JobRequest(*parts, plan.server, posts, environment=given, stall_notice_s=_stall_notice(arguments))
+    request = JobRequest(*parts, plan.server, posts, environment=given, stall_notice_s=arguments.stall_notice)
     return _supervise(arguments, plan, request, screen)
 
 
 def _check_stall_notice(arguments: argparse.Namespace) -> None:
-    """Raise UsageError where --stall-notice is no time."""
+    """Put what the environment says in the place of a missing --stall-notice; UsageError where it is no time."""
     if arguments.stall_notice is None:
+        arguments.stall_notice = notice_time(os.environ)
         return
     asked = f"--stall-notice {arguments.stall_notice:g}"
     if not 0 <= arguments.stall_notice < float("inf"):
         raise UsageError(asked, "it is no number of seconds", "write seconds, or 0 for no notice")
-
-
-def _stall_notice(arguments: argparse.Namespace) -> float:
-    return notice_time(os.environ) if arguments.stall_notice is None else float(arguments.stall_notice)
 
 
 def _folder(arguments: argparse.Namespace, script: Path, screen: Screen) -> tuple[Path, Path | None]:
@@ -249,7 +250,7 @@ def _run_elastic(arguments: argparse.Namespace) -> int:
     screen = Screen(sys.stderr if arguments.json else sys.stdout, sys.stderr)
     folder, _ = _folder(arguments, file.path, screen)
     parts = (file.path, arguments.arguments, plan.world_size, folder, None, file.imports, arguments.grace)
-    job = Elastic(rules, discover, options, plan, JobRequest(*parts, stall_notice_s=_stall_notice(arguments)), screen)
+    job = Elastic(rules, discover, options, plan, JobRequest(*parts, stall_notice_s=arguments.stall_notice), screen)
     try:
         ending, progress, result = job.run()
     except BaseException:
@@ -327,7 +328,7 @@ def _run_node(arguments: argparse.Namespace, node: NodePosition) -> int:
     parts = (file.path, arguments.arguments, per_node, folder, resume, file.imports, arguments.grace)
     told = {**run_on.environment_of(arguments.env), "PACELINE_PLAN": json.dumps(asdict(plan))}
     posts = [post] if node.nodes > 1 else []  # a node alone has a file to meet at
-    request = JobRequest(*parts, 0, posts, world, told, _stall_notice(arguments))
+    request = JobRequest(*parts, 0, posts, world, told, arguments.stall_notice)
     if node.node_rank == 0:
         return _supervise(arguments, plan, request, screen)
     supervisor = Supervisor(request, screen)

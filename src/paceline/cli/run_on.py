@@ -31,6 +31,7 @@ from paceline.run.elastic import script_hosts
 from paceline.run.fleet import FleetOptions, agent_command, agent_request, open_posts
 from paceline.run.membership import Rules
 from paceline.run.replaced import Replaced
+from paceline.run.stalls import VARIABLE as STALL_NOTICE
 from paceline.run.supervisor import Post
 from paceline.server.absences import silence_s
 from paceline.server.credentials import check_can_make
@@ -287,7 +288,7 @@ def _supervised(arguments: argparse.Namespace, run_dir: Path) -> dict[str, str]:
     checkpoints = run_dir.resolve() / "checkpoints"
     resume = {"PACELINE_RESUME": str(checkpoints)} if list_checkpoints(checkpoints) else {}
     told = {"PACELINE_RUN_DIR": str(run_dir.resolve()), "PACELINE_SUPERVISED": "1"}
-    return {**environment_of(arguments.env), **interface, **resume, **told}
+    return {STALL_NOTICE: str(arguments.stall_notice), **environment_of(arguments.env), **interface, **resume, **told}
 
 
 def mpi_words(arguments: argparse.Namespace, plan: Plan, run_dir: Path, file: Path) -> tuple[list[str], dict[str, str]]:

@@ -222,7 +222,8 @@ def _met(position: Position, meeter: str, environment: Mapping[str, str]) -> Pos
     """The position with where its ranks meet."""
     file, master, origin = _meeting(position, meeter, environment)
     origins = {**position.origins, "meeting": origin}
-    is_torchs = position.source == launchers.TORCHRUN and origin.startswith(MASTER[0])
+    # Also where a rank of torchrun's says its place in Paceline's own variables: see run/place.py.
+    is_torchs = launchers.TORCHRUN in (position.source, meeter) and origin.startswith(MASTER[0])
     return replace(position, origins=origins, file=file, master=master, has_own_store=is_torchs)
 
 

@@ -1,6 +1,7 @@
 """The run directory: everything that others may read of a job.
 
-runs/JOB/plan.json  job.json  events.jsonl  failures/RANK.json  stalls/RANK.json  checkpoints/step-N/  result.json
+runs/JOB/plan.json  job.json  events.jsonl  failures/RANK.json  stalls/RANK.json  ended/RANK  checkpoints/step-N/
+         result.json
 """
 
 from __future__ import annotations

@@ -77,6 +77,22 @@ def left_early(rank: int, at: float, found: str = "its process ended with exit c
     return {**_died(rank, at, str(error)), "is_paceline": True}
 
 
+def never_ended(rank: int, at: float, run_dir: Path) -> dict[str, Any]:
+    """The failure of a job whose rank 0 has ended well, where nothing says how another rank did.
+
+    Args:
+        rank: the other.
+        at: when rank 0 gave up, seconds since the epoch.
+        run_dir: where it should say so.
+    """
+    error = PacelineError(
+        f"rank {rank} should write down its end in {run_dir}",
+        "rank 0 found none there",
+        "see that all hosts share that folder (`paceline doctor -H ...` looks), and whether something ended that rank",
+    )
+    return {**_died(rank, at, str(error)), "is_paceline": True}
+
+
 def lost_server(status: int, at: float) -> dict[str, Any]:
     """The failure of a fork server that ended before its ranks, which the kernel then ends with it.
 

@@ -163,6 +163,9 @@ def _start(rank: int, settings: RankSettings, pipes: Pipes, more: Mapping[str, s
             words = _server_words(rank, settings)
             command = [sys.executable, "-c", f"import {__spec__.name} as f; exit(f.be_server(*{words!r}))"]
         kept = [settings.meeting.listener] if "PACELINE_LISTENER" in environment else []
+        if not _is_server(rank, settings):
+            kept.append(pipes.finished_write)
+            environment["PACELINE_FINISHED"] = str(pipes.finished_write)
         process = subprocess.Popen(
             command,
             env={**os.environ, "PYTHONIOENCODING": "utf-8:backslashreplace", **environment},
@@ -228,9 +231,14 @@ def _become_rank(
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
-        os.write(pipes.finished_write, _NUMBER.pack(os.getpid()))
+        tell_finished(pipes.finished_write)
     finally:
         os._exit(code)
+
+
+def tell_finished(finished_write: int) -> None:
+    """Say that this process has run its file to the end."""
+    os.write(finished_write, _NUMBER.pack(os.getpid()))
 
 
 def keep_temporary_files_in(private: str) -> None:
@@ -263,7 +271,7 @@ def _watch(pipes: Pipes, pids: dict[int, int], settings: RankSettings) -> None:
     rest = b""
     control, wake_read = pipes.control, pipes.wake_read
     while True:
-        _reap(pipes, pids, settings.is_forking)
+        _reap(pipes, pids, settings)
         if not pids and not settings.servers:  # of a server's job each may be started again
             return
         ready, _, _ = select.select([control.fileno(), wake_read], [], [])
@@ -296,14 +304,15 @@ def _start_again(rank: int, pipes: Pipes, pids: dict[int, int], settings: RankSe
     _send(pipes.control, {"restarted": rank, "pid": pid})
 
 
-def _reap(pipes: Pipes, pids: dict[int, int], is_forking: bool) -> None:
+def _reap(pipes: Pipes, pids: dict[int, int], settings: RankSettings) -> None:
     while pids:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
             return
         if pid in pids:
             code = os.waitstatus_to_exitcode(status)
-            if code == 0 and is_forking and not pipes.has_finished(pid):
+            tells = settings.is_forking or not _is_server(pids[pid], settings)
+            if code == 0 and tells and not pipes.has_finished(pid):
                 code = LEFT
             _send(pipes.control, {"ended": pids.pop(pid), "status": code})
 

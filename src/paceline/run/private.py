@@ -2,7 +2,7 @@
 
 It is removed at the job's end, or by the fork server when the supervisor was killed. When both were killed at once, the
 next job removes it: every process of a job holds a lock in its folder, and a lock that nobody holds says that the job
-is over.
+is over. On a file system without such locks the folder has none, and no job removes it but its own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _UNFINISHED = f".{PREFIX}"  # a folder whose lock is not taken yet
 
 @dataclass(frozen=True, slots=True)
 class PrivateFolder:
-    """The folder, and the descriptor of its lock: who inherits that holds the lock too."""
+    """The folder, and the descriptor of its lock: who inherits that holds the lock too; -1: there is none."""
 
     path: Path
     lock: int
@@ -31,7 +31,8 @@ class PrivateFolder:
     def remove(self) -> None:
         """Remove it; the job is over."""
         shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self.lock)
+        if self.lock >= 0:
+            os.close(self.lock)
 
 
 def make_private(parent: str | None = None) -> PrivateFolder:
@@ -43,9 +44,24 @@ def make_private(parent: str | None = None) -> PrivateFolder:
     parent = parent or tempfile.gettempdir()
     sweep(Path(parent))
     made = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=parent))
-    lock = os.open(made / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    return PrivateFolder(made.rename(made.with_name(made.name[1:])), lock)
+    try:
+        lock = _locked(made / _LOCK)
+        return PrivateFolder(made.rename(made.with_name(made.name[1:])), lock)
+    except OSError:
+        shutil.rmtree(made, ignore_errors=True)
+        raise
+
+
+def _locked(path: Path) -> int:
+    """Make a file and lock it; its descriptor, or -1 where the file system has no locks, and then no file."""
+    lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    except OSError:  # ENOLCK, ENOTSUP, EINVAL or ENOSYS, as NFS and FUSE have it
+        os.close(lock)
+        path.unlink()  # a folder with it could be taken for a killed job's
+        return -1
+    return lock
 
 
 def sweep(parent: Path) -> None:

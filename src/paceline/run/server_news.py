@@ -8,6 +8,8 @@ from typing import Any
 
 from paceline.run.progress import decoded
 
+End = Callable[[int | None, int, float], None]  # a rank, its process, the seconds for which it has not answered
+
 
 class ServerNews:
     """Follows `servers.jsonl` of a run, from its present end.
@@ -15,10 +17,10 @@ class ServerNews:
     Args:
         run_dir: the run's folder.
         say: prints a line for the person.
-        end: ends a process that has not answered for so many seconds.
+        end: ends a process that has not answered; the rank of a server that never answered is None.
     """
 
-    def __init__(self, run_dir: Path, say: Callable[[str], None], end: Callable[[int, float], None]) -> None:
+    def __init__(self, run_dir: Path, say: Callable[[str], None], end: End) -> None:
         self.path = run_dir / "servers.jsonl"
         self.offset = self.path.stat().st_size if self.path.exists() else 0
         self.say, self.end = say, end
@@ -58,7 +60,7 @@ class ServerNews:
         elif kind == "joined_again":
             self.say(f"paceline: worker {event['worker']} takes part again")
         elif kind == "given_up":
-            self.end(event["pid"], event["silent_s"])
+            self.end(event.get("worker", event.get("rank")), event["pid"], event["silent_s"])
         elif kind == "notice":
             self.say(f"paceline: {event['text']}")
         elif kind == "servers_ended" and event["counted"] is not None:

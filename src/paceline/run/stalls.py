@@ -1,8 +1,8 @@
 """Says where the ranks of a job stand when none of them gets on: who waits in what, and what the missing ones do.
 
 Each rank writes down its own standing after some time without progress (`run/watchdog.py`). A notice ends nothing: a
-long first step, a compilation, an evaluation or a debugger looks alike. One thing is certain, and ends the job: a rank
-that has closed its job after step N while another waits for it in a later step.
+long first step, a compilation, an evaluation or a debugger looks alike. One thing is certain, and ends the job whether
+notices are wanted or not: a rank that has closed its job after step N while another waits for it in a later step.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.nouns.errors import ReadError
+from paceline.nouns.errors import ReadError, UsageError
 from paceline.nouns.reading import COUNT, read_json
 
 FOLDER = "stalls"  # in the run directory
@@ -22,6 +22,7 @@ VARIABLE = "PACELINE_STALL_NOTICE"
 DEFAULT_S = 60.0
 _TELL = 0.75  # of the notice time: reports come a little late, and the notice should not
 _AGAIN = 10  # times the notice time until the same is told again, and twice as long after each
+_MINUTE_S = 60.0
 _FRAMES = 8  # of a stack that is shown
 _IDLE = 0.2  # cores: a rank that uses less is not computing
 _STATES = {"T": "its process is stopped (SIGSTOP?)", "t": "a debugger has stopped its process", "Z": "it has ended"}
@@ -54,9 +55,9 @@ class Stalls:
             now: seconds since the epoch.
             pids: processes of ranks on this host, by rank.
         """
+        self.reports = read_reports(self.run_dir / FOLDER)
         if not self.notice_s:
             return []
-        self.reports = read_reports(self.run_dir / FOLDER)
         longest_s = max((_stalled_s(report, now) for report in self.reports), default=0.0)
         if not self.reports and self.is_told:
             self.is_told = False
@@ -93,12 +94,20 @@ class Stalls:
 
 
 def notice_time(environment: Mapping[str, str]) -> float:
-    """The seconds without progress after which people are told; 0: never. A value that is no number is the default."""
+    """The seconds without progress after which people are told; 0: never.
+
+    Raises:
+        UsageError: the variable has something else.
+    """
+    text = environment.get(VARIABLE) or f"{DEFAULT_S}"
     try:
-        seconds = float(environment.get(VARIABLE, DEFAULT_S))
+        seconds = float(text)
     except ValueError:
-        return DEFAULT_S
-    return max(0.0, seconds) if math.isfinite(seconds) else DEFAULT_S
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        fix = f"write seconds, 0 for no notice, or unset {VARIABLE}"
+        raise UsageError(f"{VARIABLE}={text}", "it is no number of seconds", fix)
+    return seconds
 
 
 def read_reports(folder: Path) -> list[Report]:
@@ -153,9 +162,8 @@ def told(reports: Sequence[Report], longest_s: float, missing: Mapping[int, str]
     waiting = [report for report in shown if report["waits_in"]][:2]
     for report in [*waiting, *[report for report in shown if not report["waits_in"]][:2]]:
         lines += _stack(report)
-    lines.append(
-        f"  No process was ended; the next notice comes in {pause_s / 60:.0f} min at the earliest (--stall-notice)."
-    )
+    again = f"{pause_s / 60:.0f} min" if pause_s >= _MINUTE_S else f"{pause_s:.0f} s"
+    lines.append(f"  No process was ended; the next notice comes in {again} at the earliest (--stall-notice).")
     return lines
 
 

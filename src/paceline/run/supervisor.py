@@ -130,7 +130,8 @@ class Supervisor:
         if self.request.servers:
             self.news = ServerNews(self.request.run_dir, self.screen.say, self._end_silent)
         self.replaced = Replaced(self.request.ranks, self.request.servers)
-        self.stalls = Stalls(self.request.run_dir, self.request.stall_notice_s, self.request.ranks)
+        ranks = self.request.world_size or self.request.ranks
+        self.stalls = Stalls(self.request.run_dir, self.request.stall_notice_s, ranks)
 
     def run(self) -> tuple[Ending, Progress]:
         """Run the job to its end. Nothing is left behind: no process, no file outside the run directory.
@@ -320,9 +321,14 @@ class Supervisor:
             if self.kill_at_s is None or not self.asked_to_stop:
                 self.kill_at_s = min(self.kill_at_s or float("inf"), self.clock.now_s() + SETTLE_S)
 
-    def _end_silent(self, pid: int, silent_s: float) -> None:
-        """Kill a process that the coordinator has given up, unless it has already ended; another takes its place."""
-        for rank in [rank for rank, own in self.alive.items() if own == pid]:
+    def _end_silent(self, rank: int | None, pid: int, silent_s: float) -> None:
+        """Kill a process that the coordinator has given up, unless it has already ended; another takes its place.
+
+        Two hosts may have processes of the same number: where the rank is unknown too, and both run, none is killed.
+        """
+        found = [one for one, own in self.alive.items() if own == pid and rank in (None, one)]
+        if len(found) == 1:
+            rank = found[0]
             self.screen.say(f"paceline: {self.replaced.name(rank)} has been silent for {silent_s:.0f} s: killing it")
             self.stations[rank].signal([rank], signal.SIGKILL)
 

@@ -1,8 +1,8 @@
 """A thread of each rank that notices when the rank makes no progress, and writes down where it stands.
 
-Progress is a finished step or the begin of a collective. After a quarter of the notice time without any, the thread
-writes `stalls/RANK.json` in the run directory, and again from time to time; with the next progress it removes the
-file. Whoever supervises reads these files: see `run/stalls.py`. Nothing is ended here.
+Progress is a finished step or the begin of a collective. After a quarter of the notice time without any (at most of
+the default's), the thread writes `stalls/RANK.json` in the run directory, and again from time to time; with the next
+progress it removes the file. Whoever supervises reads these files: see `run/stalls.py`. Nothing is ended here.
 
 Stacks come from `faulthandler`, which prints them without holding a frame: a frame that is held keeps its tensors
 alive, and a graph that is being captured notices that.
@@ -18,17 +18,17 @@ import re
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
 import paceline
 from paceline.comm import words
-from paceline.run.stalls import FOLDER, Stalls, notice_time
+from paceline.run.stalls import DEFAULT_S, FOLDER, notice_time
 from paceline.train import job as jobs
 
-_FIRST = 0.25  # of the notice time: the first report of a rank
-_POLLS = 24  # looks in the notice time
+_FIRST = 0.25  # of the pace: the first report of a rank
+_POLLS = 24  # looks in that time
 _MOST_POLL_S = 5.0
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
@@ -54,16 +54,15 @@ class Watchdog:
     Args:
         run_dir: of the job.
         rank: this process's.
-        notice_s: seconds without progress after which people are told.
-        say: where nobody supervises, rank 0 says what the files of all ranks have.
+        notice_s: seconds without progress after which people are told; 0: never, and the files are written all the
+            same, since whoever supervises ends a job that one of its ranks has left.
     """
 
-    def __init__(self, run_dir: Path, rank: int, notice_s: float, say: Callable[[str], None] | None = None) -> None:
-        self.folder, self.rank, self.notice_s = run_dir / FOLDER, rank, notice_s
+    def __init__(self, run_dir: Path, rank: int, notice_s: float) -> None:
+        self.folder, self.rank = run_dir / FOLDER, rank
+        self.pace_s = min(notice_s or DEFAULT_S, DEFAULT_S)
         self.path = self.folder / f"{rank}.json"
         self.over = threading.Event()
-        self.say = say
-        self.stalls = Stalls(run_dir, notice_s)
         self.thread = threading.Thread(target=self._watch, name="paceline watchdog", daemon=True)
 
     def start(self) -> None:
@@ -80,21 +79,18 @@ class Watchdog:
         with contextlib.suppress(OSError):  # a full disk must not end the thread with a traceback
             self.path.unlink(missing_ok=True)
         since_s, cpu_s, before = time.monotonic(), time.process_time(), progress()
-        next_s, is_written = _FIRST * self.notice_s, False
-        while not self.over.wait(min(self.notice_s / _POLLS, _MOST_POLL_S)):
+        next_s, is_written = _FIRST * self.pace_s, False
+        while not self.over.wait(min(self.pace_s / _POLLS, _MOST_POLL_S)):
             now, stalled_s = progress(), time.monotonic() - since_s
             if now != before:
                 since_s, cpu_s, before = time.monotonic(), time.process_time(), now
-                next_s = _FIRST * self.notice_s
+                next_s = _FIRST * self.pace_s
                 if is_written:
                     self.path.unlink(missing_ok=True)
                 is_written = False
             elif stalled_s >= next_s:
-                next_s += max(_FIRST * self.notice_s, stalled_s / 2)
+                next_s += max(_FIRST * self.pace_s, stalled_s / 2)
                 is_written = self._write(stalled_s, time.process_time() - cpu_s)
-            if self.say is not None:
-                for line in self.stalls.look(time.time_ns() / 1e9, {}):
-                    self.say(line)
 
     def _write(self, stalled_s: float, cpu_s: float) -> bool:
         report = {"rank": self.rank, "at": time.time_ns() / 1e9, "stalled_s": stalled_s, "cpu_s": cpu_s, **standing()}
@@ -106,14 +102,9 @@ class Watchdog:
         return True
 
 
-def begin_watching(
-    environment: Mapping[str, str], run_dir: Path, say: Callable[[str], None] | None = None
-) -> Watchdog | None:
-    """Start this rank's watchdog, unless the job wants no notices."""
-    notice_s = notice_time(environment)
-    if not notice_s:
-        return None
-    watchdog = Watchdog(run_dir, int(environment.get("PACELINE_RANK", "0")), notice_s, say)
+def begin_watching(environment: Mapping[str, str], run_dir: Path) -> Watchdog:
+    """Start this rank's watchdog."""
+    watchdog = Watchdog(run_dir, int(environment.get("PACELINE_RANK", "0")), notice_time(environment))
     watchdog.start()
     return watchdog
 

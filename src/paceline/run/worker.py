@@ -8,7 +8,6 @@ import runpy
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +19,15 @@ from paceline.train import job as jobs
 from paceline.train import loop
 
 
-def run_rank(script: str, arguments: list[str], stopped_code: int = 0, say: Callable[[str], None] | None = None) -> int:
+def run_rank(script: str, arguments: list[str], stopped_code: int = 0) -> int:
     """Run `script` as `__main__`; the exit code. A file that only declares `workload` gets the plain loop.
 
     Args:
         script, arguments: the person's.
         stopped_code: the exit code of a job that was asked to stop, and has been saved before its end.
-        say: told where the ranks stand when none gets on; None: a supervisor looks for itself.
     """
     run_dir = os.environ.get("PACELINE_RUN_DIR")
-    watchdog = begin_watching(os.environ, Path(run_dir), say) if run_dir else None
+    watchdog = begin_watching(os.environ, Path(run_dir)) if run_dir else None
     try:
         return _run_to_end(script, arguments, stopped_code)
     finally:
@@ -130,6 +128,17 @@ def _is_persons(file: str) -> bool:
     return "site-packages" not in file and f"{os.sep}paceline{os.sep}" not in file and not file.startswith("<")
 
 
-if __name__ == "__main__":
+def main() -> int:
+    """Be a rank where forking is unsafe, and the fork server starts fresh interpreters; the exit code."""
+    from paceline.run.forkserver import tell_finished
+
     die_with_parent()
-    sys.exit(run_rank(sys.argv[1], sys.argv[2:]))
+    finished = int(os.environ.pop("PACELINE_FINISHED"))
+    os.set_inheritable(finished, False)
+    code = run_rank(sys.argv[1], sys.argv[2:])
+    tell_finished(finished)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -95,7 +95,7 @@ class Absences:
             )
         self.given_up.add(worker)
         self.given_up_at[name] = step
-        return [{"event": "given_up", "pid": pid, "silent_s": facts["silent_s"]}]
+        return [{"event": "given_up", "worker": name, "pid": pid, "silent_s": facts["silent_s"]}]
 
     def look_at_others(
         self, silent: Mapping[Any, tuple[str, float]], pids: Mapping[Any, int], has_begun: bool
@@ -120,7 +120,8 @@ class Absences:
             if not can_be_replaced:
                 raise PeerLostError(name, f"it has been silent for {self.patience_s:g} s", _RESUME)
             self.given_up.add(who)
-            events.append({"event": "given_up", "pid": pids[who], "silent_s": round(quiet_s, 1)})
+            own = {"worker": who[0]} if isinstance(who, tuple) else {"node": who}
+            events.append({"event": "given_up", **own, "pid": pids[who], "silent_s": round(quiet_s, 1)})
         return events
 
     def note_waiting(self, worker: Worker, clock: int, is_waiting: bool, now_s: float) -> None:

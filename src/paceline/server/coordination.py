@@ -298,7 +298,8 @@ class Coordination(Peers):
             name = f"worker {peer[0]}" if isinstance(peer, tuple) else f"the server at {self.addresses.get(peer)}"
             silent[peer] = name, quiet_s
         for event in self.absences.look_at_others(silent, self._pids(), self.coordinator is not None):
-            self.tell(event)
+            rank = self.facts.get(event["node"], {}).get("rank") if "node" in event else None
+            self.tell({**event, "rank": rank} if isinstance(rank, int) else event)
 
     def _may_give_up_workers(self) -> bool:
         """Under sync `_look_for_missing` does, once the job runs; in the other modes rounds can do without one."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from paceline.nouns.errors import CheckpointError, PacelineError
+from paceline.nouns.reading import parse_whole
 from paceline.server import messages, setup
 from paceline.server.address import Address, Credentials
 from paceline.server.client import with_range
@@ -197,7 +198,8 @@ class Server(Peers):
         sent = sum(connection.bytes_sent for connection in self.connections.values())
         received = sum(connection.bytes_received for connection in self.connections.values())
         facts = {"node": self.node, "ranges": rows, "bytes_sent": sent, "bytes_received": received}
-        return {**facts, "messages": dict(self.counts), "refused": list(self.refused), "pid": os.getpid()}
+        process = {"pid": os.getpid(), "rank": parse_whole(os.environ.get("PACELINE_RANK", ""))}  # the supervisor's
+        return {**facts, "messages": dict(self.counts), "refused": list(self.refused), **process}
 
     def _open_all(self) -> None:
         for peer in self.addresses:

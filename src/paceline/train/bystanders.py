@@ -71,7 +71,7 @@ class ReachedError(Exception):
 
 
 class Bystanders:
-    """Keeps buffers, attributes and gradients of the models that will train, and of every module that the code calls besides.
+    """Keeps the state and gradients of the models that will train, and of every other module that the code calls.
 
     A loss may be a closure over the model, or ask a teacher that has batch norm.
 

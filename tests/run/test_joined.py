@@ -1,0 +1,215 @@
+"""Ranks that another launcher started: how each of them ended is known, and the job's end says so."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from paceline.launch.command import STOPPED_CODE
+from paceline.run.ends import Ends, first_of
+from paceline.run.failures import LEFT
+
+from jobs import LOOP, STEPS, command, leftovers, losses, marked, start, wait_for, write_workload
+
+SETTLED_S = 90
+
+
+def start_ranks(folder, file, ranks=2, **environment):
+    """The ranks as Open MPI's mpirun would start them, and with nothing above them."""
+    jobs = []
+    for rank in range(ranks):
+        own = {"RANK": rank, "SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_SIZE": ranks}
+        place = {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in own.items()}
+        words = ("run", "--job", "a", "--checkpoint-every", "0", file)
+        jobs.append(start(folder, *words, PMIX_NAMESPACE=f"test-{os.getpid()}", **place, **environment))
+    return jobs
+
+
+def end_of(jobs):
+    """Exit codes and what was written on stderr, once all have ended."""
+    told = [job.communicate(timeout=SETTLED_S)[1] for job in jobs]
+    return [job.returncode for job in jobs], told
+
+
+def result(folder):
+    return json.loads((folder / "runs" / "a" / "result.json").read_text())
+
+
+def children(job):
+    return psutil.Process(job.pid).children()
+
+
+LATE = LOOP + "    job.close()\n    if job.rank == 1: os._exit(0)\n"
+EARLY = "    if job and job.step_number == 6 and job.rank in {ranks}: os._exit(0)\n"
+NAMED = "rank {rank}'s process ended with exit code 0 before the end of its file; did the file call os._exit(0)?"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("hook", "loop", "who"),
+    [
+        (EARLY.format(ranks=(1,)), LOOP, [1]),
+        (EARLY.format(ranks=(0,)), LOOP, [0]),
+        (EARLY.format(ranks=(0, 1)), LOOP, [0, 1]),
+        ("", LATE, [1]),
+    ],
+    ids=["rank 1", "rank 0", "both", "after its last step"],
+)
+def test_a_rank_that_leaves_before_the_end_of_its_file_fails_the_job(tmp_path, hook, loop, who):
+    codes, told = end_of(start_ranks(tmp_path, write_workload(tmp_path, hook, loop)))
+    assert all(codes[rank] == 1 for rank in {0, *who}), (codes, told)
+    ended = result(tmp_path)
+    assert (ended["status"], ended["exit_code"]) == ("failed", 1)
+    assert ended["failure"]["rank"] in who
+    assert NAMED.format(rank=ended["failure"]["rank"]) in ended["failure"]["message"]
+    for rank in who:
+        assert told[rank].count(NAMED.format(rank=rank)) == 1, told
+    assert wait_for(lambda: not leftovers(tmp_path))
+
+
+@pytest.mark.slow
+def test_ranks_that_end_well_are_done(tmp_path):
+    codes, told = end_of(start_ranks(tmp_path, write_workload(tmp_path)))
+    assert codes == [0, 0], told
+    ended = result(tmp_path)
+    assert (ended["status"], ended["exit_code"], ended["steps"], ended["failure"]) == ("done", 0, STEPS, None)
+    assert not (tmp_path / "runs" / "a" / "ended").exists()
+    assert wait_for(lambda: not leftovers(tmp_path))
+
+
+@pytest.mark.slow
+def test_rank_0_waits_for_what_another_does_after_the_last_step(tmp_path):
+    after = "    job.close()\n    if job.rank == 1:\n        time.sleep(12)\n        raise ValueError('late')\n"
+    codes, told = end_of(start_ranks(tmp_path, write_workload(tmp_path, loop=LOOP + after)))
+    assert codes == [1, 1], told
+    assert result(tmp_path)["status"] == "failed"
+    assert result(tmp_path)["failure"]["message"] == "late"
+    assert told[1].count("ValueError: late") == 2  # its traceback and the line that names rank and step
+    assert "Traceback" not in told[0]
+    assert told[0].count("rank 0 has ended, and waits for rank 1") == 1
+
+
+@pytest.mark.slow
+def test_a_signal_to_the_launchers_process_saves_and_stops(tmp_path):
+    jobs = start_ranks(tmp_path, write_workload(tmp_path), TEST_PAUSE="0.2")
+    assert wait_for(lambda: len(losses(tmp_path / "runs" / "a")) >= 2, SETTLED_S)
+    jobs[0].send_signal(signal.SIGTERM)
+    codes, told = end_of(jobs)
+    assert codes == [STOPPED_CODE, STOPPED_CODE], told
+    steps = max(losses(tmp_path / "runs" / "a"))
+    assert steps < STEPS
+    assert (tmp_path / "runs" / "a" / "checkpoints" / f"step-{steps:08d}").is_dir()
+    assert result(tmp_path)["status"] == "stopped"
+
+
+@pytest.mark.slow
+def test_a_rank_that_a_signal_ends_is_named_and_its_launcher_sees_the_signal(tmp_path):
+    jobs = start_ranks(tmp_path, write_workload(tmp_path), TEST_PAUSE="0.2")
+    assert wait_for(lambda: len(losses(tmp_path / "runs" / "a")) >= 2, SETTLED_S)
+    (rank,) = children(jobs[1])
+    rank.kill()
+    codes, told = end_of(jobs)
+    assert codes == [1, -signal.SIGKILL], told
+    assert "rank 1's process was ended by SIGKILL" in result(tmp_path)["failure"]["message"]
+
+
+@pytest.mark.slow
+def test_when_the_launchers_process_is_killed_its_rank_ends(tmp_path):
+    jobs = start_ranks(tmp_path, write_workload(tmp_path), ranks=1, TEST_PAUSE="0.5", PACELINE_RANK="")
+    jobs[0].kill()
+    jobs[0].communicate()
+    assert wait_for(lambda: not leftovers(tmp_path))
+
+
+def under_torchrun(tmp_path, file):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    line = [*torchrun, *command("run", "--job", "a", file)]
+    env = marked(tmp_path, {})
+    return subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=SETTLED_S, env=env)
+
+
+@pytest.mark.slow
+def test_a_named_job_under_torchrun(tmp_path):
+    done = under_torchrun(tmp_path, write_workload(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert (result(tmp_path)["status"], result(tmp_path)["steps"]) == ("done", STEPS)
+
+
+@pytest.mark.slow
+def test_torchrun_sees_that_a_rank_has_left(tmp_path):
+    done = under_torchrun(tmp_path, write_workload(tmp_path, loop=LATE))
+    assert done.returncode != 0
+    assert NAMED.format(rank=1) in done.stderr
+    assert result(tmp_path)["status"] == "failed"
+    assert result(tmp_path)["failure"]["rank"] == 1
+
+
+CLOSED = "    if job and job.step_number == 6 and job.rank == 1: sys.exit(0)\n"
+
+
+@pytest.mark.slow
+def test_a_certain_hang_is_ended_without_a_supervisor_and_without_notices(tmp_path, monkeypatch):
+    file = write_workload(tmp_path, CLOSED)
+    codes, told = end_of(start_ranks(tmp_path, file, PACELINE_STALL_NOTICE="0"))
+    assert codes[0] != 0, told
+    failure = result(tmp_path)["failure"]
+    assert failure["rank"] == 1
+    assert "rank 1 should take as many steps as the other ranks" in failure["message"]
+
+
+def test_the_process_above_a_rank_has_no_torch():
+    line = "import paceline.run.joined, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", line]).returncode == 0
+
+
+@pytest.fixture
+def ends(tmp_path):
+    made = Ends(tmp_path, 3)
+    for rank in range(3):
+        made.begin(rank)
+    return made
+
+
+def test_an_end_is_known_once_it_is_written(ends):
+    assert ends.read(range(3)) == {}
+    ends.write(1, 0)
+    ends.write(2, -9)
+    assert ends.read(range(3)) == {1: 0, 2: -9}
+    ends.begin(1)
+    assert ends.read(range(3)) == {2: -9}, "of an earlier attempt"
+
+
+def test_a_rank_whose_host_has_another_folder_is_unseen(tmp_path):
+    ends = Ends(tmp_path, 3)
+    ends.begin(0)
+    ends.begin(1)
+    assert ends.unseen({}) == [2]
+    cause = first_of(tmp_path, {0: 0, 1: 0}, 3, None)
+    assert cause["rank"] == 2
+    assert "all hosts share that folder" in cause["message"]
+
+
+def lost_peer(tmp_path, rank):
+    (tmp_path / "failures").mkdir(exist_ok=True)
+    own = {"type": "PeerLostError", "message": "rank 1 has gone", "traceback": "", "where": None}
+    own |= {"rank": rank, "step": 3, "at": 5.0, "is_peer_loss": True, "is_paceline": True, "exit_code": 1}
+    (tmp_path / "failures" / f"{rank}.json").write_text(json.dumps(own))
+
+
+def test_a_rank_that_ended_well_is_the_peer_that_the_others_lost(tmp_path):
+    lost_peer(tmp_path, 0)
+    cause = first_of(tmp_path, {0: 1, 1: 0}, 2, {"step": 2})
+    assert cause["rank"] == 1
+    assert "should take as many steps" in cause["message"]
+
+
+def test_a_rank_that_left_comes_before_the_loss_of_it(tmp_path):
+    lost_peer(tmp_path, 0)
+    cause = first_of(tmp_path, {0: 1, 1: LEFT}, 2, {"step": 2})
+    assert (cause["rank"], cause["step"], cause["type"]) == (1, 3, "ProcessDied")
