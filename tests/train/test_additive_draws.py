@@ -229,3 +229,31 @@ def test_a_teacher_outside_of_the_model_is_left_as_it_was(is_copied, monkeypatch
     assert teacher.first.weight.grad is kept
     assert torch.equal(kept, torch.ones(WIDTH, WIDTH))
     assert teacher.last.weight.grad is None
+
+
+class Growing(nn.Module):
+    """A table that is made anew for a larger batch, and attributes that say how large it is."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, CLASSES)
+        self.rows, self.sizes = 1, []
+        self.register_buffer("table", torch.zeros(1, CLASSES), persistent=False)
+
+    def forward(self, x):
+        if len(x) > self.rows:
+            self.rows = len(x)
+            self.sizes.append(len(x))
+            self.table = torch.zeros(len(x), CLASSES, dtype=x.dtype)
+        self.newest = len(self.sizes)
+        return self.first(x) + self.table[: len(x)]
+
+
+@pytest.mark.parametrize("is_copied", [True, False])
+def test_attributes_are_put_back_with_the_buffers_that_they_describe(is_copied, monkeypatch):
+    if not is_copied:
+        monkeypatch.setattr("paceline.train.additive._COPIED_BYTES", 0)
+    made = Growing()
+    assert not try_out(lambda: made, cross_entropy)
+    assert (made.rows, made.sizes, made.table.shape) == (1, [], (1, CLASSES))
+    assert not hasattr(made, "newest")
