@@ -465,7 +465,7 @@ REFUSED = {  # what the factory does, and a word of the reason
     "conjugate": (lambda m: m.register_buffer("c", torch.rand(3, dtype=torch.complex64).conj()), "conjugate"),
     "grown": (lambda m: torch.rand(3).resize_(50), "grow"),
     "swallowed": (lambda m: swallow(m), "random numbers"),
-    "its own mistake": (lambda m: F.linear(m.w, m.w.t()), "went wrong"),
+    "its own mistake": (lambda m: F.linear(m.w, m.w.t()), "cannot be multiplied"),
     "not torch's": (lambda m: {}["nothing"], "KeyError"),
 }
 ELSEWHERE = torch.empty(6, 8, device="meta")

@@ -151,7 +151,7 @@ REFUSED = {
         ("nn.GELU()", "nn.BatchNorm1d(16)"), "replicate=2", "leave micro_batch_size out",
     ),
     "compression": ((), "replicate=2 --compression bf16", "compression=none"),
-    "one step": ((), "replicate=2 --steps 1", "write 2"),
+    "one step": ((), "replicate=2 --steps 1", "write --steps 2"),
     "an unknown check": ((), "replicate=2 --what steps", "there are order, step"),
     "no workload": ((WORKLOAD, "another = paceline.Workload("), "replicate=2", "no variable `workload`"),
 }  # fmt: skip

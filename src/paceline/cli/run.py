@@ -128,7 +128,7 @@ def decide_plan(arguments: argparse.Namespace, grows: bool = False) -> Plan:
     """
     if arguments.n is not None and arguments.n < 1:
         raise UsageError(f"to start {arguments.n} ranks", "a job has at least one", "write -n 1 or more")
-    if arguments.plan and Path(arguments.plan).is_dir():
+    if arguments.plan and os.path.isdir(arguments.plan):  # False, not an error, for what is longer than a path can be
         fix = "name the plan.json in it, or axes with sizes such as replicate=2"
         raise UsageError(f"the plan {arguments.plan}", "it is a folder", fix)
     text = _with_ranks(arguments.plan or "", 1 if grows else arguments.n)

@@ -460,7 +460,7 @@ def _check_repeats(first: _Found, again: _Found, way: _Way) -> None:
     scale = max(abs(first.total), abs(again.total), 1e-12)
     values = max(way.value, first.digits[0]), max(way.value, first.digits[1])
     if abs(first.total - again.total) > values[0] * scale or abs(first.weight - again.weight) > values[1] * scale:
-        raise _UndecidableError("the same batch gave other losses")
+        raise _UndecidableError("two runs of one batch gave different losses")
 
 
 def _does_not_add_up(found: str) -> LossError:
