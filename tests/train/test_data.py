@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import random
+import subprocess
+import sys
 from collections import namedtuple
 
 import numpy as np
@@ -84,3 +87,29 @@ def test_batches_of_any_shape_are_moved():
     assert double["a"][1][1] == "text"
     assert isinstance(double["b"], Pair)
     assert double["b"].y == 3
+
+
+@pytest.mark.slow
+def test_torch_imports_its_profiler_before_there_are_processes_that_can_die(tmp_path):
+    """Their SIGCHLD would raise in the import, and torch would log a traceback."""
+    name = "torch.profiler._cupti_monitor"
+    if importlib.util.find_spec(name) is None:
+        pytest.skip(f"this torch has no {name}")
+    (tmp_path / "check.py").write_text(
+        "import sys, torch\n"
+        "from paceline.nouns.workload import Workload\n"
+        "from paceline.train.data import RankLoader\n"
+        f"assert {name!r} not in sys.modules\n"
+        "seen, plain = [], torch.utils.data.DataLoader.__iter__\n"
+        "def begin(loader):\n"
+        f"    seen.append({name!r} in sys.modules)\n"
+        "    return plain(loader)\n"
+        "torch.utils.data.DataLoader.__iter__ = begin\n"
+        "data = list(range(8))\n"
+        "parts = dict(model=list, loss=print, optimizer=list, data=data, batch_size=4, collate=list)\n"
+        "loader = RankLoader(data, Workload(**parts, loader_workers=1), 0, 1, torch.device('cpu'))\n"
+        "assert len(list(loader.training(0, 8))) == 2\n"
+        "assert seen == [True], seen\n"
+    )
+    done = subprocess.run([sys.executable, tmp_path / "check.py"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -53,6 +53,19 @@ class Trial:
     unpadded: list[Any] = dataclasses.field(default_factory=list)
 
 
+def _started(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Start the loader's processes.
+
+    torch imports a part of its profiler when a region is first recorded, as the loader does for each batch. A process
+    that dies during that import raises in it, by torch's handler of SIGCHLD, and torch logs a traceback. So the import
+    comes before there are processes.
+    """
+    if loader.num_workers:
+        with torch.profiler.record_function("paceline.data"):
+            pass
+    return iter(loader)
+
+
 class _Positioned(Dataset[Any]):
     """A data set read by position in the order."""
 
@@ -162,7 +175,7 @@ class RankLoader:
             generator=torch.Generator(),  # its own, so that making a loader leaves the model's random numbers alone
             pin_memory=self.device.type == "cuda",
         )
-        ready = iter(loader)
+        ready = _started(loader)
         for batch in order.batches(position, end):
             parts = self.pieces(batch)
             if workers:
