@@ -111,3 +111,14 @@ def test_the_line_and_the_checkpoint_of_the_step_in_which_worker_0_dies_are_writ
     kept = [sorted(path.name for path in (tmp_path / "runs" / job / "checkpoints").iterdir()) for job in ("a", "calm")]
     assert kept[0] == kept[1]
     assert json.loads((tmp_path / "runs/a/result.json").read_text())["left_out"] == {"gradients": 0, "of": 2 * STEPS}
+
+
+def test_a_worker_that_is_stopped_before_anybody_has_heard_of_it_is_replaced(tmp_path):
+    stop = "if os.environ['PACELINE_RANK'] == '1' and not os.path.exists('was_stopped'):\n"
+    stop += "    open('was_stopped', 'w').close()\n    os.kill(os.getpid(), signal.SIGSTOP)\n"
+    file = write_workload(tmp_path)
+    file.write_text(f"import os, signal\n{stop}{file.read_text()}")
+    ended = paceline(tmp_path, "run", "-n", "2", "--plan", "server=1", "--job", "a", file, PACELINE_SILENCE_S="2")
+    assert ended.code == 0, ended.err
+    assert "worker 1 has been silent for" in ended.err
+    assert len(losses(tmp_path / "runs" / "a")) == STEPS

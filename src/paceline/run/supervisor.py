@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import tempfile
 import time
@@ -20,8 +21,9 @@ from paceline.run.private import PrivateFolder, make_private
 from paceline.run.progress import Progress, Screen
 from paceline.run.replaced import Replaced
 from paceline.run.server_news import ServerNews
-from paceline.run.stalls import DEFAULT_S, VARIABLE, Stalls
+from paceline.run.stalls import DEFAULT_S, VARIABLE, Stalls, process_state
 from paceline.run.station import Listening, LocalStation, Station
+from paceline.server.absences import silence_s
 
 SETTLE_S = 0.5  # after the first death the others may write down what they saw, then they are killed
 HELD_S = 3.0  # for output, after the last process has ended
@@ -123,6 +125,7 @@ class Supervisor:
     news: ServerNews | None = None  # of parameter servers
     stalls: Stalls = field(init=False)
     looked_s: float = float("-inf")  # for stalls
+    stopped_s: dict[int, float] = field(default_factory=dict)  # by rank, since when its process has been stopped
     signals_before: dict[signal.Signals, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -210,6 +213,8 @@ class Supervisor:
 
     def _look_for_stalls(self) -> None:
         here = {rank: pid for rank, pid in self.alive.items() if isinstance(self.stations[rank], LocalStation)}
+        if self.news is not None and not self.news.mode:
+            self._end_stopped(here)
         for line in self.stalls.look(_time_stamp(), here):
             self.screen.say(line)
         left = None if self.request.servers else self.stalls.who_left()
@@ -331,6 +336,19 @@ class Supervisor:
             rank = found[0]
             self.screen.say(f"paceline: {self.replaced.name(rank)} has been silent for {silent_s:.0f} s: killing it")
             self.stations[rank].signal([rank], signal.SIGKILL)
+
+    def _end_stopped(self, here: dict[int, int]) -> None:
+        """Kill what has long been stopped (SIGSTOP) before the servers start.
+
+        Afterwards the coordinator gives up who is silent; before, it may not have heard of a process at all. One that
+        runs, and takes long to load its data, is left alone.
+        """
+        now_s = self.clock.now_s()
+        stopped = [rank for rank, pid in here.items() if process_state(pid) == "T"]
+        self.stopped_s = {rank: self.stopped_s.get(rank, now_s) for rank in stopped}
+        for rank, since_s in self.stopped_s.items():
+            if now_s - since_s > silence_s(os.environ):
+                self._end_silent(rank, here[rank], now_s - since_s)
 
     def _is_worker(self, rank: int) -> bool:
         """Whether it is a rank, and no server."""
