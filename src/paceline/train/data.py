@@ -61,7 +61,7 @@ def _started(loader: DataLoader[Any]) -> Iterator[Any]:
     comes before there are processes.
     """
     if loader.num_workers:
-        with torch.profiler.record_function("paceline.data"):
+        with torch.profiler.record_function("paceline: data"):
             pass
     return iter(loader)
 
