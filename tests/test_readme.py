@@ -16,8 +16,8 @@ from paceline.cli.flags import check_place, check_rules
 from paceline.cli.main import VERBS, WITH_FILE, _parse, main
 from paceline.cli.run_on import kind_of
 
-from jobs import marked, paceline
-from shown import ROOT, Shown, shown
+from support.jobs import marked, paceline
+from support.shown import ROOT, Shown, shown
 
 README = (ROOT / "README.md").read_text()
 SHOWN = shown()

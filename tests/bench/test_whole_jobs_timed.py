@@ -13,7 +13,7 @@ from paceline.bench.jobs import LIBRARIES, SETTINGS, busy_processes, ratios, run
 from paceline.cli.main import main
 from paceline.nouns.errors import UsageError
 
-from jobs import paceline
+from support.jobs import paceline
 
 RATES = {"paceline": [4.0, 6.0, 5.0], "ddp": [2.0, 3.0, 10.0], "accelerate": [4.0] * 3, "lightning": [8.0] * 3}
 

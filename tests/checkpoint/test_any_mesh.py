@@ -7,7 +7,6 @@ import warnings
 import pytest
 import torch
 
-from models import MODELS, workload
 from paceline.checkpoint.reshard import take
 from paceline.cli.main import main
 from paceline.comm import words
@@ -15,7 +14,8 @@ from paceline.nouns.plan import Plan
 from paceline.train import snapshot
 from paceline.train.job import Job
 
-from ranks import run_ranks
+from support.models import MODELS, workload
+from support.ranks import run_ranks
 
 pytestmark = pytest.mark.integration
 

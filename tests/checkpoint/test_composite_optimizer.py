@@ -15,7 +15,7 @@ from paceline.nouns.errors import CheckpointError, PlanError, WorkloadError
 from paceline.nouns.plan import Plan
 from paceline.train.job import Job
 
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 
 class Muon(torch.optim.Muon):

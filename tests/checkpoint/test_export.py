@@ -20,7 +20,7 @@ from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
 from paceline.train.job import Job
 
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 TOKENS = torch.arange(48).view(4, 12) * 7 % 50
 

@@ -20,8 +20,8 @@ from paceline.run import directory
 from paceline.train import last_checkpoint
 from paceline.train.job import Job
 
-from jobs import LOOP, events, losses, paceline, send, start, wait_for, write_workload
-from ranks import run_ranks
+from support.jobs import LOOP, events, losses, paceline, send, start, wait_for, write_workload
+from support.ranks import run_ranks
 
 
 def job_of_run(folder, mesh=None, **plan):

@@ -16,7 +16,7 @@ from paceline.nouns.errors import CheckpointError, WorkloadError
 from paceline.nouns.placement import FLAT, Cut, Held, Placement
 from paceline.train import snapshot
 
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 GROUPS = {"decayed": {"weight_decay": 0.1}, "free": {"weight_decay": 0.0, "lr": 0.02}}
 

@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from jobs import STEPS, command, losses, marked, paceline, wait_for, write_workload
+from support.jobs import STEPS, command, losses, marked, paceline, wait_for, write_workload
 
 pytestmark = pytest.mark.slow
 

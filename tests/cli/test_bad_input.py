@@ -10,7 +10,7 @@ import pytest
 
 from paceline.cli.main import main
 
-from jobs import LOOP, TINY, paceline, write_workload
+from support.jobs import LOOP, TINY, paceline, write_workload
 
 THREE_PARTS = re.compile(r"^paceline( [a-z]+)?: .+, but .+\.\n  Fix: .+\.$", re.DOTALL | re.MULTILINE)
 GOOD = TINY + LOOP

@@ -10,7 +10,7 @@ import pytest
 
 from paceline.cli.main import main
 
-from jobs import command
+from support.jobs import command
 
 FILE = "import paceline\n"
 COMMANDS = [

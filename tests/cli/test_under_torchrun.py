@@ -11,7 +11,7 @@ from paceline.nouns.errors import PlanError
 from paceline.nouns.plan import Plan
 from paceline.train.prepare import read_plan
 
-from jobs import write_workload
+from support.jobs import write_workload
 
 
 @pytest.fixture

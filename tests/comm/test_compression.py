@@ -8,7 +8,7 @@ import torch
 from paceline.comm import words
 from paceline.comm.compression import PowerSGDWire, TopKWire
 
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 ROWS, COLUMNS, TAIL, TURNS = 40, 30, 2, 6
 

@@ -10,7 +10,7 @@ import pytest
 from paceline.comm.dialects import find_node, find_position
 from paceline.nouns.errors import UsageError
 
-from environments import (
+from support.environments import (
     LAUNCHERS,
     allocation,
     horovod,

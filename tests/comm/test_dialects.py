@@ -15,7 +15,18 @@ from paceline.comm.dialects import NodePosition, Position, find_node, find_posit
 from paceline.comm.meeting import _launcher_process
 from paceline.nouns.errors import UsageError
 
-from environments import LAUNCHERS, NEEDS_MASTER, SOURCES, allocation, hydra, open_mpi, paceline, seats, slurm, torchrun
+from support.environments import (
+    LAUNCHERS,
+    NEEDS_MASTER,
+    SOURCES,
+    allocation,
+    hydra,
+    open_mpi,
+    paceline,
+    seats,
+    slurm,
+    torchrun,
+)
 
 MASTER = {"MASTER_ADDR": "a1", "MASTER_PORT": "29511"}
 

@@ -11,7 +11,7 @@ from paceline.comm import words
 from paceline.comm.shared_memory import open_shared_memory, open_slot
 from paceline.nouns.errors import CollectiveError, PeerLostError
 
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 
 def sums(rank, turns):

@@ -12,7 +12,7 @@ from paceline.comm import words
 from paceline.comm.process_group import Place, _file_store, find_place
 from paceline.nouns.errors import UsageError
 
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 
 def every_word(rank):

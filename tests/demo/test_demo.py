@@ -15,7 +15,7 @@ from paceline.demo.corpus import CLS, LENGTH, PAD, SEP, VOCABULARY, prepare
 from paceline.demo.report import summary, table, terminal_curve
 from paceline.demo.workload import IGNORED, MaskedSequences, save_for_transformers
 
-from jobs import paceline
+from support.jobs import paceline
 
 
 @pytest.fixture(scope="module")

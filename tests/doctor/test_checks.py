@@ -18,7 +18,7 @@ from paceline.doctor.facts import (
     Port,
 )
 
-from healthy import GIB, LO, changed, healthy
+from support.healthy import GIB, LO, changed, healthy
 
 MIB = 2**20
 H200, H100 = Accelerator("NVIDIA H200", 139 * GIB, 0, "GPU-10"), Accelerator("NVIDIA H100", 80 * GIB, 0, "GPU-11")

@@ -22,7 +22,7 @@ from paceline.doctor.report import as_json, summary_line, table
 from paceline.launch.ssh import why_lost
 from paceline.nouns.errors import UsageError
 
-from healthy import GIB, changed, healthy, healthy_fleet
+from support.healthy import GIB, changed, healthy, healthy_fleet
 
 SLOTS = {"h1": 2, "h2": 2, "h3": 2}
 NO_DEVICES = ()

@@ -15,7 +15,7 @@ import pytest
 
 from paceline.nouns.errors import DataError, UsageError
 
-from jobs import Ended, paceline
+from support.jobs import Ended, paceline
 
 ROOT = Path(__file__).parent.parent.parent
 EXAMPLE = ROOT / "examples" / "glue"

@@ -6,13 +6,14 @@ import pytest
 import torch
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
-from operations import blocks_of, node_of, piece, randint, randn, shape_of_rank
 from torch import fx
 
 from paceline.graph import rules
 from paceline.graph.choices import Options, choices
 from paceline.graph.rules import spec_of, tensor_inputs
 from paceline.graph.split import Split
+
+from support.operations import blocks_of, node_of, piece, randint, randn, shape_of_rank
 
 aten = torch.ops.aten
 MANY = settings(deadline=None, max_examples=25, phases=[Phase.generate])

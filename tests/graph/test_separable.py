@@ -7,9 +7,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from models import MODELS, workload
 from paceline.graph.capture import capture
 from paceline.graph.separable import coupled_at
+
+from support.models import MODELS, workload
 
 
 def coupled(model, loss, batch):

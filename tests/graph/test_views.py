@@ -8,11 +8,12 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from operations import blocks_of, node_of, piece, shape_of_rank, split_of
 
 from paceline.graph import views
 from paceline.graph.split import Split, flattened, unflattened
 from paceline.graph.views import carry, local_arguments, shape_of
+
+from support.operations import blocks_of, node_of, piece, shape_of_rank, split_of
 
 aten = torch.ops.aten
 MANY = settings(deadline=None, max_examples=60)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from namespaces import hosts
+from support.namespaces import hosts
 
 LIMIT_S = 150.0
 STEPS = """

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from jobs import paceline
+from support.jobs import paceline
 
 pytestmark = pytest.mark.integration
 

@@ -15,7 +15,7 @@ from paceline.demo.workload import loss, make_workload
 from paceline.nouns.plan import Plan
 from paceline.train.job import Job
 
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 pytestmark = pytest.mark.integration
 

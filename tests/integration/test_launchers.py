@@ -18,9 +18,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import namespaces
-import slurm
-from jobs import LOOP, command, leftovers, losses, marked, wait_for, write_workload
+from support import namespaces, slurm
+from support.jobs import LOOP, command, leftovers, losses, marked, wait_for, write_workload
 
 pytestmark = pytest.mark.integration
 STEPS, RANKS = 10, 4

@@ -12,8 +12,8 @@ import time
 import psutil
 import pytest
 
-import namespaces
-from jobs import STEPS, command, leftovers, losses, marked, wait_for, write_workload
+from support import namespaces
+from support.jobs import STEPS, command, leftovers, losses, marked, wait_for, write_workload
 
 pytestmark = [
     pytest.mark.integration,

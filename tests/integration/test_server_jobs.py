@@ -21,8 +21,8 @@ from paceline.nouns.errors import PacelineError
 from paceline.server.address import Address
 from paceline.server.watch import look
 
-from jobs import leftovers, losses, paceline, start, wait_for
-from served import SLOW, check_equal, saved
+from support.jobs import leftovers, losses, paceline, start, wait_for
+from support.served import SLOW, check_equal, saved
 
 pytestmark = pytest.mark.integration
 
@@ -249,7 +249,7 @@ TLS_WORKER = """
 import sys, torch
 from pathlib import Path
 sys.path.insert(0, {tests!r})
-from cluster import gradient, small_model
+from support.cluster import gradient, small_model
 from paceline.server.handle import connect
 model = small_model()
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -265,8 +265,9 @@ torch.save([p.detach() for p in model.parameters()], sys.argv[4])
 
 def test_servers_started_alone_over_mutual_tls(tmp_path):
     """The commands of docs/parameter-server.md, over TCP."""
-    from cluster import alone
     from test_cluster import adamw
+
+    from support.cluster import alone
 
     assert paceline(tmp_path, "server", "credentials", "creds").code == 0
     plan = ("--plan", "replicate=2,server=2", "--log", "log", "--credentials", "creds/coordinator")
@@ -274,7 +275,7 @@ def test_servers_started_alone_over_mutual_tls(tmp_path):
     where = json.loads(coordinator.stdout.readline())["at"]
     serve = ("server", "serve", "--listen", "127.0.0.1:0", "--coordinator", where, "--credentials", "creds/server")
     servers = [start(tmp_path, *serve) for _ in range(2)]
-    (tmp_path / "worker.py").write_text(TLS_WORKER.format(tests=str(Path(__file__).parents[1] / "server")))
+    (tmp_path / "worker.py").write_text(TLS_WORKER.format(tests=str(Path(__file__).parents[1])))
     workers = [
         subprocess.Popen([sys.executable, "worker.py", where, str(n), "creds/worker", f"out{n}"], cwd=tmp_path)
         for n in range(2)

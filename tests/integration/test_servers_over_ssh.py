@@ -14,9 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-import namespaces
-from jobs import command, leftovers, losses, marked, paceline, wait_for
-from served import SLOW, check_equal, saved
+from support import namespaces
+from support.jobs import command, leftovers, losses, marked, paceline, wait_for
+from support.served import SLOW, check_equal, saved
 
 pytestmark = [
     pytest.mark.integration,

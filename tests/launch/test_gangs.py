@@ -11,7 +11,7 @@ from paceline.launch.kubernetes import check, render
 from paceline.launch.manifest_kinds import job_manifests, pod_sets
 from paceline.nouns.errors import PlanError
 
-from on_kubernetes import COMBINATIONS, a_job, rendered
+from support.on_kubernetes import COMBINATIONS, a_job, rendered
 
 THREE_PARTS = re.compile(r"^.+, but .+\.\n  Fix: .+\.$", re.DOTALL)
 WORKER = {"cpu": 16, "memory": 200, "nvidia.com/gpu": 8}

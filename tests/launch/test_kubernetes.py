@@ -21,7 +21,7 @@ from paceline.launch.quantities import pod_resources, read_quantity, write_quant
 from paceline.nouns.errors import PacelineError, PlanError, UsageError
 from paceline.nouns.plan import Plan
 
-from on_kubernetes import COMBINATIONS, NEWEST, OLDEST, a_job, rendered, schema, validate_all
+from support.on_kubernetes import COMBINATIONS, NEWEST, OLDEST, a_job, rendered, schema, validate_all
 
 GOLDEN = Path(__file__).parent / "golden"
 REWRITE = "PACELINE_REWRITE_GOLDEN"

@@ -14,7 +14,7 @@ from paceline.launch.manifest_kinds import pod_sets
 from paceline.launch.yunikorn import APP, GROUP, GROUPS, POLICY, QUEUE
 from paceline.nouns.errors import PlanError
 
-from on_kubernetes import a_job, rendered
+from support.on_kubernetes import a_job, rendered
 
 THREE_PARTS = re.compile(r"^.+, but .+\.\n  Fix: .+\.$", re.DOTALL)
 TOLERATIONS = [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]

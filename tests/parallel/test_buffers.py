@@ -14,7 +14,7 @@ from paceline.nouns.plan import Plan
 from paceline.parallel.buffers import Buffers
 from paceline.train.job import Job
 
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 
 class Kept(nn.Module):

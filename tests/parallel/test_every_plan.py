@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from models import MODELS, STORIES, workload
 from paceline.checkpoint.reshard import take
 from paceline.comm import words
 from paceline.nouns.errors import PacelineError
@@ -21,7 +20,8 @@ from paceline.nouns.placement import Held, Placement
 from paceline.nouns.plan import Plan
 from paceline.train.job import Job
 
-from ranks import run_ranks
+from support.models import MODELS, STORIES, workload
+from support.ranks import run_ranks
 
 TOLERANCE = 1e-10
 FLOOR = 1e-3  # of a tensor's size: a key's bias has no gradient, AdamW makes steps of its rounding

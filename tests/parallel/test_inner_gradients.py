@@ -15,7 +15,7 @@ from paceline.nouns.errors import PacelineError
 from paceline.nouns.plan import Plan
 from paceline.train.job import Job
 
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 
 class Net(nn.Module):

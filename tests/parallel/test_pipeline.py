@@ -13,7 +13,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import paceline
-from models import workload
 from paceline.comm import words
 from paceline.nouns.errors import PlanError
 from paceline.nouns.mesh import Mesh
@@ -23,7 +22,8 @@ from paceline.parallel.pipeline import same_shapes
 from paceline.train.job import Job
 from paceline.verify.draws import Draws
 
-from ranks import run_ranks
+from support.models import workload
+from support.ranks import run_ranks
 
 SLOW = pytest.mark.slow
 QUICK = settings(deadline=None, max_examples=60)

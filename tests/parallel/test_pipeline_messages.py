@@ -11,7 +11,7 @@ from paceline.comm import words
 from paceline.nouns.plan import Plan
 from paceline.train.job import Job
 
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 
 class Residual(nn.Module):

@@ -20,7 +20,7 @@ from paceline.nouns.mesh import AXES
 from paceline.nouns.plan import SCHEDULES, Plan
 from paceline.train.job import Job
 
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 STEPS = 2
 

@@ -16,7 +16,7 @@ from paceline.parallel.buffers import KeptBuffers
 from paceline.parallel.recompute import recompute_blocks
 from paceline.train.job import Job
 
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 
 class Block(nn.Module):

@@ -13,7 +13,7 @@ from paceline.demo.bert import Bert, BertConfig
 from paceline.nouns.plan import Plan
 from paceline.train.job import Job
 
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 STEPS = 20
 SLOW = pytest.mark.slow

@@ -14,7 +14,7 @@ from paceline.nouns.plan import Plan
 from paceline.parallel.rows_update import step_on_rows
 from paceline.parallel.shard import Shard, local
 
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 OPTIMIZERS = {
     "AdamW": lambda groups: torch.optim.AdamW(groups, lr=0.1),

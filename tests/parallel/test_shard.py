@@ -21,7 +21,7 @@ from paceline.parallel.blocks import find_blocks
 from paceline.parallel.shard import Shard, check_can_split, local
 from paceline.plan.traffic_shard import Part, shard_traffic
 
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 SLOW = pytest.mark.slow
 CPU = torch.device("cpu")

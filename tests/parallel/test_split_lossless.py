@@ -11,14 +11,14 @@ from torch import nn
 from torch.nn import functional as F
 
 import paceline
-from models import WORDS, _images, _rows, plain_loss, vector_loss
 from paceline.comm import words
 from paceline.graph.capture import capture, skeleton
 from paceline.nouns.errors import WorkloadError
 from paceline.nouns.plan import Plan
 from paceline.train.job import Job
 
-from ranks import run_ranks
+from support.models import WORDS, _images, _rows, plain_loss, vector_loss
+from support.ranks import run_ranks
 
 Change = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 

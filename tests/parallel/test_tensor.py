@@ -8,7 +8,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import paceline
-from models import MODELS, workload
 from paceline.checkpoint.reshard import take
 from paceline.comm import words
 from paceline.graph.capture import capture
@@ -18,7 +17,8 @@ from paceline.nouns.errors import PacelineError, PlanError
 from paceline.nouns.plan import Plan
 from paceline.train.job import Job
 
-from ranks import run_ranks
+from support.models import MODELS, workload
+from support.ranks import run_ranks
 
 SLOW = pytest.mark.slow
 

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import models
 import paceline
 from paceline.comm import words
 from paceline.nouns.buckets import group_parameters
@@ -20,7 +19,8 @@ from paceline.plan.traffic import Tensor, replicate
 from paceline.train.describe import describe
 from paceline.train.job import Job
 
-from ranks import run_ranks
+from support import models
+from support.ranks import run_ranks
 
 SLOW = pytest.mark.slow
 

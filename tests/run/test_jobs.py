@@ -14,7 +14,19 @@ from collections import Counter
 
 import pytest
 
-from jobs import LOOP, STEPS, events, leftovers, losses, paceline, rank_pids, send, start, wait_for, write_workload
+from support.jobs import (
+    LOOP,
+    STEPS,
+    events,
+    leftovers,
+    losses,
+    paceline,
+    rank_pids,
+    send,
+    start,
+    wait_for,
+    write_workload,
+)
 
 pytestmark = pytest.mark.slow
 

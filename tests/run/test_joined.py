@@ -15,7 +15,7 @@ from paceline.launch.command import STOPPED_CODE
 from paceline.run.ends import Ends, first_of
 from paceline.run.failures import LEFT
 
-from jobs import LOOP, STEPS, command, leftovers, losses, marked, start, wait_for, write_workload
+from support.jobs import LOOP, STEPS, command, leftovers, losses, marked, start, wait_for, write_workload
 
 SETTLED_S = 90
 

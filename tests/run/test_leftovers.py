@@ -15,7 +15,7 @@ import pytest
 
 from paceline.run.private import make_private, sweep
 
-from jobs import STEPS, leftovers, losses, paceline, rank_pids, start, wait_for, write_workload
+from support.jobs import STEPS, leftovers, losses, paceline, rank_pids, start, wait_for, write_workload
 
 HOLD = """
 import sys, time

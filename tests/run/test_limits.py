@@ -22,7 +22,7 @@ from paceline.run.progress import Progress
 from paceline.run.server_process import _teller
 from paceline.run.supervisor import Ending
 
-from jobs import command, leftovers, losses, marked, write_workload
+from support.jobs import command, leftovers, losses, marked, write_workload
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

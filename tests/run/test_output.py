@@ -11,7 +11,7 @@ import pytest
 
 from paceline.run.progress import Screen, encodable
 
-from jobs import LOOP, STEPS, command, leftovers, losses, marked, wait_for, write_workload
+from support.jobs import LOOP, STEPS, command, leftovers, losses, marked, wait_for, write_workload
 
 
 def screen_of(out, status=None):

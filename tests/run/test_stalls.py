@@ -21,7 +21,7 @@ from paceline.run.stalls import Stalls, notice_time, process_state
 from paceline.run.supervisor import JobRequest, Supervisor
 from paceline.run.watchdog import Watchdog, stacks, waits_in
 
-from jobs import LOOP, STEPS, losses, paceline, start, wait_for, write_workload
+from support.jobs import LOOP, STEPS, losses, paceline, start, wait_for, write_workload
 
 HOUR_S = 3600.0
 

@@ -8,14 +8,14 @@ import time
 
 import pytest
 import torch
-from cluster import Cluster, alone, gradient, train
 
 from paceline.nouns.errors import PeerLostError, PlanError, WorkloadError
 from paceline.server.client import Session
 from paceline.server.node import Server
 from paceline.server.setup import Start
 
-from jobs import wait_for
+from support.cluster import Cluster, alone, gradient, train
+from support.jobs import wait_for
 
 pytestmark = pytest.mark.slow
 STEPS = 6

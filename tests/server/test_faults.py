@@ -7,13 +7,14 @@ import time
 
 import pytest
 import torch
-from cluster import Cluster, alone, gradient, train
-from proxy import Proxy
 from test_cluster import adamw
 
 from paceline.server.address import Address
 from paceline.server.member import Member
 from paceline.server.node import Server
+
+from support.cluster import Cluster, alone, gradient, train
+from support.proxy import Proxy
 
 pytestmark = pytest.mark.slow
 STEPS = 12

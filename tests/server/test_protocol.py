@@ -12,9 +12,9 @@ import pytest
 from paceline.nouns.errors import PlanError
 from paceline.server.admission import Mode
 
-import simulator
-from protocol_mutants import MUTANTS
-from simulator import Simulator, Violation
+from support import simulator
+from support.protocol_mutants import MUTANTS
+from support.simulator import Simulator, Violation
 
 SEEDS_OF_LOST_STEPS = (271, 315)  # what happens in a run follows from its seed
 WITHIN = 1000  # seeds in which each must be found

@@ -15,7 +15,6 @@ from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
-from cluster import Cluster, train
 
 from paceline.nouns.errors import CheckpointError, PeerLostError, UsageError
 from paceline.nouns.plan import Plan
@@ -34,6 +33,8 @@ from paceline.server.node import Server
 from paceline.server.peers import Peers, addresses_of
 from paceline.server.settings import JobSettings
 from paceline.server.watch import look
+
+from support.cluster import Cluster, train
 
 pytestmark = pytest.mark.slow
 

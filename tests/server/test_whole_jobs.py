@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs import LOOP, STEPS, events, losses, paceline, write_workload
+from support.jobs import LOOP, STEPS, events, losses, paceline, write_workload
 
 pytestmark = pytest.mark.slow
 

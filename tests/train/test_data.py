@@ -16,7 +16,7 @@ from paceline.nouns.workload import Workload
 from paceline.train.data import RankLoader, moved
 from paceline.train.seed import random_state, restore_random_state, seed_everything
 
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 
 class Noisy(torch.utils.data.Dataset):

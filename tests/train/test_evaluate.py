@@ -13,7 +13,7 @@ from paceline.nouns.errors import WorkloadError
 from paceline.nouns.plan import Plan
 from paceline.train.job import Job
 
-from ranks import preload, run_ranks
+from support.ranks import preload, run_ranks
 
 preload("sklearn.metrics", "torchmetrics.classification")
 

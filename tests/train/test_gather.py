@@ -8,7 +8,7 @@ import torch
 from paceline.comm import words
 from paceline.train.evaluate import gather_rows, reduce_metric
 
-from ranks import preload, run_ranks
+from support.ranks import preload, run_ranks
 
 preload("torchmetrics.classification")
 

@@ -10,7 +10,7 @@ from paceline.comm import words
 from paceline.nouns.plan import Plan
 from paceline.train.job import Job
 
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 
 def workload(seen=None, **parts):

@@ -18,7 +18,7 @@ from paceline.train.describe import describe
 from paceline.train.job import Job
 from paceline.train.loop import train
 
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 STEPS = 6
 BATCHES = torch.randn(STEPS, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

@@ -19,7 +19,7 @@ from paceline.plan.ways_out import ways
 from paceline.train.job import Job
 from paceline.train.rehearse import rehearse
 
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 
 class Small(nn.Sequential):

@@ -17,7 +17,7 @@ from paceline.nouns.profile import ACTIVATIONS, GRADIENTS, OPTIMIZER, PARAMETERS
 from paceline.plan.memory import memory_of
 from paceline.train.rehearse import rehearse
 
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 OFF = 0.005  # of the measured peak; most are equal to the byte
 TRIES = 3  # what another thread frees the profiler does not hear: on a busy machine it may measure too much

@@ -13,7 +13,7 @@ from paceline.nouns.errors import CheckpointError
 from paceline.nouns.plan import Plan
 from paceline.train.job import Job
 
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 
 def start(rank, folders, told):

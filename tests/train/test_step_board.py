@@ -16,7 +16,7 @@ from paceline.nouns.plan import Plan
 from paceline.train import step_board
 from paceline.train.job import Job
 
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 BATCH = torch.ones(3, 4)
 

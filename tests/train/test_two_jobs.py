@@ -13,7 +13,7 @@ from paceline.nouns.errors import CheckpointError, UsageError
 from paceline.nouns.plan import Plan
 from paceline.train import job as jobs
 
-from jobs import events, losses, paceline, write_workload
+from support.jobs import events, losses, paceline, write_workload
 
 TWO_AT_ONCE = """
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from jobs import paceline
+from support.jobs import paceline
 
 pytestmark = pytest.mark.slow
 

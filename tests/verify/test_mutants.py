@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from kit import verify
-from mutants import MUTANTS
+from support.kit import verify
+from support.mutants import MUTANTS
 
 LEAST = 24
 

@@ -10,7 +10,7 @@ from paceline.verify import reference
 from paceline.verify.compare import RankResult, Reference, differences
 from paceline.verify.plain_steps import Variation, take_steps
 
-from subjects import SUBJECTS
+from support.subjects import SUBJECTS
 
 pytestmark = pytest.mark.slow
 STEPS, OTHER_ROUNDINGS = 3, range(2, 6)

@@ -6,8 +6,8 @@ import pytest
 
 from paceline.nouns.errors import PacelineError
 
-from kit import verify
-from unusual import REFUSED, UNUSUAL
+from support.kit import verify
+from support.unusual import REFUSED, UNUSUAL
 
 pytestmark = pytest.mark.slow
 # Sparse gradients and own code that can't be a graph: replicate alone, or shard.

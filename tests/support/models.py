@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import paceline
 
 BATCH, LENGTH, WORDS = 8, 8, 96
-STORIES = Path(__file__).parents[2] / "shared" / "data" / "stories260K"
+STORIES = Path(__file__).parents[3] / "shared" / "data" / "stories260K"
 SMALL = {"vocab_size": WORDS, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
 STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 

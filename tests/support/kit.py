@@ -10,7 +10,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import models
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
 from paceline.verify import reference, replay
@@ -22,11 +21,11 @@ from paceline.verify.dry_run import describe_all
 from paceline.verify.order import read_trace
 from paceline.verify.verdict import Verdict
 
-import random_jobs
-from mutants import MUTANTS
-from ranks import run_ranks
-from subjects import SUBJECTS
-from unusual import REFUSED, UNUSUAL
+from support import models, random_jobs
+from support.mutants import MUTANTS
+from support.ranks import run_ranks
+from support.subjects import SUBJECTS
+from support.unusual import REFUSED, UNUSUAL
 
 _known: dict[Any, Path] = {}
 _folders = []  # temporary folders live as long as the tests

@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 from test_every_plan import plans_of
 
-from models import MODELS
 from paceline.nouns.errors import PacelineError
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
@@ -27,8 +26,9 @@ from paceline.verify.dry_run import describe_all
 from paceline.verify.order import read_trace
 from paceline.verify.verdict import Verdict
 
-import kit
-from ranks import preload, run_ranks
+from support import kit
+from support.models import MODELS
+from support.ranks import preload, run_ranks
 
 FAMILIES = ("bert", "distilbert", "roberta", "gpt2", "llama", "qwen2", "t5", "vit")
 

@@ -1,0 +1,1 @@
+"""What several tests use: models, ranks in processes, clusters, simulators, faults."""
