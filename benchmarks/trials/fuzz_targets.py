@@ -19,22 +19,20 @@ from paceline.checkpoint.load import read_own, read_parts
 from paceline.checkpoint.save import _wait_for_notes
 from paceline.checkpoint.tensor_file import TensorFile
 from paceline.cli.server import _coordinator
-from paceline.comm.dialects import find_node, find_position
-from paceline.comm.node_list import hosts_of, tasks_per_host
 from paceline.demo.corpus import Corpus, read_corpus
 from paceline.doctor import ask
-from paceline.doctor.checks import check_host
+from paceline.doctor.checks.host import check_host
 from paceline.doctor.facts import HostFacts, Leftover
-from paceline.doctor.look import _cgroup_cores, look_at_memory
-from paceline.doctor.look_accelerators import read_devices, read_links
-from paceline.doctor.look_disk import mount_of
-from paceline.doctor.look_network import default_interface, look_at_interfaces
+from paceline.doctor.probe.accelerators import read_devices, read_links
+from paceline.doctor.probe.disk import mount_of
+from paceline.doctor.probe.host import _cgroup_cores, look_at_memory
+from paceline.doctor.probe.network import default_interface, look_at_interfaces
 from paceline.launch.hosts import parse_hosts, read_hostfile
-from paceline.launch.kubernetes import check, read_manifests
+from paceline.launch.kubernetes.quantities import read_quantity
+from paceline.launch.kubernetes.submit import check, read_manifests
 from paceline.launch.local import RankSettings
 from paceline.launch.profile_workload import _read_answer
-from paceline.launch.quantities import read_quantity
-from paceline.launch.seats import Meeting, Seats
+from paceline.launch.rank_assignment import Meeting, Seats
 from paceline.launch.workload_file import read_workload_file
 from paceline.nouns.device import Device
 from paceline.nouns.errors import CheckpointError, UsageError
@@ -43,24 +41,28 @@ from paceline.nouns.plan import Plan
 from paceline.nouns.profile import KINDS, Block, Profile, Recording, Work
 from paceline.nouns.reading import parse_json
 from paceline.plan.memory import memory_of
-from paceline.run.agent import _HEARD
+from paceline.rendezvous.hostlist import hosts_of, tasks_per_host
+from paceline.rendezvous.launcher_env import find_node, find_position
 from paceline.run.directory import find_run
-from paceline.run.elastic import last_generation, script_hosts
 from paceline.run.failures import first_cause, read_failures, silent_death, told
-from paceline.run.job import result_of
-from paceline.run.progress import Progress
-from paceline.run.station import RemoteStation
-from paceline.run.supervisor import Ending
-from paceline.server import frames, messages, setup
-from paceline.server.address import Address
-from paceline.server.coordination import _layout_of
+from paceline.run.supervise.agent import _HEARD
+from paceline.run.supervise.elastic import last_generation, script_hosts
+from paceline.run.supervise.job import result_of
+from paceline.run.supervise.progress import Progress
+from paceline.run.supervise.station import RemoteStation
+from paceline.run.supervise.supervisor import Ending
+from paceline.server import setup
+from paceline.server.coordinator.log import Log
+from paceline.server.coordinator.process import _layout_of
 from paceline.server.layout import Entry, Layout
-from paceline.server.log import Log
-from paceline.server.peers import addresses_of, facts_of
-from paceline.server.report import table, why_waiting
+from paceline.server.protocol import messages
 from paceline.server.settings import JobSettings
+from paceline.server.status import NODE, fault_of_facts
+from paceline.server.status_table import table, why_waiting
 from paceline.server.tensors import Segments, states_of
-from paceline.server.watch import NODE, fault_of_facts
+from paceline.server.transport import frames
+from paceline.server.transport.address import Address
+from paceline.server.transport.peers import addresses_of, facts_of
 from paceline.train.agree import _newest_step
 from paceline.train.alike import check_groups, load_scheduler, scheduler_state
 from paceline.train.seed import random_state, restore_random_state
@@ -243,7 +245,7 @@ def _checkpoint(folder: Path) -> tuple[dict[str, Any], bytes]:
     """A whole checkpoint of one rank: its manifest, sealed, and its file of tensors."""
     import safetensors.torch
 
-    from paceline.checkpoint.merge import as_hex
+    from paceline.checkpoint.manifest_merge import as_hex
     from paceline.checkpoint.reshard import hash_of
     from paceline.nouns.placement import Placement
 

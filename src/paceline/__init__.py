@@ -23,7 +23,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from paceline.comm.words import (
+    from paceline.comm.api import (
         all_gather,
         all_reduce,
         all_to_all,
@@ -67,7 +67,7 @@ _HOME = {
     "PacelineError": "paceline.nouns.errors",
     "Job": "paceline.train.job",
     "distribute": "paceline.train.job",
-    **{word: "paceline.comm.words" for word in _WORDS},
+    **{word: "paceline.comm.api" for word in _WORDS},
 }
 
 __all__ = [

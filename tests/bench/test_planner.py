@@ -39,11 +39,18 @@ def test_a_table_that_is_none(tmp_path, monkeypatch, capsys, name, content, foun
     assert "Fix: " in error
 
 
+@pytest.mark.usefixtures("no_work")
+def test_an_installed_package_has_no_published_programs(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(planner, "PROGRAMS", tmp_path)
+    assert main(["bench", "planner", "--published", "rows.csv"]) == 2
+    assert "run it in a clone of the project" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.usefixtures("no_work")
 def test_a_gpu_that_is_not_there(capsys):
-    assert main(["bench", "planner", "--published", "none", "--device", "cuda"]) == 2
+    assert main(["bench", "planner", "--device", "cuda"]) == 2
     assert "no GPU that torch can use" in capsys.readouterr().err
 
 

@@ -9,7 +9,7 @@ import torch
 
 from paceline.checkpoint.reshard import take
 from paceline.cli.main import main
-from paceline.comm import words
+from paceline.comm import api as words
 from paceline.nouns.plan import Plan
 from paceline.train import snapshot
 from paceline.train.job import Job

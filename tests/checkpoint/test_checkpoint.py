@@ -13,7 +13,7 @@ from torch import nn
 import paceline
 from paceline.checkpoint import save
 from paceline.checkpoint.manifest import check_files, file_hash, file_name, find_good, read_manifest, sealed
-from paceline.comm import words
+from paceline.comm import api as words
 from paceline.nouns.errors import CheckpointError
 from paceline.nouns.plan import Plan
 from paceline.train.job import Job

@@ -10,7 +10,7 @@ from torch import nn
 
 import paceline
 from paceline.checkpoint.manifest import read_manifest, sealed
-from paceline.comm import words
+from paceline.comm import api as words
 from paceline.nouns.errors import CheckpointError, PlanError, WorkloadError
 from paceline.nouns.plan import Plan
 from paceline.train.job import Job

@@ -15,7 +15,7 @@ from test_meshes import TENSORS, full_tensors, save_under
 import paceline
 from paceline.checkpoint.export import plan_export, write_export
 from paceline.cli.main import main
-from paceline.comm import words
+from paceline.comm import api as words
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
 from paceline.train.job import Job

@@ -13,7 +13,7 @@ from test_checkpoint import make, steps
 from paceline.checkpoint import save
 from paceline.checkpoint.export import plan_export
 from paceline.checkpoint.manifest import list_checkpoints, read_manifest
-from paceline.comm import words
+from paceline.comm import api as words
 from paceline.nouns.errors import CheckpointError, UsageError
 from paceline.nouns.plan import Plan
 from paceline.run import directory

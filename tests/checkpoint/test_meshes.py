@@ -12,7 +12,7 @@ import torch
 from paceline.checkpoint import save
 from paceline.checkpoint.load import check_files_together, read_checkpoint, read_own, verify_hashes
 from paceline.checkpoint.manifest import file_hash, file_name, read_manifest, sealed
-from paceline.checkpoint.merge import as_hex
+from paceline.checkpoint.manifest_merge import as_hex
 from paceline.checkpoint.reshard import Part, hash_of, take
 from paceline.checkpoint.save import Writer
 from paceline.nouns.errors import CheckpointError

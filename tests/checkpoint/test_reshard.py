@@ -11,9 +11,9 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from paceline.checkpoint import reshard
-from paceline.checkpoint.boxes import fault_of_cover, is_needed, is_sound, move, pieces
-from paceline.checkpoint.merge import as_hex, of_hex, sum_of
+from paceline.checkpoint.manifest_merge import as_hex, of_hex, sum_of
 from paceline.checkpoint.reshard import hash_of, put, take
+from paceline.checkpoint.shard_geometry import fault_of_cover, is_needed, is_sound, move, pieces
 from paceline.checkpoint.tensor_file import DTYPES
 from paceline.nouns.placement import FLAT, Cut, Placement
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from paceline.checkpoint.manifest import read_manifest
 from paceline.checkpoint.save import Writer
-from paceline.comm import words
+from paceline.comm import api as words
 from paceline.nouns.errors import CheckpointError, WorkloadError
 from paceline.nouns.placement import FLAT, Cut, Held, Placement
 from paceline.train import snapshot

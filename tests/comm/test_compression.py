@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.comm import words
+from paceline.comm import api as words
 from paceline.comm.compression import PowerSGDWire, TopKWire
 
 from support.ranks import run_ranks

@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from paceline.comm.dialects import find_node, find_position
 from paceline.nouns.errors import UsageError
+from paceline.rendezvous.launcher_env import find_node, find_position
 
 from support.environments import (
     LAUNCHERS,
@@ -220,7 +220,7 @@ def test_a_launcher_that_contradicts_itself(case):
 
 @pytest.mark.parametrize("case", TOO_LITTLE)
 def test_a_launcher_that_says_too_little(case, monkeypatch):
-    monkeypatch.setattr("paceline.comm.meeting._launcher_process", lambda names, is_outermost: [])
+    monkeypatch.setattr("paceline.rendezvous.store_address._launcher_process", lambda names, is_outermost: [])
     environment, words = TOO_LITTLE[case]
     assert words in said_of(find_position, environment)
 

@@ -11,9 +11,9 @@ import textwrap
 import psutil
 import pytest
 
-from paceline.comm.dialects import NodePosition, Position, find_node, find_position, meeting_file
-from paceline.comm.meeting import _launcher_process
 from paceline.nouns.errors import UsageError
+from paceline.rendezvous.launcher_env import NodePosition, Position, find_node, find_position, meeting_file
+from paceline.rendezvous.store_address import _launcher_process
 
 from support.environments import (
     LAUNCHERS,
@@ -35,7 +35,7 @@ MASTER = {"MASTER_ADDR": "a1", "MASTER_PORT": "29511"}
 def hydra_above(monkeypatch):
     """Hydra names its job by its process alone, which is not above this test."""
     monkeypatch.setattr(
-        "paceline.comm.meeting._launcher_process", lambda names, is_outermost: ["77", "88"] if names else []
+        "paceline.rendezvous.store_address._launcher_process", lambda names, is_outermost: ["77", "88"] if names else []
     )
 
 
@@ -218,7 +218,7 @@ ABOVE = """
     import os, subprocess, sys
     source, process = sys.argv[1:]
     open("/proc/self/comm", "w").write(process)
-    code = f"from paceline.comm.meeting import meeting_file; print(meeting_file({source!r}, {{}}))"
+    code = f"from paceline.rendezvous.store_address import meeting_file; print(meeting_file({source!r}, {{}}))"
     rename = f"open('/proc/self/comm', 'w').write('{process if source == 'Horovod' else 'python'}')"
     fork = f"import subprocess, sys; {rename}; subprocess.run([sys.executable, '-c', sys.argv[1]])"
     shells = [["sh", "-c", f'"{sys.executable}" -c "{code}"; true'], [sys.executable, "-c", fork, code]]
@@ -247,7 +247,7 @@ def test_of_two_launchers_the_nearest_or_the_farthest_is_taken(is_outermost, fou
         (tmp_path / str(process)).mkdir()
         fields = ["S", str(parent), *map(str, range(5, 22)), str(process * 11), "0"]
         (tmp_path / str(process) / "stat").write_text(f"{process} ({name}) {' '.join(fields)}\n")
-    monkeypatch.setattr("paceline.comm.meeting._PROCESSES", tmp_path)
+    monkeypatch.setattr("paceline.rendezvous.store_address._PROCESSES", tmp_path)
     monkeypatch.setattr("os.getppid", lambda: 50)
     assert _launcher_process(("mpirun",), is_outermost) == found
     assert _launcher_process(("orted",), is_outermost) == []
@@ -265,7 +265,7 @@ def test_a_process_id_that_is_used_again_is_another_start(monkeypatch):
 
 
 def test_a_start_without_any_name_is_refused(monkeypatch):
-    monkeypatch.setattr("paceline.comm.meeting._launcher_process", lambda names, is_outermost: [])
+    monkeypatch.setattr("paceline.rendezvous.store_address._launcher_process", lambda names, is_outermost: [])
     with pytest.raises(UsageError, match="set MASTER_ADDR and MASTER_PORT for all ranks"):
         meeting_file("MPICH (PMI)", {})
 
@@ -309,5 +309,5 @@ def test_a_host_among_hosts(case):
 
 
 def test_no_torch_is_needed():
-    code = "import sys, paceline.comm.dialects, paceline.cli.explain; assert 'torch' not in sys.modules"
+    code = "import sys, paceline.rendezvous.launcher_env, paceline.cli.explain; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

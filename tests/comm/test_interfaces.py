@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
-from paceline.comm.interfaces import open_listener, reserve_port
 from paceline.nouns.errors import UsageError
+from paceline.rendezvous.interfaces import open_listener, reserve_port
 
 
 def test_a_reserved_port_is_for_those_who_name_it():

@@ -6,8 +6,8 @@ import tracemalloc
 
 import pytest
 
-from paceline.comm.node_list import hosts_of, tasks_per_host
 from paceline.nouns.errors import UsageError
+from paceline.rendezvous.hostlist import hosts_of, tasks_per_host
 
 LISTS = {
     "a": "a",

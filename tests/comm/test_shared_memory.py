@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from paceline.comm import words
+from paceline.comm import api as words
 from paceline.comm.shared_memory import open_shared_memory, open_slot
 from paceline.nouns.errors import CollectiveError, PeerLostError
 

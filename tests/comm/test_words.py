@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import paceline
-from paceline.comm import words
+from paceline.comm import api as words
 from paceline.comm.process_group import Place, _file_store, find_place
 from paceline.nouns.errors import UsageError
 

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from paceline.doctor.checks import check_host
+from paceline.doctor.checks.host import check_host
 from paceline.doctor.facts import (
     Accelerator,
     Folder,

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from paceline.doctor.facts import HostFacts
-from paceline.doctor.look import chosen_environment, look_at_cores, look_at_limits, look_at_memory, look_at_shm
-from paceline.doctor.look_accelerators import look_at_accelerators, read_devices, read_links
-from paceline.doctor.look_disk import look_at_folder, look_for_leftovers, marker_path, mount_of
-from paceline.doctor.look_network import default_interface, look_at_network, resolve, try_port
-from paceline.doctor.torch_facts import _runs_on, torch_facts
+from paceline.doctor.probe.accelerators import look_at_accelerators, read_devices, read_links
+from paceline.doctor.probe.disk import look_at_folder, look_for_leftovers, marker_path, mount_of
+from paceline.doctor.probe.host import chosen_environment, look_at_cores, look_at_limits, look_at_memory, look_at_shm
+from paceline.doctor.probe.network import default_interface, look_at_network, resolve, try_port
+from paceline.doctor.probe.torch_facts import _runs_on, torch_facts
 
 GIB = 2**30
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads Linux's /proc")
@@ -66,7 +66,7 @@ def test_a_driver_earlier_in_the_path(tmp_path, monkeypatch):
         f'case "$1" in topo) cat {tmp_path}/topology;; --query*) cat {tmp_path}/devices;; *) echo "CUDA Version: 12.8";; esac\n',
     )
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setattr("paceline.doctor.look_accelerators._ask_torch", lambda: {"torch": "2.13.0"})
+    monkeypatch.setattr("paceline.doctor.probe.accelerators._ask_torch", lambda: {"torch": "2.13.0"})
     versions, here = look_at_accelerators()
     assert (versions.driver, versions.cuda_driver, versions.torch) == ("570.86", "12.8", "2.13.0")
     assert len(here.devices) == 3
@@ -76,7 +76,7 @@ def test_a_driver_earlier_in_the_path(tmp_path, monkeypatch):
 def test_a_driver_that_fails(tmp_path, monkeypatch):
     fake_driver(tmp_path, "echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18\n")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setattr("paceline.doctor.look_accelerators._ask_torch", dict)
+    monkeypatch.setattr("paceline.doctor.probe.accelerators._ask_torch", dict)
     assert "version mismatch" in look_at_accelerators()[1].driver_error
 
 
@@ -212,7 +212,7 @@ def test_secrets_stay_where_they_are():
 
 @linux
 def test_limits_of_a_process():
-    code = "from paceline.doctor.look import *; print(look_at_limits(Path('/')).files)"
+    code = "from paceline.doctor.probe.host import *; print(look_at_limits(Path('/')).files)"
     done = subprocess.run(["sh", "-c", f'ulimit -n 256; {sys.executable} -c "{code}"'], capture_output=True, text=True)
     assert done.stdout.strip() == "256"
     assert look_at_limits(Path("/")) != HostFacts().limits

@@ -13,11 +13,11 @@ from dataclasses import replace
 import pytest
 
 from paceline.doctor.ask import LocalAsker, Offset, _answer_of, answer, ask_fleet, clock_offset
-from paceline.doctor.checks import check_host
+from paceline.doctor.checks.fleet import check_fleet
+from paceline.doctor.checks.host import check_host
 from paceline.doctor.facts import Interface, Name
-from paceline.doctor.fleet_checks import check_fleet
-from paceline.doctor.look import Question
 from paceline.doctor.meet import Seat, meet
+from paceline.doctor.probe.host import Question
 from paceline.doctor.report import as_json, summary_line, table
 from paceline.launch.ssh import why_lost
 from paceline.nouns.errors import UsageError

@@ -351,18 +351,8 @@ def test_a_checkpoint_of_transformers_is_fine_tuned(data, tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(not (SHARED / "glue" / "CoLA").is_dir(), reason="the real CoLA is not here")
 def test_real_cola(tmp_path):
-    words = [
-        "--task",
-        "CoLA",
-        "--data",
-        SHARED / "glue",
-        "--limit-train",
-        "640",
-        "--epochs",
-        "3",
-        "--precision",
-        "float64",
-    ]
+    words = ["--task", "CoLA", "--data", SHARED / "glue", "--limit-train", "256", "--epochs", "1"]
+    words += ["--precision", "float64", "--max-length", "32"]
     words += ["--tokenizer", SHARED / "tokenizers" / "bert-base-uncased-vocab.txt", "--lr", "1e-3"]
     one, rows_of_one = result_of(tmp_path, 1, *words)
     two, rows_of_two = result_of(tmp_path, 2, *words)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from paceline.comm.leaves import tensors_in
+from paceline.comm.pytree import tensors_in
 from paceline.graph.capture import capture, skeleton
 from paceline.graph.stages import _crossing_bytes, computed_anew, cut_out
 

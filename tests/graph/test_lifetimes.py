@@ -12,7 +12,7 @@ from torch import nn
 
 from paceline.graph.capture import capture
 from paceline.nouns.errors import WorkloadError
-from paceline.verify.trace import standing
+from paceline.verify.ranks.trace import standing
 
 CPU = torch.device("cpu")
 

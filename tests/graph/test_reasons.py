@@ -8,7 +8,7 @@ from torch import nn
 
 from paceline.graph.capture import capture, skeleton
 from paceline.graph.explain import why_nothing_is_split
-from paceline.verify.reference import told
+from paceline.verify.ranks.reference import told
 
 
 class Recurrent(nn.Module):

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import fx
 
 from paceline.graph import rules
-from paceline.graph.choices import Options, choices
+from paceline.graph.placement import Split
 from paceline.graph.rules import spec_of, tensor_inputs
-from paceline.graph.split import Split
+from paceline.graph.sharding_strategies import Options, choices
 
 from support.operations import blocks_of, node_of, piece, randint, randn, shape_of_rank
 

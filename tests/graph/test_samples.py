@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from paceline.graph.capture import capture, skeleton
-from paceline.graph.separable import coupled_at
+from paceline.graph.loss_is_additive import coupled_at
 
 SAMPLES = 6
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from paceline.graph.capture import capture
-from paceline.graph.separable import coupled_at
+from paceline.graph.loss_is_additive import coupled_at
 
 from support.models import MODELS, workload
 

@@ -1,4 +1,4 @@
-"""Rearranging a piece gives the piece of the rearranged whole: every rule of `views.py` on random shapes."""
+"""Rearranging a piece gives the piece of the rearranged whole: every rule of `reshape_rules.py` on random shapes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from paceline.graph import views
-from paceline.graph.split import Split, flattened, unflattened
-from paceline.graph.views import carry, local_arguments, shape_of
+from paceline.graph import reshape_rules as views
+from paceline.graph.placement import Split, flattened, unflattened
+from paceline.graph.reshape_rules import carry, local_arguments, shape_of
 
 from support.operations import blocks_of, node_of, piece, shape_of_rank, split_of
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.comm import words
+from paceline.comm import api as words
 from paceline.demo.bert import Bert, BertConfig
 from paceline.demo.workload import loss, make_workload
 from paceline.nouns.plan import Plan

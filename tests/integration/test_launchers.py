@@ -134,7 +134,7 @@ def ranks_on(hosts, name):
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(pid)
             parent = " ".join(process.parent().cmdline()) if process.parent() else ""
-            if "paceline.run.forkserver" in parent:
+            if "paceline.run.rank.forkserver" in parent:
                 found.append(pid)
     return found
 
@@ -412,7 +412,9 @@ def test_slurm_takes_a_job_back_after_a_kill(bert, cluster):
     number = sent(bert, cluster, "requeued", "--checkpoint-every", "2", TEST_PAUSE="0.5")
     assert wait_for(lambda: len(losses(bert / "runs" / "requeued")) >= 4, 120)
     above = [
-        process for process in psutil.process_iter(["cmdline"]) if "paceline.run.joined" in process.info["cmdline"]
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if "paceline.run.rank.external_rank" in process.info["cmdline"]
     ]
     ranks = [process for process in above if process.parent() in above]
     assert (len(above), len(ranks)) == (2 * RANKS, RANKS)

@@ -67,7 +67,7 @@ def test_the_first_host_to_finish_does_not_end_the_others(tmp_path, hosts):
 
 def test_a_supervisor_that_dies_while_hosts_import(tmp_path, hosts):
     with started(tmp_path, hosts, "-H", "h1:1,h2:1", write_workload(tmp_path), TEST_PAUSE="1") as job:
-        assert wait_for(lambda: hosts.pids("h2", "paceline.run.forkserver"), 60)
+        assert wait_for(lambda: hosts.pids("h2", "paceline.run.rank.forkserver"), 60)
         job.kill()
         assert wait_for(hosts.has_nothing_of_paceline, 20)
     assert not losses(tmp_path / "runs" / "a")
@@ -77,7 +77,7 @@ def test_a_supervisor_that_dies_while_hosts_import(tmp_path, hosts):
 @pytest.mark.parametrize("moment", ["fork server", "first step"])
 def test_a_stop_in_the_first_seconds(tmp_path, hosts, moment):
     with started(tmp_path, hosts, "-H", "h1:1,h2:1", write_workload(tmp_path), TEST_PAUSE="1") as job:
-        assert wait_for(lambda: hosts.pids("h2", "paceline.run.forkserver"), 60)
+        assert wait_for(lambda: hosts.pids("h2", "paceline.run.rank.forkserver"), 60)
         if moment == "first step":
             assert wait_for(lambda: losses(tmp_path / "runs" / "a"), 60)
         job.send_signal(signal.SIGINT)
@@ -129,7 +129,7 @@ def test_a_stop_while_too_few_hosts_are_left_writes_a_result(tmp_path, hosts, wa
     with started(tmp_path, hosts, *words, TEST_PAUSE="0.5") as job:
         assert wait_for(lambda: losses(tmp_path / "runs" / "a"), 60)
         (tmp_path / "known").write_text("h1:1\n")
-        pid, *_ = hosts.pids("h2", "paceline.run.agent")
+        pid, *_ = hosts.pids("h2", "paceline.run.supervise.agent")
         os.kill(pid, signal.SIGKILL)
         assert wait_for(hosts.has_nothing_of_paceline, 60)
         time.sleep(wait_s)

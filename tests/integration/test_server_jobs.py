@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from paceline.nouns.errors import PacelineError
-from paceline.server.address import Address
-from paceline.server.watch import look
+from paceline.server.status import look
+from paceline.server.transport.address import Address
 
 from support.jobs import leftovers, losses, paceline, start, wait_for
 from support.served import SLOW, check_equal, saved
@@ -104,7 +104,7 @@ def test_any_process_killed_at_any_moment_changes_nothing(tmp_path):
 
     The second of these has a gradient of every worker that was sent after the kill.
 
-    (A process that is killed again and again before it has begun is given up: see run/replaced.py.)
+    (A process that is killed again and again before it has begun is given up: see run/supervise/restart_policy.py.)
     """
     process, draws, kills = slow_job(tmp_path, 700, pause="0.3"), random.Random(0), 0
     after = 0  # the step that must be done before the next kill

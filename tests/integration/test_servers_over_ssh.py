@@ -97,8 +97,10 @@ def is_whole(folder, hosts, workers=2):
 
 def processes(hosts, name):
     """The job's processes on a host by what they are: the fork server's children in the order of their start."""
-    agents = set(hosts.pids(name, "paceline.run.agent"))
-    (server,) = [pid for pid in hosts.pids(name, "paceline.run.forkserver") if psutil.Process(pid).ppid() in agents]
+    agents = set(hosts.pids(name, "paceline.run.supervise.agent"))
+    (server,) = [
+        pid for pid in hosts.pids(name, "paceline.run.rank.forkserver") if psutil.Process(pid).ppid() in agents
+    ]
     return [child.pid for child in psutil.Process(server).children()]
 
 
@@ -209,7 +211,7 @@ def test_a_host_that_is_lost_before_the_first_step_ends_the_job(tmp_path):
     """Nobody comes in its worker's place, and servers begin when all are there."""
     with namespaces.hosts(tmp_path / "hosts") as hosts, started(tmp_path, hosts, *PLAN) as job:
         (tmp_path / "slow.py").write_text(f"import time\ntime.sleep(8)\n{SLOW.format(steps=STEPS)}")
-        assert wait_for(lambda: hosts.pids("h2", "paceline.run.forkserver"), 60)
+        assert wait_for(lambda: hosts.pids("h2", "paceline.run.rank.forkserver"), 60)
         hosts.cut("h2")
         out, _ = job.communicate(timeout=100)
         assert wait_for(hosts.has_nothing_of_paceline, 40)

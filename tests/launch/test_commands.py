@@ -200,7 +200,7 @@ def test_what_sbatch_is_not_told(tmp_path, options, said):
 def test_a_bundle_for_each_rank(tmp_path):
     job = ray_job(rank(tmp_path, environment={"A": "1", "HF_TOKEN": "s3cr3t"}), RayOptions(gpus_per_rank=1), "/w")
     assert job.bundles == [{"CPU": 1.0, "GPU": 1.0}] * 4
-    assert job.program[:3] == ["/py", "-m", "paceline.run.joined"]
+    assert job.program[:3] == ["/py", "-m", "paceline.run.rank.external_rank"]
     assert "s3cr3t" not in job.text()
     assert json.loads(job.request())["environment"]["HF_TOKEN"] == "s3cr3t"
     with pytest.raises(UsageError, match="it has none"):

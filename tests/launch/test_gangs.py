@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from paceline.launch.kubernetes import check, render
-from paceline.launch.manifest_kinds import job_manifests, pod_sets
+from paceline.launch.kubernetes.objects import job_manifests, pod_sets
+from paceline.launch.kubernetes.submit import check, render
 from paceline.nouns.errors import PlanError
 
 from support.on_kubernetes import COMBINATIONS, a_job, rendered

@@ -6,7 +6,7 @@ import pytest
 
 from paceline.launch.hosts import Host, parse_hosts, read_hostfile
 from paceline.launch.local import RankSettings
-from paceline.launch.seats import Meeting, Seats, seat, with_servers
+from paceline.launch.rank_assignment import Meeting, Seats, seat, with_servers
 from paceline.nouns.errors import UsageError
 
 

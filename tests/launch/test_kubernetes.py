@@ -15,9 +15,9 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.launch.kubernetes import check, notes, read_manifests, render, send, to_text
-from paceline.launch.manifest_kinds import job_manifests, pod_sets
-from paceline.launch.quantities import pod_resources, read_quantity, write_quantity
+from paceline.launch.kubernetes.objects import job_manifests, pod_sets
+from paceline.launch.kubernetes.quantities import pod_resources, read_quantity, write_quantity
+from paceline.launch.kubernetes.submit import check, notes, read_manifests, render, send, to_text
 from paceline.nouns.errors import PacelineError, PlanError, UsageError
 from paceline.nouns.plan import Plan
 
@@ -449,7 +449,7 @@ def test_a_pods_resources_are_those_of_all_its_containers():
 
 
 def test_writing_manifests_needs_no_torch():
-    code = "import sys, paceline.launch.kubernetes; assert not {'torch', 'numpy', 'yaml'} & set(sys.modules)"
+    code = "import sys, paceline.launch.kubernetes.submit; assert not {'torch', 'numpy', 'yaml'} & set(sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.launch.kubernetes import check, render
-from paceline.launch.manifest_kinds import pod_sets
-from paceline.launch.yunikorn import APP, GROUP, GROUPS, POLICY, QUEUE
+from paceline.launch.kubernetes.objects import pod_sets
+from paceline.launch.kubernetes.schedulers.yunikorn import APP, GROUP, GROUPS, POLICY, QUEUE
+from paceline.launch.kubernetes.submit import check, render
 from paceline.nouns.errors import PlanError
 
 from support.on_kubernetes import a_job, rendered

@@ -10,7 +10,7 @@ import pytest
 from paceline.nouns.errors import PlanError
 from paceline.nouns.options import SCOPES
 from paceline.nouns.plan import OPTIONS, Plan
-from paceline.run.elastic import rescaled
+from paceline.run.supervise.elastic import rescaled
 
 # Of every option that does not apply everywhere: a value, a plan in which it has an effect, and one in which not.
 IN_A_LINE = {

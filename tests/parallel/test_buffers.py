@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import paceline
-from paceline.comm import words
+from paceline.comm import api as words
 from paceline.nouns.plan import Plan
-from paceline.parallel.buffers import Buffers
+from paceline.parallel.replicate.buffers import Buffers
 from paceline.train.job import Job
 
 from support.ranks import run_ranks

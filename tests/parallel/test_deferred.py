@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional as F
 
-from paceline.parallel.deferred import CantDefer, defer, replace_tensors
-from paceline.parallel.deferred_replay import Memory
+from paceline.deferred_init.defer import CantDefer, defer, replace_tensors
+from paceline.deferred_init.replay import Memory
 
 SLOW = pytest.mark.slow
 REAL = torch.arange(12.0).reshape(3, 4)
@@ -546,7 +546,7 @@ def test_only_what_is_in_use_is_held(monkeypatch, is_wanted):
 
 CHILD = """
 import sys, torch, transformers
-from paceline.parallel.deferred import defer
+from paceline.deferred_init.defer import defer
 def kib(word):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(word))
 def bert(**sizes):

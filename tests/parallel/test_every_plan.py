@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from paceline.checkpoint.reshard import take
-from paceline.comm import words
+from paceline.comm import api as words
 from paceline.nouns.errors import PacelineError
 from paceline.nouns.placement import Held, Placement
 from paceline.nouns.plan import Plan

@@ -10,7 +10,7 @@ from torch import nn
 from torch.autograd import grad as imported_grad
 
 import paceline
-from paceline.comm import words
+from paceline.comm import api as words
 from paceline.nouns.errors import PacelineError
 from paceline.nouns.plan import Plan
 from paceline.train.job import Job

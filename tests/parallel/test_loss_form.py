@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import paceline
 from paceline.nouns.errors import LossError, WorkloadError
-from paceline.parallel.local import Moments, forward_backward
+from paceline.parallel.micro_batches import Moments, forward_backward
 from paceline.train.data import RankLoader
 
 MODEL = nn.Linear(3, 2)

@@ -13,14 +13,14 @@ from torch import nn
 from torch.nn import functional as F
 
 import paceline
-from paceline.comm import words
+from paceline.comm import api as words
 from paceline.nouns.errors import PlanError
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import SCHEDULES, Plan
 from paceline.nouns.schedule import BACKWARD, FORWARD, WEIGHTS, check, make_schedule, picture
-from paceline.parallel.pipeline import same_shapes
+from paceline.parallel.pipeline.strategy import same_shapes
 from paceline.train.job import Job
-from paceline.verify.draws import Draws
+from paceline.verify.ranks.dropout_trace import Draws
 
 from support.models import workload
 from support.ranks import run_ranks

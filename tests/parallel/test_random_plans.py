@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import paceline
 from paceline.checkpoint.reshard import take
-from paceline.comm import words
+from paceline.comm import api as words
 from paceline.nouns.errors import PacelineError
 from paceline.nouns.mesh import AXES
 from paceline.nouns.plan import SCHEDULES, Plan

@@ -9,11 +9,11 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.comm import words
+from paceline.comm import api as words
 from paceline.nouns.plan import Plan
 from paceline.nouns.profile import NOTHING_TO_RECOMPUTE
-from paceline.parallel.buffers import KeptBuffers
 from paceline.parallel.recompute import recompute_blocks
+from paceline.parallel.replicate.buffers import KeptBuffers
 from paceline.train.job import Job
 
 from support.ranks import run_ranks

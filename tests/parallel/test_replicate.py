@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import paceline
-from paceline.comm import words
+from paceline.comm import api as words
 from paceline.demo.bert import Bert, BertConfig
 from paceline.nouns.plan import Plan
 from paceline.train.job import Job

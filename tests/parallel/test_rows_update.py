@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.comm import words
+from paceline.comm import api as words
 from paceline.comm.collectives import open_axes
 from paceline.comm.ledger import Ledger
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
-from paceline.parallel.rows_update import step_on_rows
-from paceline.parallel.shard import Shard, local
+from paceline.parallel.shard.local_optimizer_step import step_on_rows
+from paceline.parallel.shard.strategy import Shard, local
 
 from support.ranks import run_ranks
 

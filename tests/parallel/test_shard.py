@@ -10,15 +10,15 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from paceline.comm import words
+from paceline.comm import api as words
 from paceline.comm.collectives import open_axes
 from paceline.comm.ledger import Ledger
 from paceline.demo.bert import Bert, BertConfig
 from paceline.nouns.errors import PlanError, WorkloadError
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
-from paceline.parallel.blocks import find_blocks
-from paceline.parallel.shard import Shard, check_can_split, local
+from paceline.parallel.shard.blocks import find_blocks
+from paceline.parallel.shard.strategy import Shard, check_can_split, local
 from paceline.plan.traffic_shard import Part, shard_traffic
 
 from support.ranks import run_ranks

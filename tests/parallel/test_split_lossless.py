@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import paceline
-from paceline.comm import words
+from paceline.comm import api as words
 from paceline.graph.capture import capture, skeleton
 from paceline.nouns.errors import WorkloadError
 from paceline.nouns.plan import Plan

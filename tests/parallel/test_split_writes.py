@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import paceline
-from paceline.comm import words
+from paceline.comm import api as words
 from paceline.nouns.errors import PlanError
 from paceline.nouns.plan import Plan
 from paceline.train.job import Job

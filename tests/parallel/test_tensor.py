@@ -9,10 +9,10 @@ from torch.nn import functional as F
 
 import paceline
 from paceline.checkpoint.reshard import take
-from paceline.comm import words
+from paceline.comm import api as words
 from paceline.graph.capture import capture
 from paceline.graph.layout import choose_layout
-from paceline.graph.split import Split
+from paceline.graph.placement import Split
 from paceline.nouns.errors import PacelineError, PlanError
 from paceline.nouns.plan import Plan
 from paceline.train.job import Job

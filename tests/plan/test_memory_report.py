@@ -15,7 +15,7 @@ from paceline.nouns.plan import Plan
 from paceline.nouns.profile import ACTIVATIONS, PARAMETERS, TEMPORARY, Block, Profile, Recording, Work
 from paceline.plan.memory import memory_of
 from paceline.plan.memory_table import holders, picture, size, table
-from paceline.plan.ways_out import Way, cheapest, ways
+from paceline.plan.oom_advice import Way, cheapest, ways
 
 GIB = 2**30
 BLOCKS = [

@@ -6,9 +6,9 @@ import csv
 from pathlib import Path
 
 import pytest
+from published import llm_foundry, predict, stage
 
-from paceline.bench.published import llm_foundry, predict, stage
-from paceline.bench.published import table as published
+from paceline.bench import published_table as published
 from paceline.nouns.errors import UsageError
 
 PUBLISHED = Path(__file__).parents[3] / "shared" / "data" / "published_measurements.csv"

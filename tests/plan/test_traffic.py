@@ -10,13 +10,13 @@ from torch import nn
 from torch.nn import functional as F
 
 import paceline
-from paceline.comm import words
+from paceline.comm import api as words
 from paceline.nouns.buckets import group_parameters
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
 from paceline.plan.step_traffic import step_traffic
 from paceline.plan.traffic import Tensor, replicate
-from paceline.train.describe import describe
+from paceline.profile.describe import describe
 from paceline.train.job import Job
 
 from support import models

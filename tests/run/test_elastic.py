@@ -12,12 +12,12 @@ import pytest
 from paceline.launch.hosts import parse_hosts
 from paceline.nouns.errors import UsageError
 from paceline.nouns.plan import Plan
-from paceline.run.elastic import Elastic
-from paceline.run.fleet import FleetOptions
-from paceline.run.interrupts import interruptible
-from paceline.run.membership import Rules
-from paceline.run.progress import Progress, Screen
-from paceline.run.supervisor import Ending, JobRequest
+from paceline.run.supervise.elastic import Elastic
+from paceline.run.supervise.fleet import FleetOptions
+from paceline.run.supervise.interrupts import interruptible
+from paceline.run.supervise.membership import Rules
+from paceline.run.supervise.progress import Progress, Screen
+from paceline.run.supervise.supervisor import Ending, JobRequest
 
 STEP = {"event": "step", "step": 3, "position": 24, "loss": 0.5, "at": 1.0, "samples": 8, "memory_bytes": 0}
 
@@ -25,7 +25,7 @@ STEP = {"event": "step", "step": 3, "position": 24, "loss": 0.5, "at": 1.0, "sam
 @pytest.fixture
 def one_generation(tmp_path, monkeypatch):
     """Makes a job with one host, which goes after one generation of three steps; `then` is what is asked next."""
-    monkeypatch.setattr("paceline.run.elastic.DISCOVER_S", 0.01)
+    monkeypatch.setattr("paceline.run.supervise.elastic.DISCOVER_S", 0.01)
     events = tmp_path / "events.jsonl"
 
     def generation(job, members, start):

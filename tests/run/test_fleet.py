@@ -13,12 +13,12 @@ import psutil
 import pytest
 
 from paceline.launch.local import RankSettings
-from paceline.launch.seats import Seats, with_servers
+from paceline.launch.rank_assignment import Seats, with_servers
 from paceline.nouns.errors import UsageError
 from paceline.nouns.plan import Plan
-from paceline.run import fleet
-from paceline.run.fleet import FleetOptions, HostError, agent_request, open_posts
-from paceline.server.credentials import check_can_make, keep_credentials
+from paceline.run.supervise import fleet
+from paceline.run.supervise.fleet import FleetOptions, HostError, agent_request, open_posts
+from paceline.server.transport.credentials import check_can_make, keep_credentials
 
 READY = json.dumps({"address": "10.0.0.1", "port": 7, "interface": "eth0"})
 ANSWERS = f"print('Welcome!'); print('{{}}'); print('{READY}', flush=True); sys.stdin.read()"
@@ -122,7 +122,7 @@ def test_agents_of_a_job_with_servers_end_with_the_supervisor(monkeypatch, tmp_p
     """Their fork server waits for the word that nobody will be started again: the agent must say it, too."""
 
     def command(host, _):
-        return ["env", f"TMPDIR={tmp_path / host}", sys.executable, "-m", "paceline.run.agent"]
+        return ["env", f"TMPDIR={tmp_path / host}", sys.executable, "-m", "paceline.run.supervise.agent"]
 
     monkeypatch.setattr(fleet, "agent_command", command)
     (run_dir := tmp_path / "run").mkdir()

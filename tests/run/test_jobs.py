@@ -272,7 +272,7 @@ def test_a_signal_after_the_last_step_leaves_the_job_done(tmp_path):
     assert json.loads(out)["status"] == "done"
 
 
-@pytest.mark.parametrize("place", ["paceline.run.job.finish", "paceline.cli.run._tell"])
+@pytest.mark.parametrize("place", ["paceline.run.supervise.job.finish", "paceline.cli.run._tell"])
 def test_a_signal_after_the_end_changes_no_word_of_it(tmp_path, monkeypatch, capsys, place):
     from paceline.cli.main import main
 

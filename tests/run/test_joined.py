@@ -164,7 +164,7 @@ def test_a_certain_hang_is_ended_without_a_supervisor_and_without_notices(tmp_pa
 
 
 def test_the_process_above_a_rank_has_no_torch():
-    line = "import paceline.run.joined, sys; sys.exit('torch' in sys.modules)"
+    line = "import paceline.run.rank.external_rank, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", line]).returncode == 0
 
 

@@ -17,10 +17,10 @@ from paceline.launch.local import allow_open_files
 from paceline.nouns.errors import UsageError, how_to_write
 from paceline.nouns.plan import Plan
 from paceline.run import directory
-from paceline.run.job import finish
-from paceline.run.progress import Progress
-from paceline.run.server_process import _teller
-from paceline.run.supervisor import Ending
+from paceline.run.rank.server_process import _teller
+from paceline.run.supervise.job import finish
+from paceline.run.supervise.progress import Progress
+from paceline.run.supervise.supervisor import Ending
 
 from support.jobs import command, leftovers, losses, marked, write_workload
 

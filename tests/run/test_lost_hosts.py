@@ -10,11 +10,11 @@ import time
 
 import pytest
 
-from paceline.launch.seats import Meeting, Seats, with_servers
-from paceline.run import supervisor
+from paceline.launch.rank_assignment import Meeting, Seats, with_servers
 from paceline.run.failures import lost_host
-from paceline.run.progress import Screen
-from paceline.run.supervisor import JobRequest, Post, Supervisor
+from paceline.run.supervise import supervisor
+from paceline.run.supervise.progress import Screen
+from paceline.run.supervise.supervisor import JobRequest, Post, Supervisor
 
 # Two workers, two servers and the coordinator: 0, 2 and 4 are on h1, 1 and 3 on h2.
 WORKER_0, WORKER_1, SERVER_0, SERVER_1, COORDINATOR = range(5)

@@ -9,8 +9,8 @@ import pytest
 from paceline.launch.hosts import Host, parse_hosts
 from paceline.nouns.errors import PeerLostError, UsageError
 from paceline.nouns.plan import Plan
-from paceline.run.elastic import GENERATION, last_generation, rescaled, script_hosts
-from paceline.run.membership import GiveUp, Membership, Regroup, Rules, Start, Wait
+from paceline.run.supervise.elastic import GENERATION, last_generation, rescaled, script_hosts
+from paceline.run.supervise.membership import GiveUp, Membership, Regroup, Rules, Start, Wait
 from paceline.train.prepare import check_generation
 
 

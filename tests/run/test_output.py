@@ -9,7 +9,7 @@ import subprocess
 
 import pytest
 
-from paceline.run.progress import Screen, encodable
+from paceline.run.supervise.progress import Screen, encodable
 
 from support.jobs import LOOP, STEPS, command, leftovers, losses, marked, wait_for, write_workload
 

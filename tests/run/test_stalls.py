@@ -16,10 +16,10 @@ import pytest
 
 import paceline as paceline_package
 from paceline.nouns.errors import UsageError
-from paceline.run.progress import Screen
-from paceline.run.stalls import Stalls, notice_time, process_state
-from paceline.run.supervisor import JobRequest, Supervisor
-from paceline.run.watchdog import Watchdog, stacks, waits_in
+from paceline.run.rank.watchdog import Watchdog, stacks, waits_in
+from paceline.run.supervise.progress import Screen
+from paceline.run.supervise.stalls import Stalls, notice_time, process_state
+from paceline.run.supervise.supervisor import JobRequest, Supervisor
 
 from support.jobs import LOOP, STEPS, losses, paceline, start, wait_for, write_workload
 
@@ -171,7 +171,7 @@ def test_who_has_left_is_known_where_no_notice_is_wanted(stalls):
 
 @pytest.mark.parametrize("notice_s", [0.0, 3600.0])
 def test_a_rank_reports_whatever_the_notice_time_is(tmp_path, monkeypatch, notice_s):
-    monkeypatch.setattr("paceline.run.watchdog.DEFAULT_S", 0.2)
+    monkeypatch.setattr("paceline.run.rank.watchdog.DEFAULT_S", 0.2)
     watchdog = Watchdog(tmp_path, 0, notice_s)
     watchdog.start()
     try:
@@ -247,11 +247,14 @@ C10D = "torch/distributed/distributed_c10d.py"
     ("frames", "name"),
     [
         (
-            [("comm/shared_memory.py", "_read"), ("comm/shared_memory.py", "finish"), ("comm/wire.py", "finish")],
+            [("comm/shared_memory.py", "_read"), ("comm/shared_memory.py", "finish"), ("comm/reducer.py", "finish")],
             "all_reduce",
         ),
-        ([("comm/collectives.py", "wait"), ("comm/wire.py", "finish"), ("parallel/sums.py", "finish")], "all_reduce"),
-        ([("comm/collectives.py", "wait"), ("parallel/pipeline.py", "run")], "a collective"),
+        (
+            [("comm/collectives.py", "wait"), ("comm/reducer.py", "finish"), ("parallel/step_stats.py", "finish")],
+            "all_reduce",
+        ),
+        ([("comm/collectives.py", "wait"), ("parallel/pipeline/strategy.py", "run")], "a collective"),
         ([(C10D, "broadcast"), ("torch/distributed/c10d_logger.py", "wrapper")], "broadcast"),
         ([(C10D, "_helper"), (C10D, "all_reduce")], "all_reduce"),
         ([("lib/threading.py", "wait"), ("server/link.py", "step")], "an answer of the parameter servers"),

@@ -11,9 +11,9 @@ import tempfile
 import pytest
 
 from paceline.launch.local import RankSettings
-from paceline.launch.seats import Meeting, Seats
+from paceline.launch.rank_assignment import Meeting, Seats
 from paceline.run.failures import LEFT
-from paceline.run.station import MOST_BYTES, Lines, Listening, RemoteStation
+from paceline.run.supervise.station import MOST_BYTES, Lines, Listening, RemoteStation
 
 
 def all_lines(pieces, most=MOST_BYTES):

@@ -9,12 +9,12 @@ import pytest
 
 from paceline.nouns.errors import PacelineError, PeerLostError, PlanError
 from paceline.server import setup
-from paceline.server.address import Address
-from paceline.server.frames import FrameError
 from paceline.server.layout import Entry, Layout
-from paceline.server.peers import Peers, addresses_of, facts_of
 from paceline.server.settings import JobSettings
-from paceline.server.watch import look
+from paceline.server.status import look
+from paceline.server.transport.address import Address
+from paceline.server.transport.frames import FrameError
+from paceline.server.transport.peers import Peers, addresses_of, facts_of
 
 JOB = json.loads(JobSettings(2, 2).to_json())
 GATHERING = {"job": JOB, "state": "gathering", "servers": {}, "here": []}

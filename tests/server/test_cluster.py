@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from paceline.nouns.errors import PeerLostError, PlanError, WorkloadError
-from paceline.server.client import Session
 from paceline.server.node import Server
+from paceline.server.protocol.client import Session
 from paceline.server.setup import Start
 
 from support.cluster import Cluster, alone, gradient, train

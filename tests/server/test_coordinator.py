@@ -9,12 +9,12 @@ import pytest
 
 from paceline.nouns.errors import CheckpointError, PeerLostError, UsageError
 from paceline.nouns.plan import Plan
-from paceline.server.absences import SILENCE, Absences, silence_s
-from paceline.server.address import Address
-from paceline.server.coordination import Coordination, _few_ranges, hosts_in_turn
-from paceline.server.coordinator import Coordinator, Settings
-from paceline.server.messages import Beat, WorkerBeat
+from paceline.server.coordinator.absences import SILENCE, Absences, silence_s
+from paceline.server.coordinator.process import Coordination, _few_ranges, hosts_in_turn
+from paceline.server.protocol.coordinator import Coordinator, Settings
+from paceline.server.protocol.messages import Beat, WorkerBeat
 from paceline.server.settings import JobSettings
+from paceline.server.transport.address import Address
 
 SETTINGS = Settings(replicas=2, node_deadline_s=5.0, worker_deadline_s=5.0, worker_return_s=5.0)
 WORKERS = [(0, 0), (1, 0)]
@@ -81,7 +81,7 @@ def test_nobody_was_silent_while_the_coordinator_stood_still(is_heard):
 def test_the_process_notices_that_it_was_stopped_right_after_the_start(tmp_path, monkeypatch, ticks):
     """Its first turn after the job's start may be the one in which it wakes."""
     clock = [100.0]
-    monkeypatch.setattr("paceline.server.coordination.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr("paceline.server.coordinator.process.time", SimpleNamespace(monotonic=lambda: clock[0]))
     job = JobSettings.of(Plan.parse("replicate=2,server=2"))
     process = Coordination(Address.parse(f"unix:{tmp_path}/c"), job, tmp_path / "log", lambda event: None)
     process._tick()
@@ -209,7 +209,7 @@ def beat(one, worker, clock, now_s, is_done=False):
 def test_the_step_that_waits_is_the_furthest_of_those_who_speak(tmp_path, monkeypatch, said, step):
     """Under sync nobody begins a step before every gradient of the step before is there."""
     clock, events = [100.0], []
-    monkeypatch.setattr("paceline.server.coordination.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr("paceline.server.coordinator.process.time", SimpleNamespace(monotonic=lambda: clock[0]))
     job = JobSettings.of(Plan.parse("replicate=2,server=2"))
     process = Coordination(Address.parse(f"unix:{tmp_path}/c"), job, tmp_path / "log", events.append, returns_s=20.0)
     workers = [(name, said.get(name, (0, 0))[0]) for name in (0, 1)]

@@ -9,9 +9,9 @@ import pytest
 import torch
 from test_cluster import adamw
 
-from paceline.server.address import Address
-from paceline.server.member import Member
 from paceline.server.node import Server
+from paceline.server.protocol.member import Member
+from paceline.server.transport.address import Address
 
 from support.cluster import Cluster, alone, gradient, train
 from support.proxy import Proxy

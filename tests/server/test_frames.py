@@ -9,9 +9,10 @@ import random
 import msgpack
 import pytest
 
-from paceline.server import messages, setup
-from paceline.server.connection import Connection
-from paceline.server.frames import (
+from paceline.server import setup
+from paceline.server.protocol import messages
+from paceline.server.transport.connection import Connection
+from paceline.server.transport.frames import (
     FORMS,
     KINDS,
     PREFIX,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from paceline.nouns.errors import CheckpointError
-from paceline.server.log import Log
-from paceline.server.messages import Configuration
-from paceline.server.report import table, why_waiting
+from paceline.server.coordinator.log import Log
+from paceline.server.protocol.messages import Configuration
+from paceline.server.status_table import table, why_waiting
 
 ONE = Configuration(3, (1, 2), {(0, 0): 4, (1, 2): 0}, (2, 3), 2, (1,))
 

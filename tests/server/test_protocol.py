@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from paceline.nouns.errors import PlanError
-from paceline.server.admission import Mode
+from paceline.server.protocol.admission import Mode
 
 from support import simulator
 from support.protocol_mutants import MUTANTS

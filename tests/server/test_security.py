@@ -18,21 +18,22 @@ import pytest
 
 from paceline.nouns.errors import CheckpointError, PeerLostError, UsageError
 from paceline.nouns.plan import Plan
-from paceline.server import address as addresses
-from paceline.server import messages, setup
-from paceline.server.accept import Waiting, bound
-from paceline.server.address import Address, Credentials, connect
-from paceline.server.connection import Connection
-from paceline.server.coordination import Coordination
-from paceline.server.coordinator import Coordinator, Settings
-from paceline.server.credentials import ROLES, make_credentials
-from paceline.server.frames import PREFIX, FrameError, write_frame
+from paceline.server import setup
+from paceline.server.coordinator.process import Coordination
 from paceline.server.layout import Entry, Layout
-from paceline.server.messages import COORDINATOR
 from paceline.server.node import Server
-from paceline.server.peers import Peers, addresses_of
+from paceline.server.protocol import messages
+from paceline.server.protocol.coordinator import Coordinator, Settings
+from paceline.server.protocol.messages import COORDINATOR
 from paceline.server.settings import JobSettings
-from paceline.server.watch import look
+from paceline.server.status import look
+from paceline.server.transport import address as addresses
+from paceline.server.transport.accept import Waiting, bound
+from paceline.server.transport.address import Address, Credentials, connect
+from paceline.server.transport.connection import Connection
+from paceline.server.transport.credentials import ROLES, make_credentials
+from paceline.server.transport.frames import PREFIX, FrameError, write_frame
+from paceline.server.transport.peers import Peers, addresses_of
 
 from support.cluster import Cluster, train
 
@@ -119,7 +120,9 @@ def test_a_worker_of_the_job_is_heard(tmp_path):
 
 def test_without_a_certificate_nothing_is_parsed(tmp_path, monkeypatch):
     parsed = []
-    monkeypatch.setattr("paceline.server.connection.read_prefix", lambda content: parsed.append(bytes(content)))
+    monkeypatch.setattr(
+        "paceline.server.transport.connection.read_prefix", lambda content: parsed.append(bytes(content))
+    )
     listener, _ = exchange(tmp_path, None, raw(write_frame(0, HELLO, 0)))
     assert (listener.took, parsed) == ([], [])
 
@@ -363,8 +366,8 @@ def is_closed(end):
 def test_connections_that_say_nothing_keep_nobody_out(tmp_path, short, monkeypatch, where):
     """They are capped for each peer and in all, end after a short time, and one of the job's still comes in."""
     where = f"unix:{short}/s" if where == "unix" else where
-    monkeypatch.setattr("paceline.server.accept.SAY_S", 1.5)
-    monkeypatch.setattr("paceline.server.accept.PER_PEER", 8)
+    monkeypatch.setattr("paceline.server.transport.accept.SAY_S", 1.5)
+    monkeypatch.setattr("paceline.server.transport.accept.PER_PEER", 8)
     make_credentials(tmp_path / "job")
 
     def act(at, credentials):
@@ -388,7 +391,7 @@ def test_connections_that_say_nothing_keep_nobody_out(tmp_path, short, monkeypat
 
 
 def test_watchers_that_stay_make_room_for_others(tmp_path, short, monkeypatch):
-    monkeypatch.setattr("paceline.server.peers.WATCHERS", 3)
+    monkeypatch.setattr("paceline.server.transport.peers.WATCHERS", 3)
     hello = write_frame(0, setup.Hello("watcher", -1, 0, "", ""), 0)
 
     def act(at, _):
@@ -449,7 +452,7 @@ def test_another_user_is_refused_on_a_unix_socket(tmp_path, short, monkeypatch):
 
     listener, _ = exchange(tmp_path, None, act, where=f"unix:{path}")
     assert [message for _, message in listener.took] == [PULL]
-    monkeypatch.setattr("paceline.server.peers.user_of", lambda end: os.getuid() + 1)
+    monkeypatch.setattr("paceline.server.transport.peers.user_of", lambda end: os.getuid() + 1)
     listener, is_closed = exchange(tmp_path, None, act, where=f"unix:{path}")
     assert is_closed
     assert not listener.took
@@ -524,7 +527,9 @@ def bound_on(monkeypatch, found, at_once=None, errors=None):
     """The addresses that `bound` listens at, where a host's name stands for the addresses `found`."""
     monkeypatch.setattr(Kernel, "at_once", at_once)
     monkeypatch.setattr(Kernel, "errors", errors or {})
-    monkeypatch.setattr("paceline.server.accept.socket", SimpleNamespace(**{**vars(socket), "socket": Kernel}))
+    monkeypatch.setattr(
+        "paceline.server.transport.accept.socket", SimpleNamespace(**{**vars(socket), "socket": Kernel})
+    )
     family = {":": socket.AF_INET6, ".": socket.AF_INET}
 
     async def run():

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.server.client import PATIENCE_S, Client, Session
-from paceline.server.messages import Configuration, Pulled
+from paceline.server.protocol.client import PATIENCE_S, Client, Session
+from paceline.server.protocol.messages import Configuration, Pulled
 
 WORKER = (0, 1)
 

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.nouns.errors import CheckpointError, PlanError
-from paceline.server.admission import Mode
 from paceline.server.handle import laid_out
 from paceline.server.layout import AVERAGE, SEGMENT_BYTES, Entry, Layout
-from paceline.server.messages import Push, Update
 from paceline.server.optimizers import KNOWN, build, describe, implementation_of
+from paceline.server.protocol.admission import Mode
+from paceline.server.protocol.messages import Push, Update
 from paceline.server.tensors import MEAN, STOPPING, Flat, Segments, first_content, states_of
 
 SHAPES = st.lists(st.lists(st.integers(0, 700), min_size=0, max_size=2).map(tuple), min_size=1, max_size=8)

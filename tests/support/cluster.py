@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from paceline.nouns.plan import Plan
-from paceline.server.address import Address
-from paceline.server.coordination import Coordination
+from paceline.server.coordinator.process import Coordination
 from paceline.server.handle import Handle
 from paceline.server.node import Server
 from paceline.server.settings import JobSettings
+from paceline.server.transport.address import Address
 
 
 class Cluster:

@@ -22,7 +22,7 @@ def _texts(**values):
 
 
 def paceline(hosts, rank):
-    """As `run/forkserver.py` has it."""
+    """As `run/rank/forkserver.py` has it."""
     _, local, many, host = seats(hosts)[rank]
     meet = {"PACELINE_MASTER": "a1:29400"} if len(hosts) > 1 else {"PACELINE_RENDEZVOUS": "/run/job/rendezvous"}
     own = _texts(

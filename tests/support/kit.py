@@ -12,14 +12,14 @@ from typing import Any
 
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
-from paceline.verify import reference, replay
-from paceline.verify.check_dropout import check_draws
-from paceline.verify.checks import check_order, check_step, check_traffic
-from paceline.verify.compare import Reference, differences, read_ranks
-from paceline.verify.culprit import blame_loading, find_culprit, find_in_narrow
-from paceline.verify.dry_run import describe_all
-from paceline.verify.order import read_trace
-from paceline.verify.verdict import Verdict
+from paceline.verify.judge.check_dropout import check_draws
+from paceline.verify.judge.checks import check_order, check_step, check_traffic
+from paceline.verify.judge.compare import Reference, differences, read_ranks
+from paceline.verify.judge.localize import blame_loading, find_culprit, find_in_narrow
+from paceline.verify.judge.order import read_trace
+from paceline.verify.judge.verdict import Verdict
+from paceline.verify.ranks import reference, replay
+from paceline.verify.ranks.dry_run import describe_all
 
 from support import models, random_jobs
 from support.mutants import MUTANTS
@@ -65,9 +65,9 @@ def _make_reference(subject: Any, precision: str, steps: int) -> Path:
 
 def run(rank, subject, mutant, runs, folder):
     """The runs of one rank, with a mutant switched on; nothing of the product knows it."""
-    from paceline.comm import words
-    from paceline.verify.in_rank import _Run
-    from paceline.verify.trace import Trace
+    from paceline.comm import api as words
+    from paceline.verify.ranks.rank_main import _Run
+    from paceline.verify.ranks.trace import Trace
 
     words.init()
     if mutant is not None:

@@ -98,7 +98,7 @@ def bias_added_on_every_rank():
 
 @mutant("tensor=2", module=("blocks.0.attention",))
 def swapped_row_and_column_shard():
-    from paceline.parallel.split_model import SplitModel
+    from paceline.parallel.graph_model import SplitModel
 
     def fill(plain, self, name, full):
         is_square = full.dim() == 2 and full.shape[0] == full.shape[1]
@@ -124,8 +124,8 @@ def uneven_vocabulary():
 
 @mutant("tensor=2,sequence=on", module=("blocks.0.attention", "blocks.0"))
 def rotary_position_off_by_one():
-    from paceline.comm import words
-    from paceline.parallel import split_model
+    from paceline.comm import api as words
+    from paceline.parallel import graph_model as split_model
 
     def captured(plain, *arguments):
         made = plain(*arguments)
@@ -174,21 +174,21 @@ def clipping_by_the_local_norm():
 
 @mutant("replicate=2", collective="on replicate")
 def wrong_share_of_the_mean():
-    from paceline.parallel.sums import SumsWire
+    from paceline.parallel.step_stats import SumsWire
 
     wrap(SumsWire, "finish", lambda plain, self: plain(self) / self.comm.size)
 
 
 @mutant("replicate=2", module=("", "norm", "head", "words"), collective="on replicate")
 def wrong_loss_weight():
-    from paceline.parallel.sums import SumsWire
+    from paceline.parallel.step_stats import SumsWire
 
     wrap(SumsWire, "add", lambda plain, self, loss, weight: plain(self, loss, 32.0))
 
 
 @mutant("replicate=2", subject="remembers", module=("",), collective="of buffers")
 def a_skipped_buffer():
-    from paceline.parallel.buffers import Buffers
+    from paceline.parallel.replicate.buffers import Buffers
 
     wrap(Buffers, "reduce", lambda plain, self, changed: None)
 
@@ -218,7 +218,7 @@ def dropout_equal_on_all_data_ranks():
 
 @mutant("tensor=2", what=("step", "draws"))
 def dropout_differs_between_ranks_with_the_same_samples():
-    from paceline.comm import words
+    from paceline.comm import api as words
     from paceline.train import job
 
     wrap(job, "seed_everything", lambda plain, *numbers: plain(*numbers, *[words.rank()] * (len(numbers) > 1)))
@@ -228,7 +228,7 @@ def dropout_differs_between_ranks_with_the_same_samples():
     "replicate=2", precision="float32", subject="plain", module=("words", "norm", "blocks."), collective="all_reduce on"
 )
 def reduction_in_bf16():
-    from paceline.parallel.bucket import Bucket
+    from paceline.parallel.replicate.bucket import Bucket
 
     def fill(plain, self, index, gradient, scale):
         plain(self, index, gradient.bfloat16().to(gradient.dtype), scale)
@@ -238,7 +238,7 @@ def reduction_in_bf16():
 
 @mutant("replicate=2", subject="micro", module=("", "words", "blocks.", "norm"))
 def last_micro_batch_dropped():
-    from paceline.parallel import placed
+    from paceline.parallel import model_adapter as placed
 
     wrap(
         placed, "forward_backward", lambda plain, run, both, moments, padding=0: plain(run, both[:-1], moments, padding)
@@ -247,7 +247,7 @@ def last_micro_batch_dropped():
 
 @mutant("replicate=2", subject="micro", module=("words", "blocks.", "norm", "head"))
 def accumulation_overwrites():
-    from paceline.parallel import local
+    from paceline.parallel import micro_batches as local
 
     def checked(plain, result):
         total, weight = plain(result)
@@ -272,7 +272,7 @@ def two_ranks_take_the_same_samples():
 
 @mutant("replicate=2", module=("words", "blocks.", "norm", "head"), collective="all_reduce on replicate")
 def last_gradient_of_a_bucket_not_summed():
-    from paceline.parallel.bucket import Bucket
+    from paceline.parallel.replicate.bucket import Bucket
 
     def receive(plain, self, scale):
         own = self.parameters[-1].grad
@@ -290,7 +290,7 @@ def last_gradient_of_a_bucket_not_summed():
 @mutant("shard=2", module=("words", "blocks.", "norm"))
 def weight_decay_twice_on_a_shard():
     from paceline.comm.fully_shard import local
-    from paceline.parallel import sharded
+    from paceline.parallel.shard import fsdp_adapter as sharded
 
     def step(plain, optimizer):
         for group in optimizer.param_groups:
@@ -347,21 +347,21 @@ def rows_permuted_after_a_reshard():
 
 @mutant("pipeline=2", module=("words", "head"), collective="send on pipeline")
 def stale_tied_embedding():
-    from paceline.parallel import split
+    from paceline.parallel import graph_adapter as split
 
     wrap(split, "add_tied_gradients", lambda plain, parameters, holders, comm: None)
 
 
 @mutant("pipeline=2", module=("", "words", "blocks."))
 def last_micro_batch_of_the_pipeline_dropped():
-    from paceline.parallel.pipeline import Pipeline
+    from paceline.parallel.pipeline.strategy import Pipeline
 
     wrap(Pipeline, "forward_backward", lambda plain, self, loss, micro, add: plain(self, loss, micro[:-1], add))
 
 
 @mutant("pipeline=2", module=("blocks.", "words"), collective="send on pipeline")
 def gradients_to_the_wrong_micro_batch():
-    from paceline.parallel import pipeline
+    from paceline.parallel.pipeline import strategy as pipeline
 
     def send(plain, self, value, *where, forwards):
         plain(self, value if forwards else torch.roll(value, 1, 0), *where, forwards=forwards)
@@ -371,7 +371,7 @@ def gradients_to_the_wrong_micro_batch():
 
 @mutant("pipeline=2,schedule=zero_bubble", module=("blocks.", "words", "norm", "head"))
 def weights_half_of_a_micro_batch_left_out():
-    from paceline.parallel import pipeline
+    from paceline.parallel.pipeline import strategy as pipeline
 
     def weights(plain, self, action):
         if action.micro_batch:
@@ -387,7 +387,7 @@ def weights_half_of_a_micro_batch_left_out():
 
 @mutant("pipeline=2,shard=2", module=("words", "blocks.", "norm", "head"))
 def stale_parameters_after_a_step():
-    from paceline.parallel.flat import Flat
+    from paceline.parallel.shard.zero1 import Flat
 
     kept = {}
 
@@ -402,7 +402,7 @@ def stale_parameters_after_a_step():
 
 @mutant("replicate=2,shard=2", collective="replicate")
 def shards_not_summed_over_replicas():
-    from paceline.parallel.bucket import Bucket
+    from paceline.parallel.replicate.bucket import Bucket
 
     def receive(plain, self, scale):
         kept = self.wire.inboxes[self.wire.turn].clone()
@@ -419,7 +419,7 @@ def shards_not_summed_over_replicas():
 
 @mutant("replicate=2,pipeline=2", collective="replicate")
 def mean_over_the_wrong_ranks():
-    from paceline.parallel.sums import SumsWire
+    from paceline.parallel.step_stats import SumsWire
 
     wrap(SumsWire, "finish", lambda plain, self: plain(self) * 2)
 
@@ -476,7 +476,7 @@ def vocabulary_loss_not_summed():
 
 @mutant("tensor=2", collective="of the norm")
 def whole_parameters_counted_on_every_rank():
-    from paceline.parallel.split import SplitPlaced
+    from paceline.parallel.graph_adapter import SplitPlaced
 
     wrap(SplitPlaced, "counted", lambda plain, self: dict.fromkeys(self.own.values(), True))
 
@@ -517,7 +517,7 @@ def scheduler_stepped_twice():
 
 @mutant("shard=2", subject="grouped", module=("words", "blocks.", "norm", "head"))
 def a_groups_settings_lost():
-    from paceline.parallel import sharded
+    from paceline.parallel.shard import fsdp_adapter as sharded
 
     def step(plain, optimizer):
         for group in optimizer.param_groups:
@@ -529,7 +529,7 @@ def a_groups_settings_lost():
 
 @mutant("pipeline=2", module=("blocks.1", "norm", "head", "blocks.0"), collective="send on pipeline")
 def activations_of_another_sample():
-    from paceline.parallel import pipeline
+    from paceline.parallel.pipeline import strategy as pipeline
 
     def send(plain, self, value, *where, forwards):
         plain(self, value.roll(1, 0) if forwards else value, *where, forwards=forwards)
@@ -539,7 +539,7 @@ def activations_of_another_sample():
 
 @mutant("pipeline=2", module=("",))
 def loss_divided_by_micro_batches():
-    from paceline.parallel import pipeline
+    from paceline.parallel.pipeline import strategy as pipeline
 
     def backward(plain, self, action):
         if action.stage == self.program.total_stages - 1:
@@ -576,15 +576,15 @@ def one_sum_too_many():
 
 @mutant("pipeline=2", module=("blocks.", "norm", "head", "words"))
 def a_stage_with_other_initial_values():
-    from paceline.comm import words
-    from paceline.parallel.split_model import SplitModel
+    from paceline.comm import api as words
+    from paceline.parallel.graph_model import SplitModel
 
     wrap(SplitModel, "fill", lambda plain, self, name, full: plain(self, name, full * (1.0 + 0.01 * words.rank())))
 
 
 @mutant("shard=2", module=("words", "blocks.", "norm", "head"))
 def stale_whole_parameters():
-    from paceline.parallel.sharded import ShardedModel
+    from paceline.parallel.shard.fsdp_adapter import ShardedModel
 
     def update(plain, self, optimizer):
         if not getattr(self, "had_one", False):
@@ -615,7 +615,7 @@ def scheduler_not_restored():
 
 @mutant("replicate=2", subject="micro", what=("step", "draws"))
 def micro_batches_draw_the_same():
-    from paceline.parallel import local
+    from paceline.parallel import micro_batches as local
 
     def checked(plain, result):
         torch.manual_seed(torch.distributed.get_rank() + 7)
@@ -676,7 +676,7 @@ def a_half_of_shared_memory_not_filled_again():
 
 @mutant("shard=2", subject="scaled", collective="all_reduce on shard", culprit="gradients: that of scale")
 def a_scalar_not_summed():
-    from paceline.parallel.shard import Shard
+    from paceline.parallel.shard.strategy import Shard
 
     wrap(Shard, "_reduce_whole", lambda plain, self, unused: None)
 
@@ -693,7 +693,7 @@ def clipping_that_scales_up():
 
 @mutant("replicate=2", subject="augmented", culprit="data: rank 1 loads other values for samples")
 def augmentation_seeded_by_rank():
-    from paceline.comm import words
+    from paceline.comm import api as words
     from paceline.train import data
 
     wrap(
@@ -703,7 +703,7 @@ def augmentation_seeded_by_rank():
 
 @mutant("replicate=2", subject="remembers", module=("norm", ""), collective="of buffers", culprit="buffer")
 def buffers_through_bf16():
-    from paceline.parallel.buffers import Buffers
+    from paceline.parallel.replicate.buffers import Buffers
 
     def reduce(plain, self, changed):
         for tensor in self.tensors:
@@ -717,7 +717,7 @@ def buffers_through_bf16():
 
 @mutant("replicate=2", subject="short", culprit="micro-batch 2 of rank 0 counts 2 times")
 def a_short_micro_batch_weighed_double():
-    from paceline.parallel import local
+    from paceline.parallel import micro_batches as local
 
     def checked(plain, result):
         total, weight = plain(result)
@@ -731,7 +731,7 @@ def a_short_micro_batch_weighed_double():
 
 @mutant("replicate=2", subject="short", culprit="micro-batch 2 of rank 0")
 def gradients_of_a_short_micro_batch_doubled():
-    from paceline.parallel import local
+    from paceline.parallel import micro_batches as local
 
     def checked(plain, result):
         total, weight = plain(result)

@@ -11,9 +11,9 @@ from kubeflow_trainer_api.models.trainer_v1alpha1_train_job import TrainerV1alph
 from kubeflow_trainer_api.models.trainer_v1alpha1_training_runtime import TrainerV1alpha1TrainingRuntime
 from referencing import Registry, Resource
 
-from paceline.launch.kubernetes import KubernetesJob, render
-from paceline.launch.kubernetes_job import GANGS, KINDS
-from paceline.launch.manifest_kinds import pod_sets
+from paceline.launch.kubernetes.job import GANGS, KINDS
+from paceline.launch.kubernetes.objects import pod_sets
+from paceline.launch.kubernetes.submit import KubernetesJob, render
 from paceline.nouns.plan import Plan
 
 NEWEST, OLDEST = "1.37.0", "1.29.0"  # of Kubernetes; sidecars and podReplacementPolicy are older than the oldest

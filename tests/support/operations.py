@@ -10,7 +10,7 @@ from torch import fx
 from torch.utils._pytree import tree_map
 
 from paceline.comm.differentiable import take_piece
-from paceline.graph.split import Lay, Split
+from paceline.graph.placement import Lay, Split
 
 
 def node_of(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from paceline.server.admission import Mode
-from paceline.server.client import Session
-from paceline.server.coordinator import Chain, Coordinator
-from paceline.server.messages import Forward, Forwarded, Pushed, Update
-from paceline.server.replica import Replica
+from paceline.server.protocol.admission import Mode
+from paceline.server.protocol.client import Session
+from paceline.server.protocol.coordinator import Chain, Coordinator
+from paceline.server.protocol.messages import Forward, Forwarded, Pushed, Update
+from paceline.server.protocol.replica import Replica
 
 MUTANTS = {}
 

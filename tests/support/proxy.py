@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 
-from paceline.server.frames import PREFIX
+from paceline.server.transport.frames import PREFIX
 
 
 class Proxy:

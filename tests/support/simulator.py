@@ -16,12 +16,12 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.server.admission import Mode
-from paceline.server.client import Client, Session
-from paceline.server.coordinator import Coordinator, Settings
-from paceline.server.member import Member
-from paceline.server.messages import COORDINATOR, Configuration, Pulled, Pushed
-from paceline.server.replica import Replica
+from paceline.server.protocol.admission import Mode
+from paceline.server.protocol.client import Client, Session
+from paceline.server.protocol.coordinator import Coordinator, Settings
+from paceline.server.protocol.member import Member
+from paceline.server.protocol.messages import COORDINATOR, Configuration, Pulled, Pushed
+from paceline.server.protocol.replica import Replica
 
 FAULTS_END_S = 120.0
 SEGMENTS = 2

@@ -20,11 +20,11 @@ from test_every_plan import plans_of
 from paceline.nouns.errors import PacelineError
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
-from paceline.verify.checks import check_order, check_step, check_traffic
-from paceline.verify.compare import Reference, read_ranks
-from paceline.verify.dry_run import describe_all
-from paceline.verify.order import read_trace
-from paceline.verify.verdict import Verdict
+from paceline.verify.judge.checks import check_order, check_step, check_traffic
+from paceline.verify.judge.compare import Reference, read_ranks
+from paceline.verify.judge.order import read_trace
+from paceline.verify.judge.verdict import Verdict
+from paceline.verify.ranks.dry_run import describe_all
 
 from support import kit
 from support.models import MODELS

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import paceline
 from paceline.nouns.errors import LossError
-from paceline.parallel.placed import EagerModel
+from paceline.parallel.model_adapter import EagerModel
 from paceline.train.additive import check_loss_adds_up
 from paceline.train.data import RankLoader, open_data
 

@@ -8,7 +8,7 @@ from sklearn.metrics import f1_score, matthews_corrcoef
 from torch import nn
 
 import paceline
-from paceline.comm import words
+from paceline.comm import api as words
 from paceline.nouns.errors import WorkloadError
 from paceline.nouns.plan import Plan
 from paceline.train.job import Job

@@ -12,9 +12,9 @@ import pytest
 from paceline.nouns.errors import UsageError
 from paceline.run.directory import find_run
 from paceline.run.failures import first_cause, read_failures, silent_death, told
-from paceline.run.job import result_of
-from paceline.run.progress import Progress
-from paceline.run.supervisor import Ending
+from paceline.run.supervise.job import result_of
+from paceline.run.supervise.progress import Progress
+from paceline.run.supervise.supervisor import Ending
 from paceline.train.events import Events
 
 
@@ -54,7 +54,7 @@ def test_a_full_disk_is_told_once_and_ends_nothing(tmp_path, limit, capsys):
 
 
 def test_a_failure_that_cant_be_written_down_is_shown(tmp_path, monkeypatch, capsys):
-    from paceline.run.worker import run_rank
+    from paceline.run.rank.worker import run_rank
 
     monkeypatch.setenv("PACELINE_RUN_DIR", str(tmp_path / "no-such-folder"))
     monkeypatch.setattr("sys.argv", [])

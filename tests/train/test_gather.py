@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.comm import words
+from paceline.comm import api as words
 from paceline.train.evaluate import gather_rows, reduce_metric
 
 from support.ranks import preload, run_ranks

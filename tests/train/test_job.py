@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import paceline
-from paceline.comm import words
+from paceline.comm import api as words
 from paceline.nouns.plan import Plan
 from paceline.train.job import Job
 

@@ -7,14 +7,14 @@ import torch
 from torch import nn
 
 import paceline
-from paceline.comm import words
+from paceline.comm import api as words
 from paceline.launch.workload_file import read_workload_file
 from paceline.nouns.errors import PlanError, WorkloadError
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
-from paceline.run.progress import Progress
+from paceline.profile.describe import describe
+from paceline.run.supervise.progress import Progress
 from paceline.train import prepare
-from paceline.train.describe import describe
 from paceline.train.job import Job
 from paceline.train.loop import train
 

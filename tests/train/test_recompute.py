@@ -11,13 +11,13 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.cli import plan_memory
-from paceline.comm import words
+from paceline.comm import api as words
 from paceline.nouns.device import Device
 from paceline.nouns.plan import Plan
 from paceline.nouns.profile import NOTHING_TO_RECOMPUTE
-from paceline.plan.ways_out import ways
+from paceline.plan.oom_advice import ways
+from paceline.profile.simulate import rehearse
 from paceline.train.job import Job
-from paceline.train.rehearse import rehearse
 
 from support.ranks import run_ranks
 

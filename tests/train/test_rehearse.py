@@ -15,7 +15,7 @@ from paceline.nouns.errors import PlanError, WorkloadError
 from paceline.nouns.plan import Plan
 from paceline.nouns.profile import ACTIVATIONS, GRADIENTS, OPTIMIZER, PARAMETERS
 from paceline.plan.memory import memory_of
-from paceline.train.rehearse import rehearse
+from paceline.profile.simulate import rehearse
 
 from support.ranks import run_ranks
 

@@ -10,7 +10,7 @@ from paceline.nouns.plan import Plan
 from paceline.nouns.profile import GRADIENTS, OPTIMIZER, PARAMETERS
 from paceline.plan.memory import memory_of
 from paceline.plan.memory_table import table
-from paceline.train.rehearse import rehearse
+from paceline.profile.simulate import rehearse
 
 pytestmark = pytest.mark.slow
 

@@ -17,7 +17,7 @@ from paceline.nouns.plan import Plan
 from paceline.nouns.profile import COMMUNICATION, OPTIMIZER, Profile
 from paceline.plan.memory import memory_of
 from paceline.plan.memory_table import servers_table
-from paceline.train.rehearse import rehearse
+from paceline.profile.simulate import rehearse
 
 LINE = "server=2,replicate=2"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from test_job import workload
 
-from paceline.comm import words
+from paceline.comm import api as words
 from paceline.nouns.errors import CheckpointError
 from paceline.nouns.plan import Plan
 from paceline.train.job import Job

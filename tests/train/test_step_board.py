@@ -10,7 +10,7 @@ import torch
 from test_job import workload
 
 import paceline
-from paceline.comm import words
+from paceline.comm import api as words
 from paceline.nouns.errors import CollectiveError
 from paceline.nouns.plan import Plan
 from paceline.train import step_board

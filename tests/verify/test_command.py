@@ -64,9 +64,9 @@ def test_a_bug_is_named_in_the_table(tmp_path):
     bug = """
 import os
 if "PACELINE_RANK" in os.environ:
-    from paceline.parallel import split_model
-    plain = split_model.take_piece
-    split_model.take_piece = lambda full, *rest: plain(full.flip(0) if full.dim() == 1 else full, *rest)
+    from paceline.parallel import graph_model
+    plain = graph_model.take_piece
+    graph_model.take_piece = lambda full, *rest: plain(full.flip(0) if full.dim() == 1 else full, *rest)
 """
     path = write(tmp_path, WORKLOAD, f"{bug}\n{WORKLOAD}")
     ended = paceline(tmp_path, "verify", "--plan", "tensor=2", path)

@@ -8,12 +8,12 @@ import torch
 
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.placement import FLAT, Cut, Placement
-from paceline.verify.compare import RankResult, Reference, differences, relation, take
-from paceline.verify.fingerprint import fingerprint
-from paceline.verify.order import Call, find_disorder
-from paceline.verify.prints import added, differ, times_of
+from paceline.verify.judge.compare import RankResult, Reference, differences, relation, take
+from paceline.verify.judge.fingerprints import added, differ, times_of
+from paceline.verify.judge.order import Call, find_disorder
+from paceline.verify.judge.verdict import Verdict
 from paceline.verify.prove import precisions_of
-from paceline.verify.verdict import Verdict
+from paceline.verify.ranks.fingerprint import fingerprint
 
 FULL = np.linspace(0.1, 1.0, 24).reshape(6, 4)
 

@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional as F
 
 from paceline.parallel.norm import global_norm
-from paceline.verify.islands import _JUDGED, kept_wide
+from paceline.verify.ranks.keep_float64 import _JUDGED, kept_wide
 
 
 def test_a_narrower_dtype_is_ignored_and_everything_is_put_back():

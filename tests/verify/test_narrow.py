@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
-from paceline.verify import reference
-from paceline.verify.compare import RankResult, Reference, differences
-from paceline.verify.plain_steps import Variation, take_steps
+from paceline.verify.judge.compare import RankResult, Reference, differences
+from paceline.verify.ranks import reference
+from paceline.verify.ranks.reference_step import Variation, take_steps
 
 from support.subjects import SUBJECTS
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from paceline.nouns.errors import WorkloadError
-from paceline.verify.randomness import controlled, keep, watched
+from paceline.verify.ranks.randomness import controlled, keep, watched
 
 
 def test_pieces_meet_the_same_fate_as_the_whole():
@@ -53,7 +53,7 @@ def test_nothing_is_drawn_and_training_and_evaluation_differ(module):
 def test_attention_is_torchs_own_but_for_what_is_dropped():
     query, key, value = (torch.randn(2, 4, 6, 8, dtype=torch.float64) for _ in range(3))
     mask = torch.rand(6, 6) > 0.3
-    from paceline.verify.randomness import attention
+    from paceline.verify.ranks.randomness import attention
 
     for named in ({}, {"attn_mask": mask}, {"is_causal": True}, {"scale": 0.5}):
         ours, torchs = attention(query, key, value, **named), F.scaled_dot_product_attention(query, key, value, **named)

@@ -46,7 +46,7 @@ def test_what_cannot_be_judged_is_refused(name):
     # An AssertionError is what a rank's refusal becomes in the process that started it.
     with pytest.raises((PacelineError, RuntimeError, ValueError, AssertionError)) as error:
         verify((name,), plan)
-    from paceline.verify.reference import told
+    from paceline.verify.ranks.reference import told
 
     is_said = isinstance(error.value, PacelineError | AssertionError)
     shown = error.value if is_said else told(error.value)

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from paceline.comm import words
+from paceline.comm import api as words
 from paceline.demo.bert import Bert, BertConfig
 from paceline.demo.workload import MaskedSequences, loss, make_workload
 from paceline.nouns.plan import Plan

@@ -23,6 +23,7 @@ from typing import Any
 
 from paceline.bench.startup import median_ratio
 from paceline.bench.step import machine, version
+from paceline.nouns import module_names
 from paceline.nouns.errors import UsageError
 
 _FILE = Path(__file__).with_name("small_gpt.py")
@@ -136,7 +137,7 @@ def command_of(folder: Path, library: str, steps: int) -> list[str]:
     """How a user of the library starts the job."""
     job = [str(_FILE), library, str(steps), str(folder / "mark")]
     if library == "paceline":
-        run = ["-m", "paceline.cli.main", "run", "-n", str(RANKS), "--runs", str(folder / "runs")]
+        run = ["-m", module_names.COMMAND, "run", "-n", str(RANKS), "--runs", str(folder / "runs")]
         return [sys.executable, *run, "--checkpoint-every", "0", *job]
     if library == "lightning":
         return [sys.executable, *job]

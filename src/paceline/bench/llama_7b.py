@@ -12,7 +12,7 @@ import paceline
 from paceline.nouns.plan import Plan
 from paceline.nouns.profile import PARAMETERS
 from paceline.plan.memory import memory_of
-from paceline.train.rehearse import rehearse
+from paceline.profile.simulate import rehearse
 
 workload = paceline.Workload(
     model=lambda: LlamaForCausalLM(LlamaConfig(use_cache=False)),

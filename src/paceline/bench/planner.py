@@ -16,13 +16,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.bench.published.table import read
-from paceline.bench.published.table import table as published_table
+from paceline.bench import published_table
 from paceline.bench.step import machine
+from paceline.nouns import module_names
 from paceline.nouns.errors import UsageError
 from paceline.nouns.plan import Plan
 
 Tell = Callable[[str], None]
+# The programs that the published measurements were made with: in a clone, not in the installed package.
+PROGRAMS = Path(__file__).parents[3] / "benchmarks"
 OTHERWISE = {"precision": "bf16", "optimizer": "sgd"}
 # Model, plan and how: all seven models, both optimizers, both precisions and every axis, alone and with others.
 CELLS: list[tuple[str, str, dict[str, Any]]] = [
@@ -61,8 +63,9 @@ def run_planner(folder: Path, device: str, published: Path | None, tell: Tell) -
         UsageError: a GPU is asked for and there is none, or a run failed.
     """
     load_before = os.getloadavg()[0]
-    if published is not None:
-        read(published)  # before anything takes time
+    if published is not None:  # both before anything takes time
+        _need_the_programs()
+        published_table.read(published)
     if device == "cuda":
         _need_a_gpu()
     rows = []
@@ -112,7 +115,7 @@ def _measure(folder: Path, cell: tuple[str, str, dict[str, Any]], ranks: int) ->
     folder.mkdir(exist_ok=True)
     script = Path(__file__).with_name("planner_peaks.py")
     runs = ["--runs", str(folder / "runs"), "--checkpoint-every", "0"]
-    command = [sys.executable, "-m", "paceline.cli.main", "run", "-n", str(ranks), *runs]
+    command = [sys.executable, "-m", module_names.COMMAND, "run", "-n", str(ranks), *runs]
     command += [str(script), name, line, json.dumps(parts), str(folder)]
     _run(command, f"{name} under {line}", {"OMP_NUM_THREADS": "1"})
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
@@ -120,7 +123,7 @@ def _measure(folder: Path, cell: tuple[str, str, dict[str, Any]], ranks: int) ->
 
 def _rehearse(words: Sequence[str]) -> list[dict[str, Any]]:
     """By rank, what a rehearsal says of memory."""
-    command = [sys.executable, "-m", "paceline.bench.planner_rehearsal", *words]
+    command = [sys.executable, "-m", module_names.PLANNER_REHEARSAL, *words]
     return list(json.loads(_run(command, "the rehearsal", {"OMP_NUM_THREADS": "1"}).splitlines()[-1]))
 
 
@@ -130,7 +133,7 @@ def _on_gpu(tell: Tell) -> list[dict[str, Any]]:
     for name, batch, length, parts in GPU_CELLS:
         tell(f"planner: {name}, {batch} x {length}, on the GPU")
         words = [name, str(batch), str(length), json.dumps(parts)]
-        command = [sys.executable, "-m", "paceline.bench.planner_gpu", *words]
+        command = [sys.executable, "-m", module_names.PLANNER_GPU, *words]
         real = json.loads(_run(command, f"{name} on the GPU", {}).splitlines()[-1])
         (memory,) = _rehearse(["cuda", *words])
         rows.append(
@@ -151,10 +154,21 @@ def _need_a_gpu() -> None:
         )
 
 
+def _need_the_programs() -> None:
+    if not (PROGRAMS / "published").is_dir():
+        raise UsageError(
+            "bench planner --published",
+            f"the programs that were measured are not in {PROGRAMS}: the installed package does not have them",
+            "run it in a clone of the project, after `pip install -e .`",
+        )
+
+
 def _predict(published: Path) -> dict[str, Any]:
     """The table's rows; its process tells on stderr how far it is."""
-    command = [sys.executable, "-m", "paceline.bench.published.predict", str(published)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "published.predict", str(published)]
+    folders = [str(PROGRAMS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment)
     if done.returncode:
         raise UsageError(f"the table {published} to be predicted", "its process failed (see above)", "report this")
     return dict(json.loads(done.stdout))
@@ -163,7 +177,7 @@ def _predict(published: Path) -> dict[str, Any]:
 def time_7b() -> dict[str, float]:
     """How long a profile of a Llama of 7 billion parameters takes, and its memory, in a process of its own."""
     began = time.monotonic()
-    said = json.loads(_run([sys.executable, "-m", "paceline.bench.llama_7b"], "the profile", {}).splitlines()[-1])
+    said = json.loads(_run([sys.executable, "-m", module_names.LLAMA_7B], "the profile", {}).splitlines()[-1])
     return {"seconds": time.monotonic() - began, "resident_bytes": said["resident_bytes"]}
 
 
@@ -193,5 +207,5 @@ def table(result: dict[str, Any]) -> str:
         f"{name:<40}{'-' if value is None else format(value, '.4f'):>10}" for name, value in result["ratios"].items()
     ]
     if "published" in result:
-        lines += ["", *published_table(result["published"])]
+        lines += ["", *published_table.table(result["published"])]
     return "\n".join(lines)

@@ -11,7 +11,7 @@ import sys
 import torch
 
 from paceline.bench.planner_models import full_workload
-from paceline.comm import words
+from paceline.comm import api as words
 from paceline.nouns.plan import Plan
 from paceline.train.job import Job
 

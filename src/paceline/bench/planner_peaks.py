@@ -16,7 +16,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from paceline.bench.planner_models import workload
-from paceline.comm import words
+from paceline.comm import api as words
 from paceline.nouns.plan import Plan
 from paceline.train.job import Job
 

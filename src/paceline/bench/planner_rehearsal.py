@@ -14,7 +14,7 @@ import torch
 from paceline.bench.planner_models import full_workload, workload
 from paceline.nouns.plan import Plan
 from paceline.plan.memory import memory_of
-from paceline.train.rehearse import rehearse
+from paceline.profile.simulate import rehearse
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from paceline.nouns import module_names
 from paceline.nouns.errors import UsageError
 
 _FILE = Path(__file__).with_name("first_step.py")
@@ -25,7 +26,7 @@ def time_starts(folder: Path, rounds: int, tell: Callable[[str], None]) -> dict[
     workload = [str(_FILE), str(folder), str(mark)]
     runs = ["--runs", str(folder / "runs"), "--checkpoint-every", "0"]
     commands = {
-        "paceline": [sys.executable, "-m", "paceline.cli.main", "run", "-n", "2", *runs, *workload],
+        "paceline": [sys.executable, "-m", module_names.COMMAND, "run", "-n", "2", *runs, *workload],
         "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *workload],
     }
     seconds: dict[str, list[float]] = {name: [] for name in commands}

@@ -18,6 +18,7 @@ from typing import Any
 from paceline.bench.pool import Pool
 from paceline.bench.startup import median_ratio, time_starts
 from paceline.launch.local import rank_environment
+from paceline.nouns import module_names
 from paceline.nouns.errors import UsageError
 
 SEQUENCES, LENGTH, VOCABULARY = 4096, 64, 4096
@@ -26,7 +27,7 @@ SLICES = 5  # turns of a contestant in a round: short ones, so that all meet the
 STOCK = "ddp_stock_allocator"  # DDP as torchrun starts it, without the allocator setting that all others get
 TWO_RANKS = ("paceline", "paceline_gloo", "ddp", "flat_all_reduce", "no_communication", "accelerate", "lightning")
 ONE_RANK = ("plain", "paceline_alone")
-_SERVED = "paceline.bench.contestants"
+_SERVED = module_names.CONTESTANTS
 _NEEDS = {"accelerate": "accelerate", "lightning": "lightning"}
 
 

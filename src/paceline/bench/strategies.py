@@ -19,6 +19,7 @@ from paceline.bench.pool import Pool
 from paceline.bench.startup import median_ratio
 from paceline.bench.step import machine, make_data, version
 from paceline.launch.local import rank_environment
+from paceline.nouns import module_names
 from paceline.nouns.errors import CollectiveError, UsageError
 
 STRATEGIES = {"shard": "shard", "tensor": "tensor", "gpipe": "pipeline", "1f1b": "pipeline"}  # and their axes
@@ -51,7 +52,7 @@ def run_strategies(folder: Path, rounds: int, tell: Callable[[str], None]) -> di
     make_data(folder)
     names = [f"{side}_{strategy}" for strategy in STRATEGIES for side in SIDES]
     tell(f"strategies: {len(names)} contestants of two ranks start, load {load_before:.1f}")
-    pool = Pool("paceline.bench.contestants_strategies", folder, names, rank_environment(2))
+    pool = Pool(module_names.CONTESTANTS_STRATEGIES, folder, names, rank_environment(2))
     seconds: Seconds = {name: [] for name in names}
     losses: dict[str, list[float]] = {name: [] for name in names}
     began_s, turns = time.monotonic(), rounds * SLICES

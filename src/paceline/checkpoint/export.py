@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from paceline.checkpoint.boxes import move
-from paceline.checkpoint.form import CONFIGS, placements_of
 from paceline.checkpoint.manifest import MODEL, find_good, read_manifest, sync_folder
+from paceline.checkpoint.manifest_schema import CONFIGS, placements_of
+from paceline.checkpoint.shard_geometry import move
 from paceline.checkpoint.tensor_file import Form, TensorFile, write_tensors, written_order
 from paceline.nouns.errors import UsageError
 from paceline.nouns.placement import Placement

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from paceline.checkpoint.boxes import is_needed, move
-from paceline.checkpoint.form import placements_of
 from paceline.checkpoint.manifest import MODEL, OWN, check_files, file_name, read_manifest
-from paceline.checkpoint.merge import as_hex, of_hex
+from paceline.checkpoint.manifest_merge import as_hex, of_hex
+from paceline.checkpoint.manifest_schema import placements_of
 from paceline.checkpoint.reshard import Part, bits_of, dtype_of, hash_of
 from paceline.checkpoint.save import assigned
+from paceline.checkpoint.shard_geometry import is_needed, move
 from paceline.checkpoint.tensor_file import Form, TensorFile
 from paceline.comm.collectives import AxisComm
 from paceline.nouns.errors import CheckpointError

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint.form import fault_of_files, fault_of_form, fault_of_tensors
+from paceline.checkpoint.manifest_schema import fault_of_files, fault_of_form, fault_of_tensors
 from paceline.nouns.errors import CheckpointError, ReadError
 from paceline.nouns.reading import parse_whole, read_json, shown
 

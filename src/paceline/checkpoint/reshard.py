@@ -16,8 +16,8 @@ from functools import lru_cache
 
 import torch
 
-from paceline.checkpoint.boxes import move, pieces
-from paceline.checkpoint.merge import Hash, signed
+from paceline.checkpoint.manifest_merge import Hash, signed
+from paceline.checkpoint.shard_geometry import move, pieces
 from paceline.nouns.placement import Held, Placement
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -22,7 +22,6 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from paceline.checkpoint.form import fault_of_form
 from paceline.checkpoint.manifest import (
     FORMAT,
     MANIFEST,
@@ -35,7 +34,8 @@ from paceline.checkpoint.manifest import (
     sync_folder,
     write_durably,
 )
-from paceline.checkpoint.merge import as_hex, merged_optimizer, merged_tensors
+from paceline.checkpoint.manifest_merge import as_hex, merged_optimizer, merged_tensors
+from paceline.checkpoint.manifest_schema import fault_of_form
 from paceline.checkpoint.reshard import Part, dtype_of, hash_of
 from paceline.checkpoint.tensor_file import DTYPES
 from paceline.nouns.errors import CheckpointError, ReadError, how_to_write

@@ -14,10 +14,10 @@ import mmap
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TypeGuard
+from typing import Any, BinaryIO
 
 from paceline.nouns.errors import CheckpointError
-from paceline.nouns.reading import COUNT, LARGEST, fault_of, parse_json, reason_of, shown
+from paceline.nouns.reading import COUNT, fault_of, is_shape, parse_json, reason_of, shown
 
 # torch's names of dtypes: the format's, and bytes an element.
 DTYPES = {
@@ -42,7 +42,6 @@ DTYPES = {
 }
 _MAX_HEADER_BYTES = 100_000_000  # the library's own limit
 METADATA = "__metadata__"  # a key of the header that is no tensor
-_MOST_DIMS = 64  # of numpy
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,14 +151,6 @@ def write_tensors(
 def written_order(forms: Mapping[str, Form]) -> Iterator[str]:
     """Wide elements first, so that every tensor begins at a multiple of its element's size; then by name."""
     yield from sorted(forms, key=lambda name: (-forms[name].item_bytes, name))
-
-
-def is_shape(value: Any, item_bytes: int) -> TypeGuard[list[int]]:
-    """Whether decoded JSON is the shape of a tensor that a file or a computer's memory could hold."""
-    if fault_of(value, [COUNT]) or len(value) > _MOST_DIMS:
-        return False
-    # Sizes of 0 are left out: strides are computed from the others in an empty tensor too.
-    return bool(math.prod(size for size in value if size) * item_bytes <= LARGEST)
 
 
 def _bad(path: Path, found: str) -> CheckpointError:

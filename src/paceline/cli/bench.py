@@ -20,14 +20,12 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from paceline.bench import jobs, planner, strategies
 from paceline.bench.step import run_bench
 
-BESIDE = "../shared/data/published_measurements.csv"
 SUBJECTS = ("step", "jobs", "strategies", "planner")
 
 
@@ -45,7 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device", choices=("cpu", "cuda"), default="cpu", help="planner: also measure on a GPU (default cpu)"
     )
     parser.add_argument(
-        "--published", metavar="FILE", help=f"planner: a table of measurements to predict, or none (default {BESIDE})"
+        "--published",
+        metavar="FILE",
+        help="planner: predict a table of published measurements, too (docs/published.md)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
 
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as name:
         folder = Path(name)
         if arguments.subject == "planner":
-            published = _published(arguments.published, tell)
+            published = Path(arguments.published) if arguments.published else None
             result = planner.run_planner(folder, arguments.device, published, tell)
             shown = planner.table
         elif arguments.subject == "jobs":
@@ -73,17 +73,6 @@ def run(arguments: argparse.Namespace) -> int:
             shown = table
     print(json.dumps(result) if arguments.json else shown(result))
     return 0
-
-
-def _published(asked: str | None, tell: Callable[[str], None]) -> Path | None:
-    """The table to predict; without a word the one beside the checkout, where it is there."""
-    if asked == "none":
-        return None
-    path = Path(asked or BESIDE)
-    if asked is None and not path.exists():
-        tell(f"planner: no table of published measurements in {BESIDE}: --published FILE names one")
-        return None
-    return path
 
 
 def table(result: dict[str, Any]) -> str:

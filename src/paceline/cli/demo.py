@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
     from paceline.demo.command import DemoFailed, Request, run_demo
     from paceline.nouns.errors import UsageError
     from paceline.nouns.workload import too_small_batch
-    from paceline.run.progress import Screen
+    from paceline.run.supervise.progress import Screen
 
     if min(arguments.n, arguments.steps, arguments.batch_size) < 1:
         raise UsageError("the demo's -n, --steps and --batch-size", "one of them is below 1", "write 1 or more")

@@ -19,11 +19,11 @@ import time
 from pathlib import Path
 
 from paceline.doctor.ask import Asker, SshAsker, answer, ask_fleet
-from paceline.doctor.checks import check_host
+from paceline.doctor.checks.fleet import check_fleet
+from paceline.doctor.checks.host import check_host
 from paceline.doctor.facts import HostFacts
 from paceline.doctor.finding import Finding
-from paceline.doctor.fleet_checks import check_fleet
-from paceline.doctor.look import Question, look
+from paceline.doctor.probe.host import Question, look
 from paceline.doctor.report import as_json, summary_line, table
 from paceline.launch.hosts import Host, parse_hosts, read_hostfile
 from paceline.launch.ssh import SshOptions, check_ssh

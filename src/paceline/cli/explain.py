@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from paceline.cli.run import add_plan_arguments, decide_plan
-from paceline.comm.dialects import ALONE, NodePosition, Position, find_node, find_position
 from paceline.launch.command import HIDDEN, is_secret
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
+from paceline.rendezvous.launcher_env import ALONE, NodePosition, Position, find_node, find_position
 
 Row = tuple[str, str, str]  # the setting, its value, where it comes from
 # Variables of these beginnings change a job, and so do these.

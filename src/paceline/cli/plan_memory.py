@@ -15,7 +15,7 @@ from paceline.nouns.plan import Plan
 from paceline.nouns.profile import NOTHING_TO_RECOMPUTE, Profile
 from paceline.plan.memory import memory_of
 from paceline.plan.memory_table import communicators, holders, picture, servers_table, size, table
-from paceline.plan.ways_out import FREE, WANTED, Way, WayOut, cheapest, ways
+from paceline.plan.oom_advice import FREE, WANTED, Way, WayOut, cheapest, ways
 
 
 def add_memory_arguments(parser: argparse.ArgumentParser) -> None:

@@ -26,8 +26,7 @@ from pathlib import Path
 from paceline.checkpoint.manifest import list_checkpoints
 from paceline.cli import run_as_rank, run_on, run_on_kubernetes
 from paceline.cli.flags import CHECK, ELASTIC, NAMED_RANK, NODE, OWN_ARGUMENTS, RANK, check_place
-from paceline.comm.dialects import NodePosition, Position
-from paceline.launch.seats import Meeting, Seats
+from paceline.launch.rank_assignment import Meeting, Seats
 from paceline.launch.ssh import check_ssh
 from paceline.launch.workload_file import read_workload_file
 from paceline.nouns.errors import PacelineError, UsageError
@@ -35,17 +34,18 @@ from paceline.nouns.mesh import AXES, SHORT, Mesh
 from paceline.nouns.options import without_effect
 from paceline.nouns.plan import COMPRESSIONS, OPTIONS, SHORT_OPTIONS, TRANSPORTS, Plan
 from paceline.nouns.reading import number
+from paceline.rendezvous.launcher_env import NodePosition, Position
+from paceline.rendezvous.rank_variables import joined_address
 from paceline.run import directory
-from paceline.run.elastic import Elastic
 from paceline.run.failures import told
-from paceline.run.fleet import end_watch
-from paceline.run.interrupts import interruptible
-from paceline.run.job import run_job
-from paceline.run.place import joined_address
-from paceline.run.progress import Progress, Screen
-from paceline.run.stalls import DEFAULT_S, VARIABLE, notice_time
-from paceline.run.station import LocalStation
-from paceline.run.supervisor import GRACE_S, THE_COMMAND, Ending, JobRequest, Post, Supervisor
+from paceline.run.supervise.elastic import Elastic
+from paceline.run.supervise.fleet import end_watch
+from paceline.run.supervise.interrupts import interruptible
+from paceline.run.supervise.job import run_job
+from paceline.run.supervise.progress import Progress, Screen
+from paceline.run.supervise.stalls import DEFAULT_S, VARIABLE, notice_time
+from paceline.run.supervise.station import LocalStation
+from paceline.run.supervise.supervisor import GRACE_S, THE_COMMAND, Ending, JobRequest, Post, Supervisor
 
 RUNS = Path("runs")
 PLAN_FLAGS = ("transport", "compression", "bucket_bytes", "checkpoint_every", "keep")

@@ -11,12 +11,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 from paceline.checkpoint.manifest import list_checkpoints
-from paceline.comm.dialects import NodePosition, Position, find_node, find_position
 from paceline.launch.workload_file import read_workload_file
+from paceline.nouns import module_names
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
+from paceline.rendezvous.launcher_env import NodePosition, Position, find_node, find_position
+from paceline.rendezvous.rank_variables import said
 from paceline.run import directory
-from paceline.run.place import said
 
 TORCHRUN = "torchrun"
 
@@ -58,7 +59,7 @@ def be_rank(arguments: argparse.Namespace, position: Position, decide: Callable[
         if (arguments.resume or arguments.resume_or_start) and list_checkpoints(run_dir / "checkpoints"):
             os.environ["PACELINE_RESUME"] = str(run_dir.resolve() / "checkpoints")
         os.environ["PACELINE_RUN_DIR"] = str(run_dir.resolve())
-        program = [sys.executable, "-m", "paceline.run.joined", arguments.workload]
+        program = [sys.executable, "-m", module_names.EXTERNAL_RANK, arguments.workload]
         os.environ.update(said(position))
     sys.stdout.flush()
     os.execv(sys.executable, [*program, *arguments.arguments])

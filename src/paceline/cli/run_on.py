@@ -18,23 +18,24 @@ from paceline.cli.flags import CHECK, ELASTIC, PLACES
 from paceline.launch.command import RankCommand, is_secret, shown
 from paceline.launch.hosts import Host, parse_hosts, read_hostfile
 from paceline.launch.mpi import find_mpirun, mpi_command
+from paceline.launch.rank_assignment import Meeting, Seats, seat, with_servers
 from paceline.launch.ray import STRATEGIES, RayJob, RayOptions, ray_job
-from paceline.launch.seats import Meeting, Seats, seat, with_servers
 from paceline.launch.slurm import SlurmOptions, check_sbatch, sbatch_script, submit
 from paceline.launch.ssh import SshOptions, check_ssh
+from paceline.nouns import module_names
 from paceline.nouns.errors import UsageError
 from paceline.nouns.mesh import MOST_RANKS
 from paceline.nouns.plan import Plan
 from paceline.nouns.reading import number, parse_whole
-from paceline.run.command_station import STOP, CommandStation
-from paceline.run.elastic import script_hosts
-from paceline.run.fleet import FleetOptions, agent_command, agent_request, open_posts
-from paceline.run.membership import Rules
-from paceline.run.replaced import Replaced
-from paceline.run.stalls import VARIABLE as STALL_NOTICE
-from paceline.run.supervisor import Post
-from paceline.server.absences import silence_s
-from paceline.server.credentials import check_can_make
+from paceline.run.supervise.command_station import STOP, CommandStation
+from paceline.run.supervise.elastic import script_hosts
+from paceline.run.supervise.fleet import FleetOptions, agent_command, agent_request, open_posts
+from paceline.run.supervise.membership import Rules
+from paceline.run.supervise.restart_policy import Replaced
+from paceline.run.supervise.stalls import VARIABLE as STALL_NOTICE
+from paceline.run.supervise.supervisor import Post
+from paceline.server.coordinator.absences import silence_s
+from paceline.server.transport.credentials import check_can_make
 
 _PORTS = range(20000, 40000)  # for rank 0's store under somebody else's mpirun; below the kernel's own
 
@@ -298,7 +299,7 @@ def mpi_words(arguments: argparse.Namespace, plan: Plan, run_dir: Path, file: Pa
     if len(hosts) > 1:
         port = _PORTS[int.from_bytes(os.urandom(4)) % len(_PORTS)]
         environment |= {"MASTER_ADDR": hosts[0].name, "MASTER_PORT": os.environ.get("MASTER_PORT", str(port))}
-    program = [arguments.python, "-m", "paceline.run.joined", str(file.resolve()), *arguments.arguments]
+    program = [arguments.python, "-m", module_names.EXTERNAL_RANK, str(file.resolve()), *arguments.arguments]
     names = sorted({*environment, "PACELINE_STOP_FILE"})
     mpirun = find_mpirun(arguments.mpirun, arguments.mpi_option)
     return mpi_command(mpirun, plan.world_size, hosts, names, program), environment
@@ -319,7 +320,7 @@ def _ray_job(arguments: argparse.Namespace, plan: Plan, run_dir: Path, file: Pat
 
 def _ray_station(arguments: argparse.Namespace, plan: Plan, run_dir: Path, file: Path) -> CommandStation:
     job = _ray_job(arguments, plan, run_dir, file)
-    return CommandStation([sys.executable, "-m", "paceline.run.ray_driver"], {}, job.request(), "Ray's driver")
+    return CommandStation([sys.executable, "-m", module_names.RAY_DRIVER], {}, job.request(), "Ray's driver")
 
 
 def rank_command(arguments: argparse.Namespace, plan: Plan, run_dir: Path, file: Path) -> RankCommand:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline.cli.run_on import environment_of, shape_of
-from paceline.launch import kubernetes
 from paceline.launch.command import is_secret, own_arguments
-from paceline.launch.kubernetes_job import GANGS, KINDS, POD_GROUP_APIS, KubernetesJob
+from paceline.launch.kubernetes import submit as kubernetes
+from paceline.launch.kubernetes.job import GANGS, KINDS, POD_GROUP_APIS, KubernetesJob
 from paceline.nouns.errors import UsageError
 from paceline.nouns.plan import Plan
 

@@ -26,8 +26,8 @@ from paceline.nouns.errors import ReadError, UsageError
 from paceline.nouns.plan import Plan
 from paceline.nouns.reading import read_json
 from paceline.run.directory import SERVERS
-from paceline.server.address import Address, Credentials
-from paceline.server.credentials import credentials_folder
+from paceline.server.transport.address import Address, Credentials
+from paceline.server.transport.credentials import credentials_folder
 
 REFRESH_S = 1.0
 
@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _make_credentials(arguments: argparse.Namespace) -> int:
-    from paceline.server.credentials import make_credentials
+    from paceline.server.transport.credentials import make_credentials
 
     for folder in make_credentials(arguments.folder):
         print(folder)
@@ -81,7 +81,7 @@ def _make_credentials(arguments: argparse.Namespace) -> int:
 
 
 def _coordinate(arguments: argparse.Namespace) -> int:
-    from paceline.server.coordination import Coordination
+    from paceline.server.coordinator.process import Coordination
     from paceline.server.settings import JobSettings
 
     plan = Plan.parse(arguments.plan)
@@ -105,7 +105,7 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _top(arguments: argparse.Namespace) -> int:
-    from paceline.server.report import table
+    from paceline.server.status_table import table
 
     is_live = sys.stdout.isatty() and not arguments.once and not arguments.json
     while True:
@@ -120,7 +120,7 @@ def _top(arguments: argparse.Namespace) -> int:
 
 
 def _why_waiting(arguments: argparse.Namespace) -> int:
-    from paceline.server.report import why_waiting
+    from paceline.server.status_table import why_waiting
 
     facts = _look(arguments)
     print(json.dumps({"why": why_waiting(facts)}) if arguments.json else why_waiting(facts))
@@ -128,7 +128,7 @@ def _why_waiting(arguments: argparse.Namespace) -> int:
 
 
 def _look(arguments: argparse.Namespace) -> dict[str, Any]:
-    from paceline.server.watch import look
+    from paceline.server.status import look
 
     at, credentials = _coordinator(arguments.job), _credentials(arguments)
     if credentials is None and not at.is_unix and Path(arguments.job).is_dir():  # a run on several hosts

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from paceline.comm.collectives import AxisComm
-from paceline.comm.wire import Wire
+from paceline.comm.reducer import Wire
 
 TOP_K_FRACTION = 0.01  # of the entries; Lin et al. 2018 (Deep Gradient Compression) go to 0.001
 POWER_SGD_RANK = 4  # Vogels et al. 2019, table 3: rank 4 keeps the accuracy of their language model

@@ -1,7 +1,7 @@
 """A process's place among the ranks, and the process groups that join them.
 
-Who started this process, and so where it stands and where the ranks meet, is read from its environment
-(`dialects.py`). On one host they meet through a file in a folder that only this user can open, and Gloo's and NCCL's
+This process's rank and the store's address are read from its environment (`rendezvous/launcher_env.py`). On one host
+the store is a file in a folder that only this user can open, and Gloo's and NCCL's
 own sockets are bound to the loopback interface. On several they meet at a store of torch's that rank 0 holds: it
 listens at one address of one interface, where torch by itself would listen on all, and Gloo's and NCCL's sockets are
 bound to the interface that leads there.
@@ -24,9 +24,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.comm.dialects import find_position
-from paceline.comm.interfaces import address_of, address_towards, interface_of, open_listener
 from paceline.nouns.errors import PeerLostError, UsageError
+from paceline.rendezvous.interfaces import address_of, address_towards, interface_of, open_listener
+from paceline.rendezvous.launcher_env import find_position
 
 TIMEOUT_S = 1800  # of one collective, as Gloo's own default
 START_S = 600  # for all ranks to come to the store

@@ -11,15 +11,16 @@ from typing import Any
 
 from paceline.demo import report
 from paceline.demo.corpus import Corpus, prepare
+from paceline.nouns import module_names
 from paceline.nouns.plan import Plan
 from paceline.run import directory
 from paceline.run.failures import told
-from paceline.run.job import run_job
-from paceline.run.progress import Screen, speed
-from paceline.run.supervisor import JobRequest
+from paceline.run.supervise.job import run_job
+from paceline.run.supervise.progress import Screen, speed
+from paceline.run.supervise.supervisor import JobRequest
 
 WORKLOAD = Path(__file__).with_name("workload.py")
-PRELOAD = ("numpy", "torch.utils.data", "paceline.demo.workload")
+PRELOAD = ("numpy", "torch.utils.data", module_names.DEMO_WORKLOAD)
 _SPEED_STEPS, _WARM_UP = 16, 3
 
 

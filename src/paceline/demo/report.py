@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.run.progress import decoded
+from paceline.run.supervise.progress import decoded
 
 _LEVELS = "▁▂▃▄▅▆▇█"
 _COLUMNS = 60

@@ -18,16 +18,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-from paceline.doctor.checks_network import chosen_address
+from paceline.doctor.checks.network import chosen_address
 from paceline.doctor.facts import HostFacts
-from paceline.doctor.look import Question, look
-from paceline.doctor.look_disk import marker_path
 from paceline.doctor.meet import Seat, meet
+from paceline.doctor.probe.disk import marker_path
+from paceline.doctor.probe.host import Question, look
 from paceline.launch.ssh import SshOptions, ssh_command, why_lost
+from paceline.nouns import module_names
 from paceline.nouns.errors import PacelineError, UsageError
 from paceline.nouns.reading import Whole, parse_json, reason_of
 
-_ANSWER = ("-m", "paceline.cli.main", "doctor", "--answer")
+_ANSWER = ("-m", module_names.COMMAND, "doctor", "--answer")
 _LIMIT_S = 240.0  # of one answer: torch may come from a slow disk
 _MAX_BYTES = 2**22  # of an answer: a host sends some kilobytes
 _MEET_S = 10.0  # hosts start within some seconds of each other

@@ -28,7 +28,7 @@ from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from paceline.comm.leaves import map_tensors, plain_values, tensors_in
+from paceline.comm.pytree import map_tensors, plain_values, tensors_in
 from paceline.graph.factories import rejoin_copies
 from paceline.graph.functional import (
     check_states_unwritten,

@@ -12,12 +12,12 @@ from torch import fx
 
 from paceline.comm.differentiable import Exchanges, Pieces, attention_values, attention_weights, split_dropout
 from paceline.graph.capture import Captured
-from paceline.graph.choices import Choice
 from paceline.graph.labels import tensor_inputs
 from paceline.graph.layout import Layout
+from paceline.graph.placement import Lay, Split
+from paceline.graph.reshape_rules import is_rearrangement, local_arguments, shape_of
 from paceline.graph.rules import spec_of
-from paceline.graph.split import Lay, Split
-from paceline.graph.views import is_rearrangement, local_arguments, shape_of
+from paceline.graph.sharding_strategies import Choice
 from paceline.graph.writes import storage_of, written_inputs
 
 aten = torch.ops.aten

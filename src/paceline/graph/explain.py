@@ -8,12 +8,12 @@ import torch
 from torch import fx
 
 from paceline.graph.capture import Captured
-from paceline.graph.choices import Choice, Options, choices
 from paceline.graph.labels import tensor_inputs
 from paceline.graph.layout import Layout, options_of
+from paceline.graph.placement import Split
+from paceline.graph.reshape_rules import shape_of
 from paceline.graph.rules import spec_of
-from paceline.graph.split import Split
-from paceline.graph.views import shape_of
+from paceline.graph.sharding_strategies import Choice, Options, choices
 
 aten = torch.ops.aten
 

@@ -17,11 +17,11 @@ import torch
 from torch import fx
 
 from paceline.graph.capture import Captured
-from paceline.graph.choices import OPERATIONS_PER_BYTE, Choice, Options, choices, exchanged, size_bytes
 from paceline.graph.functional import written_groups
 from paceline.graph.labels import tensor_inputs
-from paceline.graph.split import Lay
-from paceline.graph.views import blocks_asked_for
+from paceline.graph.placement import Lay
+from paceline.graph.reshape_rules import blocks_asked_for
+from paceline.graph.sharding_strategies import OPERATIONS_PER_BYTE, Choice, Options, choices, exchanged, size_bytes
 from paceline.graph.writes import running_statistics
 
 BEAM = 48  # partial layouts kept at a node; 8 gives the same layouts for the models of the tests

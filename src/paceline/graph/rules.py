@@ -17,8 +17,8 @@ import torch
 from torch import fx
 
 from paceline.graph.labels import Labels, Spec, argument, outer_labels, tensor_inputs
+from paceline.graph.reshape_rules import shape_of
 from paceline.graph.rules_reduce import cross_entropy, pairwise_loss, reduce, sum_all, vector_norm
-from paceline.graph.views import shape_of
 
 aten = torch.ops.aten
 

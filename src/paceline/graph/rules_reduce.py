@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from paceline.graph.labels import Labels, Spec, argument, tensor_inputs
-from paceline.graph.views import shape_of
+from paceline.graph.reshape_rules import shape_of
 
 aten = torch.ops.aten
 

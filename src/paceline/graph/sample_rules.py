@@ -13,8 +13,8 @@ import torch
 from torch import fx
 
 from paceline.graph.labels import tensor_inputs
-from paceline.graph.split import Split
-from paceline.graph.views import shape_of
+from paceline.graph.placement import Split
+from paceline.graph.reshape_rules import shape_of
 
 aten = torch.ops.aten
 Found = Split | tuple[Split | None, ...] | None

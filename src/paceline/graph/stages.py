@@ -15,10 +15,10 @@ import torch
 from torch import fx
 
 from paceline.graph.capture import Captured
-from paceline.graph.choices import operations
 from paceline.graph.functional import state_groups, written_groups
 from paceline.graph.labels import tensor_inputs
 from paceline.graph.layout import gradients_of
+from paceline.graph.sharding_strategies import operations
 from paceline.graph.writes import running_statistics, storage_of, written_inputs
 from paceline.nouns.errors import PlanError
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from paceline.nouns import module_names
 from paceline.nouns.plan import Plan
 
 # Of a variable whose name holds one of these, people are shown that it is set, and not to what.
@@ -47,7 +48,7 @@ class RankCommand:
     def words(self) -> list[str]:
         """The command line."""
         return [
-            *(self.python, "-m", "paceline.cli.main", "run"),
+            *(self.python, "-m", module_names.COMMAND, "run"),
             *("--runs", str(self.runs.resolve()), "--job", self.job, "--resume-or-start"),
             *("--plan", str((self.run_dir / "plan.json").resolve())),
             *(str(self.file.resolve()), *own_arguments(self.arguments)),

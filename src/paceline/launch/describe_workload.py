@@ -7,6 +7,7 @@ import subprocess
 import sys
 from typing import Any
 
+from paceline.nouns import module_names
 from paceline.nouns.errors import ReadError, WorkloadError
 from paceline.nouns.plan import Plan
 from paceline.nouns.reading import parse_json
@@ -15,12 +16,12 @@ _ANSWER = ({"error": {"asked": str, "found": str, "fix": str}}, {"model": dict})
 
 
 def describe_workload(plan: Plan, words: list[str]) -> dict[str, Any]:
-    """What `train/describe.py` says of the file and arguments in `words` under a plan.
+    """What `profile/describe.py` says of the file and arguments in `words` under a plan.
 
     Raises:
         WorkloadError: the file can't be loaded, or its model can't be split so.
     """
-    command = [sys.executable, "-m", "paceline.train.describe", "--plan", plan.line(), *words]
+    command = [sys.executable, "-m", module_names.DESCRIBE, "--plan", plan.line(), *words]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace")
     lines = done.stdout.strip().splitlines()
     answer = None

@@ -16,7 +16,8 @@ import subprocess
 import sys
 from dataclasses import asdict, dataclass, field
 
-from paceline.launch.seats import Meeting, Seats
+from paceline.launch.rank_assignment import Meeting, Seats
+from paceline.nouns import module_names
 from paceline.nouns.errors import ReadError, UsageError
 from paceline.nouns.reading import parse_json
 
@@ -113,7 +114,7 @@ def start_ranks(settings: RankSettings) -> ForkServer:
     writing = [pipe[1] for pipe in pipes]
     listener = [settings.meeting.listener] if settings.meeting.listener >= 0 else []
     lock = [settings.lock] if settings.lock >= 0 else []
-    command = [sys.executable, "-m", "paceline.run.forkserver", str(theirs.fileno())]
+    command = [sys.executable, "-m", module_names.FORKSERVER, str(theirs.fileno())]
     # Blocked, and inherited so: until the fork server ignores it, SIGINT would be a KeyboardInterrupt in its imports.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

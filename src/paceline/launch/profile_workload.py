@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.nouns import module_names
 from paceline.nouns.errors import ReadError, WorkloadError
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
@@ -67,7 +68,14 @@ def profile_workload(
     with tempfile.TemporaryDirectory(prefix="paceline-profile-") as name:
         folder = Path(name)
         (folder / "requests.json").write_text(json.dumps([asdict(one) for one in requests]))
-        command = [sys.executable, "-m", "paceline.train.profile", str(folder / "requests.json"), name, *words]
+        command = [
+            sys.executable,
+            "-m",
+            module_names.PROFILE_WORKLOAD,
+            str(folder / "requests.json"),
+            name,
+            *words,
+        ]
         with (folder / "errors.txt").open("w+", errors="replace") as errors:
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, errors="replace")
             assert process.stdout is not None

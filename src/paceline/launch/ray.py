@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 
 from paceline.launch.command import RankCommand, shown
+from paceline.nouns import module_names
 from paceline.nouns.errors import UsageError
 
 STRATEGIES = ("PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD")
@@ -69,5 +70,5 @@ def ray_job(rank: RankCommand, options: RayOptions, folder: str) -> RayJob:
     whole = {"CPU": float(options.cpus_per_rank), "GPU": float(options.gpus_per_rank)}
     bundle = {name: amount for name, amount in whole.items() if amount}
     bundles = [dict(bundle) for _ in range(rank.plan.world_size)]
-    program = [rank.python, "-m", "paceline.run.joined", str(rank.file.resolve()), *rank.arguments]
+    program = [rank.python, "-m", module_names.EXTERNAL_RANK, str(rank.file.resolve()), *rank.arguments]
     return RayJob(options.address, bundles, options.strategy, options.wait_s, program, dict(rank.environment), folder)

@@ -1,6 +1,6 @@
 """What one rank's training step takes: every block of memory, its operations, what it sends.
 
-`train/rehearse.py` makes it, `plan/memory.py` reads it, and it is a file between them: `profile.json`.
+`profile/simulate.py` makes it, `plan/memory.py` reads it, and it is a file between them: `profile.json`.
 """
 
 from __future__ import annotations

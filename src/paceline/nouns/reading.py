@@ -14,7 +14,7 @@ import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from paceline.nouns.errors import ReadError
 
@@ -22,6 +22,7 @@ DEEPEST = 100  # levels of lists and objects; Python's own recursion ends at abo
 MOST_DIGITS = 300  # of a whole number: it then still fits in a float
 MOST_BYTES = 2**24  # of a file, where the caller names no other limit
 LARGEST = 2**63 - 1  # of a whole number that torch, numpy or the kernel are handed
+_MOST_DIMS = 64  # of a tensor: numpy's limit
 _LONGEST_SHOWN = 200  # characters of a value in an error
 _CHUNK_BYTES = 2**20
 _FIX = "make it again with this version of Paceline"
@@ -180,6 +181,14 @@ def fault_of(value: Any, form: Form, where: str = "") -> str | None:
     if isinstance(form, dict):
         return _fault_of_object(value, form, where)
     return None if _is_of(value, form) else _other(where, value)
+
+
+def is_shape(value: Any, item_bytes: int) -> TypeGuard[list[int]]:
+    """Whether decoded JSON is the shape of a tensor that a file or a computer's memory could hold."""
+    if fault_of(value, [COUNT]) or len(value) > _MOST_DIMS:
+        return False
+    # Sizes of 0 are left out: strides are computed from the others in an empty tensor too.
+    return bool(math.prod(size for size in value if size) * item_bytes <= LARGEST)
 
 
 def _fault_of_list(value: Any, form: Form, where: str) -> str | None:

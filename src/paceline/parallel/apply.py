@@ -25,12 +25,12 @@ from paceline.nouns.mesh import AXES, Mesh
 from paceline.nouns.placement import Held
 from paceline.nouns.plan import Plan
 from paceline.nouns.workload import Workload
-from paceline.parallel.buffers import Buffers
-from paceline.parallel.local import Moments
+from paceline.parallel.micro_batches import Moments
+from paceline.parallel.model_adapter import PlacedModel
 from paceline.parallel.norm import global_norm, scale_gradients
-from paceline.parallel.placed import PlacedModel
-from paceline.parallel.replicate import Replicate
-from paceline.parallel.sums import Sums, SumsWire
+from paceline.parallel.replicate.buffers import Buffers
+from paceline.parallel.replicate.strategy import Replicate
+from paceline.parallel.step_stats import Sums, SumsWire
 
 Score = Callable[[Any, Any], Any]
 

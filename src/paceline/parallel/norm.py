@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from paceline.comm.collectives import AxisComm
-from paceline.comm.squares import square_norm
-from paceline.parallel.bucket import local_gradient
+from paceline.comm.squared_norm import square_norm
+from paceline.parallel.replicate.bucket import local_gradient
 
 
 def global_norm(

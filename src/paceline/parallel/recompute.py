@@ -16,8 +16,8 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from paceline.nouns.profile import NOTHING_TO_RECOMPUTE
-from paceline.parallel.blocks import find_blocks
-from paceline.parallel.buffers import KeptBuffers
+from paceline.parallel.replicate.buffers import KeptBuffers
+from paceline.parallel.shard.blocks import find_blocks
 
 Context = AbstractContextManager[Any]
 Contexts = Callable[[], tuple[Context, Context]]

@@ -9,8 +9,8 @@ One step of a worker:
 
 Needs: the loss as (sum, weight); an optimizer that the servers know.
 Promises: under `sync` and `deterministic`, parameters equal bit for bit those of one process that takes the same
-micro-batches one after another with as many threads; in the other modes what `server/admission.py` says. A push counts
-once; a lost server or worker is replaced without a step being lost.
+micro-batches one after another with as many threads; in the other modes what `server/protocol/admission.py`
+says. A push counts once; a lost server or worker is replaced without a step being lost.
 Traffic per step and worker: the parameters' bytes to the servers, and as many back; each segment of 1 MiB once more
 from each replica to the next.
 """
@@ -29,16 +29,16 @@ from paceline.nouns.errors import LossError, UsageError
 from paceline.nouns.plan import Plan
 from paceline.nouns.workload import Workload
 from paceline.parallel.apply import Comms, Parallel
-from paceline.parallel.bucket import local_gradient
-from paceline.parallel.local import Moments
+from paceline.parallel.micro_batches import Moments
+from paceline.parallel.model_adapter import PlacedModel
 from paceline.parallel.norm import scale_gradients
-from paceline.parallel.placed import PlacedModel
-from paceline.parallel.sums import Sums
-from paceline.server.address import Credentials
+from paceline.parallel.replicate.bucket import local_gradient
+from paceline.parallel.step_stats import Sums
 from paceline.server.handle import Handle
 from paceline.server.layout import AVERAGE
 from paceline.server.settings import JobSettings
 from paceline.server.tensors import MEAN, STOPPING
+from paceline.server.transport.address import Credentials
 
 CREDENTIALS = "PACELINE_CREDENTIALS"
 

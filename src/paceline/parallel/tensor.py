@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.parallel.split_model import Function, SplitModel
+from paceline.parallel.graph_model import Function, SplitModel
 
 
 def run_whole(split: SplitModel, key: str, function: Function, batch: Any, tensors: list[Any], training: bool) -> Any:

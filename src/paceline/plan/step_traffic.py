@@ -31,7 +31,7 @@ def step_traffic(plan: Plan, model: Mapping[str, Any], shard_rank: int = 0) -> l
 
     Args:
         plan: mesh and options.
-        model: what `train/describe.py` says of the model under this plan.
+        model: what `profile/describe.py` says of the model under this plan.
         shard_rank: whose rows: where they don't divide, the first ranks have more.
 
     Returns:

@@ -36,7 +36,7 @@ class Traffic:
 
 
 def replicate(plan: Plan, trained: Sequence[Tensor], buffers: int) -> list[Traffic] | None:
-    """A step of `parallel/replicate.py`, alone on the mesh, whose buffers do not change.
+    """A step of `parallel/replicate/strategy.py`, alone on the mesh, whose buffers do not change.
 
     Args:
         plan: its mesh, compression and bucket size.
@@ -97,13 +97,13 @@ def server(ranges: Sequence[Sequence[int]]) -> list[Traffic]:
 
 
 def pipeline(sends: Sequence[Sequence[int]], tied: Sequence[int]) -> list[Traffic]:
-    """A step of `parallel/pipeline.py` on one rank: bytes of each message per micro-batch, and of tied gradients."""
+    """A pipeline's step on one rank, from bytes of each message per micro-batch and of tied weights' gradients."""
     messages = [size for micro_batch in sends for size in micro_batch] + list(tied)
     return [Traffic("send", "pipeline", len(messages), sum(messages))] if messages else []
 
 
 def flat_shard(ranks: int, trained: Sequence[Tensor], frozen: Sequence[Tensor] = ()) -> list[Traffic]:
-    """A step of `parallel/flat.py`: rows gathered, gradients summed and scattered, flags of which were used."""
+    """A step of `parallel/shard/zero1.py`: rows gathered, gradients summed and scattered, flags of which were used."""
     if ranks == 1:
         return []
     rows: list[Traffic] = []

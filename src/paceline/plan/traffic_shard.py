@@ -1,4 +1,4 @@
-"""What a step of `parallel/shard.py` sends: arithmetic on sizes. The ledger must count the same."""
+"""What a step of `parallel/shard/strategy.py` sends: arithmetic on sizes. The ledger must count the same."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from typing import Any
 from paceline.nouns.errors import PacelineError, ReadError
 from paceline.nouns.reading import COUNT, Whole, parse_whole, read_json
 
-# Of what a rank writes down: see `run/worker.py`.
+# Of what a rank writes down: see `run/rank/worker.py`.
 _FORM = {
     "rank": (COUNT, None),
     "step": (COUNT, None),

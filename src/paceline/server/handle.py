@@ -19,11 +19,11 @@ from typing import Any
 import torch
 
 from paceline.nouns.errors import PlanError, UsageError
-from paceline.server.address import Address, Credentials
 from paceline.server.layout import AVERAGE, BYTES, Entry, Layout, Segment
 from paceline.server.link import Answer, Link
 from paceline.server.optimizers import describe, implementation_of, settings_of
 from paceline.server.tensors import MEAN, STOPPING, first_content, states_of
+from paceline.server.transport.address import Address, Credentials
 
 
 class Handle:

@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from paceline.checkpoint.tensor_file import is_shape
 from paceline.nouns.errors import PlanError, ReadError, WorkloadError
-from paceline.nouns.reading import COUNT, parse_json, shown
+from paceline.nouns.reading import COUNT, is_shape, parse_json, shown
 
 SEGMENT_BYTES = 2**20
 ALIGNMENT = 64  # bytes: what torch's vector instructions like

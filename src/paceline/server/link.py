@@ -18,16 +18,16 @@ import torch
 
 from paceline.nouns.errors import PacelineError, PeerLostError
 from paceline.server import setup
-from paceline.server.absences import silence_s
-from paceline.server.address import Address, Credentials
-from paceline.server.client import Client, Session
-from paceline.server.connection import Connection
-from paceline.server.frames import FrameError
+from paceline.server.coordinator.absences import silence_s
 from paceline.server.layout import Layout, Segment, most_state_bytes
-from paceline.server.messages import COORDINATOR, Configuration, Node, Pulled, Pushed, Stale
-from paceline.server.peers import BEAT_S, Peers, addresses_of, every
+from paceline.server.protocol.client import Client, Session
+from paceline.server.protocol.messages import COORDINATOR, Configuration, Node, Pulled, Pushed, Stale
 from paceline.server.settings import JobSettings
 from paceline.server.tensors import Flat, bytes_of, views_of
+from paceline.server.transport.address import Address, Credentials
+from paceline.server.transport.connection import Connection
+from paceline.server.transport.frames import FrameError
+from paceline.server.transport.peers import BEAT_S, Peers, addresses_of, every
 
 SOON_S = 0.1
 REPEAT_S = (2.0, 60.0)  # what has no answer is said again after so long; each time later, up to

@@ -13,18 +13,19 @@ import torch
 
 from paceline.nouns.errors import CheckpointError, PacelineError
 from paceline.nouns.reading import parse_whole
-from paceline.server import messages, setup
-from paceline.server.address import Address, Credentials
-from paceline.server.client import with_range
-from paceline.server.connection import Connection
-from paceline.server.frames import FrameError
+from paceline.server import setup
 from paceline.server.layout import BYTES, Layout, Segment, most_state_bytes
-from paceline.server.member import Member
-from paceline.server.messages import COORDINATOR
-from paceline.server.peers import BEAT_S, Peers, addresses_of, every
-from paceline.server.replica import Replica
+from paceline.server.protocol import messages
+from paceline.server.protocol.client import with_range
+from paceline.server.protocol.member import Member
+from paceline.server.protocol.messages import COORDINATOR
+from paceline.server.protocol.replica import Replica
 from paceline.server.settings import JobSettings
 from paceline.server.tensors import Segments, bytes_of, views_of
+from paceline.server.transport.address import Address, Credentials
+from paceline.server.transport.connection import Connection
+from paceline.server.transport.frames import FrameError
+from paceline.server.transport.peers import BEAT_S, Peers, addresses_of, every
 
 REPEAT_S = (0.5, 60.0)  # what has no answer is said again after so long; each time later, up to
 EARLY = 1000  # messages before the job's start that are kept; what is forgotten is said again

@@ -11,7 +11,7 @@ from paceline.nouns.errors import PlanError
 from paceline.nouns.mesh import MOST_RANKS
 from paceline.nouns.plan import Plan
 from paceline.nouns.reading import COUNT, NUMBER, Whole, parse_json, reason_of
-from paceline.server.admission import Mode
+from paceline.server.protocol.admission import Mode
 
 # What the workers add to what the plan says, as JSON has it.
 OF_WORKERS = {"steps": COUNT, "clip_norm": (NUMBER, None), "implementation": dict, "is_strict": bool}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.server.messages import Worker
+from paceline.server.protocol.messages import Worker
 
 VERSION = 1
 

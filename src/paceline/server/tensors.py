@@ -10,13 +10,13 @@ import safetensors
 import torch
 from safetensors.torch import load, save
 
-from paceline.comm.squares import square_norm
+from paceline.comm.squared_norm import square_norm
 from paceline.nouns.errors import CheckpointError
 from paceline.nouns.reading import parse_whole, shown
-from paceline.server.admission import Mode
 from paceline.server.layout import AVERAGE, Layout, Segment
-from paceline.server.messages import Push, Update
 from paceline.server.optimizers import build, set_group
+from paceline.server.protocol.admission import Mode
+from paceline.server.protocol.messages import Push, Update
 
 STOPPING, MEAN = 1, 2  # flags of a push: a worker was asked to stop; its gradient is that of its mean already
 _DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}

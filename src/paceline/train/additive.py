@@ -33,8 +33,8 @@ from torch import nn
 from paceline.comm.batch_norm import SharedForward
 from paceline.nouns.errors import LossError, PacelineError
 from paceline.nouns.workload import Workload
-from paceline.parallel.local import checked_loss
-from paceline.parallel.placed import EagerModel, PlacedModel
+from paceline.parallel.micro_batches import checked_loss
+from paceline.parallel.model_adapter import EagerModel, PlacedModel
 from paceline.train.bystanders import Bystanders, ModuleState, ReachedError
 from paceline.train.compiler_import import defer_compiler_import
 from paceline.train.data import RankLoader, Trial, moved

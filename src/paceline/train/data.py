@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from paceline.comm.leaves import map_tensors, plain_values, signature, tensors_in
+from paceline.comm.pytree import map_tensors, plain_values, signature, tensors_in
 from paceline.nouns.errors import WorkloadError
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.order import DataOrder, cut, share

@@ -16,7 +16,7 @@ import torch
 from paceline.comm.collectives import AxisComm
 from paceline.nouns.errors import WorkloadError
 from paceline.parallel.apply import Parallel
-from paceline.parallel.local import checked_loss
+from paceline.parallel.micro_batches import checked_loss
 from paceline.train.data import Batch
 
 _DTYPES = (

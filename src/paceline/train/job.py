@@ -17,7 +17,7 @@ import torch
 from paceline.checkpoint.load import check_files_together, read_own
 from paceline.checkpoint.manifest import CHECKPOINTS, find_good, folder_name, read_manifest, remove_partial
 from paceline.checkpoint.save import Writer
-from paceline.comm import words
+from paceline.comm import api as words
 from paceline.nouns.clock import Clock, WallClock
 from paceline.nouns.errors import CheckpointError, PacelineError, UsageError
 from paceline.nouns.mesh import Mesh
@@ -33,7 +33,7 @@ from paceline.train.alike import load_scheduler, scheduler_state
 from paceline.train.data import Batch, RankLoader, cut_into, moved, no_data, open_data
 from paceline.train.events import TAKES_OVER, Events, peak_memory_bytes
 from paceline.train.last_checkpoint import first_failure
-from paceline.train.place import make_parallel, place_model
+from paceline.train.parallelize import make_parallel, place_model
 from paceline.train.seed import random_state, restore_random_state, seed_everything
 from paceline.train.step import train_step
 from paceline.train.step_board import StepBoard

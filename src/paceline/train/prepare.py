@@ -19,7 +19,7 @@ from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
 from paceline.nouns.reading import read_text
 from paceline.nouns.workload import Workload
-from paceline.parallel.placed import PlacedModel
+from paceline.parallel.model_adapter import PlacedModel
 from paceline.train.additive import check_loss_adds_up
 from paceline.train.agree import check_same_model_everywhere
 from paceline.train.compiler_import import defer_compiler_import

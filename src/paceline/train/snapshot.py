@@ -15,9 +15,9 @@ from typing import Any, cast
 
 import torch
 
-from paceline.checkpoint.form import CONFIGS
 from paceline.checkpoint.load import check_same_model, read_parts, verify_hashes
 from paceline.checkpoint.manifest import MODEL, OPTIMIZER, OWN
+from paceline.checkpoint.manifest_schema import CONFIGS
 from paceline.checkpoint.reshard import Part, dtype_of
 from paceline.comm.collectives import AxisComm
 from paceline.nouns.errors import CheckpointError, WorkloadError

@@ -10,7 +10,7 @@ import torch
 from paceline.nouns.errors import LossError
 from paceline.parallel.apply import Parallel
 from paceline.parallel.norm import scale_gradients
-from paceline.parallel.sums import Sums
+from paceline.parallel.step_stats import Sums
 
 
 class Outcome(NamedTuple):

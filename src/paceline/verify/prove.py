@@ -18,17 +18,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.nouns import module_names
 from paceline.nouns.errors import PlanError, WorkloadError
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
 from paceline.nouns.workload import too_small_batch
-from paceline.verify.check_dropout import check_draws, check_same_draws
-from paceline.verify.checks import check_branches, check_order, check_step, check_traffic
-from paceline.verify.compare import Reference, differences, read_ranks
-from paceline.verify.culprit import blame_disorder, blame_loading, find_culprit, find_in_narrow
-from paceline.verify.order import Call, find_disorder, read_trace
-from paceline.verify.verdict import Verdict
-from paceline.verify.worlds import World, finish_child, run_world, start_child, write_settings
+from paceline.verify.judge.check_dropout import check_draws, check_same_draws
+from paceline.verify.judge.checks import check_branches, check_order, check_step, check_traffic
+from paceline.verify.judge.compare import Reference, differences, read_ranks
+from paceline.verify.judge.localize import blame_disorder, blame_loading, find_culprit, find_in_narrow
+from paceline.verify.judge.order import Call, find_disorder, read_trace
+from paceline.verify.judge.verdict import Verdict
+from paceline.verify.processes import World, finish_child, run_world, start_child, write_settings
 
 WHAT = ("order", "step", "traffic", "resume", "reshard")
 USUAL = ("order", "step", "traffic")
@@ -90,7 +91,7 @@ class _Proof:
     def _dry_run(self) -> bool:
         """Whether there is reason to go on."""
         settings = self._settings("dry", plan=asdict(self.plan))
-        finish_child(start_child("paceline.verify.dry_run", settings), self.folder, "a dry run of the workload")
+        finish_child(start_child(module_names.VERIFY_DRY_RUN, settings), self.folder, "a dry run of the workload")
         self.dry = json.loads((self.folder / "dry.json").read_text())
         self.verdict.precision = self.dry["precision"]
         batch_size = self.dry["models"][0][0]["batch_size"]
@@ -108,7 +109,7 @@ class _Proof:
         precisions = precisions_of(own)
         self.say(f"{self.plan.line()}: {self.request.steps} steps in one process and on {self.plan.world_size} ranks")
         reference = start_child(
-            "paceline.verify.reference",
+            module_names.VERIFY_REFERENCE,
             self._settings("reference", precisions=precisions, steps=self.request.steps),
         )
         try:
@@ -204,7 +205,7 @@ class _Proof:
         if world.is_done:
             settings = self._settings("replay", plan=asdict(self.plan), ranks=self.plan.world_size)
             finish_child(
-                start_child("paceline.verify.replay", settings), self.folder, "the watched step in one process"
+                start_child(module_names.VERIFY_REPLAY, settings), self.folder, "the watched step in one process"
             )
         return world
 

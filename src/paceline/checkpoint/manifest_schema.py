@@ -1,0 +1,209 @@
+"""The form of a manifest: what it must say, checked before a word of it is believed. No torch, no I/O."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from paceline.checkpoint.shard_geometry import fault_of_cover, is_sound, most_pieces
+from paceline.checkpoint.tensor_file import DTYPES, METADATA
+from paceline.nouns.placement import Placement
+from paceline.nouns.reading import COUNT, LARGEST, fault_of, is_shape, shown
+
+_HASH, _TENSOR_HASH = re.compile("[0-9a-f]{64}"), re.compile("[0-9a-f]{32}")
+CONFIGS = ("config", "generation_config")  # of a transformers model, where the job's is one
+# How many boxes the parts of all tensors may have: for each part, and where there are few. A part of a matrix that
+# `tensor` and `shard` have cut has up to 20 (three blocks, and a stretch of each).
+_BOXES_OF_A_PART, _BOXES = 64, 2**16
+
+
+def fault_of_form(manifest: Mapping[str, Any]) -> str | None:
+    """The first key that is missing or whose value has the wrong form, as the end of a sentence."""
+    for key, is_right in _FORM.items():
+        if key not in manifest:
+            return f"lacks {key}"
+        if not is_right(manifest[key]):
+            return f"has {key} in the wrong form: {shown(manifest[key])}"
+    fault = _fault_of_optimizer(manifest["optimizer"])
+    if fault is not None:
+        return f"has an optimizer in the wrong form: {fault}"
+    for key, is_right in _MAY_HAVE.items():
+        if key in manifest and not is_right(manifest[key]):
+            return f"has {key} in the wrong form: {shown(manifest[key])}"
+    return None
+
+
+def fault_of_files(manifest: Mapping[str, Any], file_name: Callable[[int], str]) -> str | None:
+    """What is wrong with the names of the files: there is one for each rank, and no name leaves the folder."""
+    names = [entry["name"] for entry in manifest["files"]]
+    # First their number: a list for as many ranks as somebody wrote could fill the memory.
+    if len(names) == manifest["world_size"] and names == [file_name(rank) for rank in range(len(names))]:
+        return None
+    return f"names the files {shown(names)} of {manifest['world_size']} ranks"
+
+
+def fault_of_tensors(manifest: Mapping[str, Any]) -> str | None:
+    """The first tensor whose parts can't lie in the files, or can't be put together to all of it.
+
+    The time and memory that this takes grow with the manifest's length, whatever is in it.
+    """
+    left = {entry["name"]: entry["bytes"] for entry in manifest["files"]}  # bytes that no tensor has yet
+    boxes = _Boxes(manifest["tensors"])
+    for name, entry in manifest["tensors"].items():
+        if not _is_name(name) or not _is_tensor(entry):
+            return f"has the tensor {shown(name)} in the wrong form"
+        if fault := _fault_of_parts(entry, left, boxes):
+            return f"has the tensor {shown(name)}, but it can't be put together: {fault}"
+    return None
+
+
+def _fault_of_parts(entry: Mapping[str, Any], left: dict[str, int], boxes: _Boxes) -> str | None:
+    shape, placements = tuple(entry["shape"]), placements_of(entry)
+    item_bytes = DTYPES[entry["dtype"]][1]
+    for part, placement in zip(entry["parts"], placements, strict=True):
+        file = part["file"]
+        if file not in left:
+            return "one of its parts is in none of the files"
+        if placement.shape != shape or not is_sound(placement):
+            return "one of its parts can't be one"
+        left[file] -= math.prod(placement.local_shape) * item_bytes
+        if left[file] < 0:
+            return f"its part is longer than what is left of {file}"
+        if not boxes.may_have(placement):
+            return "its parts are cut into too many boxes"
+    return fault_of_cover(shape, tuple(placements))
+
+
+class _Boxes:
+    """Counts the boxes of the parts that were looked at, of each placement once."""
+
+    def __init__(self, tensors: Mapping[str, Any]) -> None:
+        parts = sum(len(entry["parts"]) for entry in tensors.values() if _is_tensor(entry))
+        self.left = max(_BOXES, _BOXES_OF_A_PART * parts)
+        self.seen: set[Placement] = set()
+
+    def may_have(self, placement: Placement) -> bool:
+        """Count this one in; whether there are few enough."""
+        if placement not in self.seen:
+            self.seen.add(placement)
+            self.left -= most_pieces(placement)
+        return self.left >= 0
+
+
+def placements_of(entry: Mapping[str, Any]) -> list[Placement]:
+    """Which parts of a manifest's tensor lie in the files."""
+    return [Placement.of_json(part["placement"]) for part in entry["parts"]]
+
+
+def _is_count(value: Any) -> bool:
+    return fault_of(value, COUNT) is None
+
+
+def _is_list(value: Any, is_right: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list) and all(map(is_right, value))
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_name(name: str) -> bool:
+    """Whether a file of tensors can have it as a key, and an exported one what follows the first slash."""
+    is_unicode = not any("\ud800" <= letter <= "\udfff" for letter in name)
+    return is_unicode and name.partition("/")[2] not in ("", METADATA)
+
+
+def _is_file(entry: Any) -> bool:
+    return (
+        isinstance(entry, dict)
+        and entry.keys() == {"name", "bytes", "sha256"}
+        and _is_text(entry["name"])
+        and _is_count(entry["bytes"])
+        and _is_text(entry["sha256"])
+        and bool(_HASH.fullmatch(entry["sha256"]))
+    )
+
+
+def _is_tensor(entry: Any) -> bool:
+    return (
+        isinstance(entry, dict)
+        and entry.keys() == {"shape", "dtype", "hash", "parts"}
+        and _is_text(entry["dtype"])
+        and entry["dtype"] in DTYPES
+        and is_shape(entry["shape"], DTYPES[entry["dtype"]][1])
+        and _is_text(entry["hash"])
+        and bool(_TENSOR_HASH.fullmatch(entry["hash"]))
+        and _is_list(entry["parts"], _is_part)
+    )
+
+
+def _is_part(part: Any) -> bool:
+    return (
+        isinstance(part, dict)
+        and part.keys() == {"file", "key", "placement"}
+        and _is_text(part["file"])
+        and _is_text(part["key"])
+        and isinstance(part["placement"], dict)
+        and part["placement"].keys() == {"shape", "cuts"}
+        and _is_list(part["placement"]["shape"], _is_count)
+        and _is_list(part["placement"]["cuts"], _is_cut)
+    )
+
+
+def _is_cut(cut: Any) -> bool:
+    if not isinstance(cut, list) or len(cut) != 4:
+        return False
+    dim, blocks, part, parts = cut
+    return type(dim) is int and _is_list(blocks, _is_count) and _is_count(part) and _is_count(parts)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether every whole number in it fits in 64 bits, as torch wants them."""
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    return type(value) is not int or -LARGEST - 1 <= value <= LARGEST
+
+
+def _fault_of_optimizer(value: Any) -> str | None:
+    fault = fault_of(value, {"class": str, "groups": [_GROUP], "numbers": {str: object}, "owners?": {str: COUNT}})
+    if fault is not None:
+        return fault
+    if not _is_plain(value):
+        return "it has a whole number of more than 64 bits"
+    wrong = [name for name, one in value["numbers"].items() if not _is_number(name, one)]
+    return f"its number {shown(wrong[0])} is {shown(value['numbers'][wrong[0]])}" if wrong else None
+
+
+def _is_number(name: str, value: Any) -> bool:
+    """Whether it is `optimizer/KEY/NAME` and a value that this key can have: a count of steps is a number."""
+    _, key, parameter = (*name.split("/", 2), "", "")[:3]
+    is_named = name.startswith("optimizer/") and bool(key) and bool(parameter)
+    return is_named and (key != "step" or fault_of(value, float) is None)
+
+
+def _is_scheduler(value: Any) -> bool:
+    return value is None or (isinstance(value, dict) and _is_plain(value))
+
+
+_GROUP = {"parameters": [str], "lr?": (None, float)}
+# What a manifest must have, and whether a value of JSON is that.
+_FORM: dict[str, Callable[[Any], bool]] = {
+    "step": _is_count,
+    "position": _is_count,
+    "seed": lambda value: type(value) is int and -(2**63) <= value < 2**64,  # what torch.manual_seed takes
+    "samples": _is_count,
+    "world_size": lambda value: _is_count(value) and value > 0,
+    "files": lambda value: _is_list(value, _is_file),
+    "tensors": lambda value: isinstance(value, dict),
+    "optimizer": lambda value: isinstance(value, dict),  # and see _fault_of_optimizer
+    "scheduler": _is_scheduler,
+}
+_MAY_HAVE: dict[str, Callable[[Any], bool]] = {
+    "mesh": _is_text,
+    "batch_size": _is_count,
+    **dict.fromkeys(CONFIGS, lambda value: isinstance(value, dict)),
+}

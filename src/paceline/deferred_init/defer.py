@@ -1,0 +1,218 @@
+"""A model without its memory: what its factory would have put into each tensor is noted down, and done later.
+
+`defer` runs the person's factory with every tensor on the meta device, and notes each operation on the way.
+`Deferred.tensors` does them again on real memory, in the same order and with the same random numbers, so what
+comes out is bit for bit what the factory would have made; only what somebody wants is computed and held.
+
+How it works:
+
+- What is noted is storages, not tensors: a view, a tied weight and `.data` are the same storage, seen with
+  other sizes and strides, so no view has to be noted and none can be missed.
+- Walking the notes backwards gives, for each storage, the last operation that matters and those before it that
+  are overwritten. A random operation is done even when nobody wants its result, and then dropped: the numbers
+  after it depend on it.
+- The factory is told that its tensors are on the CPU. transformers leaves the initialisation out where it finds
+  itself on the meta device, so "meta" may not be seen.
+- A value that the factory looks at (`.item()`, `if mask.any()`) is computed on the spot if no random number is in
+  it. Otherwise there is no way to know it in time: `CantDefer`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+
+from paceline.deferred_init.record import META, CantDefer, Recorder, recording
+from paceline.deferred_init.replay import Memory, View, plan
+
+__all__ = ["CantDefer", "Deferred", "defer", "replace_tensors"]
+
+NOT_WALKED = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, str, bytes, int, float, torch.device)
+
+
+@dataclass
+class Deferred:
+    """A model on the meta device, and how to make its tensors.
+
+    Args:
+        model: as the factory returned it, with shapes, dtypes, `requires_grad` and tying, but without values.
+            Plain tensors that its modules hold as attributes, or in lists, dicts or objects there, neither
+            parameter nor buffer, become real in the first `tensors` that is gone through to its end.
+    """
+
+    model: nn.Module
+    _recorder: Recorder = field(repr=False)
+    _views: Mapping[str, View] = field(repr=False)
+    _attributes: list[tuple[torch.Tensor, View]] = field(repr=False)
+
+    @property
+    def has_plain_tensors(self) -> bool:
+        """Whether modules hold tensors that are neither parameters nor buffers, not yet made real."""
+        return bool(self._attributes)
+
+    def tensors(self, names: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each named parameter or buffer, as soon as it is final; nothing here holds it afterwards.
+
+        Go through to the end: only then do the global random numbers stand where the factory would have left
+        them (between two tensors they are the caller's own), and only then are the plain tensors real. The order
+        is that of the factory's last touch. Names of tied tensors come one after the other with the same memory.
+
+        Args:
+            names: as in `named_parameters` and `named_buffers`, tied and non-persistent ones too.
+
+        Raises:
+            ValueError: a name is of nothing in the model.
+            RuntimeError: a real tensor that the factory copied from has changed since.
+        """
+        unknown = sorted(set(names) - self._views.keys())
+        if unknown:
+            raise ValueError(f"the model has no {unknown[0]!r} ({len(unknown)} of {len(names)} names are unknown)")
+        for storage in self._recorder.storages:
+            if any(tensor._version != version for tensor, version in storage.watched):
+                raise RuntimeError("a tensor that the factory copied from was changed before the copy could be made")
+        return self._tensors(names)
+
+    def _tensors(self, names: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        asked = defaultdict[int, list[str]](list)
+        for name in dict.fromkeys(names):
+            asked[self._views[name].storage].append(name)
+        attributes = defaultdict[int, list[tuple[torch.Tensor, View]]](list)
+        for attribute, view in self._attributes:
+            attributes[view.storage].append((attribute, view))
+        real: dict[int, torch.Tensor] = {}
+        draws, memory, rng = self._recorder.draws, Memory(self._recorder.storages), torch.default_generator
+        steps, untouched = plan(self._recorder.ops, asked.keys() | attributes.keys())
+        callers = rng.get_state()  # the first operation that draws sets its own
+        try:
+            for op, final, unused in [(None, untouched, untouched), *steps]:
+                if op:
+                    memory.do(op)
+                for attribute, view in (pair for storage in final for pair in attributes[storage]):
+                    real[id(attribute)] = _real(attribute, memory.tensor(view).clone())
+                views = [(name, self._views[name]) for storage in final for name in asked[storage]]
+                ready = [(name, memory.tensor(view, is_written=True)) for name, view in views]
+                memory.forget(unused)
+                if ready:  # the caller may draw as well
+                    replayed = _swap_state(rng, callers)
+                    try:
+                        while ready:
+                            yield ready.pop(0)
+                    finally:
+                        callers = _swap_state(rng, replayed)
+            for end in draws.ends:
+                end.begin()
+            callers = rng.get_state()
+        finally:
+            rng.set_state(callers)
+        replace_tensors(self.model, real)
+        self._attributes = []
+
+
+def defer(factory: Callable[[], nn.Module]) -> Deferred:
+    """Run `factory` without memory for its tensors.
+
+    torch's random numbers are then as they were before; those that the factory would draw are drawn in
+    `Deferred.tensors`, from the state they have now. Python's and NumPy's are drawn now.
+
+    Raises:
+        CantDefer: what the factory does depends on values that are not there, or it failed. All random numbers
+            are as they were: call it for real, and it works or says itself what is wrong.
+    """
+    recorder = Recorder()
+    python_state, numpy_state = random.getstate(), numpy.random.get_state()
+    try:
+        try:
+            with recording(recorder):
+                model = factory()
+        finally:
+            recorder.draws.close()
+        if recorder.failure:
+            raise recorder.failure
+        return _deferred(model, recorder)
+    except Exception as error:
+        random.setstate(python_state)
+        numpy.random.set_state(numpy_state)
+        if recorder.failure or isinstance(error, CantDefer):
+            raise recorder.failure or error from error
+        raise CantDefer(f"the factory failed with {type(error).__name__}: {error}") from error
+
+
+def _deferred(model: nn.Module, recorder: Recorder) -> Deferred:
+    """Find every tensor of the model; what is real in it gets a stand-in on the meta device."""
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    stand_ins: dict[int, torch.Tensor] = {}
+    views: dict[str, View] = {}
+    for name, tensor in named:
+        if nn.parameter.is_lazy(tensor):
+            raise CantDefer(f"{name} gets its shape in the first forward pass")
+        views[name] = recorder.view(tensor)
+        if not tensor.is_meta and id(tensor) not in stand_ins:
+            empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
+            stand_ins[id(tensor)] = _real(tensor, empty)
+    replace_tensors(model, stand_ins)
+    own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    attributes: dict[int, torch.Tensor] = {}
+
+    def collect(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_meta and id(tensor) not in own:
+            attributes[id(tensor)] = tensor
+        return tensor
+
+    _walk(model, collect, set())
+    return Deferred(model, recorder, views, [(tensor, recorder.view(tensor)) for tensor in attributes.values()])
+
+
+def replace_tensors(model: nn.Module, replacements: Mapping[int, torch.Tensor]) -> None:
+    """Put other tensors into a model, keyed by the `id` of those that they replace, wherever its modules hold them.
+
+    That is more than the parameters and buffers: a list of weights, such as an LSTM's, or a second attribute.
+    """
+    _walk(model, lambda tensor: replacements.get(id(tensor), tensor), set())
+
+
+def _walk(value: Any, change: Callable[[torch.Tensor], torch.Tensor], seen: set[int]) -> Any:
+    """Change the tensors in a module, its attributes, and the containers and objects there; return the new value."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, tuple):
+        items = [_walk(item, change, seen) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if id(value) in seen or isinstance(value, NOT_WALKED):
+        return value
+    seen.add(id(value))
+    places = enumerate(value) if isinstance(value, list) else _entries(value).items()
+    for key, item in list(places):
+        new = _walk(item, change, seen)
+        if new is not item:
+            (value if isinstance(value, list) else _entries(value))[key] = new
+    return value
+
+
+def _entries(value: Any) -> dict[Any, Any]:
+    return value if isinstance(value, dict) else getattr(value, "__dict__", {})
+
+
+def _real(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """`new` as what `old` is: a parameter or not, with its attributes."""
+    if isinstance(old, nn.Parameter):
+        new = nn.Parameter(new, requires_grad=old.requires_grad)
+    elif old.is_leaf and old.requires_grad:
+        new.requires_grad_()
+    new.__dict__.update(old.__dict__)
+    return new
+
+
+def _swap_state(generator: torch.Generator, state: torch.Tensor) -> torch.Tensor:
+    old = generator.get_state()
+    generator.set_state(state)
+    return old

@@ -1,0 +1,1 @@
+"""Findings on the facts: of one host, of its network and its torch, and between hosts."""

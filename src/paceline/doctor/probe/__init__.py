@@ -1,0 +1,1 @@
+"""Read the facts of one host: cores, memory, disks, network, accelerators, torch."""

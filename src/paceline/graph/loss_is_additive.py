@@ -1,0 +1,166 @@
+"""Is the loss a sum over samples? If not, cutting the batch changes it: batch norm, contrastive losses.
+
+The batch's first dimension is followed through the graph by the rules of `rules.py`. As long as every operation
+works on each sample by itself, and samples only meet in sums that nothing but further sums and scalings follow,
+the loss of a batch is the sum of its parts' losses.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from paceline.graph.capture import Captured
+from paceline.graph.functional import written_groups
+from paceline.graph.labels import tensor_inputs
+from paceline.graph.placement import Split
+from paceline.graph.sample_rules import samples_after
+from paceline.graph.sharding_strategies import Choice, Options, choices
+
+aten = torch.ops.aten
+_SUM = "sum over samples"
+_KEEPS_SUM = (
+    aten.mul.Scalar, aten.div.Scalar, aten.neg.default, aten.to.dtype, aten.clone.default, aten.reshape.default,
+    aten.view.default, aten.alias.default, aten.detach.default, aten._to_copy.default, aten.squeeze.default,
+)  # fmt: skip
+_ADDS = (aten.add.Tensor, aten.sub.Tensor)
+_ZEROS = (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
+
+
+def coupled_at(captured: Captured) -> fx.Node | None:
+    """The first operation in which samples meet, or of which that can't be told; None where there is none.
+
+    Batch norm comes last: its statistics can be shared, so it must not hide another operation behind it.
+    """
+    samples = _samples(captured)
+    if samples is None or samples < 2:
+        return None
+    lays: dict[fx.Node, Any] = {}
+    for node in captured.inputs:
+        shape = tuple(node.meta["val"].shape)
+        if shape and shape[0] == samples:
+            lays[node] = Split(0, (samples,))
+    written = written_groups(captured.graph)
+    batch_norm = None
+    for node in captured.graph.nodes:
+        if node.op != "call_function" or _follow(node, lays, samples, node in written):
+            continue
+        if node.target is not aten.batch_norm.default:
+            return node  # type: ignore[no-any-return]
+        batch_norm = batch_norm or node
+        lays[node] = lays.get(tensor_inputs(node)[0])
+    loss = captured.output[0] if captured.output else None
+    if isinstance(loss, fx.Node) and loss.op == "call_function" and lays.get(loss) != _SUM:
+        return loss  # it counts once for each part: a penalty on the weights alone
+    return batch_norm
+
+
+def _follow(node: fx.Node, lays: dict[fx.Node, Any], samples: int, is_written: bool) -> bool:
+    """Note where the samples lie in the node's output; False when they meet in it."""
+    inputs = tensor_inputs(node)
+    if node.target is operator.getitem:
+        found = lays.get(inputs[0])
+        if isinstance(found, tuple) and (lay := found[node.args[1]]) is not None:  # type: ignore[index]
+            lays[node] = lay
+        return True
+    now = [lays.get(source) for source in inputs]
+    if _is_same_for_all(node, samples):
+        lays[node] = Split(0, (samples,))
+    elif node.target in _MADE:
+        return True  # takes dtype and device from its input alone
+    elif node.target is aten.index.Tensor and (found := _rows_picked(node, now, samples)) is not None:
+        lays[node] = found
+    elif any(lay == _SUM for lay in now):
+        lays[node] = _SUM
+        return _keeps_sum(node, inputs, now)
+    elif is_written and any(isinstance(lay, Split) for lay in now):
+        lays[node] = Split(0, (samples,))  # rows written into place, each its own
+    elif any(lay is not None for lay in now):
+        match = _matching(node, now, samples)
+        if match is None:
+            lays[node] = samples_after(node, now, samples)
+            return lays[node] is not None
+        lays[node] = match.output if match.after is None else _SUM
+    return True
+
+
+def _keeps_sum(node: fx.Node, inputs: list[fx.Node], now: list[Any]) -> bool:
+    """Whether an operation on sums over samples gives such a sum.
+
+    What is added to a sum, a constant or a penalty on the weights, would count once for each part of the batch.
+    """
+    if any(isinstance(lay, Split) for lay in now):
+        return False
+    if node.target in _ADDS:
+        plain = [argument for argument in node.args[:2] if not isinstance(argument, fx.Node)]
+        are_sums = [lay == _SUM or source.target in _ZEROS for source, lay in zip(inputs, now, strict=True)]
+        return all(are_sums) and not any(bool(value) for value in plain)
+    if node.target is aten.mul.Tensor:
+        return [lay == _SUM for lay in now].count(True) == 1
+    if node.target is aten.div.Tensor:
+        return isinstance(node.args[0], fx.Node) and [lay == _SUM for lay in now] in ([True], [True, False])
+    return bool(node.target in _KEEPS_SUM)
+
+
+def _matching(node: fx.Node, now: list[Any], samples: int) -> Choice | None:
+    """The way to run the node that takes its inputs as they lie, one sample on each of as many ranks.
+
+    Two ranks would say that neighbours which the model pairs don't meet, and that those of an odd batch do.
+    """
+    for choice in choices(node, now, [True] * len(now), Options(samples, {}, {}, set(), set())):
+        fits = all(wanted == lay for wanted, lay in zip(choice.inputs, now, strict=True))
+        if choice.is_split and fits and choice.after != "scatter":
+            return choice
+    return None
+
+
+_MADE = (
+    aten.full.default, aten.zeros.default, aten.ones.default, aten.new_zeros.default, aten.new_ones.default,
+    aten.new_full.default,
+)  # fmt: skip
+
+
+def _is_same_for_all(node: fx.Node, samples: int) -> bool:
+    """Rows made for as many samples as there are, all alike: an expanded row, a filled tensor."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or not value.dim() or value.shape[0] != samples:
+        return False
+    if node.target in _MADE:
+        return True
+    if node.target is not aten.expand.default:
+        return False
+    before = tuple(node.args[0].meta["val"].shape)  # type: ignore[union-attr]
+    return len(before) < value.dim() or before[0] == 1
+
+
+def _rows_picked(node: fx.Node, now: list[Any], samples: int) -> Split | None:
+    """`x[rows, ...]` with rows = arange(samples): each sample its own row."""
+    indices: Any = node.args[1]
+    if now[0] != Split(0, (samples,)) or any(lay is not None for lay in now[1:]) or indices[0] is None:
+        return None
+    rows = indices[0]
+    source = rows
+    while source.op == "call_function" and source.target in _SAME_NUMBERS:
+        source = source.args[0]
+    if source.target not in (aten.arange.default, aten.arange.start) or source.meta["val"].shape[0] != samples:
+        return None
+    wide = tuple(rows.meta["val"].shape)
+    out = tuple(node.meta["val"].shape)
+    if any(index is None for index in indices) or len(out) != max(len(i.meta["val"].shape) for i in indices):
+        return None
+    dim = len(out) - len(wide) + wide.index(samples)
+    return Split(dim, (samples,)) if out[dim] == samples else None
+
+
+_SAME_NUMBERS = (
+    aten.unsqueeze.default, aten.view.default, aten.reshape.default, aten.to.dtype, aten.to.device,
+    aten.to.dtype_layout, aten.clone.default, aten.alias.default, aten.slice.Tensor, aten.expand.default,
+)  # fmt: skip
+
+
+def _samples(captured: Captured) -> int | None:
+    sizes = [node.meta["val"].shape[0] for node in captured.inputs if node.meta["val"].dim()]
+    return max(set(sizes), key=sizes.count) if sizes else None

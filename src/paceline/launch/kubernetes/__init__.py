@@ -1,0 +1,1 @@
+"""Render a job as Kubernetes manifests, check them offline, and submit them."""

@@ -1,0 +1,284 @@
+"""A job on Kubernetes as a person asks for it, checked before anything is written or sent."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.launch.kubernetes.quantities import read_quantity
+from paceline.nouns.errors import PlanError, UsageError, did_you_mean
+from paceline.nouns.plan import Plan
+
+KINDS = ("jobset", "trainjob", "job", "mpijob", "rayjob")
+GANGS = ("none", "yunikorn", "kueue", "volcano", "coscheduling", "kai", "native")
+POD_GROUP_APIS = ("v1beta1", "v1alpha3", "v1alpha2")  # of scheduling.k8s.io: 1.37 has the first two, 1.36 the last
+SERVER_KINDS = ("jobset", "job")
+WANTS_QUEUE = ("yunikorn", "kueue", "kai")
+LABEL_LENGTH = 63
+RAY_NAME_LENGTH = 47  # KubeRay's own limit for a RayJob
+_SUFFIX = "-abcde"  # five random letters, which the Job controller adds to a pod's name
+_LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")  # RFC 1035: it names a Service
+_LABEL_VALUE = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_YUNIKORN_QUEUE = re.compile(r"[A-Za-z0-9_-]{1,64}(\.[A-Za-z0-9_-]{1,64})*")
+_RESOURCE = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?")
+# What can't be had, and why: the gang, the kind.
+IMPOSSIBLE = {
+    ("native", "mpijob"): "the MPI Operator's schema has no schedulingGroup and silently drops it",
+    ("native", "rayjob"): "KubeRay's schema has no schedulingGroup and silently drops it",
+    ("coscheduling", "rayjob"): "KubeRay makes these pod groups for a RayCluster, and refuses a RayJob",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KubernetesJob:
+    """One pod per node with all its accelerators; with parameter servers also pods for those.
+
+    Args:
+        name: of the job and everything that is made for it.
+        image: that has Paceline, the workload file and what it imports.
+        command: the workload file and its arguments.
+        plan: decides ranks and servers.
+        nodes: pods of workers, each on a node of its own.
+        ranks_per_node: in each pod.
+        cpu: of a pod, requested and at most; and so `memory`.
+        kind: jobset, trainjob, job, mpijob or rayjob.
+        gang: who sees to it that all pods start together, or none does.
+        queue: of the gang's scheduler.
+        accelerators: of a node; 0 for a job on CPUs.
+        shm: the size of /dev/shm; what is in it counts as the pod's memory.
+        server_cpu: of a server's pod and the coordinator's; empty: as a worker's. And so `server_memory`.
+        runs: where the run directory is mounted.
+        runs_claim: a PersistentVolumeClaim for it, which all nodes can write.
+        max_restarts: of the whole job after a failure.
+        placeholder_timeout_s: how long a gang may take to be placed.
+        grace_s: what a pod has to save in after SIGTERM.
+        runtime: a ClusterTrainingRuntime for a TrainJob; empty: one of its own is written.
+        scheduler: the schedulerName, where the cluster does not use the usual one.
+        egress: networks (CIDR) that pods may reach beside each other and DNS.
+    """
+
+    name: str
+    image: str
+    command: Sequence[str]
+    plan: Plan
+    nodes: int
+    ranks_per_node: int
+    cpu: str
+    memory: str
+    kind: str = "jobset"
+    gang: str = "none"
+    queue: str = ""
+    namespace: str = "default"
+    accelerator: str = "nvidia.com/gpu"
+    accelerators: int = 0
+    shm: str = "1Gi"
+    server_cpu: str = ""
+    server_memory: str = ""
+    runs: str = "/runs"
+    runs_claim: str = ""
+    max_restarts: int = 3
+    placeholder_timeout_s: int = 600
+    grace_s: int = 120
+    node_selector: Mapping[str, str] = field(default_factory=dict)
+    tolerations: Sequence[Mapping[str, Any]] = ()
+    service_account: str = ""
+    image_pull_secrets: Sequence[str] = ()
+    priority_class: str = ""
+    user: int = 1000
+    egress: Sequence[str] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    runtime: str = ""
+    scheduler: str = ""
+    pod_group_api: str = POD_GROUP_APIS[0]
+
+    def __post_init__(self) -> None:
+        self._check_words()
+        self._check_surroundings()
+        self._check_counts()
+        self._check_resources()
+        self._check_combination()
+        self._check_queue()
+        self._check_name()
+
+    @property
+    def servers(self) -> int:
+        """Parameter servers, without their coordinator."""
+        return self.plan.server
+
+    @property
+    def resources(self) -> dict[str, str]:
+        """What a worker's pod asks for."""
+        own = {"cpu": self.cpu, "memory": self.memory}
+        return {**own, self.accelerator: str(self.accelerators)} if self.accelerators else own
+
+    @property
+    def server_resources(self) -> dict[str, str]:
+        """What a server's pod asks for, and the coordinator's, which is in the same gang."""
+        return {"cpu": self.server_cpu or self.cpu, "memory": self.server_memory or self.memory}
+
+    def _check_words(self) -> None:
+        for what, word, choices in (
+            ("kind", self.kind, KINDS),
+            ("gang", self.gang, GANGS),
+            ("pod_group_api", self.pod_group_api, POD_GROUP_APIS),
+        ):
+            if word not in choices:
+                fix = did_you_mean(word, choices, f"write {choices[0]}")
+                raise UsageError(f"the {what} {word!r} on Kubernetes", f"there are {', '.join(choices)}", fix)
+        if not self.image or any(letter.isspace() for letter in self.image):
+            raise UsageError(f"the image {self.image!r}", "it is no image's name", "write such as registry/bert:1")
+        if not self.command or not self.command[0]:
+            raise UsageError(f"the job {self.name}", "it has no workload file", "name the file inside the image")
+        if not self.runs.startswith("/"):
+            raise UsageError(f"the run directory {self.runs!r}", "it is no absolute path", "write such as /runs")
+        for what, name in (("namespace", self.namespace), ("claim", self.runs_claim), ("runtime", self.runtime)):
+            if name and (not _LABEL.fullmatch(name) or len(name) > LABEL_LENGTH):
+                raise UsageError(
+                    f"the {what} {name!r}", "it has more than small letters, digits and hyphens", "write its name"
+                )
+
+    def _check_surroundings(self) -> None:
+        for name in self.environment:
+            if not _VARIABLE.fullmatch(name) or name.startswith("PET_"):
+                found = "its name is none" if not name.startswith("PET_") else "PET_ is for how ranks meet"
+                raise UsageError(f"the variable {name!r} of the pods", found, "take another name")
+        for network in self.egress:
+            _check_network(network)
+
+    def _check_counts(self) -> None:
+        for what, count, least in (
+            ("nodes", self.nodes, 1),
+            ("ranks_per_node", self.ranks_per_node, 1),
+            ("accelerators", self.accelerators, 0),
+            ("max_restarts", self.max_restarts, 0),
+            ("placeholder_timeout_s", self.placeholder_timeout_s, 1),
+            ("grace_s", self.grace_s, 20),
+            ("user", self.user, 1),
+        ):
+            if not isinstance(count, int) or isinstance(count, bool) or count < least:
+                raise UsageError(
+                    f"the job's {what}", f"it is {count!r} and not a whole number of at least {least}", f"write {least}"
+                )
+        ranks, world = self.nodes * self.ranks_per_node, self.plan.world_size
+        if ranks != world:
+            raise PlanError(
+                f"{self.nodes} nodes with {self.ranks_per_node} ranks each are {ranks} ranks",
+                f"the plan {self.plan.line()} has {world}",
+                f"write -j NODESxRANKS with a product of {world}, or a plan of {ranks} ranks",
+            )
+        if self.accelerators and self.ranks_per_node > self.accelerators:
+            raise UsageError(
+                f"{self.ranks_per_node} ranks on a node with {self.accelerators} of {self.accelerator}",
+                "each rank takes one",
+                f"write at most {self.accelerators} ranks for a node, or 0 accelerators to train on CPUs",
+            )
+
+    def _check_resources(self) -> None:
+        for what, text in (
+            ("cpu", self.cpu),
+            ("memory", self.memory),
+            ("shm", self.shm),
+            ("server_cpu", self.server_cpu or self.cpu),
+            ("server_memory", self.server_memory or self.memory),
+        ):
+            value = read_quantity(text)
+            if not isinstance(text, str) or value is None or value <= 0:
+                raise UsageError(
+                    f"the job's {what}={text!r}", "it is no amount above 0", "write such as 16, 500m or 200Gi"
+                )
+        if (read_quantity(self.shm) or 0) >= (read_quantity(self.memory) or 0):
+            raise UsageError(
+                f"a /dev/shm of {self.shm}",
+                f"it counts as the pod's memory, which is {self.memory}",
+                "write a smaller shm or more memory",
+            )
+        if not _RESOURCE.fullmatch(self.accelerator):
+            raise UsageError(
+                f"the accelerator {self.accelerator!r}", "it is no resource's name", "write such as nvidia.com/gpu"
+            )
+
+    def _check_combination(self) -> None:
+        reason = IMPOSSIBLE.get((self.gang, self.kind))
+        if reason:
+            raise UsageError(f"gang={self.gang} with kind={self.kind}", reason, "take another of the two, e.g. jobset")
+        if self.runtime and self.kind != "trainjob":
+            raise UsageError(f"the runtime {self.runtime!r} of a {self.kind}", "a TrainJob has one", "leave it out")
+        if self.runtime and (self.gang not in ("none", "kueue") or self.scheduler):
+            asked = f"scheduler={self.scheduler}" if self.scheduler else f"gang={self.gang}"
+            raise UsageError(
+                f"{asked} with the runtime {self.runtime}",
+                "a TrainJob can't name a scheduler: its runtime does",
+                "leave the runtime out, so that one with the scheduler is written, or set it in that runtime",
+            )
+        if self.servers and self.kind not in SERVER_KINDS:
+            raise PlanError(
+                f"the plan {self.plan.line()} as a {self.kind}",
+                "it has pods for workers only, and none for servers",
+                "write kind=jobset, or leave server out",
+            )
+        if self.servers and self.kind == "job" and self.gang in ("kueue", "kai"):
+            raise UsageError(
+                f"gang={self.gang} for the servers and workers of kind=job",
+                "it admits each Job by itself, so that one may hold nodes and wait for the other for ever",
+                "write kind=jobset",
+            )
+
+    def _check_queue(self) -> None:
+        if self.gang in WANTS_QUEUE and not self.queue:
+            raise UsageError(
+                f"gang={self.gang}", "no queue is named", "write the queue that the cluster's administrator names"
+            )
+        good = {
+            "yunikorn": bool(_YUNIKORN_QUEUE.fullmatch(self.queue) and _LABEL_VALUE.fullmatch(self.queue)),
+            "kueue": bool(_LABEL.fullmatch(self.queue)),
+            "kai": bool(_LABEL_VALUE.fullmatch(self.queue)),
+            "volcano": not self.queue or bool(_LABEL.fullmatch(self.queue)),
+        }.get(self.gang, not self.queue)
+        if good and len(self.queue) <= LABEL_LENGTH:
+            return
+        if self.gang not in (*WANTS_QUEUE, "volcano"):
+            raise UsageError(f"the queue {self.queue!r}", f"gang={self.gang} has none", "leave it out")
+        example = "root.ml" if self.gang == "yunikorn" else "ml"
+        raise UsageError(f"the queue {self.queue!r}", f"{self.gang} has no such names", f"write such as {example}")
+
+    def _check_name(self) -> None:
+        if not _LABEL.fullmatch(self.name):
+            raise UsageError(
+                f"the job's name {self.name!r}",
+                "Kubernetes wants small letters, digits and hyphens, a letter first and no hyphen last",
+                "write such as bert-1",
+            )
+        longest, most = max((len(name), name) for name in self._names())[1], LABEL_LENGTH
+        if self.kind == "rayjob":
+            longest, most = self.name, RAY_NAME_LENGTH
+        if len(longest) > most:
+            raise UsageError(
+                f"the job's name {self.name!r}",
+                f"it leads to the name {longest} of {len(longest)} characters, and {most} are allowed",
+                f"write a name of at most {len(self.name) - len(longest) + most}",
+            )
+
+    def _names(self) -> Iterator[str]:
+        """The longest names that controllers make of this job's."""
+        last = self.nodes - 1
+        if self.kind == "mpijob":
+            yield from (f"{self.name}-launcher{_SUFFIX}", f"{self.name}-worker-{last}")
+        elif self.kind == "job":
+            yield f"{self.name}-{last}{_SUFFIX}"
+        else:
+            yield f"{self.name}-{'node' if self.kind == 'trainjob' else 'worker'}-0-{last}{_SUFFIX}"
+        if self.servers:
+            between = "-0" if self.kind == "jobset" else ""
+            yield f"{self.name}-coordinator{between}-0{_SUFFIX}"
+            yield f"{self.name}-server{between}-{self.servers - 1}{_SUFFIX}"
+
+
+def _check_network(text: str) -> None:
+    try:
+        ipaddress.ip_network(text)
+    except ValueError as error:
+        raise UsageError(f"egress to {text!r}", f"it is no network ({error})", "write such as 10.0.0.0/8") from None

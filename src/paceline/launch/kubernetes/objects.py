@@ -1,0 +1,252 @@
+"""The kinds of object that a job can be on Kubernetes, and how the pods in each are found again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.launch.kubernetes import pods
+from paceline.launch.kubernetes.job import KubernetesJob
+from paceline.launch.kubernetes.pods import COORDINATOR, SERVER, WORKER, Manifest
+
+MEETS_NOT = 2  # exit code of a request that can't be met: starting it again changes nothing
+_JOBS = ("JobSet", "TrainJob", "Job", "MPIJob", "RayJob")
+TRAINER_STEP = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+TRAINER_JOB = "node"  # what the Trainer calls its replicated job, and the container in it
+
+
+@dataclass(frozen=True, slots=True)
+class PodSet:
+    """Pods that are made of one template.
+
+    Args:
+        where: how a person finds it, such as `JobSet bert, worker`.
+        count: how many.
+        template: the pod template, as it stands in the manifest.
+        owner: the manifest.
+    """
+
+    where: str
+    count: int
+    template: Manifest
+    owner: Manifest
+
+    @property
+    def role(self) -> str:
+        """What the pods do: worker unless their label says otherwise."""
+        return str(field_of(self.template, "metadata", "labels", pods.ROLE_LABEL) or WORKER)
+
+
+def field_of(node: Any, *path: str) -> Any:
+    """What stands at a path in a manifest that a person may have edited; None where there is nothing."""
+    for key in path:
+        node = node.get(key) if isinstance(node, dict) else None
+    return node
+
+
+def job_manifests(manifests: Sequence[Manifest]) -> list[Manifest]:
+    """Those that start something, not what goes with them."""
+    return [one for one in manifests if one.get("kind") in _JOBS]
+
+
+def pod_sets(manifests: Sequence[Manifest]) -> list[PodSet]:
+    """All pods that controllers will make of these manifests; those of a foreign runtime are not among them."""
+    return [found for one in manifests for found in _sets_of(one, manifests) if isinstance(found.template, dict)]
+
+
+def _sets_of(one: Manifest, manifests: Sequence[Manifest]) -> Iterator[PodSet]:
+    kind, spec = one.get("kind"), one.get("spec") or {}
+    name = f"{kind} {field_of(one, 'metadata', 'name')}"
+    if kind == "Job":
+        yield PodSet(name, _number(spec.get("parallelism")), spec.get("template") or {}, one)
+    elif kind == "JobSet":
+        for part in spec.get("replicatedJobs") or []:
+            inner = field_of(part, "template", "spec") or {}
+            count = _number(part.get("replicas")) * _number(inner.get("parallelism"))
+            yield PodSet(f"{name}, {part.get('name')}", count, inner.get("template") or {}, one)
+    elif kind == "TrainingRuntime":
+        nodes = [field_of(job, "spec", "trainer", "numNodes") for job in manifests if job.get("kind") == "TrainJob"]
+        for part in field_of(spec, "template", "spec", "replicatedJobs") or []:
+            template = field_of(part, "template", "spec", "template") or {}
+            yield PodSet(f"{name}, {part.get('name')}", _number(nodes[0] if nodes else None), template, one)
+    elif kind == "MPIJob":
+        for role, part in (spec.get("mpiReplicaSpecs") or {}).items():
+            yield PodSet(f"{name}, {role}", _number(part.get("replicas")), part.get("template") or {}, one)
+    elif kind == "RayJob":
+        cluster = spec.get("rayClusterSpec") or {}
+        yield PodSet(f"{name}, head", 1, field_of(cluster, "headGroupSpec", "template") or {}, one)
+        for part in cluster.get("workerGroupSpecs") or []:
+            yield PodSet(f"{name}, {part.get('groupName')}", _number(part.get("replicas")), part.get("template"), one)
+
+
+def _number(value: Any) -> int:
+    return value if isinstance(value, int) else 1  # Kubernetes takes 1 where nothing is written
+
+
+def jobset(job: KubernetesJob) -> list[Manifest]:
+    """A JobSet: when a worker fails, the whole set starts again and goes on from the last checkpoint."""
+    coordinator = f"{job.name}-{COORDINATOR}-0-0.{job.name}:{pods.COORDINATOR_PORT}"
+    workers = pods.worker_pod(job, f"{job.name}-{WORKER}-0-0.{job.name}")
+    parts = []
+    if job.servers:
+        server, one = pods.server_pods(job, coordinator)
+        workers = pods.with_coordinator(workers, coordinator)
+        parts = [_replicated(job, COORDINATOR, 1, one), _replicated(job, SERVER, job.servers, server)]
+    parts += [_replicated(job, WORKER, job.nodes, workers)]
+    spec = {
+        "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+        "successPolicy": {"operator": "All", "targetReplicatedJobs": [WORKER]},
+        "failurePolicy": _failure_policy(job),
+        "replicatedJobs": parts,
+    }
+    own = {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": pods.metadata(job), "spec": spec}
+    return [own]
+
+
+def _failure_policy(job: KubernetesJob) -> Manifest:
+    rule = {"name": "request_cant_be_met", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+    return {"maxRestarts": job.max_restarts, "rules": [rule]}
+
+
+def _replicated(job: KubernetesJob, role: str, count: int, template: Manifest) -> Manifest:
+    return {"name": role, "replicas": 1, "template": {"spec": _indexed(job, role, count, template)}}
+
+
+def _indexed(job: KubernetesJob, role: str, count: int, template: Manifest) -> Manifest:
+    """The spec of an indexed Job, whose pods know their number."""
+    # Workers of a JobSet start again all together; a server is replaced by itself, its replica goes on meanwhile.
+    alone = job.kind == "job" or role != WORKER
+    return {
+        "completionMode": "Indexed",
+        "parallelism": count,
+        "completions": count,
+        "backoffLimit": job.max_restarts * count if alone else 0,
+        "podReplacementPolicy": "Failed",  # a new pod only when the old one has let go of its node
+        "podFailurePolicy": {
+            "rules": [{"action": "FailJob", "onExitCodes": {"operator": "In", "values": [MEETS_NOT]}}]
+        },
+        "template": template,
+    }
+
+
+def indexed_job(job: KubernetesJob) -> list[Manifest]:
+    """Plain indexed Jobs, one for each role, and the Service that names their pods."""
+    coordinator = f"{job.name}-{COORDINATOR}-0.{job.name}:{pods.COORDINATOR_PORT}"
+    workers = pods.worker_pod(job, f"{job.name}-0.{job.name}")
+    roles = [("", WORKER, job.nodes, workers)]
+    if job.servers:
+        server, one = pods.server_pods(job, coordinator)
+        pods.with_coordinator(workers, coordinator)
+        roles = [
+            (f"{job.name}-{COORDINATOR}", COORDINATOR, 1, one),
+            (f"{job.name}-{SERVER}", SERVER, job.servers, server),
+            *roles,
+        ]
+    made = [pods.headless_service(job)]
+    for name, role, count, template in roles:
+        template["spec"]["subdomain"] = job.name
+        spec = _indexed(job, role, count, template)
+        head = pods.metadata(job, name, role)
+        made += [{"apiVersion": "batch/v1", "kind": "Job", "metadata": head, "spec": spec}]
+    return made
+
+
+def train_job(job: KubernetesJob) -> list[Manifest]:
+    """A TrainJob of Kubeflow's Trainer, with the runtime that has its pods unless one is named."""
+    trainer: Manifest = {"numNodes": job.nodes, "numProcPerNode": job.ranks_per_node}
+    reference = {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": job.name}
+    spec: Manifest = {"runtimeRef": reference, "trainer": trainer}
+    made = []
+    template = pods.worker_pod(job, head="")  # the Trainer says PET_*, and refuses them from others
+    if job.runtime:
+        reference |= {"kind": "ClusterTrainingRuntime", "name": job.runtime}
+        container = template["spec"]["containers"][0]
+        trainer |= {"resourcesPerNode": container["resources"]}
+        trainer |= {key: container[key] for key in ("image", "command", "env")}
+        spec["runtimePatches"] = [_patch(template)]
+    else:
+        template["spec"]["containers"][0]["name"] = TRAINER_JOB
+        made = [_runtime(job, template)]
+    own = {"apiVersion": "trainer.kubeflow.org/v1alpha1", "kind": "TrainJob", "metadata": pods.metadata(job)}
+    return [*made, {**own, "spec": spec}]
+
+
+def _runtime(job: KubernetesJob, template: Manifest) -> Manifest:
+    inner = _replicated(job, TRAINER_JOB, job.nodes, template)
+    inner["template"] = {"metadata": {"labels": dict(TRAINER_STEP)}, **inner["template"]}
+    failing = inner["template"]["spec"]
+    # The Trainer sets how many there are; it has no say in when the set starts again.
+    inner["template"]["spec"] = {key: failing[key] for key in ("backoffLimit", "podFailurePolicy", "template")}
+    inner["template"]["spec"]["backoffLimit"] = 0
+    return {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainingRuntime",
+        "metadata": {**pods.metadata(job), "labels": {**pods.labels(job), "trainer.kubeflow.org/framework": "torch"}},
+        "spec": {
+            "mlPolicy": {"numNodes": job.nodes, "torch": {}},
+            "template": {"spec": {"failurePolicy": _failure_policy(job), "replicatedJobs": [inner]}},
+        },
+    }
+
+
+def _patch(template: Manifest) -> Manifest:
+    """What a TrainJob may change of a foreign runtime's pods."""
+    spec = template["spec"]
+    allowed = [
+        *("terminationGracePeriodSeconds", "securityContext", "affinity", "nodeSelector", "tolerations"),
+        *("serviceAccountName", "imagePullSecrets", "volumes"),
+    ]
+    container = spec["containers"][0]
+    inner = {"name": TRAINER_JOB, **{key: container[key] for key in ("securityContext", "volumeMounts")}}
+    patched = {key: spec[key] for key in allowed if key in spec} | {"containers": [inner]}
+    pod = {"metadata": template["metadata"], "spec": patched}
+    node = {"name": TRAINER_JOB, "template": {"spec": {"template": pod}}}
+    return {"manager": "paceline", "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [node]}}}}
+
+
+def mpi_job(job: KubernetesJob) -> list[Manifest]:
+    """An MPIJob: the launcher's pod is the first node, the others wait for it with sshd."""
+    launcher = pods.pod(job, WORKER, pods.mpi_command(job))
+    waiting = pods.pod(job, WORKER, ["/usr/sbin/sshd", "-De", "-f", f"{SSH_HOME}/.sshd_config"])
+    waiting["spec"]["containers"][0]["readinessProbe"] = {"tcpSocket": {"port": pods.SSH_PORT}}
+    # With a gang the launcher must be there from the start, or the gang is never whole (mpi-operator#608).
+    policy = "WaitForWorkersReady" if job.gang == "none" else "AtStartup"
+    replicas = {"Launcher": {"replicas": 1, "restartPolicy": "Never", "template": launcher}}
+    if job.nodes > 1:
+        replicas["Worker"] = {"replicas": job.nodes - 1, "restartPolicy": "Never", "template": waiting}
+    spec = {
+        "mpiImplementation": "OpenMPI",
+        "slotsPerWorker": job.ranks_per_node,
+        "runLauncherAsWorker": True,
+        "launcherCreationPolicy": policy,
+        "sshAuthMountPath": pods.SSH_FOLDER,
+        "runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": job.max_restarts},
+        "mpiReplicaSpecs": replicas,
+    }
+    return [{"apiVersion": "kubeflow.org/v2beta1", "kind": "MPIJob", "metadata": pods.metadata(job), "spec": spec}]
+
+
+SSH_HOME = pods.SSH_FOLDER.rpartition("/")[0]
+
+
+def ray_job(job: KubernetesJob) -> list[Manifest]:
+    """A RayJob: the head's pod is the first node; the operator asks it to start the job, no pod has to."""
+    cluster: Manifest = {
+        "headGroupSpec": {"rayStartParams": {}, "template": pods.pod(job, WORKER, [])},
+    }
+    if job.nodes > 1:
+        count = job.nodes - 1
+        group = {"groupName": WORKER, "replicas": count, "minReplicas": count, "maxReplicas": count}
+        cluster["workerGroupSpecs"] = [{**group, "rayStartParams": {}, "template": pods.pod(job, WORKER, [])}]
+    spec = {
+        "entrypoint": pods.ray_entrypoint(job),
+        "submissionMode": "HTTPMode",
+        "backoffLimit": job.max_restarts,
+        "shutdownAfterJobFinishes": True,  # Kueue wants it
+        "rayClusterSpec": cluster,
+    }
+    return [{"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": pods.metadata(job), "spec": spec}]
+
+
+KINDS = {"jobset": jobset, "trainjob": train_job, "job": indexed_job, "mpijob": mpi_job, "rayjob": ray_job}

@@ -1,0 +1,279 @@
+"""Pods of a job: what runs in them, what they may do, whom they may speak with."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from typing import Any
+
+from paceline.launch.kubernetes.job import KubernetesJob
+from paceline.nouns.plan import Plan
+
+WORKER, SERVER, COORDINATOR = "worker", "server", "coordinator"
+NAME_LABEL, JOB_LABEL, ROLE_LABEL = (f"app.kubernetes.io/{word}" for word in ("name", "instance", "component"))
+CONTAINER = "paceline"
+RANKS_PORT, COORDINATOR_PORT, SERVER_PORT = 29400, 7070, 7071
+SSH_PORT = 2222  # of an sshd that is not root's
+SSH_FOLDER = "/home/mpiuser/.ssh"  # where images of the MPI Operator have it
+DASHBOARD_PORT = 8265  # of Ray
+JOB_UID_LABEL = "batch.kubernetes.io/controller-uid"  # of the Job that made a pod; since Kubernetes 1.27
+LOCAL_DNS = "169.254.20.10/32"  # of a cluster with a DNS cache on each node
+SAVE_MARGIN_S = 10  # of a pod's grace, for all that is not saving
+
+Manifest = dict[str, Any]
+
+
+def labels(job: KubernetesJob, role: str = "") -> dict[str, str]:
+    """Labels by which the job's things are found."""
+    own = {NAME_LABEL: "paceline", JOB_LABEL: job.name}
+    return {**own, ROLE_LABEL: role} if role else own
+
+
+def metadata(job: KubernetesJob, name: str = "", role: str = "") -> Manifest:
+    """The head of a manifest."""
+    return {"name": name or job.name, "namespace": job.namespace, "labels": labels(job, role)}
+
+
+def pod(job: KubernetesJob, role: str, command: Sequence[str], environment: Sequence[Manifest] = ()) -> Manifest:
+    """A pod template that passes the namespace standard `restricted`.
+
+    Args:
+        job: whose.
+        role: worker, server or coordinator.
+        command: empty leaves it to whoever completes the template.
+        environment: variables beside those that every pod has.
+    """
+    container: Manifest = {"name": CONTAINER, "image": job.image}
+    if command:
+        container["command"] = [_literal(word) for word in command]
+    own = {"HOME": "/tmp", "USER": "paceline"}  # the image may know no user of this number
+    container |= {
+        "env": [{"name": name, "value": _literal(value)} for name, value in {**own, **job.environment}.items()]
+        + list(environment),
+        "resources": _both(job.resources if role == WORKER else job.server_resources),
+        "securityContext": container_security(),
+        "volumeMounts": mounts(job, role),
+    }
+    spec: Manifest = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": job.grace_s,
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "securityContext": pod_security(job),
+        "affinity": anti_affinity(job, role),
+        "containers": [container],
+        "volumes": volumes(job, role),
+    }
+    spec |= placement(job)
+    if job.priority_class:
+        spec["priorityClassName"] = job.priority_class
+    return {"metadata": {"labels": labels(job, role)}, "spec": spec}
+
+
+def worker_pod(job: KubernetesJob, head: str) -> Manifest:
+    """A node of the job: starts its ranks, which meet at the pod `head`; empty: the controller says where."""
+    environment: list[Manifest] = []
+    if head:
+        meeting = {
+            "PET_NNODES": str(job.nodes),
+            "PET_NPROC_PER_NODE": str(job.ranks_per_node),
+            "PET_MASTER_ADDR": head,
+            "PET_MASTER_PORT": str(RANKS_PORT),
+        }
+        environment = [{"name": name, "value": value} for name, value in meeting.items()]
+    return pod(job, WORKER, run_command(job), environment)
+
+
+def server_pods(job: KubernetesJob, coordinator: str) -> tuple[Manifest, Manifest]:
+    """Of a parameter server, and of the coordinator that is at `coordinator`.
+
+    Both ask for the same, for they are one gang.
+    """
+    known = {"POD_IP": "status.podIP", "JOB_UID": f"metadata.labels['{JOB_UID_LABEL}']"}
+    told = [{"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in known.items()]
+    serve = ["paceline", "server", "serve", "--coordinator", coordinator]
+    coordinate = ["paceline", "server", "coordinate", "--plan", job.plan.line()]
+    # A pod that takes another's place goes on with its log. When all starts again, under a new Job, the servers are
+    # new too, and what was known of the old ones must not stay.
+    coordinate += ["--log", f"{job.runs}/{job.name}-coordinator-$(JOB_UID).log"]
+    templates = []
+    for role, command, port in ((SERVER, serve, SERVER_PORT), (COORDINATOR, coordinate, COORDINATOR_PORT)):
+        template = pod(job, role, [], told)
+        # Kubernetes writes the pod's own address here, so that nothing listens at any other.
+        command += ["--listen", f"$(POD_IP):{port}", "--credentials", f"/credentials/{role}"]
+        template["spec"]["containers"][0]["command"] = command
+        templates.append(template)
+    return templates[0], templates[1]
+
+
+def with_coordinator(template: Manifest, coordinator: str) -> Manifest:
+    """A worker's pod that finds its parameter servers."""
+    container = template["spec"]["containers"][0]
+    found = {"PACELINE_COORDINATOR": coordinator, "PACELINE_CREDENTIALS": f"/credentials/{WORKER}"}
+    container["env"] += [{"name": name, "value": value} for name, value in found.items()]
+    return template
+
+
+def run_command(job: KubernetesJob) -> list[str]:
+    """What each node runs: the same word for word on all, and again after a restart."""
+    grace = ["--grace", str(job.grace_s - SAVE_MARGIN_S)]
+    return [*_run(job), *grace, "-j", f"{job.nodes}x{job.ranks_per_node}", *job.command]
+
+
+def mpi_command(job: KubernetesJob) -> list[str]:
+    """What the launcher of an MPIJob runs: one process for each rank, which becomes that rank."""
+    names = [word for name in ("HOME", "USER", *job.environment) for word in ("-x", name)]
+    per_node = f"ppr:{job.ranks_per_node}:node"
+    # The other pods' sshd may come up later than the launcher: ssh asks once a second.
+    patience = ["--mca", "plm_rsh_args", "-o ConnectionAttempts=120"]
+    mpirun = ["mpirun", "-np", str(job.plan.world_size), "--map-by", per_node, *patience, *names]
+    return [*mpirun, *_run(job), *job.command]
+
+
+def ray_entrypoint(job: KubernetesJob) -> str:
+    """What the head of a Ray cluster runs: a line for a shell."""
+    size = ["-j", f"{job.nodes}x{job.ranks_per_node}"]
+    words = [*_run(job), "--on", "ray", "--ray-address", "auto", *size, *job.command]
+    return shlex.join(words)
+
+
+def _run(job: KubernetesJob) -> list[str]:
+    words = ["paceline", "run", "--runs", job.runs, "--job", job.name, "--resume-or-start", "--plan", job.plan.line()]
+    default = Plan()
+    for name in ("transport", "compression", "bucket_bytes", "checkpoint_every", "keep"):  # not of the plan's line
+        if getattr(job.plan, name) != getattr(default, name):
+            words += [f"--{name.replace('_', '-')}", str(getattr(job.plan, name))]
+    return words
+
+
+def _literal(word: str) -> str:
+    """A word that Kubernetes leaves as it is: it would put variables in place of $(NAME)."""
+    return word.replace("$(", "$$(")
+
+
+def _both(resources: dict[str, str]) -> Manifest:
+    return {"requests": dict(resources), "limits": dict(resources)}
+
+
+def pod_security(job: KubernetesJob) -> Manifest:
+    """Nobody is root, and volumes belong to this user."""
+    number = job.user
+    return {
+        "runAsNonRoot": True,
+        "runAsUser": number,
+        "runAsGroup": number,
+        "fsGroup": number,
+        "fsGroupChangePolicy": "OnRootMismatch",  # a large run directory is not walked through at every start
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+
+
+def container_security() -> Manifest:
+    """No rights beyond the user's, and nothing in the image can be changed."""
+    return {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+
+
+def anti_affinity(job: KubernetesJob, role: str) -> Manifest:
+    """Workers on nodes of their own; servers apart where there is room.
+
+    Under YuniKorn it is a wish for workers too. A placeholder has the affinity of the pods that it stands in for, so
+    a strict one would keep the real pod off the node of its own placeholder: YuniKorn asks the filter for affinity
+    between pods when it swaps them. There, asking for all accelerators of a node is what keeps workers apart.
+    """
+    roles = [WORKER] if role == WORKER else [SERVER, COORDINATOR]  # one gang: the same for both
+    chosen = {"key": ROLE_LABEL, "operator": "In", "values": roles}
+    selector = {"matchLabels": labels(job), "matchExpressions": [chosen]}
+    term = {"labelSelector": selector, "topologyKey": "kubernetes.io/hostname"}
+    if role == WORKER and job.gang != "yunikorn":
+        return {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}
+    wish = {"weight": 100, "podAffinityTerm": term}
+    return {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [wish]}}
+
+
+def placement(job: KubernetesJob) -> Manifest:
+    """On which nodes, and as whom."""
+    spec: Manifest = {}
+    if job.node_selector:
+        spec["nodeSelector"] = dict(job.node_selector)
+    if job.tolerations:
+        spec["tolerations"] = [dict(one) for one in job.tolerations]
+    if job.service_account:
+        spec["serviceAccountName"] = job.service_account
+    if job.image_pull_secrets:
+        spec["imagePullSecrets"] = [{"name": name} for name in job.image_pull_secrets]
+    return spec
+
+
+def mounts(job: KubernetesJob, role: str) -> list[Manifest]:
+    """Where a container can write, and what it may read."""
+    found: list[Manifest] = [{"name": "shm", "mountPath": "/dev/shm"}] if role == WORKER else []
+    found += [{"name": "tmp", "mountPath": "/tmp"}]
+    if role != SERVER:
+        found += [{"name": "runs", "mountPath": job.runs}]
+    if job.servers:
+        found += [{"name": "credentials", "mountPath": f"/credentials/{role}", "readOnly": True}]
+    return found
+
+
+def volumes(job: KubernetesJob, role: str) -> list[Manifest]:
+    """What `mounts` names. The credentials' secret is made beforehand: see docs/kubernetes.md."""
+    found: list[Manifest] = []
+    if role == WORKER:
+        found += [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": job.shm}}]
+    found += [{"name": "tmp", "emptyDir": {}}]
+    if role != SERVER:
+        claim = {"persistentVolumeClaim": {"claimName": job.runs_claim}}
+        found += [{"name": "runs", **(claim if job.runs_claim else {"emptyDir": {}})}]
+    if job.servers:
+        secret = {"secretName": f"{job.name}-credentials-{role}", "defaultMode": 0o440}
+        found += [{"name": "credentials", "secret": secret}]
+    return found
+
+
+def network_policy(job: KubernetesJob) -> Manifest:
+    """The job's pods speak with each other and ask for names; nobody else reaches them."""
+    own = [{"podSelector": {"matchLabels": labels(job)}}]
+    names = [
+        {
+            "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "kube-system"}},
+            "podSelector": {"matchLabels": {"k8s-app": "kube-dns"}},
+        },
+        {"ipBlock": {"cidr": LOCAL_DNS}},
+    ]
+    ports = [{"protocol": protocol, "port": 53} for protocol in ("UDP", "TCP")]
+    into: list[Manifest] = [{"from": own}]
+    if job.kind == "rayjob":
+        operator = {"namespaceSelector": {}, "podSelector": {"matchLabels": {NAME_LABEL: "kuberay-operator"}}}
+        into += [{"from": [operator], "ports": [{"protocol": "TCP", "port": DASHBOARD_PORT}]}]
+    out: list[Manifest] = [{"to": own}, {"to": names, "ports": ports}]
+    if job.egress:
+        out += [{"to": [{"ipBlock": {"cidr": network}} for network in job.egress]}]
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": metadata(job),
+        "spec": {
+            "podSelector": {"matchLabels": labels(job)},
+            "policyTypes": ["Ingress", "Egress"],
+            "ingress": into,
+            "egress": out,
+        },
+    }
+
+
+def headless_service(job: KubernetesJob) -> Manifest:
+    """Gives each pod of an indexed Job its name; JobSet and the operators make their own."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": metadata(job),
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,  # pods look for each other while they start
+            "selector": labels(job),
+        },
+    }

@@ -1,0 +1,309 @@
+"""Gangs under Apache YuniKorn: task groups computed from the pods, and the scheduler's rules without a scheduler.
+
+YuniKorn starts a gang by placeholders: minMember small pods for each task group, with the resources and constraints
+that the group states. When all are placed, the real pods take their places. The groups are JSON in an annotation,
+which YuniKorn reads leniently: what it can't use it leaves out, with a line in its own log at most. So everything
+is checked here, before anything is sent.
+
+Source: yunikorn-k8shim 1.9, pkg/cache/{utils,gang_utils,placeholder}.go and pkg/plugin/predicates; its user guide.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+from paceline.launch.kubernetes.job import KubernetesJob
+from paceline.launch.kubernetes.objects import PodSet, field_of
+from paceline.launch.kubernetes.pods import WORKER, Manifest
+from paceline.launch.kubernetes.quantities import pod_resources, read_quantity
+from paceline.nouns.errors import ReadError, did_you_mean
+from paceline.nouns.reading import parse_json, parse_whole
+
+SCHEDULER = "yunikorn"
+PREFIX = "yunikorn.apache.org/"
+APP, QUEUE = f"{PREFIX}app-id", f"{PREFIX}queue"
+GROUP, GROUPS, POLICY = f"{PREFIX}task-group-name", f"{PREFIX}task-groups", f"{PREFIX}schedulingPolicyParameters"
+OLD = {APP: "applicationId", QUEUE: "queue"}  # labels that YuniKorn also reads
+KNOWN = (APP, QUEUE, GROUP, GROUPS, POLICY, f"{PREFIX}allow-preemption", f"{PREFIX}user.info")
+TIMEOUT, STYLE = "placeholderTimeoutInSeconds", "gangSchedulingStyle"
+CONSTRAINTS = ("nodeSelector", "tolerations", "affinity", "topologySpreadConstraints")
+KEYS = ("name", "minMember", "minResource", "labels", "annotations", *CONSTRAINTS)
+INT32, INT64 = 2**31 - 1, 2**63 - 1
+_POD_NAME = re.compile(r"[-a-z0-9.]*")
+_STRICT = ("podAntiAffinity", "requiredDuringSchedulingIgnoredDuringExecution")
+
+
+def attach(job: KubernetesJob, sets: Sequence[PodSet]) -> None:
+    """Make these pods one application whose pods start all together or not at all."""
+    text = _written_groups(task_groups(sets))
+    for one in sets:
+        head = one.template["metadata"]
+        head["labels"] |= {APP: job.name, QUEUE: job.queue}
+        head["annotations"] = {
+            **head.get("annotations", {}),
+            GROUP: group_name(one),
+            GROUPS: text,
+            POLICY: f"{TIMEOUT}={job.placeholder_timeout_s} {STYLE}=Hard",
+        }
+        one.template["spec"]["schedulerName"] = SCHEDULER
+
+
+def _written_groups(groups: Sequence[Manifest]) -> str:
+    """JSON that people can read: a line for each key of a group."""
+    written = [",\n".join(f" {json.dumps(key)}: {json.dumps(value)}" for key, value in one.items()) for one in groups]
+    return "[{\n" + "\n},{\n".join(written) + "\n}]"
+
+
+def group_name(pods: PodSet) -> str:
+    """Workers are one group; servers and their coordinator, which ask for the same, are another."""
+    return "worker" if pods.role == WORKER else "server"
+
+
+def task_groups(sets: Sequence[PodSet]) -> list[Manifest]:
+    """A group for each kind of pod: as many as there are, with what each of them asks for."""
+    groups: dict[str, Manifest] = {}
+    for one in sets:
+        spec, name = one.template["spec"], group_name(one)
+        if name in groups:
+            groups[name]["minMember"] += one.count
+            continue
+        groups[name] = {
+            "name": name,
+            "minMember": one.count,
+            "minResource": dict(spec["containers"][0]["resources"]["requests"]),
+            "labels": {},
+            "annotations": {},
+            "nodeSelector": spec.get("nodeSelector", {}),
+            "tolerations": spec.get("tolerations", []),
+            "affinity": spec.get("affinity", {}),
+            "topologySpreadConstraints": spec.get("topologySpreadConstraints", []),
+        }
+    return list(groups.values())
+
+
+def is_used(sets: Sequence[PodSet]) -> bool:
+    """Whether YuniKorn is to start these pods."""
+    return any(
+        field_of(one.template, "spec", "schedulerName") == SCHEDULER or any(PREFIX in key for key in _marks(one))
+        for one in sets
+    )
+
+
+def reasons(sets: Sequence[PodSet]) -> Iterator[str]:
+    """Why YuniKorn would not start these pods as a gang; nothing when it would."""
+    for one in sets:
+        yield from pod_reasons(one)
+    for key in (APP, QUEUE):
+        values = {str(_label(one, key)) for one in sets if _label(one, key)}
+        if len(values) > 1:
+            yield f"the pods' label {key} differs ({', '.join(sorted(values))}): they are one application in one queue"
+    texts = {_annotation(one, GROUPS) for one in sets}
+    if len(texts) > 1:
+        yield f"the annotation {GROUPS} is not the same on all pods: each one must state all groups"
+    for text in texts - {None}:
+        yield from _text_reasons(text, sets)
+
+
+def pod_reasons(one: PodSet) -> Iterator[str]:
+    """Why YuniKorn would not take these pods for what they are meant to be, whatever their groups say."""
+    if field_of(one.template, "spec", "schedulerName") != SCHEDULER:
+        yield f"{one.where}: its schedulerName is not {SCHEDULER}, so YuniKorn leaves it alone"
+    for key in (APP, QUEUE):
+        if not _label(one, key):
+            what = "queue" if key == QUEUE else "application"
+            yield f"{one.where}: the label {key} is missing: no {what} is named"
+        old = _label(one, OLD[key])
+        if old and old != _label(one, key):
+            yield f"{one.where}: the old label {OLD[key]}={old} says something else than {key}"
+    for key in (GROUP, GROUPS, POLICY):
+        if not _annotation(one, key):
+            yield f"{one.where}: the annotation {key} is missing"
+    for key in (key for key in _marks(one) if key.startswith(PREFIX) and key not in KNOWN):
+        yield f"{one.where}: YuniKorn knows no {key} ({did_you_mean(key, KNOWN, 'leave it out')})"
+    if not _POD_NAME.fullmatch(str(_label(one, APP) or "")[:28]):
+        yield f"{one.where}: {APP} must be of small letters, digits and hyphens, for placeholders are named after it"
+    policy = str(_annotation(one, POLICY) or f"{STYLE}=Hard")
+    yield from (f"{one.where}: {POLICY} {reason}" for reason in _policy_reasons(policy))
+    yield from _anti_affinity_reasons(one)
+
+
+def _policy_reasons(text: str) -> Iterator[str]:
+    """YuniKorn splits at single spaces and at `=`, and skips a part that it can't read."""
+    found: dict[str, str] = {}
+    for part in text.split(" "):
+        key, _, value = part.partition("=")
+        if part.count("=") != 1:
+            yield f"has the part {part!r}, which is skipped: write KEY=VALUE with single spaces between"
+        elif key not in (TIMEOUT, STYLE):
+            yield f"has {key!r}, which is skipped ({did_you_mean(key, (TIMEOUT, STYLE), 'leave it out')})"
+        elif key in found:
+            yield f"has {key} twice"
+        else:
+            found[key] = value
+    style = found.get(STYLE)
+    if style != "Hard":
+        said = "no style, which means Soft" if style is None else f"the style {style!r}"
+        if style not in (None, "Soft"):
+            said += ", which is taken as Soft"
+        yield f"has {said}: after the timeout a part of the gang would start, and wait for the rest; write {STYLE}=Hard"
+    seconds = found.get(TIMEOUT)
+    if seconds is not None and parse_whole(seconds, 1, INT64) is None:
+        yield f"has {TIMEOUT}={seconds[:100]}, which is no number of seconds above 0"
+
+
+def _anti_affinity_reasons(one: PodSet) -> Iterator[str]:
+    """A placeholder has its pods' affinity: where that is strict against its own kind it bars the real pod."""
+    own = field_of(one.template, "metadata", "labels") or {}
+    for term in field_of(one.template, "spec", "affinity", *_STRICT) or []:
+        selector = field_of(term, "labelSelector")
+        if isinstance(selector, dict) and _selects(selector, own):
+            yield (
+                f"{one.where}: its required podAntiAffinity selects its own pods: YuniKorn would keep each real pod "
+                "off the node of its placeholder; write it as preferred, and ask for all accelerators of a node"
+            )
+
+
+def _selects(selector: Mapping[str, Any], own: Mapping[str, str]) -> bool:
+    for key, value in (selector.get("matchLabels") or {}).items():
+        if own.get(key) != value:
+            return False
+    for rule in selector.get("matchExpressions") or []:
+        key, values = rule.get("key"), rule.get("values") or []
+        is_met = {
+            "In": own.get(key) in values,
+            "NotIn": own.get(key) not in values,  # codespell:ignore notin
+            "Exists": key in own,
+            "DoesNotExist": key not in own,
+        }.get(rule.get("operator"), False)
+        if not is_met:
+            return False
+    return True
+
+
+def _text_reasons(text: Any, sets: Sequence[PodSet]) -> Iterator[str]:
+    twice: list[str] = []
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        keys = [key for key, _ in pairs]
+        twice.extend(sorted({key for key in keys if keys.count(key) > 1}))
+        return dict(pairs)
+
+    try:
+        groups = parse_json(str(text), GROUPS, pairs=once)
+    except ReadError as error:
+        yield f"{GROUPS} is not JSON ({error.found}): YuniKorn would start the pods one by one"
+        return
+    if twice:
+        yield f"{GROUPS} says {twice[0]!r} twice in one group"
+    if not isinstance(groups, list) or not groups or not all(isinstance(group, dict) for group in groups):
+        yield f"{GROUPS} must be a list of groups"
+        return
+    names = [group.get("name") for group in groups]
+    if len({str(name) for name in names}) < len(names):
+        yield f"{GROUPS} has two groups of one name"
+    for one in sets:
+        name = _annotation(one, GROUP)
+        if name and name not in names:
+            fix = did_you_mean(str(name), [str(found) for found in names], "name one of them")
+            yield f"{one.where}: its group {name!r} is not in {GROUPS} ({fix})"
+    for group in groups:
+        yield from _group_reasons(group, [one for one in sets if _annotation(one, GROUP) == group.get("name")])
+    yield from _overflow_reasons(groups)
+
+
+def _group_reasons(group: Mapping[str, Any], members: Sequence[PodSet]) -> Iterator[str]:
+    name = group.get("name")
+    called = f"the task group {name!r}"
+    if not isinstance(name, str) or not name or not _POD_NAME.fullmatch(name[:20]):
+        yield f"{called} needs a name of small letters, digits and hyphens, for placeholders are named after it"
+    for key in group:
+        if key not in KEYS:
+            yield f"{called} has {key!r}, which YuniKorn leaves out ({did_you_mean(key, KEYS, 'leave it out')})"
+    for key in ("labels", "annotations", "nodeSelector"):
+        value = group.get(key) or {}
+        if not isinstance(value, dict) or not all(isinstance(inner, str) for inner in value.values()):
+            yield f"{called}: its {key} must be words by words"
+    yield from _member_reasons(called, group.get("minMember"), sum(one.count for one in members))
+    yield from _resource_reasons(called, group.get("minResource"))
+    for one in members:
+        yield from _difference_reasons(called, group, one)
+
+
+def _member_reasons(called: str, count: Any, pods: int) -> Iterator[str]:
+    if not isinstance(count, int) or isinstance(count, bool):
+        yield f"{called} needs a minMember that is a whole number, not {count!r}: YuniKorn would drop all groups"
+    elif not 0 < count <= INT32:
+        yield f"{called} has minMember {count}: it must be above 0 and below 2^31"
+    elif not pods:
+        yield f"{called} has no pods: its placeholders would never be replaced"
+    elif count > pods:
+        yield f"{called} has minMember {count} and {pods} pods: {count - pods} placeholders would never be replaced"
+    elif count < pods:
+        yield f"{called} has minMember {count} and {pods} pods: {pods - count} pods would not be part of the gang"
+
+
+def _resource_reasons(called: str, resources: Any) -> Iterator[str]:
+    if not isinstance(resources, dict) or not resources:
+        yield f"{called} needs a minResource"
+        return
+    for key, text in resources.items():
+        value = read_quantity(text)
+        if value is None:
+            yield f"{called}: minResource {key}={text!r} is no quantity: YuniKorn would drop all groups"
+        elif value < 0:
+            yield f"{called}: minResource {key}={text} is below 0"
+    if "pods" in resources:
+        yield f"{called}: minResource has the key pods, which YuniKorn counts by itself"
+    if "cpu" in resources and "vcore" in resources:
+        yield f"{called}: minResource has cpu and vcore, which are one resource"
+
+
+def _difference_reasons(called: str, group: Mapping[str, Any], one: PodSet) -> Iterator[str]:
+    """Placeholders stand in for pods: what differs is reserved where the pods can't go, or too small for them."""
+    spec = field_of(one.template, "spec") or {}
+    said = group.get("minResource")
+    asked = pod_resources(spec)
+    reserved = {key: read_quantity(text) or Fraction(0) for key, text in said.items()} if isinstance(said, dict) else {}
+    for key in sorted({*asked, *reserved} - {"pods"}):
+        if asked.get(key, 0) != reserved.get(key, 0):
+            text = said.get(key, "nothing") if isinstance(said, dict) else "nothing"
+            yield f"{called} reserves {key}={text}, and a pod of {one.where} asks for {_written(spec, key)}"
+    for key in CONSTRAINTS:
+        if (group.get(key) or None) != (spec.get(key) or None):
+            yield f"{called}: its {key} differs from that of {one.where}, so its placeholders may stand elsewhere"
+
+
+def _written(spec: Mapping[str, Any], key: str) -> str:
+    found = [field_of(one, "resources", "requests", key) for one in spec.get("containers") or []]
+    return " + ".join(str(text) for text in found if text is not None) or "nothing"
+
+
+def _overflow_reasons(groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    totals: dict[str, Fraction] = {}
+    for group in groups:
+        count, resources = group.get("minMember"), group.get("minResource")
+        if not isinstance(count, int) or not isinstance(resources, dict):
+            continue
+        for key, text in resources.items():
+            value = (read_quantity(text) or Fraction(0)) * count * (1000 if key == "cpu" else 1)
+            totals[key] = totals.get(key, Fraction(0)) + value
+    for key, total in totals.items():
+        if total > INT64:
+            yield f"all groups together ask for more {key} than a 64-bit number holds"
+
+
+def _label(one: PodSet, key: str) -> Any:
+    return field_of(one.template, "metadata", "labels", key)
+
+
+def _annotation(one: PodSet, key: str) -> Any:
+    return field_of(one.template, "metadata", "annotations", key)
+
+
+def _marks(one: PodSet) -> list[str]:
+    head = field_of(one.template, "metadata") or {}
+    return [*(head.get("labels") or {}), *(head.get("annotations") or {})]

@@ -1,0 +1,37 @@
+"""Modules that are named by a string: started with `python -m`, or imported when first needed.
+
+They stand in one table because neither a type checker nor a search for imports sees a name in a string.
+"""
+
+COMMAND = "paceline.cli.main"
+
+# A job's processes.
+AGENT = "paceline.run.supervise.agent"
+RAY_DRIVER = "paceline.run.supervise.ray_driver"
+FORKSERVER = "paceline.run.rank.forkserver"
+WORKER = "paceline.run.rank.worker"
+EXTERNAL_RANK = "paceline.run.rank.external_rank"
+SERVER_PROCESS = "paceline.run.rank.server_process"
+
+# What the fork server imports before it forks.
+JOB = "paceline.train.job"
+PARALLEL_SERVER = "paceline.parallel.server"
+GRAPH_MODEL = "paceline.parallel.graph_model"
+FSDP_ADAPTER = "paceline.parallel.shard.fsdp_adapter"
+DEMO_WORKLOAD = "paceline.demo.workload"
+
+# Children with torch of commands that start without it.
+TORCH_FACTS = "paceline.doctor.probe.torch_facts"
+DESCRIBE = "paceline.profile.describe"
+PROFILE_WORKLOAD = "paceline.profile.profile_workload"
+VERIFY_DRY_RUN = "paceline.verify.ranks.dry_run"
+VERIFY_REFERENCE = "paceline.verify.ranks.reference"
+VERIFY_RANK = "paceline.verify.ranks.rank_main"
+VERIFY_REPLAY = "paceline.verify.ranks.replay"
+
+# The benchmarks' children.
+CONTESTANTS = "paceline.bench.contestants"
+CONTESTANTS_STRATEGIES = "paceline.bench.contestants_strategies"
+PLANNER_REHEARSAL = "paceline.bench.planner_rehearsal"
+PLANNER_GPU = "paceline.bench.planner_gpu"
+LLAMA_7B = "paceline.bench.llama_7b"

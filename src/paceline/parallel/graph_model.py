@@ -1,0 +1,304 @@
+"""A person's model as the pieces that this rank holds, and the graphs that run on them.
+
+Used whenever the model itself is split, by `tensor` or by `pipeline`. The person's module stays what it is to the
+optimizer and to checkpoints: every parameter keeps its name, and is this rank's piece, or, when another stage holds
+it, has no storage (it is on the meta device). Its code no longer runs: captured graphs do, one per shape of batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.nn.modules.batchnorm import _NormBase
+
+from paceline.comm.batch_norm import SharedStatistics
+from paceline.comm.collectives import AxisComm
+from paceline.comm.differentiable import Exchanges, take_piece
+from paceline.comm.pytree import signature, tensors_in
+from paceline.graph.capture import Captured, capture, skeleton
+from paceline.graph.dry_run import dry_run
+from paceline.graph.emit import emit
+from paceline.graph.explain import why_nothing_is_split
+from paceline.graph.layout import Layout, choose_layout
+from paceline.graph.loss_is_additive import coupled_at
+from paceline.graph.placement import Lay
+from paceline.graph.stage_writes import check_stage_writes
+from paceline.graph.stages import Assignment, Stage, assign_stages, assignment_of, computed_anew, cut_out
+from paceline.graph.tp_plan import own_plan
+from paceline.nouns.errors import PlanError, WorkloadError
+from paceline.nouns.placement import Placement
+from paceline.nouns.plan import Plan
+from paceline.parallel.recompute import nothing_recomputed, recomputed
+from paceline.parallel.shard.blocks import find_blocks
+
+Function = Callable[[Any, Any], Any]
+_OWN_PLAN_MAY_COST = 1.05  # times the derived layout; its authors may know what a count of operations doesn't
+
+
+@dataclass(slots=True)
+class StageProgram:
+    """One stage, ready to run on this rank, as pieces one after another (one, unless activations are recomputed)."""
+
+    index: int
+    pieces: list[Stage]
+    run: list[Callable[..., Any]]
+    states: list[list[torch.Tensor]]  # of each piece
+
+    @property
+    def first(self) -> Stage:
+        """The piece that receives."""
+        return self.pieces[0]
+
+    @property
+    def last(self) -> Stage:
+        """The piece that sends."""
+        return self.pieces[-1]
+
+    def __call__(self, batch: Sequence[torch.Tensor], received: Sequence[torch.Tensor] = ()) -> list[Any]:
+        """Run it; the flat list that it sends on, or the function's flat result from the last stage."""
+        values: Sequence[Any] = received
+        for piece, run, states in zip(self.pieces, self.run, self.states, strict=True):
+            values = run(*states, *(batch[index] for index in piece.inputs), *values)
+        return list(values)
+
+
+@dataclass(slots=True)
+class Program:
+    """A captured function for one shape of batch: this rank's stages of it, in order."""
+
+    captured: Captured
+    stages: list[StageProgram]
+    total_stages: int
+
+
+@dataclass(slots=True)
+class SplitModel:
+    """The model's pieces on this rank.
+
+    Args:
+        model: the person's model; its parameters' values, if it has them, are taken by `fill`.
+        tensor: the `tensor` axis.
+        pipeline: the `pipeline` axis.
+        plan: what else was decided.
+        device: where this rank computes.
+        stages: pipeline stages altogether.
+    """
+
+    model: torch.nn.Module
+    tensor: AxisComm
+    pipeline: AxisComm
+    plan: Plan
+    device: torch.device
+    stages: int = 1
+    form: torch.nn.Module = field(init=False)  # the model without values, for capturing
+    lays: dict[str, Lay] = field(default_factory=dict)
+    assignment: Assignment | None = None
+    everywhere: set[str] = field(default_factory=set)  # buffers that nothing writes: every stage may need them
+    coupled: str = ""  # the operation in which samples meet, if any
+    written: list[str] = field(default_factory=list)  # states that every forward pass writes into
+    shared: SharedStatistics | None = None  # batch norm over the ranks with other samples of the same batch
+    local: dict[str, torch.Tensor] = field(default_factory=dict)
+    programs: dict[Hashable, Program] = field(default_factory=dict)
+    precision: torch.dtype | None = None  # that the graphs run under autocast to
+    pieces: int = 1  # of each stage, where activations are recomputed
+    watch: Callable[[fx.Graph], None] | None = None  # shown every graph before it runs, by who wants to look on
+
+    def __post_init__(self) -> None:
+        self.form = skeleton(self.model)
+        if self.plan.checkpointing != "none":
+            self.pieces = max(1, round(len(find_blocks(self.form)) / self.stages))
+
+    @property
+    def written_by_hand(self) -> list[str]:
+        """States that the forward pass writes into, those of batch norm apart."""
+        norms = (name for name, module in self.form.named_modules() if isinstance(module, _NormBase))
+        prefixes = tuple(f"{name}." if name else "" for name in norms)
+        return [name for name in self.written if not name.startswith(prefixes)]
+
+    @property
+    def own_stages(self) -> range:
+        """The stages of this rank."""
+        return range(self.pipeline.rank, self.stages, self.pipeline.size)
+
+    def decide(self, function: Function, batch: Any) -> Captured:
+        """Choose layout and stages from one batch; `make_room` is next.
+
+        Raises:
+            WorkloadError: the model can't be captured.
+            PlanError: an axis is larger than what can be split.
+        """
+        captured = self.capture(function, batch)
+        stages = self._first_cut(captured)
+        anew = computed_anew(captured)
+        unread = captured.buffers - captured.states.keys()
+        self.everywhere = unread | {n for n, node in captured.states.items() if n in captured.buffers and node in anew}
+        self.written = list(dict.fromkeys(write.state for write in captured.log))
+        meeting = coupled_at(captured)
+        if meeting is not None:
+            self.coupled = f"{meeting.target} in {captured.place.get(meeting) or 'the model or the loss'}"
+        elif self.written:  # once per batch, not per micro-batch
+            self.coupled = f"the write into {self.written[0]}"
+        self.assignment = assignment_of(captured, stages)
+        if self.tensor.size > 1:
+            self.lays = self._choose(captured).lays
+            if not any(lay is not None for lay in self.lays.values()):
+                raise PlanError(
+                    f"the model should be split over {self.tensor.size} ranks by tensor",
+                    why_nothing_is_split(captured, self.tensor.size),
+                    "use fewer ranks on that axis, or replicate, shard or pipeline",
+                )
+        return captured
+
+    def fill(self, name: str, full: torch.Tensor) -> None:
+        """Take this rank's piece of a full tensor."""
+        if name in self.local:
+            lay = self.lays.get(name)
+            piece = full if lay is None else take_piece(full, (lay.dim, lay.blocks), self.tensor.rank, self.tensor.size)
+            with torch.no_grad():
+                self.local[name].copy_(piece)
+
+    def owns(self, name: str) -> bool:
+        """Whether this rank holds (a piece of) the state."""
+        return any(stage in self.own_stages for stage in self.owners(name))
+
+    def owners(self, name: str) -> tuple[int, ...]:
+        """The stages that hold a state; one that no operation reads stays with the first."""
+        assert self.assignment is not None
+        if name in self.everywhere:
+            return tuple(range(self.stages))
+        return tuple(sorted({piece // self.pieces for piece in self.assignment.owners.get(name, (0,))}))
+
+    def placement(self, name: str) -> Placement:
+        """Which part of the state this rank holds."""
+        shape = tuple(dict([*self.form.named_parameters(), *self.form.named_buffers()])[name].shape)
+        lay = self.lays.get(name)
+        return Placement(shape) if lay is None else lay.placement(shape, self.tensor.rank, self.tensor.size)
+
+    def program(self, key: Hashable, function: Function, batch: Any, is_training: bool = True) -> Program:
+        """This rank's part of `function` for batches like `batch`; made once per shape."""
+        full_key = (key, is_training, signature(batch))
+        if full_key not in self.programs:
+            self.form.train(is_training)
+            self.programs[full_key] = self._build(self.capture(function, batch))
+        return self.programs[full_key]
+
+    def capture(self, function: Function, batch: Any) -> Captured:
+        """The graph of `function` for batches like `batch`."""
+        if not tensors_in(batch):
+            raise WorkloadError("a batch of tensors", f"it is a {type(batch).__name__}", "collate samples into tensors")
+        # The graph runs under autocast; captured under it too, it would hold casts of weights, which no rule splits.
+        with torch.autocast(self.device.type, enabled=False):
+            return capture(self.form, function, batch, self.device)
+
+    def stages_of(self, captured: Captured) -> tuple[Captured, list[Stage]]:
+        """The graphs of all stages, in pieces, as this rank of `tensor` runs them, and the graph they are cut from."""
+        stages = assign_stages(captured, self.stages * self.pieces, self.assignment)
+        if self.tensor.size > 1:
+            layout = choose_layout(captured, self.tensor.size, self._decided(captured), self.plan.sequence == "on")
+            emitted, origin = emit(captured, layout, Exchanges(self.tensor), stages)
+            dry_run(emitted, self.local_shapes(emitted), self.tensor, self.precision)
+            anew = computed_anew(emitted)
+            stages = {new: stages[old] for new, old in origin.items() if old in stages and new not in anew}
+            captured = emitted
+        elif self.precision is not None:  # what crosses a cut has the dtypes that autocast gives
+            dry_run(captured, {}, self.tensor, self.precision)
+        made = cut_out(captured, stages, self.stages * self.pieces)
+        check_stage_writes(made, captured, self.local_shapes(captured), self.tensor, self.precision)
+        return captured, made
+
+    def _choose(self, captured: Captured) -> Layout:
+        """The cheaper of the layout that the model's own plan leads to and the one derived without it."""
+        parts, sequence = self.tensor.size, self.plan.sequence == "on"
+        derived = choose_layout(captured, parts, None, sequence)
+        own = own_plan(self.form, captured, parts)
+        if not own:
+            return derived
+        planned = choose_layout(captured, parts, own, sequence)
+        return planned if planned.cost <= _OWN_PLAN_MAY_COST * derived.cost else derived
+
+    def local_shapes(self, captured: Captured) -> dict[str, tuple[int, ...]]:
+        """The shape of this rank's piece of every state that a graph reads."""
+        return {name: tuple(self.placement(name).local_shape) for name in captured.states}
+
+    def _build(self, captured: Captured) -> Program:
+        captured, stages = self.stages_of(captured)
+        constants = {name: tensor.to(self.device) for name, tensor in captured.constants.items()}
+        made = []
+        for index in self.own_stages:
+            own = stages[index * self.pieces : (index + 1) * self.pieces]
+            run = []
+            for piece in own:
+                if self.shared is not None:
+                    _share(piece.graph, self.shared)
+                if self.watch is not None:
+                    self.watch(piece.graph)
+                run.append(self._runnable(fx.GraphModule(constants, piece.graph)))
+            made.append(StageProgram(index, own, run, [[self.local[name] for name in piece.states] for piece in own]))
+        return Program(captured, made, self.stages)
+
+    def _decided(self, captured: Captured) -> Mapping[str, Lay]:
+        return {name: self.lays.get(name) for name in captured.states}
+
+    def _runnable(self, module: fx.GraphModule) -> Callable[..., Any]:
+        return self.recompute(torch.compile(module) if self.plan.compile == "on" else module)
+
+    def recompute(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """`run` under the plan's activation checkpointing; a model that writes its buffers would write them twice."""
+        return recomputed(run, "none" if self.written else self.plan.checkpointing)
+
+    @property
+    def notices(self) -> list[str]:
+        """What the person should know of how the model was split."""
+        is_idle = bool(self.written) and self.plan.checkpointing != "none"
+        why = "the model writes into its buffers, and computed again it would write twice"
+        return [nothing_recomputed(self.plan.checkpointing, why)] if is_idle else []
+
+    def _first_cut(self, captured: Captured) -> dict[fx.Node, int]:
+        """Into stages of so many pieces each; fewer pieces where there are too few places to cut."""
+        while True:
+            try:
+                return assign_stages(captured, self.stages * self.pieces)
+            except PlanError:
+                if self.pieces == 1:
+                    raise
+                self.pieces -= 1
+
+    def make_room(self) -> None:
+        """Put this rank's pieces, without values yet, where the model's parameters and buffers are."""
+        tied = {}
+        for name, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]:
+            if not self.owns(name):
+                made = tensor.detach().to("meta")
+            else:
+                shape = self.placement(name).local_shape
+                made = torch.empty(shape, dtype=tensor.dtype, device=self.device)
+                self.local[name] = made
+            if isinstance(tensor, torch.nn.Parameter):
+                made = torch.nn.Parameter(made, tensor.requires_grad)
+                if name in self.local:
+                    self.local[name] = made
+            tied[id(tensor)] = made
+        for module in self.model.modules():
+            for slots in (module._parameters, module._buffers):
+                for key, tensor in slots.items():  # type: ignore[assignment]
+                    if tensor is not None and id(tensor) in tied:
+                        slots[key] = tied[id(tensor)]  # type: ignore[assignment]
+        self.model.register_forward_pre_hook(_refuse_call)
+
+
+def _share(graph: fx.Graph, shared: SharedStatistics) -> None:
+    for node in graph.nodes:
+        if node.target is torch.ops.aten.batch_norm.default and node.args[5]:
+            node.target = shared.batch_norm
+
+
+def _refuse_call(module: torch.nn.Module, arguments: Any) -> None:
+    raise WorkloadError(
+        "to call the model by itself",
+        "its parameters are split by tensor or pipeline, so its own code can't run on them",
+        "use job.evaluate with a score function, or export a checkpoint and load it in one process",
+    )

@@ -1,0 +1,146 @@
+"""What a step is on one rank: forward and backward passes over its micro-batches, one after another.
+
+Needs: the loss as (sum, weight).
+Promises: accumulation changes nothing but rounding; nothing is divided before the whole batch is known.
+Traffic: none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from paceline.comm.pytree import tensors_in
+from paceline.nouns.errors import LossError, PacelineError
+
+_SHAPES = 6  # how many are named in a note
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """What the strategies want to know of a step while it runs.
+
+    Attributes:
+        add: a micro-batch's loss sum and weight.
+        before_backward: a backward pass begins; whether it is the last, and whether it counts nothing.
+        after_forwards: the last forward pass is done.
+        takes_mean: gradients may be those of the mean at once: one micro-batch, and nobody to wait for.
+    """
+
+    add: Callable[[torch.Tensor, torch.Tensor | float], None]
+    before_backward: Callable[[bool, bool], None]
+    after_forwards: Callable[[], None]
+    takes_mean: bool
+
+
+def forward_backward(
+    loss: Callable[[Any], Any], microbatches: Sequence[Any], moments: Moments, padding: int = 0
+) -> None:
+    """Add up the gradients of the loss sum over `microbatches`; a rank without any still takes part.
+
+    Args:
+        loss: of one micro-batch, with the model in it.
+        microbatches: this rank's.
+        moments: told how the step goes on.
+        padding: how many at the end of `microbatches` only keep step with ranks that have more: they count nothing.
+
+    Raises:
+        LossError: the loss has the wrong form.
+    """
+    for number, batch in enumerate(microbatches):
+        total, weight = checked_loss(_called(loss, batch, f"micro-batch {number + 1} of {len(microbatches)}"))
+        if not total.requires_grad:
+            raise LossError(
+                "the loss should depend on the model's parameters",
+                "no gradient leads from it to them",
+                "leave out .detach(), torch.no_grad() and numpy between the model and the loss, and return a tensor",
+            )
+        is_last = number == len(microbatches) - 1
+        if number < len(microbatches) - padding:
+            moments.add(total.detach(), weight)
+        else:
+            total = torch.where(torch.isfinite(total), total, 0.0) * 0.0
+        if is_last:
+            moments.after_forwards()
+        moments.before_backward(is_last, number >= len(microbatches) - padding)
+        if moments.takes_mean:
+            total = total / weight
+        total.backward()  # type: ignore[no-untyped-call]
+    if not microbatches:
+        moments.after_forwards()
+
+
+def _called(loss: Callable[[Any], Any], batch: Any, which: str) -> Any:
+    """The loss of a micro-batch; an error of the person's code gets a note of the shapes it was given."""
+    try:
+        return loss(batch)
+    except Exception as error:
+        if not isinstance(error, PacelineError):
+            shapes = ", ".join(f"{tuple(tensor.shape)} of {tensor.dtype}" for tensor in tensors_in(batch)[:_SHAPES])
+            error.add_note(f"paceline: this is the loss of {which}, with tensors of shape {shapes or 'none'}")
+        raise
+
+
+def checked_loss(result: Any) -> tuple[torch.Tensor, torch.Tensor | float]:
+    """The loss sum and its weight, without a gradient path through the weight.
+
+    Raises:
+        LossError: `result` is not a pair of a scalar tensor and a positive number.
+    """
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise LossError(
+            "the loss should return (sum, weight)",
+            f"it returned {_shown(result)}: {_lack(result)}",
+            "return the losses added up and their number: cross_entropy(..., reduction='sum'), labels.numel()",
+        )
+    total, weight = result
+    if isinstance(total, int | float):
+        raise LossError(
+            "the loss's sum should be one floating-point number in a tensor",
+            f"it is {_shown(total)}: a plain number has no gradient",
+            "return the tensor itself, without .item() or float()",
+        )
+    if not isinstance(total, torch.Tensor) or total.numel() != 1 or not total.is_floating_point():
+        raise LossError(
+            "the loss's sum should be one floating-point number in a tensor",
+            f"it is {_shown(total)}",
+            "add the losses up: losses.sum()",
+        )
+    if isinstance(weight, torch.Tensor):
+        if weight.numel() != 1:
+            raise LossError(
+                "the loss's weight should be one number", f"it is {_shown(weight)}", "count: weight = mask.sum()"
+            )
+        return total.reshape(()), weight.detach().reshape(())
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
+        raise LossError(
+            "the loss's weight should be a number, 0 or more",
+            f"it is {_shown(weight)}",
+            "return how many samples or tokens were added up",
+        )
+    return total.reshape(()), weight
+
+
+def _lack(result: Any) -> str:
+    """What is wrong with something that is no pair."""
+    if result is None:
+        return "is its `return` missing?"
+    if isinstance(result, torch.Tensor):
+        return "a mean alone can't be split over ranks"
+    if isinstance(result, int | float):
+        return "a plain number has no gradient and no weight"
+    if isinstance(result, list) and len(result) == 2:
+        return "a tuple is wanted"
+    return "that is no pair" if isinstance(result, tuple) else "that has no weight"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
+    if isinstance(value, tuple):
+        return f"a tuple of {len(value)}"
+    return f"{value!r:.40} of type {type(value).__name__}"

@@ -1,0 +1,223 @@
+"""Pipeline parallelism: the model cut into stages, micro-batches passing through them.
+
+Stages are cut from the captured graph where the slowest becomes fastest and little crosses (`graph/stages.py`);
+the order of work is a schedule proved free of deadlock before use (`nouns/schedule.py`). A parameter of two stages
+(a tied embedding) is held by both; its gradients are exchanged and added in stage order, so the copies stay equal.
+
+Needs: a model whose path depends on shapes alone, and a loss that is a sum over samples.
+Promises: losses, gradients and parameters are those of one rank that accumulates the same micro-batches.
+Traffic per micro-batch: `send` of what crosses each cut and of its gradient; per step one `send` of each shared
+parameter's gradient per other holder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from paceline.comm.collectives import AxisComm, Pending
+from paceline.comm.pytree import signature, tensors_in
+from paceline.nouns.plan import Plan
+from paceline.nouns.schedule import BACKWARD, FORWARD, WEIGHTS, Action, Schedule, make_schedule
+from paceline.parallel.graph_model import Function, Program, SplitModel, StageProgram
+from paceline.parallel.micro_batches import checked_loss
+from paceline.parallel.pipeline.split_backward import backward_of_inputs, backward_of_weights
+
+Autocast = Callable[[], AbstractContextManager[Any]]
+Add = Callable[[torch.Tensor, torch.Tensor | float], None]
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A micro-batch between its forward and its backward pass through one stage."""
+
+    received: list[torch.Tensor]
+    sent: list[torch.Tensor]
+    halves: Any = None
+
+
+@dataclass(slots=True)
+class Pipeline:
+    """The strategy on this rank."""
+
+    split: SplitModel
+    comm: AxisComm
+    plan: Plan
+    autocast: Autocast
+    schedules: dict[int, Schedule] = field(default_factory=dict)
+    sending: list[Pending] = field(default_factory=list)
+
+    def schedule(self, micro_batches: int) -> Schedule:
+        """The order of work for so many micro-batches, made and proved once."""
+        if micro_batches not in self.schedules:
+            self.schedules[micro_batches] = make_schedule(self.plan.schedule, self.comm.size, micro_batches)
+        return self.schedules[micro_batches]
+
+    def forward_backward(self, loss: Function, microbatches: Sequence[Any], add: Add) -> None:
+        """Add up the gradients of the loss sums of `microbatches`, each cut alike (see `same_shapes`)."""
+        for run in same_shapes(microbatches):
+            program = self.split.program("loss", loss, run[0])
+            _Run(self, program, run, add).play(self.schedule(len(run)))
+
+    def evaluate(self, key: str, function: Function, batch: Any) -> Any:
+        """Run a function of the model forwards; its result on every rank of the pipeline."""
+        program = self.split.program(key, function, batch, is_training=False)
+        run = _Run(self, program, [batch], lambda total, weight: None)
+        flat: list[Any] | None = None
+        with torch.no_grad():
+            for stage in range(program.total_stages):
+                if stage in self.split.own_stages:
+                    flat = run.forward(stage, 0)
+            self.drain()
+            last = (program.total_stages - 1) % self.comm.size
+            values = tensors_of(program)
+            sent = torch.zeros(len(values), dtype=torch.float64, device=self.split.device)
+            if self.comm.rank == last and flat is not None:
+                sent = torch.stack([torch.as_tensor(value).to(sent) for value in flat])
+            self.comm.broadcast(sent, last)
+        return program.captured.rebuild(list(sent))
+
+    def drain(self) -> None:
+        """Wait until everything sent has left."""
+        for pending in self.sending:
+            pending.wait()
+        self.sending.clear()
+
+
+def tensors_of(program: Program) -> list[Any]:
+    """The flat outputs of a program."""
+    return program.captured.output
+
+
+def same_shapes(microbatches: Sequence[Any]) -> list[list[Any]]:
+    """Runs of micro-batches of equal shapes: one schedule serves each."""
+    runs: list[list[Any]] = []
+    before = None
+    for batch in microbatches:
+        now = signature(batch)
+        if now != before:
+            runs.append([])
+        runs[-1].append(batch)
+        before = now
+    return runs
+
+
+@dataclass(slots=True)
+class _Run:
+    """One pass of a schedule over micro-batches of equal shapes."""
+
+    pipeline: Pipeline
+    program: Program
+    microbatches: Sequence[Any]
+    add: Add
+    flights: dict[tuple[int, int], _Flight] = field(default_factory=dict)
+    coming: dict[Action, list[tuple[torch.Tensor, Pending]]] = field(default_factory=dict)
+    has_halves: bool = False
+    by_index: dict[int, StageProgram] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.by_index = {stage.index: stage for stage in self.program.stages}
+
+    def play(self, schedule: Schedule) -> None:
+        """Do this rank's actions in order.
+
+        On CPUs each action's messages are asked for before the one before it computes: Gloo sends to who waits, so a
+        message that is asked for late comes late, by the time its sender's busy cores take to notice. NCCL takes
+        calls in order, and one that waits would keep the sends after it from leaving.
+        """
+        act = {FORWARD: self._forward, BACKWARD: self._backward, WEIGHTS: self._weights}
+        self.has_halves = any(action.kind == WEIGHTS for action in schedule.actions[self.pipeline.comm.rank])
+        actions = schedule.actions[self.pipeline.comm.rank]
+        ahead = 1 if self.pipeline.split.device.type == "cpu" else 0
+        for number, action in enumerate(actions):
+            for one in actions[number : number + 1 + ahead]:
+                self._ask(one)
+            act[action.kind](action)
+        self.pipeline.drain()
+
+    def forward(self, stage: int, micro: int) -> list[Any]:
+        """One forward pass; what was sent, or the last stage's flat result."""
+        program = self.by_index[stage]
+        received = self._received(Action(FORWARD, stage, micro))
+        if torch.is_grad_enabled():
+            for tensor, has_gradient in zip(received, program.first.has_gradient, strict=True):
+                tensor.requires_grad_(has_gradient)
+        with self.pipeline.autocast():
+            sent = list(program(tensors_in(self.microbatches[micro]), received))
+        if stage < self.program.total_stages - 1:
+            for number, value in enumerate(sent):
+                self._send(value.detach(), stage + 1, micro, number, forwards=True)
+        self.flights[stage, micro] = _Flight(received, sent)
+        return sent
+
+    def _forward(self, action: Action) -> None:
+        sent = self.forward(action.stage, action.micro_batch)
+        if action.stage == self.program.total_stages - 1:
+            total, weight = checked_loss(self.program.captured.rebuild(sent))
+            self.add(total.detach(), weight)
+            self.flights[action.stage, action.micro_batch].sent = [total]
+
+    def _backward(self, action: Action) -> None:
+        flight = self.flights.pop((action.stage, action.micro_batch))
+        program = self.by_index[action.stage]
+        if action.stage == self.program.total_stages - 1:
+            roots, gradients = flight.sent, [torch.ones_like(flight.sent[0])]
+        else:
+            roots = [value for value, flows in zip(flight.sent, program.last.sends_gradient, strict=True) if flows]
+            gradients = self._received(action)
+        wanted = [t for t, flows in zip(flight.received, program.first.has_gradient, strict=True) if flows]
+        if self.has_halves:
+            flight.halves = backward_of_inputs(
+                roots, gradients, wanted, [one for states in program.states for one in states]
+            )
+            self.flights[action.stage, action.micro_batch] = flight
+        elif roots:
+            torch.autograd.backward(roots, gradients)
+        number = 0
+        for number, (tensor, flows) in enumerate(zip(flight.received, program.first.has_gradient, strict=True)):
+            if flows:
+                gradient = tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
+                self._send(gradient, action.stage - 1, action.micro_batch, number, forwards=False)
+
+    def _weights(self, action: Action) -> None:
+        flight = self.flights.pop((action.stage, action.micro_batch))
+        backward_of_weights(flight.halves)
+
+    def _peer(self, stage: int) -> int:
+        return stage % self.pipeline.comm.size
+
+    def _send(self, value: torch.Tensor, stage: int, micro: int, number: int, forwards: bool) -> None:
+        tag = _tag(stage, micro, number, forwards, self.program.total_stages)
+        self.pipeline.sending.append(self.pipeline.comm.begin_send(value.contiguous(), self._peer(stage), tag))
+
+    def _ask(self, action: Action) -> None:
+        """Begin to receive what `action` computes from, once."""
+        if action in self.coming or action.kind == WEIGHTS:
+            return
+        program, forwards = self.by_index[action.stage], action.kind == FORWARD
+        values = program.first.received if forwards else program.last.sent
+        wanted = [True] * len(values) if forwards else program.last.sends_gradient
+        peer = self._peer(action.stage + (-1 if forwards else 1))
+        self.coming[action] = []
+        for number, (meta, is_wanted) in enumerate(zip(values, wanted, strict=True)):
+            if is_wanted:
+                made = torch.empty(tuple(meta.shape), dtype=meta.dtype, device=self.pipeline.split.device)
+                tag = _tag(action.stage, action.micro_batch, number, forwards, self.program.total_stages)
+                self.coming[action].append((made, self.pipeline.comm.begin_receive(made, peer, tag)))
+
+    def _received(self, action: Action) -> list[torch.Tensor]:
+        """What `action` computes from."""
+        self._ask(action)
+        coming = self.coming.pop(action)
+        for _, pending in coming:
+            pending.wait()
+        return [tensor for tensor, _ in coming]
+
+
+def _tag(stage: int, micro: int, number: int, forwards: bool, stages: int) -> int:
+    """A number of its own for every message under way: to which stage, of which micro-batch, which value."""
+    return ((micro * stages + stage) * 64 + number) * 2 + forwards

@@ -1,0 +1,115 @@
+"""Gradients that travel together: one flat tensor, a slice of it for each parameter.
+
+At the end of the flat tensor stands one number per parameter that says whether this rank has a gradient
+for it, so a parameter that no rank used keeps no gradient, as it would in one process, and one that
+some rank used gets the sum of those that did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from paceline.comm.dtensor import like_parameter, local
+from paceline.comm.reducer import Wire
+from paceline.nouns.buckets import group_parameters
+from paceline.nouns.errors import WorkloadError
+
+MakeWire = Callable[[Sequence[torch.Size], int, torch.dtype, torch.device], Wire]
+
+
+@dataclass(slots=True)
+class Bucket:
+    """Parameters of one dtype and device, and the wire that sums their gradients."""
+
+    parameters: list[torch.nn.Parameter]
+    wire: Wire
+    slices: list[list[torch.Tensor]]  # by inbox, then by parameter: shaped like the parameter
+    results: list[torch.Tensor]
+    filled: set[int] = field(default_factory=set)  # parameters whose gradient is in the inbox
+    is_sent: bool = False
+
+    @property
+    def flags(self) -> int:
+        """Where in the flat tensor the numbers that say who has a gradient begin."""
+        return self.wire.outbox.numel() - len(self.parameters)
+
+    def clear(self) -> None:
+        """Begin a step: nobody has a gradient yet."""
+        self.filled.clear()
+        self.is_sent = False
+
+    def fill(self, index: int, gradient: torch.Tensor, scale: torch.Tensor | None) -> None:
+        """Copy a gradient in, times `scale` where the wire wants that first.
+
+        Raises:
+            WorkloadError: the gradient came twice (re-entrant checkpointing), so the first was not all.
+        """
+        if self.is_sent or index in self.filled:
+            raise WorkloadError(
+                "one gradient of each parameter in a step's backward pass",
+                f"one of shape {tuple(gradient.shape)} was accumulated twice, as re-entrant checkpointing does",
+                "write checkpoint(..., use_reentrant=False), and call backward() on nothing else while the step's runs",
+            )
+        place = self.slices[self.wire.turn][index]
+        if scale is None:
+            place.copy_(gradient)
+        else:
+            torch.mul(gradient, scale, out=place)
+        self.filled.add(index)
+
+    def send(self) -> None:
+        """Zero what has no gradient on this rank, and start the sum."""
+        flags = torch.ones(len(self.parameters), dtype=self.wire.outbox.dtype)
+        for index in range(len(self.parameters)):
+            if index not in self.filled:
+                flags[index] = 0
+                self.slices[self.wire.turn][index].zero_()
+        self.wire.inboxes[self.wire.turn][self.flags :].copy_(flags, non_blocking=True)
+        self.is_sent = True
+        self.wire.begin()
+
+    def receive(self, scale: torch.Tensor) -> None:
+        """Wait for the sum and make it the parameters' gradients."""
+        self.wire.finish(scale)
+        for parameter, result, ranks in zip(
+            self.parameters, self.results, self.wire.outbox[self.flags :].tolist(), strict=True
+        ):
+            set_local_gradient(parameter, result if ranks else None)
+
+
+def local_gradient(parameter: torch.nn.Parameter) -> torch.Tensor | None:
+    """This rank's part of a parameter's gradient."""
+    gradient = parameter.grad
+    return None if gradient is None else local(gradient)
+
+
+def set_local_gradient(parameter: torch.nn.Parameter, value: torch.Tensor | None) -> None:
+    """Put this rank's part of a gradient back."""
+    if value is not None and hasattr(parameter, "to_local"):
+        value = like_parameter(value, parameter)
+    parameter.grad = value
+
+
+def make_buckets(parameters: Sequence[torch.nn.Parameter], limit_bytes: int, make_wire: MakeWire) -> list[Bucket]:
+    """Buckets of at most `limit_bytes` (or one larger parameter), last parameter first."""
+    groups = group_parameters([(local(p).nbytes, _kind(p)) for p in parameters], limit_bytes)
+    return [_bucket([parameters[index] for index in group], make_wire) for group in groups]
+
+
+def _kind(parameter: torch.nn.Parameter) -> tuple[torch.dtype, torch.device]:
+    return parameter.dtype, parameter.device
+
+
+def _bucket(parameters: list[torch.nn.Parameter], make_wire: MakeWire) -> Bucket:
+    shapes = [local(parameter).shape for parameter in parameters]
+    wire = make_wire(shapes, len(parameters), *_kind(parameters[0]))
+    slices = [_slices(inbox, shapes) for inbox in wire.inboxes]
+    return Bucket(list(parameters), wire, slices, _slices(wire.outbox, shapes))
+
+
+def _slices(flat: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
+    parts = flat[: sum(shape.numel() for shape in shapes)].split([shape.numel() for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]

@@ -1,0 +1,239 @@
+"""Data parallelism by replication: every rank holds all parameters, gradients are averaged.
+
+One step on a `replicate` axis of R ranks:
+
+    forward, backward     each rank on its own micro-batches; after the last forward the loss sums, weights
+                          and flags of all ranks are added up (`step_stats.py`) while the backward pass runs
+    during backward       a gradient is copied to its bucket as it is made; a full bucket's sum starts
+    reduce_gradients      the remaining sums; gradients divided by the global weight; buffers made equal
+    update                the same on every rank
+
+Needs: the loss as (sum, weight).
+Promises: after a step, parameters and buffers are equal bit for bit on all ranks; without compression
+they equal those of one rank on the whole batch, up to rounding.
+Traffic per step: one all_reduce of 8 (3 + R + buffers) bytes, one all_reduce per bucket of its parameters'
+bytes plus one number per parameter; for sparse parameters two all_gathers of their non-zero rows; one
+all_reduce per dtype of the buffers that changed, and where one of these has a new shape somewhere, two
+all_gathers of such shapes. `plan/traffic.py` predicts it but for the buffers, a test holds the ledger against it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from paceline.comm.collectives import AxisComm
+from paceline.comm.compression import CastWire, PowerSGDWire, TopKWire
+from paceline.comm.reducer import Wire, exact_wire
+from paceline.comm.shared_memory import MAX_BYTES, SharedMemory, open_shared_memory
+from paceline.nouns.errors import PlanError, WorkloadError
+from paceline.nouns.plan import Plan
+from paceline.parallel.replicate.bucket import Bucket, local_gradient, make_buckets
+
+_NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_BROADCAST_BYTES = 64 * 2**20  # copied together when the start state is sent
+
+
+class Replicate:
+    """The strategy on this rank.
+
+    Args:
+        parameters: what is trained here, by name: whole parameters, or this rank's parts of them.
+        sparse: names of those whose gradients are sparse.
+        comm: the `replicate` axis.
+        plan: transport, compression and bucket size.
+        device: where the model is.
+        overlaps: whether gradients may be sent while the backward pass runs; otherwise all of them after it.
+
+    Raises:
+        PlanError: the plan's transport is not to be had here.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        sparse: set[str],
+        comm: AxisComm,
+        plan: Plan,
+        device: torch.device,
+        overlaps: bool = True,
+    ) -> None:
+        self.comm, self.plan, self.device, self.overlaps = comm, plan, device, overlaps
+        self.parameters, self.sparse_names = parameters, sparse
+        self.shared = self._open_shared(device)
+        self.buckets: list[Bucket] = []
+        self.hooks: list[RemovableHandle] = []
+        self.trained: dict[str, bool] = {}
+        self.is_last_backward, self.next_bucket = False, 0
+        self.scale: Callable[[], torch.Tensor] = lambda: torch.ones(())
+        self._fill_buckets()
+
+    def begin_step(self, scale: Callable[[], torch.Tensor]) -> None:
+        """Forget the step before.
+
+        Args:
+            scale: waits for, and returns, what gradients are multiplied by.
+        """
+        self.scale = scale
+        if {name: p.requires_grad for name, p in self.parameters.items()} != self.trained:
+            self._fill_buckets()  # some were frozen or set free since
+        self.is_last_backward, self.next_bucket = False, 0
+        for bucket in self.buckets:
+            bucket.clear()
+
+    def begin_last_backward(self) -> None:
+        """From here on gradients are sent as they come."""
+        self.is_last_backward = self.overlaps
+
+    def reduce_gradients(self) -> None:
+        """Make every gradient that of the global batch's mean loss; the same bits on every rank."""
+        if self.comm.size == 1:
+            return
+        for bucket in self.buckets:
+            for index, parameter in enumerate(bucket.parameters):
+                if parameter.grad is not None:  # accumulated earlier, but not reached by the last backward
+                    self._fill(parameter, bucket, index)
+        self._send_complete(all_of_them=True)
+        self.is_last_backward = False  # a backward pass of the person's own, between steps, sends nothing
+        scale = self.scale()
+        for bucket in self.buckets:
+            bucket.receive(scale)
+        for name in sorted(self.sparse_names):
+            if self.parameters[name].requires_grad:
+                self._gather_sparse(name, self.parameters[name], scale)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """What compression carries from step to step, by name."""
+        return {
+            f"{number}.{name}": tensor
+            for number, bucket in enumerate(self.buckets)
+            for name, tensor in bucket.wire.state().items()
+        }
+
+    def close(self) -> None:
+        """Let go of the other ranks."""
+        if self.shared is not None:
+            self.shared.close()
+
+    def _open_shared(self, device: torch.device) -> SharedMemory | None:
+        asked = self.plan.transport
+        wanted = asked in ("auto", "shared_memory") and device.type == "cpu"
+        fits = 2 * sum(p.nbytes for name, p in self.parameters.items() if name not in self.sparse_names) <= MAX_BYTES
+        shared = open_shared_memory(self.comm) if wanted and fits else None
+        if self.comm.size > 1 and asked == "shared_memory" and shared is None:
+            raise PlanError(
+                "the plan's transport is shared_memory",
+                f"it needs one Linux host, CPUs, 2 to 8 ranks and at most {MAX_BYTES >> 21} MiB of gradients",
+                "write transport=auto",
+            )
+        if (asked == "nccl") != (device.type == "cuda") and asked in ("nccl", "gloo") and self.comm.size > 1:
+            raise PlanError(
+                f"the plan's transport is {asked}", f"the model is on {device.type}", "write transport=auto"
+            )
+        return shared
+
+    def _fill_buckets(self) -> None:
+        self.trained = {name: parameter.requires_grad for name, parameter in self.parameters.items()}
+        if self.comm.size == 1:
+            return
+        for hook in self.hooks:
+            hook.remove()
+        dense = [p for name, p in self.parameters.items() if p.requires_grad and name not in self.sparse_names]
+        self.buckets = make_buckets(dense, self.plan.bucket_bytes, self._make_wire)
+        self.hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(self._gradient_is_here, bucket, index))
+            for bucket in self.buckets
+            for index, parameter in enumerate(bucket.parameters)
+            if self.overlaps
+        ]
+
+    def _make_wire(self, shapes: Sequence[torch.Size], flags: int, dtype: torch.dtype, device: torch.device) -> Wire:
+        numel = sum(shape.numel() for shape in shapes) + flags
+        if self.plan.compression in _NARROW:
+            narrow = exact_wire(self.comm, self.shared, numel, _NARROW[self.plan.compression], device)
+            return CastWire(torch.zeros(numel, dtype=dtype, device=device), narrow)
+        if self.plan.compression == "topk":
+            return TopKWire(self.comm, torch.zeros(numel, dtype=dtype, device=device), flags)
+        if self.plan.compression == "powersgd":
+            return PowerSGDWire(self.comm, torch.zeros(numel, dtype=dtype, device=device), shapes)
+        return exact_wire(self.comm, self.shared, numel, dtype, device)
+
+    def _gradient_is_here(self, bucket: Bucket, index: int, parameter: torch.nn.Parameter) -> None:
+        if self.is_last_backward:
+            self._fill(parameter, bucket, index)
+            self._send_complete()
+
+    def _fill(self, parameter: torch.nn.Parameter, bucket: Bucket, index: int) -> None:
+        gradient = local_gradient(parameter)
+        if gradient is None:
+            return
+        if gradient.is_sparse:
+            raise WorkloadError(
+                "a gradient of a dense parameter",
+                f"parameter of shape {tuple(parameter.shape)} got a sparse one",
+                "only nn.Embedding and nn.EmbeddingBag with sparse=True may; set it on the module",
+            )
+        bucket.fill(index, gradient, self.scale() if bucket.wire.is_scaled_first else None)
+        parameter.grad = None  # the bucket has it; free the memory before the rest of the backward pass
+
+    def _send_complete(self, all_of_them: bool = False) -> None:
+        # In the same order on every rank, so that sums meet.
+        while self.next_bucket < len(self.buckets):
+            bucket = self.buckets[self.next_bucket]
+            if not all_of_them and len(bucket.filled) < len(bucket.parameters):
+                return
+            bucket.send()
+            self.next_bucket += 1
+
+    def _gather_sparse(self, name: str, parameter: torch.nn.Parameter, scale: torch.Tensor) -> None:
+        gradient = parameter.grad
+        if gradient is not None and not gradient.is_sparse:
+            raise WorkloadError(
+                f"a sparse gradient of {name}", "it got a dense one", "use its weight in the embedding alone"
+            )
+        if gradient is None:
+            indices = torch.zeros(0, dtype=torch.int64, device=parameter.device)
+            values = parameter.new_zeros((0, *parameter.shape[1:]))
+        else:
+            gradient = gradient.coalesce()
+            indices, values = gradient.indices()[0], gradient.values()
+        indices = torch.cat(self.comm.all_gather(indices))
+        values = torch.cat(self.comm.all_gather(values)) * scale
+        if indices.numel():
+            summed = torch.sparse_coo_tensor(indices[None], values, parameter.shape, check_invariants=False)
+            parameter.grad = summed.coalesce()
+
+
+def broadcast_state(tensors: Sequence[torch.Tensor], comm: AxisComm) -> None:
+    """The axis' first rank's values, everywhere, several tensors in one message."""
+    if comm.size == 1:
+        return
+    batches: dict[torch.dtype, list[torch.Tensor]] = {}
+    with torch.no_grad():
+        for tensor in tensors:
+            batch = batches.setdefault(tensor.dtype, [])
+            batch.append(tensor)
+            if sum(t.nbytes for t in batch) >= _BROADCAST_BYTES:
+                _broadcast_flat(batches.pop(tensor.dtype), comm)
+        for batch in batches.values():
+            _broadcast_flat(batch, comm)
+
+
+def _broadcast_flat(batch: list[torch.Tensor], comm: AxisComm) -> None:
+    flat = torch.cat([tensor.detach().reshape(-1) for tensor in batch])
+    comm.broadcast(flat)
+    for tensor, part in zip(batch, flat.split([t.numel() for t in batch]), strict=True):
+        tensor.copy_(part.view_as(tensor))
+
+
+def sparse_names(model: torch.nn.Module) -> set[str]:
+    """Parameters whose gradients are sparse: embeddings made with sparse=True."""
+    sparse = {
+        module.weight
+        for module in model.modules()
+        if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse
+    }
+    return {name for name, parameter in model.named_parameters() if parameter in sparse}

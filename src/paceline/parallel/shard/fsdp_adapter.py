@@ -1,0 +1,97 @@
+"""A model in FSDP2's shards, as `apply.py` drives it; `replicate` beside it sums the shards (HSDP)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from paceline.comm.batch_norm import SharedStatistics
+from paceline.comm.collectives import AxisComm
+from paceline.nouns.mesh import Mesh
+from paceline.nouns.placement import Held
+from paceline.nouns.plan import Plan
+from paceline.parallel.model_adapter import Autocast, OwnCode
+from paceline.parallel.shard.local_optimizer_step import step_on_rows
+from paceline.parallel.shard.strategy import Shard
+
+
+class ShardedModel(OwnCode):
+    """The sharded model on this rank; its parameters wait for `fill`."""
+
+    is_plain, finishes_later = False, True
+    keeps_pace = True  # FSDP2's collectives want every rank there
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        axes: Mapping[str, AxisComm],
+        plan: Plan,
+        device: torch.device,
+        run: tuple[Autocast, Any, SharedStatistics | None],
+    ) -> None:
+        autocast, example, self.shared = run
+        self.model, self.axes, self.autocast = model, axes, autocast
+        self.mesh = Mesh.parse(plan.mesh)
+        self.shard = Shard(model, axes["shard"], plan, device)
+        self.parameters = dict(model.named_parameters())
+        self.spare = example
+
+    def fill(self, name: str, full: torch.Tensor) -> None:
+        """Take this rank's rows of a parameter, or a whole buffer."""
+        if name in self.parameters:
+            self.shard.fill(name, full)
+        else:
+            dict(self.model.named_buffers())[name].copy_(full)
+
+    def updated(self) -> Mapping[str, torch.nn.Parameter]:
+        """This rank's rows, as DTensors."""
+        return self.parameters
+
+    def sparse(self) -> set[str]:
+        """None: refused."""
+        return set()
+
+    def begin_step(self) -> None:
+        """Forget the step before."""
+        self.shard.begin_step()
+
+    def before_backward(self, is_last: bool, is_padding: bool = False) -> None:
+        """FSDP2 sums in this backward pass, or waits for the last."""
+        self.shard.begin_backward(is_last, is_padding)
+
+    def call(self, function: Any, batch: Any) -> Any:
+        """The person's function; parameters are gathered as it runs."""
+        return self.shard.forward(function, batch)
+
+    def finish_backward(self) -> None:
+        """Let the last whole parameters go."""
+        self.shard.finish_backward()
+
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        """On this rank's rows."""
+        step_on_rows(optimizer)
+
+    def counted(self) -> Mapping[torch.nn.Parameter, bool]:
+        """Parts are all counted; what stays whole on the axis' first rank."""
+        first = self.axes["shard"].rank == 0
+        placements = self.shard.placements()
+        return {p: bool(placements[name].cuts) or first for name, p in self.parameters.items()}
+
+    def evaluate(self, name: str, score: Any, batch: Any) -> Any:
+        """As in training."""
+        return self.call(score, batch)
+
+    def held(self) -> dict[str, Held]:
+        """Rows, and the replicas that hold the same."""
+        peers = self.axes["replicate"].peers
+        return {
+            name: Held(placement, tuple(sorted(peers)))
+            for name, placement in self.shard.placements().items()
+            if placement.cuts
+        }
+
+    def close(self) -> None:
+        """Let go of the other ranks."""
+        self.shard.close()

@@ -1,0 +1,325 @@
+"""Data parallelism by sharding (ZeRO): every rank holds a part of each parameter, whole ones come and go.
+
+One step on a `shard` axis of R ranks, with the model's repeated blocks as groups and the rest as the root's
+group (`blocks.py`):
+
+    forward            the root's group is gathered; with zero=3 each block's before it runs, to be dropped
+                       after it; with zero=1 and 2 all are gathered when the step begins, and kept
+    backward           with zero=3 a block is gathered again; its gradients are summed and each rank keeps
+                       those of its own rows (reduce_scatter); zero=1 does so for all parameters in one
+                       message, in the last micro-batch only. Where the loss took a gradient itself
+                       (`torch.autograd.grad`), all blocks stay whole until the end of the backward pass
+    finish_backward    parts alone are left; parameters that no rank used lose their gradient; those that
+                       stay whole are summed
+    update             by the optimizer, on this rank's rows
+
+Rajbhandari et al. 2020, ZeRO: zero=1 splits the optimizer's state, zero=2 also gradients, zero=3 also
+parameters. Built on torch's `fully_shard`, on the eager, unmodified model.
+
+Needs: the loss as (sum, weight), called through `forward`. Every rank of the axis runs the same number of
+micro-batches: one that has fewer repeats one with its loss times 0 and `is_padding`. The same goes for
+evaluation. Blocks are called in the same order on every rank. With zero=3 a block's parameters are used in
+its own forward only, with zero=2 in it or after it, with zero=1 anywhere in the loss. An optimizer that updates
+element by element (`elementwise.py` tries it out).
+Promises: gradients are the sum over the axis, undivided. After a step rank r holds rows r of R, as
+`torch.chunk` cuts them, of each parameter, its gradient and its optimizer state; scalars and a group's
+minority dtypes stay whole. Between steps nothing else is held, and with zero=3 during a step one block
+besides the root. Without compression the parameters equal those of one rank on the whole batch, up to
+rounding; bf16 rounds what is on the wire, parameters and gradients, and nothing that is kept.
+Traffic per step: `plan/traffic_shard.py`, exactly: per group a 1/R of its padded bytes into each
+all_gather and all of them into each reduce_scatter; one all_reduce of 8 (trained parameters + 1 + R) bytes; one
+more per dtype of trained parameters that stay whole. At the start, one broadcast per parameter and buffer.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.comm import fully_shard
+from paceline.comm.collectives import AxisComm
+from paceline.comm.fully_shard import Grouping, Groups, Journal, is_part, local
+from paceline.nouns.errors import PlanError, WorkloadError
+from paceline.nouns.placement import Cut, Placement
+from paceline.nouns.plan import Plan
+from paceline.parallel.shard.blocks import find_blocks, first_sparse, kept_whole, owners
+from paceline.parallel.shard.grad_usage import Uses
+
+__all__ = ["Shard", "local"]
+_NARROW = {"none": None, "bf16": torch.bfloat16}
+
+
+class Shard:
+    """The strategy on this rank; see the top of this file for what it needs, promises and sends.
+
+    Args:
+        model: the model; split in place. What is not on the meta device becomes rank 0's first, the rest
+            gets memory for this rank's part and waits for `fill`.
+        comm: the `shard` axis. On one of size 1 the model stays as it is.
+        plan: zero, offload and compression.
+        device: where the model is, or will be.
+
+    Raises:
+        PlanError: the plan asks for another compression than bf16, or torch is too old.
+        WorkloadError: the model has sparse gradients.
+    """
+
+    def __init__(self, model: nn.Module, comm: AxisComm, plan: Plan, device: torch.device) -> None:
+        self.model, self.comm, self.plan, self.device = model, comm, plan, device
+        # With zero=1 nothing comes or goes before the end of the step, so one group does.
+        self.blocks = find_blocks(model) if comm.size > 1 and plan.zero > 1 else {}
+        self.whole = set(kept_whole(model, self.blocks)) if comm.size > 1 else set(dict(model.named_parameters()))
+        self.shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        self.trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        self.called: set[str] = set()  # blocks, in this forward pass
+        self.watched: set[str] = set()
+        self.is_inside = False  # a forward pass
+        self.groups: Groups | None = None
+        self.is_open = False  # a step has begun and not finished
+        self.phase: tuple[bool, bool, bool] | None = None
+        if comm.size > 1:
+            check_can_split(model, plan)
+            self.groups = self._split()
+        journal = self.groups.journal if self.groups else Journal(comm)
+        self.uses = Uses(self.trained, self.whole, comm, journal, device)
+        self.parameters = dict(model.named_parameters())
+
+    def forward(self, function: Callable[[Any, Any], Any], batch: Any) -> Any:
+        """`function(model, batch)`: a loss, a score. The root's parameters are whole while it runs.
+
+        Raises:
+            WorkloadError: it uses a parameter of which this rank holds only a part.
+        """
+        if self.groups is None:
+            return function(self.model, batch)
+        has_grad = torch.is_grad_enabled()
+        with torch.inference_mode(False), torch.set_grad_enabled(has_grad):
+            # FSDP2 keeps its buffers: made in inference mode they could never be trained with.
+            return self._forward(self.groups, functools.partial(function, self.model, batch))
+
+    def begin_step(self) -> None:
+        """Forget the step before."""
+        if self.groups is None:
+            return
+        if self.is_open:  # it raised
+            self.groups.forget_failed_step()
+        self.reshard()
+        self.uses.clear()
+        self.groups.journal.crc = 0
+        self.groups.took_gradient = False
+        self.is_open = True
+
+    def begin_backward(self, is_last: bool, is_padding: bool = False) -> None:
+        """Before each micro-batch's backward pass.
+
+        Args:
+            is_last: it is the step's last one.
+            is_padding: its loss was multiplied by 0; it says nothing about which parameters were used.
+        """
+        if self.groups is None:
+            return
+        self.uses.is_counting = not is_padding
+        # With zero=2 a parameter may be used outside its block, so its values are kept to the end. So does the graph
+        # of a gradient that the loss took.
+        phase = (is_last or self.plan.zero > 1, self.plan.zero == 3 and not self.groups.took_gradient, is_last)
+        if self.groups.took_gradient:
+            self.groups.gather()
+        if phase != self.phase:
+            self.groups.set_phase(*phase)
+            self.phase = phase
+
+    def finish_backward(self) -> None:
+        """After the last backward pass: gradients are the sum over the axis, and None where no rank had one.
+
+        Raises:
+            WorkloadError: ranks called the blocks in different orders, or a block's gradient came too late.
+        """
+        if self.groups is None:
+            return
+        unused = set(self.uses.find_unused())
+        self._reduce_whole(unused)
+        self.reshard()
+        for name in unused:
+            self.parameters[name].grad = None
+        self.is_open = False
+
+    def reshard(self) -> None:
+        """Keep parts only; forward passes that no backward pass followed leave whole parameters."""
+        if self.groups is not None:
+            self.groups.drop()
+
+    def placements(self) -> dict[str, Placement]:
+        """What this rank holds of each parameter, by its name in `model.named_parameters()`."""
+        return {name: self._placement(name, shape) for name, shape in self.shapes.items()}
+
+    def fill(self, name: str, full: torch.Tensor) -> None:
+        """Write this rank's rows of the `full` tensor into the parameter `name`."""
+        placement = self._placement(name, self.shapes[name])
+        if tuple(full.shape) != placement.shape:
+            raise ValueError(f"{name} has the shape {placement.shape}, not {tuple(full.shape)}")
+        rows = slice(None)
+        if placement.cuts:
+            rows = slice(*placement.cuts[0].ranges[0])
+        self.reshard()
+        with torch.no_grad():
+            local(self.parameters[name]).copy_(full[rows] if placement.shape else full)
+
+    def close(self) -> None:
+        """Let go of the other ranks; the model keeps this rank's parts."""
+        self.reshard()
+
+    def _split(self) -> Groups:
+        self._broadcast()
+        for parameter in self.model.parameters():
+            if not parameter.is_contiguous():  # channels_last, say; rows of it would lie scattered
+                parameter.data = parameter.data.contiguous()
+        parameters = dict(self.model.named_parameters())
+        grouping = Grouping(
+            list(self.blocks.values()),
+            {parameters[name] for name in self.whole},
+            self.plan.zero == 3,
+            self.plan.offload == "on",
+            _NARROW[self.plan.compression],
+        )
+        for block in self.blocks.values() if self.plan.zero == 3 else ():
+            block.register_forward_hook(_without_views)
+        groups = fully_shard.split(self.model, self.comm, self.device, grouping)
+        self.model.forward = self._outside_too(self.model.forward)
+        for name, block in self.blocks.items():
+            block.register_forward_pre_hook(functools.partial(self._block_is_whole, name))
+        self._materialize(groups)
+        return groups
+
+    def _broadcast(self) -> None:
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            if not tensor.is_meta:
+                start = tensor.detach().contiguous()
+                self.comm.broadcast(start)
+                tensor.data.copy_(start)
+
+    def _materialize(self, groups: Groups) -> None:
+        if not any(parameter.is_meta for parameter in self.model.parameters()):
+            return
+        places = owners(self.model)
+        device = torch.device("cpu") if self.plan.offload == "on" else self.device
+        groups.root._apply(  # type: ignore[no-untyped-call]
+            lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
+        )
+        for (module, name), *others in places.values():
+            for other, other_name in others:  # `_apply` gave each place a parameter of its own
+                other._parameters[other_name] = module._parameters[name]
+
+    def _forward(self, groups: Groups, call: Callable[[], Any]) -> Any:
+        self.called.clear()
+        self.is_inside = True
+        try:
+            result = groups.forward(functools.partial(self._whole_call, groups, call))
+        except (RuntimeError, NotImplementedError, TypeError) as error:
+            if "DTensor" in str(error):
+                raise self._used_in_part(str(error).splitlines()[0]) from error
+            raise
+        finally:
+            self.is_inside = False
+        if any(is_part(value) for value in (result if isinstance(result, tuple) else (result,))):
+            raise self._used_in_part("the result is spread over the ranks")
+        if not torch.is_grad_enabled():
+            self.reshard()  # no backward pass will
+        return result
+
+    def _whole_call(self, groups: Groups, call: Callable[[], Any]) -> Any:
+        if self.plan.zero < 3:  # they stay whole anyhow, so a loss may use any of them, anywhere
+            groups.gather()
+        self._watch("", self.model)
+        return call()
+
+    def _block_is_whole(self, name: str, block: nn.Module, inputs: Any) -> None:
+        self.called.add(name)
+        self._watch(f"{name}.", block)
+
+    def _watch(self, prefix: str, module: nn.Module) -> None:
+        """Note the uses of what is whole in `module`; FSDP2 keeps these tensors, so once is enough."""
+        if prefix not in self.watched:
+            self.watched.add(prefix)
+            own = {f"{prefix}{name}": parameter for name, parameter in module.named_parameters()}
+            self.uses.watch({name: parameter for name, parameter in own.items() if not is_part(parameter)})
+
+    def _outside_too(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """The model's own forward, right as well where a person calls it: then it is a forward pass too."""
+
+        @functools.wraps(forward)
+        def either(*arguments: Any, **named: Any) -> Any:
+            if self.is_inside:
+                return forward(*arguments, **named)
+            return self.forward(lambda model, batch: forward(*arguments, **named), None)
+
+        return either
+
+    def _reduce_whole(self, unused: set[str]) -> None:
+        """Sum the gradients of parameters that every rank holds, one message per dtype."""
+        by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+        for name in self.trained:
+            if name in self.whole and name not in unused:
+                by_dtype.setdefault(self.parameters[name].dtype, []).append(self.parameters[name])
+        for parameters in by_dtype.values():
+            flat = torch.cat([_or_zeros(parameter).reshape(-1) for parameter in parameters])
+            self.comm.all_reduce(flat)
+            for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+                parameter.grad = part.view_as(parameter)
+
+    def _placement(self, name: str, shape: tuple[int, ...]) -> Placement:
+        if name in self.whole:
+            return Placement(shape)
+        return Placement(shape, (Cut(0, (shape[0],), self.comm.rank, self.comm.size),))
+
+    def _used_in_part(self, found: str) -> WorkloadError:
+        missed = [name for name in self.blocks if name not in self.called]
+        what = f"{', '.join(missed[:3])} was never called" if missed else "every block was called"
+        return WorkloadError(
+            "a parameter should be whole where it is used: with zero=3 a block's are in its own forward only",
+            f"{what}, and a parameter was used in part ({found})",
+            "call the block itself, block(x); or write zero=2, or zero=1 if it is used before its block",
+        )
+
+
+def check_can_split(model: nn.Module, plan: Plan) -> None:
+    """Raise unless `model` can be split under `plan` with this torch."""
+    if plan.compression not in _NARROW:
+        raise PlanError(
+            f"the plan's compression is {plan.compression}",
+            "the axis shard has none and bf16",
+            "write compression=bf16, or replicate in place of shard",
+        )
+    if not fully_shard.can_reduce_unused():
+        raise PlanError(
+            "the plan has an axis shard of more than one rank",
+            f"torch {torch.__version__} can't sum a gradient that only some ranks have",
+            "install torch 2.13 or newer, or write replicate in place of shard",
+        )
+    sparse = first_sparse(model)
+    if sparse is not None:
+        raise WorkloadError(
+            "the axis shard sums gradients by rows",
+            f"the gradient of {sparse} is sparse",
+            "make the embedding with sparse=False, or write replicate in place of shard",
+        )
+
+
+def _or_zeros(parameter: nn.Parameter) -> torch.Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+def _without_views(module: nn.Module, inputs: Any, output: Any) -> Any:
+    """A block's output as a tensor of its own.
+
+    FSDP2 fetches a block's parameters for the backward pass by a hook on its output. A later in-place
+    change of a view loses that hook, and the gradient with it.
+    """
+    if isinstance(output, torch.Tensor):
+        return output.clone() if output._base is not None and output.requires_grad else output
+    if type(output) in (tuple, list):
+        return type(output)(_without_views(module, inputs, part) for part in output)
+    return output

@@ -1,0 +1,92 @@
+"""The few numbers that every rank must agree on in each step, added up by one small all_reduce.
+
+It starts after the last forward pass and runs under the backward pass, so it costs no time of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from paceline.comm.collectives import AxisComm
+from paceline.comm.reducer import exact_wire
+from paceline.comm.shared_memory import SharedMemory
+
+_LOSS, _WEIGHT, _STOP, _FIRST_RANK = 0, 1, 2, 3
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """What all ranks know after a step's forward passes."""
+
+    loss: float  # summed over the global batch
+    weight: float  # what the mean is divided by
+    is_stopping: bool  # some rank was asked to stop
+    bad_ranks: list[int]  # ranks whose loss is not finite
+    changed: list[int]  # for each buffer: the sum of what the ranks said of it, as `Buffers.find_changed` has it
+
+    @property
+    def mean(self) -> float:
+        """The loss of the global batch."""
+        return self.loss / self.weight
+
+
+class SumsWire:
+    """Collects this rank's numbers, sends them, reads everybody's.
+
+    Args:
+        comm: the axis to sum over.
+        shared: shared memory between the ranks, if it is open.
+        counts: whether this rank adds losses and weights; others take part with zeros.
+        buffers: how many buffers the model has.
+        device: where the losses are.
+    """
+
+    def __init__(
+        self, comm: AxisComm, shared: SharedMemory | None, buffers: int, device: torch.device, counts: bool = True
+    ) -> None:
+        self.comm, self.buffers, self.counts = comm, buffers, counts
+        self.scale: torch.Tensor | None = None
+        length = _FIRST_RANK + comm.size + buffers
+        self.mine = torch.zeros(length, dtype=torch.float64, device=device)
+        self.wire = exact_wire(comm, shared, length, torch.float64, device)
+        self.one = torch.ones((), dtype=torch.float64, device=device)
+
+    def clear(self) -> None:
+        """Begin a step with nothing."""
+        self.mine.zero_()
+        self.scale = None
+
+    def add(self, loss: torch.Tensor, weight: torch.Tensor | float) -> None:
+        """Add one micro-batch's loss sum and weight, without waiting for the device.
+
+        Of the ranks that see the same samples only one counts them.
+        """
+        if self.counts:
+            self.mine[_LOSS] += loss
+            self.mine[_WEIGHT] += weight
+        self.mine[_FIRST_RANK + self.comm.rank] += ~torch.isfinite(loss)
+
+    def begin(self, is_stopping: bool, changed: Sequence[int]) -> None:
+        """Send this rank's numbers; all its forward passes are done."""
+        self.mine[_STOP] = is_stopping
+        if any(changed):
+            self.mine[_FIRST_RANK + self.comm.size :] = torch.tensor(changed, dtype=torch.float64)
+        self.wire.inboxes[self.wire.turn].copy_(self.mine)
+        self.wire.begin()
+
+    def finish(self) -> torch.Tensor:
+        """Wait for the others, once; the scale that makes gradients of the sum those of the mean, a scalar."""
+        if self.scale is None:
+            self.wire.finish(self.one)
+            self.scale = self.wire.outbox[_WEIGHT].reciprocal()
+        return self.scale
+
+    def read(self) -> Sums:
+        """The numbers, after `finish`."""
+        loss, weight, stop, *rest = self.wire.outbox.tolist()
+        bad, changed = rest[: self.comm.size], rest[self.comm.size :]
+        bad_ranks = [self.comm.peers[index] for index, count in enumerate(bad) if count]
+        return Sums(loss, weight, stop > 0, bad_ranks, [round(count) for count in changed])

@@ -1,0 +1,1 @@
+"""Run a job's step once on fake tensors and record what it allocates, sends and computes."""

@@ -1,0 +1,244 @@
+"""A rank that somebody else's launcher started: `python -m paceline.run.rank.external_rank FILE ARGS`.
+
+This process forks the rank, hands signals on to it, waits for it and ends as it did: so it knows whether the rank has
+run its file to the end. Torch is imported in the rank alone.
+
+Under srun, mpirun or in a pod nobody of ours supervises. Each rank's end then stands in `ended/RANK` of the run
+directory, rank 0 writes the result once all ranks have ended, and the exit code tells the launcher what to do: 0 done,
+STOPPED_CODE saved before the end (start it again), 1 and 2 as everywhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from paceline.checkpoint.manifest import list_checkpoints
+from paceline.launch.command import STOPPED_CODE
+from paceline.launch.orphans import die_with_parent
+from paceline.nouns.errors import PacelineError
+from paceline.rendezvous.launcher_env import find_position
+from paceline.rendezvous.rank_variables import said
+from paceline.run.directory import write_json
+from paceline.run.ends import Ends, first_of
+from paceline.run.failures import LEFT, left_early, read_failures, silent_death, told
+from paceline.run.supervise.job import finish
+from paceline.run.supervise.progress import Progress
+from paceline.run.supervise.stalls import Stalls, notice_time
+from paceline.run.supervise.supervisor import Ending
+
+SETTLE_S = 1.0  # for what the others write down about a failure, or after a signal, before the result is written
+TELL_S = 10.0  # of waiting for other ranks, until people are told
+_LOOK_S = 1.0  # between two looks for ranks that make no progress
+_POLL_S = 0.1
+_HANDED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def main() -> int:
+    """Run the rank; its exit code."""
+    die_with_parent()
+    try:
+        os.environ.update(said(find_position(os.environ)))
+        notice_s = notice_time(os.environ)
+    except PacelineError as error:
+        from paceline.run.rank.worker import failed
+
+        return failed(error)
+    return JoinedRank(Path(os.environ["PACELINE_RUN_DIR"]), notice_s).run(sys.argv[1], sys.argv[2:])
+
+
+class JoinedRank:
+    """The process that waits for one rank.
+
+    Args:
+        run_dir: of the job.
+        notice_s: seconds without progress after which people are told where the ranks stand; 0: never.
+    """
+
+    def __init__(self, run_dir: Path, notice_s: float) -> None:
+        self.run_dir = run_dir
+        self.rank, self.size = int(os.environ["PACELINE_RANK"]), int(os.environ["PACELINE_WORLD_SIZE"])
+        # Our supervisor looks for itself, and mpirun takes STOPPED_CODE for a failure.
+        self.is_supervised = "PACELINE_SUPERVISED" in os.environ
+        self.is_telling = self.rank == 0 and not self.is_supervised
+        self.ends = Ends(run_dir, self.size)
+        self.progress = Progress(run_dir)  # before the first step: it follows from the file's present end
+        self.stalls = Stalls(run_dir, notice_s, self.size)
+        self.signals: list[int] = []  # that came, and were handed on to the rank while it ran
+        self.pid = 0
+
+    def run(self, script: str, arguments: list[str]) -> int:
+        """Run the rank to its end; the exit code. Where a signal ended it, the same ends this process."""
+        if not self.is_supervised:
+            self.ends.begin(self.rank)
+        wake = _wake_at_signals()
+        finished = self._fork(script, arguments)
+        for number in _HANDED_ON:
+            signal.signal(number, self._hand_on)
+        status = self._wait(wake)
+        if status == 0 and not _has_finished(finished):
+            status = LEFT
+        self._write_failure(status)
+        if not self.is_supervised:
+            self.ends.write(self.rank, status)
+        if self.is_telling:
+            status = self._write_result(status)
+        return _end_as(status)
+
+    def _fork(self, script: str, arguments: list[str]) -> int:
+        """Start the rank; the descriptor from which what it writes at its file's end can be read."""
+        finished, own = os.pipe()
+        os.set_blocking(finished, False)
+        self.pid = os.fork()
+        if self.pid:
+            os.close(own)
+            if "PACELINE_LISTENER" in os.environ:
+                os.close(int(os.environ["PACELINE_LISTENER"]))  # of rank 0's store: it ends with the rank
+            return finished
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.close(finished)
+        die_with_parent()
+        os.setsid()  # signals to this process's group would come twice; see also run/rank/forkserver.py
+        from paceline.run.rank.worker import run_rank
+
+        code = run_rank(script, arguments, 0 if self.is_supervised else STOPPED_CODE)
+        os.write(own, b".")
+        sys.exit(code)
+
+    def _hand_on(self, number: int, _: object) -> None:
+        self.signals.append(number)
+        if self.pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def _wait(self, wake: int) -> int:
+        """Wait for the rank's end; its exit code, below 0 the signal that ended it."""
+        looked_s = time.monotonic()
+        while True:
+            if select.select([wake], [], [], _LOOK_S if self.is_telling else None)[0]:
+                os.read(wake, 4096)
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.pid = 0
+                return os.waitstatus_to_exitcode(status)
+            if self.is_telling and time.monotonic() - looked_s >= _LOOK_S:
+                looked_s = time.monotonic()
+                self._look_for_stalls()
+
+    def _look_for_stalls(self) -> None:
+        for line in self.stalls.look(_time_stamp(), {self.rank: self.pid}):
+            print(line, flush=True)
+        left = None if "PACELINE_COORDINATOR" in os.environ else self.stalls.who_left()
+        if left is not None and not read_failures(self.run_dir):
+            self._write(left_early(left, _time_stamp(), "it left its loop and closed the job"))
+            os.kill(self.pid, signal.SIGKILL)
+
+    def _write_failure(self, status: int) -> None:
+        """Write down how the rank ended where it could not do so itself."""
+        if status in (0, STOPPED_CODE):
+            return
+        failure = read_failures(self.run_dir).get(self.rank)
+        if failure is None and not (status < 0 and self.signals):  # a signal that came for the whole job
+            failure = silent_death(self.rank, status, _time_stamp())
+            self._write(failure)
+        if failure is not None and not self.is_supervised and not failure["is_peer_loss"]:
+            print(f"paceline run: {told(failure, 0)}", file=sys.stderr, flush=True)
+
+    def _write(self, failure: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):
+            (self.run_dir / "failures").mkdir(exist_ok=True)
+            write_json(self.run_dir / "failures" / f"{self.rank}.json", failure)
+
+    def _write_result(self, status: int) -> int:
+        """Wait until all ranks have ended, and write how the job did; the status that this process ends with."""
+        ended = {self.rank: status, **self._others(status)}
+        bad = [one for one in ended.values() if one not in (0, STOPPED_CODE)]
+        if status == 0 and len(ended) < self.size:
+            bad.append(LEFT)
+        self.progress.read()
+        code = _exit_code(status) or _exit_code(bad[0] if bad else 0)
+        cause = first_of(self.run_dir, ended, self.size, self.progress.last) if bad else None
+        name = "failed" if bad else "stopped" if status == STOPPED_CODE else "done"
+        code = cause["exit_code"] if cause is not None and status in (0, STOPPED_CODE) else code
+        finish(self.run_dir, Ending(name, code, cause), self.progress, partial(print, file=sys.stderr))
+        self._tell(cause)
+        self.ends.clear()
+        self.stalls.clear()
+        return code if status in (0, STOPPED_CODE) else status
+
+    def _others(self, status: int) -> dict[int, int]:
+        """How the other ranks ended; those that are waited for no longer are left out."""
+        count = len(self.signals)
+        until_s, tell_s = time.monotonic() + SETTLE_S, time.monotonic() + TELL_S
+        while True:
+            ended = self.ends.read(range(1, self.size))
+            is_known = len(ended) == self.size - 1 or any(one not in (0, STOPPED_CODE) for one in ended.values())
+            if is_known or time.monotonic() > until_s:
+                return ended
+            if status == 0 and len(self.signals) == count and not self.ends.unseen(ended):
+                until_s = time.monotonic() + SETTLE_S  # they may have much to do after the last step
+            if time.monotonic() > tell_s:
+                tell_s = float("inf")
+                missing = min(set(range(1, self.size)) - ended.keys())
+                print(f"paceline: rank 0 has ended, and waits for rank {missing}", file=sys.stderr, flush=True)
+            time.sleep(_POLL_S)
+
+    def _tell(self, cause: dict[str, Any] | None) -> None:
+        """Say what no rank has said of itself."""
+        if cause is None:
+            return
+        own = read_failures(self.run_dir).get(cause["rank"]) if cause["rank"] is not None else None
+        if own is None or own["is_peer_loss"]:
+            print(f"paceline run: {told(cause, 0)}", file=sys.stderr, flush=True)
+        if newest := list_checkpoints(self.run_dir / "checkpoints")[:1]:
+            print(f"  Last checkpoint: {newest[0]}; go on with --resume --job {self.run_dir.name}", file=sys.stderr)
+
+
+def _wake_at_signals() -> int:
+    """The descriptor that can be read from after a signal, a child's end too."""
+    wake, written = os.pipe()
+    os.set_blocking(written, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(written, warn_on_full_buffer=False)
+    return wake
+
+
+def _has_finished(finished: int) -> bool:
+    with contextlib.suppress(BlockingIOError):
+        return bool(os.read(finished, 1))
+    return False
+
+
+def _exit_code(status: int) -> int:
+    return 128 - status if status < 0 else 1 if status == LEFT else status
+
+
+def _end_as(status: int) -> int:
+    """The exit code; by a signal that ended the rank this process ends too, which launchers tell from an error."""
+    if status < 0:
+        with contextlib.suppress(ImportError, ValueError, OSError):
+            import resource
+
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if -status != signal.SIGKILL:
+            signal.signal(-status, signal.SIG_DFL)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.kill(os.getpid(), -status)
+    return _exit_code(status)
+
+
+def _time_stamp() -> float:
+    return time.time_ns() / 1e9
+
+
+if __name__ == "__main__":
+    sys.exit(main())

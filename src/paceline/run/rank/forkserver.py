@@ -1,0 +1,327 @@
+"""The process that imports torch once and becomes every rank. `python -m paceline.run.rank.forkserver FD`.
+
+It reads its settings from the socket FD, starts the ranks, and says over the socket who has started and
+who has ended and how. A process that ends with exit code 0 before its file does is reported with the status LEFT.
+In a job with parameter servers it starts these too, and again whom it is told to, until it hears that nobody will be
+asked for again. When the supervisor goes, the socket closes and every rank is killed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import importlib
+import json
+import multiprocessing
+import os
+import select
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from paceline.launch.local import RankSettings
+from paceline.launch.orphans import die_with_parent
+from paceline.nouns import module_names
+from paceline.run.failures import LEFT
+from paceline.server.transport.credentials import credentials_folder
+
+_NOTHING: Mapping[str, str] = MappingProxyType({})
+
+
+@dataclass(slots=True)
+class Pipes:
+    """The descriptors of the fork server itself.
+
+    Attributes:
+        control: the socket to the supervisor.
+        wake_read, wake_write: written to by Python at every signal, so that `select` returns.
+        finished_read, finished_write: a rank that has run its file to the end writes its process number there.
+        finished: the numbers read so far.
+    """
+
+    control: socket.socket
+    wake_read: int
+    wake_write: int
+    finished_read: int
+    finished_write: int
+    finished: set[int] = field(default_factory=set)
+
+    @classmethod
+    def open(cls, control: socket.socket) -> Pipes:
+        """Open the pipes."""
+        pipes = cls(control, *os.pipe(), *os.pipe())
+        os.set_blocking(pipes.wake_write, False)
+        os.set_blocking(pipes.finished_read, False)
+        return pipes
+
+    @property
+    def not_for_ranks(self) -> list[int]:
+        """What a rank closes after the fork."""
+        return [self.control.fileno(), self.wake_read, self.wake_write, self.finished_read]
+
+    def has_finished(self, pid: int) -> bool:
+        """Whether a process that has ended had run its file to the end."""
+        with contextlib.suppress(BlockingIOError):
+            while content := os.read(self.finished_read, 2**16):
+                self.finished.update(number for (number,) in _NUMBER.iter_unpack(content))
+        return pid in self.finished
+
+
+_LONGEST = 89  # characters of a folder: with a data loader's socket they are 107, the most that Linux takes
+_NUMBER = struct.Struct("<q")  # far below PIPE_BUF: each write is whole
+
+
+def main() -> None:
+    """Serve one job."""
+    control = socket.socket(fileno=int(sys.argv[1]))
+    # Not die_with_parent: when the supervisor is killed, somebody must still clear its private folder.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # see launch/local.py
+    settings = RankSettings.from_json(control.makefile().readline())
+    if settings.is_forking:
+        servers = [module_names.PARALLEL_SERVER, module_names.SERVER_PROCESS] if settings.servers else []
+        preload([*servers, *settings.preload])
+    if _is_gone(control):
+        _clear(settings)
+        return
+    if settings.lock >= 0:
+        os.set_inheritable(settings.lock, False)  # for ranks, not for programs that they start
+    pipes = Pipes.open(control)
+    pids = {}
+    for rank in settings.processes:
+        pids[_start(rank, settings, pipes)] = rank
+    if not settings.servers:
+        for output in settings.outputs:
+            os.close(output)
+    if settings.meeting.listener >= 0:
+        os.close(settings.meeting.listener)
+    _send(control, {"started": {rank: pid for pid, rank in pids.items()}})
+    signal.set_wakeup_fd(pipes.wake_write, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    _watch(pipes, pids, settings)
+    if pids or settings.servers:  # the supervisor may have been killed; one that lives has no more use for it
+        _clear(settings)
+
+
+def preload(modules: list[str]) -> None:
+    """Import torch and what the workload file imports; a module that fails will fail, and be told, in the ranks."""
+    for name in ["torch.utils.data", module_names.JOB, module_names.WORKER, *modules]:
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # the ranks share these objects' pages as long as nobody writes to them
+
+
+def environment_of(rank: int, settings: RankSettings) -> dict[str, str]:
+    """What a rank must know, in its environment."""
+    seats, meeting = settings.seats, settings.meeting
+    environment = {
+        **settings.environment,
+        "PACELINE_RANK": str(rank),
+        "PACELINE_WORLD_SIZE": str(settings.world_size),
+        "PACELINE_LOCAL_RANK": str(rank - seats.first),
+        "PACELINE_LOCAL_SIZE": str(seats.count),
+        "PACELINE_CROSS_RANK": str(seats.cross_rank),
+        "PACELINE_CROSS_SIZE": str(seats.cross_size),
+        "PACELINE_RUN_DIR": settings.run_dir,
+    }
+    for name in ("PACELINE_RENDEZVOUS", "PACELINE_MASTER"):
+        environment[name] = ""  # unset: another launcher around this one may have set it
+    if meeting.file:
+        environment["PACELINE_RENDEZVOUS"] = meeting.file
+    if meeting.master:
+        environment["PACELINE_MASTER"] = meeting.master
+    if meeting.interface:
+        environment["PACELINE_INTERFACE"] = meeting.interface
+    if meeting.listener >= 0 and rank == 0:
+        environment["PACELINE_LISTENER"] = str(meeting.listener)
+    if settings.servers:
+        own = f"unix:{Path(settings.private) / 'coordinator'}"
+        environment["PACELINE_COORDINATOR"] = meeting.coordinator or own
+        environment["PACELINE_CREDENTIALS"] = ""  # unset, too
+        if meeting.coordinator:
+            environment["PACELINE_CREDENTIALS"] = str(credentials_folder(Path(settings.private), "worker"))
+    if settings.resume:
+        environment["PACELINE_RESUME"] = settings.resume
+    return environment
+
+
+def _start(rank: int, settings: RankSettings, pipes: Pipes, more: Mapping[str, str] = _NOTHING) -> int:
+    environment = {**environment_of(rank, settings), **more}
+    output = settings.outputs[settings.processes.index(rank)]
+    if not settings.is_forking:
+        command = [sys.executable, "-m", module_names.WORKER, settings.script, *settings.arguments]
+        if _is_server(rank, settings):
+            words = _server_words(rank, settings)
+            command = [sys.executable, "-c", f"import {__spec__.name} as f; exit(f.be_server(*{words!r}))"]
+        kept = [settings.meeting.listener] if "PACELINE_LISTENER" in environment else []
+        if not _is_server(rank, settings):
+            kept.append(pipes.finished_write)
+            environment["PACELINE_FINISHED"] = str(pipes.finished_write)
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, "PYTHONIOENCODING": "utf-8:backslashreplace", **environment},
+            stdout=output,
+            stderr=output,
+            start_new_session=True,  # see _become_rank
+            pass_fds=kept,
+        )
+        return process.pid
+    has_session, in_session = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(in_session)
+        os.read(has_session, 1)  # ends when the child has its own process group, which killpg needs, or is gone
+        os.close(has_session)
+        return pid
+    os.close(has_session)
+    _become_rank(rank, output, environment, settings, pipes, in_session)
+    return 0  # not reached: the rank has ended
+
+
+def _is_server(rank: int, settings: RankSettings) -> bool:
+    return rank in settings.seats.servers
+
+
+def _server_words(number: int, settings: RankSettings) -> tuple[bool, str, str, str]:
+    """What `be_server` takes."""
+    is_coordinator = number == settings.world_size + settings.servers
+    return is_coordinator, settings.private, settings.meeting.coordinator, settings.meeting.own
+
+
+def _become_rank(
+    rank: int, output: int, environment: dict[str, str], settings: RankSettings, pipes: Pipes, in_session: int
+) -> None:
+    code = 1
+    close = pipes.not_for_ranks
+    try:
+        die_with_parent()
+        # A session of its own, not only a process group: Linux shares the CPU between sessions (autogroup), so ranks
+        # of one session would together get no more time than any one other program. torchrun's ranks have one each.
+        os.setsid()
+        os.close(in_session)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        if settings.meeting.listener >= 0 and rank != 0:
+            close = [*close, settings.meeting.listener]
+        for descriptor in {*close, *settings.outputs}:
+            os.close(descriptor)
+        # The supervisor reads UTF-8, whatever the terminal's encoding is. New objects: those of the fork server
+        # remember whether its own output could seek.
+        for name, descriptor in (("stdout", 1), ("stderr", 2)):
+            stream = os.fdopen(descriptor, "w", 1, "utf-8", "backslashreplace", closefd=False)
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
+        os.environ.update(environment)
+        if _is_server(rank, settings):
+            code = be_server(*_server_words(rank, settings))
+        else:
+            from paceline.run.rank.worker import run_rank
+
+            keep_temporary_files_in(settings.private)
+            code = run_rank(settings.script, settings.arguments)
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        tell_finished(pipes.finished_write)
+    finally:
+        os._exit(code)
+
+
+def tell_finished(finished_write: int) -> None:
+    """Say that this process has run its file to the end."""
+    os.write(finished_write, _NUMBER.pack(os.getpid()))
+
+
+def keep_temporary_files_in(private: str) -> None:
+    """Have data loaders keep their sockets there: in a folder of their own they stay when they are killed."""
+    if private and len(private) <= _LONGEST:
+        multiprocessing.current_process()._config["tempdir"] = private  # type: ignore[attr-defined]
+
+
+def be_server(is_coordinator: bool, private: str, coordinator: str, own: str) -> int:
+    """Be a parameter server, or their coordinator: see `run/rank/server_process.py`."""
+    from paceline.run.rank.server_process import run_coordinator, run_server
+
+    if is_coordinator:
+        return run_coordinator(Path(private), coordinator)
+    return run_server(Path(private), coordinator, own)
+
+
+def _clear(settings: RankSettings) -> None:
+    """Remove the private folder that a killed supervisor left."""
+    if settings.private:
+        shutil.rmtree(settings.private, ignore_errors=True)
+
+
+def _is_gone(control: socket.socket) -> bool:
+    """Whether the supervisor ended while torch was being imported."""
+    return bool(select.select([control.fileno()], [], [], 0)[0])
+
+
+def _watch(pipes: Pipes, pids: dict[int, int], settings: RankSettings) -> None:
+    rest = b""
+    control, wake_read = pipes.control, pipes.wake_read
+    while True:
+        _reap(pipes, pids, settings)
+        if not pids and not settings.servers:  # of a server's job each may be started again
+            return
+        ready, _, _ = select.select([control.fileno(), wake_read], [], [])
+        if wake_read in ready:
+            os.read(wake_read, 4096)
+        if control.fileno() not in ready:
+            continue
+        try:
+            content = control.recv(4096)
+        except ConnectionResetError:  # it was killed before it had read everything
+            content = b""
+        if not content:  # the supervisor's end
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
+            return
+        *lines, rest = (rest + content).split(b"\n")
+        for line in lines:
+            _start_again(json.loads(line)["restart"], pipes, pids, settings)
+
+
+def _start_again(rank: int, pipes: Pipes, pids: dict[int, int], settings: RankSettings) -> None:
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # what is forked must not have these
+    pid = _start(rank, settings, pipes, {"PACELINE_TAKES_OVER": "1"})
+    pids[pid] = rank
+    signal.set_wakeup_fd(pipes.wake_write, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    os.write(pipes.wake_write, b"x")  # one may have ended in between
+    _send(pipes.control, {"restarted": rank, "pid": pid})
+
+
+def _reap(pipes: Pipes, pids: dict[int, int], settings: RankSettings) -> None:
+    while pids:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == 0:
+            return
+        if pid in pids:
+            code = os.waitstatus_to_exitcode(status)
+            tells = settings.is_forking or not _is_server(pids[pid], settings)
+            if code == 0 and tells and not pipes.has_finished(pid):
+                code = LEFT
+            _send(pipes.control, {"ended": pids.pop(pid), "status": code})
+
+
+def _send(control: socket.socket, message: dict[str, Any]) -> None:
+    with contextlib.suppress(BrokenPipeError):
+        control.sendall(json.dumps(message).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""What the process of a parameter server runs, and that of their coordinator."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from paceline.nouns.errors import PacelineError
+from paceline.nouns.plan import Plan
+from paceline.run.directory import SERVERS, write_json
+from paceline.run.rank.worker import failed
+from paceline.server.coordinator.process import Coordination
+from paceline.server.node import serve
+from paceline.server.settings import JobSettings
+from paceline.server.transport.address import UNIX, Address, Credentials
+from paceline.server.transport.credentials import credentials_folder
+from paceline.train.compiler_import import defer_compiler_import
+
+RETURNS_S = 20.0  # for the worker that the supervisor starts in a lost one's place
+
+
+def run_server(private: Path, coordinator: str = "", own: str = "") -> int:
+    """Be a server.
+
+    Args:
+        private: a folder that only this user can enter: sockets, and credentials for what leaves the host.
+        coordinator: HOST:PORT, in a job of several hosts; "": a socket in `private`.
+        own: this host's address, in a job of several.
+
+    Returns:
+        The exit code.
+    """
+    defer_compiler_import()
+    at = f"{own}:0" if coordinator else f"{UNIX}{private / f'server-{os.getpid()}'}"
+    where = coordinator or coordinator_address(private)
+    return _exit_code(serve(at, where, _credentials(private, "server") if coordinator else None))
+
+
+def run_coordinator(private: Path, coordinator: str = "") -> int:
+    """Be the coordinator; the exit code. Arguments as `run_server` has them."""
+    run_dir = Path(os.environ["PACELINE_RUN_DIR"])
+    job = JobSettings.of(Plan.read(run_dir / "plan.json"))
+    at = Address.parse(coordinator or coordinator_address(private))
+    write_json(run_dir / SERVERS, {"coordinator": str(at)})
+    credentials = _credentials(private, "coordinator") if coordinator else None
+    return _exit_code(_coordinate(at, job, private / "log", run_dir, credentials))
+
+
+def _credentials(private: Path, role: str) -> Credentials:
+    return Credentials(credentials_folder(private, role))
+
+
+async def _coordinate(at: Address, job: JobSettings, log: Path, run_dir: Path, credentials: Credentials | None) -> None:
+    await Coordination(at, job, log, _teller(run_dir), RETURNS_S, credentials).run()
+
+
+def _exit_code(work: Coroutine[Any, Any, None]) -> int:
+    try:
+        asyncio.run(work)
+    except KeyboardInterrupt:
+        return 0
+    except PacelineError as error:
+        return failed(error.with_traceback(None))  # no line of the person's file is the cause
+    except BaseException as error:
+        return failed(error)
+    return 0
+
+
+def coordinator_address(private: Path) -> str:
+    """Where the coordinator of a job on this host listens."""
+    return f"{UNIX}{private / 'coordinator'}"
+
+
+def _teller(run_dir: Path) -> Callable[[dict[str, Any]], None]:
+    path = run_dir / "servers.jsonl"
+    is_told = False
+
+    def tell(event: dict[str, Any]) -> None:
+        nonlocal is_told
+        try:
+            with path.open("ab", buffering=0) as file:  # unbuffered: a line that did not fit is not written later
+                file.write(json.dumps({"at": time.time_ns() // 10**6 / 1e3, **event}).encode() + b"\n")
+        except OSError as error:
+            if not is_told:
+                print(
+                    f"paceline: {path} can't be written ({error.strerror}); events are missing there", file=sys.stderr
+                )
+            is_told = True
+
+    return tell

@@ -1,0 +1,207 @@
+"""A thread of each rank that notices when the rank makes no progress, and writes down where it stands.
+
+Progress is a finished step or the begin of a collective. After a quarter of the notice time without any (at most of
+the default's), the thread writes `stalls/RANK.json` in the run directory, and again from time to time; with the next
+progress it removes the file. The supervisor reads these files: see `run/supervise/stalls.py`. Nothing is ended here.
+
+Stacks come from `faulthandler`, which prints them without holding a frame: a frame that is held keeps its tensors
+alive, and a graph that is being captured notices that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import re
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import paceline
+from paceline.comm import api as words
+from paceline.run.supervise.stalls import DEFAULT_S, FOLDER, notice_time
+from paceline.train import job as jobs
+
+_FIRST = 0.25  # of the pace: the first report of a rank
+_POLLS = 24  # looks in that time
+_MOST_POLL_S = 5.0
+_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+_THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
+_PACELINE = str(Path(paceline.__file__).parent) + os.sep
+_JOB = f"{_PACELINE}train{os.sep}job.py"
+_COLLECTIVES = {
+    "all_reduce", "all_gather", "all_gather_along", "broadcast", "reduce_scatter", "reduce_scatter_parts", "all_to_all",
+    "barrier", "receive", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "recv", "send",
+}  # fmt: skip
+
+_WAITS = {  # the files of `comm/` that wait, and in what
+    "shared_memory": "all_reduce",
+    "reducer": "all_reduce",
+    "collectives": "a collective",
+    "process_group": "the start, until all ranks are there",
+}
+Frame = tuple[str, int, str]  # file, line, function
+
+
+class Watchdog:
+    """The thread.
+
+    Args:
+        run_dir: of the job.
+        rank: this process's.
+        notice_s: seconds without progress after which people are told; 0: never, and the files are written all the
+            same, since whoever supervises ends a job that one of its ranks has left.
+    """
+
+    def __init__(self, run_dir: Path, rank: int, notice_s: float) -> None:
+        self.folder, self.rank = run_dir / FOLDER, rank
+        self.pace_s = min(notice_s or DEFAULT_S, DEFAULT_S)
+        self.path = self.folder / f"{rank}.json"
+        self.over = threading.Event()
+        self.thread = threading.Thread(target=self._watch, name="paceline watchdog", daemon=True)
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self.thread.start()
+
+    def stop(self) -> None:
+        """Watch no longer; the rank has run its file."""
+        self.over.set()
+        self.thread.join()
+        self.path.unlink(missing_ok=True)
+
+    def _watch(self) -> None:
+        with contextlib.suppress(OSError):  # a full disk must not end the thread with a traceback
+            self.path.unlink(missing_ok=True)
+        since_s, cpu_s, before = time.monotonic(), time.process_time(), progress()
+        next_s, is_written = _FIRST * self.pace_s, False
+        while not self.over.wait(min(self.pace_s / _POLLS, _MOST_POLL_S)):
+            now, stalled_s = progress(), time.monotonic() - since_s
+            if now != before:
+                since_s, cpu_s, before = time.monotonic(), time.process_time(), now
+                next_s = _FIRST * self.pace_s
+                if is_written:
+                    self.path.unlink(missing_ok=True)
+                is_written = False
+            elif stalled_s >= next_s:
+                next_s += max(_FIRST * self.pace_s, stalled_s / 2)
+                is_written = self._write(stalled_s, time.process_time() - cpu_s)
+
+    def _write(self, stalled_s: float, cpu_s: float) -> bool:
+        report = {"rank": self.rank, "at": time.time_ns() / 1e9, "stalled_s": stalled_s, "cpu_s": cpu_s, **standing()}
+        draft = self.folder / f".{self.rank}.draft"
+        with contextlib.suppress(OSError):
+            self.folder.mkdir(exist_ok=True)
+            draft.write_text(json.dumps(report, indent=1))
+            draft.replace(self.path)
+        return True
+
+
+def begin_watching(environment: Mapping[str, str], run_dir: Path) -> Watchdog:
+    """Start this rank's watchdog."""
+    watchdog = Watchdog(run_dir, int(environment.get("PACELINE_RANK", "0")), notice_time(environment))
+    watchdog.start()
+    return watchdog
+
+
+def progress() -> tuple[int, int]:
+    """Changes with every step and every collective."""
+    job = jobs.newest()
+    if job is not None:
+        return job.step_number, _calls(job.ledger)
+    return 0, _calls(words.world().comm.ledger) if words.is_initialized() else -1
+
+
+def _calls(ledger: Any) -> int:
+    try:
+        return int(ledger.calls.total())
+    except RuntimeError:  # the main thread entered a call of a new kind meanwhile: that is progress
+        return time.monotonic_ns()
+
+
+def standing() -> dict[str, Any]:
+    """Where this process stands: its step, its main thread's frames, innermost first, and what it waits in."""
+    threads = stacks()
+    frames = threads.get(threading.main_thread().ident or 0, [])
+    job = jobs.newest()
+    own = next((frame for frame in frames if _is_persons(frame[0])), None)
+    functions = {(name, file) for file, _, name in frames}
+    return {
+        "step": jobs.current_step(),
+        "steps_done": job.step_number if job is not None else 0,
+        "waits_in": waits_in(frames),
+        "is_in_step": ("step", _JOB) in functions,
+        "is_closing": ("close", _JOB) in functions,
+        "line": f"{own[0]}:{own[1]}" if own else None,
+        "function": own[2] if own else None,
+        "stack": frames,
+        "threads": {hex(number): frames for number, frames in threads.items()},
+    }
+
+
+def stacks() -> dict[int, list[Frame]]:
+    """The frames of every thread, innermost first, by its identifier. No frame object is made."""
+    with _scratch_file() as file:
+        faulthandler.dump_traceback(file.fileno())
+        file.seek(0)
+        text = file.read().decode(errors="replace")
+    threads: dict[int, list[Frame]] = {}
+    current: list[Frame] = []
+    for line in text.splitlines():
+        if found := _THREAD.match(line):
+            current = threads.setdefault(int(found[1], 16), [])
+        elif found := _FRAME.fullmatch(line):
+            current.append((found[1], int(found[2]), found[3]))
+    return threads
+
+
+def _scratch_file() -> IO[bytes]:
+    """In memory where that can be: a disk may be full."""
+    return open(os.memfd_create("stacks"), "w+b") if hasattr(os, "memfd_create") else tempfile.TemporaryFile()
+
+
+def waits_in(frames: list[Frame]) -> str | None:
+    """The collective that a thread waits in, or what else it waits for; None: nothing that is known of.
+
+    Only the innermost frames count: a thread may also compute, or import modules, on behalf of a collective.
+    """
+    inside: list[str] = []  # of `comm/`
+    for file, _, name in frames:
+        stem = Path(file).stem
+        if stem == "distributed_c10d" and name in _COLLECTIVES:
+            return name
+        if stem in ("distributed_c10d", "c10d_logger", "threading"):
+            continue
+        if not file.startswith(f"{_PACELINE}comm{os.sep}") or stem not in _WAITS:
+            return _of_comm(inside) or _otherwise(file, name)
+        if name in _COLLECTIVES:
+            return name
+        inside.append(stem)
+    return _of_comm(inside)
+
+
+def _of_comm(stems: list[str]) -> str | None:
+    """What files of `comm/` wait for, innermost first; the outermost says it."""
+    return _WAITS[stems[-1]] if stems else None
+
+
+def _otherwise(file: str, name: str) -> str | None:
+    """What else a thread may wait for, by its innermost frame outside Python's threading."""
+    if file.startswith(f"{_PACELINE}server{os.sep}"):
+        return "an answer of the parameter servers"
+    if file == f"{_PACELINE}checkpoint{os.sep}save.py" and name == "wait":
+        return "the writing of a checkpoint"
+    if f"torch{os.sep}distributed{os.sep}fsdp" in file and "wait" in name:
+        return "a collective of shard"
+    return None
+
+
+def _is_persons(file: str) -> bool:
+    """Whether a source file is the person's own."""
+    is_library = "site-packages" in file or f"{os.sep}lib{os.sep}python" in file
+    return not (is_library or file.startswith((_PACELINE, "<")))

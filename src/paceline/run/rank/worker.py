@@ -1,0 +1,144 @@
+"""What a rank's process runs: the person's file, then the end of its jobs. Failures go to the run directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from paceline.comm import api as words
+from paceline.launch.orphans import die_with_parent
+from paceline.nouns.errors import DataError, PacelineError, PeerLostError, WorkloadError
+from paceline.run.rank.watchdog import begin_watching
+from paceline.train import job as jobs
+from paceline.train import loop
+
+
+def run_rank(script: str, arguments: list[str], stopped_code: int = 0) -> int:
+    """Run `script` as `__main__`; the exit code. A file that only declares `workload` gets the plain loop.
+
+    Args:
+        script, arguments: the person's.
+        stopped_code: the exit code of a job that was asked to stop, and has been saved before its end.
+    """
+    run_dir = os.environ.get("PACELINE_RUN_DIR")
+    watchdog = begin_watching(os.environ, Path(run_dir)) if run_dir else None
+    try:
+        return _run_to_end(script, arguments, stopped_code)
+    finally:
+        if watchdog is not None:
+            watchdog.stop()
+
+
+def _run_to_end(script: str, arguments: list[str], stopped_code: int) -> int:
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, str(Path(script).parent))
+    try:
+        was_stopped = _run_file(script)
+        jobs.close_open_jobs()
+    except BaseException as error:
+        return failed(error)
+    if was_stopped:
+        return stopped_code
+    words.shutdown()
+    return 0
+
+
+def _run_file(script: str) -> bool:
+    """Run `script`, and the plain loop where it made no job; whether the job was asked to stop."""
+    try:
+        names = runpy.run_path(script, run_name="__main__")
+        if not jobs.was_any_made():
+            loop.train(_workload(script, names))
+    except jobs.Stopped:
+        return True
+    except SystemExit as exit_:
+        if exit_.code not in (None, 0):
+            raise
+    return False
+
+
+def _workload(script: str, names: dict[str, Any]) -> Any:
+    from paceline.nouns.workload import Workload
+
+    workload = names.get("workload")
+    if isinstance(workload, Workload):
+        return workload
+    if words.is_initialized():
+        return None  # it used the MPI words alone
+    raise WorkloadError(
+        f"{script} should train something",
+        "it made no job and has no variable `workload`",
+        "declare workload = paceline.Workload(...), and call paceline.distribute(workload) in a loop of your own",
+    )
+
+
+def failed(error: BaseException) -> int:
+    """Write what happened where the supervisor looks; the exit code."""
+    error = _explained(error)
+    code = error.exit_code if isinstance(error, PacelineError) else 1
+    rank = int(os.environ.get("PACELINE_RANK", "0"))
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_persons(frame.filename)]
+    failure = {
+        "rank": error.rank if isinstance(error, PacelineError) and error.rank is not None else rank,
+        "step": error.step if isinstance(error, PacelineError) else jobs.current_step(),
+        "at": time.time_ns() / 1e9,
+        "type": type(error).__name__,
+        "message": str(error),
+        "is_peer_loss": isinstance(error, PeerLostError),
+        "is_paceline": isinstance(error, PacelineError),
+        "where": f"{own[-1].filename}:{own[-1].lineno}" if own else None,
+        "traceback": "".join(traceback.format_exception(error)),
+        "exit_code": code,
+        "parts": [error.asked, error.found, error.fix] if isinstance(error, PacelineError) else None,
+    }
+    folder = Path(os.environ["PACELINE_RUN_DIR"], "failures")
+    draft = folder / f".{rank}.draft"
+    try:
+        folder.mkdir(exist_ok=True)
+        draft.write_text(json.dumps(failure))
+        draft.rename(folder / f"{rank}.json")
+    except OSError as full:
+        # A full disk must not swallow the cause: it goes where the rank's output goes.
+        text = f"{error}\n" if isinstance(error, PacelineError) else str(failure["traceback"])
+        text += f"paceline: this could not be written to {folder} ({full.strerror})"
+        print(text, file=sys.stderr)
+    return code
+
+
+def _explained(error: BaseException) -> BaseException:
+    """What torch raises wherever the main thread stands when a process of a data loader has died, in our words."""
+    text = str(error)
+    if not (isinstance(error, RuntimeError) and text.startswith("DataLoader worker (pid")):
+        return error
+    explained = DataError(
+        "a data loader's process should live as long as its rank",
+        text.splitlines()[0].rstrip(". "),
+        "was it the kernel for want of memory (see `dmesg`), or somebody's kill? Go on with --resume",
+    ).at(step=jobs.current_step())
+    return explained.with_traceback(error.__traceback__)
+
+
+def _is_persons(file: str) -> bool:
+    return "site-packages" not in file and f"{os.sep}paceline{os.sep}" not in file and not file.startswith("<")
+
+
+def main() -> int:
+    """Be a rank where forking is unsafe, and the fork server starts fresh interpreters; the exit code."""
+    from paceline.run.rank.forkserver import tell_finished
+
+    die_with_parent()
+    finished = int(os.environ.pop("PACELINE_FINISHED"))
+    os.set_inheritable(finished, False)
+    code = run_rank(sys.argv[1], sys.argv[2:])
+    tell_finished(finished)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,258 @@
+"""The ranks of one host for a supervisor on another. `python -m paceline.run.supervise.agent`, started over ssh.
+
+It hears lines of JSON on its standard input and answers on its standard output; it listens nowhere. When the input
+ends, the supervisor or the way to it has gone: the ranks are killed, and nothing is left behind.
+
+    in   {"run_dir", "token", "script", "cwd", "environment", "interface", "others", "is_head", "has_servers"}  first
+    out  {"address", "port", "interface"} or {"error": {"asked", "found", "fix"}}
+    in   {"credentials": {role: {file: text}}}   {"start": RankSettings}
+    in   {"signal": N, "ranks": [...]}   {"kill": true}   {"restart": rank}   {"over": true}
+    out  {"started": {rank: pid}}  {"ended": rank, "status": N}    {"output": rank, "text": base64}
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import dataclasses
+import json
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from paceline.launch.local import RankSettings
+from paceline.nouns.errors import PacelineError, UsageError
+from paceline.nouns.reading import Whole, parse_json
+from paceline.rendezvous.interfaces import (
+    CAN_SHARE,
+    address_of,
+    address_towards,
+    interface_of,
+    open_listener,
+    reserve_port,
+)
+from paceline.run.private import make_private
+from paceline.run.supervise.station import MOST_TOLD_BYTES, Lines, Listening, LocalStation, Station
+from paceline.server.transport.credentials import keep_credentials
+
+LEASE_S = 20.0  # the ranks' life after the supervisor's last sign; none starts in their place before it has ended
+OUTLIVED_S = LEASE_S + 2.0  # on another host's clock, which may run unlike this one's
+
+HELD_S = 3.0  # for output, after the fork server has ended
+END_S = 5.0  # for the last words to be taken
+# What the supervisor says, a line each.
+_HEARD = (
+    {
+        "token": str,
+        "run_dir": str,
+        "script": str,
+        "cwd": str,
+        "environment": {str: str},
+        "interface": (str, None),
+        "others": [str],
+        "is_head": bool,
+        "has_servers": bool,
+    },
+    {"credentials": {str: {str: str}}},
+    {"start": str},
+    {"signal": Whole(1, 64), "ranks": [int]},
+    {"kill": bool},
+    {"restart": int},
+    {"over": bool},
+    {"beat": bool},
+)
+MOST_WAITING = 2**16  # lines that nobody takes; what ranks write after that is left out
+
+
+class Mouth:
+    """Standard output, written by a thread of its own: a connection that takes nothing must not stop the agent."""
+
+    def __init__(self) -> None:
+        self.waiting: queue.Queue[str | None] = queue.Queue()
+        self.is_broken = False
+        self.thread = threading.Thread(target=self._write, daemon=True)
+        self.thread.start()
+
+    def say(self, line: str) -> None:
+        """Send a line, when it can be sent."""
+        if self.waiting.qsize() < MOST_WAITING or not line.startswith('{"output"'):
+            self.waiting.put(line)
+
+    def close(self, seconds: float) -> None:
+        """Wait at most so long for what is still to be sent."""
+        self.waiting.put(None)
+        self.thread.join(seconds)
+
+    def _write(self) -> None:
+        try:
+            while (line := self.waiting.get()) is not None:
+                print(line, flush=True)
+        except (BrokenPipeError, OSError):
+            self.is_broken = True
+
+
+class Agent:
+    """One host's part of one generation of a job."""
+
+    def __init__(self) -> None:
+        self.station = LocalStation()
+        self.listening = Listening()
+        self.listener: socket.socket | None = None
+        self.private = make_private()
+        self.lines = Lines(sys.stdin.fileno(), MOST_TOLD_BYTES)
+        self.has_started = self.is_over = self.has_lost = False
+        self.mouth = Mouth()
+        self.heard_s = time.monotonic()
+
+    def run(self) -> int:
+        """Serve until the ranks have ended, or the supervisor has gone."""
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, lambda *_: None)  # the end of the input says it; ranks must not inherit "ignore"
+        try:
+            self.listening.register(sys.stdin.fileno(), self._hear)
+            while not self.is_over and not self._is_alone():
+                self.listening.turn(1.0)
+            if self._is_alone():
+                self._say_error("the supervisor's signs of life", f"none came for {LEASE_S:g} s", "its ranks are ended")
+            self._end()
+        finally:
+            self.private.remove()
+        return 0
+
+    def _end(self) -> None:
+        """Until nothing is left: ranks that are only about to start are killed too."""
+        deadline = None
+        while self.listening.open - {sys.stdin.fileno()}:
+            self.station.kill()
+            if not self.station.pids:
+                self.station.finish()  # a fork server of a job with parameter servers waits for the word
+            self.listening.turn(0.2)
+            if self.has_lost and deadline is None:
+                deadline = time.monotonic() + HELD_S
+            if deadline is not None and time.monotonic() > deadline:
+                break  # something that a rank has left behind holds its output
+        self.station.close()
+        self.mouth.close(END_S)
+
+    def _is_alone(self) -> bool:
+        """Whether the supervisor has not been heard for so long that it may have started others in these' place."""
+        return self.has_started and time.monotonic() - self.heard_s > LEASE_S
+
+    def _hear(self) -> bool:
+        self.heard_s = time.monotonic()
+        for line in self.lines.read():
+            try:
+                self._obey(parse_json(line, "the supervisor's line", _HEARD))
+            except PacelineError as error:
+                self._say_error(error.asked, error.found, error.fix)
+                self.is_over = True
+        self.is_over = self.is_over or self.lines.is_over
+        return not self.lines.is_over
+
+    def _obey(self, message: dict[str, Any]) -> None:
+        if "token" in message:
+            self._say(self._prepare(message))
+        elif "start" in message:
+            self._start(RankSettings.from_json(message["start"]))
+        elif "kill" in message:
+            self.station.kill()
+        elif "signal" in message:
+            self.station.signal(message["ranks"], message["signal"])
+        elif "restart" in message:
+            self.station.restart(message["restart"])
+        elif "over" in message:
+            self.station.finish()
+        elif "credentials" in message:
+            self.has_started = True  # the lease runs as soon as keys are here
+            keep_credentials(self.private.path, message["credentials"])
+
+    def _prepare(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Look whether this host sees the same files, and find its address."""
+        os.environ.update(request["environment"])
+        with contextlib.suppress(OSError):
+            os.chdir(request["cwd"])
+        if not Path(request["script"]).is_file():
+            raise UsageError(
+                f"the file {request['script']}", "it is not there", "keep the code in a folder that all hosts share"
+            )
+        token = Path(request["run_dir"], f".token-{request['token'][:8]}")
+        if not token.is_file() or token.read_text() != request["token"]:
+            raise UsageError(
+                f"the run directory {request['run_dir']}",
+                "it is not the one that the supervisor made",
+                "name one with --runs on a file system that all hosts share",
+            )
+        address = own_address(request)
+        port = 0
+        if request["is_head"]:
+            self.listener = reserve_port(address) if request["has_servers"] else open_listener(address, 0)
+            port = self.listener.getsockname()[1]
+        return {"address": address, "port": port, "interface": interface_of(address) or ""}
+
+    def _start(self, settings: RankSettings) -> None:
+        meeting = settings.meeting
+        if self.listener is not None and not settings.servers:
+            meeting = dataclasses.replace(meeting, listener=self.listener.detach())
+            self.listener = None
+        elif self.listener is not None and not CAN_SHARE:  # else it is kept: their coordinator may be started again
+            self.listener.close()
+        self.station.start(
+            dataclasses.replace(settings, private=str(self.private.path), lock=self.private.lock, meeting=meeting)
+        )
+        self.station.listen(self.listening.register, self)
+        self.has_started = True
+
+    def _say(self, message: dict[str, Any]) -> None:
+        self.mouth.say(json.dumps(message))
+        self.is_over = self.is_over or self.mouth.is_broken
+
+    def _say_error(self, asked: str, found: str, fix: str) -> None:
+        self._say({"error": {"asked": asked, "found": found, "fix": fix}})
+
+    # --- station.Hearer
+
+    def on_started(self, pids: dict[int, int]) -> None:
+        """Pass it on."""
+        self._say({"started": pids})
+
+    def on_ended(self, rank: int, status: int) -> None:
+        """Pass it on."""
+        self._say({"ended": rank, "status": status})
+
+    def on_output(self, rank: int, text: str) -> None:
+        """Pass it on; a rank may write any bytes."""
+        self._say({"output": rank, "text": base64.b64encode(text.encode()).decode()})
+
+    def on_lost(self, station: Station) -> None:
+        """The fork server has ended: so has the work here."""
+        self.is_over = self.has_lost = True
+        if self.station.pids:
+            self._say_error("the fork server should live as long as its ranks", "it has ended", "see `dmesg` there")
+
+
+def own_address(request: dict[str, Any]) -> str:
+    """The address at which the job's other hosts reach this one.
+
+    It is the one of the interface that was asked for; else the one that ssh came to; where ssh came over loopback,
+    the one on the way to another host.
+    """
+    if request["interface"]:
+        return address_of(request["interface"])
+    words = os.environ.get("SSH_CONNECTION", "").split()
+    came_to = words[2] if len(words) == 4 else "127.0.0.1"
+    if not came_to.startswith("127.") and ":" not in came_to:
+        return came_to
+    others = [other.rpartition("@")[2] for other in request["others"]]
+    return address_towards(others[0]) if others else "127.0.0.1"
+
+
+if __name__ == "__main__":
+    status = Agent().run()
+    sys.stderr.flush()
+    os._exit(status)  # a thread may still wait for a connection that takes nothing

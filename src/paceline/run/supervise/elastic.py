@@ -1,0 +1,295 @@
+"""Runs a job generation after generation, on the hosts that there are."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from paceline.launch.hosts import Host, parse_hosts
+from paceline.launch.rank_assignment import seat
+from paceline.launch.ssh import ssh_command
+from paceline.launch.workload_file import read_workload_file
+from paceline.nouns.errors import PacelineError, ReadError, UsageError, WorkloadError
+from paceline.nouns.mesh import Mesh
+from paceline.nouns.plan import Plan
+from paceline.nouns.reading import parse_whole, read_text
+from paceline.run import directory
+from paceline.run.failures import first_line, refusal
+from paceline.run.supervise.agent import OUTLIVED_S
+from paceline.run.supervise.fleet import FleetOptions, HostError, open_posts
+from paceline.run.supervise.interrupts import Interrupted
+from paceline.run.supervise.job import finish
+from paceline.run.supervise.membership import GiveUp, Membership, Regroup, Rules, Start, Wait
+from paceline.run.supervise.progress import Progress, Screen
+from paceline.run.supervise.supervisor import Ending, JobRequest, Supervisor
+
+DISCOVER_S = 1.0  # between two looks, as Horovod has it
+SCRIPT_S = 30.0  # for the script to end
+WAIT_S = 600.0  # for enough hosts
+GENERATION = "generation"  # a file of the run directory
+
+
+@dataclass(slots=True)
+class Elastic:
+    """A job that goes on while hosts come and go.
+
+    Args:
+        rules: how many hosts it wants.
+        discover: the hosts that there are now; raises UsageError when that can't be known.
+        fleet: how they are reached.
+        plan: for any number of ranks: its `replicate` or `shard` axis grows and shrinks.
+        request: the job; its ranks and posts are each generation's own.
+        screen: for people.
+    """
+
+    rules: Rules
+    discover: Callable[[], Sequence[Host]]
+    fleet: FleetOptions
+    plan: Plan
+    request: JobRequest
+    screen: Screen
+    wait_s: float = WAIT_S
+    progress: Progress | None = None  # of the newest generation that has begun
+
+    def run(self) -> tuple[Ending, Progress, dict[str, object]]:
+        """Run the job to its end, and write its result.
+
+        Raises:
+            UsageError: there were not enough hosts for the first generation.
+        """
+        try:
+            ending, progress = self._generations()
+        except (PacelineError, Interrupted) as error:  # between two generations
+            if self.progress is None:
+                raise
+            ending, progress = _ended_by(error), self.progress
+        return ending, progress, finish(self.request.run_dir, ending, progress, self.screen.say)
+
+    def _generations(self) -> tuple[Ending, Progress]:
+        members = Membership(self.rules, generation=last_generation(self.request.run_dir))
+        while True:
+            members, start = self._next(members)
+            try:
+                ending, progress, members = self._generation(members, start)
+            except HostError as error:
+                self.screen.say(f"paceline: {error.asked}: {error.found}")
+                members = members.not_ready(error.hosts)
+                time.sleep(DISCOVER_S)
+                continue
+            if not _goes_on(ending):
+                return ending, progress
+            self.screen.say(f"paceline: generation {start.generation} ended: {_why(ending)}")
+            members, decision = members.ended(ending.bad_hosts, ending.status == "failed")
+            if isinstance(decision, GiveUp):
+                self.screen.say(f"paceline: no other generation: {decision.why}")
+                return ending, progress
+
+    def _next(self, members: Membership) -> tuple[Membership, Start]:
+        """The next generation, as soon as there are hosts enough."""
+        began, told = time.monotonic(), ""
+        while True:
+            members = self._listed(members)
+            members, decision = members.discovered(self._discover(members))
+            if isinstance(decision, Start):
+                lacking = self._lacking(decision.hosts)
+                if lacking is None:
+                    return members, decision
+                members, decision = replace(members, hosts=(), generation=members.generation - 1), Wait(lacking)
+            assert isinstance(decision, Wait)
+            if decision.why != told:
+                told = decision.why
+                self.screen.say(f"paceline: waiting for hosts: {told}")
+            if time.monotonic() - began > self.wait_s:
+                raise UsageError(f"hosts within {self.wait_s:g} s", told, "start hosts, or lower --min-hosts")
+            time.sleep(DISCOVER_S)
+
+    def _discover(self, members: Membership) -> Sequence[Host]:
+        """The hosts now; those known when that can't be found out. One that failed before is looked at first.
+
+        Raises:
+            UsageError: none is known yet.
+        """
+        try:
+            found = self.discover()
+            own = {host.name for host in members.hosts}
+            doubtful = members.failures.keys() - own
+            return [host for host in found if host.name not in doubtful or self._answers(host)]
+        except PacelineError as error:
+            if not members.known:
+                raise
+            self.screen.say(f"paceline: {error.asked}: {error.found}; the job keeps the hosts that it knows")
+            return members.known
+
+    def _listed(self, members: Membership) -> Membership:
+        with contextlib.suppress(PacelineError):
+            return members.listed([host.name for host in self.discover()])
+        return members
+
+    def _answers(self, host: Host) -> bool:
+        """Whether a host can be reached at all."""
+        quick = dataclasses.replace(self.fleet.ssh, more=(*self.fleet.ssh.more, "-oConnectTimeout=5"))
+        command = ssh_command(host.name, ["true"], quick)
+        try:
+            done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=SCRIPT_S)
+        except (OSError, subprocess.TimeoutExpired):
+            return False
+        return done.returncode == 0
+
+    def _fitting(self, slots: int) -> Plan:
+        """The plan for so many slots, or for fewer where the file says that its batch has fewer samples."""
+        least = fixed_size(self.plan)
+        for ranks in range(slots, least, -1):
+            plan = rescaled(self.plan, ranks)
+            with contextlib.suppress(WorkloadError):
+                read_workload_file(str(self.request.script), plan.data_size)
+                return plan
+        return rescaled(self.plan, least)
+
+    def _lacking(self, hosts: Sequence[Host]) -> str | None:
+        """What these hosts lack for one copy of the model."""
+        slots, least = sum(host.slots for host in hosts), fixed_size(self.plan)
+        return None if slots >= least else f"{slots} of at least {least} slots are there, for one copy of the model"
+
+    def _generation(self, members: Membership, start: Start) -> tuple[Ending, Progress, Membership]:
+        run_dir = self.request.run_dir
+        plan = self._fitting(sum(host.slots for host in start.hosts))
+        seats = seat(start.hosts, plan.world_size)
+        directory.write_start(run_dir, plan, self.request.script, self.request.arguments)
+        draft = run_dir / f".{GENERATION}"
+        draft.write_text(f"{start.generation}\n")
+        draft.replace(run_dir / GENERATION)
+        resume = directory.find_resume_point(run_dir, lambda text: None)
+        where = ", ".join(f"{one.host}:{one.count}" for one in seats)
+        self.screen.say(
+            f"paceline: generation {start.generation}: {where}" + (f", from {resume.name}" if resume else "")
+        )
+        posts = open_posts(seats, self.request.script, run_dir, self.fleet)
+        told = {**self.request.environment, "PACELINE_GENERATION": str(start.generation)}
+        request = dataclasses.replace(self.request, ranks=plan.world_size, posts=posts, resume=resume, environment=told)
+        with _Watch(members, self._discover) as watch:
+            supervisor = Supervisor(request, self.screen, should_stop=watch.should_stop)
+            try:
+                ending, progress = supervisor.run()
+            finally:
+                supervisor.restore_signals()
+        self.progress = progress
+        if ending.lost_hosts:  # their ranks may still be there until the agents' leases have ended
+            time.sleep(OUTLIVED_S)
+        return ending, progress, watch.members
+
+
+def last_generation(run_dir: Path) -> int:
+    """The newest generation of a run: ranks of an older one may still be somewhere."""
+    try:
+        return parse_whole(read_text(run_dir / GENERATION, 100).strip()) or 0
+    except ReadError:
+        return 0
+
+
+def fixed_size(plan: Plan) -> int:
+    """Ranks that hold one copy of the model, and of the data axis that does not grow."""
+    mesh = Mesh.parse(plan.mesh)
+    return mesh.world_size // mesh.size(_growing(mesh))
+
+
+def _growing(mesh: Mesh) -> str:
+    return "shard" if mesh.size("shard") > 1 and mesh.size("replicate") == 1 else "replicate"
+
+
+class _Watch:
+    """Looks for hosts while a generation runs."""
+
+    def __init__(self, members: Membership, discover: Callable[[Membership], Sequence[Host]]) -> None:
+        self.members, self.discover = members, discover
+        self.regroup = threading.Event()
+        self.over = threading.Event()
+        self.thread = threading.Thread(target=self._look, daemon=True)
+
+    def __enter__(self) -> _Watch:
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.over.set()
+        self.thread.join(SCRIPT_S)
+
+    def should_stop(self) -> bool:
+        """Whether the ranks are to save and end."""
+        return self.regroup.is_set()
+
+    def _look(self) -> None:
+        while not self.over.wait(DISCOVER_S):
+            self.members, decision = self.members.discovered(self.discover(self.members))
+            if isinstance(decision, Regroup):
+                self.regroup.set()
+                return
+
+
+def _goes_on(ending: Ending) -> bool:
+    """Whether another generation may do better: the person's own error would come again."""
+    if ending.status == "failed":
+        return ending.is_of_hosts
+    return ending.status == "stopped" and ending.is_regroup
+
+
+def _ended_by(error: PacelineError | Interrupted) -> Ending:
+    if isinstance(error, Interrupted):
+        return Ending("stopped", 128 + error.number)
+    return Ending("failed", error.exit_code, refusal(error, time.time_ns() / 1e9))
+
+
+def rescaled(plan: Plan, ranks: int) -> Plan:
+    """The plan for at most so many ranks: what is split by tensor and pipeline stays, the data axis takes the rest.
+
+    Raises:
+        UsageError: there are too few for one copy of the model.
+    """
+    mesh = Mesh.parse(plan.mesh)
+    sizes = {axis: mesh.size(axis) for axis in ("replicate", "shard", "tensor", "pipeline")}
+    grows, fixed = _growing(mesh), fixed_size(plan)
+    if ranks < fixed:
+        raise UsageError(
+            f"the plan {plan.mesh} on {ranks} ranks",
+            f"{fixed} hold one copy of the model",
+            "raise --min-hosts or the slots",
+        )
+    line = ",".join(f"{axis}={size}" for axis, size in {**sizes, grows: ranks // fixed}.items() if size > 1)
+    return dataclasses.replace(plan, mesh=str(Mesh.parse(line or "replicate=1"))).settled()
+
+
+def script_hosts(script: Path) -> Callable[[], tuple[Host, ...]]:
+    """Horovod's protocol: a program that prints a host a line, `h1:4` or `h1`, and ends with 0.
+
+    Raises:
+        UsageError: it failed, or printed what is no host.
+    """
+
+    def ask() -> tuple[Host, ...]:
+        asked = f"the hosts of {script}"
+        try:
+            done = subprocess.run(
+                [str(script.resolve())], capture_output=True, text=True, errors="replace", timeout=SCRIPT_S
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise UsageError(
+                asked, f"it did not run ({error})", "make it a program that prints a host a line"
+            ) from None
+        if done.returncode:
+            last = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
+            raise UsageError(asked, f"it ended with {done.returncode}: {last}", "run it by hand")
+        lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
+        return parse_hosts(",".join(lines)) if lines else ()
+
+    return ask
+
+
+def _why(ending: Ending) -> str:
+    if ending.status == "stopped":
+        return "its hosts change"
+    return first_line(ending.cause or {"message": "its ranks hung"})

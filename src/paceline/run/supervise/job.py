@@ -1,0 +1,72 @@
+"""One job from its plan to its result, written to the run directory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from paceline.checkpoint.manifest import CHECKPOINTS, list_checkpoints, step_name, step_of
+from paceline.nouns.errors import UsageError, how_to_write
+from paceline.nouns.plan import Plan
+from paceline.run import directory
+from paceline.run.supervise.progress import Progress, Screen, speed
+from paceline.run.supervise.supervisor import Ending, JobRequest, Supervisor
+
+
+def run_job(plan: Plan, request: JobRequest, screen: Screen) -> tuple[Ending, Progress, dict[str, Any]]:
+    """Run the job and write `result.json`: how it ended, what it did, and the result as JSON has it."""
+    directory.write_start(request.run_dir, plan, request.script, request.arguments)
+    supervisor = Supervisor(request, screen)
+    try:
+        ending, progress = supervisor.run()
+        return ending, progress, finish(request.run_dir, ending, progress, screen.say)
+    finally:
+        supervisor.restore_signals()
+
+
+def finish(run_dir: Path, ending: Ending, progress: Progress, say: Callable[[str], None]) -> dict[str, Any]:
+    """Write `result.json`; its content. Where it can't be written, that is said, and the job ends as it did."""
+    result = result_of(run_dir, ending, progress)
+    try:
+        directory.write_json(run_dir / "result.json", result)
+    except OSError as error:
+        asked = f"to write how the job ended to {run_dir / 'result.json'}"
+        found = f"it can't be written ({error.strerror})"
+        say(f"paceline: {UsageError(asked, found, how_to_write(error))}")
+    return result
+
+
+def result_of(folder: Path, ending: Ending, progress: Progress) -> dict[str, Any]:
+    """The job's end as a JSON object. A job that took no step is where its checkpoints are."""
+    last, first = progress.last, progress.first
+    checkpoints = {step_of(step_name(path)) or 0: path for path in list_checkpoints(folder / CHECKPOINTS)}
+    saved = _last_saved(list(checkpoints), list(progress.loaded))
+    rate = speed(list(progress.records))
+    return {
+        "job": folder.name,
+        "status": ending.status,
+        "exit_code": ending.exit_code,
+        "stop_sent_to": ending.stop_sent_to or None,
+        "run_dir": str(folder),
+        "steps": last["step"] if last else saved,
+        "position": last["position"] if last else progress.loaded.get(saved, 0),
+        "loss_first": first["loss"] if first else None,
+        "loss_last": last["loss"] if last else None,
+        "samples_per_s": round(rate, 3) if rate else None,
+        "evaluation": progress.evaluation,
+        "left_out": progress.left_out,
+        "checkpoint": progress.checkpoint or (str(checkpoints[saved].absolute()) if saved in checkpoints else None),
+        "failure": ending.cause,
+    }
+
+
+def _last_saved(steps: list[int], loaded: list[int]) -> int:
+    """The last step of a job that took none.
+
+    Args:
+        steps: of the run's checkpoints, the newest first; it may be damaged.
+        loaded: the steps that the job loaded, in order: the first was to go on from.
+    """
+    is_whole = bool(steps) and (not loaded or steps[0] in loaded)
+    return steps[0] if is_whole else loaded[0] if loaded else 0

@@ -1,0 +1,201 @@
+"""Asks Ray for a placement group, and runs a rank in an actor of each bundle.
+
+Started as `python -m paceline.run.supervise.ray_driver`.
+
+It reads a `launch.ray.RayJob` as JSON from its standard input, and writes what the ranks write, each line after its
+rank. Ray carries calls and results by its own means; a rank's tensors go over torch's sockets, as everywhere.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from paceline.launch.local import rank_environment
+from paceline.launch.orphans import die_with_parent
+from paceline.rendezvous.interfaces import address_towards, open_listener
+
+POLL_S = 0.1
+FAILED = 1
+
+
+class Seat:
+    """An actor: one rank's process, its place and its output."""
+
+    def __init__(self) -> None:
+        self.process: subprocess.Popen[bytes] | None = None
+        self.lines: list[str] = []
+        self.lock = threading.Lock()
+        self.listener: socket.socket | None = None
+
+    def where(self) -> str:
+        """The node that it is on."""
+        import ray.util
+
+        find: Any = ray.util.get_node_ip_address
+        return str(find())
+
+    def listen(self, others: Sequence[str]) -> str:
+        """Open the socket of the ranks' store, at the address that the others reach; HOST:PORT."""
+        own = self.where()
+        away = [other for other in others if other != own]
+        address = address_towards(away[0]) if away else "127.0.0.1"
+        self.listener = open_listener(address, 0)
+        return f"{address}:{self.listener.getsockname()[1]}"
+
+    def start(self, program: Sequence[str], folder: str, environment: dict[str, str], local_size: int) -> None:
+        """Start the rank."""
+        own = {**rank_environment(local_size), **environment}
+        kept = []
+        if self.listener is not None:
+            kept = [self.listener.fileno()]
+            own["PACELINE_LISTENER"] = str(kept[0])
+        self.process = subprocess.Popen(
+            list(program),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env=own,
+            pass_fds=kept,
+            cwd=folder if os.path.isdir(folder) else None,
+            preexec_fn=die_with_parent,
+        )
+        if self.listener is not None:
+            self.listener.close()
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
+
+    def _read(self) -> None:
+        assert self.process is not None
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            with self.lock:
+                self.lines.append(line.decode(errors="replace").rstrip("\n"))
+
+    def poll(self) -> tuple[list[str], int | None]:
+        """What was written since, and the exit code once it has ended."""
+        assert self.process is not None
+        status = self.process.poll()
+        if status is not None:
+            self.reader.join(1.0)  # its last lines
+        with self.lock:
+            lines, self.lines = self.lines, []
+        return lines, status
+
+
+def main() -> int:
+    """Run the job; the first exit code that is not 0."""
+    die_with_parent()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is below is cleared up
+    job = json.loads(sys.stdin.read())
+    try:
+        import ray
+    except ModuleNotFoundError:
+        print("to run on Ray, the package ray is needed, but it is not installed: pip install 'paceline[ray]'")
+        return 2
+    told: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
+    if job["address"] == "local":
+        # One for this job alone: on loopback, with as many CPUs as its ranks take, and no dashboard.
+        wanted = sum(bundle.get("CPU", 0) for bundle in job["bundles"])
+        # A folder of its own: a socket's path has 107 characters at most.
+        own = tempfile.mkdtemp(prefix="paceline-ray-", dir="/tmp" if os.path.isdir("/tmp") else None)
+        told["_temp_dir"] = own
+        ray.init(num_cpus=max(1, int(wanted)), include_dashboard=False, _node_ip_address="127.0.0.1", **told)
+    else:
+        ray.init(address=job["address"], **told)
+    try:
+        return _run(ray, job)
+    finally:
+        ray.shutdown()
+        if "_temp_dir" in told:
+            shutil.rmtree(told["_temp_dir"], ignore_errors=True)
+
+
+def _run(ray: Any, job: dict[str, Any]) -> int:
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    group = ray.util.placement_group(job["bundles"], strategy=job["strategy"])
+    if not group.wait(job["wait_s"]):
+        have = ray.cluster_resources()
+        print(
+            f"Ray has not placed {len(job['bundles'])} ranks of {job['bundles'][0]} within {job['wait_s']:g} s: {have}"
+        )
+        return 2
+    kind = ray.remote(Seat)
+    seats = [
+        kind.options(
+            num_cpus=bundle.get("CPU", 0),
+            num_gpus=bundle.get("GPU", 0),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number),
+        ).remote()
+        for number, bundle in enumerate(job["bundles"])
+    ]
+    _start(ray, seats, job)
+    return _watch(ray, seats)
+
+
+def _start(ray: Any, seats: Sequence[Any], job: dict[str, Any]) -> None:
+    """Every rank learns its place: ranks of one node follow each other, in the order in which nodes come."""
+    where = ray.get([seat.where.remote() for seat in seats])
+    nodes = sorted(set(where), key=where.index)
+    order = sorted(range(len(seats)), key=lambda number: (nodes.index(where[number]), number))
+    master = ray.get(seats[order[0]].listen.remote(nodes))
+    calls = []
+    for rank, number in enumerate(order):
+        own = [at for at in order if where[at] == where[number]]
+        place = {
+            "PACELINE_RANK": str(rank),
+            "PACELINE_WORLD_SIZE": str(len(seats)),
+            "PACELINE_LOCAL_RANK": str(own.index(number)),
+            "PACELINE_LOCAL_SIZE": str(len(own)),
+            "PACELINE_CROSS_RANK": str(nodes.index(where[number])),
+            "PACELINE_CROSS_SIZE": str(len(nodes)),
+            "PACELINE_MASTER": master,
+        }
+        calls.append(
+            seats[number].start.remote(job["program"], job["working_folder"], {**job["environment"], **place}, len(own))
+        )
+    ray.get(calls)
+    seats[:] = [seats[number] for number in order]  # type: ignore[index]
+
+
+def _watch(ray: Any, seats: Sequence[Any]) -> int:
+    """Show what the ranks write until all have ended; when one fails, the others have a moment to say so too."""
+    import time
+
+    statuses: dict[int, int] = {}
+    failed_at: float | None = None
+    while len(statuses) < len(seats):
+        time.sleep(POLL_S)
+        for rank, seat in enumerate(seats):
+            if rank in statuses:
+                continue
+            try:
+                lines, status = ray.get(seat.poll.remote())
+            except ray.exceptions.RayError as error:
+                lines, status = [f"its actor has gone: {str(error).splitlines()[0]}"], FAILED
+            for line in lines:
+                print(f"[{rank}] {line}", flush=True)
+            if status is not None:
+                statuses[rank] = status
+        if failed_at is None and any(statuses.values()):
+            failed_at = time.monotonic()
+        if failed_at is not None and time.monotonic() - failed_at > 2.0:
+            for seat in seats:
+                ray.kill(seat)
+            break
+    return next((status if status > 0 else 128 - status for status in statuses.values() if status), 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

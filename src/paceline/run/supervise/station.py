@@ -1,0 +1,376 @@
+"""The hosts of a job as their supervisor has them: start ranks there, hear of them, signal them.
+
+A `LocalStation` has the fork server of this host. A `RemoteStation` has an agent on another, reached over ssh's
+standard input and output: nothing listens for it, and when the connection ends the agent ends the ranks.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import select
+import selectors
+import signal
+import socket
+import subprocess
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+from paceline.launch.local import ForkServer, RankSettings, start_ranks
+from paceline.nouns.errors import PacelineError, ReadError
+from paceline.nouns.reading import COUNT, Whole, parse_json, parse_whole
+from paceline.run.failures import LEFT, lost_host, lost_server
+
+BEAT_S = 2.0
+MOST_BYTES = 2**20  # of a line that a rank writes
+MOST_TOLD_BYTES = 2 * MOST_BYTES  # of a line of JSON that carries one, in base64
+_ERROR = {"error": {"asked": str, "found": str, "fix": str}}
+# What an agent says first, and then, a line each; see `run/supervise/agent.py`.
+_ANSWER = (_ERROR, {"address": str, "port": Whole(0, 65535), "interface": str})
+_TOLD = (
+    {"started": {str: COUNT}},
+    {"output": COUNT, "text": str},
+    {"ended": COUNT, "status": Whole(-64, LEFT)},  # below 0: a signal
+    {"error": {str: str}},
+)
+Listen = Callable[[int, Callable[[], bool]], None]  # a descriptor, and what reads it: False at its end
+
+
+class Hearer(Protocol):
+    """Who is told what happens on a host."""
+
+    def on_started(self, pids: dict[int, int]) -> None:
+        """Ranks have been started, by rank their processes."""
+
+    def on_ended(self, rank: int, status: int) -> None:
+        """A rank has ended with an exit code; below 0 the signal."""
+
+    def on_output(self, rank: int, text: str) -> None:
+        """A rank has written a line."""
+
+    def on_lost(self, station: Station) -> None:
+        """The fork server or the connection has ended; the ranks end with it."""
+
+
+class Station(Protocol):
+    """One host."""
+
+    @property
+    def host(self) -> str:
+        """Its name; "" is this host."""
+
+    def start(self, settings: RankSettings) -> None:
+        """Start its ranks."""
+
+    def listen(self, register: Listen, hearer: Hearer) -> None:
+        """Register what is to be read."""
+
+    def signal(self, ranks: Iterable[int], number: int) -> None:
+        """Signal ranks."""
+
+    def kill(self) -> None:
+        """Kill its ranks and all that they started."""
+
+    def restart(self, rank: int) -> None:
+        """Start one again."""
+
+    def finish(self) -> None:
+        """All have ended, and none will be started again."""
+
+    def beat(self, now_s: float) -> None:
+        """Say now and then that the supervisor lives."""
+
+    def close(self) -> int:
+        """Wait for its end; the fork server's or ssh's exit code."""
+
+    def failure(self, status: int, at: float) -> dict[str, Any]:
+        """What to tell when it was lost.
+
+        Args:
+            status: what `close` gave.
+            at: when that was heard, seconds since the epoch.
+        """
+
+
+class LocalStation:
+    """This host."""
+
+    def __init__(self, host: str = "") -> None:
+        self.host = host
+        self.server: ForkServer | None = None
+        self.pids: dict[int, int] = {}
+
+    def start(self, settings: RankSettings) -> None:
+        """Start its ranks."""
+        self.server = start_ranks(settings)
+
+    def listen(self, register: Listen, hearer: Hearer) -> None:
+        """Register the fork server's words and the ranks' output."""
+        assert self.server is not None
+        self.hearer = hearer
+        for rank, output in self.server.outputs.items():
+            register(output, _Reader(output, _saying(hearer, rank), lambda at=output: os.close(at)))  # type: ignore[misc]
+        control = self.server.control.fileno()
+        register(control, _Reader(control, self._told, lambda: hearer.on_lost(self)))
+
+    def _told(self, text: str) -> None:
+        message = json.loads(text)
+        if "started" in message:
+            self.pids = {int(rank): pid for rank, pid in message["started"].items()}
+            self.hearer.on_started(dict(self.pids))
+        elif "restarted" in message:
+            self.pids[message["restarted"]] = message["pid"]
+            self.hearer.on_started({message["restarted"]: message["pid"]})
+        else:
+            self.pids.pop(message["ended"], None)
+            self.hearer.on_ended(message["ended"], message["status"])
+
+    def signal(self, ranks: Iterable[int], number: int) -> None:
+        """Signal ranks."""
+        for rank in ranks:
+            if rank in self.pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self.pids[rank], number)
+
+    def kill(self) -> None:
+        """Kill its ranks and all that they started."""
+        for pid in self.pids.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+
+    def restart(self, rank: int) -> None:
+        """Start one again."""
+        assert self.server is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.server.control.sendall(json.dumps({"restart": rank}).encode() + b"\n")
+
+    def finish(self) -> None:
+        """Let the fork server end; in a job without parameter servers it does so by itself."""
+        assert self.server is not None
+        with contextlib.suppress(OSError):
+            self.server.control.shutdown(socket.SHUT_WR)
+
+    def beat(self, now_s: float) -> None:
+        """Nothing: the fork server sees the supervisor's end by itself."""
+
+    def close(self) -> int:
+        """Wait for the fork server's end; its exit code."""
+        if self.server is None:
+            return 0
+        self.server.control.close()
+        return self.server.process.wait()
+
+    def failure(self, status: int, at: float) -> dict[str, Any]:
+        """The fork server's end."""
+        return lost_server(status, at)
+
+
+class RemoteStation:
+    """Another host, by an agent.
+
+    Args:
+        host: its name.
+        command: what starts the agent there.
+        request: what the agent is told first: see `run/supervise/agent.py`.
+    """
+
+    def __init__(self, host: str, command: Sequence[str], request: dict[str, Any]) -> None:
+        self.host = host
+        self.processes: tuple[int, ...] = (0,)
+        self.credentials: dict[
+            str, dict[str, str]
+        ] = {}  # that go there before the start: see server/transport/credentials.py
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+        )
+        self.errors, self.beat_s = b"", float("-inf")
+        assert self.process.stdout is not None
+        self.lines = Lines(self.process.stdout.fileno(), MOST_TOLD_BYTES)
+        self.tell(request)
+
+    def answer(self) -> dict[str, Any] | None:
+        """The agent's first words, if they are in what it has written by now: waits for the first bytes alone.
+
+        None is "not yet", or, where `lines.is_over`, that ssh or the agent has ended.
+
+        Raises:
+            PacelineError: the agent says what is wrong with its host.
+        """
+        for line in self.lines.read():
+            try:
+                message = parse_json(line, "an agent's answer", _ANSWER)
+            except ReadError:
+                continue  # a login shell may greet first
+            if "error" in message:
+                error = message["error"]
+                raise PacelineError(f"{error['asked']} on {self.host}", error["found"], error["fix"])
+            return dict(message)
+        return None
+
+    def last_words(self) -> str:
+        """What ssh or the agent wrote to its standard error, once it has ended."""
+        assert self.process.stderr is not None
+        descriptor = self.process.stderr.fileno()
+        # Not `read`: what ssh started, such as a ProxyCommand, may live on and hold the other end.
+        while select.select([descriptor], [], [], 0.5)[0] and (content := os.read(descriptor, 2**16)):
+            self.errors += content
+        return self.errors.decode(errors="replace")
+
+    def failure(self, status: int, at: float) -> dict[str, Any]:
+        """The connection's end, with the last line of ssh or the agent."""
+        return lost_host(self.host, (self.errors.decode(errors="replace").strip().splitlines() or [""])[-1], at)
+
+    def start(self, settings: RankSettings) -> None:
+        """Start its ranks."""
+        self.processes = settings.processes
+        if self.credentials:
+            self.tell({"credentials": self.credentials})
+        self.tell({"start": settings.to_json()})
+
+    def listen(self, register: Listen, hearer: Hearer) -> None:
+        """Register the agent's words."""
+        self.hearer = hearer
+        assert self.process.stdout is not None
+        assert self.process.stderr is not None
+        out, err = self.process.stdout.fileno(), self.process.stderr.fileno()
+        register(out, _Reader(out, self._told, lambda: hearer.on_lost(self), self.lines))
+        register(err, _Reader(err, self._complained, lambda: None))
+
+    def _told(self, line: str) -> None:
+        try:
+            message = parse_json(line, "an agent's line", _TOLD)
+            if "started" in message:
+                pids = message["started"].items()
+                self.hearer.on_started({self._own(parse_whole(rank)): pid for rank, pid in pids})
+            elif "output" in message:
+                text = base64.b64decode(message["text"]).decode(errors="replace")
+                self.hearer.on_output(self._own(message["output"]), text)
+            elif "ended" in message:
+                self.hearer.on_ended(self._own(message["ended"]), message["status"])
+            elif "error" in message:
+                self._complained(": ".join(message["error"].values()))
+        except ValueError:
+            self._complained(line)
+
+    def _own(self, rank: int | None) -> int:
+        """A host speaks of its own ranks alone."""
+        if rank not in self.processes or rank is None:
+            raise ValueError(rank)
+        return rank
+
+    def _complained(self, text: str) -> None:
+        self.errors += text.encode() + b"\n"
+        self.hearer.on_output(self.processes[0], f"({self.host}) {text}")
+
+    def signal(self, ranks: Iterable[int], number: int) -> None:
+        """Signal ranks."""
+        self.tell({"signal": number, "ranks": list(ranks)})
+
+    def kill(self) -> None:
+        """Kill its ranks and all that they started."""
+        self.tell({"kill": True})
+
+    def restart(self, rank: int) -> None:
+        """Start one again."""
+        self.tell({"restart": rank})
+
+    def finish(self) -> None:
+        """Let its fork server end."""
+        self.tell({"over": True})
+
+    def beat(self, now_s: float) -> None:
+        """Without it for some time the agent ends the ranks: see `run/supervise/agent.py`."""
+        if now_s - self.beat_s > BEAT_S:
+            self.beat_s = now_s
+            self.tell({"beat": True})
+
+    def tell(self, message: dict[str, Any]) -> None:
+        """Send the agent a line; one that has gone says so on its other end."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError, ValueError):
+            self.process.stdin.write(json.dumps(message).encode() + b"\n")
+            self.process.stdin.flush()
+
+    def close(self, patience_s: float = 10.0) -> int:
+        """Let the agent end what it has, and wait for it; ssh's exit code."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        try:
+            return self.process.wait(patience_s)
+        except subprocess.TimeoutExpired:  # a host that stands still: its own sshd ends the agent
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            return self.process.wait()
+        finally:
+            for end in (self.process.stdout, self.process.stderr):
+                assert end is not None
+                end.close()
+
+
+class Lines:
+    """Splits what comes from a descriptor into lines; of a longer one the end is kept."""
+
+    def __init__(self, descriptor: int, most_bytes: int = MOST_BYTES) -> None:
+        self.descriptor, self.most_bytes, self.rest, self.is_over = descriptor, most_bytes, b"", False
+
+    def read(self) -> list[str]:
+        """The lines that are there; waits for the first bytes."""
+        try:
+            content = os.read(self.descriptor, 2**16)
+        except (ConnectionResetError, OSError):
+            content = b""
+        *lines, self.rest = (self.rest + content).split(b"\n")
+        if b"\r" in self.rest:  # a bar that is drawn anew: only its last state
+            self.rest = self.rest[self.rest.rstrip(b"\r").rfind(b"\r") + 1 :]
+        lines, self.rest = [line[-self.most_bytes :] for line in lines], self.rest[-self.most_bytes :]
+        self.is_over = not content
+        if self.is_over and self.rest:
+            lines, self.rest = [self.rest], b""
+        return [line.decode(errors="replace") for line in lines]
+
+
+class _Reader:
+    """Hands on the lines of a descriptor, and says when it has ended."""
+
+    def __init__(
+        self, descriptor: int, take: Callable[[str], None], over: Callable[[], None], lines: Lines | None = None
+    ) -> None:
+        self.lines, self.take, self.over = lines or Lines(descriptor), take, over
+
+    def __call__(self) -> bool:
+        for line in self.lines.read():
+            self.take(line)
+        if self.lines.is_over:
+            self.over()
+        return not self.lines.is_over
+
+
+def _saying(hearer: Hearer, rank: int) -> Callable[[str], None]:
+    return lambda text: hearer.on_output(rank, text)
+
+
+class Listening:
+    """The descriptors of some stations in one selector."""
+
+    def __init__(self) -> None:
+        self.selector = selectors.DefaultSelector()
+        self.open: set[int] = set()
+
+    def register(self, descriptor: int, read: Callable[[], bool]) -> None:
+        """Read this one too."""
+        self.open.add(descriptor)
+        self.selector.register(descriptor, selectors.EVENT_READ, read)
+
+    def turn(self, seconds: float) -> None:
+        """Read what is there, or comes within so long."""
+        for key, _ in self.selector.select(seconds):
+            if not key.data():
+                self.selector.unregister(key.fd)
+                self.open.discard(key.fd)
+
+    def close(self) -> None:
+        """Forget them."""
+        self.selector.close()

@@ -1,0 +1,77 @@
+"""When gradients become an update, and when a worker may go on: one rule over clocks for each mode.
+
+A worker's clock is the number of the step it computes. `sync` waits for everybody (BSP); `quorum` for the first q, and
+drops what comes later (Chen et al. 2016); `deadline` for those who come in time after the first; `stale` lets the
+fastest be s clocks ahead of the slowest (SSP, Ho et al. 2013); `async` waits for nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from paceline.nouns.errors import PlanError, did_you_mean
+from paceline.nouns.plan import MODES
+from paceline.server.protocol.messages import Worker
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """How far workers may run apart.
+
+    Args:
+        kind: one of the plan's MODES.
+        quorum: of `quorum`, how many gradients make an update.
+        staleness: of `stale`, how many clocks the fastest may be ahead.
+        deadline_s: of `deadline`, how long the first gradient of a round waits for the others.
+
+    Raises:
+        PlanError: a value is none that a mode can have.
+    """
+
+    kind: str = "sync"
+    quorum: int = 0
+    staleness: int = 0
+    deadline_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in MODES:
+            raise PlanError(
+                f"the server's mode is {self.kind!r}",
+                f"there are {', '.join(MODES)}",
+                did_you_mean(self.kind, MODES, "write mode=sync"),
+            )
+        if self.kind == "quorum" and self.quorum < 1:
+            raise PlanError("a quorum of workers", f"it is {self.quorum}", "write quorum=1 or more")
+        if self.staleness < 0:
+            raise PlanError("a bound on staleness", f"it is {self.staleness}", "write staleness=0 or more")
+        if (self.kind == "deadline") != (self.deadline_s > 0):
+            raise PlanError(
+                f"a deadline of {self.deadline_s:g} s", f"the mode is {self.kind}", "write mode=deadline,deadline=1"
+            )
+
+    @property
+    def is_by_rounds(self) -> bool:
+        """Whether several workers' gradients make one update."""
+        return self.kind in ("sync", "quorum", "deadline")
+
+    def is_complete(self, here: Collection[Worker], active: Collection[Worker]) -> bool:
+        """Whether a round may be closed with the gradients of `here`."""
+        waited_for = [worker for worker in active if worker not in here]
+        if self.kind == "quorum" and len(here) >= min(self.quorum, len(active)):
+            return bool(here)
+        return bool(here) and not waited_for
+
+    def may_read(self, clock: int, rounds: Collection[int], applied: Mapping[Worker, int]) -> bool:
+        """Whether a worker may begin its step `clock`.
+
+        Args:
+            clock: the worker's.
+            rounds: of every segment how many rounds are closed.
+            applied: of every active worker the last clock of which every segment is applied; -1 before the first.
+        """
+        if self.kind == "async":
+            return True
+        if self.is_by_rounds:
+            return min(rounds, default=clock) >= clock
+        return min(applied.values(), default=clock) >= clock - self.staleness - 1

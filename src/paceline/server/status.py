@@ -1,0 +1,137 @@
+"""Looks at a running job's servers from outside: asks the coordinator, then every server, how it goes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from paceline.nouns.errors import PeerLostError
+from paceline.nouns.reading import fault_of
+from paceline.server import setup
+from paceline.server.transport.address import Address, Credentials, connect
+from paceline.server.transport.connection import Connection
+from paceline.server.transport.frames import FrameError
+from paceline.server.transport.peers import Peers, addresses_of, facts_of
+
+ANSWER_S = 5.0
+_ALWAYS = {
+    "job": {
+        "mode": str,
+        "quorum": int,
+        "staleness": int,
+        "deadline": float,
+        "workers": int,
+        "servers": int,
+        "replicas": int,
+    },
+    "state": str,
+    "servers": {str: str},
+}
+_GATHERING = {"here": [str]}
+_TRAINING = {
+    "workers": [
+        {
+            "worker": int,
+            "incarnation": int,
+            "clock": int,
+            "is_done": bool,
+            "is_in": bool,
+            "silent_s": float,
+            "is_waiting?": bool,
+            "waited_for_network_s?": float,
+            "waited_for_others_s?": float,
+            "bytes_sent?": int,
+            "bytes_received?": int,
+        }
+    ],
+    "chains": [{"range": int, "chain": [int], "epoch": int, "is_whole": bool}],
+}
+# What a server answers.
+NODE = {
+    "ranges": [
+        {
+            "range": int,
+            "role": str,
+            "updates": int,
+            "behind": int,
+            "duplicates": int,
+            "waits_for": [int],
+            "staleness?": {str: int},
+        }
+    ]
+}
+
+
+class Watcher(Peers):
+    """Asks, and keeps the answers by who gave them."""
+
+    def __init__(self, credentials: Credentials | None) -> None:
+        super().__init__(credentials)
+        self.answers: dict[Any, dict[str, Any]] = {}
+        self.is_here = asyncio.Event()
+
+    async def ask(self, who: Any, where: Address) -> dict[str, Any] | None:
+        """What one process says; None where it does not answer."""
+        try:
+            connection = await connect(where, lambda: Connection(self), self.credentials)
+        except PeerLostError:
+            return None
+        connection.peer = who
+        self.connections[who] = connection
+        connection.send(0, setup.Hello("watcher", -1, 0, "", ""))
+        connection.send(0, setup.AskStatus())
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                while who not in self.answers:
+                    await self.is_here.wait()
+                    self.is_here.clear()
+        except TimeoutError:
+            return None
+        connection.close("the process ends")
+        return self.answers.pop(who)
+
+    def take(self, peer: Any, number: int, message: Any) -> None:
+        """An answer."""
+        if isinstance(message, setup.Status):
+            self.answers[peer] = facts_of(message.facts)
+            self.is_here.set()
+
+
+async def look(coordinator: Address, credentials: Credentials | None = None) -> dict[str, Any]:
+    """The status of a job: the coordinator's, with every server's under "nodes".
+
+    Raises:
+        PeerLostError: the coordinator does not answer.
+    """
+    watcher = Watcher(credentials)
+    facts = await watcher.ask("coordinator", coordinator)
+    if facts is None:
+        raise PeerLostError(
+            f"the coordinator at {coordinator}",
+            "it does not answer",
+            "see whether the job runs with these credentials",
+        )
+    fault = fault_of_facts(facts)
+    if fault is not None:
+        raise PeerLostError(
+            f"the coordinator at {coordinator} should say how its job goes",
+            f"it says something else: {fault}",
+            "see whether a coordinator of this version of Paceline listens there",
+        )
+    servers = addresses_of(json.dumps(facts["servers"]))
+    answers = await asyncio.gather(*[watcher.ask(node, where) for node, where in servers.items()])
+    facts["nodes"] = [answer for answer in answers if answer is not None and fault_of(answer, NODE) is None]
+    return facts
+
+
+def fault_of_facts(facts: Any) -> str | None:
+    """What in a coordinator's answer is not as `report.py` reads it; None where all is."""
+    fault = fault_of(facts, _ALWAYS)
+    if fault is not None:
+        return fault
+    try:
+        addresses_of(json.dumps(facts["servers"]))
+    except FrameError as error:
+        return str(error)
+    return fault_of(facts, _GATHERING if facts["state"] == "gathering" else _TRAINING)

@@ -1,0 +1,232 @@
+"""Accepts connections: so many at a time that have not said who they are, each for a short time.
+
+Who has shown a certificate and said hello counts no more. Where there are too many others, the oldest of whoever has
+most of them ends: one of the job says who it is within milliseconds, and is not kept out by those that say nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import socket
+import ssl
+import stat
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.server.transport.connection import Connection
+
+SAY_S = 10.0  # for a connection to say who it is, TLS handshake included
+PER_PEER = 64  # that have not: of one host, or of one process on this host
+IN_ALL = 256
+_BACKLOG = 512
+_ABSENT = {errno.EAFNOSUPPORT, errno.EPROTONOSUPPORT, errno.EADDRNOTAVAIL}  # the host has no such address
+_NO_DESCRIPTORS_S = 0.1  # before the next attempt where this process may open no more
+
+
+@dataclass(slots=True)
+class Waiting:
+    """Connections that have not said who they are.
+
+    Args:
+        per_peer: the most of one peer.
+        in_all: the most of all.
+    """
+
+    per_peer: int
+    in_all: int
+    ends: dict[Any, tuple[Any, Callable[[], None]]] = field(default_factory=dict)  # the oldest first
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def add(self, connection: Any, peer: Any, end: Callable[[], None]) -> None:
+        """One more; where it is too many, an older one ends.
+
+        Args:
+            connection: a name for it.
+            peer: where it comes from.
+            end: ends it.
+        """
+        if sum(other == peer for other, _ in self.ends.values()) >= self.per_peer:
+            self.end_oldest(peer)
+        elif len(self.ends) >= self.in_all:
+            self.end_oldest()
+        self.ends[connection] = peer, end
+
+    def remove(self, connection: Any) -> None:
+        """It has said who it is, or has ended."""
+        self.ends.pop(connection, None)
+
+    def end_oldest(self, peer: Any = None) -> None:
+        """End the oldest one of a peer; without, of the peer that has most."""
+        if not self.ends:
+            return
+        if peer is None:
+            peer = Counter(other for other, _ in self.ends.values()).most_common(1)[0][0]
+        connection = next(name for name, (other, _) in self.ends.items() if other == peer)
+        _, end = self.ends.pop(connection)
+        end()
+
+
+class Acceptor:
+    """Listens, until it is closed.
+
+    Args:
+        listeners: bound sockets.
+        make: makes a connection's protocol.
+        context: of TLS; None for a unix socket.
+        peer_of: whom a new connection comes from.
+    """
+
+    def __init__(
+        self,
+        listeners: list[socket.socket],
+        make: Callable[[], Connection],
+        context: ssl.SSLContext | None,
+        peer_of: Callable[[socket.socket], Any],
+    ) -> None:
+        self.listeners, self.make, self.context, self.peer_of = listeners, make, context, peer_of
+        self.waiting = Waiting(PER_PEER, IN_ALL)
+        self.tasks: set[asyncio.Task[None]] = set()
+        for listener in listeners:
+            listener.setblocking(False)
+            listener.listen(_BACKLOG)
+            self._spawn(self._accept(listener))
+
+    def is_known(self, connection: Connection) -> None:
+        """A connection has said who it is, and is who it says; or it has ended."""
+        self.waiting.remove(connection.accepted)
+
+    def close(self) -> None:
+        """Accept no more."""
+        for task in list(self.tasks):
+            task.cancel()
+        for listener in self.listeners:
+            listener.close()
+
+    def _spawn(self, work: Any) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+        return task
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                end, _ = await loop.sock_accept(listener)
+            except OSError:  # no descriptor is left, or the other has gone
+                self.waiting.end_oldest()
+                await asyncio.sleep(_NO_DESCRIPTORS_S)
+                continue
+            self._spawn(self._open(end))
+
+    async def _open(self, end: socket.socket) -> None:
+        """Bring a connection to where it can speak, and end it unless it soon says who it is."""
+        connection, name = self.make(), object()
+        connection.accepted = name
+        task = asyncio.current_task()
+        assert task is not None
+        self.waiting.add(name, self.peer_of(end), lambda: _end(connection, task))
+        seconds = SAY_S if self.context is not None else None
+        try:
+            async with asyncio.timeout(SAY_S):
+                await _has_something(end)
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: connection, end, ssl=self.context, ssl_handshake_timeout=seconds
+            )
+            await asyncio.sleep(SAY_S)
+            if name in self.waiting.ends:
+                connection.close("it did not identify itself in time")
+        except (OSError, TimeoutError, ssl.SSLError):
+            pass  # it is none of the job's, says nothing, or has gone
+        finally:
+            self.waiting.remove(name)
+            if connection.transport is None:
+                end.close()
+
+
+def _end(connection: Connection, task: asyncio.Task[None]) -> None:
+    """End one that has not said who it is: in its TLS handshake, or after it."""
+    if connection.transport is not None:
+        connection.close("too many connections have not identified themselves")
+    task.cancel()
+
+
+async def _has_something(end: socket.socket) -> None:
+    """Wait for the first bytes: until then a connection takes up no buffers, which TLS has a quarter of a MiB of."""
+    loop, came = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(end.fileno(), came.set)
+    try:
+        await came.wait()
+    finally:
+        loop.remove_reader(end.fileno())
+
+
+async def bound(host: str, port: int) -> list[socket.socket]:
+    """Sockets at one port of every address of a host that this host has.
+
+    A name may stand for addresses that it has not: an IPv6 address, for example, where the kernel has no IPv6.
+
+    Raises:
+        OSError: none can be had, or one is in use.
+    """
+    loop = asyncio.get_running_loop()
+    addresses = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    listeners: list[socket.socket] = []
+    absent: list[str] = []
+    try:
+        for family, kind, _, _, address in dict.fromkeys(addresses):
+            port = listeners[0].getsockname()[1] if listeners else port
+            try:
+                listeners.append(_bound_at(family, kind, (address[0], port, *address[2:])))
+            except OSError as error:
+                if error.errno not in _ABSENT:
+                    raise
+                absent.append(f"{address[0]} ({os.strerror(error.errno)})")
+        if not listeners:
+            raise OSError(errno.EADDRNOTAVAIL, f"none of its addresses is of this host: {', '.join(absent)}")
+    except BaseException:
+        for listener in listeners:
+            listener.close()
+        raise
+    return listeners
+
+
+def _bound_at(family: int, kind: int, address: Any) -> socket.socket:
+    listener = socket.socket(family, kind)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listener.bind(address)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def bound_unix(path: str) -> socket.socket:
+    """A socket in the file system, which this user alone may open; in the place of one that a killed process left.
+
+    Raises:
+        OSError: it can't be had.
+    """
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    before = os.umask(0o177)
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            if stat.S_ISSOCK(os.stat(path).st_mode):
+                os.remove(path)
+        listener.bind(path)
+    except BaseException:
+        listener.close()
+        raise
+    finally:
+        os.umask(before)
+    return listener

@@ -1,0 +1,180 @@
+"""Where processes meet: unix sockets of this user on one host, mutual TLS 1.3 for whatever leaves it."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.nouns.errors import PeerLostError, UsageError
+from paceline.nouns.reading import parse_whole, shown
+from paceline.server.transport.accept import Acceptor, bound, bound_unix
+from paceline.server.transport.connection import Connection
+
+UNIX = "unix:"
+AUTHORITY, CERTIFICATE, KEY = "authority.pem", "certificate.pem", "key.pem"
+CONNECT_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """`unix:PATH` or `HOST:PORT`."""
+
+    host: str
+    port: int = -1
+
+    @classmethod
+    def parse(cls, text: str) -> Address:
+        """Read an address.
+
+        Raises:
+            UsageError: it is none.
+        """
+        if text.startswith(UNIX) and len(text) > len(UNIX):
+            path = text.removeprefix(UNIX)
+            if len(path.encode(errors="surrogatepass")) > 107 or "\0" in path:
+                raise UsageError(
+                    f"a socket at {shown(path)}",
+                    f"the path has {len(path)} characters of 107",
+                    "name a shorter one",
+                )
+            return cls(path)
+        host, _, port = text.rpartition(":")
+        number = parse_whole(port, most=65535)
+        if not host or number is None or "\0" in text:
+            raise UsageError(
+                f"the address {shown(text)}", "it is neither unix:PATH nor HOST:PORT", "write one of these"
+            )
+        return cls(host, number)
+
+    @property
+    def is_unix(self) -> bool:
+        """Whether it is a socket in the file system."""
+        return self.port < 0
+
+    def __str__(self) -> str:
+        return f"{UNIX}{self.host}" if self.is_unix else f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """A folder with the job's authority, and a certificate and key of this process's role."""
+
+    folder: Path
+
+    def context(self, is_server: bool) -> ssl.SSLContext:
+        """TLS 1.3, each side showing a certificate of the job's authority.
+
+        Raises:
+            UsageError: a file is missing, or is no certificate or key.
+        """
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.check_hostname = False  # a job's hosts have no names of their own: its authority vouches for them
+        context.verify_mode = ssl.CERT_REQUIRED
+        try:
+            context.load_verify_locations(self.folder / AUTHORITY)
+            context.load_cert_chain(self.folder / CERTIFICATE, self.folder / KEY)
+        except (OSError, ssl.SSLError) as error:
+            raise UsageError(
+                f"{AUTHORITY}, {CERTIFICATE} and {KEY} in {self.folder}",
+                f"they can't be used ({error})",
+                "make them with `paceline server credentials FOLDER`, and copy them to each host",
+            ) from None
+        return context
+
+
+async def listen(
+    address: Address, make: Callable[[], Connection], credentials: Credentials | None
+) -> tuple[Acceptor, str]:
+    """Accept connections; what accepts them, and where it listens (port 0 becomes a free one).
+
+    Raises:
+        UsageError: the address is in use, can't be had, or leaves the host without credentials.
+    """
+    try:
+        if address.is_unix:
+            return Acceptor([bound_unix(address.host)], make, None, process_of), str(address)
+        if credentials is None:
+            raise _wants_credentials(address)
+        context = credentials.context(is_server=True)
+        listeners = await bound(address.host, address.port)
+        where = f"{address.host}:{listeners[0].getsockname()[1]}"
+        return Acceptor(listeners, make, context, _host_of), where
+    except OSError as error:
+        raise UsageError(
+            f"to listen at {address}",
+            f"it can't be had ({error.strerror or error})",
+            "free it, or name another with --listen; `paceline run`, started again, takes another port",
+        ) from None
+
+
+def _host_of(end: socket.socket) -> str | None:
+    try:
+        return str(end.getpeername()[0])
+    except OSError:  # it has gone
+        return None
+
+
+async def connect(address: Address, make: Callable[[], Connection], credentials: Credentials | None) -> Connection:
+    """Open a connection.
+
+    Raises:
+        PeerLostError: nobody answers, or the other is not of this job.
+        UsageError: it leaves the host, and there are no credentials.
+    """
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(CONNECT_S):
+            if address.is_unix:
+                _, protocol = await loop.create_unix_connection(make, address.host)
+                return protocol
+            if credentials is None:
+                raise _wants_credentials(address)
+            context = credentials.context(is_server=False)
+            _, protocol = await loop.create_connection(make, address.host, address.port, ssl=context)
+            return protocol
+    except (OSError, TimeoutError) as error:
+        fix = "see whether it runs, and whether its credentials are of the same job"
+        raise PeerLostError(f"a connection to {address}", f"it fails ({error or 'no answer'})", fix) from None
+
+
+def role_of(transport: Any) -> str | None:
+    """The role that the other's certificate names; None on a unix socket, where only this user can connect."""
+    certificate = transport.get_extra_info("peercert")
+    if not certificate:
+        return None
+    names = {key: value for part in certificate.get("subject", ()) for key, value in part}
+    return str(names.get("commonName", ""))
+
+
+def user_of(end: socket.socket) -> int | None:
+    """The user at the other end of a unix socket; None where the system can't say."""
+    process_and_user = _credentials_of(end)
+    return process_and_user[1] if process_and_user else None
+
+
+def process_of(end: socket.socket) -> int | None:
+    """The process at the other end of a unix socket; None where the system can't say."""
+    process_and_user = _credentials_of(end) if end.family == socket.AF_UNIX else None
+    return process_and_user[0] if process_and_user else None
+
+
+def _credentials_of(end: socket.socket) -> tuple[int, int] | None:
+    if not hasattr(socket, "SO_PEERCRED"):
+        return None
+    process, user, _ = struct.unpack("3i", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return int(process), int(user)
+
+
+def _wants_credentials(address: Address) -> UsageError:
+    return UsageError(
+        f"a connection at {address}, which can leave this host",
+        "there are no credentials",
+        "write --credentials FOLDER (`paceline server credentials FOLDER` makes them), or use unix:PATH",
+    )

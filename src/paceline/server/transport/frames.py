@@ -1,0 +1,287 @@
+"""How a message stands on a wire: a prefix of 20 bytes, a msgpack header with a strict schema, raw bytes.
+
+Nothing is unpickled, and nothing is allocated before it is known to be of a size that this message may have.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import struct
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import msgpack
+
+from paceline.server import setup
+from paceline.server.protocol import messages
+
+MAGIC, VERSION = b"PCLN", 1
+PREFIX = struct.Struct("<4sBBHIQ")  # magic, version, kind, range, bytes of header and payload
+HELLO_BYTES = 2**12  # of a header
+HEADER_BYTES = 2**16
+LONG_HEADER_BYTES = 2**24  # of those that list every segment or worker
+LAYOUT_BYTES = 2**26
+STATUS_BYTES = 2**22
+MAX_COUNT = 2**53
+
+
+class FrameError(Exception):
+    """What came over the wire is no frame of this protocol: the connection is closed."""
+
+
+class Prefix(NamedTuple):
+    """What the first 20 bytes say."""
+
+    kind: int
+    range: int
+    header_bytes: int
+    payload_bytes: int
+
+
+class Codec(NamedTuple):
+    """How a field is packed, and unpacked with every doubt."""
+
+    pack: Callable[[Any], Any]
+    unpack: Callable[[Any], Any]
+
+
+class Form(NamedTuple):
+    """A message's class, its fields' codecs, the largest header, and whether raw bytes follow as its last field."""
+
+    kind: type
+    codecs: tuple[Codec, ...]
+    header_bytes: int = HEADER_BYTES
+    has_payload: bool = False
+
+
+def read_prefix(content: bytes | bytearray | memoryview) -> Prefix:
+    """The first bytes of a frame.
+
+    Raises:
+        FrameError: it is none, of another version, of no kind, or longer than its kind may be.
+    """
+    magic, version, kind, number, header_bytes, payload_bytes = PREFIX.unpack(content)
+    if magic != MAGIC or version != VERSION:
+        raise FrameError(f"it begins with {bytes(magic)!r}, version {version}")
+    form = FORMS.get(kind)
+    if form is None:
+        raise FrameError(f"there is no message of kind {kind}")
+    if header_bytes > form.header_bytes or (payload_bytes and not form.has_payload):
+        raise FrameError(f"a {form.kind.__name__} of {header_bytes} and {payload_bytes} bytes")
+    return Prefix(kind, number, header_bytes, payload_bytes)
+
+
+def read_header(prefix: Prefix, content: bytes | bytearray | memoryview) -> Any:
+    """The message, with None for its payload.
+
+    Raises:
+        FrameError: its header is not what its kind's should be.
+    """
+    form = FORMS[prefix.kind]
+    try:
+        fields = msgpack.unpackb(content, use_list=True, strict_map_key=True, raw=False)
+    except Exception as error:  # msgpack raises ValueError, and classes of its own
+        raise FrameError(f"a {form.kind.__name__} whose header is no msgpack: {error}") from None
+    if not isinstance(fields, list) or len(fields) != len(form.codecs):
+        raise FrameError(f"a {form.kind.__name__} with other fields")
+    values = [codec.unpack(value) for codec, value in zip(form.codecs, fields, strict=True)]
+    if form.kind is messages.Forward:
+        return form.kind(*values)
+    return form.kind(*values, *[None] * form.has_payload)
+
+
+def with_payload(message: Any, payload: Any) -> Any:
+    """A message that was read, with its raw bytes."""
+    if isinstance(message, messages.Forward):
+        return dataclasses.replace(message, update=dataclasses.replace(message.update, payload=payload))
+    return dataclasses.replace(message, **{_last_field(message): payload})
+
+
+def write_frame(number: int, message: Any, payload_bytes: int) -> bytes:
+    """Prefix and header of a message about range `number`."""
+    kind = KINDS[type(message)]
+    form = FORMS[kind]
+    names = list(type(message).__slots__)
+    packed = [codec.pack(getattr(message, name)) for codec, name in zip(form.codecs, names, strict=False)]
+    header: bytes = msgpack.packb(packed, use_bin_type=True)
+    return PREFIX.pack(MAGIC, VERSION, kind, number, len(header), payload_bytes) + header
+
+
+def payload_of(message: Any) -> Any:
+    """What follows the header: the message's last field; None where nothing does."""
+    if not FORMS[KINDS[type(message)]].has_payload:
+        return None
+    return message.update.payload if isinstance(message, messages.Forward) else getattr(message, _last_field(message))
+
+
+def _last_field(message: Any) -> str:
+    return str(list(type(message).__slots__)[-1])
+
+
+def _refuse(what: str, value: Any) -> FrameError:
+    return FrameError(f"{value!r:.60} where {what} should be")
+
+
+def _int(value: Any) -> int:
+    if type(value) is not int or not -1 <= value < MAX_COUNT:
+        raise _refuse("a count", value)
+    return value
+
+
+def _bool(value: Any) -> bool:
+    if type(value) is not bool:
+        raise _refuse("true or false", value)
+    return value
+
+
+def _float(value: Any) -> float:
+    if type(value) is not float or math.isnan(value):
+        raise _refuse("a number", value)
+    return value
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise _refuse("a text", value)
+    return value
+
+
+def _list(value: Any, length: int | None = None) -> list[Any]:
+    if type(value) is not list or (length is not None and len(value) != length):
+        raise _refuse("a list", value)
+    return value
+
+
+def _worker(value: Any) -> tuple[int, int]:
+    name, incarnation = _list(value, 2)
+    return _int(name), _int(incarnation)
+
+
+def _nodes(value: Any) -> tuple[int, ...]:
+    return tuple(_int(one) for one in _list(value))
+
+
+def _clocks(value: Any) -> dict[tuple[int, int], int]:
+    entries = [_list(one, 3) for one in _list(value)]
+    return {(_int(name), _int(incarnation)): _int(clock) for name, incarnation, clock in entries}
+
+
+def _pack_clocks(value: Any) -> list[Any]:
+    return [[*worker, clock] for worker, clock in value.items()]
+
+
+def _pushes(value: Any) -> tuple[tuple[tuple[int, int], int], ...]:
+    return tuple(_clocks(value).items())
+
+
+def _applied(value: Any) -> dict[int, dict[tuple[int, int], int]]:
+    return {segment: _clocks(clocks) for segment, clocks in enumerate(_list(value))}
+
+
+def _joining(value: Any) -> tuple[int, int] | None:
+    return None if value is None else _worker(value)
+
+
+def _partials(value: Any) -> dict[int, float]:
+    return {_int(number): _float(one) for number, one in (_list(pair, 2) for pair in _list(value))}
+
+
+_NOTE: dict[str, Callable[[Any], Any]] = {
+    "loss": _float,
+    "weight": _float,
+    "flags": _int,
+    "norm": _float,
+    "counted": _int,
+    "absent": lambda value: [_int(one) for one in _list(value)],
+    "settings": lambda value: _settings(value),
+}
+_OF_GRADIENT = {"loss", "weight", "flags", "absent", "settings"}  # what a store can't do without
+
+
+def _note(value: Any) -> dict[str, Any] | None:
+    if value is None:
+        return None
+    if type(value) is not dict or not value.keys() <= _NOTE.keys():
+        raise _refuse("a push's note", value)
+    return {key: _NOTE[key](one) for key, one in value.items()}
+
+
+def _note_of_gradient(value: Any) -> dict[str, Any]:
+    note = _note(value)
+    if note is None or not note.keys() >= _OF_GRADIENT:
+        raise _refuse("a gradient's note", value)
+    return note
+
+
+def _settings(value: Any) -> dict[str, Any]:
+    if type(value) is not dict or any(type(key) is not str for key in value):
+        raise _refuse("an optimizer's settings", value)
+    for one in value.values():
+        for number in one if type(one) is list else [one]:
+            if type(number) not in (int, float, bool, type(None)):
+                raise _refuse("an optimizer's setting", number)
+    return value
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+INT, BOOL, FLOAT, TEXT = (Codec(_same, check) for check in (_int, _bool, _float, _text))
+WORKER, NODES, NOTE = Codec(list, _worker), Codec(list, _nodes), Codec(_same, _note)
+NOTE_OF_GRADIENT = Codec(_same, _note_of_gradient)
+CLOCKS = Codec(_pack_clocks, _clocks)
+PUSHES = Codec(lambda value: _pack_clocks(dict(value)), _pushes)
+APPLIED = Codec(lambda value: [_pack_clocks(value[segment]) for segment in sorted(value)], _applied)
+ROUNDS = Codec(
+    lambda value: [value[segment] for segment in sorted(value)],
+    lambda value: {segment: _int(one) for segment, one in enumerate(_list(value))},
+)
+JOINING = Codec(lambda value: None if value is None else list(value), _joining)
+PARTIALS = Codec(lambda value: [[number, float(one)] for number, one in value.items()], _partials)
+
+
+def _pack_update(update: messages.Update) -> list[Any]:
+    pushes = PUSHES.pack(update.pushes)
+    return [update.segment, pushes, update.note, float(update.share), float(update.partial)]
+
+
+def _update(value: Any) -> messages.Update:
+    segment, pushes, note, share, partial = _list(value, 5)
+    return messages.Update(
+        _int(segment), _pushes(pushes), _note_of_gradient(note), None, _float(share), _float(partial)
+    )
+
+
+UPDATE = Codec(_pack_update, _update)
+
+_CONFIGURATION = (INT, NODES, CLOCKS, JOINING, INT, NODES)
+_LIST: tuple[Form, ...] = (
+    Form(setup.Hello, (TEXT, INT, INT, TEXT, TEXT), HELLO_BYTES, has_payload=True),
+    Form(setup.Welcome, (INT, INT)),
+    Form(setup.Start, (TEXT,), has_payload=True),
+    Form(setup.Addresses, (TEXT,), LONG_HEADER_BYTES),
+    Form(setup.Install, (NODES,), has_payload=True),
+    Form(setup.Installed, (INT,)),
+    Form(setup.ReadState, (INT,)),
+    Form(setup.StateRead, (INT,), has_payload=True),
+    Form(setup.Refused, (TEXT, TEXT, TEXT, TEXT)),
+    Form(setup.AskStatus, (WORKER,)),
+    Form(setup.Status, (), has_payload=True),
+    Form(messages.Configuration, _CONFIGURATION, LONG_HEADER_BYTES),
+    Form(messages.Push, (INT, WORKER, INT, INT, INT, NOTE_OF_GRADIENT), has_payload=True),
+    Form(messages.Pushed, (INT, INT, INT)),
+    Form(messages.Pull, (INT, WORKER, INT, INT)),
+    Form(messages.Pulled, (INT, INT, INT, INT, NOTE), has_payload=True),
+    Form(messages.Stale, (INT,)),
+    Form(messages.Forward, (INT, INT, UPDATE), has_payload=True),
+    Form(messages.Forwarded, (INT, INT)),
+    Form(messages.Missing, (INT, INT)),
+    Form(messages.State, (INT, INT, APPLIED, ROUNDS, PARTIALS, NOTE), LONG_HEADER_BYTES, has_payload=True),
+    Form(messages.Partial, (INT, INT, FLOAT, BOOL)),
+    Form(messages.Beat, (INT, INT, INT)),
+    Form(messages.WorkerBeat, (WORKER, INT, INT, BOOL)),
+)
+FORMS = dict(enumerate(_LIST, 1))
+KINDS = {form.kind: kind for kind, form in FORMS.items()}

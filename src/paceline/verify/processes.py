@@ -1,0 +1,108 @@
+"""Starts the processes of a verification: the reference's, and a set of ranks for each mesh. None outlives them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.launch.local import rank_environment
+from paceline.nouns import module_names
+from paceline.nouns.errors import WorkloadError
+from paceline.run.failures import told
+from paceline.run.supervise.progress import Screen
+from paceline.run.supervise.supervisor import Ending, JobRequest, Supervisor
+from paceline.verify.judge.order import HangWatch
+
+_IN_RANK = Path(__file__).parent / "ranks" / "rank_main.py"
+_PRELOAD = (module_names.VERIFY_RANK, module_names.GRAPH_MODEL, module_names.FSDP_ADAPTER)
+_REFUSALS = ("WorkloadError", "PlanError", "MeshError", "LossError", "DataError")
+
+
+@dataclass(slots=True)
+class World:
+    """How a set of ranks ended."""
+
+    ending: Ending
+    hang: HangWatch
+    folder: Path
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every rank did all it was asked."""
+        return self.ending.status == "done"
+
+    def refusal(self) -> WorkloadError | None:
+        """The error by which the job itself refused, if that is how it ended."""
+        cause = self.ending.cause
+        if cause is None or cause["type"] not in _REFUSALS or not cause.get("parts"):
+            return None
+        return WorkloadError(*cause["parts"])
+
+    def told(self) -> str:
+        """The first failure in a few words."""
+        cause = self.ending.cause
+        if cause is None:
+            return "it was stopped"
+        return told({**cause, "traceback": ""}, self.ending.others).splitlines()[0]
+
+
+def write_settings(folder: Path, name: str, **settings: Any) -> Path:
+    """A file that tells a child what to do."""
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps({"folder": str(folder), **settings}))
+    return path
+
+
+def start_child(module: str, settings: Path) -> subprocess.Popen[str]:
+    """Start a child process that imports torch, with the environment of a rank that is alone on this host."""
+    command = [sys.executable, "-m", module, str(settings)]
+    return subprocess.Popen(
+        command,
+        env=rank_environment(1),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+    )
+
+
+def finish_child(child: subprocess.Popen[str], folder: Path, what: str) -> None:
+    """Wait for a child.
+
+    Raises:
+        WorkloadError: it refused, or failed.
+    """
+    try:
+        _, said = child.communicate()
+    except BaseException:
+        child.kill()
+        child.wait()
+        raise
+    if (folder / "refused.json").exists():
+        raise WorkloadError(**json.loads((folder / "refused.json").read_text()))
+    if child.returncode:
+        last = (said.strip().splitlines() or [f"it ended with {child.returncode}"])[-1]
+        killed = "it was killed, as the kernel does for want of memory" if child.returncode == -9 else last
+        raise WorkloadError(what, killed, "see that the file trains alone: python FILE; verify a smaller model")
+
+
+def run_world(folder: Path, settings: Path, ranks: int, preload: Sequence[str]) -> World:
+    """Start ranks, wait for their end, watching for a hang."""
+    run_dir = folder / f"{settings.stem}-run"
+    (run_dir / "failures").mkdir(parents=True)
+    for old in folder.glob("beat-*.json"):
+        old.unlink()
+    hang = HangWatch(folder, ranks)
+    with (run_dir / "output.txt").open("w") as output:
+        request = JobRequest(_IN_RANK, [str(settings)], ranks, run_dir, preload=(*_PRELOAD, *preload))
+        supervisor = Supervisor(request, Screen(output, output), is_hung=hang)
+        try:
+            ending, _ = supervisor.run()
+        finally:
+            supervisor.restore_signals()
+    return World(ending, hang, folder)

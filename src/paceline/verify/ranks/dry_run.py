@@ -1,0 +1,235 @@
+"""Before anything runs: would all ranks begin the same collectives?
+
+Started as `python -m paceline.verify.ranks.dry_run SETTINGS.json`.
+
+One process plays every rank in turn. The person's loss runs on a few samples of the first batch, and calls
+like `paceline.all_reduce` in it are answered and written down; the graphs of `tensor` and `pipeline` run on fake
+tensors. It also finds a loss that depends on the rank, which no plan can make equal to one process.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from paceline.comm import api as words
+from paceline.comm.collectives import AxisComm
+from paceline.comm.process_group import Place
+from paceline.comm.pytree import signature
+from paceline.nouns.errors import PacelineError, WorkloadError
+from paceline.nouns.mesh import AXES, Mesh
+from paceline.nouns.plan import Plan
+from paceline.nouns.schedule import make_schedule
+from paceline.nouns.workload import Workload
+from paceline.profile.describe import describe, made_without_values
+from paceline.train.data import RankLoader, cut_into, moved, open_data
+from paceline.train.find_workload import find_workload
+from paceline.train.prepare import check_model
+from paceline.train.seed import seed_everything
+from paceline.verify.child_setup import read_settings, refuse
+from paceline.verify.judge.memory import check_fits
+from paceline.verify.ranks.randomness import controlled
+from paceline.verify.ranks.reference import told
+from paceline.verify.ranks.reference_step import checked
+from paceline.verify.ranks.trace import Trace, asked_at
+
+_EQUAL = 1e-9
+
+
+def main(path: Path) -> int:
+    """Write dry.json: what the model is made of, and every rank's collectives; or refused.json."""
+    settings, folder = read_settings(path)
+    try:
+        workload = find_workload(settings["script"])
+        plan = Plan.of(settings["plan"], "the settings")
+        check_model(made_without_values(workload))
+        models = describe_all(workload, plan)
+        check_fits(models[0][0], Mesh.parse(plan.mesh))
+        calls = persons_calls(workload, plan.world_size)
+        graphs = graph_calls(workload, plan) if "split" in models[0][0] else {}
+        answer = {"models": models, "persons": calls, "graphs": graphs, "precision": workload.precision}
+        (folder / "dry.json").write_text(json.dumps(answer))
+    except PacelineError as error:
+        refuse(folder, error)
+    except Exception as error:
+        refuse(folder, told(error))
+    return 0
+
+
+def describe_all(workload: Workload, plan: Plan) -> list[list[dict[str, Any]]]:
+    """What the model is made of for each part of the batch, on each rank of `tensor`; the same is described once."""
+    mesh = Mesh.parse(plan.mesh)
+    first = describe(workload, plan)
+    if "split" not in first:
+        return [[first]] * mesh.data_size
+    pieces = cut_into(plan, mesh, workload)
+    if first["split"]["coupled"] and pieces and not plan.micro_batches:
+        pieces = 1
+    known: dict[Any, dict[str, Any]] = {}
+    data = open_data("data", workload.data)
+    found = []
+    for part in range(mesh.data_size):
+        loader = RankLoader(data, workload, part, mesh.data_size, torch.device("cpu"), pieces)
+        batch = next(loader.training(0, loader.order(workload.batch_size).batch_at(0).stop))
+        shapes = tuple(signature(one) for one in batch.microbatches)
+        ranks = []
+        for tensor in range(mesh.size("tensor")):
+            key = (shapes, 0 if first["split"]["is_even"] else tensor)
+            if key not in known:
+                known[key] = first if not part and not tensor else describe(workload, plan, tensor, part)
+            ranks.append(known[key])
+        found.append(ranks)
+    return found
+
+
+def persons_calls(workload: Workload, ranks: int) -> list[list[list[Any]]]:
+    """What the person's own loss begins on each rank: [collective, axis, bytes, line].
+
+    Raises:
+        WorkloadError: the loss of the same samples differs between ranks.
+    """
+    loader = RankLoader(open_data("data", workload.data), workload, 0, 1, torch.device("cpu"))
+    trials = loader.trials()
+    batch = trials[0].batches[0] if trials else loader.example()
+    batch = moved(batch, torch.device("cpu"), True)
+    found: list[list[list[Any]]] = []
+    losses = []
+    for rank in [0, *range(ranks)]:  # the first twice: does it give the same again?
+        seed_everything(workload.seed)
+        with as_rank(rank, ranks) as calls, controlled():  # with gradients: a loss may take some of its own
+            model = workload.model().double().train()
+            total, weight = checked(workload.loss(model, batch))
+        found.append(calls)
+        losses.append(float(total.detach()) / max(float(weight), 1e-300))
+    first, *losses = losses
+    found = found[1:]
+    if abs(first - losses[0]) > _EQUAL * max(abs(first), 1e-12):
+        raise WorkloadError(
+            "a loss that is the same when it is taken again",
+            f"one process had {first!r} and then {losses[0]!r} for the same model and samples",
+            "find what remembers or draws (a counter, a time, numbers of its own) and switch it off for verifying",
+        )
+    for rank, loss in enumerate(losses):
+        if abs(loss - losses[0]) > _EQUAL * max(abs(losses[0]), 1e-12) and not any(found):
+            raise WorkloadError(
+                "a loss that depends on the model and the batch alone",
+                f"the same samples give {losses[0]!r} on rank 0 and {loss!r} on rank {rank}",
+                "leave rank() out of the model and the loss; what differs by rank belongs into the loop",
+            )
+    return found
+
+
+@contextmanager
+def as_rank(rank: int, ranks: int) -> Iterator[list[list[Any]]]:
+    """Let the person's code believe to be `rank`; collectives return what it gave, and are written down."""
+    calls: list[list[Any]] = []
+
+    class Answered(AxisComm):
+        """An axis on which nobody else is; what is sent comes back."""
+
+        def _enter(self, collective: str, tensor: torch.Tensor) -> None:
+            calls.append([collective, self.axis, tensor.nbytes, asked_at(sys._getframe(1))])
+
+        def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
+            self._enter("all_reduce", tensor)
+
+        def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
+            self._enter("broadcast", tensor)
+
+        def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+            self._enter("all_gather", tensor)
+            return [tensor] * self.size
+
+        def reduce_scatter(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+            self._enter("reduce_scatter", tensor)
+            return tensor.chunk(self.size)[min(self.rank, len(tensor.chunk(self.size)) - 1)].clone()
+
+        def all_to_all(self, tensor: torch.Tensor, splits: Any) -> tuple[torch.Tensor, list[int]]:
+            self._enter("all_to_all", tensor)
+            return tensor.clone(), list(splits)
+
+        def barrier(self) -> None:
+            calls.append(["barrier", self.axis, 0, asked_at(sys._getframe(1))])
+
+    def noted(name: str) -> Any:
+        def collective(tensor: Any = None, *arguments: Any, **named: Any) -> None:
+            size = tensor.nbytes if isinstance(tensor, torch.Tensor) else 0
+            calls.append([name, "world", size, asked_at(sys._getframe(1))])
+
+        return collective
+
+    place = Place(rank, ranks, rank, ranks)
+    world = words.World(place, Answered("world", rank, tuple(range(ranks)), None, Trace()))
+    variables = {
+        "PACELINE_RANK": rank, "PACELINE_WORLD_SIZE": ranks, "PACELINE_LOCAL_RANK": rank, "RANK": rank,
+        "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "PACELINE_LOCAL_SIZE": ranks,
+    }  # fmt: skip
+    kept = list(words._world)
+    words._world[:] = [world]
+    try:
+        with (
+            mock.patch.dict(os.environ, {name: str(value) for name, value in variables.items()}),
+            mock.patch.multiple(
+                dist, get_rank=lambda group=None: rank, get_world_size=lambda group=None: ranks,
+                is_initialized=lambda: True, **{name: noted(name) for name in ("all_reduce", "broadcast", "barrier")},
+            ),
+        ):  # fmt: skip
+            yield calls
+    finally:
+        words._world[:] = kept
+
+
+def graph_calls(workload: Workload, plan: Plan) -> dict[str, list[list[Any]]]:
+    """What the graph of each (pipeline, tensor) rank begins for the first micro-batch, on fake tensors.
+
+    The pipeline's schedule is made, and thereby proved free of deadlock.
+    """
+    from paceline.parallel.graph_model import SplitModel
+    from paceline.profile.describe_split import form_of, stages_of_plan
+
+    mesh = Mesh.parse(plan.mesh)
+    if mesh.size("pipeline") > 1:
+        make_schedule(plan.schedule, mesh.size("pipeline"), max(plan.micro_batches, 2 * mesh.size("pipeline")))
+    form = form_of(workload)
+    loader = RankLoader(open_data("data", workload.data), workload, 0, mesh.data_size, torch.device("cpu"))
+    example = loader.example()
+    first: SplitModel | None = None
+    captured, found = None, {}
+    for pipeline, tensor in itertools.product(range(mesh.size("pipeline")), range(mesh.size("tensor"))):
+        at = {"pipeline": pipeline, "tensor": tensor}
+        comms = {axis: AxisComm(axis, at.get(axis, 0), tuple(range(mesh.size(axis))), None, Trace()) for axis in AXES}
+        split = SplitModel(form, comms["tensor"], comms["pipeline"], plan, torch.device("cpu"), stages_of_plan(plan))
+        split.precision = torch.bfloat16 if workload.precision == "bf16" else None
+        if first is None or captured is None:
+            first, captured = split, split.decide(workload.loss, example)
+        split.lays, split.assignment, split.everywhere = first.lays, first.assignment, first.everywhere
+        split.coupled, split.written, split.pieces = first.coupled, first.written, first.pieces
+        found[f"{pipeline},{tensor}"] = _calls_of(split, *split.stages_of(captured))
+    return found
+
+
+def _calls_of(split: Any, captured: Any, stages: list[Any]) -> list[list[Any]]:
+    from paceline.graph.dry_run import stage_traffic
+
+    calls: list[list[Any]] = []
+    for index in split.own_stages:
+        for piece in stages[index * split.pieces : (index + 1) * split.pieces]:
+            ledger = stage_traffic(
+                piece, captured, split.local_shapes(captured), [split.tensor], split.recompute, split.precision
+            )
+            calls += [[row["collective"], row["axis"], row["calls"], ""] for row in ledger.rows()]
+    return calls
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

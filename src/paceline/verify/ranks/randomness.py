@@ -1,0 +1,157 @@
+"""Dropout that depends on values instead of on a stream of random numbers, so that no layout can change it.
+
+An element is kept or dropped by a hash of its own value, in 32 steps per octave. Whole or in pieces, on one rank or
+on eight, in a micro-batch of two or of sixty-four, computed once or again, the same value meets the same fate. Two
+values that differ by float64's rounding fall into different steps about once in 1e11 elements.
+
+It takes the place of torch's dropout functions and of attention's, in the reference and in the ranks alike. What
+draws otherwise (torch.rand in a forward pass, an LSTM's own dropout) can't be made equal; see `watched`.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from paceline.nouns.errors import WorkloadError
+from paceline.verify.ranks.keep_float64 import kept_wide
+
+_STEPS_PER_OCTAVE = 32.0
+_TINY = 1e-10  # what is rounding instead of a value falls into one step with zero
+_NAMES = (
+    "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout",
+    "scaled_dot_product_attention",
+)  # fmt: skip
+
+
+def keep(values: torch.Tensor, share: float) -> torch.Tensor:
+    """True where an element stays; `share` of different values do not."""
+    still = values.detach()
+    step = torch.floor(torch.log2(still.abs() + _TINY) * _STEPS_PER_OCTAVE + 0.37)
+    mixed = torch.sin(step * 12.9898 + (still > _TINY) * 78.233 + 0.5) * 43758.5453
+    return (mixed - torch.floor(mixed)) >= share
+
+
+def drop(values: torch.Tensor, share: float, is_training: bool, is_off: bool) -> torch.Tensor:
+    """`values` with dropout by value, or without any where `is_off`."""
+    if not is_training or share == 0 or is_off:
+        return values
+    if share >= 1:
+        return values * 0
+    return torch.where(keep(values, share), values / (1 - share), 0.0)
+
+
+def attention(  # noqa: PLR0913  torch's own arguments
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """torch's attention spelt out, with dropout by value: its documentation's own reference code."""
+    if enable_gqa:
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
+    scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        seen = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+        scores = scores.masked_fill(~seen, float("-inf"))
+    if attn_mask is not None:
+        scores = scores.masked_fill(~attn_mask, float("-inf")) if attn_mask.dtype == torch.bool else scores + attn_mask
+    return drop(torch.softmax(scores, -1), dropout_p, True, False) @ value
+
+
+@contextmanager
+def controlled(is_off: bool = False) -> Iterator[None]:
+    """Put dropout by value in the place of torch's, and narrow nothing; neither where `is_off` (narrow precisions).
+
+    Then there is no dropout at all.
+    """
+    kept = {name: getattr(F, name) for name in _NAMES}
+    plain = torch.dropout
+
+    def dropped(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+        return drop(input, p, training, is_off)
+
+    def whole_features(
+        input: torch.Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
+    ) -> torch.Tensor:
+        if not training or p == 0 or is_off:
+            return input
+        strongest = input.detach().flatten(2).amax(-1) if input.dim() > 2 else input.detach()
+        stays = keep(strongest, p).reshape(*strongest.shape, *[1] * (input.dim() - strongest.dim()))
+        return torch.where(stays, input / (1 - p), 0.0)
+
+    def attended(*arguments: Any, **named: Any) -> torch.Tensor:
+        share = named.get("dropout_p", arguments[4] if len(arguments) > 4 else 0.0)
+        if share and not is_off:
+            return attention(*arguments, **named)
+        if share:
+            arguments, named = (*arguments[:4], 0.0, *arguments[5:]) if len(arguments) > 4 else arguments, {
+                **named, **({"dropout_p": 0.0} if "dropout_p" in named else {})
+            }  # fmt: skip
+        result: torch.Tensor = kept["scaled_dot_product_attention"](*arguments, **named)
+        return result
+
+    ours: dict[str, Callable[..., Any]] = {name: dropped for name in ("dropout", "alpha_dropout")}
+    ours |= {name: whole_features for name in ("dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout")}
+    ours["scaled_dot_product_attention"] = attended
+    for name, function in ours.items():
+        setattr(F, name, function)
+    torch.dropout = lambda input, p, train: drop(input, p, train, is_off)
+    try:
+        with kept_wide(not is_off):
+            yield
+    finally:
+        for name, function in kept.items():
+            setattr(F, name, function)
+        torch.dropout = plain
+
+
+def drawn_state() -> tuple[Any, ...]:
+    """What changes when anything is drawn from torch's, Python's or numpy's random numbers."""
+    numpy: Any = sys.modules.get("numpy")
+    state = numpy.random.get_state() if numpy else (None, b"", 0)
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), bytes(state[1]), state[2]
+
+
+@contextmanager
+def watched(model: torch.nn.Module) -> Iterator[None]:
+    """Raise WorkloadError when a forward pass draws random numbers that nobody can control, and say where."""
+    names = {module: name or type(module).__name__ for name, module in model.named_modules()}
+    found: list[str] = []
+    states: list[Any] = []
+
+    def enter(module: torch.nn.Module, arguments: Any) -> None:
+        states.append(drawn_state())
+
+    def leave(module: torch.nn.Module, arguments: Any, result: Any) -> None:
+        if states.pop() != drawn_state():
+            found.append(names.get(module, type(module).__name__))
+
+    handles = [
+        torch.nn.modules.module.register_module_forward_pre_hook(enter),
+        torch.nn.modules.module.register_module_forward_hook(leave),
+    ]
+    before = drawn_state()
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+    if drawn_state() != before:
+        where = found[0] if found else "the loss"  # the innermost module ends first
+        raise WorkloadError(
+            "a model whose random numbers can be made the same under every plan",
+            f"{where} draws some that are no dropout (torch.rand in a forward pass, an LSTM's own dropout, numpy)",
+            "switch that part off for verifying (drop_path=0, dropout=0 of the LSTM), or draw it in the data set's []",
+        )

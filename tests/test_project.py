@@ -1,0 +1,128 @@
+"""Rules of the project that no linter knows."""
+
+import ast
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import paceline
+from paceline.nouns import module_names
+from paceline.nouns.mesh import AXES
+
+SOURCE = Path(paceline.__file__).parent
+ROOT = Path(__file__).parent.parent
+FILES = sorted(SOURCE.rglob("*.py"))
+VAGUE = {"utils", "util", "helpers", "common", "misc", "base", "core", "manager", "types"}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(SOURCE)))
+def test_a_file_says_what_it_is_for(file):
+    assert ast.get_docstring(ast.parse(file.read_text())), "the first line says what the file is for"
+    assert file.stem not in VAGUE, "name the file for what it does"
+
+
+PACKAGES = sorted(str(p.parent.relative_to(SOURCE)) for p in SOURCE.rglob("*/__init__.py"))
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_has_a_docstring_no_code_and_a_line_in_the_architecture(package):
+    body = ast.parse((SOURCE / package / "__init__.py").read_text()).body
+    assert [type(node) for node in body] == [ast.Expr], "import from the file that defines the thing"
+    assert f"`{package}/`" in (ROOT / "ARCHITECTURE.md").read_text(), "every package has its line in ARCHITECTURE.md"
+
+
+def test_every_module_stands_in_the_architecture():
+    lines = (ROOT / "ARCHITECTURE.md").read_text().splitlines()
+    rows = {
+        row.split("`")[1].rstrip("/"): set(re.findall(r"`(\w+)`", row.split("|")[3]))
+        for row in lines
+        if row.startswith("| `")
+    }
+    for package in PACKAGES:
+        there = {path.stem for path in (SOURCE / package).glob("*.py")} - {"__init__"}
+        assert there - rows[package] == set(), f"{package}/ has modules that its line does not name"
+        assert rows[package] - there == set(), f"the line of {package}/ names modules that are not there"
+
+
+def strategy_of(axis):
+    """A strategy of one file, or the file `strategy.py` of its package."""
+    package = SOURCE / "parallel" / axis
+    return package / "strategy.py" if package.is_dir() else package.with_suffix(".py")
+
+
+NAMED = {name: value for name, value in vars(module_names).items() if name.isupper()}
+
+
+@pytest.mark.parametrize("module", NAMED.values())
+def test_a_module_that_a_string_names_is_there(module):
+    assert importlib.util.find_spec(module) is not None
+
+
+def test_module_names_stand_in_one_table():
+    table = Path(module_names.__file__)
+    strings = {
+        file: [
+            node.value
+            for node in ast.walk(ast.parse(file.read_text()))
+            if isinstance(node, ast.Constant) and re.fullmatch(r"paceline(\.\w+)+", str(node.value))
+        ]
+        for file in FILES
+    }
+    # `paceline` itself loads its public names when they are first used.
+    assert {file for file, found in strings.items() if found} == {table, SOURCE / "__init__.py"}
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_an_axis_is_planned_run_and_checked(axis):
+    assert strategy_of(axis).is_file()
+    assert (ROOT / "tests" / "parallel" / f"test_{axis}.py").is_file()
+    assert any(f"def {axis}" in path.read_text() for path in (SOURCE / "plan").glob("*.py"))
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_a_strategy_says_what_it_needs_promises_and_sends(axis):
+    docstring = ast.get_docstring(ast.parse(strategy_of(axis).read_text()))
+    assert all(word in docstring for word in ("Needs:", "Promises:", "Traffic"))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["--help"],
+        ["plan", "--help"],
+        ["run", "--help"],
+        ["demo", "--help"],
+        ["bench", "--help"],
+        ["export", "--help"],
+        ["doctor", "--help"],
+        ["explain", "--help"],
+    ],
+)
+def test_help_starts_without_torch_and_at_once(command):
+    code = (
+        "import resource, sys\n"
+        "from paceline.cli.main import main\n"
+        f"try: main({command!r})\n"
+        "except SystemExit as end: assert end.code == 0\n"
+        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules, 'heavy imports'\n"
+        "used = resource.getrusage(resource.RUSAGE_SELF)\n"
+        "assert used.ru_utime + used.ru_stime < 0.5, used\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_dependency_has_its_reason():
+    declared = re.findall(r'^\s+"([a-z-]+)[\[>=]', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    design = (ROOT / "docs" / "design.md").read_text()
+    missing = [name for name in {*declared} - {"paceline"} if f"`{name}`" not in design]
+    assert not missing, f"docs/design.md gives no reason for {missing}"
+
+
+def test_nothing_is_unpickled():
+    hits = [f for f in FILES if re.search(r"\b(pickle\.|torch\.load\(|cloudpickle|shell=True)", f.read_text())]
+    assert not hits
