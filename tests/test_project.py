@@ -126,3 +126,9 @@ def test_every_dependency_has_its_reason():
 def test_nothing_is_unpickled():
     hits = [f for f in FILES if re.search(r"\b(pickle\.|torch\.load\(|cloudpickle|shell=True)", f.read_text())]
     assert not hits
+
+
+def test_the_page_of_promises_names_tests_that_are_there():
+    named = re.findall(r"`((?:tests|benchmarks)/[\w/]+\.py)`", (ROOT / "docs" / "testing.md").read_text())
+    assert len(named) > 30
+    assert [path for path in named if not (ROOT / path).is_file()] == []
