@@ -72,7 +72,7 @@ class End:
     def check_may_send(self, connection, kind, nbytes):
         """Everything."""
 
-    def room(self, connection, number, message, nbytes):
+    def destination(self, connection, number, message, nbytes):
         if nbytes > 4096:
             raise FrameError("too long")
         self.largest = max(self.largest, nbytes)

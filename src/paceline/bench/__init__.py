@@ -1,1 +1,1 @@
-"""Measures Paceline against what else there is, side by side in one run."""
+"""Measure Paceline beside what else there is, in one run."""

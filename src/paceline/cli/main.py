@@ -19,7 +19,7 @@ from paceline.nouns.reading import shown
 
 INTERRUPTED = 130  # 128 and the number of SIGINT, as shells have it
 
-# Name and summary of every verb; the file of the same name in this room is loaded when it is called.
+# Name and summary of every verb; the file of the same name in this package is loaded when it is called.
 VERBS = {
     "run": "train as planned, on this host or on others",
     "plan": "say what a plan sends and holds, without training",

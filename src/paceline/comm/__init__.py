@@ -1,1 +1,1 @@
-"""Everything that crosses between ranks during a step, and nothing else. Each call is in the ledger."""
+"""Move data between ranks during a step, and nothing else; each call is counted in the ledger."""

@@ -1,1 +1,1 @@
-"""The main job: a small BERT, pre-trained on text that every Python has."""
+"""The example job of `paceline demo`: a small BERT, pre-trained on text that every Python has."""

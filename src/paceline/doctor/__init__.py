@@ -1,1 +1,1 @@
-"""Looks at the hosts of a job before it starts, and says what will stop it or slow it down, each with its fix."""
+"""Look at a job's hosts before it starts, and say what will stop it or slow it down, each with its fix."""

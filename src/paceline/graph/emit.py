@@ -193,9 +193,9 @@ class _Emitter:
         if spec is None or spec.bias is None:
             return new
         bias = sources[spec.bias]
-        room = len(shape_of(node)) - 2 if spec.inputs[0][0] == "n" and len(spec.inputs[1]) > 2 else 0
-        if room:
-            bias = self._call(aten.reshape.default, bias, [-1, *([1] * room)])
+        spatial = len(shape_of(node)) - 2 if spec.inputs[0][0] == "n" and len(spec.inputs[1]) > 2 else 0
+        if spatial:
+            bias = self._call(aten.reshape.default, bias, [-1, *([1] * spatial)])
         return self._call(aten.add.Tensor, new, bias)
 
     def _as(self, old: fx.Node, wanted: Lay, for_parts: bool) -> Any:

@@ -167,11 +167,11 @@ def _conv(node: fx.Node) -> Spec | None:
     data, weight = shape_of(inputs[0]), shape_of(inputs[1])
     if data[1] != weight[1] or len(data) != len(weight):  # groups, or no batch dimension
         return None
-    room: Labels = (None,) * (len(data) - 2)
+    spatial: Labels = (None,) * (len(data) - 2)
     has_bias = len(inputs) == 3
-    weights: tuple[Labels, ...] = (("o", "i", *room), ("o",)) if has_bias else (("o", "i", *room),)
-    spec = (("n", "i", *room), *weights)
-    return Spec(spec, ("n", "o", *room), frozenset("i"), True, 2 if has_bias else None)
+    weights: tuple[Labels, ...] = (("o", "i", *spatial), ("o",)) if has_bias else (("o", "i", *spatial),)
+    spec = (("n", "i", *spatial), *weights)
+    return Spec(spec, ("n", "o", *spatial), frozenset("i"), True, 2 if has_bias else None)
 
 
 def _attention(node: fx.Node) -> Spec | None:
@@ -223,8 +223,8 @@ def _group_norm(node: fx.Node) -> Spec:
 
 def _pool(node: fx.Node) -> Spec:
     rank = len(shape_of(tensor_inputs(node)[0]))
-    room = 1 if "pool1d" in str(node.target) else 2
-    labels: Labels = (*("n", "c")[room + 2 - rank :], *(None,) * room)  # samples need not be there
+    spatial = 1 if "pool1d" in str(node.target) else 2
+    labels: Labels = (*("n", "c")[spatial + 2 - rank :], *(None,) * spatial)  # samples need not be there
     return Spec((labels,), labels)
 
 

@@ -1,1 +1,1 @@
-"""Turns a plan into processes on hosts; this version knows the host it stands on."""
+"""Turn a plan into processes on hosts: this host, ssh, MPI, Slurm, Ray, Kubernetes; rendered first, then sent."""

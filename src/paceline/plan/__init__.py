@@ -1,1 +1,1 @@
-"""Says what a plan sends and holds, without training and without torch."""
+"""Say what a plan sends and holds, without training and without torch."""

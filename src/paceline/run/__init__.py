@@ -1,1 +1,1 @@
-"""Keeps a job going: the supervisor outside, the fork server and the ranks' processes inside."""
+"""Keep a job going: supervisors above the ranks, and the ranks' own processes."""

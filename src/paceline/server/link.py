@@ -401,7 +401,7 @@ class Link(Peers):
 
     # --- Endpoint
 
-    def room(self, connection: Connection, number: int, message: Any, nbytes: int) -> tuple[Any, memoryview]:
+    def destination(self, connection: Connection, number: int, message: Any, nbytes: int) -> tuple[Any, memoryview]:
         """Where a payload goes: parameters that are waited for, to their place."""
         if isinstance(message, Pulled) and number < len(self.values) and self.session is not None:
             flat = self.values[number].memory
@@ -416,7 +416,7 @@ class Link(Peers):
                 raise FrameError(f"a state of {nbytes} bytes")
             content = bytearray(nbytes)
             return content, memoryview(content)
-        return super().room(connection, number, message, nbytes)
+        return super().destination(connection, number, message, nbytes)
 
     def views(self, payload: Any) -> Sequence[memoryview]:
         """The bytes of a payload."""

@@ -164,7 +164,7 @@ class Server(Peers):
                 self._take_started(peer, number, early)
         self.waiting.clear()
 
-    def room(self, connection: Connection, number: int, message: Any, nbytes: int) -> tuple[Any, memoryview]:
+    def destination(self, connection: Connection, number: int, message: Any, nbytes: int) -> tuple[Any, memoryview]:
         """Where a payload goes; a gradient is exactly as long as its segment."""
         if isinstance(message, messages.Push | messages.Forward | messages.State | setup.Install):
             if connection.peer is None or number >= len(self.ranges):
@@ -173,7 +173,7 @@ class Server(Peers):
                 return self._room_for_state(number, nbytes)
             at = message.segment if isinstance(message, messages.Push) else message.update.segment
             return self._room_for_gradient(number, at, nbytes)
-        return super().room(connection, number, message, nbytes)
+        return super().destination(connection, number, message, nbytes)
 
     def _room_for_state(self, number: int, nbytes: int) -> tuple[Any, memoryview]:
         if nbytes > most_state_bytes(self.ranges[number]):

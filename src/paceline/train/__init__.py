@@ -1,1 +1,1 @@
-"""One rank trains: batch, step, record, repeat; the `Job` that a person's own loop drives."""
+"""Train on one rank: batch, step, record, repeat; the `Job` that the user's loop drives."""

@@ -1,4 +1,4 @@
-"""Holds a plan against its promise: the distributed step is the single-process step, on the person's own model.
+"""Check a plan's promise, that the distributed step is the single-process step, on the user's own model.
 
-The reference runs in a process of its own, by the person's plain code, and imports nothing of `parallel/` or `comm/`.
+The reference runs in a process of its own, by the user's plain code, and imports nothing of `parallel/` or `comm/`.
 """

@@ -33,7 +33,7 @@ class Endpoint(Protocol):
     def check_may_send(self, connection: Connection, kind: type, nbytes: int) -> None:
         """Raise FrameError unless the other may send messages of this kind, with a payload of so many bytes."""
 
-    def room(self, connection: Connection, number: int, message: Any, nbytes: int) -> tuple[Any, memoryview]:
+    def destination(self, connection: Connection, number: int, message: Any, nbytes: int) -> tuple[Any, memoryview]:
         """Where the payload of a message about range `number` goes: what the message will hold, and its bytes.
 
         Raises:
@@ -164,7 +164,7 @@ class Connection(asyncio.BufferedProtocol):
                 self._deliver(self.message)
                 return
             number, nbytes = self.prefix.range, self.prefix.payload_bytes
-            self.place, self.target = self.endpoint.room(self, number, self.message, nbytes)
+            self.place, self.target = self.endpoint.destination(self, number, self.message, nbytes)
             self.filled = 0
             if len(self.target) != nbytes:
                 raise FrameError(f"a {type(self.message).__name__} with {nbytes} bytes, not {len(self.target)}")

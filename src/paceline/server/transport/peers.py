@@ -85,7 +85,7 @@ class Peers:
     def connected(self, peer: Any) -> None:
         """A connection to a peer is there, from either side."""
 
-    def room(self, connection: Connection, number: int, message: Any, nbytes: int) -> tuple[Any, memoryview]:
+    def destination(self, connection: Connection, number: int, message: Any, nbytes: int) -> tuple[Any, memoryview]:
         """Where a payload goes: see `connection.Endpoint`."""
         most = STATUS_BYTES if isinstance(message, setup.Status) else LAYOUT_BYTES
         is_known = isinstance(message, setup.Hello | setup.Start | setup.Status)

@@ -19,7 +19,7 @@ from paceline.verify.judge.compare import (
     Reference,
     differences,
     largest_difference,
-    room_of,
+    tolerance_of,
 )
 from paceline.verify.judge.order import Call, find_disorder
 from paceline.verify.judge.verdict import Culprit, Verdict
@@ -81,7 +81,7 @@ def check_step(
 
 def _scalars(reference: Reference, ranks: list[RankResult]) -> list[str]:
     """Losses, weights and norms that differ, in words."""
-    room = room_of(reference)
+    allowed = tolerance_of(reference)
     found = []
     for word in ("losses", "weights", "norms"):
         for result in ranks:
@@ -89,7 +89,7 @@ def _scalars(reference: Reference, ranks: list[RankResult]) -> list[str]:
             right = reference.facts[word][-len(mine) :] if mine else []
             first = len(reference.facts[word]) - len(right) + 1
             for step, (own, expected) in enumerate(zip(mine, right, strict=True), first):
-                tolerance = max(room.own, room.noise * reference.facts["scalar_noise"][word])
+                tolerance = max(allowed.own, allowed.noise * reference.facts["scalar_noise"][word])
                 tolerance += TURNED * reference.facts["scalar_turned"][word]
                 if not abs(own - expected) <= tolerance * max(abs(expected), 1e-300):
                     singular = {"losses": "loss", "weights": "weight", "norms": "gradient norm"}[word]

@@ -25,7 +25,7 @@ KINDS = ("gradient", "buffer", "state", "parameter")  # in the order in which a 
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class Tolerance:
     """How far a value may be off: times the measured noise, times the tensor's largest value, and the step's."""
 
     noise: float
@@ -35,17 +35,17 @@ class Room:
 
 # float64: 1e-10 of a tensor is a million roundings and far below any mistake; 1e-13 of the largest gradient is what
 # stays of sums that cancel. Else a few roundings of one value, and tens of what one rounding everywhere does.
-_ROOMS = {"float64": Room(200, 1e-10, 1e-13)}
+_TOLERANCES = {"float64": Tolerance(200, 1e-10, 1e-13)}
 
 
 TURNED = 2.0  # times what the runs with moved gradients changed: allowed on top of the rest
 _NOISE_AT_MOST = 0.05  # of the largest value of its kind
 
 
-def room_of(reference: Reference) -> Room:
-    """The room in a reference's precision, or in that of the narrowest parameter."""
+def tolerance_of(reference: Reference) -> Tolerance:
+    """The tolerance in a reference's precision, or in that of the narrowest parameter."""
     epsilon = max(EPSILON[reference.precision], reference.facts.get("epsilon", 0.0))
-    return _ROOMS.get(reference.precision, Room(30, 16 * epsilon, 2 * epsilon))
+    return _TOLERANCES.get(reference.precision, Tolerance(30, 16 * epsilon, 2 * epsilon))
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,14 +198,14 @@ def bound_of(reference: Reference, key: str, largest: Mapping[tuple[int, str], f
     precisions a sign-like optimizer (Adam in its first steps) may make a whole step of the rounding of a gradient near
     zero: what that does was measured by moving all gradients as far as they may be off, in both directions.
     """
-    room = room_of(reference)
+    allowed = tolerance_of(reference)
     step, kind, _, word = split_key(key)
     own, most = _size(reference.tensors[key]), largest[step, kind + word]
-    noise = room.noise * reference.noise.get(key, 0.0)
+    noise = allowed.noise * reference.noise.get(key, 0.0)
     if reference.precision == "float64":
         noise = min(noise, _NOISE_AT_MOST * most)
-    cancels = room.all * most if kind in ("gradient", "state") else 0.0
-    return noise + room.own * own + cancels + TURNED * reference.turned.get(key, 0.0)
+    cancels = allowed.all * most if kind in ("gradient", "state") else 0.0
+    return noise + allowed.own * own + cancels + TURNED * reference.turned.get(key, 0.0)
 
 
 def _size(values: Array) -> float:

@@ -18,8 +18,8 @@ def differ(one: Print, other: Print, floor: float = 0.0) -> bool:
         return True
     if not all(math.isfinite(number) for number in (*one, *other)):
         return [math.isfinite(n) for n in one] != [math.isfinite(n) for n in other]
-    room = 1e-10 * math.sqrt(max(one[2], other[2]) * max(one[3], 1.0)) + floor
-    return any(abs(a - b) > room for a, b in zip(one[:2], other[:2], strict=True))
+    allowed = 1e-10 * math.sqrt(max(one[2], other[2]) * max(one[3], 1.0)) + floor
+    return any(abs(a - b) > allowed for a, b in zip(one[:2], other[:2], strict=True))
 
 
 def times_of(one: Print, other: Print) -> float | None:
