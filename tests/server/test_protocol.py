@@ -18,6 +18,13 @@ from support.simulator import Simulator, Violation
 
 SEEDS_OF_LOST_STEPS = (271, 315)  # what happens in a run follows from its seed
 WITHIN = 1000  # seeds in which each must be found
+# Where rare ones are found today, to be tried first; a change of the protocol may move them, then all seeds are tried.
+SEEDS_OF_RARE = {
+    "late_for_a_round_that_may_be_lost": 484,
+    "promises_before_a_configuration_is_confirmed": 370,
+    "a_head_forgets_what_it_told": 87,
+    "under_sync_a_worker_goes_on_from_the_least_clock": 72,
+}
 IN_MODES = {"late_for_a_round_that_may_be_lost": (Mode("quorum", quorum=2),)}  # where it shows
 FEW, SOME, MANY = 60, 600, int(os.environ.get("PACELINE_SEEDS", "10000"))
 
@@ -124,7 +131,7 @@ def _values(world):
 def test_a_bug_of_the_protocol_is_found(name, monkeypatch):
     MUTANTS[name](monkeypatch)
     monkeypatch.setattr(simulator, "MODES", IN_MODES.get(name, simulator.MODES))
-    for seed in range(WITHIN):
+    for seed in [SEEDS_OF_RARE.get(name, 0), *range(WITHIN)]:
         try:
             Simulator(seed).run(600.0)
         except Violation as error:

@@ -36,7 +36,9 @@ CASES = [(name, plan) for name in UNUSUAL for plan in plans_of(name)]
 @pytest.mark.parametrize(("name", "plan"), CASES)
 def test_what_is_unusual_is_no_bug(name, plan):
     for precision in ("float64", "float32"):
-        verdict = verify(name, plan, what=("step", "traffic", "draws"), precision=precision)
+        # Traffic and draws are of a run in float32 of their own, the same for both.
+        what = ("step", "traffic", "draws") if precision == "float64" else ("step",)
+        verdict = verify(name, plan, what=what, precision=precision)
         assert verdict.word != "bug", "\n".join(verdict.lines())
 
 
