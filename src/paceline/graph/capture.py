@@ -38,7 +38,7 @@ from paceline.graph.functional import (
     drop_unread,
     make_functional,
 )
-from paceline.graph.kept_values import KeptValues
+from paceline.graph.kept_values import Beginning, KeptValues
 from paceline.graph.refused_calls import effects_as_written
 from paceline.graph.writes import Write, WriteLog, check_same_writes, run_on_fakes, wants_gradient, written_inputs
 from paceline.nouns.errors import PacelineError, WorkloadError
@@ -166,19 +166,21 @@ def _trace(call: _Call, device: torch.device, fake: FakeTensorMode) -> tuple[fx.
 
 
 def _check_next_call(call: _Call, traced: fx.GraphModule, device: torch.device, fake: FakeTensorMode) -> None:
-    """Raise the suspicion of a call's kept values unless a call that begins with them computes the same."""
-    suspicion = call.wrapper.kept[-1].suspicion
-    if suspicion is None:
+    """Raise the suspicion of a call's kept values unless calls that begin with them, or with others, do the same."""
+    kept = call.wrapper.kept[-1]
+    if kept.suspicion is None:
         return
-    following = _Call(call.wrapper.model, call.wrapper.function, call.batch, call.tensors, call.wrapper.kept[-1])
-    try:
-        again, _ = _trace(following, device, fake)
-        is_same = following.wrapper.kept[-1].leaves_the_same and _are_same(traced, again)
-        is_same = is_same and plain_values(call.result) == plain_values(following.result)
-    except Exception:  # it met a tensor of the first call
-        is_same = False
-    if not is_same:
-        raise suspicion
+    for is_moved in (False, True):
+        begins = Beginning(kept.suspects, is_moved)
+        following = _Call(call.wrapper.model, call.wrapper.function, call.batch, call.tensors, begins)
+        try:
+            again, _ = _trace(following, device, fake)
+            is_same = following.wrapper.kept[-1].leaves_the_same and _are_same(traced, again)
+            is_same = is_same and plain_values(call.result) == plain_values(following.result)
+        except Exception:  # it met a tensor of the first call, or a number that can't be
+            is_same = False
+        if not is_same:
+            raise kept.suspicion
 
 
 def _are_same(one: fx.GraphModule, other: fx.GraphModule) -> bool:
@@ -231,10 +233,10 @@ class _Call:
         function: Function,
         batch: Any,
         tensors: Mapping[str, torch.Tensor],
-        earlier: KeptValues | None = None,
+        begins: Beginning | None = None,
     ) -> None:
         self.batch, self.tensors = batch, tensors
-        self.wrapper = _Wrapper(model, function, earlier)
+        self.wrapper = _Wrapper(model, function, begins)
         self.result: Any = None
         self.log: list[Write] = []
 
@@ -267,15 +269,15 @@ class _Call:
 class _Wrapper(torch.nn.Module):
     """Lets `functional_call` reach the model that a plain function calls."""
 
-    def __init__(self, model: torch.nn.Module, function: Function, earlier: KeptValues | None) -> None:
+    def __init__(self, model: torch.nn.Module, function: Function, begins: Beginning | None) -> None:
         super().__init__()
-        self.model, self.function, self.earlier = model, function, earlier
+        self.model, self.function, self.begins = model, function, begins
         self.kept: list[KeptValues] = []
 
     def forward(self, batch: Any) -> Any:
         """Call the function, and see what it keeps outside its buffers."""
         model, function = self.model, self.function
-        kept = KeptValues(model, function, _depends_on_given, self.earlier)
+        kept = KeptValues(model, function, _depends_on_given, self.begins)
         self.kept.append(kept)
         with kept.watching():  # this module is no part of what is watched
             return function(model, batch)

@@ -6,14 +6,16 @@ every module that the code touches, and the variables of the loss function, befo
 and then changes is suspected. Afterwards everything is as it was before, so that no fake tensor stays behind.
 
 An attribute set to 0 and added to, or a list cleared and filled, begins anew with each batch. So a suspicion is tried:
-a second call begins with what the first one left. Where it computes the same and leaves the same, with none of the
-first one's tensors, so does every later one.
+a second call begins with what the first one left, and a third with other numbers in its place (`max(self.longest, n)`
+comes to rest on batches of one shape alone). Where they compute the same and leave the same, with none of the first
+one's tensors, so does every later one.
 """
 
 from __future__ import annotations
 
 import collections
 import functools
+import numbers
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -31,6 +33,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, tuple, type(None), torch.Size, 
 _MISSING = object()
 _DEPTH = 2  # of containers in containers
 _MOST = 200  # elements of a container that are looked at
+_FAR = 1_000_003  # added to a number: no size or count of a batch comes near
 
 
 @dataclass(slots=True)
@@ -58,6 +61,14 @@ class _Suspect:
     after: _Snapshot
 
 
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """What a call begins with: what the first one left in its suspects; with `is_moved`, other plain values."""
+
+    suspects: list[_Suspect]
+    is_moved: bool
+
+
 class KeptValues:
     """The Python values that one call of a function may change.
 
@@ -65,7 +76,7 @@ class KeptValues:
         model: whose modules are named in errors; other modules are watched too once they are touched.
         function: its closure, and the global variables that it names, are watched.
         depends: whether a tensor depends on the batch, a parameter or a buffer.
-        earlier: of a call before, with whose suspects' last values this one begins.
+        begins: of a call before, with whose suspects' last values this one begins; None: with those that are there.
 
     Attributes:
         suspects: what may reach the next call.
@@ -77,9 +88,10 @@ class KeptValues:
         model: torch.nn.Module,
         function: Callable[..., Any],
         depends: Callable[[torch.Tensor], bool],
-        earlier: KeptValues | None = None,
+        begins: Beginning | None = None,
     ) -> None:
-        self.earlier: list[_Suspect] = [] if earlier is None else earlier.suspects
+        self.earlier: list[_Suspect] = [] if begins is None else begins.suspects
+        self.is_moved = begins is not None and begins.is_moved
         self.suspects: list[_Suspect] = []
         self.leaves_the_same = False
         self.names = {id(module): name for name, module in model.named_modules()}
@@ -100,6 +112,8 @@ class KeptValues:
         """
         for suspect in self.earlier:
             _put(suspect, suspect.after)
+            if self.is_moved:
+                _move(suspect)
         before = [(name, holder, key, _snapshot(_get(holder, key))) for name, holder, key in self.variables]
         looked_up = torch.nn.Module.__getattribute__
         torch.nn.Module.__getattribute__ = self._looking_up(looked_up)  # type: ignore[method-assign, assignment]
@@ -332,6 +346,32 @@ def _is_looked_into(value: Any) -> bool:
 def _put(suspect: _Suspect, known: _Snapshot) -> None:
     _set(suspect.holder, suspect.key, known.value)
     _restore(known)
+
+
+def _move(suspect: _Suspect) -> None:
+    """Put other plain values in the place of what a call left."""
+    value = suspect.after.value
+    if _moved(value) is not value:
+        _set(suspect.holder, suspect.key, _moved(value))
+    elif isinstance(value, list | collections.deque):
+        for index, one in enumerate(value):
+            value[index] = _moved(one)
+    elif isinstance(value, dict):
+        value.update({key: _moved(one) for key, one in value.items()})
+    elif _is_looked_into(value) and not isinstance(value, set):
+        vars(value).update({key: _moved(one) for key, one in vars(value).items()})
+
+
+def _moved(value: Any) -> Any:
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, numbers.Number):
+        return value + _FAR  # type: ignore[operator]
+    if type(value) is str:
+        return value + "?"
+    if type(value) in (tuple, torch.Size) and value:
+        return type(value)(map(_moved, value))
+    return value
 
 
 def _are_alike(one: _Snapshot, other: _Snapshot) -> bool:
