@@ -1,8 +1,8 @@
 """Activation checkpointing: what a backward pass needs is computed again instead of kept (Chen et al. 2016).
 
 `full` keeps what enters each block; `selective` also keeps the results of matrix products and attention, which cost
-most to compute again (Korthikanti et al. 2022). Random numbers are drawn again as they were. A block's buffers are
-found as they were, and are written once.
+most to compute again (Korthikanti et al. 2022). Random numbers are drawn again as they were. A block's buffers,
+and the attributes beside them, are found as they were, and are written once.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from paceline.nouns.profile import NOTHING_TO_RECOMPUTE
+from paceline.parallel.kept_attributes import KeptAttributes
 from paceline.parallel.replicate.buffers import KeptBuffers
 from paceline.parallel.shard.blocks import find_blocks
 
@@ -130,10 +131,11 @@ class _DropConstants:
 
 
 def _with_buffers(block: torch.nn.Module, contexts: Contexts) -> tuple[Context, Context]:
-    """Contexts of a forward pass and of its recomputation, which finds the block's buffers as the pass did."""
+    """Contexts of a forward pass and of its recomputation, which finds the block's state as the pass did."""
     first, again = contexts()
-    kept = KeptBuffers(block.modules())
-    return _Within(_DropConstants(kept), first), _Within(kept, again)
+    modules = list(block.modules())
+    kept = KeptBuffers(modules)
+    return _Within(_DropConstants(kept), first), _Within(KeptAttributes(modules), _Within(kept, again))
 
 
 def _no_contexts() -> tuple[Context, Context]:

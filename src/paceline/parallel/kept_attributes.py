@@ -1,0 +1,64 @@
+"""Attributes that a model's own code changes in forward, kept around a pass that must leave no trace.
+
+A flag that says whether a buffer was filled, the length of a cached table, a list of losses: a pass that is computed
+again, or only to keep step with other ranks, must find them as they belong to the buffers that it finds, and its own
+changes must vanish.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+_OF_TORCH = frozenset(vars(torch.nn.Module()))  # what torch itself keeps in a module's dictionary
+_CONTAINERS = (list, dict, set, collections.deque, collections.OrderedDict, collections.defaultdict)
+_Values = dict[str, Any]
+
+
+class KeptAttributes:
+    """The attributes of some modules as they are now; while it is entered the modules have these.
+
+    Containers are copied one level deep, so that what the pass appends is gone afterwards.
+
+    Args:
+        modules: whose own attributes are meant; those of torch's own classes keep nothing between batches.
+    """
+
+    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+        own = [module for module in modules if _has_own_code(type(module))]
+        self.before = [(module, _copied(_attributes(module))) for module in own]
+        self.now: list[tuple[torch.nn.Module, _Values]] = []
+
+    def __enter__(self) -> None:
+        self.now = [(module, _attributes(module)) for module, _ in self.before]
+        for module, values in self.before:
+            _put(module, _copied(values))
+
+    def __exit__(self, *error: object) -> None:
+        for module, values in self.now:
+            _put(module, values)
+        self.now = []
+
+
+def _has_own_code(kind: type) -> bool:
+    """Whether a class of modules, or one that it is made of, is not torch's: FSDP makes a class of each."""
+    return any(not one.__module__.startswith(("torch.", "builtins")) for one in kind.__mro__)
+
+
+def _attributes(module: torch.nn.Module) -> _Values:
+    return {name: value for name, value in vars(module).items() if name not in _OF_TORCH and name != "forward"}
+
+
+def _copied(values: _Values) -> _Values:
+    return {name: value.copy() if type(value) in _CONTAINERS else value for name, value in values.items()}
+
+
+def _put(module: torch.nn.Module, values: _Values) -> None:
+    now = vars(module)
+    for name in _attributes(module):
+        if name not in values:
+            del now[name]
+    now.update(values)
