@@ -11,6 +11,7 @@ from torch import nn
 import paceline
 from paceline.comm import api as words
 from paceline.nouns.plan import Plan
+from paceline.parallel.replicate import buffers as replicated
 from paceline.parallel.replicate.buffers import Buffers
 from paceline.train.job import Job
 
@@ -282,3 +283,60 @@ def test_what_nothing_wrote_is_not_sent():
         model(torch.randn(4, 3))
         changed = [name for name, flag in zip(buffers.names, buffers.find_changed(), strict=True) if flag]
         assert changed == ["0.running_mean", "0.running_var", "0.num_batches_tracked"]
+
+
+def steps_of(model, write, count):
+    """Whether each step was found to have changed a buffer."""
+    buffers, found = Buffers(model, SimpleNamespace(size=2)), []
+    for step in range(count):
+        buffers.begin_step()
+        write(step)
+        found.append(any(buffers.find_changed()))
+    return found
+
+
+def with_table(size):
+    model = nn.Module()
+    model.register_buffer("table", torch.zeros(size))
+    return model
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_a_large_buffer_that_is_written_unseen_in_the_first_steps_is_always_compared(first):
+    model = with_table(2**18 + 1)
+
+    def write(step):
+        if step == first or step > 5:
+            model.table.data[step] += 1
+
+    assert steps_of(model, write, 9) == [step == first or step > 5 for step in range(9)]
+
+
+@pytest.mark.parametrize(("size", "is_found"), [(2**18, True), (2**18 + 1, False)])
+def test_a_late_unseen_write_is_found_in_a_buffer_of_up_to_one_mebibyte(size, is_found):
+    model = with_table(size)
+
+    def write(step):
+        if step == 5:
+            model.table.data[1] += 1
+        if step == 7:
+            model.table[1] += 1
+
+    assert steps_of(model, write, 9) == [step == 7 or (step == 5 and is_found) for step in range(9)]
+
+
+def test_values_are_read_once_in_a_step_and_a_large_buffers_only_at_first(monkeypatch):
+    model, read = nn.Module(), []
+    model.register_buffer("small", torch.zeros(4))
+    model.register_buffer("large", torch.zeros(2**19))
+    from_values = replicated._sums_of
+    monkeypatch.setattr(replicated, "_sums_of", lambda tensor: read.append(tensor.numel()) or from_values(tensor))
+    buffers, counts = Buffers(model, SimpleNamespace(size=2)), []
+    for step in range(6):
+        read.clear()
+        if step == 5:
+            model.small += 1  # between steps: it is read anew
+        buffers.begin_step()
+        assert buffers.find_changed() == [0, 0]
+        counts.append((read.count(4), read.count(2**19)))
+    assert counts == [(2, 2), (1, 1), (1, 1), (1, 0), (1, 0), (2, 0)]

@@ -2,7 +2,8 @@
 
 Only those that a forward pass changed are sent. A change shows in the tensor's version counter, or in another
 tensor in its place. Writes through `.data` pass that counter, so values are compared too, by sums over their bits.
-torch's batch norms are spared that: their count of batches shows a change, and stands for the statistics.
+torch's batch norms are spared that: their count of batches shows a change, and stands for the statistics. So is, after
+the first steps, a large buffer that was not written this way in them: to read a table takes longer than a short step.
 
 Where a rank's buffer has another shape or dtype than all ranks last had, its flag says so, and the ranks tell one
 another the shapes. What can't be made equal then is each rank's own where it is derived (`persistent=False`: a table
@@ -11,7 +12,8 @@ that grows with the longest sequence), and an error elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -24,8 +26,19 @@ _Slots = tuple[torch.nn.Module, dict[str, torch.Tensor | None]]
 _Form = tuple[torch.dtype, tuple[int, ...]] | None  # None: there is no tensor
 _OTHER_FORM = 2**20  # added to a buffer's flag: more than there are ranks, and small enough for a float64's sum
 _SMALL_BYTES = 2**16  # what a copy of a buffer may take
+_LARGE_BYTES = 2**20  # above it a buffer's values are compared in the first steps alone
+_FIRST_STEPS = 3
 _WIDTH = 1024  # of the table whose rows and columns are summed
 _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+
+
+class _Print(NamedTuple):
+    """What tells the values of a buffer: `sums`; and what it was taken from."""
+
+    tensor: torch.Tensor
+    version: int
+    form: _Form
+    sums: torch.Tensor
 
 
 class Buffers:
@@ -56,7 +69,9 @@ class Buffers:
         self.agreed = [_form(tensor) for tensor in self.tensors]  # None, too, where ranks have different ones
         self.changed = [False] * len(self.slots)
         self.seen: list[tuple[torch.Tensor | None, int]] = []
-        self.prints: dict[int, tuple[_Form, torch.Tensor]] = {}
+        self.steps = 0
+        self.prints: dict[int, _Print] = {}  # of the last time that values were read
+        self.rewritten: set[int] = set()  # buffers that a step wrote unseen
 
     @property
     def tensors(self) -> list[torch.Tensor | None]:
@@ -66,8 +81,9 @@ class Buffers:
     def begin_step(self) -> None:
         """Remember the buffers as they are."""
         # The tensors themselves: the next one may get a freed one's address.
+        self.steps += 1
         self.seen = [(tensor, _version(tensor)) for tensor in self.tensors]
-        self.prints = self._prints() if self.is_compared else {}
+        self.prints = self._prints(self.prints) if self.is_compared else {}
 
     def find_changed(self) -> list[int]:
         """What is to be summed over the ranks, for each buffer: 1 if this rank's forward passes changed it.
@@ -79,7 +95,7 @@ class Buffers:
         differ = {i for i, (old, version) in before if tensors[i] is not old or _version(tensors[i]) != version}
         touched = {index for indices in self.modules if differ.intersection(indices) for index in indices} | differ
         touched |= self._find_rewritten(touched)
-        self.seen, self.prints = [], {}
+        self.seen = []
         self.changed = [
             index in touched and not (tensor is not None and tensor.is_meta)  # which another stage holds
             for index, tensor in enumerate(tensors)
@@ -211,24 +227,38 @@ class Buffers:
         parameters = (tensor for module, _ in self.slots for tensor in (*module.parameters(), *module.buffers()))
         return next((tensor.device for tensor in parameters if not tensor.is_meta), torch.device("cpu"))
 
-    def _prints(self) -> dict[int, tuple[_Form, torch.Tensor]]:
+    def _prints(self, earlier: Mapping[int, _Print], left_out: Collection[int] = ()) -> dict[int, _Print]:
+        """What tells the values of the compared buffers; an earlier one stands where no write shows since."""
         tensors = self.tensors
         if any(isinstance(tensor, FakeTensor) for tensor in tensors):
             return {}
-        found = ((index, tensors[index]) for index in self.compared)
-        return {i: (_form(t), _print_of(t)) for i, t in found if t is not None and not t.is_meta and _is_plain(t)}
+        result = {}
+        for index in self.compared:
+            tensor, known = tensors[index], earlier.get(index)
+            if tensor is None or index in left_out or not self._is_readable(index, tensor):
+                continue
+            is_known = known is not None and known.tensor is tensor and known.version == _version(tensor)
+            result[index] = known if known is not None and is_known else _print_of(tensor)
+        return result
+
+    def _is_readable(self, index: int, tensor: torch.Tensor) -> bool:
+        """Whether a buffer has values, and they are worth the time."""
+        is_due = self.steps <= _FIRST_STEPS or index in self.rewritten or tensor.nbytes <= _LARGE_BYTES
+        return is_due and not tensor.is_meta and _is_plain(tensor)
 
     def _find_rewritten(self, known: set[int]) -> set[int]:
         """Buffers, beside the `known` ones, whose values are others than at the beginning of the step."""
         if not self.prints:
             return set()
-        now = self._prints()
-        same_form = [i for i, (form, _) in self.prints.items() if i not in known and i in now and now[i][0] == form]
-        other_form = {i for i in self.prints if i not in known and i not in same_form}
-        if not same_form:
-            return other_form
-        differ = torch.stack([(self.prints[i][1] != now[i][1]).any() for i in same_form]).tolist()  # waits once
-        return other_form | {index for index, is_other in zip(same_form, differ, strict=True) if is_other}
+        before, now = self.prints, self._prints({}, known)
+        self.prints = now  # the next step begins with them
+        same_form = [index for index in now if index in before and now[index].form == before[index].form]
+        found = {index for index in before if index not in known and index not in same_form}
+        if same_form:
+            differ = torch.stack([(before[i].sums != now[i].sums).any() for i in same_form]).tolist()  # waits once
+            found |= {index for index, is_other in zip(same_form, differ, strict=True) if is_other}
+        self.rewritten |= found
+        return found
 
 
 class KeptBuffers:
@@ -336,7 +366,11 @@ def _bits_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
-def _print_of(tensor: torch.Tensor) -> torch.Tensor:
+def _print_of(tensor: torch.Tensor) -> _Print:
+    return _Print(tensor, _version(tensor), _form(tensor), _sums_of(tensor))
+
+
+def _sums_of(tensor: torch.Tensor) -> torch.Tensor:
     """Numbers that change when a bit does: the bits as a table of 64-bit words, its rows and columns added up.
 
     Unlike a copy it takes a thousandth of the memory. A small tensor's is the tensor.
