@@ -162,6 +162,57 @@ def test_after_going_back_the_newest_is_kept_not_the_highest(tmp_path):
     assert run_ranks(1, keep_after_going_back, str(tmp_path / "a")) == [["03"]]
 
 
+def load_again_and_end(rank, folder, keep, last, back_to, again):
+    """Train to step `last`, perhaps go back and take another step, load `again`, and end."""
+    job = job_of_run(folder, checkpoint_every=2, keep=keep)
+    checkpoints = Path(folder, "checkpoints")
+    if again == "best":
+        job.save(Path(folder, "best"))
+    steps(job, last - 2)
+    if back_to:
+        job.load(checkpoints / f"step-{back_to:08d}")
+        steps(job, 1)
+    told = listening(job)
+    job.load(Path(os.path.relpath(folder), "best" if again == "best" else f"checkpoints/step-{again:08d}"))
+    job.close()
+    return names(folder), [path.name for path in checkpoints.glob(".*")], told
+
+
+def test_a_job_that_ends_with_the_branch_it_had_gone_back_from_keeps_that_branch(tmp_path):
+    left, hidden, told = run_ranks(1, load_again_and_end, str(tmp_path / "a"), 9, 6, 2, 6)[0]
+    assert left == ["06", "04", "02"]
+    assert hidden == []
+    assert told == ["step-00000003 is not kept: the job left it for step-00000006, which it had gone back from before"]
+    assert [event["step"] for event in events(tmp_path / "a", "checkpoint")] == [2, 4, 6]
+
+
+def test_that_branch_keeps_its_last_step_too(tmp_path):
+    left, hidden, _ = run_ranks(1, load_again_and_end, str(tmp_path / "a"), 9, 7, 2, 6)[0]
+    assert left == ["07", "06", "04", "02"]
+    assert hidden == []
+
+
+@pytest.mark.slow
+def test_all_ranks_agree_on_the_branch_that_stays(tmp_path):
+    for left, hidden, _ in run_ranks(2, load_again_and_end, str(tmp_path / "a"), 9, 6, 2, 6):
+        assert (left, hidden) == (["06", "04", "02"], [])
+
+
+def test_the_checkpoint_that_a_job_loaded_last_stays_beyond_the_limit(tmp_path):
+    left, _, _ = run_ranks(1, load_again_and_end, str(tmp_path / "a"), 2, 7, None, 4)[0]
+    assert left == ["07", "06", "04"]
+
+
+def test_what_the_end_of_a_job_removes_is_named(tmp_path):
+    left, _, told = run_ranks(1, load_again_and_end, str(tmp_path / "a"), 9, 6, 2, "best")[0]
+    assert left == ["03", "02"]
+    assert told[0] == (
+        "step-00000003 is saved, so the checkpoints that the job went back from are removed: "
+        "step-00000004, step-00000006"
+    )
+    assert events(tmp_path / "a", "checkpoint")[-1]["removed"] == ["step-00000004", "step-00000006"]
+
+
 def go_back_on_a_full_disk(rank, folder):
     job = job_of_run(folder, checkpoint_every=0)
     job.save(Path(folder, "best"))
