@@ -7,7 +7,7 @@ checkpoints/
     rank-00001.safetensors
   .partial-step-00000040/    being written, or left by a job that was killed: never read
   .replaced-step-00000020/   the older of two, until the newer stands in its place; it counts where that is missing
-  .left-step-00000050/       a step that the job went back from; a checkpoint once the job ends without another step
+  .left-step-00000050/       a step that the job went back from; a checkpoint once the job ends without another one
 """
 
 from __future__ import annotations
@@ -201,6 +201,11 @@ def publish_left(folder: Path) -> Path | None:
     return published
 
 
+def has_resume_point(folder: Path) -> bool:
+    """Whether a job can go on from `folder`: from a checkpoint, or a state that `publish_left` makes one."""
+    return bool(list_checkpoints(folder)) or any((left / MANIFEST).exists() for left in list_left(folder))
+
+
 def later_than(step: int, folder: Path) -> list[Path]:
     """The checkpoints in `folder` of steps after `step`."""
     return [other for other in list_checkpoints(folder) if (step_of(step_name(other)) or 0) > step]
@@ -261,12 +266,11 @@ def remove_partial(folder: Path) -> None:
 
 
 def remove_partial_in(folder: Path) -> None:
-    """Do so for every checkpoint of `folder`, which is one job's own."""
+    """Do so for every checkpoint of `folder`, which is one job's own; a step that it went back from is published."""
     for prefix in (_PARTIAL, REPLACED):
         for left in folder.glob(prefix + "*"):
             remove_partial(folder / left.name.removeprefix(prefix))
-    for left in folder.glob(_LEFT + "*"):
-        shutil.rmtree(left, ignore_errors=True)
+    publish_left(folder)
 
 
 def put_in_place(whole: Path, folder: Path) -> None:

@@ -308,6 +308,8 @@ class Job:
         if save and self.run_dir is not None:
             self.board.meet("job.close, or the end of the file", self.step_number)
             last_checkpoint.save_last_step(self)
+        else:
+            last_checkpoint.discard_left(self)
         self.closed_step = self.step_number
         self.events.write({"event": "end", "step": self.step_number, "ledger": self.ledger.rows()})
         self.events.close()

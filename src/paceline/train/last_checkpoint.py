@@ -51,7 +51,7 @@ class Left:
 
 def set_aside(job: Job) -> None:
     """Before the job goes back, write its last step beside the run's checkpoints, unless it is in one. Collective."""
-    if job.run_dir is None or job.step_number == job.loaded_step:
+    if job.run_dir is None or job.closed_step is not None or job.step_number == job.loaded_step:
         return
     job.left = None
     if _is_saved(job):
@@ -62,6 +62,13 @@ def set_aside(job: Job) -> None:
         job.notice(str(failure))
     job.left = Left(folder, stale, failure)
     job.writer.stale.append(left_of(folder))
+
+
+def discard_left(job: Job) -> None:
+    """Remove what was set aside: the job is closed without a checkpoint of its last step."""
+    if job.left is not None and job.rank == 0:
+        shutil.rmtree(left_of(job.left.folder), ignore_errors=True)
+    job.left = None
 
 
 def go_back(job: Job, folder: Path) -> None:
