@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -12,11 +13,12 @@ from test_checkpoint import make, steps
 
 from paceline.checkpoint import save
 from paceline.checkpoint.export import plan_export
-from paceline.checkpoint.manifest import list_checkpoints, read_manifest
+from paceline.checkpoint.manifest import has_resume_point, list_checkpoints, read_manifest, remove_partial_in
 from paceline.comm import api as words
 from paceline.nouns.errors import CheckpointError, UsageError
 from paceline.nouns.plan import Plan
 from paceline.run import directory
+from paceline.run.directory import find_resume_point
 from paceline.train import last_checkpoint
 from paceline.train.job import Job
 
@@ -160,6 +162,128 @@ def keep_after_going_back(rank, folder):
 
 def test_after_going_back_the_newest_is_kept_not_the_highest(tmp_path):
     assert run_ranks(1, keep_after_going_back, str(tmp_path / "a")) == [["03"]]
+
+
+def load_again_and_end(rank, folder, keep, last, back_to, again):
+    """Train to step `last`, perhaps go back and take another step, load `again`, and end."""
+    job = job_of_run(folder, checkpoint_every=2, keep=keep)
+    checkpoints = Path(folder, "checkpoints")
+    if again == "best":
+        job.save(Path(folder, "best"))
+    steps(job, last - 2)
+    if back_to:
+        job.load(checkpoints / f"step-{back_to:08d}")
+        steps(job, 1)
+    told = listening(job)
+    job.load(Path(os.path.relpath(folder), "best" if again == "best" else f"checkpoints/step-{again:08d}"))
+    job.close()
+    return names(folder), [path.name for path in checkpoints.glob(".*")], told
+
+
+def test_a_job_that_ends_with_the_branch_it_had_gone_back_from_keeps_that_branch(tmp_path):
+    left, hidden, told = run_ranks(1, load_again_and_end, str(tmp_path / "a"), 9, 6, 2, 6)[0]
+    assert left == ["06", "04", "02"]
+    assert hidden == []
+    assert told == ["step-00000003 is not kept: the job left it for step-00000006, which it had gone back from before"]
+    assert [event["step"] for event in events(tmp_path / "a", "checkpoint")] == [2, 4, 6]
+
+
+def test_that_branch_keeps_its_last_step_too(tmp_path):
+    left, hidden, _ = run_ranks(1, load_again_and_end, str(tmp_path / "a"), 9, 7, 2, 6)[0]
+    assert left == ["07", "06", "04", "02"]
+    assert hidden == []
+
+
+@pytest.mark.slow
+def test_all_ranks_agree_on_the_branch_that_stays(tmp_path):
+    for left, hidden, _ in run_ranks(2, load_again_and_end, str(tmp_path / "a"), 9, 6, 2, 6):
+        assert (left, hidden) == (["06", "04", "02"], [])
+
+
+def test_the_checkpoint_that_a_job_loaded_last_stays_beyond_the_limit(tmp_path):
+    left, _, _ = run_ranks(1, load_again_and_end, str(tmp_path / "a"), 2, 7, None, 4)[0]
+    assert left == ["07", "06", "04"]
+
+
+def test_what_the_end_of_a_job_removes_is_named(tmp_path):
+    left, _, told = run_ranks(1, load_again_and_end, str(tmp_path / "a"), 9, 6, 2, "best")[0]
+    assert left == ["03", "02"]
+    assert told[0] == (
+        "step-00000003 is saved, so the checkpoints that the job went back from are removed: "
+        "step-00000004, step-00000006"
+    )
+    assert events(tmp_path / "a", "checkpoint")[-1]["removed"] == ["step-00000004", "step-00000006"]
+
+
+def decline_and_load(rank, folder, load_first):
+    job = job_of_run(folder, checkpoint_every=0)
+    job.save(Path(folder, "best"))
+    steps(job, 1)
+    if load_first:
+        job.load(Path(folder, "best"))
+    job.close(save=False)
+    job.load(Path(folder, "best"))
+    return sorted(path.name for path in Path(folder, "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize("load_first", [False, True])
+def test_a_job_that_declines_its_last_checkpoint_has_none_after_a_load(tmp_path, load_first):
+    assert run_ranks(1, decline_and_load, str(tmp_path / "a"), load_first) == [[]]
+
+
+CRASH = """    job.load(os.environ["PACELINE_RUN_DIR"] + "/best")
+    raise ValueError("no metric")
+"""
+
+
+@pytest.mark.parametrize("every", ["0", "8"])
+def test_a_file_that_fails_after_a_load_loses_no_step(tmp_path, every):
+    save = '        if job.step_number == 3:\n            job.save(os.environ["PACELINE_RUN_DIR"] + "/best")\n'
+    words = ("--checkpoint-every", every, "--job", "a", write_workload(tmp_path, loop=LOOP + save + CRASH))
+    failed = paceline(tmp_path, "run", *words)
+    assert failed.code == 1
+    assert "Last checkpoint: runs/a/checkpoints/step-00000020;" in failed.err
+    result = json.loads((tmp_path / "runs" / "a" / "result.json").read_text())
+    assert result["checkpoint"] == str(tmp_path / "runs" / "a" / "checkpoints" / "step-00000020")
+    assert plan_export(tmp_path / "runs" / "a", "safetensors", print).step == 20
+
+
+def leave(rank, folder):
+    """Train to step 5, and end as a process that is killed after it went back."""
+    job = job_of_run(folder, checkpoint_every=2)
+    steps(job, 3)
+    job.load(Path(folder, "checkpoints", "step-00000002"))
+
+
+def test_a_resume_goes_on_from_the_step_that_a_killed_job_had_left(tmp_path):
+    run_ranks(1, leave, str(tmp_path))
+    checkpoints = tmp_path / "checkpoints"
+    newest = checkpoints / "step-00000005"
+    assert names(tmp_path) == ["04", "02"]
+    told = []
+    assert has_resume_point(checkpoints)
+    assert find_resume_point(tmp_path, told.append) == newest
+    assert told == ["step-00000005, the last step that the job trained before it went back, is its newest checkpoint"]
+    assert list(checkpoints.glob(".*")) == []
+
+
+def test_a_start_publishes_a_left_step_where_it_alone_is_there(tmp_path):
+    run_ranks(1, leave, str(tmp_path))
+    for folder in list_checkpoints(tmp_path / "checkpoints"):
+        shutil.rmtree(folder)
+    assert has_resume_point(tmp_path / "checkpoints")
+    remove_partial_in(tmp_path / "checkpoints")
+    assert names(tmp_path) == ["05"]
+
+
+def test_a_left_step_that_is_damaged_or_older_becomes_no_checkpoint(tmp_path):
+    run_ranks(1, leave, str(tmp_path))
+    checkpoints = tmp_path / "checkpoints"
+    older = (checkpoints / "step-00000002").rename(checkpoints / ".left-step-00000002")
+    manifest = checkpoints / ".left-step-00000005" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"step": 5', '"step": 6'))
+    assert find_resume_point(tmp_path, print) == checkpoints / "step-00000004"
+    assert list(checkpoints.glob(".*")) == [older]
 
 
 def go_back_on_a_full_disk(rank, folder):

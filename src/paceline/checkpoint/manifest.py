@@ -7,7 +7,7 @@ checkpoints/
     rank-00001.safetensors
   .partial-step-00000040/    being written, or left by a job that was killed: never read
   .replaced-step-00000020/   the older of two, until the newer stands in its place; it counts where that is missing
-  .left-step-00000050/       a step that the job went back from; a checkpoint once the job ends without another step
+  .left-step-00000050/       a step that the job went back from; a checkpoint once the job ends without another one
 """
 
 from __future__ import annotations
@@ -171,6 +171,41 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return [found[step] for step in sorted(found, reverse=True)]
 
 
+def list_left(folder: Path) -> list[Path]:
+    """The states in `folder` of steps that a job went back from, newest first, whole or not."""
+    return sorted((path for path in folder.glob(_LEFT + "*") if step_of(step_name(path)) is not None), reverse=True)
+
+
+def publish_left(folder: Path) -> Path | None:
+    """Make the newest state in `folder` that a job went back from a checkpoint, where it is later than all of them.
+
+    A job that crashed could not do so itself. States without a valid manifest are removed; others stay.
+
+    Returns:
+        The checkpoint that it became.
+
+    Raises:
+        OSError: it can't be written.
+    """
+    newest = max((step_of(step_name(path)) or 0 for path in list_checkpoints(folder)), default=-1)
+    published = None
+    for left in list_left(folder):
+        try:
+            read_manifest(left)
+        except CheckpointError:
+            shutil.rmtree(left, ignore_errors=True)
+            continue
+        if published is None and (step_of(step_name(left)) or 0) > newest:
+            published = folder / step_name(left)
+            put_in_place(left, published)
+    return published
+
+
+def has_resume_point(folder: Path) -> bool:
+    """Whether a job can go on from `folder`: from a checkpoint, or a state that `publish_left` makes one."""
+    return bool(list_checkpoints(folder)) or any((left / MANIFEST).exists() for left in list_left(folder))
+
+
 def later_than(step: int, folder: Path) -> list[Path]:
     """The checkpoints in `folder` of steps after `step`."""
     return [other for other in list_checkpoints(folder) if (step_of(step_name(other)) or 0) > step]
@@ -181,26 +216,27 @@ def step_name(checkpoint: Path) -> str:
     return checkpoint.name.removeprefix(REPLACED).removeprefix(_LEFT)
 
 
-def remove_others(newest: Path, keep: int, stale: Iterable[Path] = ()) -> list[str]:
+def remove_others(newest: Path, keep: int, stale: Iterable[Path] = (), used: Iterable[Path] = ()) -> list[str]:
     """Remove the checkpoints `stale`, and then all but the newest `keep`.
 
     Args:
         newest: has just been saved, and stays.
         keep: how many stay, itself included.
         stale: of steps that the job went back from before it came to this one.
+        used: stay too, and do not count.
 
     Returns:
         The names of the stale ones that were removed.
     """
-    removed = []
+    removed, kept = set(), {newest.resolve(), *(path.resolve() for path in used)}
     for path in stale:
-        if path != newest and path.is_dir():
+        if path.resolve() not in kept and path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
-            removed += [] if step_name(path) == newest.name else [step_name(path)]
+            removed.add(step_name(path))
     for old in list_checkpoints(newest.parent)[keep:]:
-        if old != newest:  # it is beyond the limit only where a later one could not be removed
+        if old.resolve() not in kept:  # the newest is beyond the limit only where a later one could not be removed
             shutil.rmtree(old, ignore_errors=True)
-    return sorted(removed)
+    return sorted(removed - {newest.name})
 
 
 def try_writing(folder: Path, name: str) -> None:
@@ -230,12 +266,11 @@ def remove_partial(folder: Path) -> None:
 
 
 def remove_partial_in(folder: Path) -> None:
-    """Do so for every checkpoint of `folder`, which is one job's own."""
+    """Do so for every checkpoint of `folder`, which is one job's own; a step that it went back from is published."""
     for prefix in (_PARTIAL, REPLACED):
         for left in folder.glob(prefix + "*"):
             remove_partial(folder / left.name.removeprefix(prefix))
-    for left in folder.glob(_LEFT + "*"):
-        shutil.rmtree(left, ignore_errors=True)
+    publish_left(folder)
 
 
 def put_in_place(whole: Path, folder: Path) -> None:

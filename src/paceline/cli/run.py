@@ -23,7 +23,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from paceline.checkpoint.manifest import list_checkpoints
+from paceline.checkpoint.manifest import has_resume_point, list_checkpoints
 from paceline.cli import run_as_rank, run_on, run_on_kubernetes
 from paceline.cli.flags import CHECK, ELASTIC, NAMED_RANK, NODE, OWN_ARGUMENTS, RANK, check_place
 from paceline.launch.rank_assignment import Meeting, Seats
@@ -321,7 +321,7 @@ def _run_node(arguments: argparse.Namespace, node: NodePosition) -> int:
     else:
         (folder / "failures").mkdir(parents=True, exist_ok=True)
     if arguments.resume or arguments.resume_or_start:
-        resume = folder / "checkpoints" if list_checkpoints(folder / "checkpoints") else None
+        resume = folder / "checkpoints" if has_resume_point(folder / "checkpoints") else None
     master = joined_address(*node.master) if node.master else ""
     seats = Seats("", node.node_rank * per_node, per_node, node.node_rank, node.nodes)
     post = Post(LocalStation(), seats, Meeting(master=master, interface=arguments.interface))

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from paceline.checkpoint.manifest import list_checkpoints
+from paceline.checkpoint.manifest import has_resume_point
 from paceline.launch.workload_file import read_workload_file
 from paceline.nouns import module_names
 from paceline.nouns.mesh import Mesh
@@ -56,7 +56,7 @@ def be_rank(arguments: argparse.Namespace, position: Position, decide: Callable[
         run_dir = arguments.runs / arguments.job
         if position.rank == 0:
             _write_start(arguments, plan, file.path)
-        if (arguments.resume or arguments.resume_or_start) and list_checkpoints(run_dir / "checkpoints"):
+        if (arguments.resume or arguments.resume_or_start) and has_resume_point(run_dir / "checkpoints"):
             os.environ["PACELINE_RESUME"] = str(run_dir.resolve() / "checkpoints")
         os.environ["PACELINE_RUN_DIR"] = str(run_dir.resolve())
         program = [sys.executable, "-m", module_names.EXTERNAL_RANK, arguments.workload]

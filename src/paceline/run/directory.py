@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint.manifest import CHECKPOINTS, find_good, list_checkpoints, try_writing
+from paceline.checkpoint.manifest import CHECKPOINTS, find_good, list_checkpoints, publish_left, try_writing
 from paceline.nouns.errors import CheckpointError, ReadError, UsageError, how_to_write
 from paceline.nouns.plan import Plan
 from paceline.nouns.reading import read_json
@@ -107,6 +107,8 @@ def find_resume_point(folder: Path, report: Callable[[str], None]) -> Path | Non
         CheckpointError: there are checkpoints, but none is whole.
     """
     checkpoints = folder / "checkpoints"
+    if (published := publish_last_left(folder)) is not None:
+        report(f"{published.name}, the last step that the job trained before it went back, is its newest checkpoint")
     if not list_checkpoints(checkpoints):
         report("the job has no checkpoint yet: it starts at step 0")
         return None
@@ -115,6 +117,13 @@ def find_resume_point(folder: Path, report: Callable[[str], None]) -> Path | Non
     except CheckpointError as error:
         error.exit_code = 2
         raise
+
+
+def publish_last_left(folder: Path) -> Path | None:
+    """Make the last step of a job that went back, and ended without another checkpoint, one; None: there is none."""
+    with contextlib.suppress(OSError):  # the ranks try it again when they start, and say why it can't be written
+        return publish_left(folder / CHECKPOINTS)
+    return None
 
 
 def write_start(folder: Path, plan: Plan, script: Path, arguments: Sequence[str]) -> None:

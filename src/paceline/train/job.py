@@ -82,6 +82,7 @@ class Job:
     last: StepRecord | None
     saved_step: int | None  # of the newest checkpoint that was saved since the last load, or is being written
     loaded_step: int  # at which the job began, or to which `load` went
+    loaded_folder: Path | None  # the checkpoint that `load` read last
     left: last_checkpoint.Left | None
     closed_step: int | None
 
@@ -276,7 +277,7 @@ class Job:
             has, lacks = ("checkpoint", "workload") if self.scheduler is None else ("workload", "checkpoint")
             self.notice(f"the {has} has a learning-rate scheduler, the {lacks} has none: the rate may jump")
         self.step_number, self.position = manifest["step"], manifest["position"]
-        last_checkpoint.go_back(self)
+        last_checkpoint.go_back(self, folder)
         if self.plan.server:
             pass  # random numbers are drawn anew for every step
         elif (manifest["world_size"], manifest.get("mesh")) == (self.size, self._mesh()):
@@ -307,6 +308,8 @@ class Job:
         if save and self.run_dir is not None:
             self.board.meet("job.close, or the end of the file", self.step_number)
             last_checkpoint.save_last_step(self)
+        else:
+            last_checkpoint.discard_left(self)
         self.closed_step = self.step_number
         self.events.write({"event": "end", "step": self.step_number, "ledger": self.ledger.rows()})
         self.events.close()
@@ -348,7 +351,7 @@ class Job:
         self.total_steps, self.end = self.loader.length()
         self.step_number, self.position = 0, 0
         self.saved_step, self.closed_step, self.last = None, None, None
-        self.loaded_step, self.left = 0, None
+        self.loaded_step, self.loaded_folder, self.left = 0, None, None
         self.has_own_batches = False
         self.is_stopping = threading.Event()
         self.is_stepping = False  # stays set when a step fails

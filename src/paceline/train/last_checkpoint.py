@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import tempfile
 import time
@@ -13,9 +14,12 @@ import torch
 
 from paceline.checkpoint.manifest import (
     CHECKPOINTS,
+    folder_name,
     later_than,
     left_of,
     list_checkpoints,
+    list_left,
+    publish_left,
     put_in_place,
     remove_others,
     step_name,
@@ -47,7 +51,7 @@ class Left:
 
 def set_aside(job: Job) -> None:
     """Before the job goes back, write its last step beside the run's checkpoints, unless it is in one. Collective."""
-    if job.run_dir is None or job.step_number == job.loaded_step:
+    if job.run_dir is None or job.closed_step is not None or job.step_number == job.loaded_step:
         return
     job.left = None
     if _is_saved(job):
@@ -60,17 +64,24 @@ def set_aside(job: Job) -> None:
     job.writer.stale.append(left_of(folder))
 
 
-def go_back(job: Job) -> None:
-    """Note that the job is at a step that it loaded.
+def discard_left(job: Job) -> None:
+    """Remove what was set aside: the job is closed without a checkpoint of its last step."""
+    if job.left is not None and job.rank == 0:
+        shutil.rmtree(left_of(job.left.folder), ignore_errors=True)
+    job.left = None
+
+
+def go_back(job: Job, folder: Path) -> None:
+    """Note that the job is at the step of the checkpoint `folder`, which it loaded.
 
     Checkpoints of later steps stay until a step from here on is saved: a job may load its best state to evaluate it,
     and end.
     """
-    job.loaded_step, job.saved_step = job.step_number, None
+    job.loaded_step, job.loaded_folder, job.saved_step = job.step_number, folder.resolve(), None
     if job.run_dir is not None and job.rank == 0 and not job.events.takes_over:
         # One that takes a lost process's place loads what the job began with, and joins the others after it.
-        left = [] if job.left is None else [left_of(job.left.folder)]
-        job.writer.stale = later_than(job.step_number, job.run_dir / CHECKPOINTS) + left
+        checkpoints = job.run_dir / CHECKPOINTS
+        job.writer.stale = later_than(job.step_number, checkpoints) + list_left(checkpoints)
 
 
 def first_failure(failure: CheckpointError | None, folder: Path, comm: AxisComm) -> CheckpointError | None:
@@ -122,7 +133,9 @@ def _ends_as_loaded(job: Job) -> bool:
     if job.step_number != job.loaded_step:
         return False
     assert job.run_dir is not None
-    if job.left is not None:
+    if job.left is not None and _loaded_what_left_replaces(job, job.left):
+        _drop(job, job.left)
+    elif job.left is not None:
         _publish(job, job.left)
     newest = list_checkpoints(job.run_dir / CHECKPOINTS)[:1] if job.rank == 0 else []
     has_any = torch.tensor([len(newest)])
@@ -135,19 +148,59 @@ def _ends_as_loaded(job: Job) -> bool:
     return bool(int(has_any))
 
 
+def _loaded_what_left_replaces(job: Job, left: Left) -> bool:
+    """Whether the job loaded, last, a checkpoint that would be removed if `left` became one. Collective."""
+    is_loaded = torch.tensor([int(job.rank == 0 and any(_is_loaded(job, path) for path in left.stale))])
+    job.world.all_reduce(is_loaded, "max")
+    return bool(int(is_loaded))
+
+
+def _is_loaded(job: Job, checkpoint: Path) -> bool:
+    return job.loaded_folder == checkpoint.resolve()
+
+
+def _drop(job: Job, left: Left) -> None:
+    """Remove a step that the job left for a checkpoint that it had gone back from before.
+
+    That checkpoint's branch stays, with its own last step.
+    """
+    job.left = None
+    if job.rank != 0:
+        return
+    _remove(job, [left_of(left.folder)])
+    with contextlib.suppress(OSError):  # then it stays where it is, and the next start tries it again
+        if (published := publish_left(left.folder.parent)) is not None:
+            _report(job, published, [])
+        _remove(job, list_left(left.folder.parent))
+
+
+def _remove(job: Job, states: list[Path]) -> None:
+    for path in states:
+        shutil.rmtree(path, ignore_errors=True)
+        job.notice(
+            f"{step_name(path)} is not kept: the job left it for {folder_name(job.step_number)}, "
+            "which it had gone back from before"
+        )
+
+
+def _report(job: Job, saved: Path, removed: list[str]) -> None:
+    event = {"event": "checkpoint", "path": str(saved), "step": step_of(saved.name), "seconds": 0.0}
+    job.writer.report({**event, "removed": removed} if removed else event)
+
+
 def _publish(job: Job, left: Left) -> None:
     """Make the step that the job went back from the run's newest checkpoint. Collective."""
     failure = left.failure
     if job.rank == 0 and failure is None:
         try:
             put_in_place(left_of(left.folder), left.folder)
-            remove_others(left.folder, job.plan.keep, left.stale)
+            loaded = [] if job.loaded_folder is None else [job.loaded_folder]
+            removed = remove_others(left.folder, job.plan.keep, left.stale, loaded)
         except OSError as error:
             found, fix = f"it can't be written ({error.strerror})", how_to_write(error)
             failure = CheckpointError(f"the job's last checkpoint {left.folder} should be written", found, fix)
         else:
-            step = step_of(left.folder.name)
-            job.events.write({"event": "checkpoint", "path": str(left.folder), "step": step, "seconds": 0.0})
+            _report(job, left.folder, removed)
     if (failure := first_failure(failure, left.folder, job.world)) is not None:
         raise failure
     job.left = None

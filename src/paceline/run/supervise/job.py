@@ -27,7 +27,10 @@ def run_job(plan: Plan, request: JobRequest, screen: Screen) -> tuple[Ending, Pr
 
 def finish(run_dir: Path, ending: Ending, progress: Progress, say: Callable[[str], None]) -> dict[str, Any]:
     """Write `result.json`; its content. Where it can't be written, that is said, and the job ends as it did."""
+    published = directory.publish_last_left(run_dir)
     result = result_of(run_dir, ending, progress)
+    if published is not None:
+        result["checkpoint"] = str(published.absolute())
     try:
         directory.write_json(run_dir / "result.json", result)
     except OSError as error:
