@@ -34,6 +34,7 @@ LIMIT_S = 300.0  # of one command
 EVERY, FAILS_AT, STEPS = 4, 15, 20
 WORKLOAD = f"""
 import os
+import time
 import torch
 import paceline
 
@@ -66,6 +67,10 @@ if __name__ == "__main__":
     for batch in job.batches():
         job.step(batch)
         if os.environ.get("FAILS") and job.step_number == {FAILS_AT}:
+            last = "runs/a/checkpoints/step-{(FAILS_AT - 1) // EVERY * EVERY:08d}/manifest.json"
+            until = time.monotonic() + 60
+            while not os.path.exists(last) and time.monotonic() < until:
+                time.sleep(0.01)  # it is written in the background
             raise RuntimeError("as asked")
 """
 Weights = dict[str, np.ndarray]

@@ -12,10 +12,16 @@ from torch import nn
 from torch.nn import functional as F
 
 import paceline
+from paceline.comm import api as words
 from paceline.nouns.errors import LossError
+from paceline.nouns.plan import Plan
 from paceline.parallel.model_adapter import EagerModel
+from paceline.train import additive
 from paceline.train.additive import check_loss_adds_up
 from paceline.train.data import RankLoader, open_data
+from paceline.train.job import Job
+
+from support.ranks import run_ranks
 
 WIDTH, CLASSES = 6, 4
 
@@ -257,3 +263,31 @@ def test_attributes_are_put_back_with_the_buffers_that_they_describe(is_copied, 
     assert not try_out(lambda: made, cross_entropy)
     assert (made.rows, made.sizes, made.table.shape) == (1, [], (1, CLASSES))
     assert not hasattr(made, "newest")
+
+
+def only_large_parts(model, batch):
+    answer = model(batch)
+    if len(batch) < 4:
+        raise ValueError("the trial's batches are smaller than the job's")
+    return answer.square().sum(), len(batch)
+
+
+def train_split(rank, line):
+    words.init()
+    additive._COPIED_BYTES = additive._MADE_BYTES = 0
+    work = paceline.Workload(
+        model=lambda: nn.Sequential(nn.Linear(WIDTH, 8), nn.Linear(8, CLASSES)),
+        loss=only_large_parts,
+        optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.01),
+        data=[x for x, _ in data()],
+        batch_size=8,
+        steps=3,
+        precision="float64",
+    )
+    job = Job(work, Plan.parse(line))
+    return [job.step(batch) for batch in job.batches()]
+
+
+def test_a_trial_that_raises_leaves_a_split_model_as_it_was():
+    shard, replicate = (run_ranks(2, train_split, f"{axis}=2")[0] for axis in ("shard", "replicate"))
+    assert shard == pytest.approx(replicate, rel=1e-12)

@@ -1,8 +1,7 @@
-"""Attributes that a model's own code changes in forward, kept around a pass that must leave no trace.
+"""Attributes that a model's own code changes in forward, as a pass that is computed again must find them.
 
-A flag that says whether a buffer was filled, the length of a cached table, a list of losses: a pass that is computed
-again, or only to keep step with other ranks, must find them as they belong to the buffers that it finds, and its own
-changes must vanish.
+A flag that says whether a buffer was filled, the length of a cached table, a list of losses: they belong to the buffers
+that the pass finds, and what it changes itself must vanish.
 """
 
 from __future__ import annotations

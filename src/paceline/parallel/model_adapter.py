@@ -6,14 +6,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
 
 from paceline.comm.batch_norm import SharedForward, SharedStatistics
 from paceline.nouns.placement import Held
-from paceline.parallel.kept_attributes import KeptAttributes
 from paceline.parallel.micro_batches import Moments, forward_backward
 from paceline.parallel.replicate.buffers import KeptBuffers
 from paceline.parallel.replicate.strategy import sparse_names
@@ -115,12 +114,7 @@ class OwnCode:
             counts = next(real, False)
             if self.shared is not None:
                 self.shared.counts = counts
-            with ExitStack() as kept:
-                if not counts:
-                    alone = self._written_alone()
-                    kept.enter_context(KeptAttributes(alone))
-                    kept.enter_context(KeptBuffers(alone))
-                kept.enter_context(self.autocast())
+            with nullcontext() if counts else KeptBuffers(self._written_alone()), self.autocast():
                 return self.call(loss, batch)
 
         forward_backward(run, both, moments, len(both) - len(microbatches))

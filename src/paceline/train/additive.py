@@ -510,7 +510,7 @@ def _value_as_it_is(
     try:
         with bystanders.watching(placed.model), torch.enable_grad():
             total, weight = checked_loss(placed.evaluate("loss", workload.loss, batch))
-        placed.begin_step()  # no backward pass follows
     finally:
+        placed.begin_step()  # no backward pass follows, also where the code raised
         state.put_back()  # what forward writes counts neither in the next trial nor in training
     return _Found(float(total.detach()), float(weight))
