@@ -14,6 +14,7 @@ import pytest
 from paceline.launch.command import STOPPED_CODE
 from paceline.run.ends import Ends, first_of
 from paceline.run.failures import LEFT
+from paceline.run.rank.external_rank import JoinedRank
 
 from support.jobs import LOOP, STEPS, command, leftovers, losses, marked, start, wait_for, write_workload
 
@@ -169,6 +170,30 @@ def test_the_process_above_a_rank_has_no_torch():
 
 
 @pytest.fixture
+def joined(tmp_path, monkeypatch):
+    """The process above a rank of two, by rank."""
+    monkeypatch.setenv("PACELINE_WORLD_SIZE", "2")
+    monkeypatch.delenv("PACELINE_SUPERVISED", raising=False)
+
+    def make(rank):
+        monkeypatch.setenv("PACELINE_RANK", str(rank))
+        return JoinedRank(tmp_path, 0.0)
+
+    return make
+
+
+def waited_for(one, seconds):
+    """The status that `one` finds of a rank that takes so long."""
+    wake, written = os.pipe()
+    one.pid = os.posix_spawnp("sleep", ["sleep", str(seconds)], os.environ)
+    try:
+        return one._wait(wake)
+    finally:
+        os.close(wake)
+        os.close(written)
+
+
+@pytest.fixture
 def ends(tmp_path):
     made = Ends(tmp_path, 3)
     for rank in range(3):
@@ -183,6 +208,21 @@ def test_an_end_is_known_once_it_is_written(ends):
     assert ends.read(range(3)) == {1: 0, 2: -9}
     ends.begin(1)
     assert ends.read(range(3)) == {2: -9}, "of an earlier attempt"
+
+
+def test_a_rank_that_begins_before_rank_0_has_made_the_run_directory_is_seen(tmp_path):
+    ends = Ends(tmp_path / "runs" / "a", 2)
+    ends.begin(1)
+    assert ends.unseen({}) == []
+
+
+def test_a_mark_that_could_not_be_written_is_written_later(tmp_path, joined):
+    (tmp_path / "ended").write_text("in the way")
+    one = joined(1)
+    one.ends.begin(1)
+    (tmp_path / "ended").unlink()
+    waited_for(one, 1.5)
+    assert (tmp_path / "ended" / "1").exists()
 
 
 def test_a_rank_whose_host_has_another_folder_is_unseen(tmp_path):

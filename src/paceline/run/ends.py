@@ -29,11 +29,13 @@ class Ends:
     def __init__(self, run_dir: Path, size: int) -> None:
         self.folder, self.size = run_dir / FOLDER, size
 
-    def begin(self, rank: int) -> None:
-        """The rank starts: what an earlier attempt has left counts no longer."""
+    def begin(self, rank: int) -> bool:
+        """The rank starts: what an earlier attempt has left counts no longer. False: that could not be written."""
         with contextlib.suppress(OSError):
-            self.folder.mkdir(exist_ok=True)
+            self.folder.mkdir(parents=True, exist_ok=True)  # rank 0 may not have made the run directory yet
             (self.folder / str(rank)).write_text("")
+            return True
+        return False
 
     def write(self, rank: int, status: int) -> None:
         """The rank has ended, with an exit code, or LEFT, or below 0 the signal."""

@@ -36,7 +36,7 @@ from paceline.run.supervise.supervisor import Ending
 
 SETTLE_S = 1.0  # for what the others write down about a failure, or after a signal, before the result is written
 TELL_S = 10.0  # of waiting for other ranks, until people are told
-_LOOK_S = 1.0  # between two looks for ranks that make no progress
+_LOOK_S = 1.0  # between two looks for ranks that make no progress, and two tries to write the mark
 _POLL_S = 0.1
 _HANDED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -69,6 +69,7 @@ class JoinedRank:
         self.is_supervised = "PACELINE_SUPERVISED" in os.environ
         self.is_telling = self.rank == 0 and not self.is_supervised
         self.ends = Ends(run_dir, self.size)
+        self.has_begun = False  # its mark stands among the ends
         self.progress = Progress(run_dir)  # before the first step: it follows from the file's present end
         self.stalls = Stalls(run_dir, notice_s, self.size)
         self.signals: list[int] = []  # that came, and were handed on to the rank while it ran
@@ -77,7 +78,7 @@ class JoinedRank:
     def run(self, script: str, arguments: list[str]) -> int:
         """Run the rank to its end; the exit code. Where a signal ended it, the same ends this process."""
         if not self.is_supervised:
-            self.ends.begin(self.rank)
+            self.has_begun = self.ends.begin(self.rank)
         wake = _wake_at_signals()
         finished = self._fork(script, arguments)
         for number in _HANDED_ON:
@@ -123,15 +124,17 @@ class JoinedRank:
         """Wait for the rank's end; its exit code, below 0 the signal that ended it."""
         looked_s = time.monotonic()
         while True:
-            if select.select([wake], [], [], _LOOK_S if self.is_telling else None)[0]:
+            if select.select([wake], [], [], None if self.is_supervised else _LOOK_S)[0]:
                 os.read(wake, 4096)
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
                 self.pid = 0
                 return os.waitstatus_to_exitcode(status)
-            if self.is_telling and time.monotonic() - looked_s >= _LOOK_S:
+            if not self.is_supervised and time.monotonic() - looked_s >= _LOOK_S:
                 looked_s = time.monotonic()
-                self._look_for_stalls()
+                self.has_begun = self.has_begun or self.ends.begin(self.rank)
+                if self.is_telling:
+                    self._look_for_stalls()
 
     def _look_for_stalls(self) -> None:
         for line in self.stalls.look(_time_stamp(), {self.rank: self.pid}):
