@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import json
 import os
 import signal
@@ -213,7 +215,7 @@ def test_an_end_is_known_once_it_is_written(ends):
 def test_a_rank_that_begins_before_rank_0_has_made_the_run_directory_is_seen(tmp_path):
     ends = Ends(tmp_path / "runs" / "a", 2)
     ends.begin(1)
-    assert ends.unseen({}) == []
+    assert ends.silent({}) == []
 
 
 def test_a_mark_that_could_not_be_written_is_written_later(tmp_path, joined):
@@ -225,14 +227,61 @@ def test_a_mark_that_could_not_be_written_is_written_later(tmp_path, joined):
     assert (tmp_path / "ended" / "1").exists()
 
 
-def test_a_rank_whose_host_has_another_folder_is_unseen(tmp_path):
+def test_a_rank_whose_host_has_another_folder_is_silent(tmp_path):
     ends = Ends(tmp_path, 3)
     ends.begin(0)
     ends.begin(1)
-    assert ends.unseen({}) == [2]
+    assert ends.silent({}) == [2]
     cause = first_of(tmp_path, {0: 0, 1: 0}, 3, None)
     assert cause["rank"] == 2
     assert "all hosts share that folder" in cause["message"]
+
+
+def test_a_rank_that_no_longer_touches_its_mark_is_not_waited_for(ends, monkeypatch):
+    now = itertools.count(1000)
+    monkeypatch.setattr("paceline.run.ends.time.monotonic", lambda: next(now))
+    ends.write(2, 0)
+    for second in range(50):
+        assert ends.silent({2: 0}) == [], second
+    os.utime(ends.folder / "1", (5, 5))
+    quiet = [ends.silent({2: 0}) for _ in range(70)]
+    assert quiet[55] == []
+    assert quiet[-1] == [1]
+
+
+def test_time_for_which_rank_0_was_suspended_makes_no_rank_silent(ends, monkeypatch):
+    now = itertools.count(1000, 600)
+    monkeypatch.setattr("paceline.run.ends.time.monotonic", lambda: next(now))
+    assert [ends.silent({}) for _ in range(5)] == [[]] * 5
+
+
+def test_a_mark_on_a_file_system_that_fails_for_a_while_is_waited_for(ends, monkeypatch):
+    def stale(*_, **__):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("pathlib.Path.open", stale)
+        patch.setattr("pathlib.Path.stat", stale)
+        assert ends.silent({}) == []
+    assert ends.silent({}) == []
+
+
+def test_the_end_takes_the_place_of_the_beginning_on_the_disk(ends):
+    before = (ends.folder / "1").stat()
+    for status in (0, LEFT, -64):
+        ends.write(1, status)
+        after = (ends.folder / "1").stat()
+        assert (after.st_ino, after.st_size) == (before.st_ino, before.st_size)
+        assert ends.read([1]) == {1: status}
+
+
+def test_the_process_above_a_rank_touches_its_mark(ends, joined, monkeypatch):
+    monkeypatch.setattr("paceline.run.rank.external_rank.BEAT_S", 0.5)
+    one = joined(1)
+    one.has_begun = True
+    os.utime(ends.folder / "1", (5, 5))
+    waited_for(one, 2.5)
+    assert (ends.folder / "1").stat().st_mtime > 5
 
 
 def lost_peer(tmp_path, rank):

@@ -27,7 +27,7 @@ from paceline.nouns.errors import PacelineError
 from paceline.rendezvous.launcher_env import find_position
 from paceline.rendezvous.rank_variables import said
 from paceline.run.directory import write_json
-from paceline.run.ends import Ends, first_of
+from paceline.run.ends import BEAT_S, Ends, first_of
 from paceline.run.failures import LEFT, left_early, read_failures, silent_death, told
 from paceline.run.supervise.job import finish
 from paceline.run.supervise.progress import Progress
@@ -122,7 +122,7 @@ class JoinedRank:
 
     def _wait(self, wake: int) -> int:
         """Wait for the rank's end; its exit code, below 0 the signal that ended it."""
-        looked_s = time.monotonic()
+        looked_s = beat_s = time.monotonic()
         while True:
             if select.select([wake], [], [], None if self.is_supervised else _LOOK_S)[0]:
                 os.read(wake, 4096)
@@ -132,7 +132,11 @@ class JoinedRank:
                 return os.waitstatus_to_exitcode(status)
             if not self.is_supervised and time.monotonic() - looked_s >= _LOOK_S:
                 looked_s = time.monotonic()
-                self.has_begun = self.has_begun or self.ends.begin(self.rank)
+                if not self.has_begun:
+                    self.has_begun = self.ends.begin(self.rank)
+                elif looked_s - beat_s >= BEAT_S:
+                    beat_s = looked_s
+                    self.ends.beat(self.rank)
                 if self.is_telling:
                     self._look_for_stalls()
 
@@ -186,7 +190,7 @@ class JoinedRank:
             is_known = len(ended) == self.size - 1 or any(one not in (0, STOPPED_CODE) for one in ended.values())
             if is_known or time.monotonic() > until_s:
                 return ended
-            if status == 0 and len(self.signals) == count and not self.ends.unseen(ended):
+            if status == 0 and len(self.signals) == count and not self.ends.silent(ended):
                 until_s = time.monotonic() + SETTLE_S  # they may have much to do after the last step
             if time.monotonic() > tell_s:
                 tell_s = float("inf")
