@@ -153,6 +153,24 @@ def test_torchrun_sees_that_a_rank_has_left(tmp_path):
     assert result(tmp_path)["failure"]["rank"] == 1
 
 
+@pytest.mark.slow
+def test_an_error_on_every_rank_is_told_once_in_full_and_one_rank_is_first(tmp_path):
+    codes, told = end_of(start_ranks(tmp_path, write_workload(tmp_path, LATER)))
+    assert codes == [1, 1], told
+    assert result(tmp_path)["failure"]["rank"] == 1
+    assert told[0].count("Traceback") == 0, told
+    assert told[1].count("Traceback") == 1, told
+    assert "paceline run: rank 0, step 7 failed: ValueError: both" in told[0]
+    assert "rank 1, step 7 failed: ValueError: both" in told[1]
+    assert told[0].count("rank 1, step 7 failed first: ValueError: both") == 1
+    assert "first" not in told[1]
+
+
+LATER = """
+    if job and job.step_number == 6:
+        time.sleep(0 if job.rank else 2)
+        raise ValueError("both")
+"""
 CLOSED = "    if job and job.step_number == 6 and job.rank == 1: sys.exit(0)\n"
 
 
@@ -160,10 +178,12 @@ CLOSED = "    if job and job.step_number == 6 and job.rank == 1: sys.exit(0)\n"
 def test_a_certain_hang_is_ended_without_a_supervisor_and_without_notices(tmp_path, monkeypatch):
     file = write_workload(tmp_path, CLOSED)
     codes, told = end_of(start_ranks(tmp_path, file, PACELINE_STALL_NOTICE="0"))
-    assert codes[0] != 0, told
-    failure = result(tmp_path)["failure"]
-    assert failure["rank"] == 1
-    assert "rank 1 should take as many steps as the other ranks" in failure["message"]
+    assert codes[0] == 1, told  # above 128 the scheduler would start it again, to the same end
+    ended = result(tmp_path)
+    assert (ended["exit_code"], ended["failure"]["rank"]) == (1, 1)
+    said = "rank 1 should take as many steps as the other ranks"
+    assert said in ended["failure"]["message"]
+    assert told[0].count(said) == 1
 
 
 def test_the_process_above_a_rank_has_no_torch():
