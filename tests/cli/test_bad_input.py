@@ -154,6 +154,13 @@ def test_an_error_quotes_the_plan_that_was_written(tmp_path, monkeypatch, capsys
     assert "replicate=2,nosuch" not in err
 
 
+def test_a_folder_named_like_axes_does_not_hide_the_axes(tmp_path, monkeypatch, capsys):
+    file = file_with(tmp_path)
+    (tmp_path / "replicate=2").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert exit_code(["run", "--on", "ray", "--dry-run", "--plan", "replicate=2", file]) == 0, capsys.readouterr().err
+
+
 def test_an_unknown_command(capsys):
     assert main(["rnu"]) == 2
     assert "did you mean 'run'" in capsys.readouterr().err

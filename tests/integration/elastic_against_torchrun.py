@@ -20,6 +20,8 @@ from pathlib import Path
 
 import psutil
 
+from paceline.nouns.module_names import FORKSERVER
+
 from support.namespaces import hosts
 
 LIMIT_S = 150.0
@@ -83,7 +85,7 @@ def ranks(made, name: str) -> list[int]:
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(pid)
             own, parent = (" ".join(one.cmdline()) if one else "" for one in (process, process.parent()))
-            is_forked = "run.forkserver" in own and "run.forkserver" in parent
+            is_forked = FORKSERVER in own and FORKSERVER in parent
             if is_forked or ("theirs.py" in own and "distributed.run" not in own):
                 found.append(pid)
     return found

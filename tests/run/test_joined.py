@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import json
 import os
 import signal
@@ -14,6 +16,7 @@ import pytest
 from paceline.launch.command import STOPPED_CODE
 from paceline.run.ends import Ends, first_of
 from paceline.run.failures import LEFT
+from paceline.run.rank.external_rank import JoinedRank
 
 from support.jobs import LOOP, STEPS, command, leftovers, losses, marked, start, wait_for, write_workload
 
@@ -150,6 +153,24 @@ def test_torchrun_sees_that_a_rank_has_left(tmp_path):
     assert result(tmp_path)["failure"]["rank"] == 1
 
 
+@pytest.mark.slow
+def test_an_error_on_every_rank_is_told_once_in_full_and_one_rank_is_first(tmp_path):
+    codes, told = end_of(start_ranks(tmp_path, write_workload(tmp_path, LATER)))
+    assert codes == [1, 1], told
+    assert result(tmp_path)["failure"]["rank"] == 1
+    assert told[0].count("Traceback") == 0, told
+    assert told[1].count("Traceback") == 1, told
+    assert "paceline run: rank 0, step 7 failed: ValueError: both" in told[0]
+    assert "rank 1, step 7 failed: ValueError: both" in told[1]
+    assert told[0].count("rank 1, step 7 failed first: ValueError: both") == 1
+    assert "first" not in told[1]
+
+
+LATER = """
+    if job and job.step_number == 6:
+        time.sleep(0 if job.rank else 2)
+        raise ValueError("both")
+"""
 CLOSED = "    if job and job.step_number == 6 and job.rank == 1: sys.exit(0)\n"
 
 
@@ -157,15 +178,41 @@ CLOSED = "    if job and job.step_number == 6 and job.rank == 1: sys.exit(0)\n"
 def test_a_certain_hang_is_ended_without_a_supervisor_and_without_notices(tmp_path, monkeypatch):
     file = write_workload(tmp_path, CLOSED)
     codes, told = end_of(start_ranks(tmp_path, file, PACELINE_STALL_NOTICE="0"))
-    assert codes[0] != 0, told
-    failure = result(tmp_path)["failure"]
-    assert failure["rank"] == 1
-    assert "rank 1 should take as many steps as the other ranks" in failure["message"]
+    assert codes[0] == 1, told  # above 128 the scheduler would start it again, to the same end
+    ended = result(tmp_path)
+    assert (ended["exit_code"], ended["failure"]["rank"]) == (1, 1)
+    said = "rank 1 should take as many steps as the other ranks"
+    assert said in ended["failure"]["message"]
+    assert told[0].count(said) == 1
 
 
 def test_the_process_above_a_rank_has_no_torch():
     line = "import paceline.run.rank.external_rank, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", line]).returncode == 0
+
+
+@pytest.fixture
+def joined(tmp_path, monkeypatch):
+    """The process above a rank of two, by rank."""
+    monkeypatch.setenv("PACELINE_WORLD_SIZE", "2")
+    monkeypatch.delenv("PACELINE_SUPERVISED", raising=False)
+
+    def make(rank):
+        monkeypatch.setenv("PACELINE_RANK", str(rank))
+        return JoinedRank(tmp_path, 0.0)
+
+    return make
+
+
+def waited_for(one, seconds):
+    """The status that `one` finds of a rank that takes so long."""
+    wake, written = os.pipe()
+    one.pid = os.posix_spawnp("sleep", ["sleep", str(seconds)], os.environ)
+    try:
+        return one._wait(wake)
+    finally:
+        os.close(wake)
+        os.close(written)
 
 
 @pytest.fixture
@@ -185,14 +232,76 @@ def test_an_end_is_known_once_it_is_written(ends):
     assert ends.read(range(3)) == {2: -9}, "of an earlier attempt"
 
 
-def test_a_rank_whose_host_has_another_folder_is_unseen(tmp_path):
+def test_a_rank_that_begins_before_rank_0_has_made_the_run_directory_is_seen(tmp_path):
+    ends = Ends(tmp_path / "runs" / "a", 2)
+    ends.begin(1)
+    assert ends.silent({}) == []
+
+
+def test_a_mark_that_could_not_be_written_is_written_later(tmp_path, joined):
+    (tmp_path / "ended").write_text("in the way")
+    one = joined(1)
+    one.ends.begin(1)
+    (tmp_path / "ended").unlink()
+    waited_for(one, 1.5)
+    assert (tmp_path / "ended" / "1").exists()
+
+
+def test_a_rank_whose_host_has_another_folder_is_silent(tmp_path):
     ends = Ends(tmp_path, 3)
     ends.begin(0)
     ends.begin(1)
-    assert ends.unseen({}) == [2]
+    assert ends.silent({}) == [2]
     cause = first_of(tmp_path, {0: 0, 1: 0}, 3, None)
     assert cause["rank"] == 2
     assert "all hosts share that folder" in cause["message"]
+
+
+def test_a_rank_that_no_longer_touches_its_mark_is_not_waited_for(ends, monkeypatch):
+    now = itertools.count(1000)
+    monkeypatch.setattr("paceline.run.ends.time.monotonic", lambda: next(now))
+    ends.write(2, 0)
+    for second in range(50):
+        assert ends.silent({2: 0}) == [], second
+    os.utime(ends.folder / "1", (5, 5))
+    quiet = [ends.silent({2: 0}) for _ in range(70)]
+    assert quiet[55] == []
+    assert quiet[-1] == [1]
+
+
+def test_time_for_which_rank_0_was_suspended_makes_no_rank_silent(ends, monkeypatch):
+    now = itertools.count(1000, 600)
+    monkeypatch.setattr("paceline.run.ends.time.monotonic", lambda: next(now))
+    assert [ends.silent({}) for _ in range(5)] == [[]] * 5
+
+
+def test_a_mark_on_a_file_system_that_fails_for_a_while_is_waited_for(ends, monkeypatch):
+    def stale(*_, **__):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("pathlib.Path.open", stale)
+        patch.setattr("pathlib.Path.stat", stale)
+        assert ends.silent({}) == []
+    assert ends.silent({}) == []
+
+
+def test_the_end_takes_the_place_of_the_beginning_on_the_disk(ends):
+    before = (ends.folder / "1").stat()
+    for status in (0, LEFT, -64):
+        ends.write(1, status)
+        after = (ends.folder / "1").stat()
+        assert (after.st_ino, after.st_size) == (before.st_ino, before.st_size)
+        assert ends.read([1]) == {1: status}
+
+
+def test_the_process_above_a_rank_touches_its_mark(ends, joined, monkeypatch):
+    monkeypatch.setattr("paceline.run.rank.external_rank.BEAT_S", 0.5)
+    one = joined(1)
+    one.has_begun = True
+    os.utime(ends.folder / "1", (5, 5))
+    waited_for(one, 2.5)
+    assert (ends.folder / "1").stat().st_mtime > 5
 
 
 def lost_peer(tmp_path, rank):

@@ -17,6 +17,7 @@ import pytest
 import paceline as paceline_package
 from paceline.nouns.errors import UsageError
 from paceline.run.rank.watchdog import Watchdog, stacks, waits_in
+from paceline.run.rank.worker import run_rank
 from paceline.run.supervise.progress import Screen
 from paceline.run.supervise.stalls import Stalls, notice_time, process_state
 from paceline.run.supervise.supervisor import JobRequest, Supervisor
@@ -292,6 +293,23 @@ def test_a_variable_that_is_no_notice_time_is_refused_before_anything_starts(tmp
     assert ended.code == 2
     assert "PACELINE_STALL_NOTICE=abc, but it is no number of seconds" in ended.err
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("more", [[], ["--stall-notice", "30"]], ids=["", "beside the flag"])
+def test_a_notice_time_for_the_ranks_that_is_none_is_refused_before_anything_starts(tmp_path, more):
+    words = ["run", "-n", "2", "--job", "a", "-x", "PACELINE_STALL_NOTICE=abc", *more]
+    ended = paceline(tmp_path, *words, write_workload(tmp_path))
+    assert ended.code == 2, ended.err
+    assert "PACELINE_STALL_NOTICE=abc, but it is no number of seconds" in ended.err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_rank_that_finds_no_notice_time_says_so(tmp_path, monkeypatch):
+    monkeypatch.setenv("PACELINE_RUN_DIR", str(tmp_path))
+    monkeypatch.setenv("PACELINE_STALL_NOTICE", "abc")
+    assert run_rank("nosuch.py", []) == 2
+    failure = json.loads((tmp_path / "failures" / "0.json").read_text())
+    assert "PACELINE_STALL_NOTICE=abc, but it is no number of seconds" in failure["message"]
 
 
 @pytest.mark.parametrize("words", [["--on", "ray"], ["--on", "mpi", "-H", "h1:1,h2:1"]], ids=["ray", "mpi"])

@@ -128,7 +128,8 @@ def decide_plan(arguments: argparse.Namespace, grows: bool = False) -> Plan:
     """
     if arguments.n is not None and arguments.n < 1:
         raise UsageError(f"to start {arguments.n} ranks", "a job has at least one", "write -n 1 or more")
-    if arguments.plan and os.path.isdir(arguments.plan):  # False, not an error, for what is longer than a path can be
+    may_be_axes = "=" in (arguments.plan or "=")
+    if not may_be_axes and os.path.isdir(arguments.plan):  # False, not an error, for what is longer than a path can be
         fix = "name the plan.json in it, or axes with sizes such as replicate=2"
         raise UsageError(f"the plan {arguments.plan}", "it is a folder", fix)
     text = _with_ranks(arguments.plan or "", 1 if grows else arguments.n)
@@ -209,10 +210,12 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _check_stall_notice(arguments: argparse.Namespace) -> None:
-    """Put what the environment says in the place of a missing --stall-notice; UsageError where it is no time."""
+    """Put what the ranks' environment says in the place of a missing --stall-notice; UsageError where it is no time."""
+    given = run_on.environment_of(arguments.env)
     if arguments.stall_notice is None:
-        arguments.stall_notice = notice_time(os.environ)
+        arguments.stall_notice = notice_time({**os.environ, **given})
         return
+    notice_time(given)  # the ranks read it, beside the flag too
     asked = f"--stall-notice {arguments.stall_notice:g}"
     if not 0 <= arguments.stall_notice < float("inf"):
         raise UsageError(asked, "it is no number of seconds", "write seconds, or 0 for no notice")

@@ -1,11 +1,13 @@
 """How each rank of a job ended that nobody of ours supervises: `ended/RANK` in the run directory.
 
-A rank's file is empty while it runs, and has its exit status afterwards. Rank 0 reads them before it writes the result.
+A rank's file is blank while it runs, and has its exit status afterwards. Rank 0 reads them before it writes the result.
+While a rank runs, the process above it touches the file: one that no longer changes is of a rank that nobody waits for.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import time
 from collections.abc import Collection, Iterable, Mapping
@@ -16,6 +18,10 @@ from paceline.launch.command import STOPPED_CODE
 from paceline.run.failures import first_cause, left_early, never_ended, read_failures, silent_death
 
 FOLDER = "ended"  # in the run directory
+BEAT_S = 10.0  # between two touches
+SILENT_S = 60.0  # without a touch, until a rank counts as one that will not write its end
+_LOOK_S = 1.0  # what one look counts at most: this process, or its whole allocation, may have been suspended
+_WIDTH = 4  # of a status
 
 
 class Ends:
@@ -28,20 +34,34 @@ class Ends:
 
     def __init__(self, run_dir: Path, size: int) -> None:
         self.folder, self.size = run_dir / FOLDER, size
+        self._seen: dict[int, tuple[int | None, float]] = {}  # by rank: its file's time, seconds without a change of it
+        self._looked_s = time.monotonic()
 
-    def begin(self, rank: int) -> None:
-        """The rank starts: what an earlier attempt has left counts no longer."""
+    def begin(self, rank: int) -> bool:
+        """The rank starts: what an earlier attempt has left counts no longer. False: that could not be written."""
         with contextlib.suppress(OSError):
-            self.folder.mkdir(exist_ok=True)
-            (self.folder / str(rank)).write_text("")
+            self.folder.mkdir(parents=True, exist_ok=True)  # rank 0 may not have made the run directory yet
+            self._put(rank, "")
+            return True
+        return False
+
+    def beat(self, rank: int) -> None:
+        """The rank still runs."""
+        with contextlib.suppress(OSError):
+            os.utime(self.folder / str(rank))
 
     def write(self, rank: int, status: int) -> None:
         """The rank has ended, with an exit code, or LEFT, or below 0 the signal."""
-        path = self.folder / str(rank)
         with contextlib.suppress(OSError):
-            draft = path.with_name(f".{rank}.draft")
-            draft.write_text(f"{status}\n")
-            draft.replace(path)
+            self._put(rank, str(status))
+
+    def _put(self, rank: int, text: str) -> None:
+        # As many bytes for an end as for a beginning, and in place: a disk that is full by then does not refuse it.
+        descriptor = os.open(self.folder / str(rank), os.O_WRONLY | os.O_CREAT, 0o666)
+        try:
+            os.write(descriptor, f"{text:{_WIDTH}}\n".encode())
+        finally:
+            os.close(descriptor)
 
     def read(self, ranks: Iterable[int]) -> dict[int, int]:
         """The status of those of `ranks` that have ended."""
@@ -51,9 +71,33 @@ class Ends:
                 found[rank] = int((self.folder / str(rank)).read_text())
         return found
 
-    def unseen(self, ended: Collection[int]) -> list[int]:
-        """Ranks beside those that have left nothing here: their host does not see this folder, or they never began."""
-        return [rank for rank in range(1, self.size) if rank not in ended and not (self.folder / str(rank)).exists()]
+    def silent(self, ended: Collection[int]) -> list[int]:
+        """Ranks beside those of which nothing more is to come.
+
+        They have left nothing here: their host does not see this folder, or they never began. Or what they left has
+        not changed for SILENT_S, as this process looked on: the clocks of hosts differ.
+        """
+        now_s = time.monotonic()
+        passed_s, self._looked_s = min(now_s - self._looked_s, _LOOK_S), now_s
+        found = []
+        for rank in set(range(1, self.size)) - set(ended):
+            touched = self._touched(rank)
+            before, quiet_s = self._seen.get(rank, (None, 0.0))
+            quiet_s = quiet_s + passed_s if touched == before else 0.0
+            self._seen[rank] = (touched, quiet_s)
+            if touched is None or quiet_s >= SILENT_S:
+                found.append(rank)
+        return sorted(found)
+
+    def _touched(self, rank: int) -> int | None:
+        """When a rank's file was touched; None: there is none."""
+        try:
+            with (self.folder / str(rank)).open() as file:  # over NFS, opening it asks the server
+                return os.fstat(file.fileno()).st_mtime_ns
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError:  # of a file system that may come back
+            return -1
 
     def clear(self) -> None:
         """Remove them; the result has been written."""

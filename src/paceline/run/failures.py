@@ -192,21 +192,37 @@ def first_line(cause: Mapping[str, Any]) -> str:
     return str((cause["message"].splitlines() or [""])[0])
 
 
-def told(cause: Mapping[str, Any], others: int) -> str:
-    """The failure as people read it. An error that says what to do needs no traceback of ours."""
+def told(cause: Mapping[str, Any], others: int, word: str = "failed first") -> str:
+    """The failure as people read it. An error that says what to do needs no traceback of ours.
+
+    Args:
+        cause: the failure.
+        others: how many ranks ended with it.
+        word: what its rank did; "failed" where others may have failed before.
+    """
     lines = []
     if cause["traceback"] and not cause["is_paceline"]:
         lines.append(cause["traceback"].rstrip())
-    step = f", step {cause['step']}" if cause["step"] is not None else ""
     if cause["is_paceline"]:
         lines.append(cause["message"])
         if cause["where"]:
             lines.append(f"  At: {cause['where']}")
     elif cause["traceback"]:
-        said = ": ".join(part for part in (cause["type"], first_line(cause)) if part)
-        lines.append(f"rank {cause['rank']}{step} failed first: {said}")
+        lines.append(told_briefly(cause, word))
     else:
+        step = _step(cause)
         lines.append(cause["message"] + (step and f" ({step[2:]})"))
     if others:
         lines.append(f"  (and {others} {'rank' if others == 1 else 'ranks'} that ended with it)")
     return "\n".join(lines)
+
+
+def told_briefly(cause: Mapping[str, Any], word: str) -> str:
+    """The failure in a line."""
+    kind = cause["type"] if cause["traceback"] else ""
+    said = ": ".join(part for part in (kind, first_line(cause)) if part)
+    return f"rank {cause['rank']}{_step(cause)} {word}: {said}"
+
+
+def _step(cause: Mapping[str, Any]) -> str:
+    return f", step {cause['step']}" if cause["step"] is not None else ""

@@ -27,8 +27,8 @@ from paceline.nouns.errors import PacelineError
 from paceline.rendezvous.launcher_env import find_position
 from paceline.rendezvous.rank_variables import said
 from paceline.run.directory import write_json
-from paceline.run.ends import Ends, first_of
-from paceline.run.failures import LEFT, left_early, read_failures, silent_death, told
+from paceline.run.ends import BEAT_S, Ends, first_of
+from paceline.run.failures import LEFT, first_cause, left_early, read_failures, silent_death, told, told_briefly
 from paceline.run.supervise.job import finish
 from paceline.run.supervise.progress import Progress
 from paceline.run.supervise.stalls import Stalls, notice_time
@@ -36,7 +36,7 @@ from paceline.run.supervise.supervisor import Ending
 
 SETTLE_S = 1.0  # for what the others write down about a failure, or after a signal, before the result is written
 TELL_S = 10.0  # of waiting for other ranks, until people are told
-_LOOK_S = 1.0  # between two looks for ranks that make no progress
+_LOOK_S = 1.0  # between two looks for ranks that make no progress, and two tries to write the mark
 _POLL_S = 0.1
 _HANDED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -69,20 +69,25 @@ class JoinedRank:
         self.is_supervised = "PACELINE_SUPERVISED" in os.environ
         self.is_telling = self.rank == 0 and not self.is_supervised
         self.ends = Ends(run_dir, self.size)
+        self.has_begun = False  # its mark stands among the ends
         self.progress = Progress(run_dir)  # before the first step: it follows from the file's present end
         self.stalls = Stalls(run_dir, notice_s, self.size)
         self.signals: list[int] = []  # that came, and were handed on to the rank while it ran
         self.pid = 0
+        self.left: dict[str, Any] | None = None  # the failure of a rank that left, for which this one was ended
+        self.said = ""  # the message that stands on stderr in full
 
     def run(self, script: str, arguments: list[str]) -> int:
         """Run the rank to its end; the exit code. Where a signal ended it, the same ends this process."""
         if not self.is_supervised:
-            self.ends.begin(self.rank)
+            self.has_begun = self.ends.begin(self.rank)
         wake = _wake_at_signals()
         finished = self._fork(script, arguments)
         for number in _HANDED_ON:
             signal.signal(number, self._hand_on)
         status = self._wait(wake)
+        if self.left is not None and status == -signal.SIGKILL:
+            status = int(self.left["exit_code"])  # of an error: after a signal a scheduler would start the job again
         if status == 0 and not _has_finished(finished):
             status = LEFT
         self._write_failure(status)
@@ -121,36 +126,48 @@ class JoinedRank:
 
     def _wait(self, wake: int) -> int:
         """Wait for the rank's end; its exit code, below 0 the signal that ended it."""
-        looked_s = time.monotonic()
+        looked_s = beat_s = time.monotonic()
         while True:
-            if select.select([wake], [], [], _LOOK_S if self.is_telling else None)[0]:
+            if select.select([wake], [], [], None if self.is_supervised else _LOOK_S)[0]:
                 os.read(wake, 4096)
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
                 self.pid = 0
                 return os.waitstatus_to_exitcode(status)
-            if self.is_telling and time.monotonic() - looked_s >= _LOOK_S:
+            if not self.is_supervised and time.monotonic() - looked_s >= _LOOK_S:
                 looked_s = time.monotonic()
-                self._look_for_stalls()
+                if not self.has_begun:
+                    self.has_begun = self.ends.begin(self.rank)
+                elif looked_s - beat_s >= BEAT_S:
+                    beat_s = looked_s
+                    self.ends.beat(self.rank)
+                if self.is_telling:
+                    self._look_for_stalls()
 
     def _look_for_stalls(self) -> None:
         for line in self.stalls.look(_time_stamp(), {self.rank: self.pid}):
             print(line, flush=True)
         left = None if "PACELINE_COORDINATOR" in os.environ else self.stalls.who_left()
         if left is not None and not read_failures(self.run_dir):
-            self._write(left_early(left, _time_stamp(), "it left its loop and closed the job"))
+            self.left = left_early(left, _time_stamp(), "it left its loop and closed the job")
+            self._write(self.left)
             os.kill(self.pid, signal.SIGKILL)
 
     def _write_failure(self, status: int) -> None:
         """Write down how the rank ended where it could not do so itself."""
         if status in (0, STOPPED_CODE):
             return
-        failure = read_failures(self.run_dir).get(self.rank)
+        failures = read_failures(self.run_dir)
+        failure = failures.get(self.rank)
         if failure is None and not (status < 0 and self.signals):  # a signal that came for the whole job
             failure = silent_death(self.rank, status, _time_stamp())
             self._write(failure)
-        if failure is not None and not self.is_supervised and not failure["is_peer_loss"]:
-            print(f"paceline run: {told(failure, 0)}", file=sys.stderr, flush=True)
+        if failure is None or self.is_supervised or failure["is_peer_loss"]:
+            return
+        text = told_briefly(failure, "failed")
+        if first_cause([failure, *failures.values()]) is failure:  # as far as is known
+            text, self.said = told(failure, 0, "failed"), failure["message"]
+        print(f"paceline run: {text}", file=sys.stderr, flush=True)
 
     def _write(self, failure: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):
@@ -183,7 +200,7 @@ class JoinedRank:
             is_known = len(ended) == self.size - 1 or any(one not in (0, STOPPED_CODE) for one in ended.values())
             if is_known or time.monotonic() > until_s:
                 return ended
-            if status == 0 and len(self.signals) == count and not self.ends.unseen(ended):
+            if status == 0 and len(self.signals) == count and not self.ends.silent(ended):
                 until_s = time.monotonic() + SETTLE_S  # they may have much to do after the last step
             if time.monotonic() > tell_s:
                 tell_s = float("inf")
@@ -192,12 +209,18 @@ class JoinedRank:
             time.sleep(_POLL_S)
 
     def _tell(self, cause: dict[str, Any] | None) -> None:
-        """Say what no rank has said of itself."""
+        """Say what no rank has said of itself, and which of several failed first."""
         if cause is None:
             return
-        own = read_failures(self.run_dir).get(cause["rank"]) if cause["rank"] is not None else None
+        failures = read_failures(self.run_dir)
+        own = failures.get(cause["rank"]) if cause["rank"] is not None else None
         if own is None or own["is_peer_loss"]:
-            print(f"paceline run: {told(cause, 0)}", file=sys.stderr, flush=True)
+            if cause["message"] != self.said:
+                print(f"paceline run: {told(cause, 0)}", file=sys.stderr, flush=True)
+        elif sum(not one["is_peer_loss"] for one in failures.values()) > 1:
+            text = told_briefly(cause, "failed first")
+            text = text.partition(":")[0] if cause["message"] == self.said else text
+            print(f"paceline run: {text}", file=sys.stderr, flush=True)
         if newest := list_checkpoints(self.run_dir / "checkpoints")[:1]:
             print(f"  Last checkpoint: {newest[0]}; go on with --resume --job {self.run_dir.name}", file=sys.stderr)
 

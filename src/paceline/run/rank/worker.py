@@ -27,7 +27,10 @@ def run_rank(script: str, arguments: list[str], stopped_code: int = 0) -> int:
         stopped_code: the exit code of a job that was asked to stop, and has been saved before its end.
     """
     run_dir = os.environ.get("PACELINE_RUN_DIR")
-    watchdog = begin_watching(os.environ, Path(run_dir)) if run_dir else None
+    try:
+        watchdog = begin_watching(os.environ, Path(run_dir)) if run_dir else None
+    except PacelineError as error:
+        return failed(error)
     try:
         return _run_to_end(script, arguments, stopped_code)
     finally:
