@@ -211,7 +211,9 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _check_stall_notice(arguments: argparse.Namespace) -> None:
     """Put what the ranks' environment says in the place of a missing --stall-notice; UsageError where it is no time."""
-    given = run_on.environment_of(arguments.env)
+    # This variable alone: whether -x applies here, and is well formed, is told later.
+    words = [word.partition("=") for word in arguments.env]
+    given = {name: value for name, equals, value in words if name == VARIABLE and equals}
     if arguments.stall_notice is None:
         arguments.stall_notice = notice_time({**os.environ, **given})
         return
