@@ -29,6 +29,7 @@ from paceline.rendezvous.rank_variables import said
 from paceline.run.directory import write_json
 from paceline.run.ends import BEAT_S, Ends, first_of
 from paceline.run.failures import LEFT, first_cause, left_early, read_failures, silent_death, told, told_briefly
+from paceline.run.rank.process_exit import exit_process
 from paceline.run.supervise.job import finish
 from paceline.run.supervise.progress import Progress
 from paceline.run.supervise.stalls import Stalls, notice_time
@@ -115,8 +116,7 @@ class JoinedRank:
         from paceline.run.rank.worker import run_rank
 
         code = run_rank(script, arguments, 0 if self.is_supervised else STOPPED_CODE)
-        os.write(own, b".")
-        sys.exit(code)
+        exit_process(code, partial(os.write, own, b"."))
 
     def _hand_on(self, number: int, _: object) -> None:
         self.signals.append(number)

@@ -8,7 +8,6 @@ asked for again. When the supervisor goes, the socket closes and every rank is k
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import gc
 import importlib
@@ -24,6 +23,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -32,6 +32,7 @@ from paceline.launch.local import RankSettings
 from paceline.launch.orphans import die_with_parent
 from paceline.nouns import module_names
 from paceline.run.failures import LEFT
+from paceline.run.rank.process_exit import exit_process
 from paceline.server.transport.credentials import credentials_folder
 
 _NOTHING: Mapping[str, str] = MappingProxyType({})
@@ -229,10 +230,7 @@ def _become_rank(
 
             keep_temporary_files_in(settings.private)
             code = run_rank(settings.script, settings.arguments)
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        tell_finished(pipes.finished_write)
+        exit_process(code, partial(tell_finished, pipes.finished_write))
     finally:
         os._exit(code)
 

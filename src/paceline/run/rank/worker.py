@@ -8,12 +8,14 @@ import runpy
 import sys
 import time
 import traceback
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from paceline.comm import api as words
 from paceline.launch.orphans import die_with_parent
 from paceline.nouns.errors import DataError, PacelineError, PeerLostError, WorkloadError
+from paceline.run.rank.process_exit import exit_process
 from paceline.run.rank.watchdog import begin_watching
 from paceline.train import job as jobs
 from paceline.train import loop
@@ -131,17 +133,16 @@ def _is_persons(file: str) -> bool:
     return "site-packages" not in file and f"{os.sep}paceline{os.sep}" not in file and not file.startswith("<")
 
 
-def main() -> int:
-    """Be a rank where forking is unsafe, and the fork server starts fresh interpreters; the exit code."""
+def main() -> NoReturn:
+    """Be a rank where forking is unsafe, and the fork server starts fresh interpreters."""
     from paceline.run.rank.forkserver import tell_finished
 
     die_with_parent()
     finished = int(os.environ.pop("PACELINE_FINISHED"))
     os.set_inheritable(finished, False)
     code = run_rank(sys.argv[1], sys.argv[2:])
-    tell_finished(finished)
-    return code
+    exit_process(code, partial(tell_finished, finished))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
