@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 
-def exit_process(code: int, before: Callable[[], None] | None = None) -> NoReturn:
+def exit_process(code: int, before: Callable[[], object] | None = None) -> NoReturn:
     """End this process with `code`.
 
     Args:
