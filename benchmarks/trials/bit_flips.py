@@ -175,7 +175,7 @@ def flip(path: Path, dice: random.Random) -> int:
 
 def is_clear(text: str) -> bool:
     """Whether an output has an error of three parts, and no traceback."""
-    return ", but " in text and "Fix: " in text and "Traceback" not in text
+    return "\n  found: " in text and "fix: " in text and "Traceback" not in text
 
 
 def judge_resume(folder: Path, run: Path, file: str, good: Undisturbed, words: Sequence[str]) -> tuple[str, str]:

@@ -36,7 +36,7 @@ def test_a_table_that_is_none(tmp_path, monkeypatch, capsys, name, content, foun
     assert main(["bench", "planner", "--published", name]) == 2
     error = capsys.readouterr().err
     assert found in error
-    assert "Fix: " in error
+    assert "fix: " in error
 
 
 @pytest.mark.usefixtures("no_work")

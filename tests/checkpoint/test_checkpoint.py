@@ -201,7 +201,7 @@ def test_a_checkpoint_of_something_else_is_refused(saved, options, said):
 def test_a_file_of_no_tensors_with_the_right_hash_is_refused(saved, tmp_path):
     bad = copy_of(saved, tmp_path)
     hash_what_is_no_tensor(bad)
-    assert "rank-00000.safetensors should hold tensors, but it is" in run_ranks(1, load_only, str(bad), {})[0]
+    assert "rank-00000.safetensors should hold tensors\n  found: it is" in run_ranks(1, load_only, str(bad), {})[0]
 
 
 def test_no_checkpoint_is_one_error(tmp_path):

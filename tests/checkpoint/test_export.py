@@ -167,7 +167,7 @@ def empty_run(saved, out):
 
 
 WRONG = {
-    "a run without a checkpoint": (empty_run, "SAVED OUT", 1, "Fix: name a run or a folder that has one: a job writes"),
+    "a run without a checkpoint": (empty_run, "SAVED OUT", 1, "fix: name a run or a folder that has one: a job writes"),
     "a full folder": (fill, "SAVED OUT", 2, "there is something else"),
     "a torn file": (tear, "SAVED OUT", 1, "rank-00001.safetensors has"),
     "no manifest": (lambda saved, out: (saved / "manifest.json").unlink(), "SAVED OUT", 1, "there is none"),
@@ -190,6 +190,6 @@ def test_what_can_not_be_exported_is_one_error(saved, tmp_path, capsys, case):
     error = capsys.readouterr().err
     assert ended == code
     assert said in error
-    assert re.search(r"^paceline( export)?: .+, but .+\.\n  Fix: .+\.$", error, re.DOTALL | re.MULTILINE)
+    assert re.search(r"^paceline( export)?: .+\n  found: .+\n  fix: .+$", error, re.DOTALL | re.MULTILINE)
     assert "--resume" not in error or "paceline export RUN" in error, "that is no way to export"
     assert not out.exists() or [path.name for path in out.iterdir()] == ["thesis.txt"]

@@ -451,7 +451,7 @@ def test_a_job_whose_last_step_is_not_saved_has_failed(tmp_path, is_stopped):
         code, told = ended.code, ended.err
     assert code == 1
     assert "the state was saved to" in told
-    assert told.count("Fix: ") == 1
+    assert told.count("fix: ") == 1
     assert "Traceback" not in told
     assert "done" not in told
     result = json.loads((tmp_path / "runs" / "a" / "result.json").read_text())
@@ -461,7 +461,7 @@ def test_a_job_whose_last_step_is_not_saved_has_failed(tmp_path, is_stopped):
 def test_a_start_tries_the_folder_of_checkpoints(tmp_path):
     folder = directory.new_run(tmp_path, "a", Path("train.py"))
     become_a_file(folder / "checkpoints")
-    with pytest.raises(UsageError, match="checkpoints, but it can't be written"):
+    with pytest.raises(UsageError, match="checkpoints\n  found: it can't be written"):
         directory.check_writable(folder)
     api.init()
     os.environ["PACELINE_RUN_DIR"] = str(folder)

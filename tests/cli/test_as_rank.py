@@ -117,4 +117,4 @@ def test_what_a_launcher_leaves_no_room_for(tmp_path, words, environment, said):
     done = paceline(tmp_path, "run", *words, write_workload(tmp_path), **environment)
     assert done.code == 2, done.out + done.err
     assert said in done.err
-    assert "Fix: " in done.err
+    assert "fix: " in done.err

@@ -12,7 +12,7 @@ from paceline.cli.main import main
 
 from support.jobs import LOOP, TINY, paceline, write_workload
 
-THREE_PARTS = re.compile(r"^paceline( [a-z]+)?: .+, but .+\.\n  Fix: .+\.$", re.DOTALL | re.MULTILINE)
+THREE_PARTS = re.compile(r"^paceline( [a-z]+)?: .+\n  found: .+\n  fix: .+$", re.DOTALL | re.MULTILINE)
 GOOD = TINY + LOOP
 
 
@@ -44,7 +44,7 @@ BEFORE_ANY_PROCESS = {
     "axis of another tool": ((), ["--plan", "zero3=2", "tiny.py"], "a plan's axes are pipeline, replicate, shard, tensor"),
     "axis of size zero": ((), ["--plan", "replicate=0", "tiny.py"], "a size is a whole number above 0"),
     "axis named twice": ((), ["--plan", "dp=2,replicate=2", "tiny.py"], "it names it twice"),
-    "mesh and ranks differ": ((), ["-n", "3", "--plan", "replicate=2", "tiny.py"], "covers 2 ranks, but the job has 3 ranks"),
+    "mesh and ranks differ": ((), ["-n", "3", "--plan", "replicate=2", "tiny.py"], "covers 2 ranks\n  found: the job has 3 ranks"),
     "a misspelt mode of servers": ((), ["--plan", "server=1,mode=asinc", "tiny.py"], "did you mean 'async'"),
     "a mode without servers": ((), ["--plan", "mode=async", "tiny.py"], "it has no servers"),
     "staleness below zero": ((), ["--plan", "server=1,mode=stale,staleness=-1", "tiny.py"], "staleness should be a whole number of at least 0"),
@@ -66,7 +66,7 @@ BEFORE_ANY_PROCESS = {
     "a partition of this host": ((), ["--partition", "gpu", "--time", "1:00:00", "--gpus-per-node", "8", "tiny.py"], "write --on slurm"),
     "a gang of this host": ((), ["--gang", "yunikorn", "tiny.py"], "write --on kubernetes"),
     "hosts' ranks on this host": ((), ["-j", "2x4", "tiny.py"], "no host is named"),
-    "plan file is missing": ((), ["--plan", "plan.json", "tiny.py"], "the plan should be in plan.json"),
+    "plan file is missing": ((), ["--plan", "plan.json", "tiny.py"], "can't read the plan in plan.json"),
     "unknown transport": ((), ["--transport", "glooo", "tiny.py"], "did you mean 'gloo'"),
     "unknown compression": ((), ["--compression", "power", "tiny.py"], "did you mean 'powersgd'"),
     "bucket of nothing": ((), ["--bucket-bytes", "0", "tiny.py"], "bucket_bytes should be a whole number of at least 1"),
@@ -101,7 +101,7 @@ def test_before_any_process_starts(case, tmp_path, monkeypatch, capsys):
     assert code == 2
     assert said in error
     assert THREE_PARTS.match(error), error
-    assert error.count("Fix: ") == 1
+    assert error.count("fix: ") == 1
     assert not list(tmp_path.glob("runs/*/events.jsonl"))
 
 
@@ -139,7 +139,7 @@ def test_a_plan_with_an_unknown_key_is_refused(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("plan", "said"),
     [
-        ("folder", "the plan folder, but it is a folder"),
+        ("folder", "the plan folder\n  found: it is a folder"),
         ("nosuch", "'nosuch'"),
         ("nosuch,mode=sync", "'nosuch,mode=sync'"),
     ],
@@ -196,7 +196,7 @@ def test_when_it_runs(case, tmp_path):
     error = ended.err[ended.err.index("paceline run: ") :]
     assert said in error, ended.err
     assert ended.code == code, error
-    assert ended.err.count("Fix: ") == 1, "told more than once"
+    assert ended.err.count("fix: ") == 1, "told more than once"
     assert "Traceback" not in ended.err
     assert not [line for line in events_of(tmp_path) if line["event"] == "step"], "a step was taken"
 
@@ -248,9 +248,9 @@ def test_more_ranks_than_cores_is_allowed_with_a_word(tmp_path):
 @pytest.mark.parametrize(
     ("job", "said"),
     [
-        ("runs/none", "the servers of the run runs/none, but there is no such folder"),
-        ("host:99999", "the address 'host:99999', but it is neither unix:PATH nor HOST:PORT"),
-        (".", "the servers of the run ., but it has no servers.json"),
+        ("runs/none", "the servers of the run runs/none\n  found: there is no such folder"),
+        ("host:99999", "the address 'host:99999'\n  found: it is neither unix:PATH nor HOST:PORT"),
+        (".", "the servers of the run .\n  found: it has no servers.json"),
     ],
 )
 def test_servers_that_nobody_finds(job, said, tmp_path, monkeypatch, capsys):

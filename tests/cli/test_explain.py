@@ -79,7 +79,7 @@ def test_a_plan_that_does_not_fit_this_process_is_refused(explain):
     """As it would be in a rank that reads it."""
     code, out, err = explain({"PACELINE_PLAN": json.dumps({"mesh": "replicate=2"})})
     assert (code, out) == (2, "")
-    assert "covers 2 ranks, but the job has 1 rank" in err
+    assert "covers 2 ranks\n  found: the job has 1 rank" in err
 
 
 def test_a_launchers_variables_are_named(settings):
@@ -208,8 +208,8 @@ REFUSED = {
     "two launchers": ({**TORCHRUN, **OURS}, [], "paceline run says rank 1 of 2"),
     "a world of one": ({"SLURM_NTASKS": "4"}, [], "SLURM_NTASKS=4 promises more than one rank"),
     "a host without a number": ({"PET_NNODES": "4"}, [], "neither PET_NODE_RANK nor"),
-    "the plan covers other ranks": (TORCHRUN, ["--plan", "tensor=2"], "covers 2 ranks, but the job has 4 ranks"),
-    "-n of other ranks": (TORCHRUN, ["-n", "2"], "covers 2 ranks, but the job has 4 ranks"),
+    "the plan covers other ranks": (TORCHRUN, ["--plan", "tensor=2"], "covers 2 ranks\n  found: the job has 4 ranks"),
+    "-n of other ranks": (TORCHRUN, ["-n", "2"], "covers 2 ranks\n  found: the job has 4 ranks"),
     "no plan": ({"PACELINE_PLAN": "?"}, [], "the variable PACELINE_PLAN should hold a plan"),
     "no plan.json": ({"PACELINE_RUN_DIR": "nowhere"}, [], "it can't be read"),
 }
@@ -221,7 +221,7 @@ def test_what_a_job_would_refuse_is_refused(case, explain):
     code, out, err = explain(environment, *words)
     assert (code, out) == (2, "")
     assert said in err
-    assert re.match(r"^paceline explain: .+, but .+\.\n  Fix: .+\.\n$", err), err
+    assert re.match(r"^paceline explain: .+\n  found: .+\n  fix: .+\n$", err), err
     code, out, err = explain(environment, "--json", *words)
     assert code == 2
     assert json.loads(out)["status"] == "refused"

@@ -100,5 +100,5 @@ def test_bad_input(tmp_path, words, found):
     ended = paceline(tmp_path, *words)
     assert ended.code == 2, ended.out
     assert found in ended.err
-    assert "Fix: " in ended.err
+    assert "fix: " in ended.err
     assert "Traceback" not in ended.err

@@ -65,8 +65,8 @@ def test_a_plan_file_reaches_the_rank(torchrun, tmp_path):
 def test_what_torchrun_leaves_no_room_for_is_refused(torchrun, tmp_path, words, capsys):
     assert run(*words, write_workload(tmp_path)) == 2
     error = capsys.readouterr().err
-    assert f"{words[0]} under torchrun, but " in error
-    assert "\n  Fix: " in error
+    assert f"{words[0]} under torchrun\n  found: " in error
+    assert "\n  fix: " in error
     assert not torchrun
 
 

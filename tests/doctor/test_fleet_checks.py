@@ -303,7 +303,7 @@ def test_the_table_is_worst_first_and_folds_hosts():
         findings += check_host_of(fleet, host)
     lines = table(findings)
     assert lines[0].startswith("error")
-    assert "Fix: " in "".join(lines[:4])
+    assert "fix: " in "".join(lines[:4])
     assert sum("h1 and 2 more" in line and "open files" in line for line in lines) == 1
     assert all(len(line) <= 120 for line in lines)
     assert summary_line(findings, 3).startswith("3 hosts: 1 error, 0 warnings")

@@ -134,11 +134,11 @@ def test_a_row_is_read_as_it_stands(tmp_path, task, name, content, first):
 @pytest.mark.parametrize(
     ("task", "content", "line", "found"),
     [
-        ("CoLA", "gj04\t1\t\tFine.\ngj04\t1\tNot fine.\n", 2, "but it has 3."),
-        ("CoLA", "gj04\t1\t\tFine.\n\ngj04\t1\t\tFine.\n", 2, "but it has 1."),
+        ("CoLA", "gj04\t1\t\tFine.\ngj04\t1\tNot fine.\n", 2, "found: it has 3\n"),
+        ("CoLA", "gj04\t1\t\tFine.\n\ngj04\t1\t\tFine.\n", 2, "found: it has 1\n"),
         ("CoLA", "gj04\t2\t\tWhich label?\n", 1, "column 2 holds '2'"),
         ("CoLA", b"gj04\t1\t\tFine.\ngj04\t1\t\tNo UTF-8: \xff\n", 2, "byte 19 is no part of it"),
-        ("SST-2", "sentence\tlabel\nfine \t1\na tab\ttoo many \t0\n", 3, "but it has 3."),
+        ("SST-2", "sentence\tlabel\nfine \t1\na tab\ttoo many \t0\n", 3, "found: it has 3\n"),
         ("SST-2", "fine \t1\n", 1, "sentence, label is not among its columns"),
         ("SST-2", "", 1, "sentence, label is not among its columns"),
         ("RTE", PAIRS + "0\tA.\tB.\tmaybe\n", 2, "column 4 holds 'maybe'"),
@@ -184,14 +184,16 @@ def test_an_unknown_task_says_what_was_meant():
 
 def test_missing_files_say_what_is_there(tmp_path, data):
     cola = tasks.find_task("CoLA")
-    with pytest.raises(UsageError, match=r"there is no such folder.\n  Fix: take CoLA from"):
+    with pytest.raises(UsageError, match=r"there is no such folder\n  fix: take CoLA from"):
         tasks.read_task(cola, tmp_path / "nowhere")
-    with pytest.raises(UsageError, match=rf"own folder.\n  Fix: write --data {data}"):
+    with pytest.raises(UsageError, match=rf"own folder\n  fix: write --data {data}"):
         tasks.read_task(cola, data / "CoLA")
     with pytest.raises(UsageError, match="it has no folder QNLI"):
         tasks.read_task(tasks.find_task("QNLI"), data)
     write(data, "QNLI", "dev.tsv.xz", "index\tquestion\tsentence\tlabel\n")
-    with pytest.raises(UsageError, match=r"needs .*train.tsv \(or train.tsv.xz\), but the folder holds dev.tsv.xz"):
+    with pytest.raises(
+        UsageError, match=r"needs .*train.tsv \(or train.tsv.xz\)\n  found: the folder holds dev.tsv.xz"
+    ):
         tasks.read_task(tasks.find_task("QNLI"), data)
 
 
@@ -210,10 +212,10 @@ def test_without_data_the_hub_is_asked(monkeypatch):
         raise ConnectionError("Couldn't reach the hub\nand more")
 
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=unreachable))
-    with pytest.raises(UsageError, match=r"ConnectionError: Couldn't reach the hub\).\n  Fix: pass --data DIR"):
+    with pytest.raises(UsageError, match=r"ConnectionError: Couldn't reach the hub\)\n  fix: pass --data DIR"):
         tasks.read_task(mrpc, None)
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(UsageError, match=r"`datasets` is not installed.\n  Fix: pass --data DIR"):
+    with pytest.raises(UsageError, match=r"`datasets` is not installed\n  fix: pass --data DIR"):
         tasks.read_task(mrpc, None)
 
 
@@ -249,7 +251,7 @@ def test_a_vocabulary_that_is_none_and_a_model_that_is_none(data, tmp_path):
     with pytest.raises(UsageError, match="it has no config"):
         encoder.check_checkpoint(data)
     tokenizer, config = encoder.open_tokenizer(data / "vocab.txt", None, 16), encoder.open_config(None, 2, 0.0, 5)
-    with pytest.raises(UsageError, match="a tokenizer of 20 tokens, but the model knows 5"):
+    with pytest.raises(UsageError, match="a tokenizer of 20 tokens\n  found: the model knows 5"):
         encoder.check_fits(config, tokenizer, 16)
     with pytest.raises(UsageError, match="write --max-length 512 or less"):
         encoder.check_fits(config, tokenizer, 513)
@@ -327,8 +329,8 @@ def test_a_broken_row_ends_the_job_before_it_trains(data, tmp_path):
     path.write_text(path.read_text() + "xx99\t1\tno sentence\n")
     done = run(tmp_path, 2, "--task", "CoLA", "--data", data, "--tokenizer", data / "vocab.txt")
     assert done.code == 1
-    assert f"{path}, line {DEV + 1}: a row of 4 columns separated by tabs, but it has 3." in done.err
-    assert "Fix: mend that line or take it out." in done.err
+    assert f"{path}, line {DEV + 1}: a row of 4 columns separated by tabs\n  found: it has 3\n" in done.err
+    assert "fix: mend that line or take it out." in done.err
     assert "Traceback" not in done.err
     assert "step 1/" not in done.err
 

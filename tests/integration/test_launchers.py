@@ -224,7 +224,7 @@ def test_a_host_that_is_not_ready_is_one_error_before_anything_starts(bert, host
     done = run(bert, *over_ssh(hosts, *words, "bert.py"), inside=hosts)
     assert done.returncode == 2, done.stdout + done.stderr
     assert said in done.stderr
-    assert "Fix: " in done.stderr
+    assert "fix: " in done.stderr
     assert "Traceback" not in done.stderr
     assert wait_for(lambda: not leftovers(bert), 15)
 

@@ -229,7 +229,7 @@ def test_secrets_are_not_shown():
         (["--on", "ssh"], "no host is named"),
         (["--on", "ssh", "-H", "h1:2", "-n", "3"], "2 slots"),
         (["--on", "ssh", "-H", "h1:2", "--hostfile", "x"], "leave one out"),
-        (["--on", "slurm", "-H", "h1:2"], "-H for a job --on slurm, but it belongs to --on ssh"),
+        (["--on", "slurm", "-H", "h1:2"], "-H for a job --on slurm\n  found: it belongs to --on ssh"),
         (["-H", "h1:2"], "write --on ssh"),
         (["-j", "2"], "NODESxRANKS"),
         (["-j", "0x2"], "NODESxRANKS"),
@@ -263,7 +263,7 @@ def test_bad_input_is_one_error_before_anything(tmp_path, capsys, monkeypatch, w
     assert main(["run", *words, str(file)]) == 2
     err = capsys.readouterr().err
     assert said in err, err
-    assert "Fix: " in err
+    assert "fix: " in err
     assert not list(tmp_path.glob("runs/*")), "something was begun"
 
 

@@ -13,7 +13,7 @@ from paceline.nouns.errors import PlanError
 
 from support.on_kubernetes import COMBINATIONS, a_job, rendered
 
-THREE_PARTS = re.compile(r"^.+, but .+\.\n  Fix: .+\.$", re.DOTALL)
+THREE_PARTS = re.compile(r"^.+\n  found: .+\n  fix: .+$", re.DOTALL)
 WORKER = {"cpu": 16, "memory": 200, "nvidia.com/gpu": 8}
 
 

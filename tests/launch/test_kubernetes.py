@@ -25,7 +25,7 @@ from support.on_kubernetes import COMBINATIONS, NEWEST, OLDEST, a_job, rendered,
 
 GOLDEN = Path(__file__).parent / "golden"
 REWRITE = "PACELINE_REWRITE_GOLDEN"
-THREE_PARTS = re.compile(r"^.+, but .+\.\n  Fix: .+\.$", re.DOTALL)
+THREE_PARTS = re.compile(r"^.+\n  found: .+\n  fix: .+$", re.DOTALL)
 
 
 @pytest.mark.parametrize("name", COMBINATIONS)
@@ -178,7 +178,7 @@ BAD = {
     "no image": ({"image": ""}, "no image's name"),
     "an image with a space": ({"image": "a b"}, "no image's name"),
     "no file": ({"command": []}, "no workload file"),
-    "fewer ranks than the plan": ({"plan": Plan.parse("replicate=15")}, "ranks, but the plan replicate=15 has 15"),
+    "fewer ranks than the plan": ({"plan": Plan.parse("replicate=15")}, "ranks\n  found: the plan replicate=15 has 15"),
     "no node": ({"nodes": 0, "plan": Plan.parse("replicate=1")}, "at least 1"),
     "half a node": ({"nodes": 1.5, "plan": Plan.parse("replicate=12")}, "1.5"),
     "accelerators below zero": ({"accelerators": -1}, "at least 0"),

@@ -16,7 +16,7 @@ from paceline.nouns.errors import PlanError
 
 from support.on_kubernetes import a_job, rendered
 
-THREE_PARTS = re.compile(r"^.+, but .+\.\n  Fix: .+\.$", re.DOTALL)
+THREE_PARTS = re.compile(r"^.+\n  found: .+\n  fix: .+$", re.DOTALL)
 TOLERATIONS = [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
 
 

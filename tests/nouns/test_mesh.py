@@ -52,6 +52,6 @@ def test_the_message_has_three_parts_and_where_it_happened():
     with pytest.raises(MeshError) as caught:
         Mesh.parse("replicate=4").check_fits(6)
     assert str(caught.value.at(rank=0, step=2)) == (
-        "[rank 0, step 2] the mesh replicate=4 covers 4 ranks, but the job has 6 ranks.\n"
-        "  Fix: write --plan replicate=6, or start 4 ranks with -n 4."
+        "[rank 0, step 2] the mesh replicate=4 covers 4 ranks\n  found: the job has 6 ranks\n"
+        "  fix: write --plan replicate=6, or start 4 ranks with -n 4"
     )

@@ -47,7 +47,7 @@ def test_what_is_no_json_within_limits_is_one_error(case):
     content, said = REFUSED[case]
     with pytest.raises(ReadError, match=said) as caught:
         parse_json(content, "plan.json")
-    assert caught.value.asked == "to read plan.json"
+    assert caught.value.asked == "can't read plan.json"
     assert isinstance(caught.value, ValueError)
     assert isinstance(caught.value, PacelineError)
     assert len(str(caught.value)) < 600
@@ -152,13 +152,13 @@ def test_a_value_in_an_error_is_short():
 
 
 def test_reasons_are_a_few_words():
-    assert reason_of(ReadError("to read x", "it is short", "y")) == "it is short"
+    assert reason_of(ReadError("can't read x", "it is short", "y")) == "it is short"
     assert reason_of(FileNotFoundError(2, "No such file")) == "No such file"
     assert reason_of(KeyError("a")) == "KeyError: 'a'"
 
 
 def test_no_error_is_longer_than_a_screen():
-    error = ReadError("to read " + "a" * 10**6, "b" * 10**6, "c" * 10**6)
+    error = ReadError("can't read " + "a" * 10**6, "b" * 10**6, "c" * 10**6)
     assert len(str(error)) < 6100
-    assert error.asked.startswith("to read aaa")
+    assert error.asked.startswith("can't read aaa")
     assert error.asked.endswith("...")

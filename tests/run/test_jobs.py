@@ -122,7 +122,7 @@ LEAVE = "    if job and job.step_number == 6 and job.rank == {rank}: {leave}\n"
         (
             1,
             "sys.exit(0)",
-            "rank 1 should take as many steps as the other ranks, but it",
+            "rank 1 should take as many steps as the other ranks\n  found: it",
         ),
         (1, "os._exit(0)", "rank 1's process ended with exit code 0 before the end of its file"),
         (0, "os._exit(0)", "rank 0's process ended with exit code 0 before the end of its file"),
@@ -218,7 +218,7 @@ def test_nan_on_one_rank_names_rank_and_step(tmp_path):
     ended = paceline(tmp_path, "run", "-n", "2", "--job", "a", write_workload(tmp_path, hook))
     assert ended.code == 1
     assert "[rank 1, step 3] the loss should be a finite number" in ended.err
-    assert "Fix: " in ended.err
+    assert "fix: " in ended.err
 
 
 @pytest.fixture
@@ -335,7 +335,7 @@ def test_when_the_fork_server_is_killed_the_job_fails(tmp_path, plan):
     psutil.Process(job.pid).children()[0].kill()
     _, err = job.communicate(timeout=10)
     assert job.returncode == 1, err
-    assert "the fork server should live as long as its ranks, but it was ended by SIGKILL.\n  Fix: " in err
+    assert "the fork server should live as long as its ranks\n  found: it was ended by SIGKILL\n  fix: " in err
     assert "(and 2 ranks that ended with it)" in err
     assert wait_for(lambda: not leftovers(tmp_path))
 

@@ -126,7 +126,7 @@ def test_the_process_of_a_data_loader_is_killed(tmp_path, number):
     os.kill(children(ranks[-1])[0], number)
     _, err = job.communicate(timeout=60)
     assert job.returncode == 1
-    assert "a data loader's process should live as long as its rank, but DataLoader worker (pid" in err
+    assert "a data loader's process should live as long as its rank\n  found: DataLoader worker (pid" in err
     assert "Traceback" not in err
     assert wait_for(lambda: not leftovers(tmp_path)), leftovers(tmp_path)
 

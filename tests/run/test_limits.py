@@ -39,7 +39,7 @@ def test_a_result_that_cannot_be_written_is_said_and_the_job_ends_as_it_did(tmp_
     said = []
     result = finish(tmp_path, Ending("done", 0), Progress(tmp_path), said.append)
     assert (result["status"], result["exit_code"]) == ("done", 0)
-    assert "result.json, but it can't be written (No space left on device).\n  Fix: free space there" in said[0]
+    assert "result.json\n  found: it can't be written (No space left on device)\n  fix: free space there" in said[0]
 
 
 def test_a_draft_that_cannot_be_written_is_not_left(tmp_path, monkeypatch):
@@ -121,7 +121,7 @@ def test_too_few_open_files_are_refused_before_anything_starts(tmp_path, limit):
     line = f"ulimit -n {limit}; {' '.join(command('run', '-n', '2', '--job', 'a', file))}"
     done = subprocess.run(["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True, env=marked(tmp_path, {}))
     assert done.returncode == 2
-    assert f"the limit on open files is {limit}.\n  Fix: raise it: `ulimit -n 1024`." in done.stderr
+    assert f"the limit on open files is {limit}\n  fix: raise it: `ulimit -n 1024`" in done.stderr
     assert done.stderr.count("\n") == 2
     assert not list((tmp_path / "runs").iterdir())
     assert not leftovers(tmp_path)

@@ -188,7 +188,7 @@ def test_the_notice_time_of_the_environment(text, seconds):
 
 @pytest.mark.parametrize("text", ["-1", "soon", "nan", "inf"])
 def test_a_notice_time_of_the_environment_that_is_none_is_refused(text):
-    with pytest.raises(UsageError, match=f"PACELINE_STALL_NOTICE={text}, but it is no number of seconds"):
+    with pytest.raises(UsageError, match=f"PACELINE_STALL_NOTICE={text}\n  found: it is no number of seconds"):
         notice_time({"PACELINE_STALL_NOTICE": text})
 
 
@@ -291,7 +291,7 @@ def test_a_notice_time_that_is_none_is_refused(tmp_path, value):
 def test_a_variable_that_is_no_notice_time_is_refused_before_anything_starts(tmp_path, rank):
     ended = paceline(tmp_path, "run", "--job", "a", write_workload(tmp_path), PACELINE_STALL_NOTICE="abc", **rank)
     assert ended.code == 2
-    assert "PACELINE_STALL_NOTICE=abc, but it is no number of seconds" in ended.err
+    assert "PACELINE_STALL_NOTICE=abc\n  found: it is no number of seconds" in ended.err
     assert not (tmp_path / "runs").exists()
 
 
@@ -300,7 +300,7 @@ def test_a_notice_time_for_the_ranks_that_is_none_is_refused_before_anything_sta
     words = ["run", "-n", "2", "--job", "a", "-x", "PACELINE_STALL_NOTICE=abc", *more]
     ended = paceline(tmp_path, *words, write_workload(tmp_path))
     assert ended.code == 2, ended.err
-    assert "PACELINE_STALL_NOTICE=abc, but it is no number of seconds" in ended.err
+    assert "PACELINE_STALL_NOTICE=abc\n  found: it is no number of seconds" in ended.err
     assert not (tmp_path / "runs").exists()
 
 
@@ -309,7 +309,7 @@ def test_a_rank_that_finds_no_notice_time_says_so(tmp_path, monkeypatch):
     monkeypatch.setenv("PACELINE_STALL_NOTICE", "abc")
     assert run_rank("nosuch.py", []) == 2
     failure = json.loads((tmp_path / "failures" / "0.json").read_text())
-    assert "PACELINE_STALL_NOTICE=abc, but it is no number of seconds" in failure["message"]
+    assert "PACELINE_STALL_NOTICE=abc\n  found: it is no number of seconds" in failure["message"]
 
 
 @pytest.mark.parametrize("words", [["--on", "ray"], ["--on", "mpi", "-H", "h1:1,h2:1"]], ids=["ray", "mpi"])
@@ -390,5 +390,5 @@ def test_rank_0_that_leaves_its_loop_is_the_first_cause(tmp_path, notice_s):
     words = ("run", "-n", "2", "--job", "a", "--stall-notice", notice_s)
     ended = paceline(tmp_path, *words, write_workload(tmp_path, hook), timeout=60)
     assert ended.code == 1
-    assert "rank 0 should take as many steps as the other ranks, but it left its loop" in ended.err
+    assert "rank 0 should take as many steps as the other ranks\n  found: it left its loop" in ended.err
     assert ended.seconds < 60

@@ -162,10 +162,14 @@ def test_with_one_replica_a_spare_server_does_not_save_the_job():
 @pytest.mark.parametrize(
     ("replicas", "is_silent", "says"),
     [
-        (1, False, "range 0 of the parameters on 1 server, but the server that had it has ended.\n"),
-        (1, True, "range 0 of the parameters on 1 server, but it has not answered for 60 s.\n"),
-        (2, False, "range 0 of the parameters on 2 servers, but all servers that had it have ended.\n"),
-        (2, True, "range 0 of the parameters on 2 servers, but no server that has it has answered for 60 s.\n"),
+        (1, False, "can't keep range 0 of the parameters on 1 server\n  found: the server that had it has ended\n"),
+        (1, True, "can't keep range 0 of the parameters on 1 server\n  found: it has not answered for 60 s\n"),
+        (2, False, "can't keep range 0 of the parameters on 2 servers\n  found: all servers that had it have ended\n"),
+        (
+            2,
+            True,
+            "can't keep range 0 of the parameters on 2 servers\n  found: no server that has it has answered for 60 s\n",
+        ),
     ],
 )
 def test_how_a_lost_range_is_named(tmp_path, replicas, is_silent, says):
@@ -324,7 +328,7 @@ def test_a_silent_server_that_nobody_can_replace_ends_the_job_only_before_its_st
     """Later its ranges have other replicas."""
     server = {7: ("the server at unix:/s", 61.0)}
     assert Absences(60.0, is_replaced).look_at_others(server, pids, has_begun=True) == []
-    with pytest.raises(PeerLostError, match="the server at unix:/s, but it has been silent for 60 s"):
+    with pytest.raises(PeerLostError, match="the server at unix:/s\n  found: it has been silent for 60 s"):
         Absences(60.0, is_replaced).look_at_others(server, pids, has_begun=False)
 
 
@@ -336,7 +340,7 @@ def test_the_others_do_not_wait_for_one_that_has_left():
     one.check_left({(1, 0): 4}, [(0, 0)], 5.0, 106.0)
     one.note_waiting((0, 0), 4, True, 107.0)
     one.check_left({}, [(0, 0)], 5.0, 200.0)
-    with pytest.raises(PeerLostError, match="worker 1 to take step 5, but it has left"):
+    with pytest.raises(PeerLostError, match="worker 1 should take step 5\n  found: it has left"):
         one.check_left({(1, 0): 4}, [(0, 0)], 5.0, 113.0)
 
 
@@ -346,7 +350,7 @@ def test_a_wait_for_an_earlier_step_is_not_for_the_one_that_left():
     one.note_waiting((0, 0), 4, True, 100.0)
     one.check_left({(1, 0): 5}, [(0, 0)], 5.0, 110.0)
     one.note_waiting((0, 0), 5, True, 110.1)
-    with pytest.raises(PeerLostError, match="worker 1 to take step 6, but it has left"):
+    with pytest.raises(PeerLostError, match="worker 1 should take step 6\n  found: it has left"):
         one.check_left({(1, 0): 5}, [(0, 0)], 5.0, 116.0)
 
 

@@ -226,8 +226,8 @@ def test_parameters_found_lost_at_a_workers_goodbye_end_the_job(tmp_path, monkey
     connection = SimpleNamespace(peer=(1, 0), close=ends.append)
     process.on_message(connection, 0, messages.WorkerHeartbeat((1, 0), 0, 3, is_done=True))
     process.log.close()
-    assert [str(error).splitlines()[0] for error in failures] == [
-        "range 0 of the parameters on 2 servers, but all servers that had it have ended."
+    assert [str(error).partition("\n  fix:")[0] for error in failures] == [
+        "can't keep range 0 of the parameters on 2 servers\n  found: all servers that had it have ended"
     ]
     assert not ends
 

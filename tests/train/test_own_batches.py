@@ -99,7 +99,7 @@ def test_a_loop_that_begins_at_the_jobs_step_goes_on(alone, tmp_path):
 def test_what_needs_samples_says_that_there_are_none():
     job = job_of()
     for call in (lambda: next(job.batches()), lambda: train(make()), lambda: describe(make())):
-        with pytest.raises(WorkloadError, match="the workload's data is needed here, but it is None"):
+        with pytest.raises(WorkloadError, match="the workload's data is needed here\n  found: it is None"):
             call()
     with pytest.raises(WorkloadError, match="the workload has no batch_size"):
         job.evaluate([torch.ones(4)])
@@ -113,7 +113,7 @@ def test_evaluation_has_a_batch_size_of_its_own():
 @pytest.mark.parametrize("text", ["tensor=2", "pipeline=2", "replicate=2,server=1"])
 def test_a_plan_that_must_see_a_batch_first_is_refused(text):
     plan = Plan.parse(text)
-    with pytest.raises(PlanError, match="but the workload's data is None"):
+    with pytest.raises(PlanError, match="found: the workload's data is None"):
         prepare.check_plan_without_data(make(), plan, Mesh.parse(plan.mesh))
     prepare.check_plan_without_data(make(data=[1], batch_size=2), plan, Mesh.parse(plan.mesh))
 

@@ -86,7 +86,9 @@ def test_a_closed_job_takes_no_step(run_dir, monkeypatch, is_run):
     job.step(next(batches))
     before = job.model.weight.detach().clone()
     job.close()
-    with pytest.raises(UsageError, match=r"step 2\] step 2 of the job, but the job is closed.*after step 1"):
+    with pytest.raises(
+        UsageError, match=r"step 2\] can't take step 2 of the job\n  found: the job is closed.*after step 1"
+    ):
         job.step(next(batches))
     assert torch.equal(job.model.weight, before)
     job.save(run_dir / "out")
@@ -117,7 +119,7 @@ def test_a_file_with_two_jobs_is_told_once(tmp_path, loop):
     ended = paceline(tmp_path, "run", "-n", "2", "--job", "a", write_workload(tmp_path, loop=loop))
     assert ended.code == 2
     assert "a second job was asked for in this process" in ended.err
-    assert ended.err.count("Fix: ") == 1
+    assert ended.err.count("fix: ") == 1
     assert "Traceback" not in ended.err
     run = tmp_path / "runs" / "a"
     assert len(events(run, "start")) == 1

@@ -34,7 +34,9 @@ def test_no_flip_is_without_a_word(tmp_path):
     assert len(flips) == 2
 
 
-REFUSED = "paceline export: the checkpoint x should be whole, but a file was altered.\n  Fix: use an earlier one."
+REFUSED = (
+    "paceline export: error: the checkpoint x should be whole\n  found: a file was altered\n  fix: use an earlier one"
+)
 FLIPPED = "checkpoints/step-00000012/manifest.json"
 PASSED_OVER = "paceline: step-00000012 is passed over: it was altered"
 RESUMES = {

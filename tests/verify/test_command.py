@@ -169,4 +169,4 @@ def test_what_cannot_be_verified_says_why(case, tmp_path):
     assert ended.code == (1 if "before running" in says else 2), ended.out + ended.err
     said = ended.out if ended.code == 1 else ended.err
     assert says in said
-    assert ended.code == 1 or "\n  Fix: " in said
+    assert ended.code == 1 or "\n  fix: " in said

@@ -54,10 +54,10 @@ def run_jobs(folder: Path, rounds: int, steps: int, busy: int, tell: Callable[[s
     """
     for name, value, least in (("--rounds", rounds, 1), ("--steps", steps, 2), ("--busy", busy, 1)):
         if value < least:
-            raise UsageError("whole jobs to measure", f"{name} is {value}", f"write {name} {least} or more")
+            raise UsageError("can't measure whole jobs", f"{name} is {value}", f"write {name} {least} or more")
     for library in ("accelerate", "lightning"):
         if not version(library):
-            raise UsageError(f"to measure {library}", "it is not installed", "pip install 'paceline[bench]'")
+            raise UsageError(f"can't measure {library}", "it is not installed", "pip install 'paceline[bench]'")
     load_before = os.getloadavg()[0]
     rates: Measured = {setting: {library: [] for library in LIBRARIES} for setting in SETTINGS}
     wholes: Measured = {setting: {library: [] for library in LIBRARIES} for setting in SETTINGS}
@@ -159,7 +159,7 @@ def _run_job(folder: Path, library: str, steps: int) -> tuple[float, float]:
     if ended.returncode or written is None or written["steps"] != steps:
         last = (ended.stderr.strip().splitlines() or ["it printed nothing"])[-1]
         raise UsageError(
-            f"{library} to train {steps} steps on {RANKS} ranks",
+            f"{library} should train {steps} steps on {RANKS} ranks",
             f"it did not: {last}",
             "run it alone: " + " ".join(command),
         )

@@ -170,7 +170,7 @@ def _predict(published: Path) -> dict[str, Any]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment)
     if done.returncode:
-        raise UsageError(f"the table {published} to be predicted", "its process failed (see above)", "report this")
+        raise UsageError(f"can't predict the table {published}", "its process failed (see above)", "report this")
     return dict(json.loads(done.stdout))
 
 
@@ -186,7 +186,7 @@ def _run(command: Sequence[str], what: str, more: dict[str, str]) -> str:
     done = subprocess.run(command, capture_output=True, text=True, env={**environment, **more})
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        raise UsageError(f"{what} to be measured", f"it failed: {last}", "run it alone: " + " ".join(command))
+        raise UsageError(f"can't measure {what}", f"it failed: {last}", "run it alone: " + " ".join(command))
     return done.stdout
 
 

@@ -62,5 +62,5 @@ class Pool:
         while line and not line.startswith("{"):  # a peer's own remarks
             line = self.process.stdout.readline()
         if not line:
-            raise UsageError("every contestant to run", "one of them failed (see above)", "run it alone to see why")
+            raise UsageError("every contestant should run", "one of them failed (see above)", "run it alone to see why")
         return dict(json.loads(line))

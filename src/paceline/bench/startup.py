@@ -46,7 +46,9 @@ def _time(name: str, command: list[str], mark: Path) -> float:
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if not mark.exists():
         last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        raise UsageError(f"{name} to take a first step", f"it did not: {last}", "run it alone: " + " ".join(command))
+        raise UsageError(
+            f"{name} should take a first step", f"it did not: {last}", "run it alone: " + " ".join(command)
+        )
     return (int(mark.read_text()) - began) / 1e9
 
 

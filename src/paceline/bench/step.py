@@ -48,7 +48,7 @@ def run_bench(folder: Path, rounds: int, startup_rounds: int, tell: Callable[[st
     """
     for name, package in _NEEDS.items():
         if not version(package):
-            raise UsageError(f"to measure {name}", f"{package} is not installed", "pip install 'paceline[bench]'")
+            raise UsageError(f"can't measure {name}", f"{package} is not installed", "pip install 'paceline[bench]'")
     make_data(folder)
     load_before = os.getloadavg()[0]
     names = ["alone", *TWO_RANKS]

@@ -47,7 +47,7 @@ def run_strategies(folder: Path, rounds: int, tell: Callable[[str], None]) -> di
         CollectiveError: the two sides of a strategy don't compute the same.
     """
     if rounds < 1:
-        raise UsageError("some rounds to measure", f"--rounds is {rounds}", "write --rounds 1 or more")
+        raise UsageError("can't measure without rounds", f"--rounds is {rounds}", "write --rounds 1 or more")
     load_before = os.getloadavg()[0]
     make_data(folder)
     names = [f"{side}_{strategy}" for strategy in STRATEGIES for side in SIDES]

@@ -101,7 +101,9 @@ def plan_export(path: Path, form: str, report: Callable[[str], None], shard_byte
 def check_may_export(folder: Path) -> None:
     """Raise UsageError unless `folder` is new or empty."""
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
-        raise UsageError(f"an export to {folder}", "there is something else", "name a new folder; nothing was written")
+        raise UsageError(
+            f"can't export to {folder}", "there is something else", "name a new folder; nothing was written"
+        )
 
 
 def write_export(export: Export, folder: Path) -> None:
@@ -129,7 +131,7 @@ def write_export(export: Export, folder: Path) -> None:
         partial.rename(folder)
     except OSError as error:
         raise UsageError(
-            f"an export of {export.nbytes / 2**20:.0f} MiB to {folder}",
+            f"can't export {export.nbytes / 2**20:.0f} MiB to {folder}",
             f"it can't be written ({error.strerror})",
             "free space, or name another folder",
         ) from None

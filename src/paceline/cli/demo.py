@@ -31,7 +31,9 @@ def run(arguments: argparse.Namespace) -> int:
     from paceline.run.supervise.progress import Screen
 
     if min(arguments.n, arguments.steps, arguments.batch_size) < 1:
-        raise UsageError("the demo's -n, --steps and --batch-size", "one of them is below 1", "write 1 or more")
+        raise UsageError(
+            "the demo's -n, --steps and --batch-size should be at least 1", "one of them is below 1", "write 1 or more"
+        )
     if arguments.batch_size < arguments.n:
         raise too_small_batch(arguments.batch_size, arguments.n)
     out = sys.stderr if arguments.json else sys.stdout

@@ -43,10 +43,10 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Say what was asked, found and what to do, and exit with 2."""
-        print(f"{self.prog}: {self._explained(message)}", file=sys.stderr)
+        print(f"{self.prog}: error: {self._explained(message)}", file=sys.stderr)
         sys.exit(MEETS_NOT)
 
-    def _explained(self, message: str) -> str:
+    def _explained(self, message: str) -> UsageError:
         flags = [flag for parser in (self, *self.verbs) for action in parser._actions for flag in action.option_strings]
         marker = "unrecognized arguments: "
         if marker in message:
@@ -54,8 +54,8 @@ class Parser(argparse.ArgumentParser):
             fix = did_you_mean(word.split("=")[0], flags, f"see `{self.prog} --help`")
             if any(action.dest == "arguments" for parser in self.verbs for action in parser._actions):
                 fix += "; a flag of the file's own stands after it"
-            return f"the argument {word} was given, but this command has no such argument.\n  Fix: {fix}."
-        return f"the arguments can't be read, but they must be: {message}.\n  Fix: see `{self.prog} --help`."
+            return UsageError(f"can't read the argument {word}", "this command has no such argument", fix)
+        return UsageError("can't read the arguments", message, f"see `{self.prog} --help`")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -98,7 +98,8 @@ def _main(argv: list[str] | None) -> int:
     verb = next((word for word in words if not word.startswith("-")), None)
     if verb is not None and verb not in VERBS and words[0] == verb:
         fix = did_you_mean(verb, VERBS, "see `paceline --help`")
-        print(f"paceline: the command {verb!r}, but there are {', '.join(VERBS)}.\n  Fix: {fix}.", file=sys.stderr)
+        error = UsageError(f"there is no command {verb!r}", f"the commands are {', '.join(VERBS)}", fix)
+        print(f"paceline: error: {error}", file=sys.stderr)
         return MEETS_NOT
     module = importlib.import_module(f"paceline.cli.{verb}") if verb in VERBS else None
     parsed = _parse(words, verb, module)
@@ -112,7 +113,7 @@ def _main(argv: list[str] | None) -> int:
         if getattr(parsed, "json", False):
             failure = {"asked": error.asked, "found": error.found, "fix": error.fix}
             print(json.dumps({"status": "refused", "exit_code": error.exit_code, "error": failure}))
-        print(f"paceline {verb}: {error}", file=sys.stderr)
+        print(f"paceline {verb}: error: {error}", file=sys.stderr)
         return error.exit_code
 
 

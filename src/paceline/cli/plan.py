@@ -70,9 +70,9 @@ def run(arguments: argparse.Namespace) -> int:
 def _check_wanted(arguments: argparse.Namespace, mesh: Mesh) -> None:
     """Raise UsageError where something is asked for that the plan does not have."""
     if arguments.explain_layout and mesh.size("tensor") == 1:
-        raise UsageError("to explain a layout", "the plan has no tensor axis", "write tensor=2")
+        raise UsageError("can't explain a layout", "the plan has no tensor axis", "write tensor=2")
     if arguments.schedule_picture and mesh.size("pipeline") == 1:
-        raise UsageError("a picture of the schedule", f"the plan {mesh} has no pipeline", "write pipeline=2")
+        raise UsageError("can't draw the schedule", f"the plan {mesh} has no pipeline", "write pipeline=2")
 
 
 def print_facts(plan: Plan, facts: dict[str, Any], schedule: Schedule | None) -> None:

@@ -39,7 +39,7 @@ def check_memory_arguments(arguments: argparse.Namespace) -> Device:
     device = Device.parse(arguments.device)
     if arguments.explain_oom and device.memory is None:
         raise UsageError(
-            "the cheapest ways out of too little memory",
+            "can't search for ways to save memory",
             f"the device {arguments.device!r} has no memory of a known size",
             "add --device 16GB, or a name such as V100-16GB",
         )

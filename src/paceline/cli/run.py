@@ -127,7 +127,7 @@ def decide_plan(arguments: argparse.Namespace, grows: bool = False) -> Plan:
         PlanError: a value is none that a plan can have, or an option has no effect under the plan's axes.
     """
     if arguments.n is not None and arguments.n < 1:
-        raise UsageError(f"to start {arguments.n} ranks", "a job has at least one", "write -n 1 or more")
+        raise UsageError(f"can't start {arguments.n} ranks", "a job has at least one", "write -n 1 or more")
     may_be_axes = "=" in (arguments.plan or "=")
     if not may_be_axes and os.path.isdir(arguments.plan):  # False, not an error, for what is longer than a path can be
         fix = "name the plan.json in it, or axes with sizes such as replicate=2"
@@ -244,7 +244,11 @@ def _run_elastic(arguments: argparse.Namespace) -> int:
     rules, discover = run_on.elastic_rules(arguments)
     plan = decide_plan(arguments, grows=True)
     if plan.server:
-        raise UsageError("servers on hosts that come and go", "they stay where they are", "leave server out")
+        raise UsageError(
+            "can't move parameter servers between hosts that come and go",
+            "they stay where they are",
+            "leave server out",
+        )
     file = read_workload_file(arguments.workload, 1)
     options = run_on.fleet_options(arguments)
     check_ssh(options.ssh)
@@ -302,7 +306,9 @@ def _run_node(arguments: argparse.Namespace, node: NodeInfo) -> int:
     per_node = node.ranks_per_node or (shape[1] if shape else 0)
     if not per_node:
         raise UsageError(
-            f"the ranks of a node of {node.source}", "nothing says how many", "write -j NODESxRANKS, such as -j 2x8"
+            f"can't tell how many ranks a node of {node.source} has",
+            "nothing says how many",
+            "write -j NODESxRANKS, such as -j 2x8",
         )
     world = node.nodes * per_node
     if shape is not None and shape != (node.nodes, per_node):
@@ -310,7 +316,9 @@ def _run_node(arguments: argparse.Namespace, node: NodeInfo) -> int:
             f"-j {arguments.shape} on a node of {node.source}", f"it says {node.nodes}x{per_node}", "leave -j out"
         )
     if arguments.job is None:
-        raise UsageError("a job of several nodes", "each node would choose another name for it", "write --job NAME")
+        raise UsageError(
+            "a job of several nodes needs a name", "each node would choose another name for it", "write --job NAME"
+        )
     arguments.n = arguments.n or world
     plan = decide_plan(arguments)
     Mesh.parse(plan.mesh).check_fits(world)

@@ -103,7 +103,7 @@ def hosts_of(arguments: argparse.Namespace) -> tuple[Host, ...]:
         UsageError: they can't be read, or are given twice.
     """
     if arguments.hosts and arguments.hostfile:
-        raise UsageError("the job's hosts", "there is -H and --hostfile", "leave one out")
+        raise UsageError("the job's hosts should be named once", "there is -H and --hostfile", "leave one out")
     if arguments.hosts:
         return _shaped(parse_hosts(arguments.hosts), arguments.shape)
     return _shaped(read_hostfile(arguments.hostfile), arguments.shape) if arguments.hostfile else ()
@@ -149,7 +149,9 @@ def ranks_asked(arguments: argparse.Namespace) -> int | None:
     if shape is not None:
         if asked not in (None, shape[0] * shape[1]):
             raise UsageError(
-                f"-n {asked} and -j {arguments.shape}", f"-j is {shape[0] * shape[1]} ranks", "leave one out"
+                f"-n {asked} and -j {arguments.shape} should agree",
+                f"-j is {shape[0] * shape[1]} ranks",
+                "leave one out",
             )
         asked = shape[0] * shape[1]
     if asked is None and hosts and not arguments.plan:
@@ -185,7 +187,7 @@ def check_place(arguments: argparse.Namespace, plan: Plan) -> None:
     if shape is not None and shape[0] > 1 and not hosts and place in ("local", "mpi"):
         ranks = shape[0] * shape[1]
         raise UsageError(
-            f"-j {arguments.shape}, which is {shape[0]} hosts", "no host is named", f"write -n {ranks}, or --on ssh -H"
+            f"-j {arguments.shape} needs {shape[0]} hosts", "no host is named", f"write -n {ranks}, or --on ssh -H"
         )
     if shape is not None and place == "ray":
         print("paceline run: Ray places each rank by itself; -j says only how many there are", file=sys.stderr)
@@ -195,7 +197,7 @@ def check_place(arguments: argparse.Namespace, plan: Plan) -> None:
         silence_s(os.environ)
     if plan.server and place in ("mpi", "slurm", "ray"):
         raise UsageError(
-            f"a plan with servers --on {place}",
+            f"can't run a plan with servers --on {place}",
             "it starts ranks alone",
             "write --on ssh, or see docs/parameter-server.md for servers that are started by hand",
         )
@@ -263,17 +265,25 @@ def elastic_rules(arguments: argparse.Namespace) -> tuple[Rules, Callable[[], Se
     """
     hosts = hosts_of(arguments)
     if hosts and arguments.host_discovery_script:
-        raise UsageError("the job's hosts", "they are named, and there is a script", "leave one out")
+        raise UsageError(
+            "the job's hosts should be named once", "they are named, and there is a script", "leave one out"
+        )
     if not hosts and arguments.host_discovery_script is None:
         raise UsageError(
-            "--min-hosts or --max-hosts", "no host is named", "write -H, --hostfile or --host-discovery-script"
+            "--min-hosts and --max-hosts need hosts",
+            "no host is named",
+            "write -H, --hostfile or --host-discovery-script",
         )
     least = 1 if arguments.min_hosts is None else arguments.min_hosts
     most = max(least, len(hosts) or sys.maxsize) if arguments.max_hosts is None else arguments.max_hosts
     if arguments.n is not None or arguments.shape is not None:
-        raise UsageError("-n or -j for hosts that come and go", "the ranks are as many as their slots", "leave it out")
+        raise UsageError(
+            "-n and -j do not apply to hosts that come and go", "the ranks are as many as their slots", "leave it out"
+        )
     if not 1 <= least <= most:
-        raise UsageError(f"between {least} and {most} hosts", "there is no such number", "let 1 <= min <= max")
+        raise UsageError(
+            f"can't take between {least} and {most} hosts", "there is no such number", "let 1 <= min <= max"
+        )
     return Rules(least, most), script_hosts(arguments.host_discovery_script) if not hosts else lambda: hosts
 
 

@@ -57,7 +57,9 @@ def job_of(arguments: argparse.Namespace, plan: Plan) -> KubernetesJob:
     """
     for flag, value in (("--image", arguments.image), ("--cpu", arguments.cpu), ("--memory", arguments.memory)):
         if not value:
-            raise UsageError("a job on Kubernetes", f"{flag} is not given", f"write {flag}, as in docs/kubernetes.md")
+            raise UsageError(
+                "can't make a job for Kubernetes", f"{flag} is not given", f"write {flag}, as in docs/kubernetes.md"
+            )
     for name in ("server_cpu", "server_memory"):
         if name in arguments.given and not plan.server:
             flag = arguments.given[name]

@@ -86,7 +86,7 @@ def _coordinate(arguments: argparse.Namespace) -> int:
 
     plan = Plan.parse(arguments.plan)
     if not plan.server:
-        raise UsageError(f"to coordinate the plan {arguments.plan}", "it has no servers", "add e.g. server=2")
+        raise UsageError(f"can't coordinate the plan {arguments.plan}", "it has no servers", "add e.g. server=2")
 
     def tell(event: dict[str, Any]) -> None:
         print(json.dumps(event), flush=True)

@@ -92,7 +92,7 @@ def check_own_process() -> None:
     if _world and _is_inherited() and (_world[0].rank_info.size > 1 or _world[0].has_servers):
         rank_info = _world[0].rank_info
         raise UsageError(
-            "a process that takes part in training",
+            "this process can't take part in training",
             f"it is forked from rank {rank_info.rank} of {rank_info.size}, whose connections can't be shared",
             "make the call in that rank's own process; start other processes before paceline.init() and distribute()",
         )
@@ -128,11 +128,11 @@ def world() -> World:
     """
     if not _world:
         raise UsageError(
-            "this process's place among the ranks", "paceline.init() has not been called", "call paceline.init() first"
+            "this process has no rank", "paceline.init() has not been called", "call paceline.init() first"
         )
     if _is_elsewhere():
         raise UsageError(
-            "this process's place among the ranks",
+            "this process has no rank",
             "paceline.init() was called before the fork, in a process with another place",
             "call paceline.init() in the forked process too",
         )
@@ -190,7 +190,7 @@ def broadcast(tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
         UsageError: there is no rank `root`.
     """
     if not 0 <= root < size():
-        raise UsageError(f"a broadcast from rank {root}", f"the ranks are 0 to {size() - 1}", "name one of them")
+        raise UsageError(f"can't broadcast from rank {root}", f"the ranks are 0 to {size() - 1}", "name one of them")
     result = tensor.detach().clone(memory_format=torch.contiguous_format)
     _comm().broadcast(result, root)
     return result
@@ -218,7 +218,7 @@ def all_to_all(tensor: torch.Tensor, splits: Sequence[int] | None = None) -> tup
     uneven = splits is None and tensor.shape[0] % size()
     if len(counts) != size() or sum(counts) != tensor.shape[0] or min(counts) < 0 or uneven:
         raise UsageError(
-            f"all_to_all of {tensor.shape[0]} rows over {size()} ranks",
+            f"can't send {tensor.shape[0]} rows to {size()} ranks by all_to_all",
             f"the splits are {splits}",
             "give one count per rank that add up to the rows",
         )
@@ -234,7 +234,7 @@ def _comm() -> AxisComm:
     check_own_process()
     if world().has_servers and size() > 1:
         raise UsageError(
-            "a collective between workers of parameter servers",
+            "workers of parameter servers can't run collectives",
             "they come and go, and speak to the servers alone",
             "use a plan without server, or leave the call out",
         )
@@ -243,4 +243,6 @@ def _comm() -> AxisComm:
 
 def _check_rows(collective: str, tensor: torch.Tensor) -> None:
     if tensor.dim() == 0:
-        raise UsageError(f"{collective} joins or splits rows", "the tensor is a scalar", "hand in tensor.reshape(1)")
+        raise UsageError(
+            f"{collective} needs a tensor with rows", "the tensor is a scalar", "hand in tensor.reshape(1)"
+        )

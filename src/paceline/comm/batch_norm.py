@@ -82,7 +82,7 @@ class _BatchNorm(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         if torch.is_grad_enabled():  # create_graph=True
             raise WorkloadError(
-                "a gradient of a gradient, as of a gradient penalty",
+                "can't take the gradient of a gradient",
                 "the model has batch norm, whose statistics over all ranks can be differentiated once only",
                 "write group norm or layer norm; or set micro_batch_size: then each micro-batch has its own statistics",
             )

@@ -128,7 +128,7 @@ def _file_store(rank_info: RankInfo) -> Any:
     own = path.parent.lstat() if is_shared else path.parent.stat()  # a link there may be another user's
     if own.st_uid != os.getuid() or own.st_mode & 0o022 or not stat.S_ISDIR(own.st_mode):
         raise UsageError(
-            f"to meet at {path}",
+            f"can't meet at {path}",
             "its folder is a link, or another user's, or others may write to it",
             f"remove {path.parent}, or set MASTER_ADDR and MASTER_PORT",
         )
@@ -161,7 +161,7 @@ def _tcp_store(rank_info: RankInfo) -> Any:
         return make(host, port, rank_info.size, False, **options)
     except dist.DistNetworkError as error:
         raise PeerLostError(
-            f"rank {rank_info.rank} to reach rank 0's store at {host}:{port}",
+            f"rank {rank_info.rank} can't reach rank 0's store at {host}:{port}",
             f"it did not within {START_S} s ({str(error).splitlines()[0]})",
             "see whether rank 0 runs, and whether a firewall is between them: `paceline doctor -H ...` looks",
         ) from None
@@ -175,7 +175,7 @@ def _listener(rank_info: RankInfo) -> int:
     address = _own_address(rank_info)
     if rank_info.size > rank_info.local_size and address.startswith("127."):
         raise UsageError(
-            f"rank 0's store for {rank_info.size} ranks on several hosts",
+            f"can't open rank 0's store for {rank_info.size} ranks on several hosts",
             f"{rank_info.master[0]} is {address} here, which other hosts can't reach (a line of /etc/hosts?)",
             "name the interface with PACELINE_INTERFACE or --interface, or an address as the master",
         )

@@ -113,7 +113,7 @@ def _texts() -> tuple[list[str], list[str]]:
             break
     if not kept or not held_out:
         raise DataError(
-            f"text from the standard library in {root}",
+            f"can't take text from the standard library in {root}",
             "its source is not there",
             "use a Python that ships its .py files",
         )
@@ -135,7 +135,7 @@ def _tokenizer(texts: Sequence[str]):  # type: ignore[no-untyped-def]
         from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
     except ImportError:
         raise UsageError(
-            "the demo trains a tokenizer", "the library tokenizers is missing", "pip install 'paceline[demo]'"
+            "can't train the demo's tokenizer", "the library tokenizers is missing", "pip install 'paceline[demo]'"
         ) from None
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)

@@ -89,16 +89,16 @@ def _answer_of(command: list[str], host: str, request: bytes, is_ssh: bool) -> b
         done = subprocess.run(command, input=request, capture_output=True, timeout=_LIMIT_S)
     except subprocess.TimeoutExpired:
         found = f"it did not answer within {_LIMIT_S:.0f} s"
-        raise UsageError(f"to ask {host}", found, f"see what `paceline doctor` waits for on {host}") from None
+        raise UsageError(f"can't ask {host}", found, f"see what `paceline doctor` waits for on {host}") from None
     except OSError as error:
-        raise UsageError(f"to ask {host}", f"{command[0]} can't be started ({error})", "install it") from None
+        raise UsageError(f"can't ask {host}", f"{command[0]} can't be started ({error})", "install it") from None
     if done.returncode == 0:
         return done.stdout
     said = done.stderr.decode(errors="replace")
     if is_ssh:
         raise why_lost(host, said)
     last = (said.strip().splitlines() or [f"it ended with {done.returncode}"])[-1]
-    raise UsageError(f"to ask {host}", f"its process failed: {last}", "run `paceline doctor` there")
+    raise UsageError(f"can't ask {host}", f"its process failed: {last}", "run `paceline doctor` there")
 
 
 _PORT = Whole(0, 65535)
@@ -253,7 +253,7 @@ def _parse(name: str, text: bytes) -> dict[str, Any]:
 
 def _nonsense(name: str, what: str) -> UsageError:
     return UsageError(
-        f"to ask {name}", f"its answer can't be read ({what})", f"install this version of Paceline on {name}"
+        f"can't ask {name}", f"its answer can't be read ({what})", f"install this version of Paceline on {name}"
     )
 
 
@@ -310,7 +310,7 @@ def answer(text: bytes, heard_ns: int) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, StopIteration, OSError) as error:  # OSError: a path too long
         found = f"it can't be read ({reason_of(error)})"
         raise UsageError(
-            "a request of another host's doctor", found, "install one version of Paceline on all hosts"
+            "can't answer another host's doctor", found, "install one version of Paceline on all hosts"
         ) from None
 
 

@@ -38,7 +38,7 @@ def table(findings: Sequence[Finding], width: int = 120) -> list[str]:
         front = "".join(f"{word:<{size}}  " for word, size in zip(words, columns, strict=True))
         lines += _wrapped(front, row.found, margin, width)
         if row.fix:
-            lines += _wrapped(" " * margin, f"Fix: {row.fix}.", margin, width)
+            lines += _wrapped(" " * margin, f"fix: {row.fix}", margin, width)
     return lines
 
 

@@ -121,7 +121,7 @@ def capture(model: torch.nn.Module, function: Function, batch: Any, device: torc
     traced, entries = _trace(call, device, fake)
     if _plain_random_state() != state_before:
         raise WorkloadError(
-            "a model whose every step computes the same operations",
+            "the model should compute the same operations in every step",
             "it draws from Python's or numpy's random numbers, and the path it takes may depend on them",
             "draw from torch, or train it by replicate or shard, which run the model's own code",
         )
@@ -254,7 +254,7 @@ class _Call:
         for name, tensor in held.items():
             if _memory(tensor) != before[name] or tensor.grad is not None:
                 raise WorkloadError(
-                    "a model that writes its buffers in place and leaves gradients to the backward pass",
+                    "the model should write its buffers in place and leave gradients to the backward pass",
                     f"its forward gives {name} other memory, or a gradient",
                     "write in place under torch.no_grad(): tensor.copy_(...)",
                 )
@@ -366,7 +366,7 @@ def _refusals() -> Iterator[None]:
         raise
     except (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode) as error:
         raise WorkloadError(
-            "a model whose path depends on shapes alone, so that it can be split",
+            "to be split, the model's path should depend on shapes alone",
             f"it looks at values: {_where(error)}",
             "compute both sides and choose by torch.where (rows that don't count: times a mask, or ignore_index), "
             + fix,
@@ -375,7 +375,7 @@ def _refusals() -> Iterator[None]:
         if "BF16 type" in str(error):  # of grouped matrix products: their shapes alone are known for bfloat16 only
             fix = 'for experts of transformers write config._experts_implementation = "batched_mm", ' + fix
         raise WorkloadError(
-            "a model that can be written down as a graph of torch operations, so that it can be split",
+            "to be split, the model should be a graph of torch operations",
             f"{type(error).__name__} at {_where(error)}: {str(error).strip().partition(chr(10))[0]:.200}",
             "start it alone (python FILE); if it trains so, leave out what that line does, " + fix,
         ) from error
@@ -385,13 +385,13 @@ def _check_constants(constants: Mapping[str, Any]) -> None:
     for value in constants.values():
         if not isinstance(value, torch.Tensor):
             raise WorkloadError(
-                "a model that draws from torch's own random numbers",
+                "the model should draw from torch's own random numbers",
                 f"it uses a {type(value).__name__} of its own, which would begin anew with every graph",
                 "draw without generator=..., or train it by replicate or shard",
             )
         if isinstance(value, FakeTensor):
             raise WorkloadError(
-                "a model whose every value follows from its operations, so that it can be split",
+                "to be split, every value of the model should follow from its operations",
                 f"a value of shape {tuple(value.shape)} came from elsewhere (torch.func, kept from an earlier batch)",
                 "compute it with plain torch operations in forward, or train it by replicate or shard",
             )
@@ -458,7 +458,7 @@ def skeleton(model: torch.nn.Module, dtype: torch.dtype | None = None) -> torch.
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise WorkloadError(
-                "a model whose parameters can be split",
+                "the model's parameters can't be split",
                 f"{name} has a hook on its gradient, which would see only a part of it",
                 "put what the hook does into the loss or the optimizer, or train it by replicate",
             )
@@ -477,7 +477,7 @@ def skeleton(model: torch.nn.Module, dtype: torch.dtype | None = None) -> torch.
     except RuntimeError as error:
         name = next((n for n, m in model.named_modules() for v in vars(m).values() if _is_computed(v)), "a module")
         raise WorkloadError(
-            "a model that can be copied without its values",
+            "the model can't be copied without its values",
             f"{name} holds a computed tensor, or something else that can't be copied ({error!s:.60}...)",
             "use torch.nn.utils.parametrizations.weight_norm for torch.nn.utils.weight_norm, keep computed tensors out "
             "of the model, or train it by replicate",

@@ -138,7 +138,7 @@ def check_states_unwritten(graph: fx.Graph, states: dict[str, fx.Node], trained:
     for name in written_states(graph, states):
         if name in trained:
             raise WorkloadError(
-                "a model that leaves its parameters as they are in the forward pass",
+                "the model's forward pass should not write to its parameters",
                 f"it writes into {name}",
                 "write into a buffer, or train it by replicate or shard",
             )

@@ -190,7 +190,7 @@ class KeptValues:
             replaced = _replaced(module, known_values)
             if replaced is not None:
                 return WorkloadError(
-                    "a model that writes its buffers in place",
+                    "the model should write its buffers in place",
                     f"its forward puts another tensor in the place of {'.'.join(p for p in (where, replaced) if p)}",
                     f"write self.{replaced}.copy_(...) instead of assigning it",
                 )

@@ -53,7 +53,7 @@ def _gradients() -> Iterator[None]:
 
     def refuse(what: str, name: str) -> NoReturn:
         raise WorkloadError(
-            "a model whose gradients follow from its operations, so that it can be split",
+            "to be split, the model's gradients should follow from its operations",
             f"{what} {name} changes them",
             "write it with torch operations, use checkpoint(..., use_reentrant=False) if that is what it is, or "
             + OWN_CODE,
@@ -91,7 +91,7 @@ def _frozen(states: Mapping[str, torch.Tensor]) -> Iterator[None]:
     def check(tensor: torch.Tensor, wanted: bool) -> None:
         if id(tensor) in names and bool(flag.__get__(tensor)) != bool(wanted):
             raise WorkloadError(
-                "a model whose parameters keep their requires_grad during the loss",
+                "the model's parameters should keep their requires_grad during the loss",
                 f"requires_grad of {names[id(tensor)]} is set to {wanted} at {user_line()}",
                 "set it in the model's factory and use parameter.detach() where no gradient is to flow, or " + OWN_CODE,
             )
@@ -114,7 +114,7 @@ def _refuse_seed(*arguments: Any, **named: Any) -> NoReturn:
 
 def _seeded(where: str) -> WorkloadError:
     return WorkloadError(
-        "a model that draws random numbers and leaves their seed alone",
+        "the model should not seed the random numbers that it draws",
         f"it sets the state of torch's random numbers {where}",
         "seed with Workload(seed=...), or " + OWN_CODE,
     )
@@ -154,7 +154,7 @@ def _data() -> Iterator[None]:
 
     def assign(tensor: torch.Tensor, value: Any) -> NoReturn:
         raise WorkloadError(
-            "a model that leaves its tensors where they are",
+            "the model should not replace the memory of its tensors",
             f"it assigns to .data at {user_line()}",
             "write in place under torch.no_grad(): tensor.copy_(...)",
         )

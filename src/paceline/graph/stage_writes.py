@@ -46,7 +46,7 @@ def check_stage_writes(
         holders = [number for number, stage in enumerate(stages) if state in stage.states]
         if len(holders) != 1:
             raise WorkloadError(
-                "a model that reads and writes a buffer in one pipeline stage",
+                "a buffer should be read and written in one pipeline stage",
                 f"{state} is written in one stage and read in another",
                 "use fewer pipeline stages, or tensor, replicate or shard",
             )

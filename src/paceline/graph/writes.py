@@ -75,7 +75,7 @@ class WriteLog(TorchDispatchMode):
     def _note(self, function: str, value: torch.Tensor) -> None:
         if not isinstance(value, FakeTensor):
             raise WorkloadError(
-                "a model that keeps what it changes in its parameters and buffers",
+                "the model should write to parameters and buffers alone",
                 f"{function} at {user_line()} writes into a tensor of shape {tuple(value.shape)} that is neither",
                 "register it in the model: self.register_buffer(name, tensor)",
             )
@@ -159,7 +159,7 @@ def check_same_writes(wanted: Sequence[Write], found: Sequence[Write], what: str
             if same is not None and len(asked) > 1:
                 asked.remove(same)  # that one is there
         raise WorkloadError(
-            "a split model that writes into its buffers as the model does",
+            "the split model should write to its buffers as the model does",
             f"{asked[0].operation} at {asked[0].line} writes into {state}, and {what} would not",
             "write once, by buffer.copy_(new value) under torch.no_grad(), or train it by replicate or shard",
         )

@@ -30,7 +30,7 @@ def describe_workload(plan: Plan, words: list[str]) -> dict[str, Any]:
             answer = parse_json(lines[-1], "the answer", _ANSWER)
     if answer is None:
         last = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
-        raise WorkloadError(f"to load {words[0]}", f"its process failed: {last}", "run it alone with python first")
+        raise WorkloadError(f"can't load {words[0]}", f"its process failed: {last}", "run it alone with python first")
     if "error" in answer:
         raise WorkloadError(**answer["error"])
     return dict(answer["model"])

@@ -85,7 +85,7 @@ class RankSettings:
             return cls(host_ranks=host_ranks, rendezvous=rendezvous, **values)
         except TypeError as error:
             fix = "use one version of Paceline on all hosts"
-            raise ReadError("to read a rank's settings", f"they have other parts ({error})", fix) from None
+            raise ReadError("can't read a rank's settings", f"they have other parts ({error})", fix) from None
 
 
 @dataclass(slots=True)
@@ -147,7 +147,7 @@ def allow_open_files(needed: int) -> None:
         return
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise UsageError(
-            f"each process of the job to open up to {needed} files",
+            f"each process of the job should be able to open {needed} files",
             f"the limit on open files is {hard}",
             f"raise it: `ulimit -n {max(needed, 1024)}`",
         )

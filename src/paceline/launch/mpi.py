@@ -44,21 +44,23 @@ def find_mpirun(program: str = "", more: Sequence[str] = ()) -> Mpirun:
     found = next((path for path in map(shutil.which, known) if path), None)
     if found is None:
         raise UsageError(
-            f"{' or '.join(known)} to start ranks", "there is no such program", "install Open MPI or MPICH"
+            f"can't start ranks by {' or '.join(known)}", "there is no such program", "install Open MPI or MPICH"
         )
     try:
         done = subprocess.run([found, "--version"], capture_output=True, text=True, errors="replace", timeout=30)
         told = done.stdout + done.stderr
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UsageError(
-            f"what {found} is", f"`{found} --version` did not end well ({error})", "name another"
+            f"can't tell which MPI {found} is of", f"`{found} --version` did not end well ({error})", "name another"
         ) from None
     if re.search(r"Open ?MPI|OpenRTE|PRRTE", told, re.IGNORECASE):
         return Mpirun(found, "openmpi", tuple(more))
     if re.search(r"HYDRA|MPICH|Intel\(R\) MPI", told, re.IGNORECASE):
         return Mpirun(found, "mpich", tuple(more))
     first = (told.strip().splitlines() or ["nothing"])[0]
-    raise UsageError(f"what {found} is", f"it says {first!r}", "name Open MPI's or MPICH's with --mpirun")
+    raise UsageError(
+        f"can't tell which MPI {found} is of", f"it says {first!r}", "name Open MPI's or MPICH's with --mpirun"
+    )
 
 
 def mpi_command(

@@ -96,7 +96,9 @@ def profile_workload(
                 errors.seek(0)
                 last = (errors.read().strip().splitlines() or ["it printed nothing"])[-1]
                 raise WorkloadError(
-                    f"to rehearse a step of {words[0]}", f"its process failed: {last}", "run it alone with python first"
+                    f"can't simulate a step of {words[0]}",
+                    f"its process failed: {last}",
+                    "run it alone with python first",
                 )
     return answers
 

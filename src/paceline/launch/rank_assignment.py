@@ -75,7 +75,9 @@ def seat(hosts: Sequence[Host], ranks: int | None) -> tuple[HostRanks, ...]:
     wanted = slots if ranks is None else ranks
     if wanted > slots:
         found = f"they have {slots} slots: {', '.join(f'{host.name}:{host.slots}' for host in hosts)}"
-        raise UsageError(f"{wanted} ranks on {len(hosts)} hosts", found, "add hosts, or slots to those that are there")
+        raise UsageError(
+            f"can't place {wanted} ranks on {len(hosts)} hosts", found, "add hosts, or slots to those that are there"
+        )
     counts: list[tuple[str, int]] = []
     for host in hosts:
         count = min(host.slots, wanted - sum(count for _, count in counts))

@@ -35,7 +35,7 @@ class RayOptions:
                 f"the strategy {self.strategy!r}", f"Ray has {', '.join(STRATEGIES)}", "write one of these"
             )
         if self.cpus_per_rank < 0 or self.gpus_per_rank < 0 or not self.cpus_per_rank + self.gpus_per_rank:
-            raise UsageError("the resources of a rank under Ray", "it has none", "give it a CPU or a GPU")
+            raise UsageError("a rank under Ray needs resources", "it has none", "give it a CPU or a GPU")
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,7 +88,7 @@ def check_sbatch(options: SlurmOptions) -> None:
     """Raise UsageError unless there is an sbatch to call."""
     if shutil.which(options.program) is None:
         found = "there is no such program here"
-        raise UsageError(f"{options.program} to send the job", found, "go to a login node, or use --dry-run")
+        raise UsageError(f"can't send the job by {options.program}", found, "go to a login node, or use --dry-run")
 
 
 def submit(script: str, options: SlurmOptions, environment: dict[str, str]) -> str:
@@ -113,7 +113,7 @@ def submit(script: str, options: SlurmOptions, environment: dict[str, str]) -> s
     )
     if done.returncode:
         told = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
-        raise UsageError("Slurm to take the job", told, "mend the option that it names; --dry-run shows the script")
+        raise UsageError("Slurm should take the job", told, "mend the option that it names; --dry-run shows the script")
     return done.stdout.strip().split(";")[0]
 
 

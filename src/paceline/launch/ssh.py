@@ -48,7 +48,7 @@ def check_ssh(options: SshOptions) -> None:
     """Raise UsageError unless there is an ssh to call."""
     if shutil.which(options.program) is None:
         raise UsageError(
-            f"{options.program} to reach other hosts", "there is no such program", "install OpenSSH's client"
+            f"can't reach other hosts by {options.program}", "there is no such program", "install OpenSSH's client"
         )
 
 
@@ -82,4 +82,4 @@ def why_lost(host: str, last_words: str) -> UsageError:
         ("no such file", f"{host} needs the same Python and folder as this host, or --python"),
     )
     fix = next((fix for sign, fix in fixes if sign in words), f"see that `ssh {host} true` works")
-    return UsageError(f"to reach {host} over ssh", told, fix)
+    return UsageError(f"can't reach {host} over ssh", told, fix)

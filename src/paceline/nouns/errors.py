@@ -12,8 +12,13 @@
     ├── CollectiveError   ranks disagreed inside one collective
     └── PeerLostError     another rank has gone; the cause is that rank's, not this one's
 
-A message has three parts: what was asked, what was found, what to do. Any rank can raise one,
-so `rank` and `step` are fields, filled in by whoever knows them, and shown in front.
+A message has three parts, each a line of its own: what is wrong or should be, what was found, what to do:
+
+    [rank 3, step 17] the loss should be a finite number
+      found: it is NaN or infinite on rank 3; the parameters were left as they were
+      fix: lower the learning rate, or clip with clip_norm=1.0
+
+Any rank can raise one, so `rank` and `step` are fields, set by whoever knows them.
 """
 
 from __future__ import annotations
@@ -30,8 +35,8 @@ class PacelineError(Exception):
     """Catch this to catch everything Paceline raises on purpose.
 
     Args:
-        asked: what was asked for, as the start of a sentence.
-        found: what was found instead; it follows ", but ".
+        asked: what should be, or what can't be done: the first line.
+        found: what was found instead; it speaks of the first line's subject.
         fix: what to do, as an imperative.
     """
 
@@ -53,7 +58,7 @@ class PacelineError(Exception):
     def __str__(self) -> str:
         where = [f"{name} {at}" for name, at in (("rank", self.rank), ("step", self.step)) if at is not None]
         prefix = f"[{', '.join(where)}] " if where else ""
-        return f"{prefix}{self.asked}, but {self.found}.\n  Fix: {self.fix}."
+        return f"{prefix}{self.asked}\n  found: {self.found}\n  fix: {self.fix}"
 
 
 def _cut(text: str, most: int) -> str:

@@ -115,7 +115,7 @@ class Plan:
             )
         if self.server and others:
             raise PlanError(
-                f"the plan {self.mesh} with server={self.server}",
+                f"can't run the plan {self.mesh} with server={self.server}",
                 f"servers go with workers that hold the whole model, not with {others[0]}",
                 f"leave {others[0]} out, or server",
             )
@@ -127,7 +127,7 @@ class Plan:
             raise PlanError(f"the plan's quorum={self.quorum}", f"its mode is {self.mode}", "write mode=quorum")
         if self.mode == "quorum" and not 1 <= self.quorum <= workers:
             found = f"it is {self.quorum} of {workers} worker{'s' * (workers > 1)}"
-            raise PlanError("a quorum of the plan's workers", found, f"write quorum={max(1, workers - 1)}")
+            raise PlanError("the plan's quorum does not fit its workers", found, f"write quorum={max(1, workers - 1)}")
         if (self.mode == "deadline") != (self.deadline > 0):
             found = f"its mode is {self.mode} and its deadline {self.deadline:g} s"
             raise PlanError("the plan's deadline", found, "write both, such as mode=deadline,deadline=1")
@@ -218,7 +218,7 @@ class Plan:
             values = read_json(path)
         except ReadError as error:
             raise PlanError(
-                f"the plan should be in {path}",
+                f"can't read the plan in {path}",
                 error.found,
                 "name a plan.json as `paceline run` writes it",
             ) from None

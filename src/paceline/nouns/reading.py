@@ -76,9 +76,11 @@ def read_bytes(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
             while len(content) <= most_bytes and (chunk := file.read(_CHUNK_BYTES)):
                 content += chunk
     except (OSError, ValueError) as error:  # ValueError: a path with a null character
-        raise ReadError(f"to read {path}", f"it can't be read ({reason_of(error)})", "see that it is there") from None
+        raise ReadError(
+            f"can't read {path}", f"it can't be read ({reason_of(error)})", "see that it is there"
+        ) from None
     if len(content) > most_bytes:
-        raise ReadError(f"to read {path}", f"it has more than {most_bytes} bytes", "see what wrote it")
+        raise ReadError(f"can't read {path}", f"it has more than {most_bytes} bytes", "see what wrote it")
     return bytes(content)
 
 
@@ -282,4 +284,4 @@ def _decoded(content: bytes | bytearray | memoryview, source: str) -> str:
 
 
 def _bad(source: str, found: str) -> ReadError:
-    return ReadError(f"to read {source}", found, _FIX)
+    return ReadError(f"can't read {source}", found, _FIX)

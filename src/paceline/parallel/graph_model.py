@@ -195,7 +195,9 @@ class SplitModel:
     def capture(self, function: Function, batch: Any) -> Captured:
         """The graph of `function` for batches like `batch`."""
         if not tensors_in(batch):
-            raise WorkloadError("a batch of tensors", f"it is a {type(batch).__name__}", "collate samples into tensors")
+            raise WorkloadError(
+                "a batch should be of tensors", f"it is a {type(batch).__name__}", "collate samples into tensors"
+            )
         # The graph runs under autocast; captured under it too, it would hold casts of weights, which no rule splits.
         with torch.autocast(self.device.type, enabled=False):
             return capture(self.form, function, batch, self.device)
@@ -304,7 +306,7 @@ def _share(graph: fx.Graph, shared: SharedStatistics) -> None:
 
 def _refuse_call(module: torch.nn.Module, arguments: Any) -> None:
     raise WorkloadError(
-        "to call the model by itself",
+        "can't call the model by itself",
         "its parameters are split by tensor or pipeline, so its own code can't run on them",
         "use job.evaluate with a score function, or export a checkpoint and load it in one process",
     )

@@ -313,7 +313,7 @@ def rehearse(workload: Workload, plan: Plan, rank: int = 0, device: str = "cpu",
     except _NEEDS_VALUES as error:
         if plan.world_size > 1:
             raise WorkloadError(
-                f"a step of rank {rank} under {plan.line()} on fake tensors (shapes, no data)",
+                f"can't simulate a step of rank {rank} under {plan.line()} on fake tensors",
                 f"the model asks for values ({error})",
                 "profile it in one process: paceline profile, where a real step can be measured",
             ) from None
@@ -363,7 +363,7 @@ def _rehearsed(workload: Workload, plan: Plan, rank: int, how: How) -> Profile:
 def _check_dense(placed: Any, mesh: Mesh) -> None:
     if mesh.size("replicate") > 1 and placed.sparse():
         raise WorkloadError(
-            "to predict a step without training",
+            "can't predict a step without training",
             f"ranks exchange the rows of {min(placed.sparse())} that their samples use: how many depends on the data",
             "make the embedding with sparse=False, or predict a plan of one process",
         )
@@ -376,4 +376,6 @@ def _check(plan: Plan, device: str) -> None:
     ]
     for is_asked, what, fix in refused:
         if is_asked:
-            raise PlanError("to predict a step without training", f"the plan has {what}, which can't be predicted", fix)
+            raise PlanError(
+                "can't predict a step without training", f"the plan has {what}, which can't be predicted", fix
+            )

@@ -64,7 +64,9 @@ def address_towards(host: str, port: int = 9) -> str:
             return str(probe.getsockname()[0])
     except OSError as error:
         raise UsageError(
-            f"the way from this host to {host}", f"there is none ({error})", "see `paceline doctor`, or name an address"
+            f"can't find a route from this host to {host}",
+            f"there is none ({error})",
+            "see `paceline doctor`, or name an address",
         ) from None
 
 
@@ -102,6 +104,6 @@ def _bound(address: str, port: int, backlog: int) -> socket.socket:
     except OSError as error:
         found.close()
         raise UsageError(
-            f"to listen at {address}:{port}", f"it can't be had ({error.strerror})", "name another port"
+            f"can't listen at {address}:{port}", f"it can't be had ({error.strerror})", "name another port"
         ) from None
     return found

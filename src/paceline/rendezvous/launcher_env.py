@@ -237,7 +237,9 @@ def _meeting(
     if source == launchers.PACELINE:
         given = [f"{name}={environment[name]}" for name in _OWN_MEETING if name in environment]
         if len(given) == 2:
-            raise UsageError("one place where ranks meet", f"there are two: {' and '.join(given)}", "unset one of them")
+            raise UsageError(
+                "the ranks should meet at one place", f"there are two: {' and '.join(given)}", "unset one of them"
+            )
         if "PACELINE_RENDEZVOUS" in environment:
             return environment["PACELINE_RENDEZVOUS"], None, given[0]
     found = given_master(source, environment)

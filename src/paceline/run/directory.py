@@ -36,7 +36,7 @@ def new_run(runs: Path, job: str | None, script: Path) -> Path:
         folder = runs / f"{name}-{number}"
     if (folder / "plan.json").exists():
         raise UsageError(
-            f"a new job {name!r} in {runs}",
+            f"can't make a new job {name!r} in {runs}",
             "it exists",
             f"write --resume to go on with it, or another --job than {name}",
         )
@@ -55,7 +55,7 @@ def check_writable(folder: Path) -> None:
             try_writing(inside, "start")
         except OSError as error:
             raise UsageError(
-                f"the job should write to {inside}",
+                f"can't write to {inside}",
                 f"it can't be written ({error.strerror})",
                 "make that folder writable, or name another place with --runs",
             ) from None
@@ -87,7 +87,7 @@ def find_run(runs: Path, job: str | None, script: Path) -> Path:
         if (runs / job / "plan.json").exists():
             return runs / job
         raise UsageError(
-            f"to resume the job {job!r} in {runs}", "there is no such job", "look at the names in that folder"
+            f"can't resume the job {job!r} in {runs}", "there is no such job", "look at the names in that folder"
         )
     known = sorted(runs.glob("*/job.json"), key=lambda path: path.stat().st_mtime, reverse=True)
     for path in known:
@@ -97,7 +97,7 @@ def find_run(runs: Path, job: str | None, script: Path) -> Path:
             continue  # cut off by a crash or a full disk
         if known_job.get("script") == str(script.resolve()):
             return path.parent
-    raise UsageError(f"to resume the last job of {script}", f"{runs} has none", "start it without --resume")
+    raise UsageError(f"can't resume the last job of {script}", f"{runs} has none", "start it without --resume")
 
 
 def find_resume_point(folder: Path, report: Callable[[str], None]) -> Path | None:
@@ -136,7 +136,7 @@ def write_start(folder: Path, plan: Plan, script: Path, arguments: Sequence[str]
         _write_start(folder, plan, script, arguments)
     except OSError as error:
         raise UsageError(
-            f"to write the job's plan to {folder}", f"it can't be written ({error.strerror})", how_to_write(error)
+            f"can't write the job's plan to {folder}", f"it can't be written ({error.strerror})", how_to_write(error)
         ) from None
 
 

@@ -188,7 +188,10 @@ def first_cause(failures: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 
 def first_line(cause: Mapping[str, Any]) -> str:
-    """The first line of a failure's message; "" where it has none, as of a bare `assert`."""
+    """A failure's message in one line; "" where it has none, as of a bare `assert`."""
+    if cause.get("parts"):
+        asked, found, _ = cause["parts"]
+        return f"{asked}: {found}"
     return str((cause["message"].splitlines() or [""])[0])
 
 

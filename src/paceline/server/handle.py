@@ -151,7 +151,7 @@ class Handle:
 
     def _joined(self) -> Link:
         if self.link is None:
-            raise UsageError("the servers' parameters", "this worker has not joined them", "call join first")
+            raise UsageError("can't read the servers' parameters", "this worker has not joined them", "call join first")
         return self.link
 
     def _both(self) -> list[tuple[Entry, torch.Tensor]]:
@@ -226,7 +226,9 @@ def _entry(name: str, tensor: torch.Tensor, group: int) -> Entry:
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in BYTES:
         raise PlanError(
-            f"{name} on a parameter server", f"it is of {dtype}", f"servers keep {', '.join(BYTES)}; use one of these"
+            f"can't keep {name} on a parameter server",
+            f"it is of {dtype}",
+            f"servers keep {', '.join(BYTES)}; use one of these",
         )
     return Entry(name, tuple(tensor.shape), dtype, group)
 

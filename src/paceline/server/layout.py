@@ -132,7 +132,7 @@ class ServerLayout:
         segments = self.segments()
         servers = min(servers, len(segments))
         if not servers:
-            raise PlanError("parameters on servers", "the model has none", "leave server out of the plan")
+            raise PlanError("servers need parameters", "the model has none", "leave server out of the plan")
         total = sum(segment.nbytes for segment in segments)
         ranges: list[list[Segment]] = [[] for _ in range(servers)]
         at = 0
@@ -175,7 +175,7 @@ def most_state_bytes(segments: Sequence[Segment]) -> int:
 
 
 def _bad(found: str) -> ReadError:
-    return ReadError("to read a layout", found, "use one version everywhere")
+    return ReadError("can't read a layout", found, "use one version everywhere")
 
 
 def _shown(entry: Entry) -> str:

@@ -327,7 +327,7 @@ class Link(Peers):
         if not self.connections and now - self.seen_s > ALONE_S:
             self.failed(
                 PeerLostError(
-                    "the parameter servers",
+                    "the parameter servers should answer",
                     f"none has answered for {ALONE_S:g} s",
                     "see whether they run",
                 )
@@ -372,7 +372,7 @@ class Link(Peers):
         if silent_s > self.patience_s:
             self.failed(
                 PeerLostError(
-                    "the coordinator of the parameter servers",
+                    "the coordinator of the parameter servers should answer",
                     f"it has not answered for {self.patience_s:g} s, in which this worker waited",
                     "see whether its process is stopped; --resume goes on from the last checkpoint, where there is one",
                 )

@@ -112,7 +112,7 @@ class Server(Peers):
             try:
                 self._take_started(peer, number, message)
             except CheckpointError as error:
-                raise FrameError(f"{error.asked}, but {error.found}") from None
+                raise FrameError(f"{error.asked}: {error.found}") from None
 
     def _take_started(self, peer: Any, number: int, message: Any) -> None:
         assert self.member is not None

@@ -47,7 +47,7 @@ def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
         json.dumps(settings)
     except TypeError as error:
         raise PlanError(
-            "an optimizer whose settings are numbers", f"one is not ({error})", "use numbers in its groups"
+            "the optimizer's settings should be numbers", f"one is not ({error})", "use numbers in its groups"
         ) from None
     return settings
 
@@ -67,14 +67,16 @@ def build(
         PlanError: `name` is none of KNOWN, or its settings are none of its.
     """
     if name not in KNOWN:
-        raise PlanError(f"the optimizer {name!r} on a server", "it is unknown there", f"take one of {', '.join(KNOWN)}")
+        raise PlanError(
+            f"can't run the optimizer {name!r} on a server", "it is unknown there", f"take one of {', '.join(KNOWN)}"
+        )
     kind: Any = getattr(torch.optim, name)
     accepted = {key: _tuples(value) for key, value in settings.items() if key in _arguments(kind)}
     try:
         return kind(list(pieces), **accepted, **implementation)  # type: ignore[no-any-return]
     except (TypeError, ValueError, RuntimeError) as error:
         raise PlanError(
-            f"the optimizer {name} with {dict(settings)}", f"torch refuses it ({error})", "mend its settings"
+            f"can't make the optimizer {name} with {dict(settings)}", f"torch refuses it ({error})", "mend its settings"
         ) from None
 
 

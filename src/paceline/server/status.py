@@ -108,7 +108,7 @@ async def look(coordinator: Address, credentials: Credentials | None = None) -> 
     facts = await watcher.ask("coordinator", coordinator)
     if facts is None:
         raise PeerLostError(
-            f"the coordinator at {coordinator}",
+            f"can't reach the coordinator at {coordinator}",
             "it does not answer",
             "see whether the job runs with these credentials",
         )

@@ -232,7 +232,9 @@ class Segments:
                     optimizer.state[parameter][key] = value
         except (safetensors.SafetensorError, KeyError, ValueError, IndexError) as error:
             raise CheckpointError(
-                "the state of a range of parameters", f"it can't be read ({error})", "report this, with both versions"
+                "can't read the state of a range of parameters",
+                f"it can't be read ({error})",
+                "report this, with both versions",
             ) from None
 
 
@@ -288,7 +290,9 @@ def states_of(
         return _states_of(layout, ranges, contents)
     except (safetensors.SafetensorError, KeyError, ValueError, IndexError, RuntimeError) as error:
         raise CheckpointError(
-            "the optimizer's state on the servers", f"it can't be read ({error})", "report this, with both versions"
+            "can't read the optimizer's state on the servers",
+            f"it can't be read ({error})",
+            "report this, with both versions",
         ) from None
 
 

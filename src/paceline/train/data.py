@@ -232,7 +232,7 @@ def _default_collate(samples: list[Any]) -> Any:
         return default_collate(samples)
     except (TypeError, RuntimeError, KeyError) as error:
         raise WorkloadError(
-            "samples that torch's default collate can make a batch of",
+            "torch's default collate should make a batch of the samples",
             f"it can't: {str(error).splitlines()[0]:.200}",
             "hand in collate=..., a function of a list of samples that pads them, say, and returns a batch",
         ) from error

@@ -35,7 +35,7 @@ def find_workload(script: str) -> Workload:
         raise
     except BaseException as error:
         raise WorkloadError(
-            f"to load {script}", f"it raised {type(error).__name__}: {error}", "mend it; `python FILE` shows more"
+            f"can't load {script}", f"it raised {type(error).__name__}: {error}", "mend it; `python FILE` shows more"
         ) from error
     if not isinstance(workload, Workload):
         raise WorkloadError(

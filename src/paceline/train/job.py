@@ -324,7 +324,7 @@ class Job:
         api.check_own_process()
         if self.closed_step is not None:
             raise UsageError(
-                f"step {self.step_number + 1} of the job",
+                f"can't take step {self.step_number + 1} of the job",
                 f"the job is closed: job.close() ended it after step {self.closed_step}",
                 "call job.close() after the last step, or leave it out, since the end of the file closes the job; to "
                 "save on the way, write job.save(FOLDER)",

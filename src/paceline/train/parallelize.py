@@ -138,7 +138,7 @@ def _check_writable(split: Any, shards: int) -> None:
     written = [name for name in split.written if name in parameters]
     if written and shards > 1:
         raise WorkloadError(
-            "a model that leaves its parameters as they are in the forward pass, so that shard can split them",
+            "under shard, the model's forward pass should not write to its parameters",
             f"it writes into {written[0]}",
             "make it a buffer, or leave shard out",
         )

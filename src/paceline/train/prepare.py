@@ -50,7 +50,7 @@ def check_generation(environment: Mapping[str, str]) -> None:
     now = read_text(folder / "generation", 100).strip()
     if now != own:
         raise PeerLostError(
-            "to save a checkpoint",
+            "can't save a checkpoint",
             f"this rank is of generation {own}, and the job is at {now} on other hosts",
             "nothing: the others go on without it",
         )
@@ -125,11 +125,15 @@ def check_model(model: Any) -> None:
             "return the module",
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise WorkloadError("a model to train", "no parameter of it has requires_grad", "set requires_grad on some")
+        raise WorkloadError(
+            "the model should have something to train",
+            "no parameter of it has requires_grad",
+            "set requires_grad on some",
+        )
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if isinstance(tensor, UninitializedTensorMixin):
             raise WorkloadError(
-                "a model whose parameters are made",
+                "the model's parameters should be made",
                 f"{name} has no shape before the first batch (a lazy module)",
                 "give the module its sizes, or run it on one sample in the factory",
             )
@@ -151,7 +155,7 @@ def make_optimizer(workload: Workload, model: torch.nn.Module) -> torch.optim.Op
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise WorkloadError(
-            "an optimizer that updates once per step",
+            "the optimizer should update once per step",
             "LBFGS evaluates the loss several times in a step",
             "use a first-order optimizer such as AdamW",
         )
@@ -201,7 +205,7 @@ def check_can_score(placed: ModelAdapter, metrics: Any) -> None:
     """Raise WorkloadError when `metrics` can't be updated: a captured score function has no side effects."""
     if metrics is not None and placed.is_captured:
         raise WorkloadError(
-            "a metrics object that the score function updates",
+            "the score function should return its sums, and not update an object",
             "tensor and pipeline run the score function as a graph, which leaves no trace outside",
             "return counts as (sum, weight) pairs, or evaluate under replicate or shard",
         )
@@ -261,13 +265,13 @@ def evaluation_data(workload: Workload, data: Any) -> Any:
     """
     if data is None and workload.evaluation is None:
         raise WorkloadError(
-            "a data set to evaluate on",
+            "job.evaluate needs a data set",
             "the workload has no evaluation and the call named none",
             "write evaluation=... in the Workload, or job.evaluate(data)",
         )
     if not workload.batch_size:
         raise WorkloadError(
-            "batches to evaluate on", "the workload has no batch_size", "write batch_size=... in the Workload"
+            "job.evaluate needs batches", "the workload has no batch_size", "write batch_size=... in the Workload"
         )
     return open_data("evaluation", workload.evaluation if data is None else data)
 
@@ -286,7 +290,7 @@ def check_plan_without_data(workload: Workload, plan: Plan, mesh: Mesh) -> None:
     if needs:
         found = "shows every worker its samples" if plan.server else "splits the model by what the loss does to a batch"
         raise PlanError(
-            f"a plan with {needs[0]}, which {found}",
+            f"can't run a plan with {needs[0]}, which {found}",
             "the workload's data is None",
             "write replicate or shard, or hand in data=... with samples like those of your batches",
         )
@@ -310,7 +314,7 @@ def check_own_batch(workload: Workload, plan: Plan, step_number: int) -> None:
             )
     if workload.steps is not None and step_number >= workload.steps:
         raise WorkloadError(
-            f"step {step_number + 1} of a loop with its own batches",
+            f"can't take step {step_number + 1} of a loop with its own batches",
             f"the workload has steps={workload.steps}, which are done",
             "write more steps, or let the loop begin where the job is, also after --resume: "
             "for step in range(job.step_number, job.total_steps)",
@@ -334,12 +338,12 @@ def check_space(folder: Path, model: torch.nn.Module) -> None:
         free = shutil.disk_usage(folder).free
     except OSError as error:
         raise CheckpointError(
-            f"checkpoints in {folder}", f"it can't be written ({error.strerror})", how_to_write(error)
+            f"can't write checkpoints in {folder}", f"it can't be written ({error.strerror})", how_to_write(error)
         ) from None
     needed = _STATES * sum(parameter.nbytes for parameter in model.parameters())
     if free < needed:
         raise CheckpointError(
-            f"a checkpoint of about {needed / 2**20:.0f} MiB in {folder}",
+            f"can't write a checkpoint of about {needed / 2**20:.0f} MiB in {folder}",
             f"{free / 2**20:.0f} MiB are free there",
             "free space, or name another place with --runs",
         )

@@ -71,7 +71,7 @@ def restore_random_state(state: dict[str, torch.Tensor], device: torch.device) -
         _restore(state, device)
     except (KeyError, IndexError, TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise CheckpointError(
-            "the random generators' states of a checkpoint",
+            "can't restore the random generators' states of a checkpoint",
             f"one is missing or of another form ({type(error).__name__}: {str(error).splitlines()[0]})",
             "use an earlier checkpoint",
         ) from None

@@ -50,7 +50,7 @@ def check_may_load(job: Job) -> None:
     """Raise UsageError once the servers have the parameters."""
     if _parallel(job).handle is not None:
         raise UsageError(
-            "to load a checkpoint while servers train the model",
+            "can't load a checkpoint while servers train the model",
             "they have begun with other parameters",
             "load it before the first batch, or start with `paceline run --resume`",
         )

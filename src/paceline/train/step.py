@@ -64,7 +64,7 @@ def check_finite(stats: StepStats) -> None:
         raise error.at(rank=stats.bad_ranks[0])
     if stats.weight <= 0:
         raise LossError(
-            "the mean loss of a batch",
+            "can't take the mean loss of a batch",
             f"its weights add up to {stats.weight:g}",
             "make sure that every batch has something to predict",
         )

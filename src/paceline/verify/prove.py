@@ -248,10 +248,10 @@ def check_was_not_killed(world: WorldResult) -> None:
     if world.hang.has_hung:
         return
     if world.ending.status == "stopped":
-        raise WorkloadError("the ranks to take their steps", "they were stopped", "start the command again")
+        raise WorkloadError("the ranks should take their steps", "they were stopped", "start the command again")
     if any(f"was ended by {name}" in world.first_failure() for name in ("SIGKILL", "SIGTERM")):
         fix = "see `dmesg` whether memory ran out; verify a smaller batch or a shallower model"
-        raise WorkloadError("the ranks to take their steps", world.first_failure(), fix)
+        raise WorkloadError("the ranks should take their steps", world.first_failure(), fix)
 
 
 def other_plans(plan: Plan) -> list[Plan]:
@@ -265,13 +265,13 @@ def check_plan(plan: Plan) -> None:
     """Raise PlanError for what promises no equality, or is no mesh of ranks."""
     if plan.server:
         raise PlanError(
-            f"to verify server={plan.server}",
+            f"can't verify server={plan.server}",
             "its workers need servers, and verify does not start any yet",
             "verify the workload with replicate; under mode=sync servers end with the same bits as one process",
         )
     if plan.compression != "none":
         raise PlanError(
-            f"to verify compression={plan.compression}",
+            f"can't verify compression={plan.compression}",
             "compressed gradients differ from those of one process by design",
             "verify the same plan with compression=none",
         )
@@ -290,5 +290,5 @@ def check_what(words: Sequence[str]) -> tuple[str, ...]:
     """
     unknown = [word for word in words if word not in (*WHAT, "all")]
     if unknown:
-        raise WorkloadError(f"to verify {unknown[0]!r}", f"there are {', '.join(WHAT)}, all", "write one of these")
+        raise WorkloadError(f"can't verify {unknown[0]!r}", f"there are {', '.join(WHAT)}, all", "write one of these")
     return WHAT if "all" in words else tuple(words)

@@ -222,7 +222,7 @@ class KubernetesJob:
             )
         if self.servers and self.kind == "job" and self.gang in ("kueue", "kai"):
             raise UsageError(
-                f"gang={self.gang} for the servers and workers of kind=job",
+                f"can't schedule servers and workers of kind=job with gang={self.gang}",
                 "it admits each Job by itself, so that one may hold nodes and wait for the other for ever",
                 "write kind=jobset",
             )

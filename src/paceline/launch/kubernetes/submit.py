@@ -69,13 +69,13 @@ def check(manifests: Sequence[Manifest]) -> None:
         UsageError: they are no manifests, or start nothing.
     """
     if not all(isinstance(one, dict) for one in manifests) or not job_manifests(manifests):
-        raise UsageError("to check manifests", "no job is among them", "name a file that `paceline run` printed")
+        raise UsageError("can't check the manifests", "no job is among them", "name a file that `paceline run` printed")
     try:
         sets = pod_sets(manifests)
         found = [*_shape_reasons(manifests, sets), *_plan_reasons(manifests, sets), *gangs.reasons(manifests)]
     except (AttributeError, TypeError, LookupError, ValueError, RecursionError, ArithmeticError) as error:
         raise UsageError(
-            "to check manifests", f"one has a part of the wrong form ({reason_of(error)})", "print them again"
+            "can't check the manifests", f"one has a part of the wrong form ({reason_of(error)})", "print them again"
         ) from None
     if found:
         name = field_of(job_manifests(manifests)[0], "metadata", "name")
@@ -197,8 +197,8 @@ def send(manifests: Sequence[Manifest], context: str = "") -> str:
         )
     except FileNotFoundError:
         fix = "install kubectl, or write the manifests to a file with --dry-run and apply them elsewhere"
-        raise UsageError("to send the manifests", "there is no kubectl on this host", fix) from None
+        raise UsageError("can't send the manifests", "there is no kubectl on this host", fix) from None
     if done.returncode:
         said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
-        raise PacelineError("to send the manifests", f"kubectl refuses them ({said})", "mend what it names")
+        raise PacelineError("can't send the manifests", f"kubectl refuses them ({said})", "mend what it names")
     return done.stdout

@@ -49,7 +49,7 @@ class Bucket:
         """
         if self.is_sent or index in self.filled:
             raise WorkloadError(
-                "one gradient of each parameter in a step's backward pass",
+                "each parameter should get one gradient in a step's backward pass",
                 f"one of shape {tuple(gradient.shape)} was accumulated twice, as re-entrant checkpointing does",
                 "write checkpoint(..., use_reentrant=False), and call backward() on nothing else while the step's runs",
             )

@@ -172,7 +172,7 @@ class Replicate:
             return
         if gradient.is_sparse:
             raise WorkloadError(
-                "a gradient of a dense parameter",
+                "a dense parameter should get a dense gradient",
                 f"parameter of shape {tuple(parameter.shape)} got a sparse one",
                 "only nn.Embedding and nn.EmbeddingBag with sparse=True may; set it on the module",
             )
@@ -192,7 +192,9 @@ class Replicate:
         gradient = parameter.grad
         if gradient is not None and not gradient.is_sparse:
             raise WorkloadError(
-                f"a sparse gradient of {name}", "it got a dense one", "use its weight in the embedding alone"
+                f"the gradient of {name} should be sparse",
+                "it got a dense one",
+                "use its weight in the embedding alone",
             )
         if gradient is None:
             indices = torch.zeros(0, dtype=torch.int64, device=parameter.device)

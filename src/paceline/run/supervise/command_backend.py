@@ -69,7 +69,7 @@ class CommandBackend:
             )
         except OSError as error:
             raise UsageError(
-                f"to start {self.command[0]}", str(error.strerror), "install it, or name another"
+                f"can't start {self.command[0]}", str(error.strerror), "install it, or name another"
             ) from None
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
@@ -119,7 +119,7 @@ class CommandBackend:
 
     def restart(self, rank: int) -> None:
         """Nothing: only a host with parameter servers has any to start again."""
-        raise UsageError(f"to start rank {rank} again", f"{self.host} started it", "start the job anew")
+        raise UsageError(f"can't start rank {rank} again", f"{self.host} started it", "start the job anew")
 
     def finish(self) -> None:
         """Nothing: the program ends with its ranks."""

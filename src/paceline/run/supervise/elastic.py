@@ -106,7 +106,9 @@ class Elastic:
                 told = decision.why
                 self.screen.say(f"paceline: waiting for hosts: {told}")
             if time.monotonic() - began > self.wait_s:
-                raise UsageError(f"hosts within {self.wait_s:g} s", told, "start hosts, or lower --min-hosts")
+                raise UsageError(
+                    f"enough hosts should be there within {self.wait_s:g} s", told, "start hosts, or lower --min-hosts"
+                )
             time.sleep(DISCOVER_S)
 
     def _discover(self, members: Membership) -> Sequence[Host]:
@@ -257,7 +259,7 @@ def rescaled(plan: Plan, ranks: int) -> Plan:
     grows, fixed = _growing(mesh), fixed_size(plan)
     if ranks < fixed:
         raise UsageError(
-            f"the plan {plan.mesh} on {ranks} ranks",
+            f"can't run the plan {plan.mesh} on {ranks} ranks",
             f"{fixed} hold one copy of the model",
             "raise --min-hosts or the slots",
         )

@@ -486,7 +486,7 @@ def _private_folder() -> PrivateFolder:
         return make_private("/tmp" if len(folder) > _LONG else folder)
     except OSError as error:
         raise UsageError(
-            "to make a folder for the job's sockets among temporary files",
+            "can't make a temporary folder for the job's sockets",
             f"it can't be made ({error.strerror})",
             "free space there, or name another place with the variable TMPDIR",
         ) from None

@@ -149,7 +149,7 @@ class Absences:
             return
         worker, steps = min(left.items())
         raise PeerLostError(
-            f"worker {worker[0]} to take step {steps + 1}",
+            f"worker {worker[0]} should take step {steps + 1}",
             "it has left, and the others wait for its samples",
             "let the loops of all workers take the same number of steps",
         )

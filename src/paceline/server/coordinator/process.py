@@ -500,12 +500,12 @@ def _lost_range(number: int, replicas: int, has_ended: bool, silence_s: float) -
         fix = (
             "go on from the last checkpoint: paceline run --resume; two servers with replicas=2 survive the loss of one"
         )
-        return CheckpointError(f"range {number} of the parameters on 1 server", found, fix)
+        return CheckpointError(f"can't keep range {number} of the parameters on 1 server", found, fix)
     found = (
         "all servers that had it have ended" if has_ended else f"no server that has it has answered for {silence_s:g} s"
     )
     fix = "go on from the last checkpoint: paceline run --resume"
-    return CheckpointError(f"range {number} of the parameters on {replicas} servers", found, fix)
+    return CheckpointError(f"can't keep range {number} of the parameters on {replicas} servers", found, fix)
 
 
 def _layout_of(hello: setup.Hello) -> tuple[ServerLayout, dict[str, Any]]:

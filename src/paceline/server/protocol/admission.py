@@ -42,9 +42,13 @@ class Mode:
                 did_you_mean(self.kind, MODES, "write mode=sync"),
             )
         if self.kind == "quorum" and self.quorum < 1:
-            raise PlanError("a quorum of workers", f"it is {self.quorum}", "write quorum=1 or more")
+            raise PlanError(
+                "a quorum should be a whole number above 0", f"it is {self.quorum}", "write quorum=1 or more"
+            )
         if self.staleness < 0:
-            raise PlanError("a bound on staleness", f"it is {self.staleness}", "write staleness=0 or more")
+            raise PlanError(
+                "a bound on staleness should be 0 or more", f"it is {self.staleness}", "write staleness=0 or more"
+            )
         if (self.kind == "deadline") != (self.deadline_s > 0):
             raise PlanError(
                 f"a deadline of {self.deadline_s:g} s", f"the mode is {self.kind}", "write mode=deadline,deadline=1"

@@ -39,7 +39,7 @@ class Address:
             path = text.removeprefix(UNIX)
             if len(path.encode(errors="surrogatepass")) > 107 or "\0" in path:
                 raise UsageError(
-                    f"a socket at {shown(path)}",
+                    f"can't open a socket at {shown(path)}",
                     f"the path has {len(path)} characters of 107",
                     "name a shorter one",
                 )
@@ -108,7 +108,7 @@ async def listen(
         return Acceptor(listeners, make, context, _host_of), where
     except OSError as error:
         raise UsageError(
-            f"to listen at {address}",
+            f"can't listen at {address}",
             f"it can't be had ({error.strerror or error})",
             "free it, or name another with --listen; `paceline run`, started again, takes another port",
         ) from None
@@ -141,7 +141,7 @@ async def connect(address: Address, make: Callable[[], Connection], credentials:
             return protocol
     except (OSError, TimeoutError) as error:
         fix = "see whether it runs, and whether its credentials are of the same job"
-        raise PeerLostError(f"a connection to {address}", f"it fails ({error or 'no answer'})", fix) from None
+        raise PeerLostError(f"can't connect to {address}", f"it fails ({error or 'no answer'})", fix) from None
 
 
 def role_of(transport: Any) -> str | None:
@@ -174,7 +174,7 @@ def _credentials_of(end: socket.socket) -> tuple[int, int] | None:
 
 def _wants_credentials(address: Address) -> UsageError:
     return UsageError(
-        f"a connection at {address}, which can leave this host",
+        f"a connection at {address}, which can leave this host, needs credentials",
         "there are no credentials",
         "write --credentials FOLDER (`paceline server credentials FOLDER` makes them), or use unix:PATH",
     )

@@ -38,7 +38,7 @@ def make_credentials(folder: Path, days: int = DAYS) -> list[Path]:
         folder.mkdir(mode=0o700, parents=True)
     except OSError as error:
         raise UsageError(
-            f"credentials in {folder}", f"the folder can't be made ({error.strerror})", "name a new one"
+            f"can't write credentials in {folder}", f"the folder can't be made ({error.strerror})", "name a new one"
         ) from None
     _write_roles(folder, texts)
     return [folder / role for role in ROLES]
@@ -48,7 +48,9 @@ def check_can_make() -> None:
     """Raise UsageError where the library for certificates is not installed."""
     if importlib.util.find_spec("cryptography") is None:
         raise UsageError(
-            "certificates for a job", "the package cryptography is not installed", "pip install 'paceline[tls]'"
+            "can't make certificates for a job",
+            "the package cryptography is not installed",
+            "pip install 'paceline[tls]'",
         )
 
 
@@ -89,7 +91,9 @@ def credentials_folder(private: Path, role: str) -> Path:
         UsageError: there is no such role.
     """
     if role not in ROLES:
-        raise UsageError(f"credentials of a {role}", "there is no such role", f"name one of {', '.join(ROLES)}")
+        raise UsageError(
+            f"can't read the credentials of a {role}", "there is no such role", f"name one of {', '.join(ROLES)}"
+        )
     return private / _FOLDER / role
 
 

@@ -123,7 +123,7 @@ def check_branches(reference: Reference, ranks: list[RankResult]) -> None:
             if line in right and ways != right[line]:
                 here, there = (" and ".join(sorted(str(way) for way in one)) for one in (ways, right[line]))
                 raise WorkloadError(
-                    "a loss that goes the same way for a batch and for its parts",
+                    "the loss should take the same branches for a batch and for its parts",
                     f"the condition at {line} is {there} for the whole batch and {here} on rank {result.rank}",
                     "choose by torch.where for each sample, or decide in the loop, outside of the loss",
                 )

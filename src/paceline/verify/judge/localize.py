@@ -105,7 +105,7 @@ def check_adds_up(replay: Mapping[int, Mapping[str, Any]], reference: Reference)
     mean, whole = sum(pair[0] for pair in losses) / weight, reference.facts["losses"][0]
     if abs(mean - whole) > 1e-8 * abs(whole):
         raise WorkloadError(
-            "a loss that is the sum of its samples' losses",
+            "the loss should be the sum of its samples' losses",
             f"in one process the whole batch gives {whole!r} and its parts together {mean!r}",
             "let no sample's loss depend on the others in its batch, nor on what was computed before (a branch by "
             "a value, a maximum over the batch)",

@@ -38,7 +38,7 @@ def check_fits(model: Mapping[str, Any], mesh: Mesh, available: int | None = Non
     needed = needed_bytes(model, mesh)
     if available is not None and needed > available:
         raise WorkloadError(
-            f"to verify on {mesh.world_size} ranks of this host, in float64, beside one process",
+            f"can't verify on {mesh.world_size} ranks of this host, in float64, beside one process",
             f"that takes about {needed / 2**30:.1f} GiB and {available / 2**30:.1f} GiB are free",
             "verify a shallower model of the same config (num_hidden_layers=2): every layer is split alike",
         )

@@ -115,14 +115,14 @@ def persons_calls(workload: Workload, ranks: int) -> list[list[list[Any]]]:
     found = found[1:]
     if abs(first - losses[0]) > _EQUAL * max(abs(first), 1e-12):
         raise WorkloadError(
-            "a loss that is the same when it is taken again",
+            "the loss should be the same when it is computed again",
             f"one process had {first!r} and then {losses[0]!r} for the same model and samples",
             "find what remembers or draws (a counter, a time, numbers of its own) and switch it off for verifying",
         )
     for rank, loss in enumerate(losses):
         if abs(loss - losses[0]) > _EQUAL * max(abs(losses[0]), 1e-12) and not any(found):
             raise WorkloadError(
-                "a loss that depends on the model and the batch alone",
+                "the loss should depend on the model and the batch alone",
                 f"the same samples give {losses[0]!r} on rank 0 and {loss!r} on rank {rank}",
                 "leave rank() out of the model and the loss; what differs by rank belongs into the loop",
             )

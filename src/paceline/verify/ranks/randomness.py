@@ -151,7 +151,7 @@ def watched(model: torch.nn.Module) -> Iterator[None]:
     if drawn_state() != before:
         where = found[0] if found else "the loss"  # the innermost module ends first
         raise WorkloadError(
-            "a model whose random numbers can be made the same under every plan",
+            "the model's random numbers can't be made the same under every plan",
             f"{where} draws some that are no dropout (torch.rand in a forward pass, an LSTM's own dropout, numpy)",
             "switch that part off for verifying (drop_path=0, dropout=0 of the LSTM), or draw it in the data set's []",
         )

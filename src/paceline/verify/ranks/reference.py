@@ -71,7 +71,7 @@ def with_noise(
             continue
         if is_chaotic:
             raise WorkloadError(
-                "a model in which rounding stays small",
+                "rounding should stay small in the model",
                 f"one rounding in every module moves the loss by {_relative(taken.losses, other.losses):.1g} of it "
                 f"within {steps} steps",
                 "lower the learning rate for verifying, or look for a division by something near zero",
@@ -141,21 +141,21 @@ def as_workload_error(error: Exception) -> WorkloadError:
     found = f"{type(error).__name__}{where}: {lines[0]:.300}"
     if "cuda" in str(error).lower() or "cpu' backend" in str(error).lower():
         fix = "verifying runs on CPU processes: take the plain torch form of that operation where CUDA is not at hand"
-        return WorkloadError("a model that runs on CPUs too", found, fix)
+        return WorkloadError("the model should run on CPUs too", found, fix)
     if _has_no_float64(str(error)):
         fix = (
             "verifying runs in float64: take a form of that operation which has it, such as the plain torch one "
             '(for experts of transformers: config._experts_implementation = "batched_mm")'
         )
-        return WorkloadError("a model whose every operation runs in float64 on CPUs", found, fix)
+        return WorkloadError("every operation of the model should run in float64 on CPUs", found, fix)
     if "dtype" in str(error) or "Double" in str(error):
         fix = "verifying runs in float64: make tensors as wide as the model's, x.new_zeros(...) or dtype=x.dtype"
-        return WorkloadError("a model that runs in float64", found, fix)
+        return WorkloadError("the model should run in float64", found, fix)
     fix = (
         "start it alone (python FILE) with precision='float64'; if it trains so, what differs here: the loss is also "
         "called on a few samples of the first batch, and dropout keeps or drops an element by its value"
     )
-    return WorkloadError("a step in one process, on CPU and in float64", found, fix)
+    return WorkloadError("can't take a step in one process, on CPU and in float64", found, fix)
 
 
 def _has_no_float64(text: str) -> bool:

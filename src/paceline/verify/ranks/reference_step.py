@@ -203,7 +203,7 @@ def data_of(workload: Workload) -> Any:
     data = workload.data
     if data is None:
         raise WorkloadError(
-            "batches to verify with", "the workload's data is None", "hand in data=... with samples like your batches'"
+            "verify needs batches", "the workload's data is None", "hand in data=... with samples like your batches'"
         )
     is_data = hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, type)
     return data if is_data else data()
@@ -309,21 +309,21 @@ def check_can_verify(workload: Workload) -> None:
     model, again = workload.model(), workload.model()
     if {id(p) for p in model.parameters()} & {id(p) for p in again.parameters()}:
         raise WorkloadError(
-            "a factory that makes the model",
+            "the workload's model should be a factory",
             "two calls of it return the same parameters, so one run would go on where another ended",
             "make the model inside the function: model=lambda: Net(...)",
         )
     strange = next((name for name, p in model.named_parameters() if p.is_complex()), None)
     if strange is not None:
         raise WorkloadError(
-            "parameters that can be taken to float64",
+            "the model's parameters should have a float64 form",
             f"{strange} is complex",
             "hold its real and imaginary parts (torch.view_as_real) for verifying",
         )
     norms = [n for n, m in model.named_modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
     if norms and workload.micro_batch_size is not None:
         raise WorkloadError(
-            "one step that is the same under every plan",
+            "a step can't be the same under every plan",
             f"{norms[0]} takes the statistics of each micro-batch (micro_batch_size={workload.micro_batch_size}), "
             "so the result depends on how the batch is cut, by definition",
             "leave micro_batch_size out for verifying: batch norm then counts the whole batch",
