@@ -32,7 +32,7 @@ from paceline.launch.kubernetes.quantities import read_quantity
 from paceline.launch.kubernetes.submit import check, read_manifests
 from paceline.launch.local import RankSettings
 from paceline.launch.profile_workload import _read_answer
-from paceline.launch.rank_assignment import Meeting, Seats
+from paceline.launch.rank_assignment import HostRanks, Rendezvous
 from paceline.launch.workload_file import read_workload_file
 from paceline.nouns.device import Device
 from paceline.nouns.errors import CheckpointError, UsageError
@@ -44,17 +44,17 @@ from paceline.plan.memory import memory_of
 from paceline.rendezvous.hostlist import hosts_of, tasks_per_host
 from paceline.rendezvous.launcher_env import find_node, find_position
 from paceline.run.directory import find_run
-from paceline.run.failures import first_cause, read_failures, silent_death, told
+from paceline.run.failures import first_cause, format_failure, read_failures, silent_death
 from paceline.run.supervise.agent import _HEARD
 from paceline.run.supervise.elastic import last_generation, script_hosts
+from paceline.run.supervise.host_backend import RemoteBackend
 from paceline.run.supervise.job import result_of
 from paceline.run.supervise.progress import Progress
-from paceline.run.supervise.station import RemoteStation
 from paceline.run.supervise.supervisor import Ending
 from paceline.server import setup
 from paceline.server.coordinator.log import Log
 from paceline.server.coordinator.process import _layout_of
-from paceline.server.layout import Entry, Layout
+from paceline.server.layout import Entry, ServerLayout
 from paceline.server.protocol import messages
 from paceline.server.settings import JobSettings
 from paceline.server.status import NODE, fault_of_facts
@@ -247,7 +247,7 @@ def _checkpoint(folder: Path) -> tuple[dict[str, Any], bytes]:
 
     from paceline.checkpoint.manifest_merge import as_hex
     from paceline.checkpoint.reshard import hash_of
-    from paceline.nouns.placement import Placement
+    from paceline.nouns.shard_spec import ShardSpec
 
     weight = torch.arange(6, dtype=torch.float32).view(2, 3)
     random = {f"own/random/{name}": state for name, state in random_state(torch.device("cpu")).items()}
@@ -255,9 +255,9 @@ def _checkpoint(folder: Path) -> tuple[dict[str, Any], bytes]:
     content = safetensors.torch.save({"model/weight": weight, "optimizer/step/weight": step, **random})
     tensors = {}
     for name, tensor in (("model/weight", weight), ("optimizer/step/weight", step)):
-        placement = Placement(tuple(tensor.shape))
-        part = {"file": manifests.file_name(0), "key": name, "placement": placement.to_json()}
-        form = {"shape": list(tensor.shape), "dtype": "float32", "hash": as_hex(hash_of(tensor, placement))}
+        shard_spec = ShardSpec(tuple(tensor.shape))
+        part = {"file": manifests.file_name(0), "key": name, "placement": shard_spec.to_json()}
+        form = {"shape": list(tensor.shape), "dtype": "float32", "hash": as_hex(hash_of(tensor, shard_spec))}
         tensors[name] = {**form, "parts": [part]}
     path = folder / manifests.file_name(0)
     path.write_bytes(content)
@@ -382,7 +382,7 @@ def _failed(content: bytes, folder: Path) -> None:
         (folder / "failures" / f"{name}.json").write_bytes(content)
     found = read_failures(folder)
     cause = first_cause(found.values())
-    told(cause, len(found) - 1)
+    format_failure(cause, len(found) - 1)
 
 
 def _resumed(path: Path) -> None:
@@ -415,10 +415,10 @@ class _Lines:
         return [line.decode(errors="replace") for line in self.content.split(b"\n")]
 
 
-def _station(content: bytes) -> RemoteStation:
-    station = RemoteStation.__new__(RemoteStation)
+def _station(content: bytes) -> RemoteBackend:
+    station = RemoteBackend.__new__(RemoteBackend)
     station.host, station.processes, station.errors = "h1", (0, 1), b""
-    station.hearer, station.lines = _Hearer(), _Lines(content)  # type: ignore[assignment]
+    station.events, station.lines = _Hearer(), _Lines(content)  # type: ignore[assignment]
     return station
 
 
@@ -469,8 +469,8 @@ def _runs() -> Iterator[Target]:
     yield Target("agent's answer", "child", [first], lambda content, folder: _station(content).answer())
     heard = [_encoded(one) for one in ({"signal": 15, "ranks": [0]}, {"kill": True}, {"start": "{}"})]
     yield Target("supervisor's lines", "child", heard, lambda content, folder: parse_json(content, "a line", _HEARD))
-    seats = Seats("", 0, 2, 0, 1)
-    settings = RankSettings("f.py", [], 2, seats, Meeting(), "runs/a", None, ["torch"], 0, "/tmp/x").to_json()
+    seats = HostRanks("", 0, 2, 0, 1)
+    settings = RankSettings("f.py", [], 2, seats, Rendezvous(), "runs/a", None, ["torch"], 0, "/tmp/x").to_json()
     yield Target("rank's settings", "child", [settings.encode()], _of_text(RankSettings.from_json))
 
 
@@ -481,7 +481,7 @@ def _corpus() -> dict[str, Any]:
 # --- parameter servers
 
 JOB = JobSettings(2, 2, steps=5)
-LAYOUT = Layout((Entry("w", (8, 8), "float32", 0), Entry("b", (8,), "float32", 0)), "AdamW", ({"lr": 0.1},), 24)
+LAYOUT = ServerLayout((Entry("w", (8, 8), "float32", 0), Entry("b", (8,), "float32", 0)), "AdamW", ({"lr": 0.1},), 24)
 FACTS = {
     "job": json.loads(JOB.to_json()),
     "state": "training",
@@ -563,7 +563,7 @@ def _logged(path: Path) -> None:
         log.name_node()
         if log.job is not None:
             JobSettings.of_json(log.job[0])
-            Layout.of_json(log.job[1])
+            ServerLayout.of_json(log.job[1])
     finally:
         log.close()
 
@@ -589,14 +589,14 @@ def _messages() -> list[bytes]:
     all_of_them = [
         setup.Hello("worker", 0, 0, "", "digest"),
         setup.Welcome(1, 2),
-        setup.Start("{}", None),
+        setup.StartServers("{}", None),
         setup.Addresses('{"0": "h1:5"}'),
         setup.Refused("PlanError", "a", "b", "c"),
         configuration,
         messages.Push(3, worker, 4, 0, 2, {"loss": 1.0, "weight": 2.0, "flags": 0, "settings": {"lr": 0.1}}, None),
         messages.Forward(3, 5, update),
         messages.State(3, 5, {0: {worker: 3}}, {0: 2}, {0: 0.5}, None, None),
-        messages.Beat(3, 5, 1),
+        messages.Heartbeat(3, 5, 1),
     ]
     return [frames.write_frame(0, message, 0) for message in all_of_them]
 
@@ -613,7 +613,7 @@ def _servers() -> Iterator[Target]:
     settings = JOB.to_json().encode()
     yield Target("job's settings", "socket", [settings], _of_text(lambda text: JobSettings.of_json(text).gates))
     layout = LAYOUT.to_json().encode()
-    yield Target("layout", "socket", [layout], _of_text(lambda text: Layout.of_json(text).ranges(1)))
+    yield Target("layout", "socket", [layout], _of_text(lambda text: ServerLayout.of_json(text).ranges(1)))
     own = {"steps": 5, "clip_norm": None, "implementation": {}, "is_strict": True}
     hello = _encoded({"layout": json.loads(layout), "settings": own})
     read = lambda content, folder: _layout_of(setup.Hello("worker", 0, 0, "", "", content))  # noqa: E731

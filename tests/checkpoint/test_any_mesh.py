@@ -9,7 +9,7 @@ import torch
 
 from paceline.checkpoint.reshard import take
 from paceline.cli.main import main
-from paceline.comm import api as words
+from paceline.comm import api
 from paceline.nouns.plan import Plan
 from paceline.train import snapshot
 from paceline.train.job import Job
@@ -36,12 +36,12 @@ def state_of(job):
     held = job.parallel.held()
     parts = snapshot.model_parts(job.model, held, job.size)
     more, _ = snapshot.optimizer_state(job.model, job.optimizer, held, job.size)
-    return {name: (part.tensor.clone(), part.held.placement) for name, part in {**parts, **more}.items()}
+    return {name: (part.tensor.clone(), part.held.shard_spec) for name, part in {**parts, **more}.items()}
 
 
 def save_all(rank, folder, meshes):
     """Two steps under each mesh, saved; what was saved, and the loss of the third."""
-    words.init()
+    api.init()
     found = {}
     for mesh in meshes:
         job = open_job(mesh)
@@ -56,7 +56,7 @@ def save_all(rank, folder, meshes):
 
 def load_all(rank, folder, meshes):
     """What each mesh of this many ranks makes of each checkpoint."""
-    words.init()
+    api.init()
     found = {}
     for mesh in meshes:
         for saved in EVERY:
@@ -100,14 +100,14 @@ def assembled(states):
 
     full, is_set = {}, {}
     for state in states:
-        for name, (tensor, placement) in state.items():
+        for name, (tensor, shard_spec) in state.items():
             if name not in full:
-                full[name] = torch.zeros(placement.shape, dtype=tensor.dtype)
-                is_set[name] = torch.zeros(placement.shape, dtype=torch.bool)
-            before, known = take(full[name], placement), take(is_set[name], placement)
+                full[name] = torch.zeros(shard_spec.shape, dtype=tensor.dtype)
+                is_set[name] = torch.zeros(shard_spec.shape, dtype=torch.bool)
+            before, known = take(full[name], shard_spec), take(is_set[name], shard_spec)
             assert torch.equal(before[known], tensor[known]), f"{name}: two ranks hold other bits"
-            put(full[name], placement, tensor)
-            put(is_set[name], placement, torch.ones_like(tensor, dtype=torch.bool))
+            put(full[name], shard_spec, tensor)
+            put(is_set[name], shard_spec, torch.ones_like(tensor, dtype=torch.bool))
     missing = [name for name, known in is_set.items() if not known.all()]
     assert not missing, f"nobody holds all of {missing}"
     return full
@@ -131,8 +131,8 @@ def test_what_one_mesh_saved_another_goes_on_with(saved, loaded, before, mesh):
     seen = set()
     for state, next_loss in loaded[before, mesh]:
         assert next_loss == pytest.approx(loss, rel=1e-12)
-        for name, (tensor, placement) in state.items():
-            assert torch.equal(tensor, take(full[name], placement)), name
+        for name, (tensor, shard_spec) in state.items():
+            assert torch.equal(tensor, take(full[name], shard_spec)), name
         seen |= state.keys()
     assert seen == full.keys()
 

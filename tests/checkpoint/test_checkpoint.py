@@ -13,7 +13,7 @@ from torch import nn
 import paceline
 from paceline.checkpoint import save
 from paceline.checkpoint.manifest import check_files, file_hash, file_name, find_good, read_manifest, sealed
-from paceline.comm import api as words
+from paceline.comm import api
 from paceline.nouns.errors import CheckpointError
 from paceline.nouns.plan import Plan
 from paceline.train.job import Job
@@ -48,8 +48,8 @@ def make(width=8, seed=0, optimizer=torch.optim.AdamW, tied=False):
 
 
 def job_of(workload, **plan):
-    words.init()
-    return Job(workload, Plan(mesh=f"replicate={words.size()}", **plan))
+    api.init()
+    return Job(workload, Plan(mesh=f"replicate={api.size()}", **plan))
 
 
 def steps(job, count):

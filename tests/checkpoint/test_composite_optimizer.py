@@ -10,7 +10,7 @@ from torch import nn
 
 import paceline
 from paceline.checkpoint.manifest import read_manifest, sealed
-from paceline.comm import api as words
+from paceline.comm import api
 from paceline.nouns.errors import CheckpointError, PlanError, WorkloadError
 from paceline.nouns.plan import Plan
 from paceline.train.job import Job
@@ -119,8 +119,8 @@ def make(optimizer, **parts):
 
 
 def job_of(optimizer, mesh=None, **parts):
-    words.init()
-    return Job(make(optimizer, **parts), Plan(mesh=mesh or f"replicate={words.size()}"))
+    api.init()
+    return Job(make(optimizer, **parts), Plan(mesh=mesh or f"replicate={api.size()}"))
 
 
 def train(job, count):
@@ -301,7 +301,7 @@ def test_a_persons_own_scheduler_comes_back(tmp_path, is_back):
 
 
 def norm_after_clipping(optimizer):
-    words.init()
+    api.init()
     job = job_of(optimizer, clip_norm=1e-3)
     job.step(next(job.batches()))
     return sum(float(p.grad.square().sum()) for p in job.model.parameters()) ** 0.5
@@ -324,7 +324,7 @@ def test_one_that_hides_its_state_is_refused_at_the_start():
 
 
 def refused(rank, mesh):
-    words.init()
+    api.init()
     with pytest.raises(PlanError, match="made of several") as error:
         job_of(Muon, mesh)
     return str(error.value)

@@ -15,7 +15,7 @@ from test_meshes import TENSORS, full_tensors, save_under
 import paceline
 from paceline.checkpoint.export import plan_export, write_export
 from paceline.cli.main import main
-from paceline.comm import api as words
+from paceline.comm import api
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
 from paceline.train.job import Job
@@ -45,7 +45,7 @@ def loss(model, batch):
 
 
 def train(rank, folder, kind, precision):
-    words.init()
+    api.init()
     workload = paceline.Workload(
         model=lambda: transformers_model(kind),
         loss=loss,
@@ -54,7 +54,7 @@ def train(rank, folder, kind, precision):
         batch_size=2,
         precision=precision,
     )
-    job = Job(workload, Plan(mesh=f"replicate={words.size()}"))
+    job = Job(workload, Plan(mesh=f"replicate={api.size()}"))
     for batch in job.batches():
         job.step(batch)
     job.save(folder)

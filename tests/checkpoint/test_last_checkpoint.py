@@ -14,7 +14,7 @@ from test_checkpoint import make, steps
 from paceline.checkpoint import save
 from paceline.checkpoint.export import plan_export
 from paceline.checkpoint.manifest import has_resume_point, list_checkpoints, read_manifest, remove_partial_in
-from paceline.comm import api as words
+from paceline.comm import api
 from paceline.nouns.errors import CheckpointError, UsageError
 from paceline.nouns.plan import Plan
 from paceline.run import directory
@@ -30,9 +30,9 @@ def job_of_run(folder, mesh=None, **plan):
     """A job of two steps in the run directory `folder`, as `paceline run` starts it, alone or on a mesh."""
     os.environ["PACELINE_RUN_DIR"] = str(folder)
     Path(folder).mkdir(parents=True, exist_ok=True)
-    words.init()
+    api.init()
     last_checkpoint.RETRY_AFTER_S = 0.01
-    job = Job(make(), Plan(mesh=mesh or f"replicate={words.size()}", **plan))
+    job = Job(make(), Plan(mesh=mesh or f"replicate={api.size()}", **plan))
     steps(job, 2)
     return job
 
@@ -351,7 +351,7 @@ def fail_on_rank_1(checkpoints):
     def full(path, content):
         raise OSError(28, "No space left on device")
 
-    if words.rank() == 1:
+    if api.rank() == 1:
         save.write_durably = full
         Path.write_text = full
 
@@ -463,7 +463,7 @@ def test_a_start_tries_the_folder_of_checkpoints(tmp_path):
     become_a_file(folder / "checkpoints")
     with pytest.raises(UsageError, match="checkpoints, but it can't be written"):
         directory.check_writable(folder)
-    words.init()
+    api.init()
     os.environ["PACELINE_RUN_DIR"] = str(folder)
     try:
         with pytest.raises(CheckpointError, match="it can't be written"):

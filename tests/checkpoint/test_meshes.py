@@ -13,11 +13,11 @@ from paceline.checkpoint import save
 from paceline.checkpoint.load import check_files_together, read_checkpoint, read_own, verify_hashes
 from paceline.checkpoint.manifest import file_hash, file_name, read_manifest, sealed
 from paceline.checkpoint.manifest_merge import as_hex
-from paceline.checkpoint.reshard import Part, hash_of, take
-from paceline.checkpoint.save import Writer
+from paceline.checkpoint.reshard import LocalTensor, hash_of, take
+from paceline.checkpoint.save import CheckpointWriter
 from paceline.nouns.errors import CheckpointError
 from paceline.nouns.mesh import Mesh
-from paceline.nouns.placement import FLAT, Cut, Held, Placement
+from paceline.nouns.shard_spec import FLAT, Cut, LocalShard, ShardSpec
 
 OPTIMIZER = {"class": "SGD", "groups": [{"parameters": []}], "numbers": {}}
 FACTS = {"step": 1, "position": 8, "seed": 0, "samples": 24, "optimizer": OPTIMIZER, "scheduler": None}
@@ -49,14 +49,14 @@ def placement_of(name, mesh, rank):
     at = mesh.coordinate(rank)
     if stage is not None and stage % mesh.size("pipeline") != at["pipeline"]:
         return None
-    placement = Placement(shape)
+    shard_spec = ShardSpec(shape)
     if tensor is not None:
-        placement = Placement(shape, (Cut(*tensor, at["tensor"], mesh.size("tensor")),))
+        shard_spec = ShardSpec(shape, (Cut(*tensor, at["tensor"], mesh.size("tensor")),))
     if shard is not None:
-        local = placement.local_shape
+        local = shard_spec.local_shape
         size = placement_numel(local) if shard == FLAT else local[shard]
-        placement = Placement(shape, (*placement.cuts, Cut(shard, (size,), at["shard"], mesh.size("shard"))))
-    return placement
+        shard_spec = ShardSpec(shape, (*shard_spec.cuts, Cut(shard, (size,), at["shard"], mesh.size("shard"))))
+    return shard_spec
 
 
 def placement_numel(shape):
@@ -66,21 +66,21 @@ def placement_numel(shape):
 def held_by(mesh, rank):
     found = {}
     for name in TENSORS:
-        placement = placement_of(name, mesh, rank)
-        if placement is not None:
-            holders = [other for other in range(mesh.world_size) if placement_of(name, mesh, other) == placement]
-            found[name] = Held(placement, tuple(holders))
+        shard_spec = placement_of(name, mesh, rank)
+        if shard_spec is not None:
+            holders = [other for other in range(mesh.world_size) if placement_of(name, mesh, other) == shard_spec]
+            found[name] = LocalShard(shard_spec, tuple(holders))
     return found
 
 
 def parts_of(mesh, rank, full):
-    return {name: Part(take(full[name], held.placement), held) for name, held in held_by(mesh, rank).items()}
+    return {name: LocalTensor(take(full[name], held.shard_spec), held) for name, held in held_by(mesh, rank).items()}
 
 
 def save_under(mesh, folder, change=lambda rank, parts: parts, facts=FACTS):
     """Save as the ranks of `mesh` would, all in this process; the failures, by rank."""
     full, told = full_tensors(), []
-    writers = [Writer(rank, mesh.world_size, told.append) for rank in range(mesh.world_size)]
+    writers = [CheckpointWriter(rank, mesh.world_size, told.append) for rank in range(mesh.world_size)]
     for writer in writers:
         parts = change(writer.rank, parts_of(mesh, writer.rank, full))
         own = {"own/random/torch": torch.tensor([writer.rank])}
@@ -88,7 +88,7 @@ def save_under(mesh, folder, change=lambda rank, parts: parts, facts=FACTS):
     return [writer.wait() for writer in writers]
 
 
-class Meeting:
+class Rendezvous:
     """All ranks' all_reduce, as threads of this process."""
 
     axis = "world"
@@ -97,7 +97,7 @@ class Meeting:
         self.size, self.barrier, self.rows = size, threading.Barrier(size, timeout=30), [None] * size
 
     def at(self, rank):
-        comm = Meeting.__new__(Meeting)
+        comm = Rendezvous.__new__(Rendezvous)
         comm.__dict__ = {**self.__dict__, "rank": rank}
         return comm
 
@@ -112,7 +112,7 @@ class Meeting:
 
 def on_ranks(size, function):
     """`function(comm)` as every rank; what each returned or raised."""
-    meeting = Meeting(size)
+    meeting = Rendezvous(size)
 
     def one(rank):
         try:
@@ -140,10 +140,10 @@ def test_what_one_mesh_saved_another_loads(saved, mesh):
 
     def load(comm):
         held = held_by(mesh, comm.rank)
-        wanted = {name: one.placement for name, one in held.items()}
+        wanted = {name: one.shard_spec for name, one in held.items()}
         manifest, tensors, _ = read_checkpoint(folder, comm.rank, wanted)
         check_files_together(folder, manifest, comm)
-        verify_hashes(folder, manifest, {name: Part(tensors[name], held[name]) for name in held}, comm)
+        verify_hashes(folder, manifest, {name: LocalTensor(tensors[name], held[name]) for name in held}, comm)
         for name, tensor in tensors.items():
             expected = take(full[name], wanted[name])
             assert tensor.dtype == expected.dtype
@@ -160,8 +160,8 @@ def test_the_manifest_has_every_tensor_once_and_its_hash(saved):
     manifest = read_manifest(folder)
     for name, full in full_tensors().items():
         entry = manifest["tensors"][name]
-        assert entry["hash"] == as_hex(hash_of(full, Placement(tuple(full.shape))))
-        written = [Placement.of_json(part["placement"]).local_shape for part in entry["parts"]]
+        assert entry["hash"] == as_hex(hash_of(full, ShardSpec(tuple(full.shape))))
+        written = [ShardSpec.of_json(part["placement"]).local_shape for part in entry["parts"]]
         assert sum(map(placement_numel, written)) == full.numel()
         assert not full.numel() or all(map(placement_numel, written)), "a part of nothing was written"
     for rank in range(mesh.world_size):
@@ -174,7 +174,7 @@ def test_none_is_all_of_a_tensor_and_another_shape_is_refused(saved):
     _, tensors, _ = read_checkpoint(folder, 0, {"model/fused.weight": None})
     assert torch.equal(tensors["model/fused.weight"], full_tensors()["model/fused.weight"])
     with pytest.raises(CheckpointError, match=r"has the shape \(12, 5\) in it, not \(5, 12\)"):
-        read_checkpoint(folder, 0, {"model/fused.weight": Placement((5, 12))})
+        read_checkpoint(folder, 0, {"model/fused.weight": ShardSpec((5, 12))})
     with pytest.raises(CheckpointError, match=r"model/other is not in it"):
         read_checkpoint(folder, 0, {"model/other": None})
 
@@ -182,8 +182,8 @@ def test_none_is_all_of_a_tensor_and_another_shape_is_refused(saved):
 def test_the_writing_is_spread_over_those_who_hold_the_same():
     mesh = Mesh.parse("replicate=4")
     shapes = [(100,), (60,), (40,), (30,), (30,), (20,), (10,), (10,)]
-    held = [Held(Placement(shape), (0, 1, 2, 3)) for shape in shapes]
-    parts = {f"{n}": Part(torch.zeros(one.placement.shape), one) for n, one in enumerate(held)}
+    held = [LocalShard(ShardSpec(shape), (0, 1, 2, 3)) for shape in shapes]
+    parts = {f"{n}": LocalTensor(torch.zeros(one.shard_spec.shape), one) for n, one in enumerate(held)}
     names = [save.assigned(parts, rank) for rank in range(mesh.world_size)]
     assert sorted(name for mine in names for name in mine) == sorted(parts)
     assert sorted(sum(parts[name].tensor.numel() for name in mine) for mine in names) == [60, 70, 70, 100]
@@ -197,7 +197,7 @@ def give_twice(rank, parts):
     """Ranks 0 and 1 do not know that they hold the same part."""
     name = "model/fused.weight"
     if rank < 2:
-        parts[name] = Part(parts[name].tensor, Held(parts[name].held.placement, (rank,)))
+        parts[name] = LocalTensor(parts[name].tensor, LocalShard(parts[name].held.shard_spec, (rank,)))
     return parts
 
 
@@ -205,14 +205,14 @@ def hold_anothers_place(rank, parts):
     name = "model/fused.weight"
     if rank == 2:
         cut = Cut(0, (12,), 0, 2)
-        parts[name] = Part(parts[name].tensor, Held(Placement((12, 5), (cut,)), (rank,)))
+        parts[name] = LocalTensor(parts[name].tensor, LocalShard(ShardSpec((12, 5), (cut,)), (rank,)))
     return parts
 
 
 def differ_in_dtype(rank, parts):
     name = "model/norm.weight"
     if rank == 1:
-        parts[name] = Part(parts[name].tensor.float(), parts[name].held)
+        parts[name] = LocalTensor(parts[name].tensor.float(), parts[name].held)
     return parts
 
 
@@ -235,13 +235,13 @@ def test_what_does_not_make_up_the_tensors_is_not_published(tmp_path, mesh, chan
 
 def test_a_part_of_another_shape_than_its_placement_is_a_slip():
     with pytest.raises(ValueError, match="whose shape is"):
-        Part(torch.zeros(3), Held(Placement((4,)), (0,)))
+        LocalTensor(torch.zeros(3), LocalShard(ShardSpec((4,)), (0,)))
 
 
 def test_a_tensor_that_no_file_can_keep_is_refused(tmp_path):
-    part = Part(torch.zeros(3, dtype=torch.complex128), Held(Placement((3,)), (0,)))
+    part = LocalTensor(torch.zeros(3, dtype=torch.complex128), LocalShard(ShardSpec((3,)), (0,)))
     with pytest.raises(CheckpointError, match=r"it is torch.complex128"):
-        Writer(0, 1, print).begin(tmp_path / "saved", {"model/x": part}, {}, {**FACTS, "world_size": 1}, 0)
+        CheckpointWriter(0, 1, print).begin(tmp_path / "saved", {"model/x": part}, {}, {**FACTS, "world_size": 1}, 0)
 
 
 @pytest.fixture
@@ -264,8 +264,8 @@ def resealed(folder, change):
 def loaded(mesh, folder):
     def load(comm):
         held = held_by(mesh, comm.rank)
-        manifest, tensors, _ = read_checkpoint(folder, comm.rank, {name: one.placement for name, one in held.items()})
-        return verify_hashes(folder, manifest, {name: Part(tensors[name], held[name]) for name in held}, comm)
+        manifest, tensors, _ = read_checkpoint(folder, comm.rank, {name: one.shard_spec for name, one in held.items()})
+        return verify_hashes(folder, manifest, {name: LocalTensor(tensors[name], held[name]) for name in held}, comm)
 
     return on_ranks(mesh.world_size, load)
 
@@ -309,10 +309,10 @@ def test_what_no_rank_loads_and_what_one_rank_can_not_is_told_by_all(shard):
 
     def load(comm, leave_out, failure):
         held = held_by(mesh, comm.rank)
-        wanted = {name: one.placement for name, one in held.items() if name != leave_out}
+        wanted = {name: one.shard_spec for name, one in held.items() if name != leave_out}
         _, tensors, _ = read_checkpoint(folder, comm.rank, wanted)
         mine = failure if comm.rank == 2 else None
-        verify_hashes(folder, manifest, {n: Part(tensors[n], held[n]) for n in wanted}, comm, mine)
+        verify_hashes(folder, manifest, {n: LocalTensor(tensors[n], held[n]) for n in wanted}, comm, mine)
 
     errors = on_ranks(4, lambda comm: load(comm, "model/mask", None))
     assert all("its mask of shape (5,) is not in the model" in error.found for error in errors)

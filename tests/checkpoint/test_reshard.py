@@ -15,7 +15,7 @@ from paceline.checkpoint.manifest_merge import as_hex, of_hex, sum_of
 from paceline.checkpoint.reshard import hash_of, put, take
 from paceline.checkpoint.shard_geometry import fault_of_cover, is_needed, is_sound, move, pieces
 from paceline.checkpoint.tensor_file import DTYPES
-from paceline.nouns.placement import FLAT, Cut, Placement
+from paceline.nouns.shard_spec import FLAT, Cut, ShardSpec
 
 FEW = settings(max_examples=150, deadline=None)
 
@@ -37,19 +37,19 @@ def blocks(draw, size):
 @st.composite
 def cut_all_ways(draw, shape, depth=3):
     """Placements that make up a tensor: at every level, one more cut of some or all of the parts."""
-    found = [Placement(shape)]
+    found = [ShardSpec(shape)]
     for _ in range(draw(st.integers(0, depth))):
         shared = draw(st.booleans())  # as meshes cut: all parts alike; else each part on its own
         how = None
         after = []
-        for placement in found:
-            local = placement.local_shape
+        for shard_spec in found:
+            local = shard_spec.local_shape
             if how is None or not shared or how[0] >= len(local):
                 how = (draw(st.integers(FLAT, len(local) - 1)), draw(st.integers(1, 4)))
             dim, parts = how
             size = math.prod(local) if dim == FLAT else local[dim]
             sizes = draw(blocks(size))
-            after += [Placement(shape, (*placement.cuts, Cut(dim, sizes, part, parts))) for part in range(parts)]
+            after += [ShardSpec(shape, (*shard_spec.cuts, Cut(dim, sizes, part, parts))) for part in range(parts)]
         found = after
         if len(found) > 30:
             break
@@ -68,9 +68,9 @@ def tensor_of(shape, dtype=torch.int32, seed=0):
     return bits.view(dtype).view(shape) if bits.numel() else torch.empty(shape, dtype=dtype)
 
 
-def by_hand(full, placement):
-    """The part, as the definition in nouns/placement.py says it, word for word."""
-    for cut in placement.cuts:
+def by_hand(full, shard_spec):
+    """The part, as the definition in nouns/shard_spec.py says it, word for word."""
+    for cut in shard_spec.cuts:
         full = full.reshape(-1) if cut.dim == FLAT else full
         rows = []
         for block, at in zip(cut.blocks, [sum(cut.blocks[:i]) for i in range(len(cut.blocks))], strict=True):
@@ -82,7 +82,7 @@ def by_hand(full, placement):
 
 @given(cut_tensors())
 @example(
-    ((6, 4), [Placement((6, 4), (Cut(1, (2, 2), p, 2), Cut(FLAT, (12,), q, 5))) for p in (0, 1) for q in range(5)])
+    ((6, 4), [ShardSpec((6, 4), (Cut(1, (2, 2), p, 2), Cut(FLAT, (12,), q, 5))) for p in (0, 1) for q in range(5)])
 )
 @FEW
 def test_the_parts_of_a_tensor_give_it_back(case):
@@ -105,7 +105,7 @@ def test_the_parts_of_a_tensor_give_it_back(case):
 def test_the_hashes_of_parts_add_up(case, dtype):
     shape, parts = case
     full = tensor_of(shape, getattr(torch, dtype))
-    whole = hash_of(full, Placement(shape))
+    whole = hash_of(full, ShardSpec(shape))
     assert sum_of(hash_of(take(full, part), part) for part in parts) == whole
     assert of_hex(as_hex(whole)) == whole
 
@@ -145,7 +145,7 @@ def test_a_part_that_is_missing_or_there_twice_is_seen(case, data):
 def test_parts_that_overlap_in_the_middle_are_seen():
     """Rows 0..3, 3..5 and 7 of 8: as many elements as there are, but 3 twice and 6 never."""
     parts = [Cut(0, (8,), 0, 2), Cut(0, (8,), 1, 3), Cut(0, (8,), 7, 8)]
-    assert fault_of_cover((8,), tuple(Placement((8,), (cut,)) for cut in parts)) == "two of its parts overlap"
+    assert fault_of_cover((8,), tuple(ShardSpec((8,), (cut,)) for cut in parts)) == "two of its parts overlap"
 
 
 @given(shapes(), st.sampled_from(sorted(DTYPES)), st.data())
@@ -154,22 +154,22 @@ def test_a_flipped_bit_or_an_exchange_changes_both_sums(shape, dtype, data):
     numel = math.prod(shape)
     assume(numel)
     full = tensor_of(shape, getattr(torch, dtype), data.draw(st.integers(0, 99)))
-    before = hash_of(full, Placement(shape))
+    before = hash_of(full, ShardSpec(shape))
     bits = reshard.bits_of(full).view(-1)
     one, other = (data.draw(st.integers(0, numel - 1)) for _ in range(2))
     old = bits.clone()
     bits[one] ^= 1 << data.draw(st.integers(0, 0 if dtype == "bool" else full.element_size() * 8 - 2))
-    after = hash_of(full, Placement(shape))
+    after = hash_of(full, ShardSpec(shape))
     assert after[0] != before[0]
     assert after[1] != before[1]
     bits.copy_(old)
     bits[one], bits[other] = old[other].clone(), old[one].clone()
-    assert (hash_of(full, Placement(shape)) == before) == (old[one] == old[other])
+    assert (hash_of(full, ShardSpec(shape)) == before) == (old[one] == old[other])
 
 
 def test_zeros_ones_and_moved_rows_have_hashes_of_their_own():
     """Structure that an addition without position, or a weak one, would miss."""
-    place = Placement((64, 64))
+    place = ShardSpec((64, 64))
     square = torch.zeros(64, 64)
     square[:32] = 1
     seen = {hash_of(t.contiguous(), place) for t in (square, square.T, square.flip(0), torch.zeros(64, 64), -square)}
@@ -177,8 +177,8 @@ def test_zeros_ones_and_moved_rows_have_hashes_of_their_own():
     rows = torch.arange(64.0).view(64, 1).repeat(1, 64)
     hashes = [hash_of(rows.roll(shift, 0), place) for shift in range(64)]
     assert len({first for first, _ in hashes}) == len({second for _, second in hashes}) == 64
-    assert hash_of(torch.zeros(4), Placement((4,))) != hash_of(torch.zeros(5), Placement((5,)))
-    assert hash_of(torch.tensor(0.0), Placement(())) != hash_of(torch.tensor(-0.0), Placement(()))
+    assert hash_of(torch.zeros(4), ShardSpec((4,))) != hash_of(torch.zeros(5), ShardSpec((5,)))
+    assert hash_of(torch.tensor(0.0), ShardSpec(())) != hash_of(torch.tensor(-0.0), ShardSpec(()))
 
 
 def by_definition(values):
@@ -196,20 +196,20 @@ def by_definition(values):
 def test_the_hash_is_what_it_was():
     """Checkpoints keep it: another one would make all of them look damaged."""
     full = torch.arange(24, dtype=torch.float32).view(2, 3, 4)
-    said = as_hex(hash_of(full, Placement((2, 3, 4))))
+    said = as_hex(hash_of(full, ShardSpec((2, 3, 4))))
     assert said == by_definition(full.view(torch.int32).flatten().tolist()) == "28c6c07b0bf07ded8ab9d87c4c5a24de"
 
 
 @pytest.mark.parametrize("shape", [(1000,), (7, 1000), (300, 3), (3, 5, 67)])
 def test_chunks_do_not_change_the_hash(shape, monkeypatch):
     full = tensor_of(shape)
-    cuts = [Placement(shape, (Cut(len(shape) - 1, (shape[-1],), part, 2),)) for part in range(2)]
-    whole = hash_of(full, Placement(shape))
+    cuts = [ShardSpec(shape, (Cut(len(shape) - 1, (shape[-1],), part, 2),)) for part in range(2)]
+    whole = hash_of(full, ShardSpec(shape))
     for limit in (1, 7, 64):
         monkeypatch.setitem(reshard._CHUNK, "cpu", limit)
         reshard._ramp.cache_clear()
-        assert hash_of(full, Placement(shape)) == whole
-        assert hash_of(full.T.contiguous().T if len(shape) == 2 else full, Placement(shape)) == whole
+        assert hash_of(full, ShardSpec(shape)) == whole
+        assert hash_of(full.T.contiguous().T if len(shape) == 2 else full, ShardSpec(shape)) == whole
         assert sum_of(hash_of(take(full, cut), cut) for cut in cuts) == whole
     monkeypatch.undo()
     reshard._ramp.cache_clear()
@@ -224,7 +224,7 @@ def largest_allocation(function, *arguments):
 @pytest.mark.slow
 def test_a_large_part_is_hashed_in_little_memory():
     # Not contiguous, and half a tensor: a careless view would copy 32 MiB, positions would take twice that.
-    place = Placement((4096, 4096), (Cut(1, (1024, 3072), 1, 2),))
+    place = ShardSpec((4096, 4096), (Cut(1, (1024, 3072), 1, 2),))
     local = torch.empty(2048, 4096).T
     assert largest_allocation(hash_of, local, place) <= 2**21
     assert largest_allocation(hash_of, local.contiguous(), place) <= 2**21

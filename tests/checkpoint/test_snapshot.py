@@ -10,10 +10,10 @@ from test_meshes import FACTS, on_ranks
 from torch import nn
 
 from paceline.checkpoint.manifest import read_manifest
-from paceline.checkpoint.save import Writer
-from paceline.comm import api as words
+from paceline.checkpoint.save import CheckpointWriter
+from paceline.comm import api
 from paceline.nouns.errors import CheckpointError, WorkloadError
-from paceline.nouns.placement import FLAT, Cut, Held, Placement
+from paceline.nouns.shard_spec import FLAT, Cut, LocalShard, ShardSpec
 from paceline.train import snapshot
 
 from support.ranks import run_ranks
@@ -53,7 +53,7 @@ def state_of(model, optimizer):
 def save(rank, size, folder, model, optimizer, held):
     optimizer_parts, facts = snapshot.optimizer_state(model, optimizer, held, size)
     parts = {**snapshot.model_parts(model, held, size), **optimizer_parts}
-    writer = Writer(rank, size, lambda event: None)
+    writer = CheckpointWriter(rank, size, lambda event: None)
     writer.begin(folder, parts, {}, {**FACTS, "world_size": size, "optimizer": facts}, 0)
     return writer
 
@@ -77,11 +77,11 @@ def fully_sharded(rank, size):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    words.init()
+    api.init()
     model = make()
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
-    held = {n: Held(Placement(s, (Cut(0, (s[0],), rank, size),)), (rank,)) for n, s in shapes.items()}
+    held = {n: LocalShard(ShardSpec(s, (Cut(0, (s[0],), rank, size),)), (rank,)) for n, s in shapes.items()}
     return model, optimizer_of(model), held
 
 
@@ -96,7 +96,7 @@ def save_sharded(rank, size, folder):
 
 def load_sharded(rank, size, folder):
     model, optimizer, held = fully_sharded(rank, size)
-    load(folder, model, optimizer, held, words.world().comm)
+    load(folder, model, optimizer, held, api.world().comm)
     before = state_of(model, optimizer)
     steps(model, optimizer, seed=2)
     return before, state_of(model, optimizer)
@@ -145,7 +145,7 @@ def stage(rank, is_all, seed=0):
         if not parameter.is_meta:
             keys = ("step", "exp_avg", "exp_avg_sq")
             optimizer.state[parameter] = {key: whole[f"{name}/{key}"] for key in keys}
-    held = {n: Held(Placement(tuple(p.shape)), (rank,)) for n, p in model.named_parameters() if not p.is_meta}
+    held = {n: LocalShard(ShardSpec(tuple(p.shape)), (rank,)) for n, p in model.named_parameters() if not p.is_meta}
     return model, optimizer, held, whole
 
 
@@ -227,8 +227,8 @@ def test_state_that_is_neither_the_parameters_shape_nor_a_number_is_refused_when
     steps(model, optimizer)
     optimizer.state[model[0].weight]["row"] = torch.zeros(7)
     whole, _ = snapshot.optimizer_state(model, optimizer, {}, 1)
-    assert whole["optimizer/row/0.weight"].held == Held(Placement((7,)), (0,))
-    held = {"0.weight": Held(Placement((7, 5), (Cut(0, (7,), 0, 1),)), (0,))}
+    assert whole["optimizer/row/0.weight"].held == LocalShard(ShardSpec((7,)), (0,))
+    held = {"0.weight": LocalShard(ShardSpec((7, 5), (Cut(0, (7,), 0, 1),)), (0,))}
     with pytest.raises(WorkloadError, match="it is of shape"):
         snapshot.optimizer_state(model, optimizer, held, 1)
 
@@ -239,11 +239,11 @@ def test_optimizer_state_alone_can_be_cut():
     optimizer = optimizer_of(model)
     steps(model, optimizer)
     weight = model[0].weight
-    cut = Placement((7, 5), (Cut(FLAT, (35,), 1, 2),))
+    cut = ShardSpec((7, 5), (Cut(FLAT, (35,), 1, 2),))
     for key in ("exp_avg", "exp_avg_sq"):
         optimizer.state[weight][key] = optimizer.state[weight][key].view(-1)[18:]
-    parts, _ = snapshot.optimizer_state(model, optimizer, {"optimizer/0.weight": Held(cut, (1,))}, 2)
-    assert parts["optimizer/exp_avg/0.weight"].held == Held(cut, (1,))
+    parts, _ = snapshot.optimizer_state(model, optimizer, {"optimizer/0.weight": LocalShard(cut, (1,))}, 2)
+    assert parts["optimizer/exp_avg/0.weight"].held == LocalShard(cut, (1,))
     assert "optimizer/step/0.weight" not in parts, "rank 0 has the first part and answers for the number"
     assert parts["optimizer/step/0.bias"].held.holders == (0, 1)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.comm import api as words
-from paceline.comm.compression import PowerSGDWire, TopKWire
+from paceline.comm import api
+from paceline.comm.compression import PowerSGDReducer, TopKReducer
 
 from support.ranks import run_ranks
 
@@ -14,21 +14,23 @@ ROWS, COLUMNS, TAIL, TURNS = 40, 30, 2, 6
 
 
 def send(rank, kind):
-    words.init()
-    comm = words.world().comm
+    api.init()
+    comm = api.world().comm
     flat = torch.zeros(ROWS * COLUMNS + TAIL, dtype=torch.float64)
-    wire = TopKWire(comm, flat, TAIL) if kind == "topk" else PowerSGDWire(comm, flat, [torch.Size((ROWS, COLUMNS))])
+    reducer = (
+        TopKReducer(comm, flat, TAIL) if kind == "topk" else PowerSGDReducer(comm, flat, [torch.Size((ROWS, COLUMNS))])
+    )
     random = torch.Generator().manual_seed(rank)
     given, received, tails = torch.zeros_like(flat), torch.zeros_like(flat), []
     for _ in range(TURNS):
         flat.copy_(torch.randn(flat.shape, generator=random, dtype=torch.float64))
         flat[-TAIL:] = 1.0
         given += flat
-        wire.begin()
-        wire.finish(torch.ones((), dtype=torch.float64))
+        reducer.begin()
+        reducer.finish(torch.ones((), dtype=torch.float64))
         received += flat
         tails.append(flat[-TAIL:].tolist())
-    error = wire.state()["error"]
+    error = reducer.state()["error"]
     return given[:-TAIL], received[:-TAIL], error[: ROWS * COLUMNS], tails
 
 

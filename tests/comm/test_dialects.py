@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from paceline.nouns.errors import UsageError
-from paceline.rendezvous.launcher_env import NodePosition, Position, find_node, find_position, meeting_file
+from paceline.rendezvous.launcher_env import LauncherPosition, NodeInfo, find_node, find_position, meeting_file
 from paceline.rendezvous.store_address import _launcher_process
 
 from support.environments import (
@@ -97,7 +97,7 @@ def test_where_the_launcher_says_no_host_it_is_said_to_be_computed():
 
 def test_alone():
     at = find_position({"PATH": "/bin", "RANK": "", "PACELINE_INTERFACE": "eth1"})
-    assert at == Position(origins=at.origins, interface="eth1")
+    assert at == LauncherPosition(origins=at.origins, interface="eth1")
     assert find_node({}) is None
 
 
@@ -305,7 +305,7 @@ NODES = {
 def test_a_host_among_hosts(case):
     environment, expected = NODES[case]
     at = find_node(environment)
-    assert at == (None if expected is None else NodePosition(*expected, at.origins))
+    assert at == (None if expected is None else NodeInfo(*expected, at.origins))
 
 
 def test_no_torch_is_needed():

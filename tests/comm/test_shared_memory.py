@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from paceline.comm import api as words
+from paceline.comm import api
 from paceline.comm.shared_memory import open_shared_memory, open_slot
 from paceline.nouns.errors import CollectiveError, PeerLostError
 
@@ -15,8 +15,8 @@ from support.ranks import run_ranks
 
 
 def sums(rank, turns):
-    words.init()
-    shared = open_shared_memory(words.world().comm)
+    api.init()
+    shared = open_shared_memory(api.world().comm)
     slots = [open_slot(shared, numel, torch.float32) for numel in (1, 70_000)]
     results = []
     for turn in range(turns):
@@ -43,12 +43,12 @@ def test_sums_are_right_and_bit_equal_everywhere():
 
 
 def die_in_a_sum(rank):
-    words.init()
-    shared = open_shared_memory(words.world().comm)
+    api.init()
+    shared = open_shared_memory(api.world().comm)
     slot = open_slot(shared, 4, torch.float32)
     if rank == 1:
         time.sleep(0.3)
-        words.shutdown = lambda: None
+        api.shutdown = lambda: None
         os.close(shared.to_peer[0])  # what the kernel does when the process ends
         return None
     slot.begin()
@@ -67,8 +67,8 @@ def test_a_dead_peer_is_noticed_at_once():
 
 
 def disagree(rank):
-    words.init()
-    shared = open_shared_memory(words.world().comm)
+    api.init()
+    shared = open_shared_memory(api.world().comm)
     slots = [open_slot(shared, 4, torch.float32) for _ in range(2)]
     slots[rank].begin()
     try:

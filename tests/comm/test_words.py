@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import paceline
-from paceline.comm import api as words
-from paceline.comm.process_group import Place, _file_store, find_place
+from paceline.comm import api
+from paceline.comm.process_group import RankInfo, _file_store, find_rank_info
 from paceline.nouns.errors import UsageError
 
 from support.ranks import run_ranks
@@ -40,7 +40,7 @@ def every_word(rank):
     }
     paceline.barrier()
     assert torch.equal(mine, kept), "an argument was changed"
-    answers["ledger"] = {key: words.world().comm.ledger.calls[key, "world"] for key in ("all_reduce", "barrier")}
+    answers["ledger"] = {key: api.world().comm.ledger.calls[key, "world"] for key in ("all_reduce", "barrier")}
     return answers
 
 
@@ -126,17 +126,17 @@ OURS = {"PACELINE_RANK": "1", "PACELINE_WORLD_SIZE": "2", "PACELINE_LOCAL_RANK":
 @pytest.mark.parametrize(
     ("environment", "place"),
     [
-        ({}, Place()),
-        ({**TORCHRUN, **STORE}, Place(3, 4, 1, 2, 1)),
-        ({**OURS, "PACELINE_RENDEZVOUS": "x"}, Place(1, 2, 1, 2, 0, "x")),
+        ({}, RankInfo()),
+        ({**TORCHRUN, **STORE}, RankInfo(3, 4, 1, 2, 1)),
+        ({**OURS, "PACELINE_RENDEZVOUS": "x"}, RankInfo(1, 2, 1, 2, 0, "x")),
         (
             {**OURS, "PACELINE_LOCAL_SIZE": "1", "PACELINE_LOCAL_RANK": "0", "PACELINE_MASTER": "h1:29400"},
-            Place(1, 2, 0, 1, 1, None, ("h1", 29400), None, True),
+            RankInfo(1, 2, 0, 1, 1, None, ("h1", 29400), None, True),
         ),
     ],
 )
 def test_a_place_is_read_from_the_launchers_variables(environment, place):
-    assert find_place(environment) == place
+    assert find_rank_info(environment) == place
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_a_place_is_read_from_the_launchers_variables(environment, place):
 )
 def test_contradicting_variables_are_refused(environment, said):
     with pytest.raises(UsageError, match=said):
-        find_place(environment)
+        find_rank_info(environment)
 
 
 @pytest.mark.parametrize("is_linked", [False, True])
@@ -164,7 +164,7 @@ def test_a_folder_to_meet_in_is_no_link_to_another(tmp_path, is_linked):
         (shared / name).write_text("x")
         if age:
             os.utime(shared / name, (age, age))
-    place = Place(0, 1, 0, 1, 0, str(shared / "meeting"))
+    place = RankInfo(0, 1, 0, 1, 0, str(shared / "meeting"))
     if is_linked:
         with pytest.raises(UsageError, match="its folder is a link"):
             _file_store(place)
@@ -181,5 +181,5 @@ def test_only_the_shared_folder_is_swept(tmp_path):
     (tmp_path / "mine").mkdir(mode=0o700)
     (tmp_path / "mine" / "old").write_text("x")
     os.utime(tmp_path / "mine" / "old", (1, 1))
-    _file_store(Place(0, 1, 0, 1, 0, str(tmp_path / "mine" / "meeting")))
+    _file_store(RankInfo(0, 1, 0, 1, 0, str(tmp_path / "mine" / "meeting")))
     assert (tmp_path / "mine" / "old").exists()

@@ -16,7 +16,7 @@ from paceline.doctor.ask import LocalAsker, Offset, _answer_of, answer, ask_flee
 from paceline.doctor.checks.fleet import check_fleet
 from paceline.doctor.checks.host import check_host
 from paceline.doctor.facts import Interface, Name
-from paceline.doctor.meet import Seat, meet
+from paceline.doctor.meet import ReachableHost, meet
 from paceline.doctor.probe.host import Question
 from paceline.doctor.report import as_json, summary_line, table
 from paceline.launch.ssh import why_lost
@@ -230,7 +230,7 @@ def test_facts_that_are_no_facts(tmp_path):
 
 def test_who_has_no_token_learns_nothing():
     port = Answers().port(1)
-    seats = [Seat("h1", "127.0.0.1", port, "1" * 32), Seat("h2", "127.0.0.1", 1, "2" * 32)]
+    seats = [ReachableHost("h1", "127.0.0.1", port, "1" * 32), ReachableHost("h2", "127.0.0.1", 1, "2" * 32)]
     result = {}
     host = threading.Thread(target=lambda: result.update(meet("h1", seats, 2.0)))
     host.start()
@@ -258,8 +258,8 @@ def test_something_else_that_listens_there_is_not_the_host():
                         connection.sendall(connection.recv(100))
 
         threading.Thread(target=echo, daemon=True).start()
-        there = Seat("h2", "127.0.0.1", stranger.getsockname()[1], "2" * 32)
-        here = Seat("h1", "127.0.0.1", Answers().port(1), "1" * 32)
+        there = ReachableHost("h2", "127.0.0.1", stranger.getsockname()[1], "2" * 32)
+        here = ReachableHost("h1", "127.0.0.1", Answers().port(1), "1" * 32)
         assert meet("h1", [here, there], 0.5) == {"h2": "something else answered"}
 
 

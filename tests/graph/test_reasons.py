@@ -8,7 +8,7 @@ from torch import nn
 
 from paceline.graph.capture import capture, skeleton
 from paceline.graph.explain import why_nothing_is_split
-from paceline.verify.ranks.reference import told
+from paceline.verify.ranks.reference import as_workload_error
 
 
 class Recurrent(nn.Module):
@@ -63,4 +63,4 @@ def other():
 def test_what_verify_advises_where_a_step_fails(fails, says):
     with pytest.raises((RuntimeError, KeyError)) as error:
         fails()
-    assert says in str(told(error.value))
+    assert says in str(as_workload_error(error.value))

@@ -262,10 +262,10 @@ def every_choice(draw, node, parts):
             size = source.meta["val"].shape[dim]
             if label is None or size < 2:
                 continue
-            lays = [None] * len(inputs)
-            lays[number] = Split(dim, draw(blocks_of(size)))
+            placements = [None] * len(inputs)
+            placements[number] = Split(dim, draw(blocks_of(size)))
             options = Options(parts, {}, {}, set(), set())
-            for choice in choices(node, lays, [True] * len(inputs), options):
+            for choice in choices(node, placements, [True] * len(inputs), options):
                 if choice.kind == "plain" and choice.is_split:
                     tried.add(label)
                     yield choice
@@ -276,8 +276,8 @@ def run_piece(node, choice, part, parts):
     """The operation on one rank's pieces; a bias is added by the first rank alone where parts are summed."""
     spec, inputs = spec_of(node), tensor_inputs(node)
     local = {}
-    for number, (source, lay) in enumerate(zip(inputs, choice.inputs, strict=True)):
-        local[source] = piece(source.meta["val"], lay, part, parts).clone()
+    for number, (source, placement) in enumerate(zip(inputs, choice.inputs, strict=True)):
+        local[source] = piece(source.meta["val"], placement, part, parts).clone()
         if choice.after is not None and number == spec.bias and part > 0:
             local[source].zero_()
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: local[source])
@@ -310,8 +310,8 @@ def test_an_operation_on_pieces_is_a_piece_of_it_or_a_part_of_its_sum(target, da
     # A rank may have nothing of an uneven split; some operations refuse empty tensors, which a dry run notices.
     for choice in every_choice(data.draw, node, parts):
         has_some = all(
-            lay is None or all(lay.size(part, parts) for part in range(parts))
-            for lay in (*choice.inputs, choice.output)
+            placement is None or all(placement.size(part, parts) for part in range(parts))
+            for placement in (*choice.inputs, choice.output)
         )
         if has_some:
             check_choice(node, choice, parts)
@@ -348,8 +348,8 @@ def test_a_pointwise_operation_on_pieces_is_a_piece_of_it(target, data):
         return
     for dim, size in enumerate(shape):
         split = Split(dim, data.draw(blocks_of(size)))
-        lays = [split if n == 0 else None for n in range(len(tensor_inputs(node)))]
-        for choice in choices(node, lays, [True] * len(lays), Options(2, {}, {}, set(), set())):
+        placements = [split if n == 0 else None for n in range(len(tensor_inputs(node)))]
+        for choice in choices(node, placements, [True] * len(placements), Options(2, {}, {}, set(), set())):
             if choice.is_split:
                 check_choice(node, choice, 2)
 

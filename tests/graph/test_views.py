@@ -152,11 +152,11 @@ def check_pieces(node, whole, split, parts):
         target, rest = local_arguments(node, split, out, part, parts)
         found = target(piece(whole, split, part, parts), *rest)
         outputs = node.meta["val"] if isinstance(out, list) else [node.meta["val"]]
-        for full, local, lay in zip(
+        for full, local, placement in zip(
             outputs, found if isinstance(out, list) else [found], out if isinstance(out, list) else [out], strict=True
         ):
-            assert lay is None or sum(lay.blocks) == full.shape[lay.dim]
-            expected = piece(full, lay, part, parts)
+            assert placement is None or sum(placement.blocks) == full.shape[placement.dim]
+            expected = piece(full, placement, part, parts)
             assert local.shape == expected.shape
             assert torch.equal(local, expected)
     return True

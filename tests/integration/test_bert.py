@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.comm import api as words
+from paceline.comm import api
 from paceline.demo.bert import Bert, BertConfig
 from paceline.demo.workload import loss, make_workload
 from paceline.nouns.plan import Plan
@@ -31,10 +31,10 @@ class BertWithUnused(Bert):
 
 
 def train(rank, folder, micro, transport):
-    words.init()
+    api.init()
     parts = {"model": BertWithUnused, "loss": loss, "precision": "float64", "micro_batch_size": micro, "clip_norm": 0.5}
     workload = make_workload(Path(folder), STEPS, BATCH, **parts)
-    job = Job(workload, Plan(mesh=f"replicate={words.size()}", transport=transport, bucket_bytes=2**20))
+    job = Job(workload, Plan(mesh=f"replicate={api.size()}", transport=transport, bucket_bytes=2**20))
     losses = [job.step(batch) for batch in job.batches()]
     return losses, {name: tensor.clone() for name, tensor in job.model.state_dict().items()}
 
@@ -68,7 +68,7 @@ def test_ranks_equal_one(text, alone, ranks, micro, transport):
 
 
 def train_split(rank, folder, plan):
-    words.init()
+    api.init()
     workload = make_workload(Path(folder), 8, 12, precision="float64", clip_norm=0.5)
     job = Job(workload, Plan.parse(plan))
     losses = [job.step(batch) for batch in job.batches()]

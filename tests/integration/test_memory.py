@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 import paceline
-from paceline.comm import api as words
+from paceline.comm import api
 from paceline.nouns.plan import Plan
 from paceline.train.job import Job
 
@@ -73,7 +73,7 @@ def train(plan, depth=DEPTH):
 
 def peak(rank, plan):
     """How much more memory was resident at the most than before, imports and a small job done."""
-    words.init()
+    api.init()
     train(plan, 2)
     before = status_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # forget the highest so far
@@ -91,7 +91,7 @@ def test_a_rank_of_shard_holds_its_quarter_and_the_gathered_blocks():
 
 def train_within(rank, plan, allowed):
     """Train with no more than `allowed` bytes of data beyond what imports and a small job take."""
-    words.init()
+    api.init()
     train(plan, 4)
     limit = status_bytes("VmData") + allowed
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))

@@ -6,7 +6,7 @@ import pytest
 
 from paceline.launch.hosts import Host, parse_hosts, read_hostfile
 from paceline.launch.local import RankSettings
-from paceline.launch.rank_assignment import Meeting, Seats, seat, with_servers
+from paceline.launch.rank_assignment import HostRanks, Rendezvous, seat, with_servers
 from paceline.nouns.errors import UsageError
 
 
@@ -86,19 +86,19 @@ def test_a_hostfile_that_is_not_there(tmp_path):
 
 
 def test_servers_are_dealt_out_and_their_coordinator_is_first():
-    seats = seat(parse_hosts("a:2,b:3,c:1"), None)
-    assert with_servers(seats, 0) == seats
-    assert [one.servers for one in with_servers(seats, 2)] == [(6, 8), (7,), ()]
-    assert [one.servers for one in with_servers(seats, 4)] == [(6, 9, 10), (7,), (8,)]
-    here = with_servers(seats, 4)[1]
+    host_ranks = seat(parse_hosts("a:2,b:3,c:1"), None)
+    assert with_servers(host_ranks, 0) == host_ranks
+    assert [one.servers for one in with_servers(host_ranks, 2)] == [(6, 8), (7,), ()]
+    assert [one.servers for one in with_servers(host_ranks, 4)] == [(6, 9, 10), (7,), (8,)]
+    here = with_servers(host_ranks, 4)[1]
     assert (here.ranks, here.processes) == (range(2, 5), (2, 3, 4, 7))
-    settings = RankSettings("f.py", [], 6, here, Meeting(coordinator="h:1", own="h2"), "/run", None, [], 4, "")
+    settings = RankSettings("f.py", [], 6, here, Rendezvous(coordinator="h:1", own="h2"), "/run", None, [], 4, "")
     assert RankSettings.from_json(settings.to_json()) == settings
 
 
 def test_each_host_is_filled_before_the_next():
     hosts = parse_hosts("a:2,b:3,c:1")
-    assert seat(hosts, None) == (Seats("a", 0, 2, 0, 3), Seats("b", 2, 3, 1, 3), Seats("c", 5, 1, 2, 3))
-    assert seat(hosts, 3) == (Seats("a", 0, 2, 0, 2), Seats("b", 2, 1, 1, 2))
+    assert seat(hosts, None) == (HostRanks("a", 0, 2, 0, 3), HostRanks("b", 2, 3, 1, 3), HostRanks("c", 5, 1, 2, 3))
+    assert seat(hosts, 3) == (HostRanks("a", 0, 2, 0, 2), HostRanks("b", 2, 1, 1, 2))
     with pytest.raises(UsageError, match=r"7 ranks on 3 hosts.*6 slots"):
         seat(hosts, 7)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import paceline
-from paceline.comm import api as words
+from paceline.comm import api
 from paceline.nouns.plan import Plan
 from paceline.parallel.replicate import buffers as replicated
 from paceline.parallel.replicate.buffers import Buffers
@@ -127,7 +127,7 @@ def workload(model, count):
 
 def train(rank, cases):
     """The buffer of each case after training, and the losses."""
-    words.init()
+    api.init()
     found = {}
     for name, count, line in cases:
         job = Job(workload(MODELS[name], count), Plan.parse(line))
@@ -215,7 +215,7 @@ def sequences(model):
 
 def train_on_sequences(rank, models, line):
     """Losses, or the error, of every model, and how many gathers each step took."""
-    words.init()
+    api.init()
     found = []
     for model in models:
         job = Job(sequences(model), Plan.parse(line))

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from paceline.deferred_init.defer import CantDefer, defer, replace_tensors
-from paceline.deferred_init.replay import Memory
+from paceline.deferred_init.replay import ReplayedMemory
 
 SLOW = pytest.mark.slow
 REAL = torch.arange(12.0).reshape(3, 4)
@@ -530,13 +530,13 @@ def test_a_name_of_nothing_is_refused_at_once():
 @pytest.mark.parametrize("is_wanted", [False, True])
 def test_only_what_is_in_use_is_held(monkeypatch, is_wanted):
     held = []
-    do = Memory.do
+    do = ReplayedMemory.do
 
     def counting_do(self, op):
         do(self, op)
         held.append(sum(storage.nbytes() for storage in self.held.values()))
 
-    monkeypatch.setattr(Memory, "do", counting_do)
+    monkeypatch.setattr(ReplayedMemory, "do", counting_do)
     deferred = defer(lambda: nn.Sequential(*(nn.Linear(64, 64) for _ in range(20))))
     for _ in deferred.tensors([name for name in named(deferred.model) if is_wanted]):
         pass

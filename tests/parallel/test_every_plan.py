@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from paceline.checkpoint.reshard import take
-from paceline.comm import api as words
+from paceline.comm import api
 from paceline.nouns.errors import PacelineError
-from paceline.nouns.placement import Held, Placement
 from paceline.nouns.plan import Plan
+from paceline.nouns.shard_spec import LocalShard, ShardSpec
 from paceline.train.job import Job
 
 from support.models import MODELS, STORIES, workload
@@ -74,7 +74,7 @@ def marks_of(name: str, plan: str) -> list[Any]:
 
 def train_all(rank: int, cells: list[tuple[str, str]]) -> dict[tuple[str, str], Any]:
     """One job after another in the same processes: what it gave, or why it was refused."""
-    words.init()
+    api.init()
     return {cell: train(*cell) for cell in cells}
 
 
@@ -89,7 +89,7 @@ def train(name: str, plan: str) -> Any:
     return steps, state
 
 
-def held_here(job: Job) -> dict[str, tuple[torch.Tensor, torch.Tensor | None, Held | None]]:
+def held_here(job: Job) -> dict[str, tuple[torch.Tensor, torch.Tensor | None, LocalShard | None]]:
     """Of every state tensor that this rank holds: its part, the part's gradient, and which part it is."""
     held = job.parallel.held()
     return {
@@ -155,16 +155,16 @@ def verdict(name: str, plan: str) -> str:
 def differences(one: Any, part: Any) -> list[str]:
     """What differs between a rank's part of a tensor and the same part of the one-rank result."""
     value, gradient, held = part
-    placement = held.placement if held is not None else Placement(tuple(one[0].shape))
+    shard_spec = held.shard_spec if held is not None else ShardSpec(tuple(one[0].shape))
     found = []
     for what, full, local in (("value", one[0], value), ("gradient", one[1], gradient)):
         if (full is None) != (local is None):
             found.append(f"{what}: one of the two has none")
-        elif full is not None and (placement.local_shape != tuple(local.shape) or full.dtype != local.dtype):
-            found.append(f"{what}: it is of shape {tuple(local.shape)}, its placement says {placement.local_shape}")
+        elif full is not None and (shard_spec.local_shape != tuple(local.shape) or full.dtype != local.dtype):
+            found.append(f"{what}: it is of shape {tuple(local.shape)}, its placement says {shard_spec.local_shape}")
         elif full is not None and local.numel():
             size = max(float(full.abs().max()), FLOOR) if full.is_floating_point() else 1.0
-            error = float((take(full, placement) - local).abs().max()) / size
+            error = float((take(full, shard_spec) - local).abs().max()) / size
             if not error <= TOLERANCE:
                 found.append(f"{what}: off by {error:.1e}")
     return found
@@ -191,8 +191,8 @@ def test_hardly_anything_is_refused():
 def test_a_part_that_differs_is_seen():
     """The comparison itself: a value, a gradient, a shape, a missing gradient."""
     full = torch.arange(1.0, 9.0, dtype=torch.float64)
-    placement = Placement((8,))
-    held = Held(placement, (0,))
+    shard_spec = ShardSpec((8,))
+    held = LocalShard(shard_spec, (0,))
     assert differences((full, full), (full.clone(), full.clone(), held)) == []
     assert differences((full, full), (full * (1 + 1e-9), full, held)) == ["value: off by 1.0e-09"]
     assert differences((full, full), (full, full + 8e-8, None)) == ["gradient: off by 1.0e-08"]

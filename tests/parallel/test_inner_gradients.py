@@ -10,7 +10,7 @@ from torch import nn
 from torch.autograd import grad as imported_grad
 
 import paceline
-from paceline.comm import api as words
+from paceline.comm import api
 from paceline.nouns.errors import PacelineError
 from paceline.nouns.plan import Plan
 from paceline.train.job import Job
@@ -117,7 +117,7 @@ def _whole(parameter):
 
 
 def train_all(rank, runs):
-    words.init()
+    api.init()
     return [train(plan, *LOSSES[name], parts) for name, plan, parts in runs]
 
 
@@ -138,7 +138,7 @@ def test_ranks_equal_one_rank(number):
 
 
 def refused(rank, plan, norm, loss):
-    words.init()
+    api.init()
     try:
         train(plan, functools.partial(Net, norm), loss, {})
     except PacelineError as error:

@@ -11,12 +11,12 @@ from torch.nn import functional as F
 
 import paceline
 from paceline.nouns.errors import LossError, WorkloadError
-from paceline.parallel.micro_batches import Moments, forward_backward
+from paceline.parallel.micro_batches import StepHooks, forward_backward
 from paceline.train.data import RankLoader
 
 MODEL = nn.Linear(3, 2)
 BATCH = {"x": torch.ones(4, 3), "y": torch.zeros(4, dtype=torch.int64)}
-MOMENTS = Moments(lambda total, weight: None, lambda is_last, is_padding: None, lambda: None, False)
+MOMENTS = StepHooks(lambda total, weight: None, lambda is_last, is_padding: None, lambda: None, False)
 
 
 def total(batch, reduction="sum"):

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.comm import api as words
+from paceline.comm import api
 from paceline.nouns.plan import Plan
 from paceline.train.job import Job
 
@@ -52,7 +52,7 @@ def workload(has_norm, count, micro):
 
 def train(rank, cases):
     """The buffers of every case after training, and the losses."""
-    words.init()
+    api.init()
     found = []
     for has_norm, count, micro, line in cases:
         job = Job(workload(has_norm, count, micro), Plan.parse(line))

@@ -13,14 +13,14 @@ from torch import nn
 from torch.nn import functional as F
 
 import paceline
-from paceline.comm import api as words
+from paceline.comm import api
 from paceline.nouns.errors import PlanError
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import SCHEDULES, Plan
 from paceline.nouns.schedule import BACKWARD, FORWARD, WEIGHTS, check, make_schedule, picture
 from paceline.parallel.pipeline.strategy import same_shapes
 from paceline.train.job import Job
-from paceline.verify.ranks.dropout_trace import Draws
+from paceline.verify.ranks.dropout_trace import DropoutTrace
 
 from support.models import workload
 from support.ranks import run_ranks
@@ -169,7 +169,7 @@ def tied_workload(**parts):
 
 
 def train(rank, make, parts, plan):
-    words.init()
+    api.init()
     job = Job(make(**parts), Plan.parse(plan))
     steps = [(job.step(batch), job.last.gradient_norm) for batch in job.batches()]
     return steps, {n: p.detach().clone() for n, p in job.model.named_parameters() if not p.is_meta}, job.parallel.held()
@@ -236,7 +236,7 @@ def coupled_workload(**parts):
 
 
 def pieces_of(rank, make):
-    words.init()
+    api.init()
     job = Job(make(), Plan.parse("pipeline=2"))
     return len(next(job.batches()).microbatches)
 
@@ -276,14 +276,14 @@ def dropped_workload():
 
 def masks_of(rank, plan, folder):
     """Loss and masks of every step, and of those after the first taken again from its checkpoint."""
-    words.init()
+    api.init()
     taken = [[], []]
     for number in range(2):
         job = Job(dropped_workload(), Plan.parse(plan))
         if number:
             job.load(folder)
         for batch in job.batches():
-            with Draws() as drawn:
+            with DropoutTrace() as drawn:
                 loss = job.step(batch)
             taken[number].append((loss, drawn.forward, drawn.again))
             if not number and job.step_number == 1:

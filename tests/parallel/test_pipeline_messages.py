@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import paceline
-from paceline.comm import api as words
+from paceline.comm import api
 from paceline.nouns.plan import Plan
 from paceline.train.job import Job
 
@@ -27,7 +27,7 @@ class Residual(nn.Module):
 
 def losses(rank, plan):
     data = [(torch.arange(6.0) * (index % 5) / 10, torch.tensor(float(index % 3))) for index in range(24)]
-    words.init()
+    api.init()
     workload = paceline.Workload(
         model=lambda: nn.Sequential(*[Residual() for _ in range(6)], nn.Linear(6, 1)),
         loss=lambda model, batch: (((model(batch[0])[:, 0] - batch[1]) ** 2).sum(), len(batch[1])),

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import paceline
 from paceline.checkpoint.reshard import take
-from paceline.comm import api as words
+from paceline.comm import api
 from paceline.nouns.errors import PacelineError
 from paceline.nouns.mesh import AXES
 from paceline.nouns.plan import SCHEDULES, Plan
@@ -81,7 +81,7 @@ def job_of(model, loss, data, parts):
 
 
 def train(rank, sizes, plan):
-    words.init()
+    api.init()
     try:
         job = Job(workload(**sizes), Plan.parse(plan))
         steps = [(job.step(batch), job.last.gradient_norm or 0.0) for batch in job.batches()]
@@ -137,6 +137,6 @@ def test_any_job_on_any_mesh_is_that_of_one_rank(sizes, plan):
         for one, other in zip(steps, other_steps, strict=True):
             assert other == pytest.approx(one, rel=1e-10)
         for name, tensor in state.items():
-            expected = take(whole[name], held[name].placement) if name in held else whole[name]
+            expected = take(whole[name], held[name].shard_spec) if name in held else whole[name]
             torch.testing.assert_close(tensor, expected, rtol=1e-9, atol=1e-11)
     assert {name for _, state, _ in results for name in state} == whole.keys()

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.comm import api as words
+from paceline.comm import api
 from paceline.nouns.plan import Plan
 from paceline.nouns.profile import NOTHING_TO_RECOMPUTE
 from paceline.parallel.recompute import recompute_blocks
@@ -159,7 +159,7 @@ def workload(name, times, micro):
 
 def train(rank, cases):
     """Losses, state and notices of every case."""
-    words.init()
+    api.init()
     found = []
     for name, times, micro, line in cases:
         job = Job(workload(name, times, micro), Plan.parse(line))

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import paceline
-from paceline.comm import api as words
+from paceline.comm import api
 from paceline.demo.bert import Bert, BertConfig
 from paceline.nouns.plan import Plan
 from paceline.train.job import Job
@@ -70,8 +70,8 @@ def bert_workload(**parts):
 
 def train(rank, make, parts, plan_parts):
     """Train; losses, norms and the state by name."""
-    words.init()
-    job = Job(make(**parts), Plan(mesh=f"replicate={words.size()}", **plan_parts))
+    api.init()
+    job = Job(make(**parts), Plan(mesh=f"replicate={api.size()}", **plan_parts))
     losses = [job.step(batch) for batch in job.batches()]
     state = {name: tensor.clone() for name, tensor in job.model.state_dict().items()}
     return losses, job.last.gradient_norm, state
@@ -114,8 +114,8 @@ def test_accumulation_equals_the_whole_batch():
 
 def thaw(rank, is_frozen_first):
     """Two steps with the first layer frozen, then two with it free."""
-    words.init()
-    job = Job(norm_workload(steps=4, batch_size=11), Plan(mesh=f"replicate={words.size()}"))
+    api.init()
+    job = Job(norm_workload(steps=4, batch_size=11), Plan(mesh=f"replicate={api.size()}"))
     for number, batch in enumerate(job.batches()):
         job.model[0].requires_grad_(number >= 2 if is_frozen_first else True)
         job.step(batch)
@@ -198,8 +198,8 @@ def test_buffers_become_the_mean_over_ranks():
 
 def running_means(rank, make):
     """What the running mean becomes on this rank's half alone."""
-    words.init()
-    job = Job(make(micro_batch_size=4), Plan(mesh=f"replicate={words.size()}"))
+    api.init()
+    job = Job(make(micro_batch_size=4), Plan(mesh=f"replicate={api.size()}"))
     for batch in next(job.batches()).microbatches:
         job.workload.loss(job.model, batch)
     return job.model[1].running_mean
@@ -236,8 +236,8 @@ def unseen_workload(**parts):
 
 
 def unseen_buffers(rank):
-    words.init()
-    job = Job(unseen_workload(), Plan(f"replicate={words.size()}"))
+    api.init()
+    job = Job(unseen_workload(), Plan(f"replicate={api.size()}"))
     for batch in job.batches():
         job.step(batch)
     return job.model.written.clone(), job.model.assigned.clone()
@@ -277,14 +277,14 @@ def test_a_rank_without_samples_takes_part():
 def nan_on_rank_one(**parts):
     def loss(model, batch):
         total, weight = masked_loss(model, batch)
-        return total * (float("nan") if words.rank() == 1 else 1.0), weight
+        return total * (float("nan") if api.rank() == 1 else 1.0), weight
 
     return bert_workload(loss=loss, **parts)
 
 
 def first_error(rank, make):
-    words.init()
-    job = Job(make(), Plan(mesh=f"replicate={words.size()}"))
+    api.init()
+    job = Job(make(), Plan(mesh=f"replicate={api.size()}"))
     before = {name: tensor.clone() for name, tensor in job.model.state_dict().items()}
     try:
         job.step(next(job.batches()))
@@ -301,8 +301,8 @@ def test_a_nan_names_rank_and_step_and_leaves_the_model():
 
 def look_between_steps(rank, make):
     """A backward pass of the person's own after the first step: what a second loss on the same model does."""
-    words.init()
-    job = Job(make(), Plan(mesh=f"replicate={words.size()}"))
+    api.init()
+    job = Job(make(), Plan(mesh=f"replicate={api.size()}"))
     losses = []
     for batch in job.batches():
         losses.append(job.step(batch))
@@ -320,7 +320,7 @@ def test_a_persons_own_backward_pass_between_steps_changes_nothing():
 
 
 def different_models(**parts):
-    return bert_workload(model=lambda: nn.Linear(3, 4 + words.rank()), **parts)
+    return bert_workload(model=lambda: nn.Linear(3, 4 + api.rank()), **parts)
 
 
 def make_only(rank, make):
@@ -363,19 +363,19 @@ def told_of_different_data(rank):
 
 def model_of_its_rank():
     model = nn.Linear(3, 2)
-    nn.init.constant_(model.weight, float(words.rank()) + 1)
-    model.register_buffer("count", torch.tensor(words.rank()))
+    nn.init.constant_(model.weight, float(api.rank()) + 1)
+    model.register_buffer("count", torch.tensor(api.rank()))
     return model
 
 
 def start_state(rank):
-    words.init()
+    api.init()
     parts = {
         "model": model_of_its_rank,
         "loss": lambda model, batch: (model.weight.sum() * len(batch["ids"]), len(batch["ids"])),
     }
     workload = bert_workload(**parts, precision="float32")
-    return Job(workload, Plan(mesh=f"replicate={words.size()}")).model.state_dict()
+    return Job(workload, Plan(mesh=f"replicate={api.size()}")).model.state_dict()
 
 
 def test_training_starts_from_rank_zeros_state():

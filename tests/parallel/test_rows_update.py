@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.comm import api as words
+from paceline.comm import api
 from paceline.comm.collectives import open_axes
 from paceline.comm.ledger import Ledger
 from paceline.nouns.mesh import Mesh
@@ -27,7 +27,7 @@ def train(rank, kind, on_rows):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3), nn.Linear(3, 3))
     model[3].requires_grad_(False)
-    words.init()
+    api.init()
     comm = open_axes(Mesh.parse("shard=2"), rank, Ledger())["shard"]
     shard = Shard(model, comm, Plan(mesh="shard=2"), torch.device("cpu"))
     first, *others = model.parameters()
@@ -57,7 +57,7 @@ def test_rows_end_where_dtensors_do(kind):
 
 
 def fail(rank):
-    words.init()
+    api.init()
     comm = open_axes(Mesh.parse("shard=2"), rank, Ledger())["shard"]
     model = nn.Linear(4, 4)
     Shard(model, comm, Plan(mesh="shard=2"), torch.device("cpu"))

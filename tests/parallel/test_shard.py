@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from paceline.comm import api as words
+from paceline.comm import api
 from paceline.comm.collectives import open_axes
 from paceline.comm.ledger import Ledger
 from paceline.demo.bert import Bert, BertConfig
@@ -19,7 +19,7 @@ from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
 from paceline.parallel.shard.blocks import find_blocks
 from paceline.parallel.shard.strategy import Shard, check_can_split, local
-from paceline.plan.traffic_shard import Part, shard_traffic
+from paceline.plan.traffic_shard import ShardTraffic, shard_traffic
 
 from support.ranks import run_ranks
 
@@ -127,14 +127,14 @@ def masked_loss(model, batch):
 
 
 def open_shard(rank, make, line, dtype=torch.float64):
-    words.init()
-    comm = open_axes(Mesh.parse(f"shard={words.size()}"), rank, Ledger())["shard"]
+    api.init()
+    comm = open_axes(Mesh.parse(f"shard={api.size()}"), rank, Ledger())["shard"]
     torch.manual_seed(rank)  # training starts from rank 0's
     model = make().to(dtype)
     options = dict(item.split("=") for item in line.split(",") if item)
     compression = options.pop("compression", "none")
     plan = Plan(
-        mesh=f"shard={words.size()}",
+        mesh=f"shard={api.size()}",
         compression=compression,
         **{key: int(value) if value.isdecimal() else value for key, value in options.items()},
     )
@@ -169,7 +169,7 @@ def step(shard, optimizer, batch, micro=1, loss=masked_loss, padding=None):
 
 def parts(shard):
     held = {name: local(parameter).detach().clone() for name, parameter in shard.model.named_parameters()}
-    places = shard.placements()
+    places = shard.shard_specs()
     assert list(held) == list(places) == list(shard.parameters)
     assert all(places[name].local_shape == tuple(tensor.shape) for name, tensor in held.items())
     return held, places
@@ -186,8 +186,8 @@ def train(rank, name, line, micro=1, dtype=torch.float64):
 def assembled(results):
     """Full tensors from every rank's part, each row from exactly one rank."""
     full = {}
-    for name, placement in results[0][2].items():
-        tensor = torch.full(placement.shape, math.nan, dtype=results[0][1][name].dtype)
+    for name, shard_spec in results[0][2].items():
+        tensor = torch.full(shard_spec.shape, math.nan, dtype=results[0][1][name].dtype)
         for _, held, places in results:
             cuts = places[name].cuts
             where = slice(*cuts[0].ranges[0]) if cuts else ...
@@ -241,7 +241,7 @@ def test_blocks_are_the_outermost_repeated_ones_that_share_nothing():
 
 def sizes(model, blocks, whole):
     return [
-        Part(
+        ShardTraffic(
             tuple(parameter.shape),
             parameter.itemsize,
             str(parameter.dtype),
@@ -265,7 +265,7 @@ def count(rank, name, line, micro):
         shard.comm.ledger.calls.clear()
         shard.comm.ledger.payload_bytes.clear()
     whole_model = MODELS[name]().float()
-    predicted = shard_traffic(shard.plan, words.size(), sizes(whole_model, shard.blocks, shard.whole), micro)
+    predicted = shard_traffic(shard.plan, api.size(), sizes(whole_model, shard.blocks, shard.whole), micro)
     return sent, {row.collective: (row.calls, row.payload_bytes) for row in predicted}
 
 
@@ -445,7 +445,7 @@ def test_a_step_that_failed_leaves_no_trace():
 def skipping_loss(model, batch):
     """Calls its two first blocks in an order that depends on the rank: of one size, so nobody hangs."""
     x = model.embed(batch["ids"])
-    for index in (0, 1) if words.rank() else (1, 0):
+    for index in (0, 1) if api.rank() else (1, 0):
         x = model.layers[index](x)
     return x.sum(), batch["chosen"].sum()
 
@@ -495,13 +495,13 @@ class Scaled(BertWithUnused):
 
 
 def fill_from_meta(rank, is_on_meta):
-    words.init()
-    comm = open_axes(Mesh.parse(f"shard={words.size()}"), rank, Ledger())["shard"]
+    api.init()
+    comm = open_axes(Mesh.parse(f"shard={api.size()}"), rank, Ledger())["shard"]
     torch.manual_seed(7)
     source = Scaled().double()
     with torch.device("meta" if is_on_meta else "cpu"):
         model = Scaled().double()
-    shard = Shard(model, comm, Plan(mesh=f"shard={words.size()}"), CPU)
+    shard = Shard(model, comm, Plan(mesh=f"shard={api.size()}"), CPU)
     for name, tensor in source.named_parameters():
         shard.fill(name, tensor.detach())
     losses = [step(shard, torch.optim.SGD(model.parameters(), lr=0.1), rows(4))[0] for _ in range(2)]
@@ -537,11 +537,11 @@ class Mixed(nn.Module):
 
 
 def train_mixed(rank):
-    words.init()
-    comm = open_axes(Mesh.parse(f"shard={words.size()}"), rank, Ledger())["shard"]
+    api.init()
+    comm = open_axes(Mesh.parse(f"shard={api.size()}"), rank, Ledger())["shard"]
     torch.manual_seed(0)
     model = Mixed()
-    shard = Shard(model, comm, Plan(mesh=f"shard={words.size()}"), CPU)
+    shard = Shard(model, comm, Plan(mesh=f"shard={api.size()}"), CPU)
     data = [{"x": torch.full((8,), float(index)).sin()} for index in range(4)]
     step(
         shard,

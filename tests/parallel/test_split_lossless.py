@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import paceline
-from paceline.comm import api as words
+from paceline.comm import api
 from paceline.graph.capture import capture, skeleton
 from paceline.nouns.errors import WorkloadError
 from paceline.nouns.plan import Plan
@@ -111,7 +111,7 @@ class Written(nn.Module):
 
 
 def _train(rank: int, plan: str, name: str) -> tuple[list[float], dict[str, torch.Tensor]]:
-    words.init()
+    api.init()
     torch.set_num_threads(1)
     make, loss, data = {"Fourier": (Fourier, plain_loss, _rows), "Written": (Written, vector_loss, _images)}[name]
     workload = paceline.Workload(
@@ -139,7 +139,7 @@ def test_losses_are_those_of_one_rank(name: str, plan: str):
 
 
 def _evaluate(rank: int, plan: str) -> dict[str, float]:
-    words.init()
+    api.init()
 
     def score(model: Any, batch: Any) -> dict[str, tuple[Any, Any]]:
         return {"loss": vector_loss(model, batch)}

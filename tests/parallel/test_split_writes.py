@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import paceline
-from paceline.comm import api as words
+from paceline.comm import api
 from paceline.nouns.errors import PlanError
 from paceline.nouns.plan import Plan
 from paceline.train.job import Job
@@ -150,13 +150,13 @@ def workload(model, **parts):
 
 
 def train(rank, model, plan, parts):
-    words.init()
+    api.init()
     job = Job(workload(model, **parts), Plan.parse(plan))
     losses = [job.step(batch) for batch in job.batches()]
     states = [*job.model.named_parameters(), *job.model.named_buffers()]
     held = job.parallel.held()
     return losses, {
-        name: (held[name].placement if name in held else None, tensor.detach().clone())
+        name: (held[name].shard_spec if name in held else None, tensor.detach().clone())
         for name, tensor in states
         if not tensor.is_meta
     }
@@ -172,9 +172,9 @@ def assert_as_alone(results, model, **parts):
     losses, whole = alone(model, **parts)
     for found, states in results:
         assert found == pytest.approx(losses, rel=1e-10)
-        for name, (placement, tensor) in states.items():
+        for name, (shard_spec, tensor) in states.items():
             wanted = whole[name]
-            for cut in placement.cuts if placement is not None else ():
+            for cut in shard_spec.cuts if shard_spec is not None else ():
                 wanted = torch.cat([wanted.narrow(cut.dim, low, high - low) for low, high in cut.ranges], cut.dim)
             torch.testing.assert_close(tensor, wanted, rtol=1e-10, atol=1e-12)
     assert {name for _, states in results for name in states} == whole.keys()
@@ -208,7 +208,7 @@ def test_micro_batches_of_the_workload_write_as_in_one_process(schedule):
 
 
 def refuse(rank, model, plan):
-    words.init()
+    api.init()
     with pytest.raises(PlanError, match=r"(?s)writes into mean in every forward pass.*micro_batch_size"):
         Job(workload(model), Plan.parse(plan))
     return True

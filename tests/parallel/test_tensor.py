@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import paceline
 from paceline.checkpoint.reshard import take
-from paceline.comm import api as words
+from paceline.comm import api
 from paceline.graph.capture import capture
 from paceline.graph.layout import choose_layout
 from paceline.graph.placement import Split
@@ -89,23 +89,23 @@ def small_workload(**sizes):
 
 
 def train(rank, sizes, plan):
-    words.init()
+    api.init()
     job = Job(small_workload(**sizes), Plan.parse(plan))
     steps = [(job.step(batch), job.last.gradient_norm) for batch in job.batches()]
     return steps, {n: p.detach().clone() for n, p in job.model.named_parameters()}, job.parallel.held()
 
 
 def assert_one_rank(ranks, sizes, plan):
-    """Train both; the lays by name, as the number of ranks that hold different parts."""
+    """Train both; the placements by name, as the number of ranks that hold different parts."""
     results = run_ranks(ranks, train, sizes, plan)
     ((steps, whole, _),) = run_ranks(1, train, sizes, "replicate=1")
     for other_steps, state, held in results:
         for one, other in zip(steps, other_steps, strict=True):
             assert other == pytest.approx(one, rel=1e-10)
         for name, tensor in state.items():
-            expected = take(whole[name], held[name].placement)
+            expected = take(whole[name], held[name].shard_spec)
             torch.testing.assert_close(tensor, expected, rtol=1e-9, atol=1e-11)
-    return {name: results[0][2][name].placement.cuts for name in whole}
+    return {name: results[0][2][name].shard_spec.cuts for name in whole}
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_dropout_of_attention_is_that_of_one_rank(ranks, sizes):
 
 def drop(rank):
     """The zeros that dropout makes in a split hidden layer, by what the next layer sees of ones."""
-    words.init()
+    api.init()
     hidden = 64
     model = nn.Sequential(nn.Linear(2, hidden, bias=False), nn.Dropout(0.5), nn.Linear(hidden, 3, bias=False))
 
@@ -163,7 +163,7 @@ def drop(rank):
             nn.init.ones_(parameter)
         return model
 
-    plan = Plan.parse(f"tensor={words.size()}")
+    plan = Plan.parse(f"tensor={api.size()}")
     job = Job(
         paceline.Workload(
             model=ones,
@@ -188,14 +188,14 @@ def test_dropout_keeps_the_same_elements_bit_for_bit():
     ((whole, _),) = run_ranks(1, drop)
     assert not torch.equal(whole[0], whole[1])
     for found, held in run_ranks(2, drop):
-        assert held.placement.cuts
-        assert all(torch.equal(one, take(full, held.placement)) for one, full in zip(found, whole, strict=True))
+        assert held.shard_spec.cuts
+        assert all(torch.equal(one, take(full, held.shard_spec)) for one, full in zip(found, whole, strict=True))
 
 
 def refused(rank, make):
-    words.init()
+    api.init()
     try:
-        Job(make(), Plan.parse(f"tensor={words.size()}"))
+        Job(make(), Plan.parse(f"tensor={api.size()}"))
     except PacelineError as error:
         return type(error), str(error)
     return None, "no error"
@@ -243,7 +243,7 @@ def lays_of(name, parts=2):
     with torch.device("meta"):
         model = transformers_model(name, {**sizes, "num_hidden_layers": 2})
     batch = torch.utils.data.default_collate(workload(name).data[:4])
-    return choose_layout(capture(model, MODELS[name][1], batch, torch.device("cpu")), parts).lays
+    return choose_layout(capture(model, MODELS[name][1], batch, torch.device("cpu")), parts).placements
 
 
 def transformers_model(name, sizes):
@@ -256,16 +256,16 @@ def transformers_model(name, sizes):
     return BertForMaskedLM(BertConfig(**sizes))
 
 
-def by_hand(lays, prefix, columns, rows):
+def by_hand(placements, prefix, columns, rows):
     """Weights split by their outputs, then weights split by their inputs, and what follows from it for biases."""
     for name in columns:
-        lay = lays[f"{prefix}.{name}.weight"]
-        assert (lay.dim, len(lay.blocks)) == (0, 1), name
-        assert lays.get(f"{prefix}.{name}.bias", lay) == lay, name
+        placement = placements[f"{prefix}.{name}.weight"]
+        assert (placement.dim, len(placement.blocks)) == (0, 1), name
+        assert placements.get(f"{prefix}.{name}.bias", placement) == placement, name
     for name in rows:
-        lay = lays[f"{prefix}.{name}.weight"]
-        assert (lay.dim, len(lay.blocks)) == (1, 1), name
-        assert lays.get(f"{prefix}.{name}.bias") is None, name
+        placement = placements[f"{prefix}.{name}.weight"]
+        assert (placement.dim, len(placement.blocks)) == (1, 1), name
+        assert placements.get(f"{prefix}.{name}.bias") is None, name
 
 
 BERT = [f"attention.self.{name}" for name in ("query", "key", "value")] + ["intermediate.dense"]
@@ -283,24 +283,24 @@ LLAMA = [f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj")] + ["mlp
 def test_the_layout_is_the_one_made_by_hand(name, prefix, columns, rows, parts):
     if name == "llama" and parts == 4:
         pytest.skip("it has two key heads")
-    lays = lays_of(name, parts)
+    placements = lays_of(name, parts)
     for index in range(2):
-        by_hand(lays, f"{prefix}.{index}", columns, rows)
-    head = next(key for key in lays if "word_embeddings.weight" in key or "lm_head.weight" in key)
-    assert lays[head] == Split(0, (30_000,)), "the head and the loss are split by vocabulary"
+        by_hand(placements, f"{prefix}.{index}", columns, rows)
+    head = next(key for key in placements if "word_embeddings.weight" in key or "lm_head.weight" in key)
+    assert placements[head] == Split(0, (30_000,)), "the head and the loss are split by vocabulary"
 
 
 def test_a_fused_matrix_is_split_block_by_block():
-    lays = lays_of("gpt2")
-    assert lays["transformer.h.0.attn.c_attn.weight"] == Split(1, (256, 256, 256))
-    assert lays["transformer.h.0.attn.c_attn.bias"] == Split(0, (256, 256, 256))
-    assert lays["transformer.h.0.attn.c_proj.weight"] == Split(0, (256,))
-    assert lays["transformer.h.0.mlp.c_fc.weight"] == Split(1, (1024,))
-    assert lays["transformer.h.0.mlp.c_proj.weight"] == Split(0, (1024,))
+    placements = lays_of("gpt2")
+    assert placements["transformer.h.0.attn.c_attn.weight"] == Split(1, (256, 256, 256))
+    assert placements["transformer.h.0.attn.c_attn.bias"] == Split(0, (256, 256, 256))
+    assert placements["transformer.h.0.attn.c_proj.weight"] == Split(0, (256,))
+    assert placements["transformer.h.0.mlp.c_fc.weight"] == Split(1, (1024,))
+    assert placements["transformer.h.0.mlp.c_proj.weight"] == Split(0, (1024,))
 
 
 def narrow_channels(rank):
-    words.init()
+    api.init()
     make = lambda: nn.Sequential(nn.Conv2d(3, 9, 3), nn.BatchNorm2d(9), nn.Flatten(), nn.Linear(9 * 9, 5))  # noqa: E731
     data = [(torch.randn(3, 5, 5), torch.tensor(index % 5)) for index in range(8)]
     job = Job(

@@ -15,7 +15,7 @@ from paceline.nouns.plan import Plan
 from paceline.nouns.profile import ACTIVATIONS, PARAMETERS, TEMPORARY, Block, Profile, Recording, Work
 from paceline.plan.memory import memory_of
 from paceline.plan.memory_table import holders, picture, size, table
-from paceline.plan.oom_advice import Way, cheapest, ways
+from paceline.plan.oom_advice import Change, cheapest, ways
 
 GIB = 2**30
 BLOCKS = [
@@ -123,7 +123,7 @@ def test_ways_that_a_plan_can_not_go():
     for way in ways(with_buckets, 8, "float32"):  # each is a plan that can be asked for
         assert Plan.of(asdict(way.plan), "a request") == way.plan
     assert "shard" not in {way.kind for way in ways(Plan.parse("server=1"), 8, "float32")}
-    assert isinstance(next(ways(Plan(), 8, "float32")), Way)
+    assert isinstance(next(ways(Plan(), 8, "float32")), Change)
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import paceline
-from paceline.comm import api as words
+from paceline.comm import api
 from paceline.nouns.buckets import group_parameters
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
 from paceline.plan.step_traffic import step_traffic
-from paceline.plan.traffic import Tensor, replicate
+from paceline.plan.traffic import TensorFacts, replicate
 from paceline.profile.describe import describe
 from paceline.train.job import Job
 
@@ -36,7 +36,7 @@ def workload():
 
 
 def replicated_traffic(rank, plan):
-    words.init()
+    api.init()
     job = Job(workload(), plan)
     ledger = job.ledger
     before = dict(ledger.calls), dict(ledger.payload_bytes)
@@ -56,7 +56,7 @@ def replicated_traffic(rank, plan):
 def test_the_ledger_counts_what_the_plan_predicts(ranks, options):
     plan = Plan(mesh=f"replicate={ranks}", **options)
     model = describe(workload())
-    trained = [Tensor(**{**sizes, "shape": tuple(sizes["shape"])}) for sizes in model["parameters"]]
+    trained = [TensorFacts(**{**sizes, "shape": tuple(sizes["shape"])}) for sizes in model["parameters"]]
     (predicted,) = replicate(plan, trained, len(model["buffers"]))
     for calls, sent in run_ranks(ranks, replicated_traffic, plan):
         assert (calls, sent) == (predicted.calls, predicted.payload_bytes)
@@ -70,7 +70,7 @@ ANY_MESH = (
 
 
 def rows_of_first_step(rank, plan):
-    words.init()
+    api.init()
     job = Job(models.workload("encoder", clip_norm=0.5), plan)
     batch = next(iter(job.batches()))
     job.ledger.calls.clear()
@@ -148,7 +148,7 @@ UNEVEN_ON_FOUR = [
 
 
 def rows_of_first_steps(rank, cells):
-    words.init()
+    api.init()
     found = []
     for parts, text in cells:
         job = Job(words_workload(**parts), Plan.parse(text))

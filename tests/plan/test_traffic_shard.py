@@ -3,14 +3,14 @@
 import pytest
 
 from paceline.nouns.plan import Plan
-from paceline.plan.traffic_shard import Part, shard_traffic
+from paceline.plan.traffic_shard import ShardTraffic, shard_traffic
 
 # Two blocks with 5 rows of 3 (padded to 6 on 2 ranks, so 18 numbers), a root with 4 numbers, a scalar.
 PARTS = [
-    Part((4,), 4, "float32", ""),
-    Part((5, 3), 4, "float32", "layers.0"),
-    Part((5, 3), 4, "float32", "layers.1", is_trained=False),
-    Part((), 4, "float32", "", is_whole=True),
+    ShardTraffic((4,), 4, "float32", ""),
+    ShardTraffic((5, 3), 4, "float32", "layers.0"),
+    ShardTraffic((5, 3), 4, "float32", "layers.1", is_trained=False),
+    ShardTraffic((), 4, "float32", "", is_whole=True),
 ]
 FLAGS = 8 * (2 + 1 + 3)
 

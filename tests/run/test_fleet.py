@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from paceline.launch.local import RankSettings
-from paceline.launch.rank_assignment import Seats, with_servers
+from paceline.launch.rank_assignment import HostRanks, with_servers
 from paceline.nouns.errors import UsageError
 from paceline.nouns.plan import Plan
 from paceline.run.supervise import fleet
@@ -38,24 +38,26 @@ def ask(monkeypatch, tmp_path):
 
     def asked(*programs):
         does.update({f"h{number}": program for number, program in enumerate(programs)})
-        seats = [Seats(host, number, 1, number, len(does)) for number, host in enumerate(does)]
-        posts = open_posts(seats, tmp_path / "f.py", tmp_path, FleetOptions())
-        stations.extend(post.station for post in posts)
-        return posts
+        host_ranks = [HostRanks(host, number, 1, number, len(does)) for number, host in enumerate(does)]
+        assignments = open_posts(host_ranks, tmp_path / "f.py", tmp_path, FleetOptions())
+        backends.extend(assignment.backend for assignment in assignments)
+        return assignments
 
-    does, stations = {}, []
+    does, backends = {}, []
     monkeypatch.setattr(fleet, "agent_command", command)
     yield asked
-    for station in stations:
-        station.close(0.5)
+    for backend in backends:
+        backend.close(0.5)
     assert not list(tmp_path.iterdir())
     assert not [one for one in psutil.Process().children(recursive=True) if "sys.stdin" in str(one.cmdline())]
 
 
 def test_all_answer(ask):
-    posts = ask(ANSWERS, IN_PIECES)
-    assert [post.station.host for post in posts] == ["h0", "h1"]
-    assert {(post.meeting.master, post.meeting.interface) for post in posts} == {("10.0.0.1:7", "eth0")}
+    assignments = ask(ANSWERS, IN_PIECES)
+    assert [assignment.backend.host for assignment in assignments] == ["h0", "h1"]
+    assert {(assignment.rendezvous.master, assignment.rendezvous.interface) for assignment in assignments} == {
+        ("10.0.0.1:7", "eth0")
+    }
 
 
 @pytest.mark.parametrize(
@@ -92,13 +94,17 @@ def test_a_host_gets_the_certificates_of_what_it_has(monkeypatch, tmp_path):
     monkeypatch.setattr(fleet, "agent_command", command)
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    seats = with_servers([Seats(f"h{number}", number, 1, number, 3) for number in range(3)], 2)
-    posts = open_posts(seats, tmp_path / "f.py", run_dir, FleetOptions())
-    for post in posts:
-        settings = RankSettings("f.py", [], 3, post.seats, post.meeting, str(run_dir), None, [], 2, "")
-        post.station.start(settings)
-        post.station.close()
-    assert {(post.meeting.coordinator, post.meeting.master) for post in posts} == {("10.0.0.1:7", "")}
+    host_ranks = with_servers([HostRanks(f"h{number}", number, 1, number, 3) for number in range(3)], 2)
+    assignments = open_posts(host_ranks, tmp_path / "f.py", run_dir, FleetOptions())
+    for assignment in assignments:
+        settings = RankSettings(
+            "f.py", [], 3, assignment.host_ranks, assignment.rendezvous, str(run_dir), None, [], 2, ""
+        )
+        assignment.backend.start(settings)
+        assignment.backend.close()
+    assert {(assignment.rendezvous.coordinator, assignment.rendezvous.master) for assignment in assignments} == {
+        ("10.0.0.1:7", "")
+    }
     told = {host: (tmp_path / host).read_text().splitlines() for host in ("h0", "h1", "h2")}
     given = {host: json.loads(lines[0])["credentials"] for host, lines in told.items()}
     roles = {host: set(own) for host, own in given.items()}
@@ -128,12 +134,14 @@ def test_agents_of_a_job_with_servers_end_with_the_supervisor(monkeypatch, tmp_p
     (run_dir := tmp_path / "run").mkdir()
     Plan.parse("server=1").write(run_dir / "plan.json")
     (script := tmp_path / "f.py").write_text("import time\ntime.sleep(600)\n")
-    seats = with_servers([Seats("127.0.0.1", 0, 1, 0, 1)], 1)
+    host_ranks = with_servers([HostRanks("127.0.0.1", 0, 1, 0, 1)], 1)
     (tmp_path / "127.0.0.1").mkdir()
-    (post,) = open_posts(seats, script, run_dir, FleetOptions())
-    settings = RankSettings(str(script), [], 1, post.seats, post.meeting, str(run_dir), None, [], 1, "")
-    post.station.start(settings)
-    with post.station.process as agent:
+    (assignment,) = open_posts(host_ranks, script, run_dir, FleetOptions())
+    settings = RankSettings(
+        str(script), [], 1, assignment.host_ranks, assignment.rendezvous, str(run_dir), None, [], 1, ""
+    )
+    assignment.backend.start(settings)
+    with assignment.backend.process as agent:
         said = []
         while not any(b'{"started"' in line for line in said):
             said.append(agent.stdout.readline())
@@ -180,5 +188,5 @@ def test_a_signal_while_hosts_are_asked(ask):
 
 def test_a_host_counts_silence_as_this_one_does(monkeypatch, tmp_path):
     monkeypatch.setenv("PACELINE_SILENCE_S", "600")
-    request = agent_request([Seats("h", 0, 1, 0, 1)], 0, Path("train.py"), tmp_path, FleetOptions())
+    request = agent_request([HostRanks("h", 0, 1, 0, 1)], 0, Path("train.py"), tmp_path, FleetOptions())
     assert request["environment"]["PACELINE_SILENCE_S"] == "600"

@@ -296,7 +296,7 @@ def test_the_end_takes_the_place_of_the_beginning_on_the_disk(ends):
 
 
 def test_the_process_above_a_rank_touches_its_mark(ends, joined, monkeypatch):
-    monkeypatch.setattr("paceline.run.rank.external_rank.BEAT_S", 0.5)
+    monkeypatch.setattr("paceline.run.rank.external_rank.HEARTBEAT_S", 0.5)
     one = joined(1)
     one.has_begun = True
     os.utime(ends.folder / "1", (5, 5))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.checkpoint.save import Writer
+from paceline.checkpoint.save import CheckpointWriter
 from paceline.cli.main import main
 from paceline.launch.local import allow_open_files
 from paceline.nouns.errors import UsageError, how_to_write
@@ -78,7 +78,7 @@ def test_the_fix_goes_with_the_reason(number, fix):
 def test_a_checkpoint_larger_than_a_file_may_be_names_that_limit(tmp_path, monkeypatch):
     too_large = OSError(errno.EFBIG, os.strerror(errno.EFBIG))
     monkeypatch.setattr("paceline.checkpoint.save._write_rank", raising(too_large))
-    writer = Writer(0, 1, lambda event: None)
+    writer = CheckpointWriter(0, 1, lambda event: None)
     writer._write(tmp_path / "step-1", {}, {}, {"optimizer": {}}, 0)
     assert "ulimit -f" in str(writer.wait())
     assert "free space" not in str(writer.failure)
@@ -90,7 +90,7 @@ def test_a_rank_whose_part_fails_frees_its_space_for_the_note(tmp_path, monkeypa
         raise FULL
 
     monkeypatch.setattr("paceline.checkpoint.save._write_rank", half)
-    Writer(1, 2, lambda event: None)._write(tmp_path / "step-1", {}, {}, {"optimizer": {}}, 0)
+    CheckpointWriter(1, 2, lambda event: None)._write(tmp_path / "step-1", {}, {}, {"optimizer": {}}, 0)
     (partial,) = tmp_path.iterdir()
     assert [path.name for path in partial.iterdir()] == ["note-00001.json"]
 

@@ -10,11 +10,11 @@ import time
 
 import pytest
 
-from paceline.launch.rank_assignment import Meeting, Seats, with_servers
+from paceline.launch.rank_assignment import HostRanks, Rendezvous, with_servers
 from paceline.run.failures import lost_host
 from paceline.run.supervise import supervisor
 from paceline.run.supervise.progress import Screen
-from paceline.run.supervise.supervisor import JobRequest, Post, Supervisor
+from paceline.run.supervise.supervisor import HostAssignment, JobRequest, Supervisor
 
 # Two workers, two servers and the coordinator: 0, 2 and 4 are on h1, 1 and 3 on h2.
 WORKER_0, WORKER_1, SERVER_0, SERVER_1, COORDINATOR = range(5)
@@ -22,7 +22,7 @@ MOST_TURNS = 150
 
 
 class Host:
-    """What a `RemoteStation` tells, as the script wants it."""
+    """What a `RemoteBackend` tells, as the script wants it."""
 
     def __init__(self, name):
         self.host, self.is_lost, self.waiting = name, False, []
@@ -33,23 +33,23 @@ class Host:
     def start(self, settings):
         self.processes = settings.processes
 
-    def listen(self, register, hearer):
-        self.hearer = hearer
+    def listen(self, register, events):
+        self.events = events
         register(self.reading, self._read)
 
     def _read(self):
         if not os.read(self.reading, 100):
-            self.hearer.on_lost(self)
+            self.events.on_lost(self)
             return False
         return True
 
     def begin(self, *ranks):
         self.alive |= set(ranks or self.processes)
-        self.hearer.on_started({rank: 1000 + rank for rank in ranks or self.processes})
+        self.events.on_started({rank: 1000 + rank for rank in ranks or self.processes})
 
     def end(self, rank, status=0):
         self.alive.discard(rank)
-        self.hearer.on_ended(rank, status)
+        self.events.on_ended(rank, status)
 
     def lose(self):
         self.is_lost = True
@@ -80,7 +80,7 @@ class Host:
         if not self.is_lost:
             self._hang_up()
 
-    def beat(self, now_s):
+    def heartbeat(self, now_s):
         self.turn()
         self.on_turn()
 
@@ -106,10 +106,12 @@ class Play:
             file.write(json.dumps(event) + "\n")
 
     def run(self, script, size=2):
-        seats = with_servers([Seats(f"h{at + 1}", at, 1, at, size) for at in range(size)], 2)
-        hosts = zip((self.h1, self.h2, self.h3)[:size], seats, strict=True)
-        posts = [Post(host, own, Meeting(coordinator="h1:1")) for host, own in hosts]
-        request = JobRequest(self.folder / "f.py", [], size, self.folder, servers=2, posts=posts, grace_s=1.0)
+        host_ranks = with_servers([HostRanks(f"h{at + 1}", at, 1, at, size) for at in range(size)], 2)
+        hosts = zip((self.h1, self.h2, self.h3)[:size], host_ranks, strict=True)
+        assignments = [HostAssignment(host, own, Rendezvous(coordinator="h1:1")) for host, own in hosts]
+        request = JobRequest(
+            self.folder / "f.py", [], size, self.folder, servers=2, assignments=assignments, grace_s=1.0
+        )
         lines = script(self)
         turns = iter(range(MOST_TURNS))
 
@@ -333,8 +335,8 @@ def test_a_silent_process_is_told_from_one_of_the_same_number_on_another_host(pl
         play.h1.begin()
         play.h2.begin()
         yield
-        play.h1.hearer.on_started({WORKER_0: 500})
-        play.h2.hearer.on_started({SERVER_1: 500})
+        play.h1.events.on_started({WORKER_0: 500})
+        play.h2.events.on_started({SERVER_1: 500})
         play.step()
         event = {"event": "given_up", "pid": 500, "silent_s": 61.0, **given_up}
         (play.folder / "servers.jsonl").write_text(json.dumps(event) + "\n")

@@ -9,7 +9,7 @@ import pytest
 
 from paceline.nouns.errors import PacelineError, PeerLostError, PlanError
 from paceline.server import setup
-from paceline.server.layout import Entry, Layout
+from paceline.server.layout import Entry, ServerLayout
 from paceline.server.settings import JobSettings
 from paceline.server.status import look
 from paceline.server.transport.address import Address
@@ -108,7 +108,7 @@ def test_a_jobs_settings_of_other_kinds_are_refused(name, value):
         JobSettings.of_json(json.dumps({**JOB, name: value}))
 
 
-LAYOUT = json.loads(Layout((Entry("w", (8,), "float32", 0),), "SGD", ({"lr": 0.1},), 24).to_json())
+LAYOUT = json.loads(ServerLayout((Entry("w", (8,), "float32", 0),), "SGD", ({"lr": 0.1},), 24).to_json())
 ENTRY = LAYOUT["entries"][0]
 LAYOUTS = [
     {},
@@ -128,7 +128,7 @@ LAYOUTS = [
 @pytest.mark.parametrize("value", LAYOUTS, ids=range(len(LAYOUTS)))
 def test_a_layout_that_no_model_has_is_refused(value):
     with pytest.raises(ValueError, match="layout") as caught:
-        Layout.of_json(json.dumps(value))
+        ServerLayout.of_json(json.dumps(value))
     assert isinstance(caught.value, PacelineError)
 
 

@@ -12,7 +12,7 @@ import torch
 from paceline.nouns.errors import PeerLostError, PlanError, WorkloadError
 from paceline.server.node import Server
 from paceline.server.protocol.client import Session
-from paceline.server.setup import Start
+from paceline.server.setup import StartServers
 
 from support.cluster import Cluster, alone, gradient, train
 from support.jobs import wait_for
@@ -67,7 +67,7 @@ def test_a_server_may_hear_of_the_start_after_its_first_content(monkeypatch):
     take, late = Server.take, []
 
     def slowly(self, peer, number, message):
-        if isinstance(message, Start) and self not in late:
+        if isinstance(message, StartServers) and self not in late:
             late.append(self)
             asyncio.get_running_loop().call_later(0.3, take, self, peer, number, message)
         else:
@@ -255,14 +255,14 @@ def test_what_is_said_again_and_again_is_not_answered_again_and_again():
 
 def test_the_last_word_is_heard(monkeypatch):
     """However soon a sign of life follows it: else the coordinator would wait for one to take the worker's place."""
-    monkeypatch.setattr("paceline.server.link.BEAT_S", 0.01)  # a sign of life follows the last word at once
+    monkeypatch.setattr("paceline.server.link.HEARTBEAT_S", 0.01)  # a sign of life follows the last word at once
     with Cluster("replicate=2,server=1", returns_s=60.0) as cluster:
         workers = [cluster.worker(number, 5, train, optimizer=adamw) for number in range(2)]
         for worker in workers:
             worker.ended(60)
         decided = cluster.coordination.coordinator
         assert not decided.workers
-        assert all(beat.is_done for _, beat in decided.heard.values())
+        assert all(heartbeat.is_done for _, heartbeat in decided.heard.values())
         assert wait_for(cluster.coordination.ending.done, 5)
 
 

@@ -12,7 +12,7 @@ from paceline.nouns.plan import Plan
 from paceline.server.coordinator.absences import SILENCE, Absences, silence_s
 from paceline.server.coordinator.process import Coordination, _few_ranges, hosts_in_turn
 from paceline.server.protocol.coordinator import Coordinator, Settings
-from paceline.server.protocol.messages import Beat, WorkerBeat
+from paceline.server.protocol.messages import Heartbeat, WorkerHeartbeat
 from paceline.server.settings import JobSettings
 from paceline.server.transport.address import Address
 
@@ -28,9 +28,9 @@ def coordinator():
 def hear(one, now_s):
     for node in (0, 1):
         for number in range(2):
-            one.on(number, Beat(node, 0, state_epoch=0), now_s)
+            one.on(number, Heartbeat(node, 0, state_epoch=0), now_s)
     for worker in WORKERS:
-        one.on(0, WorkerBeat(worker, 0, 0, is_done=False), now_s)
+        one.on(0, WorkerHeartbeat(worker, 0, 0, is_done=False), now_s)
 
 
 def test_neighbours_are_on_different_hosts():
@@ -53,12 +53,12 @@ def test_a_replica_that_takes_over_is_on_another_host(hosts, taken):
     for now_s in (0.1, 4.0):
         for number in range(len(chains)):
             for node in (0, 1, 2, 3) if now_s < 1 else (1, 2, 3):
-                one.on(number, Beat(node, 0, state_epoch=0), now_s)
+                one.on(number, Heartbeat(node, 0, state_epoch=0), now_s)
     for step in range(3):
         one.tick(6.0 + step / 10)
         first = one.chains[0].configuration
         for node in first.chain:
-            one.on(0, Beat(node, first.epoch, state_epoch=first.epoch), 6.0 + step / 10)
+            one.on(0, Heartbeat(node, first.epoch, state_epoch=first.epoch), 6.0 + step / 10)
     assert one.chains[0].configuration.chain == (3, taken)
 
 
@@ -148,12 +148,12 @@ def test_with_one_replica_a_spare_server_does_not_save_the_job():
     one = Coordinator.first([(0,)], WORKERS, lambda entry: None, replace(SETTINGS, replicas=1))
     one.tick(0.0)
     for now_s in (0.1, 1.0):
-        one.on(0, Beat(0, 0, state_epoch=0), now_s)
-        one.on(0, Beat(1, 0, state_epoch=-1), now_s)
+        one.on(0, Heartbeat(0, 0, state_epoch=0), now_s)
+        one.on(0, Heartbeat(1, 0, state_epoch=-1), now_s)
         one.tick(now_s)
     one.forget(0, 1.1)
     for now_s in (2.0, 10.0, 20.0):
-        one.on(0, Beat(1, 0, state_epoch=-1), now_s)
+        one.on(0, Heartbeat(1, 0, state_epoch=-1), now_s)
         one.tick(now_s)
     assert one.chains[0].configuration.chain == (0,)
     assert one.chains[0].is_lost(20.0)
@@ -183,16 +183,16 @@ def test_how_a_lost_range_is_named(tmp_path, replicas, is_silent, says):
     assert ("replicas=2" in str(caught.value)) == (replicas == 1)
 
 
-SYNC = replace(SETTINGS, keeps_places=True, needs_all=True, steps=9)
+SYNC = replace(SETTINGS, waits_for_replacement=True, needs_all=True, steps=9)
 
 
 def sync():
     return Coordinator.first([(0, 1), (1, 0)], WORKERS, lambda entry: None, SYNC)
 
 
-def beat(one, worker, clock, now_s, is_done=False):
+def heartbeat(one, worker, clock, now_s, is_done=False):
     for number in range(2):
-        one.on(number, WorkerBeat(worker, 0, clock, is_done), now_s)
+        one.on(number, WorkerHeartbeat(worker, 0, clock, is_done), now_s)
 
 
 @pytest.mark.parametrize(
@@ -217,10 +217,10 @@ def test_the_step_that_waits_is_the_furthest_of_those_who_speak(tmp_path, monkey
     process.coordinator = one = Coordinator.first([(0, 1), (1, 0)], workers, lambda entry: None, sync)
     one.tick(clock[0])
     for name, (incarnation, at) in said.items():
-        one.on(0, WorkerBeat((name, incarnation), 0, at, is_done=False), clock[0])
+        one.on(0, WorkerHeartbeat((name, incarnation), 0, at, is_done=False), clock[0])
     clock[0] += SETTINGS.worker_deadline_s + 1.0
     if 0 in said:
-        one.on(0, WorkerBeat(workers[0], 0, said[0][1], is_done=False), clock[0])
+        one.on(0, WorkerHeartbeat(workers[0], 0, said[0][1], is_done=False), clock[0])
     process._look_for_missing(clock[0])
     process.log.close()
     assert {event["step"] for event in events} == {step}
@@ -236,11 +236,11 @@ def test_under_sync_a_worker_is_waited_for(is_gone):
         one.forget((1, 0), 0.2)
     assert one.missing(0.3) == ({(1, 0): pytest.approx(0.2)} if is_gone else {})
     for now_s in (10.0, 100.0, 1000.0):
-        beat(one, (0, 0), 3, now_s)
+        heartbeat(one, (0, 0), 3, now_s)
         one.tick(now_s)
         assert set(one.workers) == set(WORKERS)
         assert one.missing(now_s) == {(1, 0): pytest.approx(now_s - 0.1)}
-    beat(one, (1, 1), 0, 1000.0)
+    heartbeat(one, (1, 1), 0, 1000.0)
     one.tick(1000.0)
     assert dict(one.workers) == {(0, 0): 0, (1, 1): 0}  # from the first step on: in rounds under way too
     assert not one.missing(1000.0)
@@ -249,12 +249,12 @@ def test_under_sync_a_worker_is_waited_for(is_gone):
 def test_under_sync_a_worker_that_leaves_early_is_missing_until_all_leave():
     one = sync()
     one.tick(0.0)
-    beat(one, (1, 0), 4, 0.1, is_done=True)
-    beat(one, (0, 0), 4, 0.1)
+    heartbeat(one, (1, 0), 4, 0.1, is_done=True)
+    heartbeat(one, (0, 0), 4, 0.1)
     one.tick(0.2)
     assert set(one.workers) == set(WORKERS)
     assert one.left_early() == [(1, 0)]
-    beat(one, (0, 0), 4, 0.3, is_done=True)
+    heartbeat(one, (0, 0), 4, 0.3, is_done=True)
     one.tick(0.4)
     one.tick(0.5)
     assert not one.workers
@@ -264,7 +264,7 @@ def test_under_sync_nobody_is_needed_once_a_worker_has_all_steps():
     """One that has ended, and whose last word was lost, holds nobody up."""
     one = sync()
     one.tick(0.0)
-    beat(one, (0, 0), SYNC.steps, 100.0)
+    heartbeat(one, (0, 0), SYNC.steps, 100.0)
     assert one.is_finished
     one.tick(100.0)
     assert set(one.workers) == {(0, 0)}

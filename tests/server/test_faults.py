@@ -87,8 +87,8 @@ def test_a_server_that_nobody_reaches_is_fenced_and_comes_back(monkeypatch):
         workers = [cluster.worker(number, 60, slowly) for number in range(2)]
         while not workers[0].handle or workers[0].handle.clock < 3:
             time.sleep(0.05)
-        stopped, beat = cluster.servers[1], Member.beat
-        monkeypatch.setattr(Member, "beat", lambda member: beat(member) if member.node != stopped.node else [])
+        stopped, heartbeat = cluster.servers[1], Member.heartbeat
+        monkeypatch.setattr(Member, "beat", lambda member: heartbeat(member) if member.node != stopped.node else [])
         cluster.call(lambda: cluster.proxies[1].set("hold"))
         cluster.call(stopped.connections["coordinator"].transport.pause_reading)
         time.sleep(8)

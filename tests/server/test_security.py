@@ -20,7 +20,7 @@ from paceline.nouns.errors import CheckpointError, PeerLostError, UsageError
 from paceline.nouns.plan import Plan
 from paceline.server import setup
 from paceline.server.coordinator.process import Coordination
-from paceline.server.layout import Entry, Layout
+from paceline.server.layout import Entry, ServerLayout
 from paceline.server.node import Server
 from paceline.server.protocol import messages
 from paceline.server.protocol.coordinator import Coordinator, Settings
@@ -224,7 +224,7 @@ def test_parameters_found_lost_at_a_workers_goodbye_end_the_job(tmp_path, monkey
     ends, failures = [], []
     monkeypatch.setattr(process, "failed", failures.append)
     connection = SimpleNamespace(peer=(1, 0), close=ends.append)
-    process.on_message(connection, 0, messages.WorkerBeat((1, 0), 0, 3, is_done=True))
+    process.on_message(connection, 0, messages.WorkerHeartbeat((1, 0), 0, 3, is_done=True))
     process.log.close()
     assert [str(error).splitlines()[0] for error in failures] == [
         "range 0 of the parameters on 2 servers, but all servers that had it have ended."
@@ -250,12 +250,12 @@ def test_the_coordinator_ends_where_its_log_can_not_be_written_at_the_start(tmp_
 
 
 def test_a_server_closes_the_connection_over_which_a_damaged_state_comes(monkeypatch):
-    layout = Layout((Entry("w", (8,), "float32", 0),), "SGD", ({"lr": 0.1},), 24)
+    layout = ServerLayout((Entry("w", (8,), "float32", 0),), "SGD", ({"lr": 0.1},), 24)
     server = Server(Address.parse("unix:/s"), Address.parse("unix:/c"))
     ends, failures = [], []
     monkeypatch.setattr(server, "failed", failures.append)
     connection = SimpleNamespace(peer=COORDINATOR, close=ends.append)
-    server.on_message(connection, 0, setup.Start(JobSettings(1, 1).to_json(), layout.to_json().encode()))
+    server.on_message(connection, 0, setup.StartServers(JobSettings(1, 1).to_json(), layout.to_json().encode()))
     assert not ends
     connection.peer = (0, 0)
     server.on_message(connection, 0, setup.Install((0,), b"torn"))

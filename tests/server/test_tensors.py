@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 
 from paceline.nouns.errors import CheckpointError, PlanError
 from paceline.server.handle import laid_out
-from paceline.server.layout import AVERAGE, SEGMENT_BYTES, Entry, Layout
+from paceline.server.layout import AVERAGE, SEGMENT_BYTES, Entry, ServerLayout
 from paceline.server.optimizers import KNOWN, build, describe, implementation_of
 from paceline.server.protocol.admission import Mode
 from paceline.server.protocol.messages import Push, Update
-from paceline.server.tensors import MEAN, STOPPING, Flat, Segments, first_content, states_of
+from paceline.server.tensors import MEAN, STOPPING, FlatTensor, Segments, first_content, states_of
 
 SHAPES = st.lists(st.lists(st.integers(0, 700), min_size=0, max_size=2).map(tuple), min_size=1, max_size=8)
 
 
 def layout_of(shapes, dtype="float32", optimizer="SGD", **group):
     entries = tuple(Entry(f"p{number}", shape, dtype, 0) for number, shape in enumerate(shapes))
-    return Layout(entries, optimizer, ({"lr": 0.1, **group},))
+    return ServerLayout(entries, optimizer, ({"lr": 0.1, **group},))
 
 
 @settings(max_examples=60, deadline=None)
@@ -40,7 +40,7 @@ def test_pieces_cover_every_element_once(shapes, dtype, servers):
     assert [segment for own in ranges for segment in own] == segments
     assert all(own for own in ranges)
     values = [torch.randn(shape).to(getattr(torch, dtype)) for shape in shapes]
-    flats = [Flat(layout, own) for own in ranges]
+    flats = [FlatTensor(layout, own) for own in ranges]
     back = [torch.full_like(value, 7) for value in values]
     for flat in flats:
         flat.gather(values)
@@ -49,7 +49,7 @@ def test_pieces_cover_every_element_once(shapes, dtype, servers):
     for segment in segments:
         assert segment.nbytes <= SEGMENT_BYTES
         assert all(piece.offset % 64 == 0 and piece.start % 4096 == 0 for piece in segment.pieces)
-    assert Layout.of_json(layout.to_json()) == layout
+    assert ServerLayout.of_json(layout.to_json()) == layout
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_a_layout_of_another_form(change):
     value = json.loads(layout_of([(3,)]).to_json())
     change(value)
     with pytest.raises(ValueError, match=r"layout|entry|group"):
-        Layout.of_json(json.dumps(value))
+        ServerLayout.of_json(json.dumps(value))
 
 
 def pushes_of(layout, gradients, **note):
@@ -78,7 +78,7 @@ def pushes_of(layout, gradients, **note):
     for segment in range(len(layout.segments())):
         found.append([])
         for worker, gradient in enumerate(gradients):
-            flat = Flat(layout, layout.segments())
+            flat = FlatTensor(layout, layout.segments())
             absent = flat.gather(gradient)
             own = {**facts, "absent": absent[segment]}
             found[-1].append(Push(0, (worker, 0), 0, segment, 0, own, flat.whole[segment].clone()))
@@ -113,7 +113,7 @@ def test_an_optimizer_on_pieces_ends_where_it_does_on_parameters(name, clip_norm
     optimizer = getattr(torch.optim, name)(whole, **ARGUMENTS.get(name, {}))
     kind, (group,) = describe(optimizer)
     entries = tuple(Entry(f"p{number}", tuple(p.shape), "float32", 0) for number, p in enumerate(whole))
-    layout = Layout(entries, kind, (group,))
+    layout = ServerLayout(entries, kind, (group,))
     assert len(layout.segments()) > 1
     store = store_of(layout, implementation_of(optimizer, is_deterministic=True), clip_norm=clip_norm)
     store.restore(first_content(layout, layout.segments(), whole, [{}] * len(whole)))

@@ -15,7 +15,7 @@ from paceline.nouns.plan import Plan
 from paceline.verify.judge.check_dropout import check_draws
 from paceline.verify.judge.checks import check_order, check_step, check_traffic
 from paceline.verify.judge.compare import Reference, differences, read_ranks
-from paceline.verify.judge.localize import blame_loading, find_culprit, find_in_narrow
+from paceline.verify.judge.localize import blame_loading, find_first_difference, find_in_narrow
 from paceline.verify.judge.order import read_trace
 from paceline.verify.judge.verdict import Verdict
 from paceline.verify.ranks import reference, replay
@@ -65,17 +65,17 @@ def _make_reference(subject: Any, precision: str, steps: int) -> Path:
 
 def run(rank, subject, mutant, runs, folder):
     """The runs of one rank, with a mutant switched on; nothing of the product knows it."""
-    from paceline.comm import api as words
-    from paceline.verify.ranks.rank_main import _Run
+    from paceline.comm import api
+    from paceline.verify.ranks.rank_main import _RankRun
     from paceline.verify.ranks.trace import Trace
 
-    words.init()
+    api.init()
     if mutant is not None:
         MUTANTS[mutant].switch_on()
     for one in runs:
         with (Path(folder) / f"{one['name']}-trace-{rank}.jsonl").open("w") as file:
-            words.world().comm.ledger = trace = Trace(file=file)
-            _Run(make(subject), one, Path(folder), rank).play()
+            api.world().comm.ledger = trace = Trace(file=file)
+            _RankRun(make(subject), one, Path(folder), rank).play()
             trace.file = None
 
 
@@ -109,7 +109,7 @@ def verify(
         if any(check.name == f"step {precision}" and not check.passed for check in verdict.checks):
             watch = functools.partial(_watch, subject, plan, mutant, folder)
             is_wide = precision == "float64"
-            found = find_culprit(folder, plan, watch) if is_wide else find_in_narrow(folder, plan, precision)
+            found = find_first_difference(folder, plan, watch) if is_wide else find_in_narrow(folder, plan, precision)
             verdict.culprit = found or verdict.culprit
         if "reshard" in what and verdict.word != "bug":
             _go_on(verdict, subject, plan, mutant, folder, what[what.index("reshard") + 1])

@@ -124,14 +124,14 @@ def uneven_vocabulary():
 
 @mutant("tensor=2,sequence=on", module=("blocks.0.attention", "blocks.0"))
 def rotary_position_off_by_one():
-    from paceline.comm import api as words
+    from paceline.comm import api
     from paceline.parallel import graph_model as split_model
 
     def captured(plain, *arguments):
         made = plain(*arguments)
         for node in [n for n in made.graph.nodes if n.target is torch.ops.aten.cos.default]:
             with made.graph.inserting_after(node):  # the later half of the sequence, on the second rank
-                later = made.graph.call_function(torch.roll, (node, words.rank(), 0))
+                later = made.graph.call_function(torch.roll, (node, api.rank(), 0))
             later.meta.update({key: value for key, value in node.meta.items() if key != "original"})
             node.replace_all_uses_with(later, delete_user_cb=lambda user, later=later: user is not later)
         return made
@@ -174,16 +174,16 @@ def clipping_by_the_local_norm():
 
 @mutant("replicate=2", collective="on replicate")
 def wrong_share_of_the_mean():
-    from paceline.parallel.step_stats import SumsWire
+    from paceline.parallel.step_stats import StepStatsReducer
 
-    wrap(SumsWire, "finish", lambda plain, self: plain(self) / self.comm.size)
+    wrap(StepStatsReducer, "finish", lambda plain, self: plain(self) / self.comm.size)
 
 
 @mutant("replicate=2", module=("", "norm", "head", "words"), collective="on replicate")
 def wrong_loss_weight():
-    from paceline.parallel.step_stats import SumsWire
+    from paceline.parallel.step_stats import StepStatsReducer
 
-    wrap(SumsWire, "add", lambda plain, self, loss, weight: plain(self, loss, 32.0))
+    wrap(StepStatsReducer, "add", lambda plain, self, loss, weight: plain(self, loss, 32.0))
 
 
 @mutant("replicate=2", subject="remembers", module=("",), collective="of buffers")
@@ -218,10 +218,10 @@ def dropout_equal_on_all_data_ranks():
 
 @mutant("tensor=2", what=("step", "draws"))
 def dropout_differs_between_ranks_with_the_same_samples():
-    from paceline.comm import api as words
+    from paceline.comm import api
     from paceline.train import job
 
-    wrap(job, "seed_everything", lambda plain, *numbers: plain(*numbers, *[words.rank()] * (len(numbers) > 1)))
+    wrap(job, "seed_everything", lambda plain, *numbers: plain(*numbers, *[api.rank()] * (len(numbers) > 1)))
 
 
 @mutant(
@@ -240,9 +240,7 @@ def reduction_in_bf16():
 def last_micro_batch_dropped():
     from paceline.parallel import model_adapter as placed
 
-    wrap(
-        placed, "forward_backward", lambda plain, run, both, moments, padding=0: plain(run, both[:-1], moments, padding)
-    )
+    wrap(placed, "forward_backward", lambda plain, run, both, hooks, padding=0: plain(run, both[:-1], hooks, padding))
 
 
 @mutant("replicate=2", subject="micro", module=("words", "blocks.", "norm", "head"))
@@ -276,7 +274,7 @@ def last_gradient_of_a_bucket_not_summed():
 
     def receive(plain, self, scale):
         own = self.parameters[-1].grad
-        kept = self.wire.inboxes[self.wire.turn][-3:].clone()
+        kept = self.reducer.inboxes[self.reducer.turn][-3:].clone()
         plain(self, scale)
         if self.parameters[-1].grad is not None:
             self.parameters[-1].grad.view(-1)[-3:] = kept * scale if own is None else own.view(-1)[-3:]
@@ -366,7 +364,7 @@ def gradients_to_the_wrong_micro_batch():
     def send(plain, self, value, *where, forwards):
         plain(self, value if forwards else torch.roll(value, 1, 0), *where, forwards=forwards)
 
-    wrap(pipeline._Run, "_send", send)
+    wrap(pipeline._StageRun, "_send", send)
 
 
 @mutant("pipeline=2,schedule=zero_bubble", module=("blocks.", "words", "norm", "head"))
@@ -379,7 +377,7 @@ def weights_half_of_a_micro_batch_left_out():
         else:
             self.flights.pop((action.stage, action.micro_batch))
 
-    wrap(pipeline._Run, "_weights", weights)
+    wrap(pipeline._StageRun, "_weights", weights)
 
 
 # --- mixes
@@ -387,7 +385,7 @@ def weights_half_of_a_micro_batch_left_out():
 
 @mutant("pipeline=2,shard=2", module=("words", "blocks.", "norm", "head"))
 def stale_parameters_after_a_step():
-    from paceline.parallel.shard.zero1 import Flat
+    from paceline.parallel.shard.zero1 import FlatShard
 
     kept = {}
 
@@ -397,7 +395,7 @@ def stale_parameters_after_a_step():
             if parameter.numel():
                 parameter.data = kept.setdefault((id(self), name), parameter.data.clone())
 
-    wrap(Flat, "gather", gather)
+    wrap(FlatShard, "gather", gather)
 
 
 @mutant("replicate=2,shard=2", collective="replicate")
@@ -405,7 +403,7 @@ def shards_not_summed_over_replicas():
     from paceline.parallel.replicate.bucket import Bucket
 
     def receive(plain, self, scale):
-        kept = self.wire.inboxes[self.wire.turn].clone()
+        kept = self.reducer.inboxes[self.reducer.turn].clone()
         plain(self, scale)
         at = 0
         for parameter in self.parameters:
@@ -419,9 +417,9 @@ def shards_not_summed_over_replicas():
 
 @mutant("replicate=2,pipeline=2", collective="replicate")
 def mean_over_the_wrong_ranks():
-    from paceline.parallel.step_stats import SumsWire
+    from paceline.parallel.step_stats import StepStatsReducer
 
-    wrap(SumsWire, "finish", lambda plain, self: plain(self) * 2)
+    wrap(StepStatsReducer, "finish", lambda plain, self: plain(self) * 2)
 
 
 @mutant("replicate=2", module=("words", "blocks.", "norm"))
@@ -476,9 +474,9 @@ def vocabulary_loss_not_summed():
 
 @mutant("tensor=2", collective="of the norm")
 def whole_parameters_counted_on_every_rank():
-    from paceline.parallel.graph_adapter import SplitPlaced
+    from paceline.parallel.graph_adapter import GraphAdapter
 
-    wrap(SplitPlaced, "counted", lambda plain, self: dict.fromkeys(self.own.values(), True))
+    wrap(GraphAdapter, "counted", lambda plain, self: dict.fromkeys(self.own.values(), True))
 
 
 @mutant("replicate=2", module=("",))
@@ -534,7 +532,7 @@ def activations_of_another_sample():
     def send(plain, self, value, *where, forwards):
         plain(self, value.roll(1, 0) if forwards else value, *where, forwards=forwards)
 
-    wrap(pipeline._Run, "_send", send)
+    wrap(pipeline._StageRun, "_send", send)
 
 
 @mutant("pipeline=2", module=("",))
@@ -547,7 +545,7 @@ def loss_divided_by_micro_batches():
             flight.sent = [flight.sent[0] / len(self.microbatches)]
         plain(self, action)
 
-    wrap(pipeline._Run, "_backward", backward)
+    wrap(pipeline._StageRun, "_backward", backward)
 
 
 @mutant("replicate=2", subject="scheduled", module=("words", "blocks.", "norm"), what=("step", "reshard", "shard=2"))
@@ -576,22 +574,22 @@ def one_sum_too_many():
 
 @mutant("pipeline=2", module=("blocks.", "norm", "head", "words"))
 def a_stage_with_other_initial_values():
-    from paceline.comm import api as words
+    from paceline.comm import api
     from paceline.parallel.graph_model import SplitModel
 
-    wrap(SplitModel, "fill", lambda plain, self, name, full: plain(self, name, full * (1.0 + 0.01 * words.rank())))
+    wrap(SplitModel, "fill", lambda plain, self, name, full: plain(self, name, full * (1.0 + 0.01 * api.rank())))
 
 
 @mutant("shard=2", module=("words", "blocks.", "norm", "head"))
 def stale_whole_parameters():
-    from paceline.parallel.shard.fsdp_adapter import ShardedModel
+    from paceline.parallel.shard.fsdp_adapter import FsdpAdapter
 
     def update(plain, self, optimizer):
         if not getattr(self, "had_one", False):
             plain(self, optimizer)
         self.had_one = True
 
-    wrap(ShardedModel, "update", update)
+    wrap(FsdpAdapter, "update", update)
 
 
 @mutant("replicate=2,tensor=2", module=("words", "blocks.", "norm", "head"), collective="replicate")
@@ -693,12 +691,10 @@ def clipping_that_scales_up():
 
 @mutant("replicate=2", subject="augmented", culprit="data: rank 1 loads other values for samples")
 def augmentation_seeded_by_rank():
-    from paceline.comm import api as words
+    from paceline.comm import api
     from paceline.train import data
 
-    wrap(
-        data, "seed_sample", lambda plain, *numbers: plain(*numbers, words.rank()) if words.rank() else plain(*numbers)
-    )
+    wrap(data, "seed_sample", lambda plain, *numbers: plain(*numbers, api.rank()) if api.rank() else plain(*numbers))
 
 
 @mutant("replicate=2", subject="remembers", module=("norm", ""), collective="of buffers", culprit="buffer")

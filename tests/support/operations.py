@@ -10,7 +10,7 @@ from torch import fx
 from torch.utils._pytree import tree_map
 
 from paceline.comm.differentiable import take_piece
-from paceline.graph.placement import Lay, Split
+from paceline.graph.placement import Placement, Split
 
 
 def node_of(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:
@@ -29,9 +29,9 @@ def node_of(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = 
     return node
 
 
-def piece(tensor: torch.Tensor, lay: Lay, part: int, parts: int) -> torch.Tensor:
+def piece(tensor: torch.Tensor, placement: Placement, part: int, parts: int) -> torch.Tensor:
     """What a rank has of `tensor` when it lies so."""
-    return tensor if lay is None else take_piece(tensor, (lay.dim, lay.blocks), part, parts)
+    return tensor if placement is None else take_piece(tensor, (placement.dim, placement.blocks), part, parts)
 
 
 def randn(draw: Any, *shape: int) -> torch.Tensor:

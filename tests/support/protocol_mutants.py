@@ -146,7 +146,7 @@ def a_head_forgets_what_it_told(patch):
 @mutant
 def a_new_worker_is_unknown_after_it_was_told_of_others(patch):
     def add(plain, self, now_s):
-        return [] if all(beat.epoch >= 0 for _, beat in self.heard.values()) else plain(self, now_s)
+        return [] if all(heartbeat.epoch >= 0 for _, heartbeat in self.heard.values()) else plain(self, now_s)
 
     wrap(patch, Coordinator, "_add_worker", add)
 
@@ -159,7 +159,7 @@ def a_silent_worker_is_left_out_of_sync(patch):
 @mutant
 def a_round_of_sync_goes_on_without_one_that_was_replaced(patch):
     def add(plain, self, now_s):
-        self.settings = dataclasses.replace(self.settings, keeps_places=False)
+        self.settings = dataclasses.replace(self.settings, waits_for_replacement=False)
         return plain(self, now_s)
 
     wrap(patch, Coordinator, "_add_worker", add)

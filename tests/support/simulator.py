@@ -101,8 +101,10 @@ class Simulator:
         self.has_failed = False  # the job ended with an error
         self.log: list[list[Configuration]] = []
         replicas = self.random.choice([2, len(self.members)])
-        keeps_places, is_sync = self.mode.is_by_rounds and self.random.random() < 0.7, self.mode.kind == "sync"
-        self.settings = Settings(replicas, keeps_places=keeps_places or is_sync, needs_all=is_sync, steps=self.steps)
+        waits_for_replacement, is_sync = self.mode.is_by_rounds and self.random.random() < 0.7, self.mode.kind == "sync"
+        self.settings = Settings(
+            replicas, waits_for_replacement=waits_for_replacement or is_sync, needs_all=is_sync, steps=self.steps
+        )
         nodes = list(self.members)
         chains = [[nodes[(first + at) % len(nodes)] for at in range(replicas)] for first in range(self.ranges)]
         self.coordinator = Coordinator.first(chains, list(self.sessions), self.log.append, self.settings)
@@ -166,10 +168,10 @@ class Simulator:
         self._deliver(COORDINATOR, self.coordinator.tick(self.now_s))
         for node, member in self.members.items():
             if self.alive[node]:
-                self._deliver(node, member.beat() + member.expire(self.now_s) + member.repeat())
+                self._deliver(node, member.heartbeat() + member.expire(self.now_s) + member.repeat())
         for worker, session in list(self.sessions.items()):
             if self.working[worker]:
-                self._deliver(worker, session.beat(session.is_done) + session.repeat(self.now_s))
+                self._deliver(worker, session.heartbeat(session.is_done) + session.repeat(self.now_s))
                 since_s = session.differ_since_s
                 if session.is_exact and since_s is not None and self.now_s - since_s > ENDS_AFTER_S:
                     self.has_failed = True

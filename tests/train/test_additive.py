@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import paceline
 from paceline.nouns.errors import LossError
-from paceline.parallel.model_adapter import EagerModel
+from paceline.parallel.model_adapter import EagerAdapter
 from paceline.train.additive import check_loss_adds_up
 from paceline.train.data import RankLoader, open_data
 
@@ -283,7 +283,7 @@ def try_out(model, loss, notices=None, ranks=2, **parts):
     made = work.model().train()
     if work.precision == "float64":
         made.double()
-    placed = EagerModel(made, functools.partial(torch.autocast, "cpu", torch.bfloat16, work.precision == "bf16"))
+    placed = EagerAdapter(made, functools.partial(torch.autocast, "cpu", torch.bfloat16, work.precision == "bf16"))
     before = [tensor.clone() for tensor in made.state_dict().values()]
     drawn = torch.get_rng_state()
     loader = RankLoader(open_data("data", work.data), work, 0, ranks, torch.device("cpu"))

@@ -12,10 +12,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import paceline
-from paceline.comm import api as words
+from paceline.comm import api
 from paceline.nouns.errors import LossError
 from paceline.nouns.plan import Plan
-from paceline.parallel.model_adapter import EagerModel
+from paceline.parallel.model_adapter import EagerAdapter
 from paceline.train import additive
 from paceline.train.additive import check_loss_adds_up
 from paceline.train.data import RankLoader, open_data
@@ -77,7 +77,7 @@ def try_out(model, loss, **parts):
     before = {name: tensor.clone() for name, tensor in made.state_dict().items()}
     kept = {name: (one.grad, copy.deepcopy(one.grad)) for name, one in made.named_parameters()}
     try:
-        check_loss_adds_up(EagerModel(made, torch.no_grad), work, loader, notices.append)
+        check_loss_adds_up(EagerAdapter(made, torch.no_grad), work, loader, notices.append)
     finally:
         for name, tensor in made.state_dict().items():
             assert torch.equal(tensor, before[name]), name
@@ -273,7 +273,7 @@ def only_large_parts(model, batch):
 
 
 def train_split(rank, line):
-    words.init()
+    api.init()
     additive._COPIED_BYTES = additive._MADE_BYTES = 0
     work = paceline.Workload(
         model=lambda: nn.Sequential(nn.Linear(WIDTH, 8), nn.Linear(8, CLASSES)),

@@ -8,7 +8,7 @@ from sklearn.metrics import f1_score, matthews_corrcoef
 from torch import nn
 
 import paceline
-from paceline.comm import api as words
+from paceline.comm import api
 from paceline.nouns.errors import WorkloadError
 from paceline.nouns.plan import Plan
 from paceline.train.job import Job
@@ -44,8 +44,8 @@ def workload():
 def evaluate(rank):
     from torchmetrics.classification import BinaryF1Score, BinaryMatthewsCorrCoef
 
-    words.init()
-    job = Job(workload(), Plan(mesh=f"replicate={words.size()}"))
+    api.init()
+    job = Job(workload(), Plan(mesh=f"replicate={api.size()}"))
     f1 = {"f1": BinaryF1Score(), "mcc": BinaryMatthewsCorrCoef()}
     from torchmetrics import MetricCollection
 
@@ -80,8 +80,8 @@ def test_measures_are_those_of_the_whole_set(ranks):
 
 
 def fewer_samples_than_ranks(rank):
-    words.init()
-    return Job(workload(), Plan(mesh=f"replicate={words.size()}")).evaluate(dataset()[:1])["loss"]
+    api.init()
+    return Job(workload(), Plan(mesh=f"replicate={api.size()}")).evaluate(dataset()[:1])["loss"]
 
 
 def test_a_rank_without_a_sample_takes_part():
@@ -90,7 +90,7 @@ def test_a_rank_without_a_sample_takes_part():
 
 
 def nothing_to_evaluate_on(rank):
-    words.init()
+    api.init()
     plain = workload()
     job = Job(paceline.Workload(plain.model, plain.loss, plain.optimizer, plain.data, 8), Plan())
     with pytest.raises(WorkloadError, match="the call named none"):

@@ -11,7 +11,7 @@ import pytest
 
 from paceline.nouns.errors import UsageError
 from paceline.run.directory import find_run
-from paceline.run.failures import first_cause, read_failures, silent_death, told
+from paceline.run.failures import first_cause, format_failure, read_failures, silent_death
 from paceline.run.supervise.job import result_of
 from paceline.run.supervise.progress import Progress
 from paceline.run.supervise.supervisor import Ending
@@ -182,7 +182,7 @@ def test_a_failure_that_is_torn_is_still_a_failure(content, tmp_path):
         (folder / f"{name}.json").write_text(content)
     failures = read_failures(tmp_path)
     assert list(failures) == [1]
-    said = told(first_cause(failures.values()), 1)
+    said = format_failure(first_cause(failures.values()), 1)
     assert "rank 1 failed" in said
     assert "1.json" in said
 
@@ -190,7 +190,7 @@ def test_a_failure_that_is_torn_is_still_a_failure(content, tmp_path):
 def test_a_failure_without_a_message_is_told(tmp_path):
     """As of a bare `assert`."""
     bare = {**FAILURE, "type": "AssertionError", "message": ""}
-    assert told(bare, 0).splitlines()[-1] == "rank 1, step 3 failed first: AssertionError"
+    assert format_failure(bare, 0).splitlines()[-1] == "rank 1, step 3 failed first: AssertionError"
 
 
 def test_a_signal_without_a_name_has_a_number():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.comm import api as words
+from paceline.comm import api
 from paceline.train.evaluate import gather_rows, reduce_metric
 
 from support.ranks import preload, run_ranks
@@ -14,8 +14,8 @@ preload("torchmetrics.classification")
 
 
 def gathered(rank, cases):
-    words.init()
-    return {case: gather_rows(tensors[rank], words.world().comm) for case, tensors in cases.items()}
+    api.init()
+    return {case: gather_rows(tensors[rank], api.world().comm) for case, tensors in cases.items()}
 
 
 def tensors_of(*parts):
@@ -62,8 +62,8 @@ def metrics_of(mine):
 
 
 def scored(rank, seen):
-    words.init()
-    return {name: reduce_metric(metric, words.world().comm) for name, metric in metrics_of(seen[rank]).items()}
+    api.init()
+    return {name: reduce_metric(metric, api.world().comm) for name, metric in metrics_of(seen[rank]).items()}
 
 
 @pytest.mark.parametrize("seen", [(slice(0, 0), slice(0, 12)), (slice(0, 5), slice(0, 0), slice(5, 12))], ids=str)

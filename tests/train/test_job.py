@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import paceline
-from paceline.comm import api as words
+from paceline.comm import api
 from paceline.nouns.plan import Plan
 from paceline.train.job import Job
 
@@ -31,9 +31,9 @@ def workload(seen=None, **parts):
 
 
 def one_step(rank, parts):
-    words.init()
+    api.init()
     seen = []
-    job = Job(workload(seen, **parts), Plan(mesh=f"replicate={words.size()}"))
+    job = Job(workload(seen, **parts), Plan(mesh=f"replicate={api.size()}"))
     job.step(next(job.batches()))
     weight = job.model.weight
     return seen[-1], weight.dtype, weight.detach(), torch.are_deterministic_algorithms_enabled()
@@ -50,10 +50,10 @@ def test_the_determinism_switch():
 
 
 def own_batches(rank):
-    words.init()
-    job = Job(workload(), Plan(mesh=f"replicate={words.size()}"))
+    api.init()
+    job = Job(workload(), Plan(mesh=f"replicate={api.size()}"))
     data = torch.stack(job.workload.data)
-    mine = [data[:3], data[3:4]][rank] if words.size() == 2 else data[:4]
+    mine = [data[:3], data[3:4]][rank] if api.size() == 2 else data[:4]
     mean = job.step(mine)
     return mean, job.model.weight.detach(), job.position
 

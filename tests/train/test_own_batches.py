@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import paceline
-from paceline.comm import api as words
+from paceline.comm import api
 from paceline.launch.workload_file import read_workload_file
 from paceline.nouns.errors import PlanError, WorkloadError
 from paceline.nouns.mesh import Mesh
@@ -37,8 +37,8 @@ def make(data=None, **parts):
 
 
 def job_of(mesh=None, workload=None, **plan):
-    words.init()
-    return Job(workload or make(), Plan(mesh=mesh or f"replicate={words.size()}", **plan))
+    api.init()
+    return Job(workload or make(), Plan(mesh=mesh or f"replicate={api.size()}", **plan))
 
 
 def step(job, number):

@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.cli import plan_memory
-from paceline.comm import api as words
+from paceline.comm import api
 from paceline.nouns.device import Device
 from paceline.nouns.plan import Plan
 from paceline.nouns.profile import NOTHING_TO_RECOMPUTE
@@ -57,7 +57,7 @@ def workload(name):
 
 def train(rank, cases):
     """The losses of each model under each plan, and what was said of it."""
-    words.init()
+    api.init()
     found = []
     for name, line in cases:
         job = Job(workload(name), Plan.parse(line))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from test_job import workload
 
-from paceline.comm import api as words
+from paceline.comm import api
 from paceline.nouns.errors import CheckpointError
 from paceline.nouns.plan import Plan
 from paceline.train.job import Job
@@ -18,7 +18,7 @@ from support.ranks import run_ranks
 
 def start(rank, folders, told):
     """A rank of a job whose run directory is, on this rank's host, `folders[rank]`."""
-    words.init()
+    api.init()
     Path(folders[rank]).mkdir(exist_ok=True)
     os.environ["PACELINE_RUN_DIR"] = folders[rank]
     if told[rank]:

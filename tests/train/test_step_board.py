@@ -10,7 +10,7 @@ import torch
 from test_job import workload
 
 import paceline
-from paceline.comm import api as words
+from paceline.comm import api
 from paceline.nouns.errors import CollectiveError
 from paceline.nouns.plan import Plan
 from paceline.train import step_board
@@ -23,7 +23,7 @@ BATCH = torch.ones(3, 4)
 
 def apart(rank, folder, how, mesh):
     os.environ["PACELINE_RUN_DIR"] = folder
-    words.init()
+    api.init()
     job = Job(workload(evaluation=[torch.ones(4)] * 4), Plan(mesh=mesh))
     for _ in range(3):
         job.step(BATCH)
@@ -73,7 +73,7 @@ def test_ranks_at_other_calls_are_told(tmp_path):
 
 
 def late(rank):
-    words.init()
+    api.init()
     job = Job(workload(evaluation=[torch.ones(4)] * 4), Plan(mesh="replicate=2"))
     for number in range(3):
         job.step(BATCH)
@@ -91,7 +91,7 @@ def test_a_rank_that_is_late_is_waited_for():
 
 def agree(rank):
     """What the error advises, with 3 batches on one rank and 5 on the other."""
-    words.init()
+    api.init()
     job = Job(workload(), Plan(mesh="replicate=2"))
     left = 3 + 2 * rank
     while int(paceline.all_reduce(torch.tensor(int(left > 0)), "min")):
@@ -106,7 +106,7 @@ def test_what_the_error_advises_works():
 
 
 def alone(rank, method):
-    words.init()
+    api.init()
     try:
         job = Job(workload(), Plan(mesh="replicate=1"))
         job.board.meet("job.save", 0)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from paceline.nouns.mesh import Mesh
-from paceline.nouns.placement import FLAT, Cut, Placement
+from paceline.nouns.shard_spec import FLAT, Cut, ShardSpec
 from paceline.verify.judge.compare import RankResult, Reference, differences, relation, take
 from paceline.verify.judge.fingerprints import added, differ, times_of
 from paceline.verify.judge.order import Call, find_disorder
@@ -24,8 +24,8 @@ def reference(noise=0.0):
 
 
 def rank(tensors, cuts=None, number=0):
-    placements = {"a.w": Placement((6, 4), cuts).to_json()} if cuts else {}
-    return RankResult(number, tensors, {"placements": placements, "has_gradient": {"a.w": True}})
+    shard_specs = {"a.w": ShardSpec((6, 4), cuts).to_json()} if cuts else {}
+    return RankResult(number, tensors, {"placements": shard_specs, "has_gradient": {"a.w": True}})
 
 
 def all_of(change=lambda values: values, key="2/parameter/a.w"):
@@ -68,8 +68,8 @@ def test_a_missing_gradient_and_a_missing_piece_are_seen():
     del lacking.tensors["2/gradient/a.w"]
     assert differences(reference(), [lacking])[0].found == "it has none"
     first = Cut(0, (6,), 0, 2)
-    placement = Placement((6, 4), (first,))
-    half = rank({k: take(v, placement) if v.ndim else v for k, v in all_of().tensors.items()}, (first,))
+    shard_spec = ShardSpec((6, 4), (first,))
+    half = rank({k: take(v, shard_spec) if v.ndim else v for k, v in all_of().tensors.items()}, (first,))
     found = differences(reference(), [half])
     assert "12 of its elements are on no rank" in found[0].found
 
@@ -82,8 +82,8 @@ def test_pieces_are_those_of_the_checkpoints(cuts):
     """The judge's own way of cutting against the one that checkpoints use."""
     from paceline.checkpoint.reshard import take as saved
 
-    placement = Placement((6, 4), cuts)
-    assert np.array_equal(take(FULL, placement), saved(torch.tensor(FULL), placement).numpy())
+    shard_spec = ShardSpec((6, 4), cuts)
+    assert np.array_equal(take(FULL, shard_spec), saved(torch.tensor(FULL), shard_spec).numpy())
 
 
 def test_a_relation_is_only_told_where_it_holds():
@@ -108,7 +108,7 @@ def test_the_rank_that_left_the_order_is_named(first, second, odd):
     found = find_disorder({0: calls(*first), 1: calls(*second)}, Mesh.parse("replicate=2"))
     assert found is not None
     assert found.rank == odd
-    assert f"rank {odd}" in found.told()
+    assert f"rank {odd}" in found.describe()
 
 
 def test_ranks_of_different_groups_may_differ():

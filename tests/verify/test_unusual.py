@@ -48,8 +48,8 @@ def test_what_cannot_be_judged_is_refused(name):
     # An AssertionError is what a rank's refusal becomes in the process that started it.
     with pytest.raises((PacelineError, RuntimeError, ValueError, AssertionError)) as error:
         verify((name,), plan)
-    from paceline.verify.ranks.reference import told
+    from paceline.verify.ranks.reference import as_workload_error
 
     is_said = isinstance(error.value, PacelineError | AssertionError)
-    shown = error.value if is_said else told(error.value)
+    shown = error.value if is_said else as_workload_error(error.value)
     assert says in str(shown)

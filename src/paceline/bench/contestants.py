@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from paceline.comm import api as words
+from paceline.comm import api
 from paceline.demo.bert import Bert, BertConfig
 from paceline.demo.workload import MaskedSequences, loss, make_workload
 from paceline.nouns.plan import Plan
@@ -235,7 +235,7 @@ def _lightning(folder: Path, rank: int, ranks: int) -> Step:
 
 
 def _paceline(folder: Path, ranks: int, transport: str) -> Step:
-    words.init()
+    api.init()
     parts: dict[str, Any] = {"scheduler": None, "clip_norm": None, "evaluation": None}
     workload = make_workload(folder, 10**6, BATCH * ranks, **parts)
     job = Job(workload, Plan(mesh=f"replicate={ranks}", transport=transport))

@@ -11,7 +11,7 @@ import torch.fx.experimental.proxy_tensor  # noqa: F401
 from paceline.bench.bert_workload import MICRO_BATCHES, make_workload
 from paceline.bench.contestants import Contestant, Step, serve
 from paceline.bench.raw_strategies import raw_1f1b, raw_gpipe, raw_shard, raw_tensor
-from paceline.comm import api as words
+from paceline.comm import api
 from paceline.nouns.plan import Plan
 from paceline.train.job import Job
 
@@ -25,7 +25,7 @@ PLANS = {
 
 def _ours(plan: str) -> Contestant:
     def start(folder: Path, rank: int, ranks: int) -> Step:
-        words.init()
+        api.init()
         job = Job(make_workload(folder), Plan.parse(plan))
         batches = job.batches()
         return lambda: job.step(next(batches))

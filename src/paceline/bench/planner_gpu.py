@@ -11,7 +11,7 @@ import sys
 import torch
 
 from paceline.bench.planner_models import full_workload
-from paceline.comm import api as words
+from paceline.comm import api
 from paceline.nouns.plan import Plan
 from paceline.train.job import Job
 
@@ -19,7 +19,7 @@ from paceline.train.job import Job
 def main() -> None:
     """Train, and say the largest number of bytes allocated and reserved since the second step began."""
     name, batch, length, parts = sys.argv[1:]
-    words.init()
+    api.init()
     job = Job(full_workload(name, int(batch), int(length), **json.loads(parts)), Plan())
     for number, one in enumerate(job.batches()):
         if number == 1:

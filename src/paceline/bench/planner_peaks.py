@@ -16,7 +16,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from paceline.bench.planner_models import workload
-from paceline.comm import api as words
+from paceline.comm import api
 from paceline.nouns.plan import Plan
 from paceline.train.job import Job
 
@@ -27,7 +27,7 @@ def measured(plan: Any, name: str, parts: dict[str, Any]) -> tuple[int, int, lis
     The profiler hears only the threads that it was started in. Gloo lets go of what it has sent in a thread of its
     own; so after each collective there is time for that before this thread lets go.
     """
-    words.init()
+    api.init()
     made = workload(name, **parts)  # its data are no part of the job
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         job = Job(made, plan)
@@ -68,7 +68,7 @@ def main() -> None:
     torch.set_num_threads(1)  # kernels' scratch memory depends on it
     with_time_to_let_go()
     peak, _, rows = measured(Plan.parse(line), name, json.loads(parts))
-    Path(folder, f"{words.rank()}.json").write_text(json.dumps({"peak": peak, "ledger": rows}))
+    Path(folder, f"{api.rank()}.json").write_text(json.dumps({"peak": peak, "ledger": rows}))
 
 
 if __name__ == "__main__":

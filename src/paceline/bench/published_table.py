@@ -41,7 +41,7 @@ COLUMNS = ("source", "model", "hardware", "gpus", "strategy", "precision", "seq_
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class PublishedRow:
     """What was predicted of a row.
 
     Attributes:
@@ -115,23 +115,23 @@ def read(path: Path) -> list[tuple[int, Row]]:
     return rows
 
 
-def said_of(number: int, row: Row, prediction: tuple[float, bool] | str) -> Said:
+def said_of(number: int, row: Row, prediction: tuple[float, bool] | str) -> PublishedRow:
     """What a prediction says of a row: bytes and whether that is too much, or why there is none."""
     claim = claim_of(row) or ""
     short = ", ".join(value for value in (row[one] for one in COLUMNS[1:]) if value)
     if isinstance(prediction, str):
-        return Said(number, short, row["source"], claim, why_not=prediction)
+        return PublishedRow(number, short, row["source"], claim, why_not=prediction)
     nbytes, is_too_large = prediction
     if claim == "memory":
         gpus = int(row["gpus"]) if row["metric"].endswith("_total") else 1
         published = float(row["value"]) * UNITS[row["unit"]] / gpus
-        return Said(number, short, row["source"], claim, nbytes, published, nbytes / published - 1)
+        return PublishedRow(number, short, row["source"], claim, nbytes, published, nbytes / published - 1)
     there = float(device_of(row).memory or 0)
     is_right = is_too_large == (claim == "out of memory")
-    return Said(number, short, row["source"], claim, nbytes, there, None, is_right)
+    return PublishedRow(number, short, row["source"], claim, nbytes, there, None, is_right)
 
 
-def ratios(said: Sequence[Said]) -> dict[str, float | None]:
+def ratios(said: Sequence[PublishedRow]) -> dict[str, float | None]:
     """The shares of rows that are right, and the errors of memory."""
     fits = [one.is_right for one in said if one.is_right is not None]
     errors = sorted(abs(one.error) for one in said if one.error is not None)
@@ -144,9 +144,9 @@ def ratios(said: Sequence[Said]) -> dict[str, float | None]:
     }
 
 
-def by_source(said: Sequence[Said]) -> list[dict[str, Any]]:
+def by_source(said: Sequence[PublishedRow]) -> list[dict[str, Any]]:
     """A line for each source."""
-    groups: dict[str, list[Said]] = defaultdict(list)
+    groups: dict[str, list[PublishedRow]] = defaultdict(list)
     for one in said:
         groups[one.source].append(one)
     lines = []

@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 
 from paceline.checkpoint.manifest import MODEL, find_good, read_manifest, sync_folder
-from paceline.checkpoint.manifest_schema import CONFIGS, placements_of
+from paceline.checkpoint.manifest_schema import CONFIGS, shard_specs_of
 from paceline.checkpoint.shard_geometry import move
-from paceline.checkpoint.tensor_file import Form, TensorFile, write_tensors, written_order
+from paceline.checkpoint.tensor_file import TensorFile, TensorFormat, write_tensors, written_order
 from paceline.nouns.errors import UsageError
-from paceline.nouns.placement import Placement
+from paceline.nouns.shard_spec import ShardSpec
 
 FORMS = ("hf", "safetensors")
 SHARD_BYTES = 5 * 10**9  # of a file, as Hugging Face's Hub asks for; a larger tensor has a file of its own
@@ -41,7 +41,7 @@ class Export:
 
     source: Path
     step: int
-    tensors: Mapping[str, Form]
+    tensors: Mapping[str, TensorFormat]
     files: Mapping[str, Sequence[str]]
     texts: Mapping[str, str]
 
@@ -80,7 +80,7 @@ def plan_export(path: Path, form: str, report: Callable[[str], None], shard_byte
     source = find_good(inside if inside.is_dir() else path, report, fix=_NONE)
     manifest = read_manifest(source)
     tensors = {
-        name.removeprefix(MODEL): Form(tuple(entry["shape"]), entry["dtype"])
+        name.removeprefix(MODEL): TensorFormat(tuple(entry["shape"]), entry["dtype"])
         for name, entry in manifest["tensors"].items()
         if name.startswith(MODEL)
     }
@@ -137,7 +137,9 @@ def write_export(export: Export, folder: Path) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _contents(source: Path, manifest: Mapping[str, Any], forms: Mapping[str, Form]) -> Iterator[tuple[str, Any]]:
+def _contents(
+    source: Path, manifest: Mapping[str, Any], forms: Mapping[str, TensorFormat]
+) -> Iterator[tuple[str, Any]]:
     """The tensors of one file as arrays of bits, each put together from its parts."""
     opened: dict[str, TensorFile] = {}
     for name in written_order(forms):
@@ -145,17 +147,17 @@ def _contents(source: Path, manifest: Mapping[str, Any], forms: Mapping[str, For
         entry = manifest["tensors"][MODEL + name]
         bits = np.dtype(f"u{form.item_bytes}")
         full = np.empty(form.shape, bits)
-        for part, placement in zip(entry["parts"], placements_of(entry), strict=True):
+        for part, shard_spec in zip(entry["parts"], shard_specs_of(entry), strict=True):
             if part["file"] not in opened:
                 opened[part["file"]] = TensorFile.open(source / part["file"])
             file = opened[part["file"]]
-            offset, numel = file.place(part["key"], Form(placement.local_shape, form.dtype))
-            held = np.frombuffer(file.content, bits, numel, offset).reshape(placement.local_shape)
-            move(full, Placement(form.shape), held, placement)
+            offset, numel = file.place(part["key"], TensorFormat(shard_spec.local_shape, form.dtype))
+            held = np.frombuffer(file.content, bits, numel, offset).reshape(shard_spec.local_shape)
+            move(full, ShardSpec(form.shape), held, shard_spec)
         yield name, full.data if full.size else b""
 
 
-def _shards(tensors: Mapping[str, Form], shard_bytes: int) -> list[list[str]]:
+def _shards(tensors: Mapping[str, TensorFormat], shard_bytes: int) -> list[list[str]]:
     """The names of each file's tensors, in the model's order."""
     shards: list[list[str]] = [[]]
     filled = 0

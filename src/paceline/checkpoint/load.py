@@ -10,18 +10,18 @@ import torch
 
 from paceline.checkpoint.manifest import MODEL, OWN, check_files, file_name, read_manifest
 from paceline.checkpoint.manifest_merge import as_hex, of_hex
-from paceline.checkpoint.manifest_schema import placements_of
-from paceline.checkpoint.reshard import Part, bits_of, dtype_of, hash_of
+from paceline.checkpoint.manifest_schema import shard_specs_of
+from paceline.checkpoint.reshard import LocalTensor, bits_of, dtype_of, hash_of
 from paceline.checkpoint.save import assigned
 from paceline.checkpoint.shard_geometry import is_needed, move
-from paceline.checkpoint.tensor_file import Form, TensorFile
+from paceline.checkpoint.tensor_file import TensorFile, TensorFormat
 from paceline.comm.collectives import AxisComm
 from paceline.nouns.errors import CheckpointError
-from paceline.nouns.placement import Placement
+from paceline.nouns.shard_spec import ShardSpec
 
 
 def read_checkpoint(
-    folder: Path, rank: int, wanted: Mapping[str, Placement | None]
+    folder: Path, rank: int, wanted: Mapping[str, ShardSpec | None]
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """The manifest, the parts that are wanted, and the tensors of `rank` alone (none if it did not exist then).
 
@@ -39,11 +39,11 @@ def read_checkpoint(
 
 
 def read_parts(
-    folder: Path, manifest: Mapping[str, Any], wanted: Mapping[str, Placement | None]
+    folder: Path, manifest: Mapping[str, Any], wanted: Mapping[str, ShardSpec | None]
 ) -> dict[str, torch.Tensor]:
     """The wanted parts, on the CPU. Only they are held, and of the files only what they need is read."""
     files: dict[str, TensorFile] = {}
-    return {name: _read_part(folder, manifest, files, name, placement) for name, placement in wanted.items()}
+    return {name: _read_part(folder, manifest, files, name, shard_spec) for name, shard_spec in wanted.items()}
 
 
 def _read_part(
@@ -51,20 +51,20 @@ def _read_part(
     manifest: Mapping[str, Any],
     files: dict[str, TensorFile],
     name: str,
-    placement: Placement | None,
+    shard_spec: ShardSpec | None,
 ) -> torch.Tensor:
     entry = manifest["tensors"].get(name)
     if entry is None:
         raise _other(folder, f"{name} is not in it")
     shape = tuple(entry["shape"])
-    placement = placement or Placement(shape)
-    if placement.shape != shape:
-        raise _other(folder, f"{name} has the shape {shape} in it, not {placement.shape}")
-    part = torch.empty(placement.local_shape, dtype=getattr(torch, entry["dtype"]))
-    for saved, place in zip(entry["parts"], placements_of(entry), strict=True):
-        if is_needed(placement, place):
+    shard_spec = shard_spec or ShardSpec(shape)
+    if shard_spec.shape != shape:
+        raise _other(folder, f"{name} has the shape {shape} in it, not {shard_spec.shape}")
+    part = torch.empty(shard_spec.local_shape, dtype=getattr(torch, entry["dtype"]))
+    for saved, place in zip(entry["parts"], shard_specs_of(entry), strict=True):
+        if is_needed(shard_spec, place):
             file = _opened(folder, files, saved["file"])
-            move(bits_of(part), placement, bits_of(_mapped(file, saved["key"], place.local_shape, part.dtype)), place)
+            move(bits_of(part), shard_spec, bits_of(_mapped(file, saved["key"], place.local_shape, part.dtype)), place)
     return part
 
 
@@ -76,7 +76,7 @@ def _opened(folder: Path, files: dict[str, TensorFile], name: str) -> TensorFile
 
 def _mapped(file: TensorFile, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """A tensor of the file, not read yet: the kernel reads what is copied from it."""
-    offset, numel = file.place(key, Form(shape, str(dtype).removeprefix("torch.")))
+    offset, numel = file.place(key, TensorFormat(shape, str(dtype).removeprefix("torch.")))
     return torch.frombuffer(file.content, dtype=dtype, count=numel, offset=offset).view(shape)
 
 
@@ -116,7 +116,7 @@ def check_files_together(folder: Path, manifest: Mapping[str, Any], comm: AxisCo
 def verify_hashes(
     folder: Path,
     manifest: Mapping[str, Any],
-    parts: Mapping[str, Part],
+    parts: Mapping[str, LocalTensor],
     comm: AxisComm,
     failure: CheckpointError | None = None,
 ) -> None:
@@ -138,14 +138,14 @@ def verify_hashes(
     table[-1, 0] = int(failure is not None)
     for name in assigned(parts, comm.rank) if failure is None else ():
         part = parts[name]
-        table[row[name]] = torch.tensor([*hash_of(part.tensor, part.held.placement), part.tensor.numel()])
+        table[row[name]] = torch.tensor([*hash_of(part.tensor, part.held.shard_spec), part.tensor.numel()])
     comm.all_reduce(table)
     if failure is not None or table[-1, 0]:
         raise failure or _damaged(folder, "another rank could not load its part")
     for name, (first, second, count) in zip(names, table.tolist(), strict=False):
         entry = manifest["tensors"][name]
         shape = tuple(entry["shape"])
-        numel = Placement(shape).numel
+        numel = ShardSpec(shape).numel
         if count == 0 < numel:
             raise _other(folder, f"its {_bare(name)} of shape {shape} is not in the model")
         if count != numel:
@@ -155,13 +155,13 @@ def verify_hashes(
             raise _damaged(folder, f"{_bare(name)} was loaded with the hash {said}, not the {entry['hash']} saved")
 
 
-def check_same_model(folder: Path, saved: Mapping[str, Mapping[str, Any]], model: Mapping[str, Part]) -> None:
+def check_same_model(folder: Path, saved: Mapping[str, Mapping[str, Any]], model: Mapping[str, LocalTensor]) -> None:
     """Raise CheckpointError naming the first of this rank's tensors in which the checkpoint and the model differ.
 
     A tensor that only the checkpoint has is found by `verify_hashes`: another rank may hold it.
     """
     for name, part in model.items():
-        shape, bare = part.held.placement.shape, _bare(name)
+        shape, bare = part.held.shard_spec.shape, _bare(name)
         if name not in saved:
             raise _other(folder, f"the model's {bare} of shape {shape} is not in it")
         if tuple(saved[name]["shape"]) != shape:

@@ -7,7 +7,7 @@ from typing import Any
 
 from paceline.checkpoint.shard_geometry import fault_of_cover
 from paceline.nouns.errors import CheckpointError
-from paceline.nouns.placement import Placement
+from paceline.nouns.shard_spec import ShardSpec
 
 Hash = tuple[int, int]  # of a tensor or part: two sums modulo 2^64, as signed numbers
 
@@ -53,8 +53,8 @@ def merged_tensors(notes: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, An
             hashes.setdefault(name, []).append(of_hex(part["hash"]))
             tensor["parts"].append({"file": note["name"], "key": name, "placement": part["placement"]})
     for name, tensor in tensors.items():
-        placements = [Placement.of_json(part["placement"]) for part in tensor["parts"]]
-        fault = fault_of_cover(tuple(tensor["shape"]), tuple(placements))
+        shard_specs = [ShardSpec.of_json(part["placement"]) for part in tensor["parts"]]
+        fault = fault_of_cover(tuple(tensor["shape"]), tuple(shard_specs))
         if fault is not None:
             raise _refused(name, fault)
         tensor["hash"] = as_hex(sum_of(hashes[name]))

@@ -9,8 +9,8 @@ from typing import Any
 
 from paceline.checkpoint.shard_geometry import fault_of_cover, is_sound, most_pieces
 from paceline.checkpoint.tensor_file import DTYPES, METADATA
-from paceline.nouns.placement import Placement
 from paceline.nouns.reading import COUNT, LARGEST, fault_of, is_shape, shown
+from paceline.nouns.shard_spec import ShardSpec
 
 _HASH, _TENSOR_HASH = re.compile("[0-9a-f]{64}"), re.compile("[0-9a-f]{32}")
 CONFIGS = ("config", "generation_config")  # of a transformers model, where the job's is one
@@ -60,20 +60,20 @@ def fault_of_tensors(manifest: Mapping[str, Any]) -> str | None:
 
 
 def _fault_of_parts(entry: Mapping[str, Any], left: dict[str, int], boxes: _Boxes) -> str | None:
-    shape, placements = tuple(entry["shape"]), placements_of(entry)
+    shape, shard_specs = tuple(entry["shape"]), shard_specs_of(entry)
     item_bytes = DTYPES[entry["dtype"]][1]
-    for part, placement in zip(entry["parts"], placements, strict=True):
+    for part, shard_spec in zip(entry["parts"], shard_specs, strict=True):
         file = part["file"]
         if file not in left:
             return "one of its parts is in none of the files"
-        if placement.shape != shape or not is_sound(placement):
+        if shard_spec.shape != shape or not is_sound(shard_spec):
             return "one of its parts can't be one"
-        left[file] -= math.prod(placement.local_shape) * item_bytes
+        left[file] -= math.prod(shard_spec.local_shape) * item_bytes
         if left[file] < 0:
             return f"its part is longer than what is left of {file}"
-        if not boxes.may_have(placement):
+        if not boxes.may_have(shard_spec):
             return "its parts are cut into too many boxes"
-    return fault_of_cover(shape, tuple(placements))
+    return fault_of_cover(shape, tuple(shard_specs))
 
 
 class _Boxes:
@@ -82,19 +82,19 @@ class _Boxes:
     def __init__(self, tensors: Mapping[str, Any]) -> None:
         parts = sum(len(entry["parts"]) for entry in tensors.values() if _is_tensor(entry))
         self.left = max(_BOXES, _BOXES_OF_A_PART * parts)
-        self.seen: set[Placement] = set()
+        self.seen: set[ShardSpec] = set()
 
-    def may_have(self, placement: Placement) -> bool:
+    def may_have(self, shard_spec: ShardSpec) -> bool:
         """Count this one in; whether there are few enough."""
-        if placement not in self.seen:
-            self.seen.add(placement)
-            self.left -= most_pieces(placement)
+        if shard_spec not in self.seen:
+            self.seen.add(shard_spec)
+            self.left -= most_pieces(shard_spec)
         return self.left >= 0
 
 
-def placements_of(entry: Mapping[str, Any]) -> list[Placement]:
+def shard_specs_of(entry: Mapping[str, Any]) -> list[ShardSpec]:
     """Which parts of a manifest's tensor lie in the files."""
-    return [Placement.of_json(part["placement"]) for part in entry["parts"]]
+    return [ShardSpec.of_json(part["placement"]) for part in entry["parts"]]
 
 
 def _is_count(value: Any) -> bool:

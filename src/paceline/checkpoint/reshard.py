@@ -18,7 +18,7 @@ import torch
 
 from paceline.checkpoint.manifest_merge import Hash, signed
 from paceline.checkpoint.shard_geometry import move, pieces
-from paceline.nouns.placement import Held, Placement
+from paceline.nouns.shard_spec import LocalShard, ShardSpec
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Elements hashed at a time: three tensors of 8 bytes each, which stay in a CPU's cache. torch splits calls of
@@ -34,17 +34,17 @@ _THIRD = 0xBF58476D1CE4E5B9 - 2**64
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LocalTensor:
     """What this rank holds of one tensor. `tensor` is the local part itself, of the placement's local shape."""
 
     tensor: torch.Tensor
-    held: Held
+    held: LocalShard
 
     def __post_init__(self) -> None:
-        if tuple(self.tensor.shape) != self.held.placement.local_shape:
+        if tuple(self.tensor.shape) != self.held.shard_spec.local_shape:
             raise ValueError(
-                f"a part of shape {tuple(self.tensor.shape)} is said to be {self.held.placement}, "
-                f"whose shape is {self.held.placement.local_shape}"
+                f"a part of shape {tuple(self.tensor.shape)} is said to be {self.held.shard_spec}, "
+                f"whose shape is {self.held.shard_spec.local_shape}"
             )
 
 
@@ -58,24 +58,24 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().view(_BITS[tensor.element_size()])
 
 
-def take(full: torch.Tensor, placement: Placement) -> torch.Tensor:
-    """The part of `full` that `placement` says, as a new tensor."""
-    local = torch.empty(placement.local_shape, dtype=full.dtype, device=full.device)
-    move(bits_of(local), placement, bits_of(full), Placement(placement.shape))
+def take(full: torch.Tensor, shard_spec: ShardSpec) -> torch.Tensor:
+    """The part of `full` that `shard_spec` says, as a new tensor."""
+    local = torch.empty(shard_spec.local_shape, dtype=full.dtype, device=full.device)
+    move(bits_of(local), shard_spec, bits_of(full), ShardSpec(shard_spec.shape))
     return local
 
 
-def put(full: torch.Tensor, placement: Placement, local: torch.Tensor) -> None:
+def put(full: torch.Tensor, shard_spec: ShardSpec, local: torch.Tensor) -> None:
     """Write a part to its place in `full`."""
-    move(bits_of(full), Placement(placement.shape), bits_of(local), placement)
+    move(bits_of(full), ShardSpec(shard_spec.shape), bits_of(local), shard_spec)
 
 
-def hash_of(local: torch.Tensor, placement: Placement) -> Hash:
-    """The hash of a part; those of all parts of a tensor add up to `hash_of(tensor, Placement(shape))`."""
+def hash_of(local: torch.Tensor, shard_spec: ShardSpec) -> Hash:
+    """The hash of a part; those of all parts of a tensor add up to `hash_of(tensor, ShardSpec(shape))`."""
     bits = bits_of(local)
     sums = torch.zeros(2, dtype=torch.int64, device=bits.device)
-    for piece in pieces(placement):
-        sizes, strides = placement.shape, _strides(placement.shape)
+    for piece in pieces(shard_spec):
+        sizes, strides = shard_spec.shape, _strides(shard_spec.shape)
         starts = [start for start, _ in piece.box]
         at = sum(start * stride for start, stride in zip(starts, strides, strict=True))
         window = piece.of(bits, piece.inside)

@@ -36,11 +36,11 @@ from paceline.checkpoint.manifest import (
 )
 from paceline.checkpoint.manifest_merge import as_hex, merged_optimizer, merged_tensors
 from paceline.checkpoint.manifest_schema import fault_of_form
-from paceline.checkpoint.reshard import Part, dtype_of, hash_of
+from paceline.checkpoint.reshard import LocalTensor, dtype_of, hash_of
 from paceline.checkpoint.tensor_file import DTYPES
 from paceline.nouns.errors import CheckpointError, ReadError, how_to_write
-from paceline.nouns.placement import Placement
 from paceline.nouns.reading import COUNT, read_json
+from paceline.nouns.shard_spec import ShardSpec
 
 NOTES_TIMEOUT_S = 600  # for the slowest rank's file
 _POLL_S = 0.02
@@ -51,7 +51,7 @@ _FIX = "see that the folder is there, can be written and has space, or name anot
 
 
 @dataclass(slots=True)
-class Writer:
+class CheckpointWriter:
     """Saves of one job, one at a time.
 
     Args:
@@ -71,7 +71,7 @@ class Writer:
     def begin(
         self,
         folder: Path,
-        parts: Mapping[str, Part],
+        parts: Mapping[str, LocalTensor],
         own: Mapping[str, torch.Tensor],
         facts: dict[str, Any],
         keep: int,
@@ -98,10 +98,10 @@ class Writer:
         copies = {
             name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in {**tensors, **own}.items()
         }
-        placements = {name: part.held.placement for name, part in mine.items()}
+        shard_specs = {name: part.held.shard_spec for name, part in mine.items()}
         manifest = {"format": FORMAT, "version": VERSION, **facts}
         self.thread = threading.Thread(
-            target=self._write, args=(folder, copies, placements, manifest, keep), name="checkpoint", daemon=True
+            target=self._write, args=(folder, copies, shard_specs, manifest, keep), name="checkpoint", daemon=True
         )
         self.thread.start()
 
@@ -116,7 +116,7 @@ class Writer:
         self,
         folder: Path,
         tensors: dict[str, torch.Tensor],
-        placements: Mapping[str, Placement],
+        shard_specs: Mapping[str, ShardSpec],
         manifest: dict[str, Any],
         keep: int,
     ) -> None:
@@ -125,7 +125,9 @@ class Writer:
         partial = partial_of(folder)
         try:
             partial.mkdir(parents=True, exist_ok=True)
-            _leave_note(partial, self.rank, _write_rank(partial, self.rank, tensors, placements, manifest["optimizer"]))
+            _leave_note(
+                partial, self.rank, _write_rank(partial, self.rank, tensors, shard_specs, manifest["optimizer"])
+            )
             if self.rank == 0:
                 notes = _wait_for_notes(partial, self.size)
                 manifest["files"] = [{key: note[key] for key in ("name", "bytes", "sha256")} for note in notes]
@@ -167,7 +169,7 @@ class Writer:
             _leave_note(partial, self.rank, {"error": found})
 
 
-def assigned(parts: Mapping[str, Part], rank: int) -> list[str]:
+def assigned(parts: Mapping[str, LocalTensor], rank: int) -> list[str]:
     """The tensors whose part here `rank` is to write, or to answer for: each part falls to one of its holders.
 
     Those who hold the same parts see the same tensors, so they agree without a word: the largest first, each
@@ -177,7 +179,7 @@ def assigned(parts: Mapping[str, Part], rank: int) -> list[str]:
     mine = []
     for name in sorted(parts, key=lambda name: (-parts[name].tensor.nbytes, name)):
         part = parts[name]
-        if part.tensor.numel() == 0 and part.held.placement.numel > 0:
+        if part.tensor.numel() == 0 and part.held.shard_spec.numel > 0:
             continue
         holders = part.held.holders
         held = load.setdefault(holders, [0] * len(holders))
@@ -201,7 +203,7 @@ def _write_rank(
     partial: Path,
     rank: int,
     tensors: dict[str, torch.Tensor],
-    placements: Mapping[str, Placement],
+    shard_specs: Mapping[str, ShardSpec],
     optimizer: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Write a rank's file; the note that rank 0 makes the manifest of."""
@@ -213,12 +215,12 @@ def _write_rank(
         "sha256": hashlib.sha256(content).hexdigest(),
         "tensors": {
             name: {
-                "shape": list(placement.shape),
+                "shape": list(shard_spec.shape),
                 "dtype": dtype_of(tensors[name]),
-                "hash": as_hex(hash_of(tensors[name], placement)),
-                "placement": placement.to_json(),
+                "hash": as_hex(hash_of(tensors[name], shard_spec)),
+                "placement": shard_spec.to_json(),
             }
-            for name, placement in placements.items()
+            for name, shard_spec in shard_specs.items()
         },
         "groups": [group["parameters"] for group in optimizer["groups"]],
         "numbers": optimizer["numbers"],

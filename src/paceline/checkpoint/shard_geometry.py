@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from paceline.nouns.placement import FLAT, Placement
+from paceline.nouns.shard_spec import FLAT, ShardSpec
 
 Range = tuple[int, int]  # start, stop
 _REMEMBERED = 2**16  # placements: a model's layers, and each parameter's optimizer state, share theirs
@@ -25,7 +25,7 @@ _SECRET = secrets.token_bytes(16)  # nobody can write parts that overlap and sti
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Box:
     """A box of the full tensor, and where a part holds it."""
 
     box: tuple[Range, ...]  # in the full tensor
@@ -47,11 +47,11 @@ class Piece:
 
 
 @lru_cache(_REMEMBERED)
-def pieces(placement: Placement) -> tuple[Piece, ...]:
+def pieces(shard_spec: ShardSpec) -> tuple[Box, ...]:
     """The boxes of which a part is made, in its own order; none of them is empty."""
-    grid = [[(0, size)] if size else [] for size in placement.shape]  # of each dim, the ranges that are kept
+    grid = [[(0, size)] if size else [] for size in shard_spec.shape]  # of each dim, the ranges that are kept
     flat: list[Range] | None = None  # after a FLAT cut: what is kept of the grid, flattened
-    for cut in placement.cuts:
+    for cut in shard_spec.cuts:
         if flat is not None:
             flat = _select(flat, cut.ranges)
         elif cut.dim == FLAT:
@@ -61,7 +61,7 @@ def pieces(placement: Placement) -> tuple[Piece, ...]:
     shape = tuple(map(_length, grid))
     if flat is None:
         return tuple(_pieces_of_window(grid, [(0, size) for size in shape], shape, 0, False))
-    found: list[Piece] = []
+    found: list[Box] = []
     offset = 0
     for start, stop in flat:
         for box in _boxes_of_stretch(shape, start, stop):
@@ -115,7 +115,7 @@ def _boxes_of_stretch(shape: tuple[int, ...], start: int, stop: int) -> Iterator
 
 def _pieces_of_window(
     grid: Sequence[Sequence[Range]], box: Sequence[Range], window: tuple[int, ...], offset: int, is_flat: bool
-) -> Iterator[Piece]:
+) -> Iterator[Box]:
     """A box of what the grid keeps, split where the grid has gaps in the full tensor."""
     sides: list[list[tuple[Range, Range]]] = []  # of each dim: (in the full tensor, in the window)
     for ranges, (first, last) in zip(grid, box, strict=True):
@@ -127,10 +127,10 @@ def _pieces_of_window(
             at += stop - start
         sides.append(side)
     for choice in itertools.product(*sides):
-        yield Piece(tuple(full for full, _ in choice), tuple(own for _, own in choice), window, offset, is_flat)
+        yield Box(tuple(full for full, _ in choice), tuple(own for _, own in choice), window, offset, is_flat)
 
 
-def move(target: Any, wanted: Placement, source: Any, held: Placement) -> None:
+def move(target: Any, wanted: ShardSpec, source: Any, held: ShardSpec) -> None:
     """Copy into the part `target` what the part `source` of the same tensor has of it.
 
     Both are arrays of one kind and dtype (torch or numpy), of their placements' local shapes.
@@ -142,7 +142,7 @@ def move(target: Any, wanted: Placement, source: Any, held: Placement) -> None:
                 to.of(target, _within(to, box))[...] = come.of(source, _within(come, box))
 
 
-def is_needed(wanted: Placement, held: Placement) -> bool:
+def is_needed(wanted: ShardSpec, held: ShardSpec) -> bool:
     """Whether the part `held` has any element of the part `wanted`."""
     return any(_intersection(a.box, b.box) is not None for a in pieces(wanted) for b in pieces(held))
 
@@ -152,7 +152,7 @@ def _intersection(one: Sequence[Range], other: Sequence[Range]) -> tuple[Range, 
     return box if all(start < stop for start, stop in box) else None
 
 
-def _within(piece: Piece, box: Sequence[Range]) -> list[Range]:
+def _within(piece: Box, box: Sequence[Range]) -> list[Range]:
     """Where in the piece's window a box of the full tensor lies."""
     return [
         (low - start + inside, high - start + inside)
@@ -161,7 +161,7 @@ def _within(piece: Piece, box: Sequence[Range]) -> list[Range]:
 
 
 @lru_cache(_REMEMBERED)
-def fault_of_cover(shape: tuple[int, ...], parts: tuple[Placement, ...]) -> str | None:
+def fault_of_cover(shape: tuple[int, ...], parts: tuple[ShardSpec, ...]) -> str | None:
     """What is wrong with `parts` as all of a tensor: None if they have each element once.
 
     The time grows with the number of boxes, not with that of pairs of them. Every index along a dimension has a random
@@ -194,11 +194,11 @@ def _weight_below(dim: int, index: int) -> int:
     return int.from_bytes(digest, "big") % _PRIME
 
 
-def most_pieces(placement: Placement) -> int:
+def most_pieces(shard_spec: ShardSpec) -> int:
     """At least as many as `pieces` would find, and its work; known without finding them."""
-    counts = [1] * len(placement.shape)
+    counts = [1] * len(shard_spec.shape)
     flat = 0
-    for cut in placement.cuts:
+    for cut in shard_spec.cuts:
         if flat or cut.dim == FLAT:
             flat = max(flat, 1) * max(1, len(cut.blocks))
         else:
@@ -207,13 +207,13 @@ def most_pieces(placement: Placement) -> int:
     return math.prod(counts) * (flat * (2 * len(counts) + 1) if flat else 1)
 
 
-def is_sound(placement: Placement) -> bool:
+def is_sound(shard_spec: ShardSpec) -> bool:
     """Whether every cut fits what the one before left, as one that was read from a file may not."""
-    shape = placement.shape
-    for cut in placement.cuts:
+    shape = shard_spec.shape
+    for cut in shard_spec.cuts:
         if not (FLAT <= cut.dim < len(shape) and 0 <= cut.part < cut.parts):
             return False
         if sum(cut.blocks) != (math.prod(shape) if cut.dim == FLAT else shape[cut.dim]):
             return False
-        shape = Placement(shape, (cut,)).local_shape
+        shape = ShardSpec(shape, (cut,)).local_shape
     return True

@@ -45,7 +45,7 @@ METADATA = "__metadata__"  # a key of the header that is no tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class TensorFormat:
     """A tensor's shape and dtype, as torch names it."""
 
     shape: tuple[int, ...]
@@ -89,7 +89,7 @@ class TensorFile:
             raise _bad(path, f"it is something else ({reason_of(error)})") from None
         return cls(path, content, 8 + length, header)
 
-    def forms(self) -> dict[str, Form]:
+    def forms(self) -> dict[str, TensorFormat]:
         """The shape and dtype of every tensor in the file.
 
         Raises:
@@ -103,10 +103,10 @@ class TensorFile:
             dtype = names.get(str(entry.get("dtype")))
             if dtype is None or not is_shape(entry.get("shape"), DTYPES[dtype][1]):
                 raise _bad(self.path, f"its {shown(key)} is no tensor")
-            found[key] = Form(tuple(entry["shape"]), dtype)
+            found[key] = TensorFormat(tuple(entry["shape"]), dtype)
         return found
 
-    def place(self, key: str, form: Form) -> tuple[int, int]:
+    def place(self, key: str, form: TensorFormat) -> tuple[int, int]:
         """The offset in the file and the elements of the tensor `key`, which must be of this form.
 
         Raises:
@@ -128,7 +128,7 @@ class TensorFile:
 
 
 def write_tensors(
-    file: BinaryIO, forms: Mapping[str, Form], tensors: Iterable[tuple[str, Any]], metadata: Mapping[str, str]
+    file: BinaryIO, forms: Mapping[str, TensorFormat], tensors: Iterable[tuple[str, Any]], metadata: Mapping[str, str]
 ) -> None:
     """Write a whole file; `tensors` yields names and contiguous buffers in the order of `written_order(forms)`."""
     header: dict[str, Any] = {METADATA: dict(metadata)}
@@ -148,7 +148,7 @@ def write_tensors(
         file.write(content)
 
 
-def written_order(forms: Mapping[str, Form]) -> Iterator[str]:
+def written_order(forms: Mapping[str, TensorFormat]) -> Iterator[str]:
     """Wide elements first, so that every tensor begins at a multiple of its element's size; then by name."""
     yield from sorted(forms, key=lambda name: (-forms[name].item_bytes, name))
 

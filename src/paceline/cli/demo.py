@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the demo."""
-    from paceline.demo.command import DemoFailed, Request, run_demo
+    from paceline.demo.command import DemoFailed, DemoRequest, run_demo
     from paceline.nouns.errors import UsageError
     from paceline.nouns.workload import too_small_batch
     from paceline.run.supervise.progress import Screen
@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.batch_size < arguments.n:
         raise too_small_batch(arguments.batch_size, arguments.n)
     out = sys.stderr if arguments.json else sys.stdout
-    request = Request(arguments.steps, arguments.batch_size, arguments.n, arguments.runs)
+    request = DemoRequest(arguments.steps, arguments.batch_size, arguments.n, arguments.runs)
     try:
         result = run_demo(request, lambda text: print(text, file=out, flush=True), Screen(out, sys.stderr))
     except DemoFailed as failure:

@@ -16,7 +16,7 @@ from paceline.cli.run import add_plan_arguments, decide_plan
 from paceline.launch.command import HIDDEN, is_secret
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
-from paceline.rendezvous.launcher_env import ALONE, NodePosition, Position, find_node, find_position
+from paceline.rendezvous.launcher_env import ALONE, LauncherPosition, NodeInfo, find_node, find_position
 
 Row = tuple[str, str, str]  # the setting, its value, where it comes from
 # Variables of these beginnings change a job, and so do these.
@@ -56,7 +56,7 @@ def settings(arguments: argparse.Namespace, environment: Mapping[str, str]) -> l
         PlanError, MeshError: the plan can't be read, or does not fit the ranks.
     """
     node = find_node(environment)
-    position = Position() if node is not None else find_position(environment)
+    position = LauncherPosition() if node is not None else find_position(environment)
     is_started = arguments.plan or arguments.n is not None  # by `paceline run`, where there is no other launcher
     plan, origin = _plan(arguments, environment, position)
     if node is None and (position.source != ALONE or not is_started):
@@ -80,7 +80,7 @@ def settings(arguments: argparse.Namespace, environment: Mapping[str, str]) -> l
     return rows
 
 
-def _position_rows(position: Position) -> list[Row]:
+def _position_rows(position: LauncherPosition) -> list[Row]:
     origins = position.origins
     meeting = "nowhere" if position.master is None else f"{position.master[0]} port {position.master[1]}"
     host = f"{position.cross_rank} of {position.cross_size}"
@@ -96,7 +96,7 @@ def _position_rows(position: Position) -> list[Row]:
     ]
 
 
-def _started_rows(plan: Plan, origin: str, position: Position) -> list[Row]:
+def _started_rows(plan: Plan, origin: str, position: LauncherPosition) -> list[Row]:
     """The rows of a job whose ranks `paceline run` would start on this host."""
     size, ranks = str(plan.world_size), f"0 to {plan.world_size - 1}"
     return [
@@ -108,7 +108,7 @@ def _started_rows(plan: Plan, origin: str, position: Position) -> list[Row]:
     ]
 
 
-def _node_rows(node: NodePosition, environment: Mapping[str, str]) -> list[Row]:
+def _node_rows(node: NodeInfo, environment: Mapping[str, str]) -> list[Row]:
     """The rows of a host that is to start its own ranks."""
     origins = node.origins
     meeting = "this host" if node.master is None else f"{node.master[0]} port {node.master[1]}"
@@ -121,7 +121,9 @@ def _node_rows(node: NodePosition, environment: Mapping[str, str]) -> list[Row]:
     ]
 
 
-def _plan(arguments: argparse.Namespace, environment: Mapping[str, str], position: Position) -> tuple[Plan, str]:
+def _plan(
+    arguments: argparse.Namespace, environment: Mapping[str, str], position: LauncherPosition
+) -> tuple[Plan, str]:
     """The plan, and where it comes from; a rank's plan is its launcher's, as the rank itself reads it."""
     folder, text = environment.get("PACELINE_RUN_DIR"), environment.get("PACELINE_PLAN")
     if arguments.plan or arguments.n is not None:
@@ -146,7 +148,7 @@ def _flag(arguments: argparse.Namespace, name: str, otherwise: str) -> str:
 
 
 def _threads(
-    position: Position, node: NodePosition | None, plan: Plan, environment: Mapping[str, str]
+    position: LauncherPosition, node: NodeInfo | None, plan: Plan, environment: Mapping[str, str]
 ) -> tuple[str, str, str]:
     if environment.get("OMP_NUM_THREADS"):
         return _variable("threads of a rank", "OMP_NUM_THREADS", "", environment)

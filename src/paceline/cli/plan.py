@@ -118,7 +118,7 @@ def print_layout(lines: list[dict[str, Any]]) -> None:
     print()
     for line in lines:
         shape = "x".join(map(str, line["shape"])) or "scalar"
-        print(f"{line['name']:<{width}}  {shape:>12}  {line['lay']:<20} {line['why']}")
+        print(f"{line['name']:<{width}}  {shape:>12}  {line['placement']:<20} {line['why']}")
 
 
 def facts_of(plan: Plan, model: dict[str, Any]) -> dict[str, Any]:

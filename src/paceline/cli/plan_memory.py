@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from paceline.launch.profile_workload import Request, profile_workload, ranks_to_profile
+from paceline.launch.profile_workload import ProfileRequest, profile_workload, ranks_to_profile
 from paceline.nouns.device import Device
 from paceline.nouns.errors import UsageError, WorkloadError
 from paceline.nouns.plan import Plan
 from paceline.nouns.profile import NOTHING_TO_RECOMPUTE, Profile
 from paceline.plan.memory import memory_of
 from paceline.plan.memory_table import communicators, holders, picture, servers_table, size, table
-from paceline.plan.oom_advice import FREE, WANTED, Way, WayOut, cheapest, ways
+from paceline.plan.oom_advice import FREE, WANTED, Change, Suggestion, cheapest, ways
 
 
 def add_memory_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +54,7 @@ def explain(
     Raises:
         WorkloadError, PlanError: no step of it can be tried out.
     """
-    requests = [Request(asdict(plan), rank, device.kind) for rank in ranks_to_profile(plan)]
+    requests = [ProfileRequest(asdict(plan), rank, device.kind) for rank in ranks_to_profile(plan)]
     profiles = _whole(profile_workload(requests, words, _told(len(requests), "rehearsing")))
     memories = [memory_of(profile, device.capacity(communicators(plan))) for profile in profiles]
     largest = max(range(len(memories)), key=lambda index: memories[index].peak)
@@ -95,12 +95,12 @@ def notices_of(profile: Profile, device: Device) -> list[str]:
     return notices
 
 
-def _ways_out(plan: Plan, words: Sequence[str], device: Device, profiles: Sequence[Profile]) -> list[WayOut]:
+def _ways_out(plan: Plan, words: Sequence[str], device: Device, profiles: Sequence[Profile]) -> list[Suggestion]:
     """Of each kind the mildest way first; the next one where that was not enough."""
-    waiting: dict[str, list[Way]] = {}
+    waiting: dict[str, list[Change]] = {}
     for way in ways(plan, profiles[0].micro_batch, profiles[0].precision, device.has_bf16):
         waiting.setdefault(way.kind, []).append(way)
-    found: list[tuple[Way, int, float]] = []
+    found: list[tuple[Change, int, float]] = []
     while waiting and (len(found) < WANTED or FREE in waiting):
         found += _tried([rest.pop(0) for rest in waiting.values()], words, device)
         done = {way.kind for way, _, _ in found}
@@ -108,15 +108,15 @@ def _ways_out(plan: Plan, words: Sequence[str], device: Device, profiles: Sequen
     return cheapest(found, plan, _flops(plan, profiles))
 
 
-def _tried(candidates: Sequence[Way], words: Sequence[str], device: Device) -> list[tuple[Way, int, float]]:
+def _tried(candidates: Sequence[Change], words: Sequence[str], device: Device) -> list[tuple[Change, int, float]]:
     """Those that fit, with the bytes that they need and the operations of all their ranks."""
     requests = [
-        Request(asdict(way.plan), rank, device.kind, way.micro_batch_size, way.precision, is_brief=True)
+        ProfileRequest(asdict(way.plan), rank, device.kind, way.micro_batch_size, way.precision, is_brief=True)
         for way in candidates
         for rank in ranks_to_profile(way.plan)
     ]
     answers = iter(profile_workload(requests, words, _told(len(requests), "trying other plans")))
-    found: list[tuple[Way, int, float]] = []
+    found: list[tuple[Change, int, float]] = []
     for way in candidates:
         own = [next(answers) for _ in ranks_to_profile(way.plan)]
         known = [profile for profile in own if isinstance(profile, Profile)]
@@ -139,7 +139,7 @@ def _flops(plan: Plan, profiles: Sequence[Profile]) -> float:
     return sum(profile.flops for profile in profiles) * plan.world_size / len(profiles)
 
 
-def _told_ways(outs: Sequence[WayOut], is_too_large: bool, device: Device) -> list[str]:
+def _told_ways(outs: Sequence[Suggestion], is_too_large: bool, device: Device) -> list[str]:
     if not is_too_large:
         return [f"It fits {device.name}: nothing needs to change."]
     if not outs:

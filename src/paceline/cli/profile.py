@@ -15,7 +15,7 @@ from pathlib import Path
 from paceline.cli.flags import OWN_ARGUMENTS
 from paceline.cli.plan_memory import notices_of
 from paceline.cli.run import add_plan_arguments, decide_plan
-from paceline.launch.profile_workload import Request, profile_workload
+from paceline.launch.profile_workload import ProfileRequest, profile_workload
 from paceline.launch.workload_file import read_workload_file
 from paceline.nouns.device import Device
 from paceline.nouns.errors import UsageError, WorkloadError
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
             "write --rank 0",
         )
     file = read_workload_file(arguments.workload, plan.data_size)
-    request = Request(asdict(plan), arguments.rank, device.kind)
+    request = ProfileRequest(asdict(plan), arguments.rank, device.kind)
     (profile,) = profile_workload([request], [str(file.path), *arguments.arguments])
     if isinstance(profile, WorkloadError):
         raise profile

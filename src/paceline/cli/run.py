@@ -26,7 +26,7 @@ from pathlib import Path
 from paceline.checkpoint.manifest import has_resume_point, list_checkpoints
 from paceline.cli import run_as_rank, run_on, run_on_kubernetes
 from paceline.cli.flags import CHECK, ELASTIC, NAMED_RANK, NODE, OWN_ARGUMENTS, RANK, check_place
-from paceline.launch.rank_assignment import Meeting, Seats
+from paceline.launch.rank_assignment import HostRanks, Rendezvous
 from paceline.launch.ssh import check_ssh
 from paceline.launch.workload_file import read_workload_file
 from paceline.nouns.errors import PacelineError, UsageError
@@ -34,18 +34,18 @@ from paceline.nouns.mesh import AXES, SHORT, Mesh
 from paceline.nouns.options import without_effect
 from paceline.nouns.plan import COMPRESSIONS, OPTIONS, SHORT_OPTIONS, TRANSPORTS, Plan
 from paceline.nouns.reading import number
-from paceline.rendezvous.launcher_env import NodePosition, Position
+from paceline.rendezvous.launcher_env import LauncherPosition, NodeInfo
 from paceline.rendezvous.rank_variables import joined_address
 from paceline.run import directory
-from paceline.run.failures import told
+from paceline.run.failures import format_failure
 from paceline.run.supervise.elastic import Elastic
 from paceline.run.supervise.fleet import end_watch
+from paceline.run.supervise.host_backend import LocalBackend
 from paceline.run.supervise.interrupts import interruptible
 from paceline.run.supervise.job import run_job
 from paceline.run.supervise.progress import Progress, Screen
 from paceline.run.supervise.stalls import DEFAULT_S, VARIABLE, notice_time
-from paceline.run.supervise.station import LocalStation
-from paceline.run.supervise.supervisor import GRACE_S, THE_COMMAND, Ending, JobRequest, Post, Supervisor
+from paceline.run.supervise.supervisor import GRACE_S, THE_COMMAND, Ending, HostAssignment, JobRequest, Supervisor
 
 RUNS = Path("runs")
 PLAN_FLAGS = ("transport", "compression", "bucket_bytes", "checkpoint_every", "keep")
@@ -168,8 +168,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     _check_stall_notice(arguments)
-    place = run_as_rank.find_place(arguments)
-    if isinstance(place, Position):
+    place = run_as_rank.find_rank_info(arguments)
+    if isinstance(place, LauncherPosition):
         check_place(arguments, NAMED_RANK if arguments.job else RANK, place.source)
         return run_as_rank.be_rank(arguments, place, decide_plan)
     if place is not None:
@@ -199,13 +199,13 @@ def _run(arguments: argparse.Namespace) -> int:
     try:
         if arguments.on == "slurm":
             return _send(arguments, plan, folder, file.path)
-        posts = run_on.posts_of(arguments, plan, folder, file.path)
+        assignments = run_on.posts_of(arguments, plan, folder, file.path)
     except BaseException:
         directory.remove_unbegun(folder)
         raise
     given = {} if arguments.on in ("mpi", "ray", "ssh") else run_on.environment_of(arguments.env)
     parts = (file.path, arguments.arguments, plan.world_size, folder, resume, file.imports, arguments.grace)
-    request = JobRequest(*parts, plan.server, posts, environment=given, stall_notice_s=arguments.stall_notice)
+    request = JobRequest(*parts, plan.server, assignments, environment=given, stall_notice_s=arguments.stall_notice)
     return _supervise(arguments, plan, request, screen)
 
 
@@ -274,7 +274,7 @@ def _supervise(arguments: argparse.Namespace, plan: Plan, request: JobRequest, s
         directory.remove_unbegun(request.run_dir)
         raise
     finally:
-        if request.posts and request.servers:
+        if request.assignments and request.servers:
             end_watch(request.run_dir)
     arguments.ended = ending.exit_code
     _tell(request.run_dir, ending, progress)
@@ -296,7 +296,7 @@ def _send(arguments: argparse.Namespace, plan: Plan, folder: Path, script: Path)
     return 0
 
 
-def _run_node(arguments: argparse.Namespace, node: NodePosition) -> int:
+def _run_node(arguments: argparse.Namespace, node: NodeInfo) -> int:
     """Start this node's ranks of a job that has other nodes; rank 0's node keeps the run directory."""
     shape = run_on.shape_of(arguments.shape)
     per_node = node.ranks_per_node or (shape[1] if shape else 0)
@@ -328,12 +328,12 @@ def _run_node(arguments: argparse.Namespace, node: NodePosition) -> int:
     if arguments.resume or arguments.resume_or_start:
         resume = folder / "checkpoints" if has_resume_point(folder / "checkpoints") else None
     master = joined_address(*node.master) if node.master else ""
-    seats = Seats("", node.node_rank * per_node, per_node, node.node_rank, node.nodes)
-    post = Post(LocalStation(), seats, Meeting(master=master, interface=arguments.interface))
+    host_ranks = HostRanks("", node.node_rank * per_node, per_node, node.node_rank, node.nodes)
+    assignment = HostAssignment(LocalBackend(), host_ranks, Rendezvous(master=master, interface=arguments.interface))
     parts = (file.path, arguments.arguments, per_node, folder, resume, file.imports, arguments.grace)
     told = {**run_on.environment_of(arguments.env), "PACELINE_PLAN": json.dumps(asdict(plan))}
-    posts = [post] if node.nodes > 1 else []  # a node alone has a file to meet at
-    request = JobRequest(*parts, 0, posts, world, told, arguments.stall_notice)
+    assignments = [assignment] if node.nodes > 1 else []  # a node alone has a file to meet at
+    request = JobRequest(*parts, 0, assignments, world, told, arguments.stall_notice)
     if node.node_rank == 0:
         return _supervise(arguments, plan, request, screen)
     supervisor = Supervisor(request, screen)
@@ -358,7 +358,7 @@ def _kept(folder: Path, progress: Progress) -> str:
 
 def _tell(folder: Path, ending: Ending, progress: Progress) -> None:
     if ending.status == "failed" and ending.cause is not None:
-        print(f"paceline run: {told(ending.cause, ending.others)}", file=sys.stderr)
+        print(f"paceline run: {format_failure(ending.cause, ending.others)}", file=sys.stderr)
         if newest := list_checkpoints(folder / "checkpoints")[:1]:
             print(f"  Last checkpoint: {newest[0]}; go on with --resume --job {folder.name}", file=sys.stderr)
     elif ending.status == "stopped":

@@ -15,14 +15,14 @@ from paceline.launch.workload_file import read_workload_file
 from paceline.nouns import module_names
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
-from paceline.rendezvous.launcher_env import NodePosition, Position, find_node, find_position
+from paceline.rendezvous.launcher_env import LauncherPosition, NodeInfo, find_node, find_position
 from paceline.rendezvous.rank_variables import said
 from paceline.run import directory
 
 TORCHRUN = "torchrun"
 
 
-def find_place(arguments: argparse.Namespace) -> Position | NodePosition | None:
+def find_rank_info(arguments: argparse.Namespace) -> LauncherPosition | NodeInfo | None:
     """What the environment says that this process is: a rank, or a node of a job; None: neither.
 
     `--on` says that a job is started from here, whatever the environment has.
@@ -39,7 +39,9 @@ def find_place(arguments: argparse.Namespace) -> Position | NodePosition | None:
     return position if position.size > 1 or position.source == TORCHRUN else None
 
 
-def be_rank(arguments: argparse.Namespace, position: Position, decide: Callable[[argparse.Namespace], Plan]) -> int:
+def be_rank(
+    arguments: argparse.Namespace, position: LauncherPosition, decide: Callable[[argparse.Namespace], Plan]
+) -> int:
     """Become the file: with --job as a rank that keeps a run directory, else as plain Python.
 
     Raises:

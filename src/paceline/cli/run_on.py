@@ -18,7 +18,7 @@ from paceline.cli.flags import CHECK, ELASTIC, PLACES
 from paceline.launch.command import RankCommand, is_secret, shown
 from paceline.launch.hosts import Host, parse_hosts, read_hostfile
 from paceline.launch.mpi import find_mpirun, mpi_command
-from paceline.launch.rank_assignment import Meeting, Seats, seat, with_servers
+from paceline.launch.rank_assignment import HostRanks, Rendezvous, seat, with_servers
 from paceline.launch.ray import STRATEGIES, RayJob, RayOptions, ray_job
 from paceline.launch.slurm import SlurmOptions, check_sbatch, sbatch_script, submit
 from paceline.launch.ssh import SshOptions, check_ssh
@@ -27,13 +27,13 @@ from paceline.nouns.errors import UsageError
 from paceline.nouns.mesh import MOST_RANKS
 from paceline.nouns.plan import Plan
 from paceline.nouns.reading import number, parse_whole
-from paceline.run.supervise.command_station import STOP, CommandStation
+from paceline.run.supervise.command_backend import STOP, CommandBackend
 from paceline.run.supervise.elastic import script_hosts
 from paceline.run.supervise.fleet import FleetOptions, agent_command, agent_request, open_posts
 from paceline.run.supervise.membership import Rules
 from paceline.run.supervise.restart_policy import Replaced
 from paceline.run.supervise.stalls import VARIABLE as STALL_NOTICE
-from paceline.run.supervise.supervisor import Post
+from paceline.run.supervise.supervisor import HostAssignment
 from paceline.server.coordinator.absences import silence_s
 from paceline.server.transport.credentials import check_can_make
 
@@ -224,7 +224,7 @@ def ray_options(arguments: argparse.Namespace) -> RayOptions:
     return RayOptions(arguments.ray_address, arguments.cpus_per_rank, arguments.gpus_per_rank, arguments.strategy)
 
 
-def posts_of(arguments: argparse.Namespace, plan: Plan, run_dir: Path, file: Path) -> list[Post]:
+def posts_of(arguments: argparse.Namespace, plan: Plan, run_dir: Path, file: Path) -> list[HostAssignment]:
     """The hosts of the job, ready to start ranks; none: this host alone.
 
     Raises:
@@ -233,16 +233,16 @@ def posts_of(arguments: argparse.Namespace, plan: Plan, run_dir: Path, file: Pat
     if arguments.on == "ssh":
         return open_posts(_seats(arguments, plan), file, run_dir, fleet_options(arguments))
     if arguments.on in ("mpi", "ray"):
-        station = (
+        backend = (
             _mpi_station(arguments, plan, run_dir, file)
             if arguments.on == "mpi"
             else _ray_station(arguments, plan, run_dir, file)
         )
-        return [Post(station, Seats(arguments.on, 0, plan.world_size), Meeting())]
+        return [HostAssignment(backend, HostRanks(arguments.on, 0, plan.world_size), Rendezvous())]
     return []
 
 
-def _seats(arguments: argparse.Namespace, plan: Plan) -> tuple[Seats, ...]:
+def _seats(arguments: argparse.Namespace, plan: Plan) -> tuple[HostRanks, ...]:
     return with_servers(seat(hosts_of(arguments), plan.world_size), plan.server)
 
 
@@ -305,9 +305,9 @@ def mpi_words(arguments: argparse.Namespace, plan: Plan, run_dir: Path, file: Pa
     return mpi_command(mpirun, plan.world_size, hosts, names, program), environment
 
 
-def _mpi_station(arguments: argparse.Namespace, plan: Plan, run_dir: Path, file: Path) -> CommandStation:
+def _mpi_station(arguments: argparse.Namespace, plan: Plan, run_dir: Path, file: Path) -> CommandBackend:
     words, environment = mpi_words(arguments, plan, run_dir, file)
-    return CommandStation(words, environment)
+    return CommandBackend(words, environment)
 
 
 def _ray_job(arguments: argparse.Namespace, plan: Plan, run_dir: Path, file: Path) -> RayJob:
@@ -318,9 +318,9 @@ def _ray_job(arguments: argparse.Namespace, plan: Plan, run_dir: Path, file: Pat
     return ray_job(rank, options, os.getcwd())
 
 
-def _ray_station(arguments: argparse.Namespace, plan: Plan, run_dir: Path, file: Path) -> CommandStation:
+def _ray_station(arguments: argparse.Namespace, plan: Plan, run_dir: Path, file: Path) -> CommandBackend:
     job = _ray_job(arguments, plan, run_dir, file)
-    return CommandStation([sys.executable, "-m", module_names.RAY_DRIVER], {}, job.request(), "Ray's driver")
+    return CommandBackend([sys.executable, "-m", module_names.RAY_DRIVER], {}, job.request(), "Ray's driver")
 
 
 def rank_command(arguments: argparse.Namespace, plan: Plan, run_dir: Path, file: Path) -> RankCommand:
@@ -349,10 +349,10 @@ def slurm_options(arguments: argparse.Namespace) -> SlurmOptions:
 def rendered(arguments: argparse.Namespace, plan: Plan, run_dir: Path, file: Path) -> str:
     """What would be sent, as text."""
     if arguments.on == "ssh":
-        seats, options = _seats(arguments, plan), fleet_options(arguments)
+        host_ranks, options = _seats(arguments, plan), fleet_options(arguments)
         lines, who = [], Replaced(plan.world_size, plan.server)
-        for number, own in enumerate(seats):
-            request = agent_request(seats, number, file, run_dir, options)
+        for number, own in enumerate(host_ranks):
+            request = agent_request(host_ranks, number, file, run_dir, options)
             request["environment"] = shown(request["environment"])
             ranks = f"ranks {own.first} to {own.ranks[-1]}" if own.count > 1 else f"rank {own.first}"
             servers = "".join(f", {who.name(number)}" for number in own.servers)

@@ -21,7 +21,7 @@ from pathlib import Path
 from paceline.cli.run import add_plan_arguments, decide_plan
 from paceline.launch.workload_file import read_workload_file
 from paceline.nouns.errors import UsageError
-from paceline.verify.prove import STEPS, USUAL, WHAT, Request, as_json, check_what, prove
+from paceline.verify.prove import STEPS, USUAL, WHAT, VerifyRequest, as_json, check_what, prove
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     file = read_workload_file(arguments.workload, plan.data_size)
     what = check_what([word.strip() for word in arguments.what.split(",")])
-    request = Request(
+    request = VerifyRequest(
         file.path.resolve(), arguments.arguments, plan, arguments.steps, what, file.imports, arguments.folder
     )
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that folders and children go

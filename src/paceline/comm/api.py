@@ -18,7 +18,7 @@ import torch
 
 from paceline.comm.collectives import AxisComm, check_op, split_rows
 from paceline.comm.ledger import Ledger
-from paceline.comm.process_group import COORDINATOR, Place, close_world, find_place, open_world
+from paceline.comm.process_group import COORDINATOR, RankInfo, close_world, find_rank_info, open_world
 from paceline.nouns.errors import UsageError
 
 
@@ -27,17 +27,17 @@ class World:
     """All ranks as one axis, named "world" in the ledger.
 
     Attributes:
-        place: this rank's.
+        rank_info: this rank's.
         comm: all ranks.
         has_servers: the ranks are workers of parameter servers: there is nothing between them.
         found: the place that the environment named.
         process: the id of the process that joined; one that is forked from it has other connections: none.
     """
 
-    place: Place
+    rank_info: RankInfo
     comm: AxisComm
     has_servers: bool = False
-    found: Place | None = None
+    found: RankInfo | None = None
     process: int = field(default_factory=os.getpid)
 
 
@@ -55,16 +55,16 @@ def init() -> None:
     """
     if _world and not _may_join_anew():
         return
-    place = found = find_place(os.environ)
+    rank_info = found = find_rank_info(os.environ)
     has_servers = COORDINATOR in os.environ
     if has_servers:
-        comm = AxisComm("world", 0, (place.rank,), None, Ledger())
+        comm = AxisComm("world", 0, (rank_info.rank,), None, Ledger())
     else:
-        open_world(place)
-        comm = AxisComm("world", place.rank, tuple(range(place.size)), None, Ledger())
-        if place.is_cross_computed:
-            place = _with_cross_rank(place, comm)
-    _world.append(World(place, comm, has_servers, found))
+        open_world(rank_info)
+        comm = AxisComm("world", rank_info.rank, tuple(range(rank_info.size)), None, Ledger())
+        if rank_info.is_cross_computed:
+            rank_info = _with_cross_rank(rank_info, comm)
+    _world.append(World(rank_info, comm, has_servers, found))
     atexit.register(shutdown)
 
 
@@ -75,7 +75,7 @@ def _is_inherited() -> bool:
 
 def _is_elsewhere() -> bool:
     """Whether this process is forked from the one that joined, and its environment names another place."""
-    return _is_inherited() and find_place(os.environ) != _world[0].found
+    return _is_inherited() and find_rank_info(os.environ) != _world[0].found
 
 
 def _may_join_anew() -> bool:
@@ -89,21 +89,21 @@ def _may_join_anew() -> bool:
 
 def check_own_process() -> None:
     """Raise UsageError in a process that is forked from a rank of several: the connections are that rank's."""
-    if _world and _is_inherited() and (_world[0].place.size > 1 or _world[0].has_servers):
-        place = _world[0].place
+    if _world and _is_inherited() and (_world[0].rank_info.size > 1 or _world[0].has_servers):
+        rank_info = _world[0].rank_info
         raise UsageError(
             "a process that takes part in training",
-            f"it is forked from rank {place.rank} of {place.size}, whose connections can't be shared",
+            f"it is forked from rank {rank_info.rank} of {rank_info.size}, whose connections can't be shared",
             "make the call in that rank's own process; start other processes before paceline.init() and distribute()",
         )
 
 
-def _with_cross_rank(place: Place, comm: AxisComm) -> Place:
+def _with_cross_rank(rank_info: RankInfo, comm: AxisComm) -> RankInfo:
     """Hosts are numbered in the order of their lowest ranks. What this sends is no part of a job's ledger."""
     name = hashlib.sha256(socket.gethostname().encode()).digest()
     own = torch.tensor([int.from_bytes(name[:8], "little", signed=True)])
     known = [int(one) for one in AxisComm("hosts", comm.rank, comm.peers, None, Ledger()).all_gather(own)]
-    return dataclasses.replace(place, cross_rank=sorted(set(known), key=known.index).index(int(own)))
+    return dataclasses.replace(rank_info, cross_rank=sorted(set(known), key=known.index).index(int(own)))
 
 
 def shutdown() -> None:
@@ -141,27 +141,27 @@ def world() -> World:
 
 def rank() -> int:
     """This process's number among all ranks, from 0."""
-    return world().place.rank
+    return world().rank_info.rank
 
 
 def size() -> int:
     """How many ranks there are."""
-    return world().place.size
+    return world().rank_info.size
 
 
 def local_rank() -> int:
     """This process's number among the ranks of its host, from 0."""
-    return world().place.local_rank
+    return world().rank_info.local_rank
 
 
 def local_size() -> int:
     """How many ranks this host has."""
-    return world().place.local_size
+    return world().rank_info.local_size
 
 
 def cross_rank() -> int:
     """The number of this host among the hosts, from 0."""
-    return world().place.cross_rank
+    return world().rank_info.cross_rank
 
 
 def all_reduce(tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:

@@ -14,18 +14,18 @@ from dataclasses import dataclass, field
 import torch
 
 from paceline.comm.collectives import AxisComm
-from paceline.comm.reducer import Wire
+from paceline.comm.reducer import Reducer
 
 TOP_K_FRACTION = 0.01  # of the entries; Lin et al. 2018 (Deep Gradient Compression) go to 0.001
 POWER_SGD_RANK = 4  # Vogels et al. 2019, table 3: rank 4 keeps the accuracy of their language model
 
 
 @dataclass(slots=True)
-class CastWire:
+class CastReducer:
     """Summed in a narrower dtype (bf16, fp16) by the wire inside; half the bytes of float32."""
 
     outbox: torch.Tensor
-    inside: Wire
+    inside: Reducer
 
     @property
     def inboxes(self) -> list[torch.Tensor]:
@@ -58,7 +58,7 @@ class CastWire:
 
 
 @dataclass(slots=True)
-class TopKWire:
+class TopKReducer:
     """The largest entries of each rank, by all_gather of indices and values, with error feedback.
 
     Source: Stich, Cordonnier and Jaggi 2018, Sparsified SGD with memory.
@@ -111,7 +111,7 @@ class TopKWire:
 
 
 @dataclass(slots=True)
-class PowerSGDWire:
+class PowerSGDReducer:
     """Each matrix as two thin factors, warm-started, with error feedback; vectors travel exactly.
 
     Source: Vogels, Karimireddy and Jaggi 2019, PowerSGD: Practical low-rank gradient compression.

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
 from paceline.comm.collectives import AxisComm
-from paceline.nouns.placement import chunk_range
+from paceline.nouns.shard_spec import chunk_range
 
 Pieces = tuple[int, tuple[int, ...]]  # the dimension that is split and its blocks
 

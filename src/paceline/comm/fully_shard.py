@@ -31,7 +31,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 @dataclass(slots=True)
-class Journal:
+class CollectiveOrder:
     """What this rank's groups sent, in what order: ranks that differ here have mixed up their tensors."""
 
     comm: AxisComm
@@ -47,8 +47,8 @@ class Journal:
 class _Counted:
     """What is counted, and the `narrow` numbers in which floats are sent, where given."""
 
-    def __init__(self, journal: Journal, number: int, narrow: torch.dtype | None) -> None:
-        self.journal, self.number, self.narrow = journal, number, narrow
+    def __init__(self, collective_order: CollectiveOrder, number: int, narrow: torch.dtype | None) -> None:
+        self.collective_order, self.number, self.narrow = collective_order, number, narrow
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A buffer, as FSDP2 asks for it."""
@@ -73,8 +73,8 @@ class CountedAllGather(_Counted, AllGather):  # type: ignore[misc]
         sent = self.narrowed(input_tensor)
         is_narrow = sent is not input_tensor
         got = torch.empty_like(output_tensor, dtype=sent.dtype) if is_narrow else output_tensor
-        self.journal.enter("all_gather", self.number, sent)
-        with named_failure("all_gather", self.journal.comm.axis):
+        self.collective_order.enter("all_gather", self.number, sent)
+        with named_failure("all_gather", self.collective_order.comm.axis):
             work: dist.Work | None = _all_gather(got, sent, group=group, async_op=async_op and not is_narrow)
         if is_narrow:
             output_tensor.copy_(got)
@@ -94,10 +94,10 @@ class CountedReduceScatter(_Counted, ReduceScatter):  # type: ignore[misc]
     ) -> dist.Work | None:
         """Sum; FSDP2 asks for nothing else once its divisor is 1."""
         sent = self.narrowed(input_tensor)
-        self.journal.enter("reduce_scatter", self.number, sent)
-        with named_failure("reduce_scatter", self.journal.comm.axis):
-            if sent.device.type == "cpu" and self.journal.sums_on_cpu:
-                _sum_parts(output_tensor, sent, group, self.journal.comm.size)
+        self.collective_order.enter("reduce_scatter", self.number, sent)
+        with named_failure("reduce_scatter", self.collective_order.comm.axis):
+            if sent.device.type == "cpu" and self.collective_order.sums_on_cpu:
+                _sum_parts(output_tensor, sent, group, self.collective_order.comm.size)
                 return None
             if sent is input_tensor:
                 return _reduce_scatter(output_tensor, sent, group=group, async_op=async_op)  # type: ignore[no-any-return]
@@ -145,7 +145,7 @@ class Groups:
 
     root: Root
     modules: list[FSDPModule]
-    journal: Journal
+    collective_order: CollectiveOrder
     has_run: bool = False
     is_forward: bool = False
     took_gradient: bool = False
@@ -208,7 +208,7 @@ def split(model: nn.Module, comm: AxisComm, device: torch.device, grouping: Grou
     # The hook that a view may lose fetches parameters; blocks return no views, the root is whole anyhow.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
     mesh = DeviceMesh.from_group(comm.group or dist.group.WORLD, device.type, mesh_dim_names=(comm.axis,))  # type: ignore[arg-type]
-    journal = Journal(comm)
+    collective_order = CollectiveOrder(comm)
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if grouping.offloads else OffloadPolicy()
     root = Root(model)
     modules: list[FSDPModule] = []
@@ -221,14 +221,14 @@ def split(model: nn.Module, comm: AxisComm, device: torch.device, grouping: Grou
             ignored_params=grouping.whole,
         )
         assert isinstance(module, FSDPModule)
-        module.set_custom_all_gather(CountedAllGather(journal, number, grouping.narrow))
-        module.set_custom_reduce_scatter(CountedReduceScatter(journal, number, grouping.narrow))
+        module.set_custom_all_gather(CountedAllGather(collective_order, number, grouping.narrow))
+        module.set_custom_reduce_scatter(CountedReduceScatter(collective_order, number, grouping.narrow))
         # A sum: what it is divided by is known only when all micro-batches of all ranks are through.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         modules.append(module)
     modules[-1].set_reduce_scatter_unused_params(True)
-    groups = Groups(root, modules, journal)
+    groups = Groups(root, modules, collective_order)
     for group in modules:
         _keep_through_forward(groups, group)
     return groups

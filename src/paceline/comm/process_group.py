@@ -35,7 +35,7 @@ COORDINATOR = "PACELINE_COORDINATOR"  # where the parameter servers' coordinator
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankInfo:
     """This process among the ranks. `cross_rank` is the host's index, as Horovod has it.
 
     Args:
@@ -63,7 +63,7 @@ class Place:
         return torch.device("cpu")
 
 
-def find_place(environment: Mapping[str, str]) -> Place:
+def find_rank_info(environment: Mapping[str, str]) -> RankInfo:
     """Read this process's place from its environment.
 
     Raises:
@@ -72,51 +72,57 @@ def find_place(environment: Mapping[str, str]) -> Place:
     at = find_position(environment)
     master = None if at.has_own_store else at.master
     own = (at.rank, at.size, at.local_rank, at.local_size, at.cross_rank)
-    return Place(*own, at.file, master, at.interface, at.is_cross_computed)
+    return RankInfo(*own, at.file, master, at.interface, at.is_cross_computed)
 
 
-def open_world(place: Place) -> None:
+def open_world(rank_info: RankInfo) -> None:
     """Join the ranks' process group: NCCL and Gloo where there are GPUs, Gloo alone on CPUs.
 
     Raises:
         UsageError: the ranks can't meet where they should.
         PeerLostError: not all came.
     """
-    if place.size == 1 or dist.is_initialized():
+    if rank_info.size == 1 or dist.is_initialized():
         return
-    _bind_sockets(place)
+    _bind_sockets(rank_info)
     backend = "gloo"
-    if place.device.type == "cuda":
-        torch.cuda.set_device(place.device)
+    if rank_info.device.type == "cuda":
+        torch.cuda.set_device(rank_info.device)
         backend = "cpu:gloo,cuda:nccl"
     timeout = datetime.timedelta(seconds=TIMEOUT_S)
-    store = _file_store(place) if place.rendezvous is not None else _tcp_store(place) if place.master else None
+    store = (
+        _file_store(rank_info)
+        if rank_info.rendezvous is not None
+        else _tcp_store(rank_info)
+        if rank_info.master
+        else None
+    )
     if store is None:
         dist.init_process_group(backend, timeout=timeout)
         return
-    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.size, timeout=timeout)
+    dist.init_process_group(backend, store=store, rank=rank_info.rank, world_size=rank_info.size, timeout=timeout)
 
 
-def _bind_sockets(place: Place) -> None:
+def _bind_sockets(rank_info: RankInfo) -> None:
     """Gloo and NCCL open their sockets on this interface, unless the person said which."""
-    interface = place.interface
-    if interface is None and place.size == place.local_size:
+    interface = rank_info.interface
+    if interface is None and rank_info.size == rank_info.local_size:
         interface = "lo0" if sys.platform == "darwin" else "lo"
-    elif interface is None and place.master is not None:
-        interface = interface_of(_own_address(place))
+    elif interface is None and rank_info.master is not None:
+        interface = interface_of(_own_address(rank_info))
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
 
 
-def _own_address(place: Place) -> str:
+def _own_address(rank_info: RankInfo) -> str:
     """Where the other ranks reach this one."""
-    assert place.master is not None
-    return address_of(place.interface) if place.interface else address_towards(place.master[0])
+    assert rank_info.master is not None
+    return address_of(rank_info.interface) if rank_info.interface else address_towards(rank_info.master[0])
 
 
-def _file_store(place: Place) -> Any:
-    path = Path(str(place.rendezvous))
+def _file_store(rank_info: RankInfo) -> Any:
+    path = Path(str(rank_info.rendezvous))
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     is_shared = path.parent.name == f"paceline-{os.getuid()}"  # by this user's jobs, in a folder where all may write
     own = path.parent.lstat() if is_shared else path.parent.stat()  # a link there may be another user's
@@ -126,9 +132,9 @@ def _file_store(place: Place) -> Any:
             "its folder is a link, or another user's, or others may write to it",
             f"remove {path.parent}, or set MASTER_ADDR and MASTER_PORT",
         )
-    if place.rank == 0 and is_shared:
+    if rank_info.rank == 0 and is_shared:
         _sweep(path.parent)
-    return dist.FileStore(str(path), place.size)  # type: ignore[attr-defined]
+    return dist.FileStore(str(path), rank_info.size)  # type: ignore[attr-defined]
 
 
 def _sweep(folder: Path) -> None:
@@ -142,38 +148,38 @@ def _sweep(folder: Path) -> None:
                 left.unlink()
 
 
-def _tcp_store(place: Place) -> Any:
-    assert place.master is not None
-    host, port = place.master
+def _tcp_store(rank_info: RankInfo) -> Any:
+    assert rank_info.master is not None
+    host, port = rank_info.master
     make: Any = dist.TCPStore  # type: ignore[attr-defined]
     options = {"timeout": datetime.timedelta(seconds=START_S), "wait_for_workers": False}
-    if place.rank == 0:
-        descriptor = _listener(place)
+    if rank_info.rank == 0:
+        descriptor = _listener(rank_info)
         address = socket.socket(fileno=os.dup(descriptor)).getsockname()[0]
-        return make(address, port, place.size, True, master_listen_fd=descriptor, **options)
+        return make(address, port, rank_info.size, True, master_listen_fd=descriptor, **options)
     try:
-        return make(host, port, place.size, False, **options)
+        return make(host, port, rank_info.size, False, **options)
     except dist.DistNetworkError as error:
         raise PeerLostError(
-            f"rank {place.rank} to reach rank 0's store at {host}:{port}",
+            f"rank {rank_info.rank} to reach rank 0's store at {host}:{port}",
             f"it did not within {START_S} s ({str(error).splitlines()[0]})",
             "see whether rank 0 runs, and whether a firewall is between them: `paceline doctor -H ...` looks",
         ) from None
 
 
-def _listener(place: Place) -> int:
+def _listener(rank_info: RankInfo) -> int:
     """The socket of rank 0's store: handed down by who started this process, or opened at its own address."""
-    assert place.master is not None
+    assert rank_info.master is not None
     if "PACELINE_LISTENER" in os.environ:
         return int(os.environ.pop("PACELINE_LISTENER"))
-    address = _own_address(place)
-    if place.size > place.local_size and address.startswith("127."):
+    address = _own_address(rank_info)
+    if rank_info.size > rank_info.local_size and address.startswith("127."):
         raise UsageError(
-            f"rank 0's store for {place.size} ranks on several hosts",
-            f"{place.master[0]} is {address} here, which other hosts can't reach (a line of /etc/hosts?)",
+            f"rank 0's store for {rank_info.size} ranks on several hosts",
+            f"{rank_info.master[0]} is {address} here, which other hosts can't reach (a line of /etc/hosts?)",
             "name the interface with PACELINE_INTERFACE or --interface, or an address as the master",
         )
-    return open_listener(address, place.master[1]).detach()
+    return open_listener(address, rank_info.master[1]).detach()
 
 
 def close_world() -> None:

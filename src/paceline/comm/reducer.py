@@ -15,7 +15,7 @@ from paceline.comm.collectives import AxisComm, Done, Pending
 from paceline.comm.shared_memory import SharedMemory, Slot, open_slot
 
 
-class Wire(Protocol):
+class Reducer(Protocol):
     """One flat tensor's way to its sum."""
 
     @property
@@ -45,7 +45,7 @@ class Wire(Protocol):
 
 
 @dataclass(slots=True)
-class GroupWire:
+class GroupReducer:
     """Summed in place by the process group (NCCL, Gloo). Exact."""
 
     comm: AxisComm
@@ -82,7 +82,7 @@ class GroupWire:
 
 
 @dataclass(slots=True)
-class SharedWire:
+class SharedMemoryReducer:
     """Summed through memory that the ranks of one host share. Exact."""
 
     slot: Slot
@@ -118,11 +118,11 @@ class SharedWire:
         return {}
 
 
-def exact_wire(
+def exact_reducer(
     comm: AxisComm, shared: SharedMemory | None, numel: int, dtype: torch.dtype, device: torch.device
-) -> Wire:
+) -> Reducer:
     """The wire without compression: shared memory where it is open and the tensor is on the CPU."""
     outbox = torch.zeros(numel, dtype=dtype, device=device)
     if shared is not None and device.type == "cpu":
-        return SharedWire(open_slot(shared, numel, dtype), outbox)
-    return GroupWire(comm, outbox)
+        return SharedMemoryReducer(open_slot(shared, numel, dtype), outbox)
+    return GroupReducer(comm, outbox)

@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 from paceline.deferred_init.record import META, CantDefer, Recorder, recording
-from paceline.deferred_init.replay import Memory, View, plan
+from paceline.deferred_init.replay import ReplayedMemory, View, plan
 
 __all__ = ["CantDefer", "Deferred", "defer", "replace_tensors"]
 
@@ -88,7 +88,7 @@ class Deferred:
         for attribute, view in self._attributes:
             attributes[view.storage].append((attribute, view))
         real: dict[int, torch.Tensor] = {}
-        draws, memory, rng = self._recorder.draws, Memory(self._recorder.storages), torch.default_generator
+        draws, memory, rng = self._recorder.draws, ReplayedMemory(self._recorder.storages), torch.default_generator
         steps, untouched = plan(self._recorder.ops, asked.keys() | attributes.keys())
         callers = rng.get_state()  # the first operation that draws sets its own
         try:

@@ -10,7 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from paceline.deferred_init.replay import CPU, Draw, Memory, Op, Storage, View, changed, found, plan
+from paceline.deferred_init.replay import CPU, Draw, Op, ReplayedMemory, Storage, View, changed, found, plan
 
 META = torch.device("meta")
 # Each noted draw leaves its generator at a seed of its own, "Pace" and a number: a state that the factory
@@ -40,7 +40,7 @@ class CantDefer(Exception):
         self.reason = reason
 
 
-class Draws:
+class RecordedDraws:
     """The random numbers that a factory would have drawn, of whichever generator."""
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class Recorder:
         self.storages: list[Storage] = []
         self.numbers: dict[int, int] = {}  # by the storage's id
         self.stand_ins: dict[int, torch.UntypedStorage] = {}  # by the id of a real one
-        self.draws = Draws()
+        self.draws = RecordedDraws()
         self.failure: CantDefer | None = None
         self.is_inside = False  # this class's own calls are not the factory's
 
@@ -135,7 +135,7 @@ class Recorder:
         steps, _ = plan(self.ops, {view.storage for view in views}, with_draws=False)
         if any(step.op.draw for step in steps):
             raise self.fail(f"it looks at random numbers that are not drawn yet ({what})")
-        memory = Memory(self.storages)
+        memory = ReplayedMemory(self.storages)
         for step in steps:
             memory.do(step.op)
             memory.forget(step.unused - step.final)

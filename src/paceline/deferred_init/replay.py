@@ -107,7 +107,7 @@ def plan(ops: Collection[Op], wanted: Collection[int], with_draws: bool = True) 
     return steps[::-1], pending
 
 
-class Memory:
+class ReplayedMemory:
     """The storages that are real at one moment of doing it again."""
 
     def __init__(self, storages: list[Storage]) -> None:

@@ -14,7 +14,7 @@ from paceline.demo.corpus import Corpus, prepare
 from paceline.nouns import module_names
 from paceline.nouns.plan import Plan
 from paceline.run import directory
-from paceline.run.failures import told
+from paceline.run.failures import format_failure
 from paceline.run.supervise.job import run_job
 from paceline.run.supervise.progress import Screen, speed
 from paceline.run.supervise.supervisor import JobRequest
@@ -25,7 +25,7 @@ _SPEED_STEPS, _WARM_UP = 16, 3
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class DemoRequest:
     """What the demo is to do."""
 
     steps: int
@@ -42,7 +42,7 @@ class DemoFailed(Exception):
         self.exit_code = exit_code
 
 
-def run_demo(request: Request, say: Callable[[str], None], screen: Screen) -> dict[str, Any]:
+def run_demo(request: DemoRequest, say: Callable[[str], None], screen: Screen) -> dict[str, Any]:
     """Run the demo.
 
     Args:
@@ -121,7 +121,7 @@ def _about(corpus: Corpus) -> str:
     )
 
 
-def _job(request: Request, folder: Path, ranks: int, words: Sequence[str], screen: Screen, corpus: Corpus) -> float:
+def _job(request: DemoRequest, folder: Path, ranks: int, words: Sequence[str], screen: Screen, corpus: Corpus) -> float:
     """Run one job and return its samples per second."""
     for name in ("checkpoints", "failures"):
         (folder / name).mkdir(parents=True, exist_ok=True)
@@ -129,7 +129,7 @@ def _job(request: Request, folder: Path, ranks: int, words: Sequence[str], scree
     plan = Plan(mesh=f"replicate={ranks}")
     ending, _, _ = run_job(plan, JobRequest(WORKLOAD, arguments, ranks, folder, preload=PRELOAD), screen)
     if ending.status != "done":
-        text = told(ending.cause, ending.others) if ending.cause else f"the demo was stopped; {folder}"
+        text = format_failure(ending.cause, ending.others) if ending.cause else f"the demo was stopped; {folder}"
         raise DemoFailed(ending.exit_code or 1, text)
     return _speed_of_steps(folder)
 

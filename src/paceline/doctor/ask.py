@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from paceline.doctor.checks.network import chosen_address
 from paceline.doctor.facts import HostFacts
-from paceline.doctor.meet import Seat, meet
+from paceline.doctor.meet import ReachableHost, meet
 from paceline.doctor.probe.disk import marker_path
 from paceline.doctor.probe.host import Question, look
 from paceline.launch.ssh import SshOptions, ssh_command, why_lost
@@ -195,16 +195,18 @@ def _look_request(question: Question, is_first: bool) -> dict[str, Any]:
     return {"kind": "look", "question": {**asdict(question), "marker": marker}}
 
 
-def _seats(fleet: FleetFacts) -> list[Seat]:
+def _seats(fleet: FleetFacts) -> list[ReachableHost]:
     seats = []
     for name, facts in fleet.hosts.items():
         address = chosen_address(facts)
         if address and facts.network.free_port:
-            seats.append(Seat(name, address, facts.network.free_port, secrets.token_hex(16)))
+            seats.append(ReachableHost(name, address, facts.network.free_port, secrets.token_hex(16)))
     return seats
 
 
-def _let_meet(fleet: FleetFacts, seats: list[Seat], runs: tuple[str, str], asker: Asker, meet_s: float) -> None:
+def _let_meet(
+    fleet: FleetFacts, seats: list[ReachableHost], runs: tuple[str, str], asker: Asker, meet_s: float
+) -> None:
     folder, marker = runs
     request = {"kind": "meet", "seats": [asdict(seat) for seat in seats], "seconds": meet_s}
     requests = {seat.host: {**request, "own": seat.host, "folder": folder, "marker": marker} for seat in seats}
@@ -296,7 +298,7 @@ def answer(text: bytes, heard_ns: int) -> dict[str, Any]:
         if kind == "meet":
             reached = meet(
                 request["own"],
-                [Seat(**seat) for seat in request["seats"]],
+                [ReachableHost(**seat) for seat in request["seats"]],
                 min(request["seconds"], _LONGEST_MEET_S),
             )
             marker = request["marker"]

@@ -43,7 +43,7 @@ class Cores:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class HostMemory:
     """Main memory in bytes; None is unknown or without limit."""
 
     total_bytes: int | None = None
@@ -177,7 +177,7 @@ class HostFacts:
 
     versions: Versions = Versions()
     cores: Cores = Cores()
-    memory: Memory = Memory()
+    memory: HostMemory = HostMemory()
     accelerators: Accelerators = Accelerators()
     network: Network = Network()
     shm: Shm = Shm()

@@ -21,7 +21,7 @@ _BACKLOG = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class ReachableHost:
     """Where one host listens, and the token that it answers with."""
 
     host: str
@@ -30,7 +30,7 @@ class Seat:
     token: str
 
 
-def meet(own: str, seats: Sequence[Seat], seconds: float) -> dict[str, str]:
+def meet(own: str, seats: Sequence[ReachableHost], seconds: float) -> dict[str, str]:
     """What happened with each other host: "" is reached, else why not.
 
     Args:
@@ -45,7 +45,7 @@ def meet(own: str, seats: Sequence[Seat], seconds: float) -> dict[str, str]:
     listener.start()
     results: dict[str, str] = {}
 
-    def reach(seat: Seat) -> None:
+    def reach(seat: ReachableHost) -> None:
         results[seat.host] = _reach(here, seat, deadline_s)
 
     threads = [threading.Thread(target=reach, args=(seat,), daemon=True) for seat in others]
@@ -56,7 +56,7 @@ def meet(own: str, seats: Sequence[Seat], seconds: float) -> dict[str, str]:
     return {seat.host: results.get(seat.host, "no answer") for seat in others}
 
 
-def _listen(here: Seat, others: Sequence[Seat], deadline_s: float) -> None:
+def _listen(here: ReachableHost, others: Sequence[ReachableHost], deadline_s: float) -> None:
     """Answer each other host that brings its token, until all have come or the time is up."""
     family = socket.AF_INET6 if ":" in here.address else socket.AF_INET
     waiting = {seat.token for seat in others}
@@ -76,7 +76,7 @@ def _listen(here: Seat, others: Sequence[Seat], deadline_s: float) -> None:
                 waiting -= known
 
 
-def _reach(here: Seat, seat: Seat, deadline_s: float) -> str:
+def _reach(here: ReachableHost, seat: ReachableHost, deadline_s: float) -> str:
     """Connect to a host and read its token; "" or the last reason why not."""
     why = "no time"
     while time.monotonic() < deadline_s:

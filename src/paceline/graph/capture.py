@@ -57,7 +57,7 @@ class Captured:
         inputs: placeholder of each of the batch's tensors.
         constants: tensors that the code made of plain numbers, by the name of their `get_attr` node.
         rebuild: puts the flat outputs back into what `function` returns.
-        place: path of the module that each node was computed in.
+        module_path: path of the module that each node was computed in.
         trained: names of the states that want a gradient.
         buffers: names of those that are no parameters.
     """
@@ -67,7 +67,7 @@ class Captured:
     inputs: list[fx.Node]
     constants: dict[str, torch.Tensor]
     rebuild: Callable[[list[Any]], Any]
-    place: dict[fx.Node, str]
+    module_path: dict[fx.Node, str]
     trained: set[str]
     buffers: set[str]
     device: torch.device
@@ -136,7 +136,7 @@ def capture(model: torch.nn.Module, function: Function, batch: Any, device: torc
             str(node.target): getattr(traced, str(node.target)) for node in traced.graph.nodes if node.op == "get_attr"
         },
         rebuild=call.rebuild,
-        place=_places(traced.graph, entries),
+        module_path=_places(traced.graph, entries),
         trained=trained,
         buffers={name for name, _ in model.named_buffers()},
         device=device,
@@ -148,7 +148,7 @@ def capture(model: torch.nn.Module, function: Function, batch: Any, device: torc
     _drop_unused(captured)
     _run_once(captured, fake)
     for node in captured.graph.nodes:  # what the graphs that are made of this one carry along
-        node.meta["original"], node.meta["module"] = node.name, captured.place.get(node, "")
+        node.meta["original"], node.meta["module"] = node.name, captured.module_path.get(node, "")
     return captured
 
 
@@ -205,11 +205,11 @@ def _without_side_effects(captured: Captured) -> None:
     drop_empty_parts(captured.graph)
     drop_unread(captured.graph)
     for node in copy_inputs_that_are_written(captured.graph, captured.inputs):
-        captured.place[node] = ""
+        captured.module_path[node] = ""
     make_functional(captured.graph)
     drop_unread(captured.graph)
     for node, reader in copy_states_that_are_read(captured.graph, captured.states).items():
-        captured.place[node] = captured.place.get(reader, "")
+        captured.module_path[node] = captured.module_path.get(reader, "")
 
 
 def _run_once(captured: Captured, fake: FakeTensorMode) -> None:
@@ -347,14 +347,14 @@ def _watched_modules(model: torch.nn.Module) -> Iterator[list[tuple[int, str]]]:
 
 
 def _places(graph: fx.Graph, entries: list[tuple[int, str]]) -> dict[fx.Node, str]:
-    place, here, left = {}, "", iter([*entries, (sys.maxsize, "")])
+    module_path, here, left = {}, "", iter([*entries, (sys.maxsize, "")])
     following = next(left)
     for index, node in enumerate(graph.nodes):
         while following[0] <= index:
             here = following[1]
             following = next(left)
-        place[node] = here
-    return place
+        module_path[node] = here
+    return module_path
 
 
 @contextmanager
@@ -426,13 +426,13 @@ def _take_out_grad_mode(captured: Captured) -> None:
                 with captured.graph.inserting_before(node):
                     cut = captured.graph.call_function(aten.detach.default, (source,))
                 cut.meta["val"] = source.meta["val"].detach()
-                captured.place[cut] = captured.place.get(node, "")
+                captured.module_path[cut] = captured.module_path.get(node, "")
                 node.replace_input_with(source, cut)
 
 
 def _drop_unused(captured: Captured) -> None:
     nodes = set(captured.graph.nodes)
-    captured.place = {node: name for node, name in captured.place.items() if node in nodes}
+    captured.module_path = {node: name for node, name in captured.module_path.items() if node in nodes}
     captured.no_grad &= nodes
     captured.constants = {
         name: tensor

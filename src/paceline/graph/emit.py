@@ -1,4 +1,4 @@
-"""The graph that one rank of the `tensor` axis runs: pieces of the weights, and collectives where lays change."""
+"""The graph that one rank of the `tensor` axis runs: pieces of the weights, and collectives where placements change."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.comm.differentiable import Exchanges, Pieces, attention_values, at
 from paceline.graph.capture import Captured
 from paceline.graph.labels import tensor_inputs
 from paceline.graph.layout import Layout
-from paceline.graph.placement import Lay, Split
+from paceline.graph.placement import Placement, Split
 from paceline.graph.reshape_rules import is_rearrangement, local_arguments, shape_of
 from paceline.graph.rules import spec_of
 from paceline.graph.sharding_strategies import Choice
@@ -44,9 +44,9 @@ class _Emitter:
     stages: Mapping[fx.Node, int]
     graph: fx.Graph = field(default_factory=fx.Graph)
     made: dict[fx.Node, Any] = field(default_factory=dict)  # old node to new, lying as the layout says
-    lays: dict[fx.Node, Any] = field(default_factory=dict)
+    placements: dict[fx.Node, Any] = field(default_factory=dict)
     converted: dict[Any, fx.Node] = field(default_factory=dict)
-    place: dict[fx.Node, str] = field(default_factory=dict)
+    module_path: dict[fx.Node, str] = field(default_factory=dict)
     no_grad: set[fx.Node] = field(default_factory=set)
     origin: dict[fx.Node, fx.Node] = field(default_factory=dict)
     here: fx.Node | None = None
@@ -68,9 +68,9 @@ class _Emitter:
             elif node.op == "output":
                 self.graph.output(fx.node.map_arg(node.args[0], lambda old: self._as(old, None, False)))
             elif node.target is operator.getitem:
-                lays = self.lays.get(node.args[0])
-                lay = lays[node.args[1]] if isinstance(lays, tuple) else None
-                self._keep(node, self._call(operator.getitem, self.made[node.args[0]], node.args[1]), lay)
+                placements = self.placements.get(node.args[0])
+                placement = placements[node.args[1]] if isinstance(placements, tuple) else None
+                self._keep(node, self._call(operator.getitem, self.made[node.args[0]], node.args[1]), placement)
             else:
                 self._emit(node, self.layout.choices[node])
         old = self.captured
@@ -80,7 +80,7 @@ class _Emitter:
             [self.made[node] for node in old.inputs],
             old.constants,
             old.rebuild,
-            self.place,
+            self.module_path,
             old.trained,
             old.buffers,
             old.device,
@@ -88,22 +88,22 @@ class _Emitter:
             old.log,
         )
 
-    def _state_lay(self, node: fx.Node) -> Lay:
+    def _state_lay(self, node: fx.Node) -> Placement:
         for name, state in self.captured.states.items():
             if state is node:
-                return self.layout.lays[name]
+                return self.layout.placements[name]
         return None
 
-    def _keep(self, old: fx.Node, new: Any, lay: Any) -> None:
-        self.made[old], self.lays[old] = new, lay
+    def _keep(self, old: fx.Node, new: Any, placement: Any) -> None:
+        self.made[old], self.placements[old] = new, placement
         self._note(new)
         if isinstance(new, fx.Node):
-            new.meta["original"], new.meta["lies"] = old.name, lay
+            new.meta["original"], new.meta["lies"] = old.name, placement
 
     def _note(self, new: Any) -> None:
         if isinstance(new, fx.Node) and self.here is not None:
             self.origin[new] = self.here
-            self.place[new] = new.meta["module"] = self.captured.place.get(self.here, "")
+            self.module_path[new] = new.meta["module"] = self.captured.module_path.get(self.here, "")
             new.meta["made_for"] = self.here.name
             if self.here in self.captured.no_grad:
                 self.no_grad.add(new)
@@ -133,15 +133,15 @@ class _Emitter:
         elif choice.kind == "vocabulary loss":
             new = self._vocabulary_loss(node, sources)
         elif choice.is_split and is_rearrangement(node):
-            lay = choice.inputs[0]
-            assert lay is not None
+            placement = choice.inputs[0]
+            assert placement is not None
             output = list(choice.output) if isinstance(choice.output, tuple) else choice.output
-            target, rest = local_arguments(node, lay, output, self.part, self.parts)
+            target, rest = local_arguments(node, placement, output, self.part, self.parts)
             new = self._call(target, sources[0], *rest)
         elif choice.is_split and node.target in _RANDOM:
             assert isinstance(choice.output, Split)
-            place = (_pieces(choice.output), self.part, self.parts)
-            new = self._call(split_dropout, *arguments, shape_of(node), place)
+            module_path = (_pieces(choice.output), self.part, self.parts)
+            new = self._call(split_dropout, *arguments, shape_of(node), module_path)
         elif choice.is_split and node.target is aten.scaled_dot_product_attention.default and _dropout_of(node):
             new = self._attention_with_dropout(node, choice, arguments, named)
         elif choice.after is not None:
@@ -159,8 +159,8 @@ class _Emitter:
         query, key = (shape_of(source) for source in tensor_inputs(node)[:2])
         mask, is_causal, scale = given.get("attn_mask"), given.get("is_causal", False), given.get("scale")
         weights = self._call(attention_weights, given["query"], given["key"], mask, is_causal, scale)
-        place = (_pieces(choice.output), self.part, self.parts)
-        dropped = self._call(split_dropout, weights, _dropout_of(node), True, (*query[:-1], key[-2]), place)
+        module_path = (_pieces(choice.output), self.part, self.parts)
+        dropped = self._call(split_dropout, weights, _dropout_of(node), True, (*query[:-1], key[-2]), module_path)
         dropped.meta["lies"] = choice.output
         return self._call(attention_values, dropped, given["value"])
 
@@ -198,9 +198,9 @@ class _Emitter:
             bias = self._call(aten.reshape.default, bias, [-1, *([1] * spatial)])
         return self._call(aten.add.Tensor, new, bias)
 
-    def _as(self, old: fx.Node, wanted: Lay, for_parts: bool) -> Any:
+    def _as(self, old: fx.Node, wanted: Placement, for_parts: bool) -> Any:
         """The value of `old`, lying as wanted; a whole one whose gradients come in parts where `for_parts`."""
-        now, value = self.lays.get(old), self.made[old]
+        now, value = self.placements.get(old), self.made[old]
         if isinstance(now, tuple) or not isinstance(old.meta.get("val"), torch.Tensor):
             return value
         if now == wanted and (now is not None or not for_parts):
@@ -214,7 +214,7 @@ class _Emitter:
             self.converted[key] = made
         return self.converted[key]
 
-    def _convert(self, old: fx.Node, value: fx.Node, now: Lay, wanted: Lay, for_parts: bool) -> fx.Node:
+    def _convert(self, old: fx.Node, value: fx.Node, now: Placement, wanted: Placement, for_parts: bool) -> fx.Node:
         if wanted is None:
             if now is None:
                 return self._call(self.exchanges.share_whole, value) if _is_float(old) else value

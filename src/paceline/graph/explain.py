@@ -24,7 +24,7 @@ class Line:
 
     name: str
     shape: tuple[int, ...]
-    lay: str
+    placement: str
     why: str
 
 
@@ -32,10 +32,14 @@ def explain(captured: Captured, layout: Layout, parts: int) -> list[Line]:
     """A line per state tensor, in the order in which they are read."""
     lines = []
     for name, node in captured.states.items():
-        lay = layout.lays.get(name)
+        placement = layout.placements.get(name)
         users = [user for user in node.users if user in layout.choices]
-        why = _why_split(node, lay, users, layout) if lay is not None else _why_whole(node, users, layout, parts)
-        lines.append(Line(name, shape_of(node), _shown(lay, parts), why))
+        why = (
+            _why_split(node, placement, users, layout)
+            if placement is not None
+            else _why_whole(node, users, layout, parts)
+        )
+        lines.append(Line(name, shape_of(node), _shown(placement, parts), why))
     return lines
 
 
@@ -69,14 +73,14 @@ def _can_be_split(state: fx.Node, user: fx.Node, options: Options) -> bool:
     return any(choice.inputs[place] is not None for choice in choices(user, [None] * len(inputs), fixed, options))
 
 
-def _shown(lay: Split | None, parts: int) -> str:
-    if lay is None:
+def _shown(placement: Split | None, parts: int) -> str:
+    if placement is None:
         return "whole"
-    blocks = f", {len(lay.blocks)} blocks" if len(lay.blocks) > 1 else ""
-    return f"dim {lay.dim} in {parts}{blocks}"
+    blocks = f", {len(placement.blocks)} blocks" if len(placement.blocks) > 1 else ""
+    return f"dim {placement.dim} in {parts}{blocks}"
 
 
-def _why_split(state: fx.Node, lay: Split, users: list[fx.Node], layout: Layout) -> str:
+def _why_split(state: fx.Node, placement: Split, users: list[fx.Node], layout: Layout) -> str:
     reasons = dict.fromkeys(_role(state, user, layout.choices[user]) for user in users)
     return "; ".join(reasons)
 

@@ -266,14 +266,14 @@ def _variables(function: Any, seen: set[int]) -> Iterator[tuple[str, Any, Any]]:
     holders += [(name, function.__globals__, name) for name in code.co_names if name in function.__globals__]
     for name, holder, key in holders:
         value = _get(holder, key)
-        if isinstance(value, types.FunctionType) and _is_persons(value.__module__):
+        if isinstance(value, types.FunctionType) and _is_user_code(value.__module__):
             yield from _variables(value, seen)
         elif _is_watched(value):
             yield name, holder, key
 
 
 def _attributes(value: Any) -> Iterator[tuple[str, Any, Any]]:
-    if isinstance(value, torch.nn.Module) or not _is_persons(type(value).__module__):
+    if isinstance(value, torch.nn.Module) or not _is_user_code(type(value).__module__):
         return  # modules are watched as they are touched
     for key in getattr(value, "__dict__", {}):
         yield f"{type(value).__name__}.{key}", value.__dict__, key
@@ -284,11 +284,11 @@ def _is_watched(value: Any) -> bool:
         return isinstance(value, torch.Tensor)
     if isinstance(value, (*_PLAIN, list, dict, set, collections.deque)):
         return True
-    return not isinstance(value, type | types.ModuleType) and _is_persons(type(value).__module__)
+    return not isinstance(value, type | types.ModuleType) and _is_user_code(type(value).__module__)
 
 
 @functools.cache
-def _is_persons(module: str) -> bool:
+def _is_user_code(module: str) -> bool:
     """Whether a Python module is neither of the standard library nor installed."""
     if module == "__main__":
         return True
@@ -340,7 +340,7 @@ def _is_looked_into(value: Any) -> bool:
         return True
     if isinstance(value, torch.Tensor | torch.nn.Module | type | types.ModuleType | types.FunctionType):
         return False
-    return _is_persons(type(value).__module__)
+    return _is_user_code(type(value).__module__)
 
 
 def _put(suspect: _Suspect, known: _Snapshot) -> None:

@@ -19,36 +19,36 @@ from torch import fx
 from paceline.graph.capture import Captured
 from paceline.graph.functional import written_groups
 from paceline.graph.labels import tensor_inputs
-from paceline.graph.placement import Lay
+from paceline.graph.placement import Placement
 from paceline.graph.reshape_rules import blocks_asked_for
 from paceline.graph.sharding_strategies import OPERATIONS_PER_BYTE, Choice, Options, choices, exchanged, size_bytes
 from paceline.graph.writes import running_statistics
 
 BEAM = 48  # partial layouts kept at a node; 8 gives the same layouts for the models of the tests
 
-State = dict[fx.Node, Any]  # how live values lie: Split, a tuple of lays, or _WHOLE for a decided weight
+State = dict[fx.Node, Any]  # how live values are placed: Split, a tuple of placements, or _WHOLE for a decided weight
 _WHOLE = "whole"
 _NARROWER = 1000.0
 
 
 @dataclass(slots=True)
 class Layout:
-    """What was decided: a choice per operation, a lay per state."""
+    """What was decided: a choice per operation, a placement per state."""
 
     choices: dict[fx.Node, Choice]
-    lays: dict[str, Lay]
+    placements: dict[str, Placement]
     cost: float
 
 
 @dataclass(slots=True)
 class _Path:
     cost: float
-    lays: State
+    placements: State
     paid: frozenset[tuple[fx.Node, Any]]  # conversions that exist already
     before: _Path | None
     choice: Choice | None
     node: fx.Node | None
-    states: dict[fx.Node, Lay]  # states decided by this choice
+    states: dict[fx.Node, Placement]  # states decided by this choice
 
 
 def gradients_of(captured: Captured) -> set[fx.Node]:
@@ -76,22 +76,22 @@ def options_of(captured: Captured, parts: int, is_sequence_split: bool = False) 
 
 
 def choose_layout(
-    captured: Captured, parts: int, decided: Mapping[str, Lay] | None = None, is_sequence_split: bool = False
+    captured: Captured, parts: int, decided: Mapping[str, Placement] | None = None, is_sequence_split: bool = False
 ) -> Layout:
     """The cheapest layout of the graph over `parts` ranks.
 
     Args:
         captured: the graph.
         parts: ranks on the `tensor` axis.
-        decided: lays of states that an earlier graph of the same model fixed.
+        decided: placements of states that an earlier graph of the same model fixed.
         is_sequence_split: also split norms and dropout along the sequence (Korthikanti et al. 2022).
     """
     options = options_of(captured, parts, is_sequence_split)
     last_use = _last_uses(captured.graph)
     start: State = {}
-    for name, lay in (decided or {}).items():
+    for name, placement in (decided or {}).items():
         if name in captured.states:
-            start[captured.states[name]] = _WHOLE if lay is None else lay
+            start[captured.states[name]] = _WHOLE if placement is None else placement
     paths = [_Path(0.0, start, frozenset(), None, None, None, {})]
     for index, node in enumerate(captured.graph.nodes):
         if node.op == "call_function":
@@ -114,17 +114,17 @@ def _step(paths: list[_Path], node: fx.Node, index: int, options: Options, last_
     inputs = tensor_inputs(node)
     ending = [source for source in {*inputs} if last_use[source] <= index]
     for path in paths:
-        lays = [_lay_of(path.lays, source) for source in inputs]
-        fixed = [source not in options.parameters or source in path.lays for source in inputs]
-        for choice in choices(node, lays, fixed, options):
-            if not _may_write(node, inputs, lays, fixed, choice):
+        placements = [_placement_of(path.placements, source) for source in inputs]
+        fixed = [source not in options.parameters or source in path.placements for source in inputs]
+        for choice in choices(node, placements, fixed, options):
+            if not _may_write(node, inputs, placements, fixed, choice):
                 continue
-            following = _after(path, node, choice, inputs, lays, fixed, options)
+            following = _after(path, node, choice, inputs, placements, fixed, options)
             for source in ending:
-                following.lays.pop(source, None)
+                following.placements.pop(source, None)
             gone = set(ending)
             following.paid = frozenset(item for item in following.paid if item[0] not in gone)
-            key = (frozenset(following.lays.items()), following.paid)
+            key = (frozenset(following.placements.items()), following.paid)
             if key not in merged or following.cost < merged[key].cost:
                 merged[key] = following
     return sorted(merged.values(), key=lambda path: path.cost)[:BEAM]
@@ -137,12 +137,14 @@ def _must_stay_whole(captured: Captured) -> set[fx.Node]:
     return {node for node in captured.states.values() if node in grouped or (node in norms and len(node.users) > 1)}
 
 
-def _may_write(node: fx.Node, inputs: list[fx.Node], lays: list[Lay], fixed: list[bool], choice: Choice) -> bool:
+def _may_write(
+    node: fx.Node, inputs: list[fx.Node], placements: list[Placement], fixed: list[bool], choice: Choice
+) -> bool:
     """Whether a norm's statistics are taken as they lie: what is converted first is a copy, and the write is lost."""
     written = running_statistics(node)
     return all(
         source not in written or not is_fixed or now == wanted
-        for source, now, is_fixed, wanted in zip(inputs, lays, fixed, choice.inputs, strict=True)
+        for source, now, is_fixed, wanted in zip(inputs, placements, fixed, choice.inputs, strict=True)
     )
 
 
@@ -151,13 +153,13 @@ def _after(  # noqa: PLR0913
     node: fx.Node,
     choice: Choice,
     inputs: list[fx.Node],
-    lays: list[Lay],
+    placements: list[Placement],
     fixed: list[bool],
     options: Options,
 ) -> _Path:
-    cost, paid, live = path.cost + choice.cost, set(path.paid), dict(path.lays)
-    states: dict[fx.Node, Lay] = {}
-    for source, now, is_fixed, wanted in zip(inputs, lays, fixed, choice.inputs, strict=True):
+    cost, paid, live = path.cost + choice.cost, set(path.paid), dict(path.placements)
+    states: dict[fx.Node, Placement] = {}
+    for source, now, is_fixed, wanted in zip(inputs, placements, fixed, choice.inputs, strict=True):
         if not is_fixed and source not in states:
             states[source] = wanted
             live[source] = _WHOLE if wanted is None else wanted
@@ -174,12 +176,12 @@ def _after(  # noqa: PLR0913
         cost += price * (_NARROWER if price and _is_narrower(source, options) else 1)
         paid.add((source, target))
     output = choice.output
-    if output is not None and (not isinstance(output, tuple) or any(lay is not None for lay in output)):
+    if output is not None and (not isinstance(output, tuple) or any(placement is not None for placement in output)):
         live[node] = output
     return _Path(cost, live, frozenset(paid), path, choice, node, states)
 
 
-def conversion_cost(source: fx.Node, now: Lay, wanted: Lay, for_parts: bool, with_gradient: bool) -> float:
+def conversion_cost(source: fx.Node, now: Placement, wanted: Placement, for_parts: bool, with_gradient: bool) -> float:
     """What it costs to make a value lie otherwise, its gradient's way back included."""
     if not isinstance(source.meta.get("val"), torch.Tensor):
         return 0.0
@@ -201,42 +203,42 @@ def _is_narrower(source: fx.Node, options: Options) -> bool:
     return value.dtype.itemsize < options.widest
 
 
-def _lay_of(lays: State, node: fx.Node) -> Any:
-    lay = lays.get(node)
-    return None if lay == _WHOLE else lay
+def _placement_of(placements: State, node: fx.Node) -> Any:
+    placement = placements.get(node)
+    return None if placement == _WHOLE else placement
 
 
 def _pick(path: _Path, node: fx.Node, last_use: dict[fx.Node, int], index: int) -> _Path:
     source: Any = node.args[0]
-    lays = path.lays.get(source)
-    lay = lays[node.args[1]] if isinstance(lays, tuple) else None  # type: ignore[index]
-    live = dict(path.lays)
-    if lay is not None:
-        live[node] = lay
+    placements = path.placements.get(source)
+    placement = placements[node.args[1]] if isinstance(placements, tuple) else None  # type: ignore[index]
+    live = dict(path.placements)
+    if placement is not None:
+        live[node] = placement
     if last_use[source] <= index:
         live.pop(source, None)
-    return _Path(path.cost, live, path.paid, path, Choice((), lay, False, 0.0), node, {})
+    return _Path(path.cost, live, path.paid, path, Choice((), placement, False, 0.0), node, {})
 
 
 def _finish(path: _Path, output: fx.Node, options: Options) -> _Path:
     """The outputs must be whole."""
     cost = path.cost
     for source in tensor_inputs(output):
-        lay = _lay_of(path.lays, source)
-        if lay is not None:
-            cost += conversion_cost(source, lay, None, False, source in options.with_gradient)
-    return _Path(cost, path.lays, path.paid, path, None, None, {})
+        placement = _placement_of(path.placements, source)
+        if placement is not None:
+            cost += conversion_cost(source, placement, None, False, source in options.with_gradient)
+    return _Path(cost, path.placements, path.paid, path, None, None, {})
 
 
-def _read_back(best: _Path, captured: Captured, decided: Mapping[str, Lay]) -> Layout:
+def _read_back(best: _Path, captured: Captured, decided: Mapping[str, Placement]) -> Layout:
     made: dict[fx.Node, Choice] = {}
-    lays: dict[str, Lay] = {name: decided.get(name) for name in captured.states}
+    placements: dict[str, Placement] = {name: decided.get(name) for name in captured.states}
     names = {node: name for name, node in captured.states.items()}
     path: _Path | None = best
     while path is not None:
         if path.node is not None and path.choice is not None:
             made[path.node] = path.choice
-        for node, lay in path.states.items():
-            lays[names[node]] = lay
+        for node, placement in path.states.items():
+            placements[names[node]] = placement
         path = path.before
-    return Layout(made, lays, best.cost)
+    return Layout(made, placements, best.cost)

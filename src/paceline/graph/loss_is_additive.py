@@ -38,52 +38,52 @@ def coupled_at(captured: Captured) -> fx.Node | None:
     samples = _samples(captured)
     if samples is None or samples < 2:
         return None
-    lays: dict[fx.Node, Any] = {}
+    placements: dict[fx.Node, Any] = {}
     for node in captured.inputs:
         shape = tuple(node.meta["val"].shape)
         if shape and shape[0] == samples:
-            lays[node] = Split(0, (samples,))
+            placements[node] = Split(0, (samples,))
     written = written_groups(captured.graph)
     batch_norm = None
     for node in captured.graph.nodes:
-        if node.op != "call_function" or _follow(node, lays, samples, node in written):
+        if node.op != "call_function" or _follow(node, placements, samples, node in written):
             continue
         if node.target is not aten.batch_norm.default:
             return node  # type: ignore[no-any-return]
         batch_norm = batch_norm or node
-        lays[node] = lays.get(tensor_inputs(node)[0])
+        placements[node] = placements.get(tensor_inputs(node)[0])
     loss = captured.output[0] if captured.output else None
-    if isinstance(loss, fx.Node) and loss.op == "call_function" and lays.get(loss) != _SUM:
+    if isinstance(loss, fx.Node) and loss.op == "call_function" and placements.get(loss) != _SUM:
         return loss  # it counts once for each part: a penalty on the weights alone
     return batch_norm
 
 
-def _follow(node: fx.Node, lays: dict[fx.Node, Any], samples: int, is_written: bool) -> bool:
+def _follow(node: fx.Node, placements: dict[fx.Node, Any], samples: int, is_written: bool) -> bool:
     """Note where the samples lie in the node's output; False when they meet in it."""
     inputs = tensor_inputs(node)
     if node.target is operator.getitem:
-        found = lays.get(inputs[0])
-        if isinstance(found, tuple) and (lay := found[node.args[1]]) is not None:  # type: ignore[index]
-            lays[node] = lay
+        found = placements.get(inputs[0])
+        if isinstance(found, tuple) and (placement := found[node.args[1]]) is not None:  # type: ignore[index]
+            placements[node] = placement
         return True
-    now = [lays.get(source) for source in inputs]
+    now = [placements.get(source) for source in inputs]
     if _is_same_for_all(node, samples):
-        lays[node] = Split(0, (samples,))
+        placements[node] = Split(0, (samples,))
     elif node.target in _MADE:
         return True  # takes dtype and device from its input alone
     elif node.target is aten.index.Tensor and (found := _rows_picked(node, now, samples)) is not None:
-        lays[node] = found
-    elif any(lay == _SUM for lay in now):
-        lays[node] = _SUM
+        placements[node] = found
+    elif any(placement == _SUM for placement in now):
+        placements[node] = _SUM
         return _keeps_sum(node, inputs, now)
-    elif is_written and any(isinstance(lay, Split) for lay in now):
-        lays[node] = Split(0, (samples,))  # rows written into place, each its own
-    elif any(lay is not None for lay in now):
+    elif is_written and any(isinstance(placement, Split) for placement in now):
+        placements[node] = Split(0, (samples,))  # rows written into place, each its own
+    elif any(placement is not None for placement in now):
         match = _matching(node, now, samples)
         if match is None:
-            lays[node] = samples_after(node, now, samples)
-            return lays[node] is not None
-        lays[node] = match.output if match.after is None else _SUM
+            placements[node] = samples_after(node, now, samples)
+            return placements[node] is not None
+        placements[node] = match.output if match.after is None else _SUM
     return True
 
 
@@ -92,16 +92,16 @@ def _keeps_sum(node: fx.Node, inputs: list[fx.Node], now: list[Any]) -> bool:
 
     What is added to a sum, a constant or a penalty on the weights, would count once for each part of the batch.
     """
-    if any(isinstance(lay, Split) for lay in now):
+    if any(isinstance(placement, Split) for placement in now):
         return False
     if node.target in _ADDS:
         plain = [argument for argument in node.args[:2] if not isinstance(argument, fx.Node)]
-        are_sums = [lay == _SUM or source.target in _ZEROS for source, lay in zip(inputs, now, strict=True)]
+        are_sums = [placement == _SUM or source.target in _ZEROS for source, placement in zip(inputs, now, strict=True)]
         return all(are_sums) and not any(bool(value) for value in plain)
     if node.target is aten.mul.Tensor:
-        return [lay == _SUM for lay in now].count(True) == 1
+        return [placement == _SUM for placement in now].count(True) == 1
     if node.target is aten.div.Tensor:
-        return isinstance(node.args[0], fx.Node) and [lay == _SUM for lay in now] in ([True], [True, False])
+        return isinstance(node.args[0], fx.Node) and [placement == _SUM for placement in now] in ([True], [True, False])
     return bool(node.target in _KEEPS_SUM)
 
 
@@ -111,7 +111,7 @@ def _matching(node: fx.Node, now: list[Any], samples: int) -> Choice | None:
     Two ranks would say that neighbours which the model pairs don't meet, and that those of an odd batch do.
     """
     for choice in choices(node, now, [True] * len(now), Options(samples, {}, {}, set(), set())):
-        fits = all(wanted == lay for wanted, lay in zip(choice.inputs, now, strict=True))
+        fits = all(wanted == placement for wanted, placement in zip(choice.inputs, now, strict=True))
         if choice.is_split and fits and choice.after != "scatter":
             return choice
     return None
@@ -139,7 +139,7 @@ def _is_same_for_all(node: fx.Node, samples: int) -> bool:
 def _rows_picked(node: fx.Node, now: list[Any], samples: int) -> Split | None:
     """`x[rows, ...]` with rows = arange(samples): each sample its own row."""
     indices: Any = node.args[1]
-    if now[0] != Split(0, (samples,)) or any(lay is not None for lay in now[1:]) or indices[0] is None:
+    if now[0] != Split(0, (samples,)) or any(placement is not None for placement in now[1:]) or indices[0] is None:
         return None
     rows = indices[0]
     source = rows

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from paceline.nouns.placement import Cut, Placement, chunk_range
+from paceline.nouns.shard_spec import Cut, ShardSpec, chunk_range
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Split along `dim`, each of its `blocks` by itself (see `nouns/placement.py`)."""
+    """Split along `dim`, each of its `blocks` by itself (see `nouns/shard_spec.py`)."""
 
     dim: int
     blocks: tuple[int, ...]
@@ -27,12 +27,12 @@ class Split:
         """Whether every rank has as much of every block."""
         return all(block % parts == 0 for block in self.blocks)
 
-    def placement(self, shape: tuple[int, ...], part: int, parts: int) -> Placement:
+    def shard_spec(self, shape: tuple[int, ...], part: int, parts: int) -> ShardSpec:
         """As a placement of a tensor of `shape`."""
-        return Placement(shape, (Cut(self.dim, self.blocks, part, parts),))
+        return ShardSpec(shape, (Cut(self.dim, self.blocks, part, parts),))
 
 
-Lay = Split | None  # None: whole on every rank
+Placement = Split | None  # None: whole on every rank
 
 
 def whole_block(shape: tuple[int, ...], dim: int) -> Split:

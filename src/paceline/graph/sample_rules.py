@@ -59,7 +59,7 @@ def samples_after(node: fx.Node, now: Sequence[Any], samples: int) -> Found:
     if node.target in _RULES:
         return _RULES[node.target](node, now, samples)
     first = now[0]
-    if not isinstance(first, Split) or any(lay is not None for lay in now[1:]):
+    if not isinstance(first, Split) or any(placement is not None for placement in now[1:]):
         return _both_along(node, now, name)
     if name in _ALONG:
         return _along(node, first)
@@ -85,25 +85,25 @@ def _values(node: fx.Node) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def _everywhere(node: fx.Node, lay: Split) -> Found:
+def _everywhere(node: fx.Node, placement: Split) -> Found:
     several = isinstance(node.meta["val"], list | tuple)
-    return tuple(lay for _ in node.meta["val"]) if several else lay
+    return tuple(placement for _ in node.meta["val"]) if several else placement
 
 
-def _along(node: fx.Node, lay: Split) -> Found:
+def _along(node: fx.Node, placement: Split) -> Found:
     rank = len(shape_of(tensor_inputs(node)[0]))
     asked = _argument(node, "dim")
     asked = _argument(node, "dims") if asked is None else asked
     if asked is None or asked == []:
         return None
     mixed = {dim % rank for dim in ([asked] if isinstance(asked, int) else asked)}
-    if lay.dim in mixed:
+    if placement.dim in mixed:
         return None
     ranks = {value.dim() for value in _values(node)}
     if ranks == {rank}:
-        return _everywhere(node, lay)
+        return _everywhere(node, placement)
     if ranks == {rank - len(mixed)}:
-        return _everywhere(node, Split(lay.dim - sum(dim < lay.dim for dim in mixed), lay.blocks))
+        return _everywhere(node, Split(placement.dim - sum(dim < placement.dim for dim in mixed), placement.blocks))
     return None
 
 
@@ -118,7 +118,7 @@ def _both_along(node: fx.Node, now: Sequence[Any], name: str) -> Found:
         "take_along_dim",
         "pairwise_distance",
     )
-    if name not in names or not all(lay == now[0] for lay in now) or not isinstance(now[0], Split):
+    if name not in names or not all(placement == now[0] for placement in now) or not isinstance(now[0], Split):
         return None
     ranks = {len(shape_of(source)) for source in tensor_inputs(node)}
     sizes = {shape_of(source)[now[0].dim] for source in tensor_inputs(node)}
@@ -136,17 +136,22 @@ def _is_one_image(node: fx.Node) -> bool:
     return spatial is not None and rank != spatial + 2
 
 
-def _probed(node: fx.Node, lay: Split, samples: int) -> Found:
+def _probed(node: fx.Node, placement: Split, samples: int) -> Found:
     """Move the samples' numbers as the operation moves elements, and look where they are."""
     source = tensor_inputs(node)[0]
     shape, out = shape_of(source), _values(node)
-    if len(out) != 1 or out[0].numel() > _PROBED_AT_MOST or node.args[0] is not source or shape[lay.dim] % samples:
+    if (
+        len(out) != 1
+        or out[0].numel() > _PROBED_AT_MOST
+        or node.args[0] is not source
+        or shape[placement.dim] % samples
+    ):
         return None
     if any(isinstance(value, fx.Node) for value in [*node.args[1:], *node.kwargs.values()]):
         return None
     base = 2**20  # far from what an operation fills up with
-    numbers = base + torch.arange(samples, dtype=torch.float64).repeat_interleave(shape[lay.dim] // samples)
-    wide = numbers.view([-1 if dim == lay.dim else 1 for dim in range(len(shape))]).expand(shape)
+    numbers = base + torch.arange(samples, dtype=torch.float64).repeat_interleave(shape[placement.dim] // samples)
+    wide = numbers.view([-1 if dim == placement.dim else 1 for dim in range(len(shape))]).expand(shape)
     moved = node.target(wide, *node.args[1:], **node.kwargs)  # type: ignore[operator]
     is_number = (moved >= base) & (moved < base + samples)
     for dim, size in enumerate(moved.shape):
@@ -168,10 +173,10 @@ def _recurrent(node: fx.Node, now: Sequence[Any], samples: int) -> Found:
         return None
     states = _argument(node, "hx")
     count = len(states) if isinstance(states, list | tuple) else 1
-    for source, lay in zip(tensor_inputs(node)[1 : 1 + count], now[1 : 1 + count], strict=True):
-        if lay != Split(1, (samples,)) and not (lay is None and _is_filled(source)):
+    for source, placement in zip(tensor_inputs(node)[1 : 1 + count], now[1 : 1 + count], strict=True):
+        if placement != Split(1, (samples,)) and not (placement is None and _is_filled(source)):
             return None
-    if any(lay is not None for lay in now[1 + count :]):
+    if any(placement is not None for placement in now[1 + count :]):
         return None
     return (now[0], *[Split(1, (samples,))] * (len(node.meta["val"]) - 1))
 
@@ -185,14 +190,20 @@ def _index(node: fx.Node, now: Sequence[Any], samples: int) -> Found:
     """Rows of a table that each sample picks, or the same places of every sample."""
     indices: Any = node.args[1]
     places = [dim for dim, index in enumerate(indices) if index is not None]
-    picked, given = now[0], [lay for lay in now[1:] if lay is not None]
+    picked, given = now[0], [placement for placement in now[1:] if placement is not None]
     wide = max(len(shape_of(indices[dim])) for dim in places)
     is_together = places == list(range(places[0], places[-1] + 1))
     start = places[0] if is_together else 0  # where the dimensions of the indices come to lie
     if picked is None:
-        found = {lay.dim + wide - len(shape_of(indices[dim])) for dim, lay in zip(places, now[1:], strict=True) if lay}
-        sizes = {shape_of(indices[dim])[lay.dim] for dim, lay in zip(places, now[1:], strict=True) if lay}
-        is_one = len(found) == len(sizes) == 1 and len({lay.blocks for lay in given}) == 1
+        found = {
+            placement.dim + wide - len(shape_of(indices[dim]))
+            for dim, placement in zip(places, now[1:], strict=True)
+            if placement
+        }
+        sizes = {
+            shape_of(indices[dim])[placement.dim] for dim, placement in zip(places, now[1:], strict=True) if placement
+        }
+        is_one = len(found) == len(sizes) == 1 and len({placement.blocks for placement in given}) == 1
         return Split(start + found.pop(), given[0].blocks) if is_one else None
     if given or picked.dim in places or any(indices[dim].meta["val"].dtype == torch.bool for dim in places):
         return None
@@ -212,7 +223,7 @@ def _cdist(node: fx.Node, now: Sequence[Any], samples: int) -> Found:
 
 
 def _element_by_element(node: fx.Node, now: Sequence[Any], samples: int) -> Found:
-    return now[0] if all(lay is None for lay in now[1:]) else None
+    return now[0] if all(placement is None for placement in now[1:]) else None
 
 
 def _one_hot(node: fx.Node, now: Sequence[Any], samples: int) -> Found:
@@ -224,14 +235,18 @@ def _expanded(node: fx.Node, now: Sequence[Any], samples: int) -> Found:
     inputs = tensor_inputs(node)
     several = isinstance(node.meta["val"], list | tuple)
     results = _values(node)
-    aligned = {lay.dim + results[0].dim() - len(shape_of(one)) for one, lay in zip(inputs, now, strict=True) if lay}
-    blocks = {lay.blocks for lay in now if lay}
+    aligned = {
+        placement.dim + results[0].dim() - len(shape_of(one))
+        for one, placement in zip(inputs, now, strict=True)
+        if placement
+    }
+    blocks = {placement.blocks for placement in now if placement}
     if len(aligned) != 1 or len(blocks) != 1:
         return None
     dim = aligned.pop()
-    for source, lay in zip(inputs, now, strict=True):
+    for source, placement in zip(inputs, now, strict=True):
         place = dim - (results[0].dim() - len(shape_of(source)))
-        if lay is None and place >= 0 and shape_of(source)[place] != 1:
+        if placement is None and place >= 0 and shape_of(source)[place] != 1:
             return None  # rows of its own, of which it is not known whose they are
     found = Split(dim, blocks.pop())
     return tuple(found for _ in results) if several else found

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from paceline.graph.labels import Spec, tensor_inputs
-from paceline.graph.placement import Lay, Split
+from paceline.graph.placement import Placement, Split
 from paceline.graph.reshape_rules import carry, is_rearrangement, shape_of
 from paceline.graph.rules import spec_of
 
@@ -38,8 +38,8 @@ class Choice:
         cost: of the node itself and the collective after it.
     """
 
-    inputs: tuple[Lay, ...]
-    output: Lay | tuple[Lay, ...]
+    inputs: tuple[Placement, ...]
+    output: Placement | tuple[Placement, ...]
     is_split: bool
     cost: float
     after: str | None = None
@@ -59,13 +59,15 @@ class Options:
     widest: int = 0  # bytes of an element of the widest parameter
 
 
-def choices(node: fx.Node, lays: Sequence[Lay], fixed: Sequence[bool], options: Options) -> Iterator[Choice]:
+def choices(
+    node: fx.Node, placements: Sequence[Placement], fixed: Sequence[bool], options: Options
+) -> Iterator[Choice]:
     """Every way to run `node`, whole first.
 
     Args:
         node: an operation.
-        lays: how its tensor inputs lie now.
-        fixed: whether an input's lay is decided; a parameter's is not before its first use.
+        placements: how its tensor inputs lie now.
+        fixed: whether an input's placement is decided; a parameter's is not before its first use.
         options: the rest.
     """
     inputs = tensor_inputs(node)
@@ -74,21 +76,21 @@ def choices(node: fx.Node, lays: Sequence[Lay], fixed: Sequence[bool], options: 
     work = operations(node) * (3 if node in options.with_gradient else 1)
     if options.is_sequence_split and not several and len(shape_of(node)) >= 3 and not is_rearrangement(node):
         work += OPERATIONS_PER_BYTE * size_bytes(node)  # asked for to hold less of every value, not to compute less
-    whole: Lay | tuple[Lay, ...] = (None,) * len(outputs) if several else None  # type: ignore[arg-type]
+    whole: Placement | tuple[Placement, ...] = (None,) * len(outputs) if several else None  # type: ignore[arg-type]
     yield Choice((None,) * len(inputs), whole, False, work)
     if node in options.pinned or not inputs:
         return
     if is_rearrangement(node):
-        if lays[0] is not None:
-            carried = carry(node, lays[0], options.parts)
+        if placements[0] is not None:
+            carried = carry(node, placements[0], options.parts)
             if carried is not None:
                 output = tuple(carried) if isinstance(carried, list) else carried
-                yield Choice((lays[0], *(None,) * (len(inputs) - 1)), output, True, work / options.parts)
+                yield Choice((placements[0], *(None,) * (len(inputs) - 1)), output, True, work / options.parts)
         return
-    yield from _special(node, lays, fixed, options, work)
+    yield from _special(node, placements, fixed, options, work)
     spec = spec_of(node)
     if spec is not None and len(spec.inputs) == len(inputs):
-        for label, blocks in _candidates(inputs, lays, fixed, spec, options):
+        for label, blocks in _candidates(inputs, placements, fixed, spec, options):
             yield from _split_along(node, spec, label, blocks, options, work)
 
 
@@ -126,13 +128,13 @@ def _is(value: object) -> bool:
 
 
 def _candidates(
-    inputs: Sequence[fx.Node], lays: Sequence[Lay], fixed: Sequence[bool], spec: Spec, options: Options
+    inputs: Sequence[fx.Node], placements: Sequence[Placement], fixed: Sequence[bool], spec: Spec, options: Options
 ) -> list[tuple[str, tuple[int, ...]]]:
     """Labels and blocks worth trying: those that an input is split by already, and those of new weights."""
     found: dict[tuple[str, tuple[int, ...]], None] = {}
-    for source, lay, labels in zip(inputs, lays, spec.inputs, strict=True):
-        if lay is not None and (label := labels[lay.dim]) is not None:
-            found[label, lay.blocks] = None
+    for source, placement, labels in zip(inputs, placements, spec.inputs, strict=True):
+        if placement is not None and (label := labels[placement.dim]) is not None:
+            found[label, placement.blocks] = None
         if source in options.parameters and (spec.heavy or "e" in labels) and len(labels) > 1:
             for label, size in zip(labels, shape_of(source), strict=True):
                 if label is None or size < options.parts:
@@ -157,17 +159,17 @@ def _split_along(
 ) -> Iterator[Choice]:
     inputs = tensor_inputs(node)
     total = sum(blocks)
-    needed: list[Lay] = []
+    needed: list[Placement] = []
     for number, (source, labels) in enumerate(zip(inputs, spec.inputs, strict=True)):
-        lay = _lay_along(labels, label, blocks, total, shape_of(source), options.parts)
-        if lay == "impossible":
+        placement = _lay_along(labels, label, blocks, total, shape_of(source), options.parts)
+        if placement == "impossible":
             return
-        assert lay is None or isinstance(lay, Split)
+        assert placement is None or isinstance(placement, Split)
         if number == spec.bias and label in spec.summed:
-            lay = None
-        needed.append(lay)
+            placement = None
+        needed.append(placement)
     if _wants_something(node) and any(
-        lay is not None and lay.size(options.parts - 1, options.parts) == 0 for lay in needed
+        placement is not None and placement.size(options.parts - 1, options.parts) == 0 for placement in needed
     ):
         return
     work = work / options.parts
@@ -193,7 +195,7 @@ def _wants_something(node: fx.Node) -> bool:
 
 def _lay_along(
     labels: Sequence[str | None], label: str, blocks: tuple[int, ...], total: int, shape: tuple[int, ...], parts: int
-) -> Lay | str:
+) -> Placement | str:
     if label not in labels:
         return None
     dim = list(labels).index(label)
@@ -206,25 +208,25 @@ def _lay_along(
 
 
 def _special(
-    node: fx.Node, lays: Sequence[Lay], fixed: Sequence[bool], options: Options, work: float
+    node: fx.Node, placements: Sequence[Placement], fixed: Sequence[bool], options: Options, work: float
 ) -> Iterator[Choice]:
     inputs = tensor_inputs(node)
     size = size_bytes(node)
     if node.target is aten.embedding.default and inputs[0] in options.parameters:
         rows = shape_of(inputs[0])[0]
         plain = not any(node.args[3:])
-        if plain and rows >= options.parts and (not fixed[0] or lays[0] == Split(0, (rows,))):
+        if plain and rows >= options.parts and (not fixed[0] or placements[0] == Split(0, (rows,))):
             needed = (Split(0, (rows,)), None)
             yield Choice(needed, None, True, work + exchanged(size, 2), "sum", "vocabulary embedding")
             shape = shape_of(node)
             if options.is_sequence_split and len(shape) >= 3 and shape[-2] >= options.parts:
                 out = Split(len(shape) - 2, (shape[-2],))
                 yield Choice(needed, out, True, work + exchanged(size, 2), "scatter", "vocabulary embedding")
-    if node.target is not aten.cross_entropy_loss.default or lays[0] is None or not is_plain_loss(node):
+    if node.target is not aten.cross_entropy_loss.default or placements[0] is None or not is_plain_loss(node):
         return
-    if lays[0].dim == 1 and len(lays[0].blocks) == 1:
+    if placements[0].dim == 1 and len(placements[0].blocks) == 1:
         cost = work / options.parts + exchanged(12 * shape_of(inputs[0])[0], 2)
-        yield Choice((lays[0], None), None, True, cost, kind="vocabulary loss")
+        yield Choice((placements[0], None), None, True, cost, kind="vocabulary loss")
 
 
 def is_plain_loss(node: fx.Node) -> bool:

@@ -16,7 +16,7 @@ import subprocess
 import sys
 from dataclasses import asdict, dataclass, field
 
-from paceline.launch.rank_assignment import Meeting, Seats
+from paceline.launch.rank_assignment import HostRanks, Rendezvous
 from paceline.nouns import module_names
 from paceline.nouns.errors import ReadError, UsageError
 from paceline.nouns.reading import parse_json
@@ -35,8 +35,8 @@ class RankSettings:
     Args:
         script, arguments: the person's file.
         world_size: ranks of the job, on all hosts.
-        seats: this host's.
-        meeting: where they meet.
+        host_ranks: this host's.
+        rendezvous: where they meet.
         run_dir: of the job.
         resume: the checkpoint to go on from.
         preload: modules to import before the fork.
@@ -50,8 +50,8 @@ class RankSettings:
     script: str
     arguments: list[str]
     world_size: int
-    seats: Seats
-    meeting: Meeting
+    host_ranks: HostRanks
+    rendezvous: Rendezvous
     run_dir: str
     resume: str | None
     preload: list[str]
@@ -65,7 +65,7 @@ class RankSettings:
     @property
     def processes(self) -> tuple[int, ...]:
         """The ranks of this host, and the servers and coordinator with their numbers after all ranks."""
-        return self.seats.processes
+        return self.host_ranks.processes
 
     def to_json(self) -> str:
         """All of it, in a line."""
@@ -78,11 +78,11 @@ class RankSettings:
         Raises:
             ReadError: it is something else.
         """
-        values = parse_json(text, "a rank's settings", {"seats": {"servers": [int]}, "meeting": dict})
+        values = parse_json(text, "a rank's settings", {"host_ranks": {"servers": [int]}, "rendezvous": dict})
         try:
-            seats, meeting = values.pop("seats"), Meeting(**values.pop("meeting"))
-            seats = Seats(**{**seats, "servers": tuple(seats["servers"])})
-            return cls(seats=seats, meeting=meeting, **values)
+            host_ranks, rendezvous = values.pop("host_ranks"), Rendezvous(**values.pop("rendezvous"))
+            host_ranks = HostRanks(**{**host_ranks, "servers": tuple(host_ranks["servers"])})
+            return cls(host_ranks=host_ranks, rendezvous=rendezvous, **values)
         except TypeError as error:
             fix = "use one version of Paceline on all hosts"
             raise ReadError("to read a rank's settings", f"they have other parts ({error})", fix) from None
@@ -112,7 +112,7 @@ def start_ranks(settings: RankSettings) -> ForkServer:
     pipes = [os.pipe() for _ in settings.processes]
     ours, theirs = socket.socketpair()
     writing = [pipe[1] for pipe in pipes]
-    listener = [settings.meeting.listener] if settings.meeting.listener >= 0 else []
+    listener = [settings.rendezvous.listener] if settings.rendezvous.listener >= 0 else []
     lock = [settings.lock] if settings.lock >= 0 else []
     command = [sys.executable, "-m", module_names.FORKSERVER, str(theirs.fileno())]
     # Blocked, and inherited so: until the fork server ignores it, SIGINT would be a KeyboardInterrupt in its imports.
@@ -155,8 +155,8 @@ def allow_open_files(needed: int) -> None:
 
 
 def _environment(settings: RankSettings) -> dict[str, str]:
-    environment = rank_environment(settings.seats.count)
-    if settings.meeting.master:  # torch's store warns of every address that has no name
+    environment = rank_environment(settings.host_ranks.count)
+    if settings.rendezvous.master:  # torch's store warns of every address that has no name
         environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     return environment
 

@@ -25,7 +25,7 @@ _ANSWER = (
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class ProfileRequest:
     """One step to rehearse.
 
     Args:
@@ -53,7 +53,7 @@ def ranks_to_profile(plan: Plan) -> list[int]:
 
 
 def profile_workload(
-    requests: Sequence[Request], words: Sequence[str], done: Callable[[int], None] = lambda number: None
+    requests: Sequence[ProfileRequest], words: Sequence[str], done: Callable[[int], None] = lambda number: None
 ) -> list[Profile | WorkloadError]:
     """The profile of each request, or why there is none.
 

@@ -10,7 +10,7 @@ from paceline.nouns.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)
-class Seats:
+class HostRanks:
     """The ranks of one host: `first`, and from there as many as `count`.
 
     Args:
@@ -41,7 +41,7 @@ class Seats:
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class Rendezvous:
     """Where the ranks of a job meet: a file on one host, rank 0's store for several.
 
     Args:
@@ -61,7 +61,7 @@ class Meeting:
     own: str = ""
 
 
-def seat(hosts: Sequence[Host], ranks: int | None) -> tuple[Seats, ...]:
+def seat(hosts: Sequence[Host], ranks: int | None) -> tuple[HostRanks, ...]:
     """Ranks onto hosts, in order: each host is filled before the next has any.
 
     Args:
@@ -83,22 +83,22 @@ def seat(hosts: Sequence[Host], ranks: int | None) -> tuple[Seats, ...]:
             counts.append((host.name, count))
     firsts = [sum(count for _, count in counts[:number]) for number in range(len(counts))]
     return tuple(
-        Seats(name, first, count, number, len(counts))
+        HostRanks(name, first, count, number, len(counts))
         for number, ((name, count), first) in enumerate(zip(counts, firsts, strict=True))
     )
 
 
-def with_servers(seats: Sequence[Seats], servers: int) -> tuple[Seats, ...]:
+def with_servers(host_ranks: Sequence[HostRanks], servers: int) -> tuple[HostRanks, ...]:
     """Parameter servers onto the hosts in turn, so that the two that keep a range are on two; the coordinator is first.
 
     Args:
-        seats: of all ranks of the job.
+        host_ranks: of all ranks of the job.
         servers: how many; 0: there are none, and no coordinator.
     """
-    ranks = sum(one.count for one in seats)
-    numbers: list[list[int]] = [[] for _ in seats]
+    ranks = sum(one.count for one in host_ranks)
+    numbers: list[list[int]] = [[] for _ in host_ranks]
     for server in range(servers):
-        numbers[server % len(seats)].append(ranks + server)
+        numbers[server % len(host_ranks)].append(ranks + server)
     if servers:
         numbers[0].append(ranks + servers)
-    return tuple(replace(one, servers=tuple(own)) for one, own in zip(seats, numbers, strict=True))
+    return tuple(replace(one, servers=tuple(own)) for one, own in zip(host_ranks, numbers, strict=True))

@@ -22,15 +22,15 @@ import torch
 from paceline.comm.collectives import AxisComm, open_axes, open_product
 from paceline.comm.ledger import Ledger
 from paceline.nouns.mesh import AXES, Mesh
-from paceline.nouns.placement import Held
 from paceline.nouns.plan import Plan
+from paceline.nouns.shard_spec import LocalShard
 from paceline.nouns.workload import Workload
-from paceline.parallel.micro_batches import Moments
-from paceline.parallel.model_adapter import PlacedModel
+from paceline.parallel.micro_batches import StepHooks
+from paceline.parallel.model_adapter import ModelAdapter
 from paceline.parallel.norm import global_norm, scale_gradients
 from paceline.parallel.replicate.buffers import Buffers
 from paceline.parallel.replicate.strategy import Replicate
-from paceline.parallel.step_stats import Sums, SumsWire
+from paceline.parallel.step_stats import StepStats, StepStatsReducer
 
 Score = Callable[[Any, Any], Any]
 
@@ -55,7 +55,9 @@ class Parallel:
         device: where this rank computes.
     """
 
-    def __init__(self, placed: PlacedModel, workload: Workload, comms: Comms, plan: Plan, device: torch.device) -> None:
+    def __init__(
+        self, placed: ModelAdapter, workload: Workload, comms: Comms, plan: Plan, device: torch.device
+    ) -> None:
         self.placed, self.workload, self.comms, self.plan, self.device = placed, workload, comms, plan, device
         self.mesh = Mesh.parse(plan.mesh)
         self.model = placed.model
@@ -70,7 +72,7 @@ class Parallel:
             overlaps=not placed.finishes_later,
         )
         shared = self.replicate.shared if comms.step.axis == "replicate" else None
-        self.sums = SumsWire(comms.step, shared, len(self.buffers.tensors), device, placed.counts_loss)
+        self.stats = StepStatsReducer(comms.step, shared, len(self.buffers.tensors), device, placed.counts_loss)
 
     def forward_backward(self, microbatches: Sequence[Any], is_stopping: bool, longest: int = 1) -> None:
         """Forward and backward passes over this rank's micro-batches.
@@ -83,30 +85,30 @@ class Parallel:
         Raises:
             LossError: the loss has the wrong form.
         """
-        self.sums.clear()
+        self.stats.clear()
         self.buffers.begin_step()
-        self.replicate.begin_step(self.sums.finish)
+        self.replicate.begin_step(self.stats.finish)
         self.placed.begin_step()
         self.is_mean = self.comms.step.size == 1 and len(microbatches) == 1 and self.placed.is_plain
 
         def after_forwards() -> None:
-            self.sums.begin(is_stopping, self.buffers.find_changed())
+            self.stats.begin(is_stopping, self.buffers.find_changed())
             self.replicate.begin_last_backward()
 
-        moments = Moments(self.sums.add, self.placed.before_backward, after_forwards, self.is_mean)
-        self.placed.forward_backward(self.workload.loss, microbatches, moments, longest)
+        hooks = StepHooks(self.stats.add, self.placed.before_backward, after_forwards, self.is_mean)
+        self.placed.forward_backward(self.workload.loss, microbatches, hooks, longest)
 
-    def reduce_gradients(self) -> Sums:
+    def reduce_gradients(self) -> StepStats:
         """Make every gradient that of the global batch's mean loss."""
         self.placed.finish_backward()
         self.replicate.reduce_gradients()
-        scale = self.sums.finish()
-        sums = self.sums.read()
-        if self.replicate.comm.size == 1 and not self.is_mean and sums.weight:
+        scale = self.stats.finish()
+        stats = self.stats.read()
+        if self.replicate.comm.size == 1 and not self.is_mean and stats.weight:
             scale_gradients(self.placed.updated().values(), scale)
         copies = self.mesh.size("tensor")
-        self.buffers.reduce([ranks // copies for ranks in sums.changed])
-        return sums
+        self.buffers.reduce([ranks // copies for ranks in stats.changed])
+        return stats
 
     def gradient_norm(self) -> torch.Tensor:
         """The norm of the whole gradient, on every rank."""
@@ -125,7 +127,7 @@ class Parallel:
         """What `score(model, batch)` returns."""
         return self.placed.evaluate(name, score, batch)
 
-    def held(self) -> dict[str, Held]:
+    def held(self) -> dict[str, LocalShard]:
         """Of every state tensor that is not whole on all ranks: this rank's part, and who else has the same."""
         return self.placed.held()
 

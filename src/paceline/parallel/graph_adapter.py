@@ -10,18 +10,18 @@ import torch
 from paceline.comm.collectives import AxisComm
 from paceline.comm.pytree import tensors_in
 from paceline.nouns.mesh import Mesh
-from paceline.nouns.placement import Cut, Held, Placement
 from paceline.nouns.plan import Plan
+from paceline.nouns.shard_spec import Cut, LocalShard, ShardSpec
 from paceline.parallel.graph_model import SplitModel
-from paceline.parallel.micro_batches import Moments, forward_backward
+from paceline.parallel.micro_batches import StepHooks, forward_backward
 from paceline.parallel.model_adapter import Autocast
 from paceline.parallel.pipeline.strategy import Pipeline
 from paceline.parallel.pipeline.tied_weights import add_tied_gradients
-from paceline.parallel.shard.zero1 import Flat
+from paceline.parallel.shard.zero1 import FlatShard
 from paceline.parallel.tensor import run_whole
 
 
-class SplitPlaced:
+class GraphAdapter:
     """The split model on this rank.
 
     Args:
@@ -43,10 +43,10 @@ class SplitPlaced:
         self.model, self.mesh = split.model, Mesh.parse(plan.mesh)
         self.pipeline = Pipeline(split, axes["pipeline"], plan, autocast) if axes["pipeline"].size > 1 else None
         self.whole = {name: tensor for name, tensor in split.local.items() if isinstance(tensor, torch.nn.Parameter)}
-        self.flat: Flat | None = None
+        self.flat: FlatShard | None = None
         self.own: Mapping[str, torch.nn.Parameter] = self.whole
         if axes["shard"].size > 1:
-            self.flat = Flat(self.whole, axes["shard"])
+            self.flat = FlatShard(self.whole, axes["shard"])
             self.flat.split()
             self.own = self.flat.rows
             self._show_rows()
@@ -74,18 +74,18 @@ class SplitPlaced:
     def before_backward(self, is_last: bool, is_padding: bool = False) -> None:
         """Nothing to do."""
 
-    def forward_backward(self, loss: Any, microbatches: Sequence[Any], moments: Moments, longest: int) -> None:
+    def forward_backward(self, loss: Any, microbatches: Sequence[Any], hooks: StepHooks, longest: int) -> None:
         """Through the stages, or one micro-batch after another where there is one stage."""
         if self.pipeline is not None:
-            self.pipeline.forward_backward(loss, microbatches, moments.add)
-            moments.after_forwards()
+            self.pipeline.forward_backward(loss, microbatches, hooks.add)
+            hooks.after_forwards()
             return
 
         def run(batch: Any) -> Any:
             with self.autocast():
                 return run_whole(self.split, "loss", loss, batch, tensors_in(batch), True)
 
-        forward_backward(run, microbatches, moments)
+        forward_backward(run, microbatches, hooks)
 
     def in_step(self, microbatches: Sequence[Any], longest: int) -> list[Any]:
         """Every rank goes at its own pace; beside `shard`, one that has fewer gathers along (None)."""
@@ -108,7 +108,7 @@ class SplitPlaced:
         at = {axis: comm.rank for axis, comm in self.axes.items()}
         result = {}
         for name, parameter in self.own.items():
-            is_first = self.split.lays.get(name) is not None or at["tensor"] == 0
+            is_first = self.split.placements.get(name) is not None or at["tensor"] == 0
             is_first &= self.holders[name][0] == at["pipeline"]
             is_first &= self.flat is None or parameter.dim() > 0 or at["shard"] == 0
             result[parameter] = is_first
@@ -128,22 +128,22 @@ class SplitPlaced:
             if self.flat is not None:
                 self.flat.release()
 
-    def held(self) -> dict[str, Held]:
+    def held(self) -> dict[str, LocalShard]:
         """Pieces of tensors, and the ranks that hold the same ones."""
         return {name: self._held(name) for name in self.split.local}
 
     def close(self) -> None:
         """Nothing to let go of."""
 
-    def _held(self, name: str) -> Held:
-        placement = self.split.placement(name)
+    def _held(self, name: str) -> LocalShard:
+        shard_spec = self.split.shard_spec(name)
         shard = self.axes["shard"]
-        is_cut = self.flat is not None and name in self.own and len(placement.shape) > 0
+        is_cut = self.flat is not None and name in self.own and len(shard_spec.shape) > 0
         if is_cut:
-            rows = placement.local_shape[0]
-            placement = Placement(placement.shape, (*placement.cuts, Cut(0, (rows,), shard.rank, shard.size)))
+            rows = shard_spec.local_shape[0]
+            shard_spec = ShardSpec(shard_spec.shape, (*shard_spec.cuts, Cut(0, (rows,), shard.rank, shard.size)))
         here = self.mesh.coordinate(self.rank)
-        fixed = {"tensor": self.split.lays.get(name) is not None, "shard": is_cut}
+        fixed = {"tensor": self.split.placements.get(name) is not None, "shard": is_cut}
         stages = {stage % self.axes["pipeline"].size for stage in self.split.owners(name)}
         holders = [
             rank
@@ -151,7 +151,7 @@ class SplitPlaced:
             if (at := self.mesh.coordinate(rank))["pipeline"] in stages
             and all(at[axis] == here[axis] for axis, is_fixed in fixed.items() if is_fixed)
         ]
-        return Held(placement, tuple(holders))
+        return LocalShard(shard_spec, tuple(holders))
 
     def _show_rows(self) -> None:
         """Put the rows in the model where whole parameters were: that is what the optimizer is to see."""

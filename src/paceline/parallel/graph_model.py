@@ -25,13 +25,13 @@ from paceline.graph.emit import emit
 from paceline.graph.explain import why_nothing_is_split
 from paceline.graph.layout import Layout, choose_layout
 from paceline.graph.loss_is_additive import coupled_at
-from paceline.graph.placement import Lay
+from paceline.graph.placement import Placement
 from paceline.graph.stage_writes import check_stage_writes
 from paceline.graph.stages import Assignment, Stage, assign_stages, assignment_of, computed_anew, cut_out
 from paceline.graph.tp_plan import own_plan
 from paceline.nouns.errors import PlanError, WorkloadError
-from paceline.nouns.placement import Placement
 from paceline.nouns.plan import Plan
+from paceline.nouns.shard_spec import ShardSpec
 from paceline.parallel.recompute import nothing_recomputed, recomputed
 from paceline.parallel.shard.blocks import find_blocks
 
@@ -95,7 +95,7 @@ class SplitModel:
     device: torch.device
     stages: int = 1
     form: torch.nn.Module = field(init=False)  # the model without values, for capturing
-    lays: dict[str, Lay] = field(default_factory=dict)
+    placements: dict[str, Placement] = field(default_factory=dict)
     assignment: Assignment | None = None
     everywhere: set[str] = field(default_factory=set)  # buffers that nothing writes: every stage may need them
     coupled: str = ""  # the operation in which samples meet, if any
@@ -125,7 +125,7 @@ class SplitModel:
         return range(self.pipeline.rank, self.stages, self.pipeline.size)
 
     def decide(self, function: Function, batch: Any) -> Captured:
-        """Choose layout and stages from one batch; `make_room` is next.
+        """Choose layout and stages from one batch; `allocate` is next.
 
         Raises:
             WorkloadError: the model can't be captured.
@@ -139,13 +139,13 @@ class SplitModel:
         self.written = list(dict.fromkeys(write.state for write in captured.log))
         meeting = coupled_at(captured)
         if meeting is not None:
-            self.coupled = f"{meeting.target} in {captured.place.get(meeting) or 'the model or the loss'}"
+            self.coupled = f"{meeting.target} in {captured.module_path.get(meeting) or 'the model or the loss'}"
         elif self.written:  # once per batch, not per micro-batch
             self.coupled = f"the write into {self.written[0]}"
         self.assignment = assignment_of(captured, stages)
         if self.tensor.size > 1:
-            self.lays = self._choose(captured).lays
-            if not any(lay is not None for lay in self.lays.values()):
+            self.placements = self._choose(captured).placements
+            if not any(placement is not None for placement in self.placements.values()):
                 raise PlanError(
                     f"the model should be split over {self.tensor.size} ranks by tensor",
                     why_nothing_is_split(captured, self.tensor.size),
@@ -156,8 +156,12 @@ class SplitModel:
     def fill(self, name: str, full: torch.Tensor) -> None:
         """Take this rank's piece of a full tensor."""
         if name in self.local:
-            lay = self.lays.get(name)
-            piece = full if lay is None else take_piece(full, (lay.dim, lay.blocks), self.tensor.rank, self.tensor.size)
+            placement = self.placements.get(name)
+            piece = (
+                full
+                if placement is None
+                else take_piece(full, (placement.dim, placement.blocks), self.tensor.rank, self.tensor.size)
+            )
             with torch.no_grad():
                 self.local[name].copy_(piece)
 
@@ -172,11 +176,13 @@ class SplitModel:
             return tuple(range(self.stages))
         return tuple(sorted({piece // self.pieces for piece in self.assignment.owners.get(name, (0,))}))
 
-    def placement(self, name: str) -> Placement:
+    def shard_spec(self, name: str) -> ShardSpec:
         """Which part of the state this rank holds."""
         shape = tuple(dict([*self.form.named_parameters(), *self.form.named_buffers()])[name].shape)
-        lay = self.lays.get(name)
-        return Placement(shape) if lay is None else lay.placement(shape, self.tensor.rank, self.tensor.size)
+        placement = self.placements.get(name)
+        return (
+            ShardSpec(shape) if placement is None else placement.shard_spec(shape, self.tensor.rank, self.tensor.size)
+        )
 
     def program(self, key: Hashable, function: Function, batch: Any, is_training: bool = True) -> Program:
         """This rank's part of `function` for batches like `batch`; made once per shape."""
@@ -222,7 +228,7 @@ class SplitModel:
 
     def local_shapes(self, captured: Captured) -> dict[str, tuple[int, ...]]:
         """The shape of this rank's piece of every state that a graph reads."""
-        return {name: tuple(self.placement(name).local_shape) for name in captured.states}
+        return {name: tuple(self.shard_spec(name).local_shape) for name in captured.states}
 
     def _build(self, captured: Captured) -> Program:
         captured, stages = self.stages_of(captured)
@@ -240,8 +246,8 @@ class SplitModel:
             made.append(StageProgram(index, own, run, [[self.local[name] for name in piece.states] for piece in own]))
         return Program(captured, made, self.stages)
 
-    def _decided(self, captured: Captured) -> Mapping[str, Lay]:
-        return {name: self.lays.get(name) for name in captured.states}
+    def _decided(self, captured: Captured) -> Mapping[str, Placement]:
+        return {name: self.placements.get(name) for name in captured.states}
 
     def _runnable(self, module: fx.GraphModule) -> Callable[..., Any]:
         return self.recompute(torch.compile(module) if self.plan.compile == "on" else module)
@@ -267,14 +273,14 @@ class SplitModel:
                     raise
                 self.pieces -= 1
 
-    def make_room(self) -> None:
+    def allocate(self) -> None:
         """Put this rank's pieces, without values yet, where the model's parameters and buffers are."""
         tied = {}
         for name, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]:
             if not self.owns(name):
                 made = tensor.detach().to("meta")
             else:
-                shape = self.placement(name).local_shape
+                shape = self.shard_spec(name).local_shape
                 made = torch.empty(shape, dtype=tensor.dtype, device=self.device)
                 self.local[name] = made
             if isinstance(tensor, torch.nn.Parameter):

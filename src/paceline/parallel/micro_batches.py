@@ -21,7 +21,7 @@ _SHAPES = 6  # how many are named in a note
 
 
 @dataclass(frozen=True, slots=True)
-class Moments:
+class StepHooks:
     """What the strategies want to know of a step while it runs.
 
     Attributes:
@@ -38,14 +38,14 @@ class Moments:
 
 
 def forward_backward(
-    loss: Callable[[Any], Any], microbatches: Sequence[Any], moments: Moments, padding: int = 0
+    loss: Callable[[Any], Any], microbatches: Sequence[Any], hooks: StepHooks, padding: int = 0
 ) -> None:
     """Add up the gradients of the loss sum over `microbatches`; a rank without any still takes part.
 
     Args:
         loss: of one micro-batch, with the model in it.
         microbatches: this rank's.
-        moments: told how the step goes on.
+        hooks: told how the step goes on.
         padding: how many at the end of `microbatches` only keep step with ranks that have more: they count nothing.
 
     Raises:
@@ -61,17 +61,17 @@ def forward_backward(
             )
         is_last = number == len(microbatches) - 1
         if number < len(microbatches) - padding:
-            moments.add(total.detach(), weight)
+            hooks.add(total.detach(), weight)
         else:
             total = torch.where(torch.isfinite(total), total, 0.0) * 0.0
         if is_last:
-            moments.after_forwards()
-        moments.before_backward(is_last, number >= len(microbatches) - padding)
-        if moments.takes_mean:
+            hooks.after_forwards()
+        hooks.before_backward(is_last, number >= len(microbatches) - padding)
+        if hooks.takes_mean:
             total = total / weight
         total.backward()  # type: ignore[no-untyped-call]
     if not microbatches:
-        moments.after_forwards()
+        hooks.after_forwards()
 
 
 def _called(loss: Callable[[Any], Any], batch: Any, which: str) -> Any:

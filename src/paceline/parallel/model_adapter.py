@@ -1,6 +1,6 @@
 """A model as one rank of a mesh holds it: whole, in FSDP2's shards, or in pieces and stages.
 
-`PlacedModel` is what `apply.py` asks of each of them.
+`ModelAdapter` is what `apply.py` asks of each of them.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Any, Protocol
 import torch
 
 from paceline.comm.batch_norm import SharedForward, SharedStatistics
-from paceline.nouns.placement import Held
-from paceline.parallel.micro_batches import Moments, forward_backward
+from paceline.nouns.shard_spec import LocalShard
+from paceline.parallel.micro_batches import StepHooks, forward_backward
 from paceline.parallel.replicate.buffers import KeptBuffers
 from paceline.parallel.replicate.strategy import sparse_names
 
 Autocast = Callable[[], AbstractContextManager[Any]]
 
 
-class PlacedModel(Protocol):
+class ModelAdapter(Protocol):
     """One rank's model, and how it runs.
 
     Attributes:
@@ -57,7 +57,7 @@ class PlacedModel(Protocol):
     def before_backward(self, is_last: bool, is_padding: bool = False) -> None:
         """A backward pass begins."""
 
-    def forward_backward(self, loss: Any, microbatches: Sequence[Any], moments: Moments, longest: int) -> None:
+    def forward_backward(self, loss: Any, microbatches: Sequence[Any], hooks: StepHooks, longest: int) -> None:
         """Gradients of the loss sums."""
 
     def in_step(self, microbatches: Sequence[Any], longest: int) -> list[Any]:
@@ -75,7 +75,7 @@ class PlacedModel(Protocol):
     def evaluate(self, name: str, score: Any, batch: Any) -> Any:
         """What `score(model, batch)` returns."""
 
-    def held(self) -> dict[str, Held]:
+    def held(self) -> dict[str, LocalShard]:
         """What this rank holds of tensors that are not whole everywhere."""
 
     def close(self) -> None:
@@ -105,7 +105,7 @@ class OwnCode:
         """`function(model, batch)`."""
         raise NotImplementedError
 
-    def forward_backward(self, loss: Any, microbatches: Sequence[Any], moments: Moments, longest: int) -> None:
+    def forward_backward(self, loss: Any, microbatches: Sequence[Any], hooks: StepHooks, longest: int) -> None:
         """This rank's micro-batches, and what fills them up."""
         both = self.in_step(microbatches, longest)
         real = iter([True] * len(microbatches))
@@ -117,7 +117,7 @@ class OwnCode:
             with nullcontext() if counts else KeptBuffers(self._written_alone()), self.autocast():
                 return self.call(loss, batch)
 
-        forward_backward(run, both, moments, len(both) - len(microbatches))
+        forward_backward(run, both, hooks, len(both) - len(microbatches))
 
     def in_step(self, microbatches: Sequence[Any], longest: int) -> list[Any]:
         """With the last micro-batch again, or the example, where ranks keep pace."""
@@ -134,7 +134,7 @@ class OwnCode:
         return [module for module in self.model.modules() if not isinstance(module.forward, SharedForward)]
 
 
-class EagerModel(OwnCode):
+class EagerAdapter(OwnCode):
     """Every parameter whole."""
 
     is_plain, finishes_later = True, False
@@ -179,7 +179,7 @@ class EagerModel(OwnCode):
         """The person's function on the person's model."""
         return score(self.model, batch)
 
-    def held(self) -> dict[str, Held]:
+    def held(self) -> dict[str, LocalShard]:
         """Everything is whole everywhere."""
         return {}
 

@@ -29,11 +29,11 @@ from paceline.nouns.errors import LossError, UsageError
 from paceline.nouns.plan import Plan
 from paceline.nouns.workload import Workload
 from paceline.parallel.apply import Comms, Parallel
-from paceline.parallel.micro_batches import Moments
-from paceline.parallel.model_adapter import PlacedModel
+from paceline.parallel.micro_batches import StepHooks
+from paceline.parallel.model_adapter import ModelAdapter
 from paceline.parallel.norm import scale_gradients
 from paceline.parallel.replicate.bucket import local_gradient
-from paceline.parallel.step_stats import Sums
+from paceline.parallel.step_stats import StepStats
 from paceline.server.handle import Handle
 from paceline.server.layout import AVERAGE
 from paceline.server.settings import JobSettings
@@ -57,7 +57,7 @@ class ServerParallel(Parallel):
 
     def __init__(
         self,
-        placed: PlacedModel,
+        placed: ModelAdapter,
         workload: Workload,
         comms: Comms,
         plan: Plan,
@@ -110,14 +110,14 @@ class ServerParallel(Parallel):
 
     def forward_backward(self, microbatches: Sequence[Any], is_stopping: bool, longest: int = 1) -> None:
         """Gradients of this worker's loss sum; of its mean where it is the only one with one micro-batch."""
-        self.sums.clear()
+        self.stats.clear()
         self.buffers.begin_step()
         self.was_stopping = is_stopping
         self.is_mean = self.plan.world_size == 1 and len(microbatches) == 1
-        moments = Moments(self.sums.add, self.placed.before_backward, lambda: None, self.is_mean)
-        self.placed.forward_backward(self.workload.loss, microbatches, moments, longest)
+        hooks = StepHooks(self.stats.add, self.placed.before_backward, lambda: None, self.is_mean)
+        self.placed.forward_backward(self.workload.loss, microbatches, hooks, longest)
 
-    def reduce_gradients(self) -> Sums:
+    def reduce_gradients(self) -> StepStats:
         """Push this worker's gradient, and pull the parameters of the next step.
 
         Raises:
@@ -125,11 +125,11 @@ class ServerParallel(Parallel):
             PeerLostError: the servers have gone.
         """
         handle = self._joined()
-        self.sums.begin(self.was_stopping, self.buffers.find_changed())
-        self.sums.finish()
-        own = self.sums.read()
+        self.stats.begin(self.was_stopping, self.buffers.find_changed())
+        self.stats.finish()
+        own = self.stats.read()
         if own.bad_ranks:
-            return Sums(own.loss, own.weight, own.is_stopping, [self.rank], own.changed)
+            return StepStats(own.loss, own.weight, own.is_stopping, [self.rank], own.changed)
         if not self.is_by_rounds and self.workload.clip_norm is not None:
             self._clip_own(own.weight)
         before, flags = handle.clock, STOPPING * own.is_stopping | MEAN * self.is_mean
@@ -137,19 +137,19 @@ class ServerParallel(Parallel):
         self._count_traffic()
         is_stopping = own.is_stopping or any(note and note["flags"] & STOPPING for note in answer.notes)
         is_everybodys = self.is_by_rounds and answer.clock != before
-        sums = self.sums_of_answer(is_stopping, own.changed) if is_everybodys else None
-        if sums is None:
+        stats = self.stats_of_answer(is_stopping, own.changed) if is_everybodys else None
+        if stats is None:
             # A worker without samples of a short batch pushes nothing that counts.
-            return Sums(own.loss, own.weight or 1.0, is_stopping, [], own.changed)
+            return StepStats(own.loss, own.weight or 1.0, is_stopping, [], own.changed)
         if self.norm == float("inf"):
             raise LossError(
                 "the gradient's norm should be a finite number",
                 "it is not, although the loss is finite; the parameters were left as they were",
                 "lower the learning rate, use precision float32, or look for samples at which the loss has no gradient",
             )
-        return sums
+        return stats
 
-    def sums_of_answer(self, is_stopping: bool = False, changed: list[int] | None = None) -> Sums | None:
+    def stats_of_answer(self, is_stopping: bool = False, changed: list[int] | None = None) -> StepStats | None:
         """What the servers' last answer says of the update before it; None before the first.
 
         By rounds it is of all workers together, in the other modes of one.
@@ -158,7 +158,7 @@ class ServerParallel(Parallel):
         if note is None:
             return None
         self.norm = note.get("norm")
-        return Sums(note["loss"], note["weight"], is_stopping, [], changed or [])
+        return StepStats(note["loss"], note["weight"], is_stopping, [], changed or [])
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """The servers have updated the parameters: take them."""

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 import torch
 
 from paceline.comm.collectives import AxisComm
-from paceline.comm.reducer import exact_wire
+from paceline.comm.reducer import exact_reducer
 from paceline.comm.shared_memory import SharedMemory
 
 _LOSS, _WEIGHT, _STOP, _FIRST_RANK = 0, 1, 2, 3
 
 
 @dataclass(frozen=True, slots=True)
-class Sums:
+class StepStats:
     """What all ranks know after a step's forward passes."""
 
     loss: float  # summed over the global batch
@@ -33,7 +33,7 @@ class Sums:
         return self.loss / self.weight
 
 
-class SumsWire:
+class StepStatsReducer:
     """Collects this rank's numbers, sends them, reads everybody's.
 
     Args:
@@ -51,7 +51,7 @@ class SumsWire:
         self.scale: torch.Tensor | None = None
         length = _FIRST_RANK + comm.size + buffers
         self.mine = torch.zeros(length, dtype=torch.float64, device=device)
-        self.wire = exact_wire(comm, shared, length, torch.float64, device)
+        self.reducer = exact_reducer(comm, shared, length, torch.float64, device)
         self.one = torch.ones((), dtype=torch.float64, device=device)
 
     def clear(self) -> None:
@@ -74,19 +74,19 @@ class SumsWire:
         self.mine[_STOP] = is_stopping
         if any(changed):
             self.mine[_FIRST_RANK + self.comm.size :] = torch.tensor(changed, dtype=torch.float64)
-        self.wire.inboxes[self.wire.turn].copy_(self.mine)
-        self.wire.begin()
+        self.reducer.inboxes[self.reducer.turn].copy_(self.mine)
+        self.reducer.begin()
 
     def finish(self) -> torch.Tensor:
         """Wait for the others, once; the scale that makes gradients of the sum those of the mean, a scalar."""
         if self.scale is None:
-            self.wire.finish(self.one)
-            self.scale = self.wire.outbox[_WEIGHT].reciprocal()
+            self.reducer.finish(self.one)
+            self.scale = self.reducer.outbox[_WEIGHT].reciprocal()
         return self.scale
 
-    def read(self) -> Sums:
+    def read(self) -> StepStats:
         """The numbers, after `finish`."""
-        loss, weight, stop, *rest = self.wire.outbox.tolist()
+        loss, weight, stop, *rest = self.reducer.outbox.tolist()
         bad, changed = rest[: self.comm.size], rest[self.comm.size :]
         bad_ranks = [self.comm.peers[index] for index, count in enumerate(bad) if count]
-        return Sums(loss, weight, stop > 0, bad_ranks, [round(count) for count in changed])
+        return StepStats(loss, weight, stop > 0, bad_ranks, [round(count) for count in changed])

@@ -14,7 +14,7 @@ FREE = "micro-batch"  # the kind that costs neither devices nor computation
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class Change:
     """One change.
 
     Args:
@@ -35,7 +35,7 @@ class Way:
 
 
 @dataclass(frozen=True, slots=True)
-class WayOut:
+class Suggestion:
     """A change that makes the step fit.
 
     Attributes:
@@ -45,7 +45,7 @@ class WayOut:
         flops: times those of the step as it was, over all its ranks.
     """
 
-    way: Way
+    way: Change
     needed: int
     devices: int
     flops: float
@@ -75,7 +75,7 @@ class WayOut:
         return self.devices, round(self.flops, 2), -self.way.micro_batch_size, self.needed
 
 
-def ways(plan: Plan, micro_batch: int, precision: str, has_bf16: bool | None = True) -> Iterator[Way]:
+def ways(plan: Plan, micro_batch: int, precision: str, has_bf16: bool | None = True) -> Iterator[Change]:
     """Changes that hold less memory.
 
     Args:
@@ -88,22 +88,22 @@ def ways(plan: Plan, micro_batch: int, precision: str, has_bf16: bool | None = T
     smaller = [size for size in (micro_batch // 2, micro_batch // 4, micro_batch // 8, 1) if size >= 1]
     smaller = [size for size in dict.fromkeys(smaller) if size < micro_batch and mesh.size("pipeline") == 1]
     for size in smaller:
-        yield Way(FREE, f"micro_batch_size={size} in the workload", plan, size)
+        yield Change(FREE, f"micro_batch_size={size} in the workload", plan, size)
     if precision == "float32" and has_bf16 is not False:
         condition = "" if has_bf16 else "where the GPU has bf16 (NVIDIA: Ampere or newer)"
-        yield Way("precision", 'precision="bf16" in the workload', plan, 0, "bf16", condition)
+        yield Change("precision", 'precision="bf16" in the workload', plan, 0, "bf16", condition)
     for mode in ("selective", "full"):
         if plan.checkpointing == "none":
-            yield Way(
+            yield Change(
                 "checkpointing", f"checkpointing={mode} in the plan", dataclasses.replace(plan, checkpointing=mode)
             )
     if plan.checkpointing == "none" and smaller:
         both = dataclasses.replace(plan, checkpointing="full")
         for size in smaller:
-            yield Way("both", f"checkpointing=full and micro_batch_size={size}", both, size)
+            yield Change("both", f"checkpointing=full and micro_batch_size={size}", both, size)
     if mesh.world_size == 1 and not plan.server:
         for ranks in (2, 4, 8):
-            yield Way("shard", f"shard={ranks} as the plan", _sharded(plan, ranks))
+            yield Change("shard", f"shard={ranks} as the plan", _sharded(plan, ranks))
 
 
 def _sharded(plan: Plan, ranks: int) -> Plan:
@@ -111,7 +111,7 @@ def _sharded(plan: Plan, ranks: int) -> Plan:
     return dataclasses.replace(plan, mesh=f"shard={ranks}").settled()
 
 
-def cheapest(found: Sequence[tuple[Way, int, float]], plan: Plan, flops: float) -> list[WayOut]:
+def cheapest(found: Sequence[tuple[Change, int, float]], plan: Plan, flops: float) -> list[Suggestion]:
     """The three cheapest of the ways that fit, one of each kind.
 
     Args:
@@ -120,10 +120,10 @@ def cheapest(found: Sequence[tuple[Way, int, float]], plan: Plan, flops: float) 
         flops: of all its ranks.
     """
     outs = [
-        WayOut(way, needed, way.plan.world_size - plan.world_size, operations / max(flops, 1.0))
+        Suggestion(way, needed, way.plan.world_size - plan.world_size, operations / max(flops, 1.0))
         for way, needed, operations in found
     ]
-    best: dict[str, WayOut] = {}
+    best: dict[str, Suggestion] = {}
     for out in sorted(outs, key=lambda out: out.order):
         best.setdefault(out.way.kind, out)
     return list(best.values())[:WANTED]

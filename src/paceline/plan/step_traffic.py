@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.nouns.mesh import Mesh
-from paceline.nouns.placement import chunk_range
 from paceline.nouns.plan import Plan
+from paceline.nouns.shard_spec import chunk_range
 from paceline.plan.traffic import (
-    Tensor,
+    TensorFacts,
     Traffic,
     flat_shard,
     merged,
@@ -23,7 +23,7 @@ from paceline.plan.traffic import (
     sums_bytes,
     tensor,
 )
-from paceline.plan.traffic_shard import Part, shard_traffic
+from paceline.plan.traffic_shard import ShardTraffic, shard_traffic
 
 
 def step_traffic(plan: Plan, model: Mapping[str, Any], shard_rank: int = 0) -> list[list[Traffic]] | None:
@@ -63,15 +63,15 @@ def step_traffic(plan: Plan, model: Mapping[str, Any], shard_rank: int = 0) -> l
     return result
 
 
-def as_tensor(sizes: Mapping[str, Any]) -> Tensor:
+def as_tensor(sizes: Mapping[str, Any]) -> TensorFacts:
     """A tensor of decoded JSON."""
-    return Tensor(**{**sizes, "shape": tuple(sizes["shape"])})
+    return TensorFacts(**{**sizes, "shape": tuple(sizes["shape"])})
 
 
 def _sharded(
     plan: Plan, mesh: Mesh, model: Mapping[str, Any], common: list[Traffic], shard_rank: int
 ) -> list[list[Traffic]] | None:
-    parts = [Part(**{**part, "shape": tuple(part["shape"])}) for part in model["shards"]]
+    parts = [ShardTraffic(**{**part, "shape": tuple(part["shape"])}) for part in model["shards"]]
     ranks = mesh.size("shard")
     samples = -(-model["batch_size"] // mesh.data_size)
     micro_batches = -(-samples // (model["micro_batch_size"] or samples))
@@ -80,14 +80,14 @@ def _sharded(
     return None if rows is None else [merged([*common, *rows, *shard_traffic(plan, ranks, parts, micro_batches)])]
 
 
-def _rows_of(held: list[Tensor], ranks: int, rank: int) -> list[Tensor]:
+def _rows_of(held: list[TensorFacts], ranks: int, rank: int) -> list[TensorFacts]:
     """The rows of each tensor that one of `ranks` keeps."""
     result = []
     for one in held:
         start, stop = chunk_range(one.shape[0], rank, ranks) if one.shape else (0, 0)
         shape = (stop - start, *one.shape[1:]) if one.shape else ()
         numel = one.numel // one.shape[0] * shape[0] if one.shape and one.shape[0] else one.numel
-        result.append(Tensor(one.name, shape, one.dtype, numel, one.item_bytes, one.is_sparse))
+        result.append(TensorFacts(one.name, shape, one.dtype, numel, one.item_bytes, one.is_sparse))
     return result
 
 

@@ -14,7 +14,7 @@ _NARROW = {"bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
+class TensorFacts:
     """A parameter or buffer, by its sizes."""
 
     name: str
@@ -35,7 +35,7 @@ class Traffic:
     payload_bytes: int
 
 
-def replicate(plan: Plan, trained: Sequence[Tensor], buffers: int) -> list[Traffic] | None:
+def replicate(plan: Plan, trained: Sequence[TensorFacts], buffers: int) -> list[Traffic] | None:
     """A step of `parallel/replicate/strategy.py`, alone on the mesh, whose buffers do not change.
 
     Args:
@@ -55,7 +55,7 @@ def replicate(plan: Plan, trained: Sequence[Tensor], buffers: int) -> list[Traff
     return merged([*gradients, Traffic("all_reduce", "replicate", 1, sums_bytes(ranks, buffers))])
 
 
-def replicated_gradients(plan: Plan, ranks: int, trained: Sequence[Tensor]) -> list[Traffic] | None:
+def replicated_gradients(plan: Plan, ranks: int, trained: Sequence[TensorFacts]) -> list[Traffic] | None:
     """The buckets' sums; None where they depend on the data: sparse parameters, top-k."""
     if plan.compression in ("topk", "powersgd") or any(tensor.is_sparse for tensor in trained):
         return None
@@ -102,7 +102,7 @@ def pipeline(sends: Sequence[Sequence[int]], tied: Sequence[int]) -> list[Traffi
     return [Traffic("send", "pipeline", len(messages), sum(messages))] if messages else []
 
 
-def flat_shard(ranks: int, trained: Sequence[Tensor], frozen: Sequence[Tensor] = ()) -> list[Traffic]:
+def flat_shard(ranks: int, trained: Sequence[TensorFacts], frozen: Sequence[TensorFacts] = ()) -> list[Traffic]:
     """A step of `parallel/shard/zero1.py`: rows gathered, gradients summed and scattered, flags of which were used."""
     if ranks == 1:
         return []

@@ -14,7 +14,7 @@ _FLAG_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ShardTraffic:
     """A parameter as the axis holds it.
 
     Args:
@@ -39,7 +39,7 @@ class Part:
         return rows * math.prod(self.shape[1:])
 
 
-def shard_traffic(plan: Plan, ranks: int, parts: Sequence[Part], micro_batches: int = 1) -> list[Traffic]:
+def shard_traffic(plan: Plan, ranks: int, parts: Sequence[ShardTraffic], micro_batches: int = 1) -> list[Traffic]:
     """One step in which each block is called once per micro-batch and each whole parameter is used by some rank.
 
     Args:
@@ -51,7 +51,7 @@ def shard_traffic(plan: Plan, ranks: int, parts: Sequence[Part], micro_batches: 
     if ranks == 1:
         return []
     gathers, gather_bytes, reduces, reduce_bytes = 0, 0, 0, 0
-    groups: dict[str, list[Part]] = {}
+    groups: dict[str, list[ShardTraffic]] = {}
     for part in parts:
         if not part.is_whole:  # zero=1 has one group
             groups.setdefault(part.group if plan.zero > 1 else "", []).append(part)
@@ -75,5 +75,5 @@ def shard_traffic(plan: Plan, ranks: int, parts: Sequence[Part], micro_batches: 
     return [row for row in rows if row.calls]
 
 
-def _wire_bytes(plan: Plan, part: Part, ranks: int) -> int:
+def _wire_bytes(plan: Plan, part: ShardTraffic, ranks: int) -> int:
     return part.padded_numel(ranks) * (2 if plan.compression == "bf16" else part.item_bytes)

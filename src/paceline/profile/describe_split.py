@@ -36,7 +36,7 @@ def describe_split(workload: Workload, plan: Plan, tensor_rank: int = 0, data_pa
         data_part: whose part of the batch.
 
     Returns:
-        `layout`: a line per weight (name, shape, lay, why); `ranks`: by pipeline rank `parameters` (sizes of this
+        `layout`: a line per weight (name, shape, placement, why); `ranks`: by pipeline rank `parameters` (sizes of this
         rank's pieces, those with a gradient), `frozen` (the others), `graph` (a list of ledger rows per micro-batch),
         `sends` (bytes of each message per micro-batch), `tied` (bytes sent per tied parameter); `share` (of the work
         of each stage); `stages`, `micro_batches`, `coupled`, `is_even` (every rank of `tensor` has as much of all
@@ -55,7 +55,7 @@ def describe_split(workload: Workload, plan: Plan, tensor_rank: int = 0, data_pa
         splits.append(split)
     captured = splits[0].decide(workload.loss, example)
     for other in splits[1:]:
-        other.lays, other.assignment = splits[0].lays, splits[0].assignment
+        other.placements, other.assignment = splits[0].placements, splits[0].assignment
         other.everywhere, other.coupled, other.pieces = splits[0].everywhere, splits[0].coupled, splits[0].pieces
         other.written = splits[0].written
     wanted = cut_into(plan, mesh, workload)
@@ -115,7 +115,7 @@ def _comms(mesh: Mesh, at: dict[str, int]) -> dict[str, AxisComm]:
 def _layout(captured: Captured, split: SplitModel, mesh: Mesh) -> list[dict[str, Any]]:
     if mesh.size("tensor") == 1:
         return []
-    layout = choose_layout(captured, mesh.size("tensor"), split.lays, split.plan.sequence == "on")
+    layout = choose_layout(captured, mesh.size("tensor"), split.placements, split.plan.sequence == "on")
     return [dataclasses.asdict(line) for line in explain(captured, layout, mesh.size("tensor"))]
 
 
@@ -143,7 +143,7 @@ def _rank(split: SplitModel, graphs: list[Captured]) -> dict[str, Any]:
     for name, parameter in split.form.named_parameters():
         if not split.owns(name):
             continue
-        shape = split.placement(name).local_shape
+        shape = split.shard_spec(name).local_shape
         numel = torch.Size(shape).numel()
         (held if parameter.requires_grad else frozen).append(
             {
@@ -167,13 +167,13 @@ def _is_even(split: SplitModel, graph: Captured) -> bool:
     if parts == 1:
         return True
     captured, _ = split.stages_of(graph)
-    lays: list[Any] = list(split.lays.values())
+    placements: list[Any] = list(split.placements.values())
     for node in captured.graph.nodes:
         lies = node.meta.get("lies")
-        lays += lies if isinstance(lies, tuple) else [lies]
+        placements += lies if isinstance(lies, tuple) else [lies]
         if hasattr(node.target, "__self__"):  # an exchange: what it converts to is among its arguments
-            lays += [Split(*argument) for argument in node.args if _is_pieces(argument)]
-    return all(lay is None or lay.is_even(parts) for lay in lays)
+            placements += [Split(*argument) for argument in node.args if _is_pieces(argument)]
+    return all(placement is None or placement.is_even(parts) for placement in placements)
 
 
 def _is_pieces(argument: Any) -> bool:

@@ -46,14 +46,14 @@ from paceline.nouns.profile import (
 )
 from paceline.nouns.workload import Workload
 from paceline.parallel.apply import Parallel, open_comms
-from paceline.parallel.step_stats import Sums
+from paceline.parallel.step_stats import StepStats
 from paceline.profile.allocation_trace import Allocations, with_places
 from paceline.profile.gpu_dispatch import as_on_gpu
 from paceline.profile.simulate_offload import HostMemory
 from paceline.profile.simulate_servers import join_nobody, servers_memory
 from paceline.train import prepare
 from paceline.train.data import RankLoader, cut_into, open_data
-from paceline.train.parallelize import make_parallel, place_model
+from paceline.train.parallelize import make_parallel, parallelize_model
 from paceline.train.seed import seed_everything
 from paceline.train.step import train_step
 
@@ -95,7 +95,7 @@ class How:
     is_brief: bool = False
 
 
-class Rehearsal:
+class SimulatedStep:
     """One rank of a job, ready to step.
 
     Args:
@@ -131,7 +131,7 @@ class Rehearsal:
         example = loader.example() if plan.world_size > 1 else None
         self._note_batch(example)
         seed_everything(workload.seed)
-        placed = place_model(workload, comms, self.plan, self.device, example, self.fake)
+        placed = parallelize_model(workload, comms, self.plan, self.device, example, self.fake)
         self.notices = placed.notices
         _check_dense(placed, alone if plan.server else self.mesh)
         if placed.couples_samples and loader.pieces_wanted and not plan.micro_batches:
@@ -180,7 +180,7 @@ class Rehearsal:
     def shared_bytes(self) -> int:
         """What this rank maps for the ranks of its host, where sums go through shared memory."""
         ranks = self.mesh.size("replicate")
-        halves = sum(2 * wire.outbox.nbytes for wire in self._wires())
+        halves = sum(2 * reducer.outbox.nbytes for reducer in self._reducers())
         can_share = self.asked_device == "cpu" and not self.plan.server and self.transport in ("auto", "shared_memory")
         return halves * ranks if can_share and 1 < ranks <= MAX_RANKS and halves <= MAX_BYTES else 0
 
@@ -192,8 +192,8 @@ class Rehearsal:
             join_nobody(parallel, self.optimizer, samples, self.recorder if self.asked_device == "cpu" else None)
             return servers_memory(parallel, self.workload.deterministic)
 
-    def _wires(self) -> list[Any]:
-        return [bucket.wire for bucket in self.parallel.replicate.buckets] + [self.parallel.sums.wire]
+    def _reducers(self) -> list[Any]:
+        return [bucket.reducer for bucket in self.parallel.replicate.buckets] + [self.parallel.stats.reducer]
 
     def _note_batch(self, batch: Any) -> None:
         self.recorder.note_all((("batch", tensor) for tensor in tensors_in(batch)), INPUTS)
@@ -215,17 +215,17 @@ class Rehearsal:
         """What ranks tell one another in a step has no values here: all is well."""
         recorder = self.recorder
 
-        def read() -> Sums:
+        def read() -> StepStats:
             changed = [parallel.comms.step.size if one else 0 for one in parallel.buffers.changed]
-            return Sums(1.0, 1.0, False, [], changed)
+            return StepStats(1.0, 1.0, False, [], changed)
 
-        parallel.sums.read = read  # type: ignore[method-assign]
+        parallel.stats.read = read  # type: ignore[method-assign]
         shard = getattr(parallel.placed, "shard", None)
         if shard is not None:
-            uses = shard.uses
+            grad_usage = shard.grad_usage
             if shard.groups is not None:
-                shard.groups.journal.sums_on_cpu = self.asked_device == "cpu"
-            uses.find_unused = functools.partial(_find_unused, uses)
+                shard.groups.collective_order.sums_on_cpu = self.asked_device == "cpu"
+            grad_usage.find_unused = functools.partial(_find_unused, grad_usage)
             self._name_what_is_gathered(shard)
         begin_step = parallel.placed.begin_step
         reduce_gradients, update = parallel.reduce_gradients, parallel.update
@@ -235,13 +235,13 @@ class Rehearsal:
             begin_step()
             recorder.phase = "forward"
 
-        def reduced() -> Sums:
+        def reduced() -> StepStats:
             recorder.phase = "reduce"
-            sums = reduce_gradients()
+            stats = reduce_gradients()
             recorder.note_all(_gradients(parallel), GRADIENTS)
             if self.host is not None:
                 self.host.note(gradient for _, gradient in _gradients(parallel))
-            return sums
+            return stats
 
         def updated(optimizer: torch.optim.Optimizer) -> None:
             recorder.phase = "update"
@@ -270,13 +270,13 @@ class Rehearsal:
         if self.host is not None:
             self.host.note(self.parallel.placed.updated().values())
             self.host.note(state for _, state in _state(self.parallel, self.optimizer))
-        for wire in self._wires():
-            recorder.note_all((("gradient buckets", one) for one in [*wire.inboxes, wire.outbox]), COMMUNICATION)
+        for reducer in self._reducers():
+            recorder.note_all((("gradient buckets", one) for one in [*reducer.inboxes, reducer.outbox]), COMMUNICATION)
 
 
-def _find_unused(uses: Any) -> list[str]:
-    uses.comm.all_reduce(torch.zeros(len(uses.used) + 1 + uses.comm.size, dtype=torch.int64))
-    return [name for name, index in uses.number.items() if not uses.used[index]]
+def _find_unused(grad_usage: Any) -> list[str]:
+    grad_usage.comm.all_reduce(torch.zeros(len(grad_usage.used) + 1 + grad_usage.comm.size, dtype=torch.int64))
+    return [name for name, index in grad_usage.number.items() if not grad_usage.used[index]]
 
 
 def _gradients(parallel: Parallel) -> Iterator[tuple[str, torch.Tensor]]:
@@ -325,7 +325,7 @@ def rehearse(workload: Workload, plan: Plan, rank: int = 0, device: str = "cpu",
 
 def _rehearsed(workload: Workload, plan: Plan, rank: int, how: How) -> Profile:
     with fake_world(0 if plan.server else rank, 1 if plan.server else plan.world_size):
-        rehearsal = Rehearsal(workload, plan, rank, how)
+        rehearsal = SimulatedStep(workload, plan, rank, how)
         for _ in range(STEPS):
             rehearsal.ledger.calls.clear()
             rehearsal.ledger.payload_bytes.clear()

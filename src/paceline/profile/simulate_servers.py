@@ -17,15 +17,15 @@ from paceline.server.link import Answer, Link
 from paceline.server.optimizers import implementation_of, settings_of
 from paceline.server.protocol.messages import Update
 from paceline.server.settings import JobSettings
-from paceline.server.tensors import Flat, Segments
+from paceline.server.tensors import FlatTensor, Segments
 
 
 @dataclass(slots=True)
 class _NoLink:
     """What a worker keeps for its connection: both ways, and where the next parameters come in."""
 
-    gradients: list[Flat]
-    values: list[Flat]
+    gradients: list[FlatTensor]
+    values: list[FlatTensor]
     spare: list[torch.Tensor] = field(default_factory=list)
 
 
@@ -37,7 +37,9 @@ class AbsentServers(Handle):
     def join_nobody(self, servers: int, recorder: Allocations | None) -> None:
         """Take up the memory of a connection to so many servers; `recorder` hears of it."""
         ranges = self.layout.ranges(servers)
-        link = _NoLink([Flat(self.layout, own) for own in ranges], [Flat(self.layout, own) for own in ranges])
+        link = _NoLink(
+            [FlatTensor(self.layout, own) for own in ranges], [FlatTensor(self.layout, own) for own in ranges]
+        )
         link.spare = [torch.empty_like(flat.memory) for flat in link.values]
         held = [flat.memory for flat in (*link.gradients, *link.values)] + link.spare
         self.is_on_host = recorder is None

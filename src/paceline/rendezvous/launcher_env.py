@@ -14,12 +14,12 @@ from dataclasses import dataclass, field, replace
 from paceline.nouns.errors import UsageError
 from paceline.nouns.reading import parse_whole
 from paceline.rendezvous import launchers
-from paceline.rendezvous.launchers import FIELDS, Said, read_launchers
-from paceline.rendezvous.nodes import NodePosition, find_node
+from paceline.rendezvous.launchers import FIELDS, LauncherVariables, read_launchers
+from paceline.rendezvous.nodes import NodeInfo, find_node
 from paceline.rendezvous.store_address import MASTER, computed_master, given_master, meeting_file
 from paceline.rendezvous.variables import without_empty
 
-__all__ = ["NodePosition", "Position", "find_node", "find_position", "meeting_file"]
+__all__ = ["LauncherPosition", "NodeInfo", "find_node", "find_position", "meeting_file"]
 ALONE = "alone"
 _OWN_MEETING = ("PACELINE_RENDEZVOUS", "PACELINE_MASTER")
 # Of MPI: their daemons may be tasks of a Slurm step, whose variables the ranks inherit.
@@ -27,7 +27,7 @@ _MPI = (launchers.OPEN_MPI, launchers.MVAPICH, launchers.PMI)
 
 
 @dataclass(frozen=True, slots=True)
-class Position:
+class LauncherPosition:
     """Where a process stands among the ranks, and how they meet.
 
     Args:
@@ -60,7 +60,7 @@ class Position:
     is_cross_computed: bool = False
 
 
-def find_position(environment: Mapping[str, str]) -> Position:
+def find_position(environment: Mapping[str, str]) -> LauncherPosition:
     """This process among the ranks. Under no launcher it is a world of one.
 
     Raises:
@@ -76,7 +76,7 @@ def find_position(environment: Mapping[str, str]) -> Position:
             raise _incomplete(said[0])
         _check_promises(environment)
         origins = dict.fromkeys(FIELDS, "default: no launcher")
-        return Position(origins=_with_interface(origins, interface), interface=interface)
+        return LauncherPosition(origins=_with_interface(origins, interface), interface=interface)
     inner = whole[0]
     for part in said:
         if not part.is_whole:
@@ -85,7 +85,7 @@ def find_position(environment: Mapping[str, str]) -> Position:
         _check_agreement(inner, outer)
     equals = [inner, *(one for one in said if one is not inner and _is_same(one, inner))]
     values, origins = _completed(equals)
-    position = Position(
+    position = LauncherPosition(
         values["rank"],
         values["size"],
         values["local_rank"],
@@ -104,7 +104,7 @@ def _with_interface(origins: Mapping[str, str], interface: str | None) -> dict[s
     return {**origins, "interface": f"PACELINE_INTERFACE={interface}" if interface else "default"}
 
 
-def _incomplete(said: Said) -> UsageError:
+def _incomplete(said: LauncherVariables) -> UsageError:
     names = dict(zip(FIELDS, launchers.NAMES[said.source], strict=False))
     missing = [names.get(f, "the number of ranks").split(" PALS")[0] for f in FIELDS[:2] if f not in said.values]
     only = ", ".join(said.names)
@@ -115,19 +115,19 @@ def _incomplete(said: Said) -> UsageError:
     )
 
 
-def _is_same(one: Said, other: Said) -> bool:
+def _is_same(one: LauncherVariables, other: LauncherVariables) -> bool:
     """Whether they give no field two values; of two whole ones, whether they name the same rank of as many."""
     shared = FIELDS[:2] if one.is_whole and other.is_whole else FIELDS
     return all(one.values[f] == other.values[f] for f in shared if f in one.values and f in other.values)
 
 
-def _check_part(part: Said, whole: list[Said]) -> None:
+def _check_part(part: LauncherVariables, whole: list[LauncherVariables]) -> None:
     """Raise UsageError unless what an incomplete set of variables says is what some launcher says."""
     if not any(_is_same(part, one) for one in whole):
         raise _disagreement(part, whole[-1])
 
 
-def _check_agreement(inner: Said, outer: Said) -> None:
+def _check_agreement(inner: LauncherVariables, outer: LauncherVariables) -> None:
     """Raise UsageError unless both name the same rank, or the outer one started one process per host."""
     rank, size = outer.values["rank"], outer.values["size"]
     if size == 1 or _is_same(inner, outer) or (rank, size) in _hosts(inner):
@@ -139,7 +139,7 @@ def _check_agreement(inner: Said, outer: Said) -> None:
     raise _disagreement(inner, outer)
 
 
-def _hosts(said: Said) -> set[tuple[int, int]]:
+def _hosts(said: LauncherVariables) -> set[tuple[int, int]]:
     """This host among the hosts, as the launcher says, or as it is where ranks fill one host after the other."""
     values = said.values
     if "cross_rank" in values and "cross_size" in values:
@@ -153,7 +153,7 @@ def _hosts(said: Said) -> set[tuple[int, int]]:
     return {(rank // local, hosts)}
 
 
-def _disagreement(inner: Said, outer: Said) -> UsageError:
+def _disagreement(inner: LauncherVariables, outer: LauncherVariables) -> UsageError:
     return UsageError(
         f"{inner.source} and {outer.source} should say the same of this process, or {outer.source} start one per host",
         f"{inner}, and {outer}",
@@ -161,7 +161,7 @@ def _disagreement(inner: Said, outer: Said) -> UsageError:
     )
 
 
-def _completed(equals: list[Said]) -> tuple[dict[str, int], dict[str, str]]:
+def _completed(equals: list[LauncherVariables]) -> tuple[dict[str, int], dict[str, str]]:
     """All six fields and their origins: said by the inner launcher, else by another one, else computed."""
     values: dict[str, int] = {}
     origins: dict[str, str] = {}
@@ -182,7 +182,7 @@ def _completed(equals: list[Said]) -> tuple[dict[str, int], dict[str, str]]:
     return values, origins
 
 
-def _complete_local(values: dict[str, int], origins: dict[str, str], inner: Said) -> None:
+def _complete_local(values: dict[str, int], origins: dict[str, str], inner: LauncherVariables) -> None:
     size, hosts = values["size"], values.get("cross_size", 0)
     if "local_size" not in values:
         is_even = hosts and size % hosts == 0 and inner.source != launchers.HOROVOD
@@ -218,7 +218,7 @@ def _complete_hosts(values: dict[str, int], origins: dict[str, str]) -> None:
         origins["cross_rank"] = f"computed: rank {'modulo hosts' if is_round else '/ local size'}"
 
 
-def _met(position: Position, meeter: str, environment: Mapping[str, str]) -> Position:
+def _met(position: LauncherPosition, meeter: str, environment: Mapping[str, str]) -> LauncherPosition:
     """The position with where its ranks meet."""
     file, master, origin = _meeting(position, meeter, environment)
     origins = {**position.origins, "meeting": origin}
@@ -228,7 +228,7 @@ def _met(position: Position, meeter: str, environment: Mapping[str, str]) -> Pos
 
 
 def _meeting(
-    position: Position, meeter: str, environment: Mapping[str, str]
+    position: LauncherPosition, meeter: str, environment: Mapping[str, str]
 ) -> tuple[str | None, tuple[str, int] | None, str]:
     """The file or the HOST and PORT, and what says so."""
     source = position.source

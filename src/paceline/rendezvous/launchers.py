@@ -44,7 +44,7 @@ _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class LauncherVariables:
     """What one launcher says of this process.
 
     Args:
@@ -76,7 +76,7 @@ class Said:
         return f"{self.source} says {', '.join(words)} ({', '.join(dict.fromkeys(self.origins.values()))})"
 
 
-def read_launchers(environment: Mapping[str, str]) -> list[Said]:
+def read_launchers(environment: Mapping[str, str]) -> list[LauncherVariables]:
     """What every launcher says whose variables are set, the inner before the outer.
 
     Raises:
@@ -96,7 +96,7 @@ def read_launchers(environment: Mapping[str, str]) -> list[Said]:
     return said
 
 
-def _read(environment: Mapping[str, str], source: str, variables: tuple[str, ...]) -> Said | None:
+def _read(environment: Mapping[str, str], source: str, variables: tuple[str, ...]) -> LauncherVariables | None:
     values: dict[str, int] = {}
     origins: dict[str, str] = {}
     names: list[str] = []
@@ -109,10 +109,10 @@ def _read(environment: Mapping[str, str], source: str, variables: tuple[str, ...
                 raise _contradiction(source, f"{origins[field]} and {name}={number}", [origins[field].split("=")[0]])
             origins.setdefault(field, f"{name}={environment[name]}")
             names.append(name)
-    return Said(source, values, origins, tuple(names)) if names else None
+    return LauncherVariables(source, values, origins, tuple(names)) if names else None
 
 
-def _check(said: Said) -> None:
+def _check(said: LauncherVariables) -> None:
     """Raise UsageError unless its numbers can be those of one process among so many."""
     values = said.values
     pairs = [("rank", "size"), ("local_rank", "local_size"), ("cross_rank", "cross_size")]
@@ -135,7 +135,7 @@ def _contradiction(source: str, found: str, names: tuple[str, ...] | list[str]) 
     )
 
 
-def _check_torchrun(said: Said, environment: Mapping[str, str]) -> Said:
+def _check_torchrun(said: LauncherVariables, environment: Mapping[str, str]) -> LauncherVariables:
     """Hold torchrun's numbers against each other and against its flags given as PET_* variables.
 
     Returns:
@@ -154,11 +154,13 @@ def _check_torchrun(said: Said, environment: Mapping[str, str]) -> Said:
     is_alone = environment.get("PET_NPROC_PER_NODE") == "1"
     if said.is_whole and is_alone and "local_rank" not in values and "local_size" not in values:
         origins = dict.fromkeys(("local_rank", "local_size"), "PET_NPROC_PER_NODE=1")
-        return Said(TORCHRUN, {**values, "local_rank": 0, "local_size": 1}, {**said.origins, **origins}, said.names)
+        return LauncherVariables(
+            TORCHRUN, {**values, "local_rank": 0, "local_size": 1}, {**said.origins, **origins}, said.names
+        )
     return said
 
 
-def _check_flag(said: Said, flag: str, field: str, text: str) -> None:
+def _check_flag(said: LauncherVariables, flag: str, field: str, text: str) -> None:
     low, _, high = text.partition(":")
     number = said.values.get(field)
     least, most = parse_whole(low), parse_whole(high or low)
@@ -172,7 +174,7 @@ def _is_no_step(environment: Mapping[str, str]) -> bool:
     return parse_whole(environment.get("SLURM_STEP_ID", ""), _FIRST_SPECIAL_STEP) is not None
 
 
-def _read_slurm(environment: Mapping[str, str]) -> Said | None:
+def _read_slurm(environment: Mapping[str, str]) -> LauncherVariables | None:
     """What Slurm says of a step's task; None outside of a step, where SLURM_PROCID=0 stands for the script itself."""
     if "SLURM_STEP_ID" not in environment or _is_no_step(environment):
         return None
@@ -183,12 +185,12 @@ def _read_slurm(environment: Mapping[str, str]) -> Said | None:
         chosen.append(others[0] if others and name not in environment else name)
     said = _read(environment, SLURM, tuple(chosen))
     if said is None or not said.is_whole:
-        return Said(SLURM, said.values if said else {}, said.origins if said else {}, ("SLURM_STEP_ID",))
+        return LauncherVariables(SLURM, said.values if said else {}, said.origins if said else {}, ("SLURM_STEP_ID",))
     _check(said)
     return _with_tasks(said, environment)
 
 
-def _with_tasks(said: Said, environment: Mapping[str, str]) -> Said:
+def _with_tasks(said: LauncherVariables, environment: Mapping[str, str]) -> LauncherVariables:
     """With the local size, by this host's place in the list of tasks per host."""
     for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
         if name not in environment:
@@ -204,5 +206,5 @@ def _with_tasks(said: Said, environment: Mapping[str, str]) -> Said:
             origin = f"{name}={environment[name]}"
             values = {**said.values, "local_size": counts[host], "cross_size": hosts}
             origins = {"cross_size": origin, **said.origins, "local_size": origin}
-            return Said(SLURM, values, origins, (*said.names, "SLURM_STEP_ID"))
-    return Said(SLURM, said.values, said.origins, (*said.names, "SLURM_STEP_ID"))
+            return LauncherVariables(SLURM, values, origins, (*said.names, "SLURM_STEP_ID"))
+    return LauncherVariables(SLURM, said.values, said.origins, (*said.names, "SLURM_STEP_ID"))

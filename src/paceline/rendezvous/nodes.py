@@ -24,7 +24,7 @@ _COMPLETION = "JOB_COMPLETION_INDEX"
 
 
 @dataclass(frozen=True, slots=True)
-class NodePosition:
+class NodeInfo:
     """Where this host stands among those of a job.
 
     Args:
@@ -43,7 +43,7 @@ class NodePosition:
     origins: Mapping[str, str] = field(default_factory=dict)
 
 
-def find_node(environment: Mapping[str, str]) -> NodePosition | None:
+def find_node(environment: Mapping[str, str]) -> NodeInfo | None:
     """This host among the hosts, where a process per host is started; None where nothing says so.
 
     Raises:
@@ -65,7 +65,7 @@ def find_node(environment: Mapping[str, str]) -> NodePosition | None:
         "ranks_per_node": ranks_origin,
         "meeting": how,
     }
-    return NodePosition(node_rank, nodes, ranks, master, _source(environment, name), origins)
+    return NodeInfo(node_rank, nodes, ranks, master, _source(environment, name), origins)
 
 
 def _source(environment: Mapping[str, str], name: str) -> str:

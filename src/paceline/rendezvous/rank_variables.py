@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from paceline.rendezvous.launcher_env import Position
+from paceline.rendezvous.launcher_env import LauncherPosition
 
 
-def said(position: Position) -> dict[str, str]:
+def said(position: LauncherPosition) -> dict[str, str]:
     """Paceline's variables for that place; where ranks meet, too, unless it is torchrun's store."""
     names = {
         "PACELINE_RANK": position.rank,

@@ -18,7 +18,7 @@ from paceline.launch.command import STOPPED_CODE
 from paceline.run.failures import first_cause, left_early, never_ended, read_failures, silent_death
 
 FOLDER = "ended"  # in the run directory
-BEAT_S = 10.0  # between two touches
+HEARTBEAT_S = 10.0  # between two touches
 SILENT_S = 60.0  # without a touch, until a rank counts as one that will not write its end
 _LOOK_S = 1.0  # what one look counts at most: this process, or its whole allocation, may have been suspended
 _WIDTH = 4  # of a status
@@ -45,7 +45,7 @@ class Ends:
             return True
         return False
 
-    def beat(self, rank: int) -> None:
+    def heartbeat(self, rank: int) -> None:
         """The rank still runs."""
         with contextlib.suppress(OSError):
             os.utime(self.folder / str(rank))

@@ -192,7 +192,7 @@ def first_line(cause: Mapping[str, Any]) -> str:
     return str((cause["message"].splitlines() or [""])[0])
 
 
-def told(cause: Mapping[str, Any], others: int, word: str = "failed first") -> str:
+def format_failure(cause: Mapping[str, Any], others: int, word: str = "failed first") -> str:
     """The failure as people read it. An error that says what to do needs no traceback of ours.
 
     Args:
@@ -208,7 +208,7 @@ def told(cause: Mapping[str, Any], others: int, word: str = "failed first") -> s
         if cause["where"]:
             lines.append(f"  At: {cause['where']}")
     elif cause["traceback"]:
-        lines.append(told_briefly(cause, word))
+        lines.append(format_failure_briefly(cause, word))
     else:
         step = _step(cause)
         lines.append(cause["message"] + (step and f" ({step[2:]})"))
@@ -217,7 +217,7 @@ def told(cause: Mapping[str, Any], others: int, word: str = "failed first") -> s
     return "\n".join(lines)
 
 
-def told_briefly(cause: Mapping[str, Any], word: str) -> str:
+def format_failure_briefly(cause: Mapping[str, Any], word: str) -> str:
     """The failure in a line."""
     kind = cause["type"] if cause["traceback"] else ""
     said = ": ".join(part for part in (kind, first_line(cause)) if part)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from paceline.nouns.errors import PlanError, UsageError
-from paceline.server.layout import AVERAGE, BYTES, Entry, Layout, Segment
+from paceline.server.layout import AVERAGE, BYTES, Entry, Segment, ServerLayout
 from paceline.server.link import Answer, Link
 from paceline.server.optimizers import describe, implementation_of, settings_of
 from paceline.server.tensors import MEAN, STOPPING, first_content, states_of
@@ -201,7 +201,7 @@ def connect(
 
 def laid_out(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, samples: int
-) -> tuple[list[torch.Tensor], Layout]:
+) -> tuple[list[torch.Tensor], ServerLayout]:
     """What the servers keep of a model: the optimizer's parameters in its order, then the buffers of numbers.
 
     Raises:
@@ -219,7 +219,7 @@ def laid_out(
         if buffer.is_floating_point() and buffer.numel():
             tensors.append(buffer)
             entries.append(_entry(name, buffer, AVERAGE))
-    return tensors, Layout(tuple(entries), kind, tuple(groups), samples)
+    return tensors, ServerLayout(tuple(entries), kind, tuple(groups), samples)
 
 
 def _entry(name: str, tensor: torch.Tensor, group: int) -> Entry:

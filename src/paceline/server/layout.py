@@ -49,7 +49,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class KeyRange:
     """`count` elements of an entry from `start` on; in its segment they begin at byte `offset`."""
 
     entry: int
@@ -64,13 +64,13 @@ class Segment:
 
     group: int
     dtype: str
-    pieces: tuple[Piece, ...]
+    pieces: tuple[KeyRange, ...]
     nbytes: int
     begin: int
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ServerLayout:
     """What the workers train.
 
     Args:
@@ -90,7 +90,7 @@ class Layout:
         return json.dumps(asdict(self), sort_keys=True)
 
     @classmethod
-    def of_json(cls, text: str) -> Layout:
+    def of_json(cls, text: str) -> ServerLayout:
         """Read a layout that came over a wire.
 
         Raises:
@@ -144,7 +144,7 @@ class Layout:
             ranges[at].append(segment)
         return ranges
 
-    def check_same(self, other: Layout, mine: str, theirs: str) -> None:
+    def check_same(self, other: ServerLayout, mine: str, theirs: str) -> None:
         """Raise WorkloadError, naming the first difference, unless both are equal.
 
         Args:
@@ -182,8 +182,8 @@ def _shown(entry: Entry) -> str:
     return f"{entry.name} {entry.shape} {entry.dtype} of group {entry.group}"
 
 
-def _filled(entries: Sequence[Entry]) -> list[tuple[list[Piece], int]]:
-    filled: list[tuple[list[Piece], int]] = []
+def _filled(entries: Sequence[Entry]) -> list[tuple[list[KeyRange], int]]:
+    filled: list[tuple[list[KeyRange], int]] = []
     kind: tuple[int, str] | None = None
     for number, entry in enumerate(entries):
         size, start = BYTES[entry.dtype], 0
@@ -198,7 +198,7 @@ def _filled(entries: Sequence[Entry]) -> list[tuple[list[Piece], int]]:
                 kind = (entry.group, entry.dtype)
                 continue
             pieces, offset = filled[-1]
-            pieces.append(Piece(number, start, count, offset))
+            pieces.append(KeyRange(number, start, count, offset))
             filled[-1] = (pieces, offset + -(-count * size // ALIGNMENT) * ALIGNMENT)
             start += count
     return filled

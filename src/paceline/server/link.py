@@ -19,15 +19,15 @@ import torch
 from paceline.nouns.errors import PacelineError, PeerLostError
 from paceline.server import setup
 from paceline.server.coordinator.absences import silence_s
-from paceline.server.layout import Layout, Segment, most_state_bytes
+from paceline.server.layout import Segment, ServerLayout, most_state_bytes
 from paceline.server.protocol.client import Client, Session
 from paceline.server.protocol.messages import COORDINATOR, Configuration, Node, Pulled, Pushed, Stale
 from paceline.server.settings import JobSettings
-from paceline.server.tensors import Flat, bytes_of, views_of
+from paceline.server.tensors import FlatTensor, bytes_of, views_of
 from paceline.server.transport.address import Address, Credentials
 from paceline.server.transport.connection import Connection
 from paceline.server.transport.frames import FrameError
-from paceline.server.transport.peers import BEAT_S, Peers, addresses_of, every
+from paceline.server.transport.peers import HEARTBEAT_S, Peers, addresses_of, every
 
 SOON_S = 0.1
 REPEAT_S = (2.0, 60.0)  # what has no answer is said again after so long; each time later, up to
@@ -60,7 +60,7 @@ class Link(Peers):
         self,
         coordinator: Address,
         name: int,
-        layout: Layout,
+        layout: ServerLayout,
         settings: dict[str, Any],
         first: Callable[[Sequence[Segment]], bytes],
         credentials: Credentials | None = None,
@@ -71,8 +71,8 @@ class Link(Peers):
         self.layout, self.settings, self.first = layout, settings, first
         self.session: Session | None = None
         self.ranges: list[list[Segment]] = []
-        self.values: list[Flat] = []
-        self.gradients: list[Flat] = []
+        self.values: list[FlatTensor] = []
+        self.gradients: list[FlatTensor] = []
         self.job: JobSettings | None = None
         self.spare: dict[int, torch.Tensor] = {}
         self.answer: Answer | None = None  # None while the worker's thread waits
@@ -157,7 +157,7 @@ class Link(Peers):
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
         self.loop.call_soon(self.open, COORDINATOR)
-        self.loop.call_soon(lambda: self.spawn(every(BEAT_S, self._tick)))
+        self.loop.call_soon(lambda: self.spawn(every(HEARTBEAT_S, self._tick)))
         self.loop.run_forever()
         self.close()
         self.loop.run_until_complete(asyncio.sleep(0.05))
@@ -196,7 +196,7 @@ class Link(Peers):
             return  # a sign of life, as asked for
         if isinstance(message, setup.Welcome):
             self.incarnation = message.incarnation
-        elif isinstance(message, setup.Start):
+        elif isinstance(message, setup.StartServers):
             self._start(message)
         elif isinstance(message, setup.Addresses):
             self._take_addresses(addresses_of(message.servers))
@@ -232,13 +232,13 @@ class Link(Peers):
             self.latest = self.answer = Answer(self.session.clock, [answer.note for answer in answers])
             self.is_here.set()
 
-    def _start(self, message: setup.Start) -> None:
+    def _start(self, message: setup.StartServers) -> None:
         if self.session is not None:
             return  # the coordinator began again
         self.job = JobSettings.of_json(message.settings)
         self.ranges = self.layout.ranges(self.job.servers)
-        self.values = [Flat(self.layout, own) for own in self.ranges]
-        self.gradients = [Flat(self.layout, own) for own in self.ranges]
+        self.values = [FlatTensor(self.layout, own) for own in self.ranges]
+        self.gradients = [FlatTensor(self.layout, own) for own in self.ranges]
         self._new_session()
 
     def _new_session(self) -> None:
@@ -307,7 +307,7 @@ class Link(Peers):
         deadline_s = time.monotonic() + GOODBYE_S
         if self.session is not None:
             self.send([(COORDINATOR, 0, setup.Status(json.dumps(self.status()).encode()))])
-            self.send(self.session.beat(self.is_leaving))
+            self.send(self.session.heartbeat(self.is_leaving))
             while not self.session.is_out and time.monotonic() < deadline_s:
                 await asyncio.sleep(0.01)
         done.set()
@@ -340,7 +340,7 @@ class Link(Peers):
             return
         if not self.sent_s and all(connection.is_idle for connection in self.connections.values()):
             self.sent_s = now
-        self.send(self.session.beat(self.is_leaving))
+        self.send(self.session.heartbeat(self.is_leaving))
         self.send([(COORDINATOR, 0, setup.Status(json.dumps(self.status()).encode()))])
         if self.answer is None and now - max(self.progress_s, self.repeated_s) > self.repeat_after_s:
             self.repeated_s = now

@@ -14,7 +14,7 @@ import torch
 from paceline.nouns.errors import CheckpointError, PacelineError
 from paceline.nouns.reading import parse_whole
 from paceline.server import setup
-from paceline.server.layout import BYTES, Layout, Segment, most_state_bytes
+from paceline.server.layout import BYTES, Segment, ServerLayout, most_state_bytes
 from paceline.server.protocol import messages
 from paceline.server.protocol.client import with_range
 from paceline.server.protocol.member import Member
@@ -25,7 +25,7 @@ from paceline.server.tensors import Segments, bytes_of, views_of
 from paceline.server.transport.address import Address, Credentials
 from paceline.server.transport.connection import Connection
 from paceline.server.transport.frames import FrameError
-from paceline.server.transport.peers import BEAT_S, Peers, addresses_of, every
+from paceline.server.transport.peers import HEARTBEAT_S, Peers, addresses_of, every
 
 REPEAT_S = (0.5, 60.0)  # what has no answer is said again after so long; each time later, up to
 EARLY = 1000  # messages before the job's start that are kept; what is forgotten is said again
@@ -51,7 +51,7 @@ class Server(Peers):
         self.ranges: list[list[Segment]] = []
         self.waiting: deque[tuple[Any, int, Any]] = deque(maxlen=EARLY)  # what came before the job's start
         self.counts: Counter[str] = Counter()
-        self.beaten: dict[int, messages.Out] = {}  # by range, what it last said because of a message
+        self.sent_heartbeats: dict[int, messages.Out] = {}  # by range, what it last said because of a message
         self.progress_s = self.repeated_s = 0.0
         self.repeat_after_s = REPEAT_S[0]
         self.ending: asyncio.Future[None] | None = None
@@ -66,7 +66,7 @@ class Server(Peers):
         self.ending = asyncio.get_running_loop().create_future()
         self.where = await self.listen(self.listen_at)
         self.open(COORDINATOR)
-        self.spawn(every(BEAT_S, self._tick))
+        self.spawn(every(HEARTBEAT_S, self._tick))
         self.spawn(every(EXPIRE_S, self._expire))
         try:
             await self.ending
@@ -97,7 +97,7 @@ class Server(Peers):
         self.counts[type(message).__name__] += 1
         if isinstance(message, setup.Welcome):
             self.node = message.name
-        elif isinstance(message, setup.Start):
+        elif isinstance(message, setup.StartServers):
             self._start(message)
         elif isinstance(message, setup.Addresses):
             known = addresses_of(message.servers).items()
@@ -131,21 +131,21 @@ class Server(Peers):
             self.send(self.member.on(number, message))
             self.counts["updates"] += replica.number - before
             if isinstance(message, messages.Configuration | messages.State):
-                self._beat_if_new(number, replica.beat())
+                self._send_heartbeat_if_new(number, replica.heartbeat())
             if replica.number + replica.committed > before + done:
                 self.progress_s, self.repeat_after_s = time.monotonic(), REPEAT_S[0]
 
-    def _beat_if_new(self, number: int, beat: messages.Out) -> None:
+    def _send_heartbeat_if_new(self, number: int, heartbeat: messages.Out) -> None:
         """Others wait to hear that it is in. Once: the coordinator answers each beat with the configuration."""
-        if self.beaten.get(number) != beat:
-            self.beaten[number] = beat
-            self.send(with_range(number, beat))
+        if self.sent_heartbeats.get(number) != heartbeat:
+            self.sent_heartbeats[number] = heartbeat
+            self.send(with_range(number, heartbeat))
 
-    def _start(self, message: setup.Start) -> None:
+    def _start(self, message: setup.StartServers) -> None:
         if self.member is not None:
             return  # the coordinator began again
         settings = JobSettings.of_json(message.settings)
-        layout = Layout.of_json(bytes(message.layout).decode())
+        layout = ServerLayout.of_json(bytes(message.layout).decode())
         self.ranges = layout.ranges(settings.servers)
         stores = [
             Segments(layout, own, settings.implementation, settings.clip_norm, settings.workers, settings.admission())
@@ -214,7 +214,7 @@ class Server(Peers):
         self._open_all()
         if self.member is None:
             return
-        self.send(self.member.beat())
+        self.send(self.member.heartbeat())
         now = time.monotonic()
         if now - max(self.progress_s, self.repeated_s) > self.repeat_after_s:
             self.repeated_s = now

@@ -31,7 +31,7 @@ class Welcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class StartServers:
     """What is trained, and how: JSON of the job's settings, and its layout."""
 
     settings: str

@@ -13,7 +13,7 @@ from safetensors.torch import load, save
 from paceline.comm.squared_norm import square_norm
 from paceline.nouns.errors import CheckpointError
 from paceline.nouns.reading import parse_whole, shown
-from paceline.server.layout import AVERAGE, Layout, Segment
+from paceline.server.layout import AVERAGE, Segment, ServerLayout
 from paceline.server.optimizers import build, set_group
 from paceline.server.protocol.admission import Mode
 from paceline.server.protocol.messages import Push, Update
@@ -32,7 +32,7 @@ def views_of(payload: Any) -> Sequence[memoryview]:
     return [bytes_of(payload)] if isinstance(payload, torch.Tensor) else [memoryview(payload)]
 
 
-class Flat:
+class FlatTensor:
     """One range's segments as one block of memory, with a view of every piece.
 
     Args:
@@ -40,7 +40,7 @@ class Flat:
         segments: of the range.
     """
 
-    def __init__(self, layout: Layout, segments: Sequence[Segment]) -> None:
+    def __init__(self, layout: ServerLayout, segments: Sequence[Segment]) -> None:
         self.layout, self.segments = layout, segments
         self.memory = torch.zeros(sum(segment.nbytes for segment in segments), dtype=torch.uint8)
         self.whole, self.views = [], []
@@ -94,7 +94,7 @@ class Segments:
 
     def __init__(
         self,
-        layout: Layout,
+        layout: ServerLayout,
         segments: Sequence[Segment],
         implementation: Mapping[str, Any],
         clip_norm: float | None,
@@ -107,7 +107,7 @@ class Segments:
 
     def clear(self) -> None:
         """Hold nothing."""
-        self.values = Flat(self.layout, self.segments)
+        self.values = FlatTensor(self.layout, self.segments)
         self.optimizers: list[torch.optim.Optimizer | None] = []
         self.parameters = [[torch.nn.Parameter(view) for view in views] for views in self.values.views]
         for segment, parameters in zip(self.segments, self.parameters, strict=True):
@@ -250,7 +250,10 @@ def _place_of_state(name: str) -> tuple[int, int, str]:
 
 
 def first_content(
-    layout: Layout, segments: Sequence[Segment], tensors: Sequence[torch.Tensor], states: Sequence[Mapping[str, Any]]
+    layout: ServerLayout,
+    segments: Sequence[Segment],
+    tensors: Sequence[torch.Tensor],
+    states: Sequence[Mapping[str, Any]],
 ) -> bytes:
     """What a worker hands to the servers at the start: a range of its parameters, and of its optimizer's state.
 
@@ -260,7 +263,7 @@ def first_content(
         tensors: by entry.
         states: by entry; empty before the first step.
     """
-    flat = Flat(layout, segments)
+    flat = FlatTensor(layout, segments)
     flat.gather(tensors)
     packed = {f"value/{number}": whole.clone() for number, whole in enumerate(flat.whole)}
     for number, segment in enumerate(segments):
@@ -273,7 +276,9 @@ def first_content(
     return save(packed)
 
 
-def states_of(layout: Layout, ranges: Sequence[Sequence[Segment]], contents: Sequence[bytes]) -> list[dict[str, Any]]:
+def states_of(
+    layout: ServerLayout, ranges: Sequence[Sequence[Segment]], contents: Sequence[bytes]
+) -> list[dict[str, Any]]:
     """By entry the optimizer's state, put together from what the servers gave.
 
     Raises:
@@ -287,7 +292,9 @@ def states_of(layout: Layout, ranges: Sequence[Sequence[Segment]], contents: Seq
         ) from None
 
 
-def _states_of(layout: Layout, ranges: Sequence[Sequence[Segment]], contents: Sequence[bytes]) -> list[dict[str, Any]]:
+def _states_of(
+    layout: ServerLayout, ranges: Sequence[Sequence[Segment]], contents: Sequence[bytes]
+) -> list[dict[str, Any]]:
     states: list[dict[str, Any]] = [{} for _ in layout.entries]
     for segments, content in zip(ranges, contents, strict=True):
         for name, value in load(bytes(content)).items():

@@ -34,7 +34,7 @@ from paceline.comm.batch_norm import SharedForward
 from paceline.nouns.errors import LossError, PacelineError
 from paceline.nouns.workload import Workload
 from paceline.parallel.micro_batches import checked_loss
-from paceline.parallel.model_adapter import EagerModel, PlacedModel
+from paceline.parallel.model_adapter import EagerAdapter, ModelAdapter
 from paceline.train.bystanders import Bystanders, ModuleState, ReachedError
 from paceline.train.compiler_import import defer_compiler_import
 from paceline.train.data import RankLoader, Trial, moved
@@ -109,7 +109,7 @@ class _UndecidableError(Exception):
     """The loss of a batch depends on more than the batch and the model, so that parts can't be compared with it."""
 
 
-def check_loss_adds_up(placed: PlacedModel, workload: Workload, loader: RankLoader, notice: Notice) -> None:
+def check_loss_adds_up(placed: ModelAdapter, workload: Workload, loader: RankLoader, notice: Notice) -> None:
     """Raise LossError where the loss of some samples is not the sum of their losses: then no batch can be split.
 
     Collective where the model is split and too large for a copy.
@@ -144,7 +144,7 @@ def check_loss_adds_up(placed: PlacedModel, workload: Workload, loader: RankLoad
 
 
 def _is_tried(
-    placed: PlacedModel, workload: Workload, loader: RankLoader, trials: Sequence[Trial], notice: Notice
+    placed: ModelAdapter, workload: Workload, loader: RankLoader, trials: Sequence[Trial], notice: Notice
 ) -> bool:
     """Raise LossError where the loss does not add up; False where nothing could tell."""
     model, given = _model_to_copy(placed, workload, loader.device), (trials, loader.device, notice)
@@ -154,12 +154,12 @@ def _is_tried(
             answer = _try_copies(_Maker(model, getattr(placed, "shared", None), bystanders), workload.loss, given)
     if answer or (placed.is_captured and _is_proven(placed)):
         return True
-    if answer is None and (model is None or isinstance(placed, EagerModel)):
+    if answer is None and (model is None or isinstance(placed, EagerAdapter)):
         return _try_as_it_is(placed, workload, loader, trials)
     return False  # trying the split model is collective, and a copy may have failed on this rank alone
 
 
-def _is_proven(placed: PlacedModel) -> bool:
+def _is_proven(placed: ModelAdapter) -> bool:
     """The graph's operations show it; batch norm's statistics are shared."""
     return not placed.couples_samples or "batch_norm" in placed.couples_samples
 
@@ -264,9 +264,9 @@ def _spread(values: Sequence[float]) -> float:
     return _NUDGES * (max(values) - min(values))
 
 
-def _model_to_copy(placed: PlacedModel, workload: Workload, device: torch.device) -> nn.Module | None:
+def _model_to_copy(placed: ModelAdapter, workload: Workload, device: torch.device) -> nn.Module | None:
     """The model to copy; None where the copy would be too large, or a second model can't be made."""
-    if isinstance(placed, EagerModel):
+    if isinstance(placed, EagerAdapter):
         numel = sum(parameter.numel() for parameter in placed.model.parameters())
         return placed.model if numel * 8 <= _COPIED_BYTES else None
     form = placed.split.form if placed.is_captured else placed.model  # type: ignore[attr-defined]
@@ -472,7 +472,7 @@ def _does_not_add_up(found: str) -> LossError:
     )
 
 
-def _try_as_it_is(placed: PlacedModel, workload: Workload, loader: RankLoader, trials: Sequence[Trial]) -> bool:
+def _try_as_it_is(placed: ModelAdapter, workload: Workload, loader: RankLoader, trials: Sequence[Trial]) -> bool:
     """Try the value alone, on the model that will train, in evaluation mode; whether that gave an answer.
 
     Collective where the model is split.
@@ -504,7 +504,7 @@ def _try_as_it_is(placed: PlacedModel, workload: Workload, loader: RankLoader, t
 
 
 def _value_as_it_is(
-    placed: PlacedModel, workload: Workload, kept: tuple[ModuleState, Bystanders], batch: Any
+    placed: ModelAdapter, workload: Workload, kept: tuple[ModuleState, Bystanders], batch: Any
 ) -> _Found:
     state, bystanders = kept
     try:

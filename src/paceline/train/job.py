@@ -16,14 +16,14 @@ import torch
 
 from paceline.checkpoint.load import check_files_together, read_own
 from paceline.checkpoint.manifest import CHECKPOINTS, find_good, folder_name, read_manifest, remove_partial
-from paceline.checkpoint.save import Writer
-from paceline.comm import api as words
+from paceline.checkpoint.save import CheckpointWriter
+from paceline.comm import api
 from paceline.nouns.clock import Clock, WallClock
 from paceline.nouns.errors import CheckpointError, PacelineError, UsageError
 from paceline.nouns.mesh import Mesh
-from paceline.nouns.placement import Held
 from paceline.nouns.plan import Plan
 from paceline.nouns.record import StepRecord
+from paceline.nouns.shard_spec import LocalShard
 from paceline.nouns.workload import Workload
 from paceline.parallel.apply import open_comms
 from paceline.train import evaluate as evaluation
@@ -33,7 +33,7 @@ from paceline.train.alike import load_scheduler, scheduler_state
 from paceline.train.data import Batch, RankLoader, cut_into, moved, no_data, open_data
 from paceline.train.events import TAKES_OVER, Events, peak_memory_bytes
 from paceline.train.last_checkpoint import first_failure
-from paceline.train.parallelize import make_parallel, place_model
+from paceline.train.parallelize import make_parallel, parallelize_model
 from paceline.train.seed import random_state, restore_random_state, seed_everything
 from paceline.train.step import train_step
 from paceline.train.step_board import StepBoard
@@ -54,12 +54,12 @@ def distribute(workload: Workload) -> Job:
         PlanError: the plan can't be met.
         CheckpointError: the job resumes, and its checkpoint can't be used.
     """
-    words.init()
+    api.init()
     try:
         _check_is_first(prepare.run_dir(os.environ))
-        return Job(workload, prepare.read_plan(os.environ, words.size()))
+        return Job(workload, prepare.read_plan(os.environ, api.size()))
     except PacelineError as error:
-        raise error.at(rank=error.rank if error.rank is not None else words.rank()) from error.__cause__
+        raise error.at(rank=error.rank if error.rank is not None else api.rank()) from error.__cause__
 
 
 class Job:
@@ -87,10 +87,10 @@ class Job:
     closed_step: int | None
 
     def __init__(self, workload: Workload, plan: Plan, clock: Clock | None = None) -> None:
-        words.check_own_process()
-        world = words.world()
+        api.check_own_process()
+        world = api.world()
         self.workload, self.plan, self.clock = workload, plan, clock or WallClock()
-        self.rank, self.size, self.device = world.place.rank, world.place.size, world.place.device
+        self.rank, self.size, self.device = world.rank_info.rank, world.rank_info.size, world.rank_info.device
         self.world, self.ledger = world.comm, world.comm.ledger
         mesh = Mesh.parse(plan.mesh)
         mesh.check_fits(self.size)
@@ -108,7 +108,7 @@ class Job:
         self.loader = self._make_loader(data, (self.data_part, mesh.data_size))
         example = self.loader.example() if self.size > 1 and len(data) else None
         seed_everything(workload.seed)
-        placed = place_model(workload, self.comms, plan, self.device, example)
+        placed = parallelize_model(workload, self.comms, plan, self.device, example)
         for notice in placed.notices:
             self.notice(notice)
         if placed.couples_samples and self.loader.pieces_wanted and not plan.micro_batches:
@@ -169,7 +169,7 @@ class Job:
         double = self.workload.precision == "float64"
         microbatches = batch.microbatches if own else [moved(batch, self.device, double)]
         try:
-            sums, norm = train_step(
+            stats, norm = train_step(
                 microbatches,
                 self.parallel,
                 self.optimizer,
@@ -190,8 +190,8 @@ class Job:
         self.last = StepRecord(
             self.step_number,
             self.position,
-            sums.mean,
-            sums.weight,
+            stats.mean,
+            stats.weight,
             len(batch.positions) if own else 0,
             round(self.clock.now_s() - began_s, 6),
             self.ledger.total_bytes - sent_before,
@@ -200,8 +200,8 @@ class Job:
         )
         self.is_stepping = False
         self.events.write(self.last.to_json())
-        self._save_if_due(sums.is_stopping)
-        return sums.mean
+        self._save_if_due(stats.is_stopping)
+        return stats.mean
 
     def evaluate(self, data: Any = None, score: evaluation.Score | None = None, metrics: Any = None) -> dict[str, Any]:
         """Evaluate over all ranks, each sample once.
@@ -321,7 +321,7 @@ class Job:
         return RankLoader(data, self.workload, *parts, self.device, pieces)
 
     def _check_may_step(self) -> None:
-        words.check_own_process()
+        api.check_own_process()
         if self.closed_step is not None:
             raise UsageError(
                 f"step {self.step_number + 1} of the job",
@@ -357,10 +357,10 @@ class Job:
         self.is_stepping = False  # stays set when a step fails
         self.process = os.getpid()
         _made[:] = [self]
-        place = words.world().place
+        place = api.world().rank_info
         self.board = StepBoard(dataclasses.replace(place, size=1) if self.plan.server else place)
         self.events = Events(self.run_dir if self.rank == 0 else None, bool(os.environ.get(TAKES_OVER)))
-        self.writer = Writer(*((0, 1) if self.plan.server else (self.rank, self.size)), self._report_save)
+        self.writer = CheckpointWriter(*((0, 1) if self.plan.server else (self.rank, self.size)), self._report_save)
         start = {"event": "start", "total_steps": self.total_steps, "samples": len(self.loader.data)}
         self.events.write({**start, "batch_size": self.workload.batch_size, "world_size": self.size})
         if self.run_dir is None:
@@ -420,7 +420,7 @@ class Job:
 
         Args:
             folder: the checkpoint.
-            keep: as `Writer.begin` takes it.
+            keep: as `CheckpointWriter.begin` takes it.
         """
         if self.rank == 0:
             remove_partial(folder)
@@ -463,7 +463,7 @@ class Job:
         own = snapshot.own_tensors(random_state(self.device), self.parallel.state())
         self.writer.begin(folder, parts, own, facts, keep)
 
-    def _held(self) -> dict[str, Held]:
+    def _held(self) -> dict[str, LocalShard]:
         """What of the model's state the strategies have cut; they may change it, so it is asked for each time."""
         return self.parallel.held()
 

@@ -22,7 +22,7 @@ from paceline.nouns.plan import Plan
 from paceline.nouns.schedule import STAGES_PER_RANK
 from paceline.nouns.workload import Workload
 from paceline.parallel.apply import Comms, Parallel
-from paceline.parallel.model_adapter import EagerModel, PlacedModel
+from paceline.parallel.model_adapter import EagerAdapter, ModelAdapter
 from paceline.parallel.replicate.strategy import broadcast_state
 from paceline.train import prepare
 
@@ -33,9 +33,9 @@ _LARGE_BYTES = 4 * 2**20
 Fake = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
-def place_model(
+def parallelize_model(
     workload: Workload, comms: Comms, plan: Plan, device: torch.device, example: Any, fake: Fake | None = None
-) -> PlacedModel:
+) -> ModelAdapter:
     """The model as the plan wants it on this rank.
 
     Args:
@@ -66,13 +66,13 @@ def place_model(
         with fake():
             model = prepare.make_model_without_values(workload)
     notices = recompute_and_compile(model, plan)
-    placed = EagerModel(model, autocast, _statistics(workload, model, comms), example)
+    placed = EagerAdapter(model, autocast, _statistics(workload, model, comms), example)
     placed.notices = notices
     return placed
 
 
 def make_parallel(
-    placed: PlacedModel, workload: Workload, comms: Comms, plan: Plan, here: tuple[torch.device, int]
+    placed: ModelAdapter, workload: Workload, comms: Comms, plan: Plan, here: tuple[torch.device, int]
 ) -> Parallel:
     """A step's moments under the plan.
 
@@ -92,7 +92,7 @@ def make_parallel(
 
 def _split(workload: Workload, comms: Comms, plan: Plan, device: torch.device, run: tuple[Any, Any, Any]) -> Any:
     from paceline.graph.capture import skeleton
-    from paceline.parallel.graph_adapter import SplitPlaced
+    from paceline.parallel.graph_adapter import GraphAdapter
     from paceline.parallel.graph_model import SplitModel
 
     if plan.offload == "on":
@@ -119,7 +119,7 @@ def _split(workload: Workload, comms: Comms, plan: Plan, device: torch.device, r
     split.decide(workload.loss, example)
     _check_writable(split, comms.axes["shard"].size)
     with contextlib.nullcontext() if fake is None else fake():
-        split.make_room()
+        split.allocate()
     if workload.micro_batch_size is None and comms.data.size > 1:
         split.shared = SharedStatistics(comms.data)
     digests = []
@@ -129,7 +129,7 @@ def _split(workload: Workload, comms: Comms, plan: Plan, device: torch.device, r
     if fake is None:
         _check_same_everywhere(digests, comms.step)
     with contextlib.nullcontext() if fake is None else fake():
-        return SplitPlaced(split, comms.axes, plan, comms.step.peers[comms.step.rank], autocast)
+        return GraphAdapter(split, comms.axes, plan, comms.step.peers[comms.step.rank], autocast)
 
 
 def _check_writable(split: Any, shards: int) -> None:
@@ -146,7 +146,7 @@ def _check_writable(split: Any, shards: int) -> None:
 
 def _sharded(workload: Workload, comms: Comms, plan: Plan, device: torch.device, run: tuple[Any, Any, Any]) -> Any:
     from paceline.graph.capture import skeleton
-    from paceline.parallel.shard.fsdp_adapter import ShardedModel
+    from paceline.parallel.shard.fsdp_adapter import FsdpAdapter
 
     autocast, example, fake = run
     values, made = _values(workload) if fake is None else (iter(()), _form(workload))
@@ -155,7 +155,7 @@ def _sharded(workload: Workload, comms: Comms, plan: Plan, device: torch.device,
     shared = _statistics(workload, model, comms)
     notices = recompute_and_compile(model, plan)
     with contextlib.nullcontext() if fake is None else fake():
-        sharded = ShardedModel(model, comms.axes, plan, device, (autocast, example, shared))
+        sharded = FsdpAdapter(model, comms.axes, plan, device, (autocast, example, shared))
     sharded.notices = notices
     digests = []
     for name, tensor in values:

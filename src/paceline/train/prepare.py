@@ -19,7 +19,7 @@ from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
 from paceline.nouns.reading import read_text
 from paceline.nouns.workload import Workload
-from paceline.parallel.model_adapter import PlacedModel
+from paceline.parallel.model_adapter import ModelAdapter
 from paceline.train.additive import check_loss_adds_up
 from paceline.train.agree import check_same_model_everywhere
 from paceline.train.compiler_import import defer_compiler_import
@@ -178,7 +178,7 @@ def keep_own(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
 
 
 def check_may_cut(
-    placed: PlacedModel, workload: Workload, loader: RankLoader, mesh: Mesh, notice: Callable[[str], None]
+    placed: ModelAdapter, workload: Workload, loader: RankLoader, mesh: Mesh, notice: Callable[[str], None]
 ) -> None:
     """Check that batches may be cut as the plan wants it.
 
@@ -197,7 +197,7 @@ def check_may_cut(
         check_loss_adds_up(placed, workload, loader, notice)
 
 
-def check_can_score(placed: PlacedModel, metrics: Any) -> None:
+def check_can_score(placed: ModelAdapter, metrics: Any) -> None:
     """Raise WorkloadError when `metrics` can't be updated: a captured score function has no side effects."""
     if metrics is not None and placed.is_captured:
         raise WorkloadError(

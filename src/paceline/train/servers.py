@@ -68,16 +68,16 @@ def _join(job: Job) -> None:
 def _catch_up(job: Job) -> None:
     """Write what the lost worker 0 may not have written: its last step's line, and the checkpoint that was due."""
     parallel = _parallel(job)
-    sums = parallel.sums_of_answer()
-    if sums is not None and job.events.last_step() < job.step_number:
+    stats = parallel.stats_of_answer()
+    if stats is not None and job.events.last_step() < job.step_number:
         order = job.loader.order(job.workload.batch_size)
         samples = job.position - order.position_after(job.step_number - 1)
         # Of this process's time and traffic the step took nothing.
         record = StepRecord(
             job.step_number,
             job.position,
-            sums.mean,
-            sums.weight,
+            stats.mean,
+            stats.weight,
             samples,
             0.0,
             0,

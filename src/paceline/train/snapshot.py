@@ -1,7 +1,7 @@
 """A job's state as named tensors and a JSON object, and back.
 
 Names never depend on the plan: `model/NAME`, `optimizer/KEY/NAME`, and a rank's own `own/random/...` and
-`own/wire/...`. What of a tensor this rank holds, and who else, the strategies say by `held`: a `Held` for
+`own/wire/...`. What of a tensor this rank holds, and who else, the strategies say by `held`: a `LocalShard` for
 every name of the model's state that is not whole on all ranks. What is whole everywhere needs no entry.
 """
 
@@ -18,16 +18,16 @@ import torch
 from paceline.checkpoint.load import check_same_model, read_parts, verify_hashes
 from paceline.checkpoint.manifest import MODEL, OPTIMIZER, OWN
 from paceline.checkpoint.manifest_schema import CONFIGS
-from paceline.checkpoint.reshard import Part, dtype_of
+from paceline.checkpoint.reshard import LocalTensor, dtype_of
 from paceline.comm.collectives import AxisComm
 from paceline.nouns.errors import CheckpointError, WorkloadError
-from paceline.nouns.placement import Held, Placement
 from paceline.nouns.reading import parse_json
+from paceline.nouns.shard_spec import LocalShard, ShardSpec
 from paceline.train.alike import StateCheck, check_groups, in_types_of
 from paceline.train.composite_optimizer import groups_of, parts_of, restore_parts
 
 
-def model_parts(model: torch.nn.Module, held: Mapping[str, Held], size: int) -> dict[str, Part]:
+def model_parts(model: torch.nn.Module, held: Mapping[str, LocalShard], size: int) -> dict[str, LocalTensor]:
     """What this rank holds of parameters and persistent buffers, by name; a tied tensor once, under its first name.
 
     A tensor on the meta device is another rank's. The parts are the model's own memory: write them to load.
@@ -40,7 +40,7 @@ def model_parts(model: torch.nn.Module, held: Mapping[str, Held], size: int) -> 
     Raises:
         WorkloadError: a module keeps state that is not a tensor.
     """
-    parts: dict[str, Part] = {}
+    parts: dict[str, LocalTensor] = {}
     seen: set[int] = set()
     for name, value in model.state_dict(keep_vars=True).items():
         if not isinstance(value, torch.Tensor):
@@ -51,7 +51,7 @@ def model_parts(model: torch.nn.Module, held: Mapping[str, Held], size: int) -> 
             )
         if id(value) not in seen and not value.is_meta:
             seen.add(id(value))
-            parts[MODEL + name] = Part(local_part(value), held.get(name) or _whole(value, size))
+            parts[MODEL + name] = LocalTensor(local_part(value), held.get(name) or _whole(value, size))
     return parts
 
 
@@ -61,13 +61,13 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return cast(torch.Tensor, tensor.to_local()) if hasattr(tensor, "to_local") else tensor
 
 
-def _whole(tensor: torch.Tensor, size: int) -> Held:
-    return Held(Placement(tuple(tensor.shape)), tuple(range(size)))
+def _whole(tensor: torch.Tensor, size: int) -> LocalShard:
+    return LocalShard(ShardSpec(tuple(tensor.shape)), tuple(range(size)))
 
 
 def optimizer_state(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, held: Mapping[str, Held], size: int
-) -> tuple[dict[str, Part], dict[str, Any]]:
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, held: Mapping[str, LocalShard], size: int
+) -> tuple[dict[str, LocalTensor], dict[str, Any]]:
     """The parts of the optimizer's tensors by name, and its groups and plain numbers as JSON.
 
     A tensor that other ranks hold too, and save, is left out.
@@ -76,7 +76,7 @@ def optimizer_state(
         WorkloadError: it holds a parameter that is not the model's, or state that JSON or a placement can't keep.
     """
     names = parameter_names(model, optimizer)
-    parts: dict[str, Part] = {}
+    parts: dict[str, LocalTensor] = {}
     numbers: dict[str, Any] = {}
     owners: dict[str, int] = {}
     for parameter, key, value, owner in _state_of(optimizer):
@@ -88,12 +88,12 @@ def optimizer_state(
             continue
         of_parameter = _held_of(names[parameter], parameter, held, size)
         local = local_part(value)
-        is_cut = tuple(local.shape) == of_parameter.placement.local_shape
-        if not is_cut and of_parameter.placement.cuts and local.numel() != 1:
-            raise _no_placement(name, local, of_parameter.placement)
-        full = of_parameter.placement.shape if is_cut else tuple(local.shape)
+        is_cut = tuple(local.shape) == of_parameter.shard_spec.local_shape
+        if not is_cut and of_parameter.shard_spec.cuts and local.numel() != 1:
+            raise _no_shard_spec(name, local, of_parameter.shard_spec)
+        full = of_parameter.shard_spec.shape if is_cut else tuple(local.shape)
         if (answered := _held_of_state(full, of_parameter)) is not None:
-            parts[name] = Part(local, answered)
+            parts[name] = LocalTensor(local, answered)
     groups = [
         {
             "parameters": [names[parameter] for parameter in group["params"]],
@@ -124,27 +124,27 @@ def _kept_twice(optimizer: torch.optim.Optimizer, name: str) -> WorkloadError:
     )
 
 
-def _held_of(name: str, parameter: torch.nn.Parameter, held: Mapping[str, Held], size: int) -> Held:
+def _held_of(name: str, parameter: torch.nn.Parameter, held: Mapping[str, LocalShard], size: int) -> LocalShard:
     """The part of a parameter's optimizer state that is here: the parameter's, unless a strategy says otherwise."""
     return held.get(OPTIMIZER + name) or held.get(name) or _whole(parameter, size)
 
 
-def _held_of_state(full: tuple[int, ...], of_parameter: Held) -> Held | None:
+def _held_of_state(full: tuple[int, ...], of_parameter: LocalShard) -> LocalShard | None:
     """Who answers for a state tensor of shape `full`; None: others do.
 
     One of the parameter's shape is cut as the parameter. Any other (a count of steps) is the same wherever
     there is a part of the parameter: those with the first part answer for it.
     """
-    if full == of_parameter.placement.shape:
+    if full == of_parameter.shard_spec.shape:
         return of_parameter
-    is_first = all(cut.part == 0 for cut in of_parameter.placement.cuts)
-    return Held(Placement(full), of_parameter.holders) if is_first else None
+    is_first = all(cut.part == 0 for cut in of_parameter.shard_spec.cuts)
+    return LocalShard(ShardSpec(full), of_parameter.holders) if is_first else None
 
 
-def _no_placement(name: str, local: torch.Tensor, placement: Placement) -> WorkloadError:
+def _no_shard_spec(name: str, local: torch.Tensor, shard_spec: ShardSpec) -> WorkloadError:
     return WorkloadError(
         f"the optimizer's state {name} should be of its parameter's shape, or one number",
-        f"it is of shape {tuple(local.shape)} for a part of shape {placement.local_shape} of {placement.shape}",
+        f"it is of shape {tuple(local.shape)} for a part of shape {shard_spec.local_shape} of {shard_spec.shape}",
         "use an optimizer that works element by element, such as AdamW, or plan with the axis replicate alone",
     )
 
@@ -153,7 +153,7 @@ def read_state(
     folder: Path,
     manifest: Mapping[str, Any],
     model: torch.nn.Module,
-    held: Mapping[str, Held],
+    held: Mapping[str, LocalShard],
     comm: AxisComm,
 ) -> dict[str, torch.Tensor]:
     """This rank's parts of the model's and the optimizer's tensors, as any mesh saved them, verified bit for bit.
@@ -165,7 +165,7 @@ def read_state(
     """
     model_here = model_parts(model, held, comm.size)
     answered = {name: part.held for name, part in model_here.items()}
-    wanted: dict[str, Placement | None] = {name: one.placement for name, one in answered.items()}
+    wanted: dict[str, ShardSpec | None] = {name: one.shard_spec for name, one in answered.items()}
     parameters = {name: p for name, p in model.named_parameters() if not p.is_meta}
     for name, entry in manifest["tensors"].items():
         parameter = _parameter_of(name)
@@ -173,7 +173,7 @@ def read_state(
             continue
         of_parameter = _held_of(parameter, parameters[parameter], held, comm.size)
         full = tuple(entry["shape"])
-        wanted[name] = of_parameter.placement if full == of_parameter.placement.shape else None
+        wanted[name] = of_parameter.shard_spec if full == of_parameter.shard_spec.shape else None
         if (one := _held_of_state(full, of_parameter)) is not None:
             answered[name] = one
     failure, tensors = None, {}
@@ -182,7 +182,7 @@ def read_state(
         tensors = read_parts(folder, manifest, wanted)
     except CheckpointError as error:
         failure = error
-    read = {name: Part(tensors[name], one) for name, one in answered.items()} if failure is None else {}
+    read = {name: LocalTensor(tensors[name], one) for name, one in answered.items()} if failure is None else {}
     verify_hashes(folder, manifest, read, comm, failure)
     return tensors
 
@@ -192,7 +192,7 @@ def _parameter_of(name: str) -> str | None:
     return name.removeprefix(OPTIMIZER).partition("/")[2] if name.startswith(OPTIMIZER) else None
 
 
-def restore_model(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], held: Mapping[str, Held]) -> None:
+def restore_model(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], held: Mapping[str, LocalShard]) -> None:
     """Write what `read_state` read to the model's own memory."""
     with torch.no_grad():
         for name, part in model_parts(model, held, 1).items():

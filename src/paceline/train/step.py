@@ -10,13 +10,13 @@ import torch
 from paceline.nouns.errors import LossError
 from paceline.parallel.apply import Parallel
 from paceline.parallel.norm import scale_gradients
-from paceline.parallel.step_stats import Sums
+from paceline.parallel.step_stats import StepStats
 
 
 class Outcome(NamedTuple):
     """What a step found."""
 
-    sums: Sums
+    stats: StepStats
     gradient_norm: float | None
 
 
@@ -43,29 +43,29 @@ def train_step(
     optimizer.zero_grad(set_to_none=True)
     parallel.model.zero_grad(set_to_none=True)  # parameters that the optimizer does not have count in the norm too
     parallel.forward_backward(microbatches, *facts)
-    sums = parallel.reduce_gradients()
-    check_finite(sums)
+    stats = parallel.reduce_gradients()
+    check_finite(stats)
     norm = parallel.norm
     if clip_norm is not None:
         norm = clip(parallel, clip_norm)
     parallel.update(optimizer)
-    return Outcome(sums, norm)
+    return Outcome(stats, norm)
 
 
-def check_finite(sums: Sums) -> None:
+def check_finite(stats: StepStats) -> None:
     """Raise LossError when some rank's loss is NaN or infinite, or the whole batch weighs nothing."""
-    if sums.bad_ranks:
+    if stats.bad_ranks:
         error = LossError(
             "the loss should be a finite number",
-            f"it is NaN or infinite on rank{'s' if len(sums.bad_ranks) > 1 else ''} "
-            f"{', '.join(map(str, sums.bad_ranks))}; the parameters were left as they were",
+            f"it is NaN or infinite on rank{'s' if len(stats.bad_ranks) > 1 else ''} "
+            f"{', '.join(map(str, stats.bad_ranks))}; the parameters were left as they were",
             "lower the learning rate, set clip_norm, or look for bad samples in this batch",
         )
-        raise error.at(rank=sums.bad_ranks[0])
-    if sums.weight <= 0:
+        raise error.at(rank=stats.bad_ranks[0])
+    if stats.weight <= 0:
         raise LossError(
             "the mean loss of a batch",
-            f"its weights add up to {sums.weight:g}",
+            f"its weights add up to {stats.weight:g}",
             "make sure that every batch has something to predict",
         )
 

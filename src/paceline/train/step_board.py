@@ -13,7 +13,7 @@ import struct
 import time
 from pathlib import Path
 
-from paceline.comm.process_group import Place
+from paceline.comm.process_group import RankInfo
 from paceline.nouns.errors import CollectiveError
 
 CALLS = ("job.close, or the end of the file", "job.save", "job.load", "job.evaluate")
@@ -31,7 +31,7 @@ class StepBoard:
         place: this process among the ranks.
     """
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: RankInfo) -> None:
         global _boards
         _boards += 1
         self.rank, self.size = place.rank, place.size

@@ -13,7 +13,7 @@ from typing import Any
 from paceline.launch.local import rank_environment
 from paceline.nouns import module_names
 from paceline.nouns.errors import WorkloadError
-from paceline.run.failures import told
+from paceline.run.failures import format_failure
 from paceline.run.supervise.progress import Screen
 from paceline.run.supervise.supervisor import Ending, JobRequest, Supervisor
 from paceline.verify.judge.order import HangWatch
@@ -24,7 +24,7 @@ _REFUSALS = ("WorkloadError", "PlanError", "MeshError", "LossError", "DataError"
 
 
 @dataclass(slots=True)
-class World:
+class WorldResult:
     """How a set of ranks ended."""
 
     ending: Ending
@@ -43,12 +43,12 @@ class World:
             return None
         return WorkloadError(*cause["parts"])
 
-    def told(self) -> str:
+    def first_failure(self) -> str:
         """The first failure in a few words."""
         cause = self.ending.cause
         if cause is None:
             return "it was stopped"
-        return told({**cause, "traceback": ""}, self.ending.others).splitlines()[0]
+        return format_failure({**cause, "traceback": ""}, self.ending.others).splitlines()[0]
 
 
 def write_settings(folder: Path, name: str, **settings: Any) -> Path:
@@ -91,7 +91,7 @@ def finish_child(child: subprocess.Popen[str], folder: Path, what: str) -> None:
         raise WorkloadError(what, killed, "see that the file trains alone: python FILE; verify a smaller model")
 
 
-def run_world(folder: Path, settings: Path, ranks: int, preload: Sequence[str]) -> World:
+def run_world(folder: Path, settings: Path, ranks: int, preload: Sequence[str]) -> WorldResult:
     """Start ranks, wait for their end, watching for a hang."""
     run_dir = folder / f"{settings.stem}-run"
     (run_dir / "failures").mkdir(parents=True)
@@ -105,4 +105,4 @@ def run_world(folder: Path, settings: Path, ranks: int, preload: Sequence[str]) 
             ending, _ = supervisor.run()
         finally:
             supervisor.restore_signals()
-    return World(ending, hang, folder)
+    return WorldResult(ending, hang, folder)

@@ -26,10 +26,10 @@ from paceline.nouns.workload import too_small_batch
 from paceline.verify.judge.check_dropout import check_draws, check_same_draws
 from paceline.verify.judge.checks import check_branches, check_order, check_step, check_traffic
 from paceline.verify.judge.compare import Reference, differences, read_ranks
-from paceline.verify.judge.localize import blame_disorder, blame_loading, find_culprit, find_in_narrow
+from paceline.verify.judge.localize import blame_disorder, blame_loading, find_first_difference, find_in_narrow
 from paceline.verify.judge.order import Call, find_disorder, read_trace
 from paceline.verify.judge.verdict import Verdict
-from paceline.verify.processes import World, finish_child, run_world, start_child, write_settings
+from paceline.verify.processes import WorldResult, finish_child, run_world, start_child, write_settings
 
 WHAT = ("order", "step", "traffic", "resume", "reshard")
 USUAL = ("order", "step", "traffic")
@@ -37,7 +37,7 @@ STEPS = 3  # the third is the first that finds the inbox of a sum filled before
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class VerifyRequest:
     """What to verify."""
 
     script: Path
@@ -49,7 +49,7 @@ class Request:
     keep: Path | None = None  # where the processes' files stay
 
 
-def prove(request: Request, say: Callable[[str], None] = lambda text: None) -> Verdict:
+def prove(request: VerifyRequest, say: Callable[[str], None] = lambda text: None) -> Verdict:
     """Verify a plan on a person's workload.
 
     Args:
@@ -74,7 +74,7 @@ def prove(request: Request, say: Callable[[str], None] = lambda text: None) -> V
 
 
 class _Proof:
-    def __init__(self, request: Request, folder: Path, say: Callable[[str], None]) -> None:
+    def __init__(self, request: VerifyRequest, folder: Path, say: Callable[[str], None]) -> None:
         self.request, self.folder, self.say = request, folder, say
         self.plan, self.mesh = request.plan, Mesh.parse(request.plan.mesh)
         self.verdict = Verdict(request.plan.line())
@@ -100,7 +100,7 @@ class _Proof:
         persons = {rank: [Call(*one) for one in calls] for rank, calls in enumerate(self.dry["persons"])}
         disorder = find_disorder(persons, Mesh.parse(f"replicate={self.plan.world_size}"))
         if disorder is not None:
-            self.verdict.add("order", False, f"before running: {disorder.told()}", disorder=disorder.to_json())
+            self.verdict.add("order", False, f"before running: {disorder.describe()}", disorder=disorder.to_json())
             self.verdict.culprit = blame_disorder(disorder)
         return disorder is None
 
@@ -133,7 +133,7 @@ class _Proof:
             runs[0] |= {"save": str(self.folder / "checkpoint"), "save_at": 1}
         return [*runs, {**common, "name": "draws", "precision": precisions[-1], "draws": True, "steps": 2}]
 
-    def _ranks(self, name: str, plan: Plan, runs: list[dict[str, Any]]) -> World:
+    def _ranks(self, name: str, plan: Plan, runs: list[dict[str, Any]]) -> WorldResult:
         settings = self._settings(name, runs=runs)
         return run_world(self.folder, settings, plan.world_size, self.request.preload)
 
@@ -141,7 +141,7 @@ class _Proof:
         script = {"script": str(self.request.script), "arguments": list(self.request.arguments)}
         return write_settings(self.folder, name, **script, **more)
 
-    def _explain(self, world: World, precisions: Sequence[str]) -> None:
+    def _explain(self, world: WorldResult, precisions: Sequence[str]) -> None:
         """The ranks did not come to their end: a refusal, a hang, or a failure that one process has not."""
         refusal = world.refusal()
         if refusal is not None and not world.hang.has_hung:
@@ -152,18 +152,18 @@ class _Proof:
             disorder = find_disorder(traces, self.mesh) if traces else None
             if disorder is not None:
                 how = (
-                    f"the ranks hang ({world.hang.told()})"
+                    f"the ranks hang ({world.hang.describe()})"
                     if world.hang.has_hung
-                    else f"the ranks failed ({world.told()})"
+                    else f"the ranks failed ({world.first_failure()})"
                 )
-                self.verdict.add("order", False, f"{how}: {disorder.told()}", disorder=disorder.to_json())
+                self.verdict.add("order", False, f"{how}: {disorder.describe()}", disorder=disorder.to_json())
                 self.verdict.culprit = blame_disorder(disorder, world.hang if world.hang.has_hung else None)
                 return
         if world.hang.has_hung:
-            said = f"the ranks hang although they began the same collectives: {world.hang.told()}"
+            said = f"the ranks hang although they began the same collectives: {world.hang.describe()}"
             self.verdict.add("order", False, said)
             return
-        self.verdict.add("run", False, f"one process takes the steps, the ranks fail: {world.told()}")
+        self.verdict.add("run", False, f"one process takes the steps, the ranks fail: {world.first_failure()}")
 
     def _traces(self, run: str) -> dict[int, list[Call]]:
         paths = {rank: self.folder / f"{run}-trace-{rank}.jsonl" for rank in range(self.plan.world_size)}
@@ -189,7 +189,7 @@ class _Proof:
             ranks = read_ranks(self.folder, "float64", self.plan.world_size)
             check_branches(Reference.read(self.folder, "float64"), ranks)
             self.say("something differs: looking for the first module")
-            found = find_culprit(self.folder, self.plan, self._watch)
+            found = find_first_difference(self.folder, self.plan, self._watch)
             self.verdict.culprit = found or self.verdict.culprit
             return
         for precision in precisions[1:]:
@@ -198,7 +198,7 @@ class _Proof:
                 self.verdict.culprit = found or self.verdict.culprit
                 return
 
-    def _watch(self) -> World:
+    def _watch(self) -> WorldResult:
         """The first step once more, every rank writing down what its modules make."""
         run = {"plan": asdict(self.plan), "steps": 1, "name": "watched", "precision": "float64", "watch": True}
         world = self._ranks("watch", self.plan, [run])
@@ -221,7 +221,7 @@ class _Proof:
             world = self._ranks(f"{what}{number}", plan, [run])
             if not world.is_done:
                 check_was_not_killed(world)
-                self.verdict.add(name, False, f"the ranks fail: {world.told()}")
+                self.verdict.add(name, False, f"the ranks fail: {world.first_failure()}")
                 continue
             reference = Reference.read(self.folder, "float64")
             ranks = read_ranks(self.folder, run["name"], plan.world_size)
@@ -243,15 +243,15 @@ def precisions_of(own: str) -> list[str]:
     return list(dict.fromkeys(["float64", "float32", own])) if own == "bf16" else list(dict.fromkeys(["float64", own]))
 
 
-def check_was_not_killed(world: World) -> None:
+def check_was_not_killed(world: WorldResult) -> None:
     """Raise WorkloadError when a rank was ended from outside: that says nothing of the plan."""
     if world.hang.has_hung:
         return
     if world.ending.status == "stopped":
         raise WorkloadError("the ranks to take their steps", "they were stopped", "start the command again")
-    if any(f"was ended by {name}" in world.told() for name in ("SIGKILL", "SIGTERM")):
+    if any(f"was ended by {name}" in world.first_failure() for name in ("SIGKILL", "SIGTERM")):
         fix = "see `dmesg` whether memory ran out; verify a smaller batch or a shallower model"
-        raise WorkloadError("the ranks to take their steps", world.told(), fix)
+        raise WorkloadError("the ranks to take their steps", world.first_failure(), fix)
 
 
 def other_plans(plan: Plan) -> list[Plan]:
@@ -277,7 +277,7 @@ def check_plan(plan: Plan) -> None:
         )
 
 
-def as_json(verdict: Verdict, request: Request) -> dict[str, Any]:
+def as_json(verdict: Verdict, request: VerifyRequest) -> dict[str, Any]:
     """The verdict with what was asked."""
     return {**verdict.to_json(), "script": str(request.script), "steps": request.steps, "options": asdict(request.plan)}
 

@@ -74,13 +74,13 @@ def worker_pod(job: KubernetesJob, head: str) -> Manifest:
     """A node of the job: starts its ranks, which meet at the pod `head`; empty: the controller says where."""
     environment: list[Manifest] = []
     if head:
-        meeting = {
+        rendezvous = {
             "PET_NNODES": str(job.nodes),
             "PET_NPROC_PER_NODE": str(job.ranks_per_node),
             "PET_MASTER_ADDR": head,
             "PET_MASTER_PORT": str(RANKS_PORT),
         }
-        environment = [{"name": name, "value": value} for name, value in meeting.items()]
+        environment = [{"name": name, "value": value} for name, value in rendezvous.items()]
     return pod(job, WORKER, run_command(job), environment)
 
 

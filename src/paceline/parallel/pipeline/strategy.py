@@ -61,12 +61,12 @@ class Pipeline:
         """Add up the gradients of the loss sums of `microbatches`, each cut alike (see `same_shapes`)."""
         for run in same_shapes(microbatches):
             program = self.split.program("loss", loss, run[0])
-            _Run(self, program, run, add).play(self.schedule(len(run)))
+            _StageRun(self, program, run, add).play(self.schedule(len(run)))
 
     def evaluate(self, key: str, function: Function, batch: Any) -> Any:
         """Run a function of the model forwards; its result on every rank of the pipeline."""
         program = self.split.program(key, function, batch, is_training=False)
-        run = _Run(self, program, [batch], lambda total, weight: None)
+        run = _StageRun(self, program, [batch], lambda total, weight: None)
         flat: list[Any] | None = None
         with torch.no_grad():
             for stage in range(program.total_stages):
@@ -107,7 +107,7 @@ def same_shapes(microbatches: Sequence[Any]) -> list[list[Any]]:
 
 
 @dataclass(slots=True)
-class _Run:
+class _StageRun:
     """One pass of a schedule over micro-batches of equal shapes."""
 
     pipeline: Pipeline

@@ -1,1 +1,1 @@
-"""Implement the `replicate` axis: gradient buckets, the sums of a step, and the user's buffers."""
+"""Implement the `replicate` axis: gradient buckets, step statistics, and the user's buffers."""

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 import torch
 
 from paceline.comm.dtensor import like_parameter, local
-from paceline.comm.reducer import Wire
+from paceline.comm.reducer import Reducer
 from paceline.nouns.buckets import group_parameters
 from paceline.nouns.errors import WorkloadError
 
-MakeWire = Callable[[Sequence[torch.Size], int, torch.dtype, torch.device], Wire]
+MakeWire = Callable[[Sequence[torch.Size], int, torch.dtype, torch.device], Reducer]
 
 
 @dataclass(slots=True)
@@ -25,7 +25,7 @@ class Bucket:
     """Parameters of one dtype and device, and the wire that sums their gradients."""
 
     parameters: list[torch.nn.Parameter]
-    wire: Wire
+    reducer: Reducer
     slices: list[list[torch.Tensor]]  # by inbox, then by parameter: shaped like the parameter
     results: list[torch.Tensor]
     filled: set[int] = field(default_factory=set)  # parameters whose gradient is in the inbox
@@ -34,7 +34,7 @@ class Bucket:
     @property
     def flags(self) -> int:
         """Where in the flat tensor the numbers that say who has a gradient begin."""
-        return self.wire.outbox.numel() - len(self.parameters)
+        return self.reducer.outbox.numel() - len(self.parameters)
 
     def clear(self) -> None:
         """Begin a step: nobody has a gradient yet."""
@@ -53,7 +53,7 @@ class Bucket:
                 f"one of shape {tuple(gradient.shape)} was accumulated twice, as re-entrant checkpointing does",
                 "write checkpoint(..., use_reentrant=False), and call backward() on nothing else while the step's runs",
             )
-        place = self.slices[self.wire.turn][index]
+        place = self.slices[self.reducer.turn][index]
         if scale is None:
             place.copy_(gradient)
         else:
@@ -62,20 +62,20 @@ class Bucket:
 
     def send(self) -> None:
         """Zero what has no gradient on this rank, and start the sum."""
-        flags = torch.ones(len(self.parameters), dtype=self.wire.outbox.dtype)
+        flags = torch.ones(len(self.parameters), dtype=self.reducer.outbox.dtype)
         for index in range(len(self.parameters)):
             if index not in self.filled:
                 flags[index] = 0
-                self.slices[self.wire.turn][index].zero_()
-        self.wire.inboxes[self.wire.turn][self.flags :].copy_(flags, non_blocking=True)
+                self.slices[self.reducer.turn][index].zero_()
+        self.reducer.inboxes[self.reducer.turn][self.flags :].copy_(flags, non_blocking=True)
         self.is_sent = True
-        self.wire.begin()
+        self.reducer.begin()
 
     def receive(self, scale: torch.Tensor) -> None:
         """Wait for the sum and make it the parameters' gradients."""
-        self.wire.finish(scale)
+        self.reducer.finish(scale)
         for parameter, result, ranks in zip(
-            self.parameters, self.results, self.wire.outbox[self.flags :].tolist(), strict=True
+            self.parameters, self.results, self.reducer.outbox[self.flags :].tolist(), strict=True
         ):
             set_local_gradient(parameter, result if ranks else None)
 
@@ -93,21 +93,21 @@ def set_local_gradient(parameter: torch.nn.Parameter, value: torch.Tensor | None
     parameter.grad = value
 
 
-def make_buckets(parameters: Sequence[torch.nn.Parameter], limit_bytes: int, make_wire: MakeWire) -> list[Bucket]:
+def make_buckets(parameters: Sequence[torch.nn.Parameter], limit_bytes: int, make_reducer: MakeWire) -> list[Bucket]:
     """Buckets of at most `limit_bytes` (or one larger parameter), last parameter first."""
     groups = group_parameters([(local(p).nbytes, _kind(p)) for p in parameters], limit_bytes)
-    return [_bucket([parameters[index] for index in group], make_wire) for group in groups]
+    return [_bucket([parameters[index] for index in group], make_reducer) for group in groups]
 
 
 def _kind(parameter: torch.nn.Parameter) -> tuple[torch.dtype, torch.device]:
     return parameter.dtype, parameter.device
 
 
-def _bucket(parameters: list[torch.nn.Parameter], make_wire: MakeWire) -> Bucket:
+def _bucket(parameters: list[torch.nn.Parameter], make_reducer: MakeWire) -> Bucket:
     shapes = [local(parameter).shape for parameter in parameters]
-    wire = make_wire(shapes, len(parameters), *_kind(parameters[0]))
-    slices = [_slices(inbox, shapes) for inbox in wire.inboxes]
-    return Bucket(list(parameters), wire, slices, _slices(wire.outbox, shapes))
+    reducer = make_reducer(shapes, len(parameters), *_kind(parameters[0]))
+    slices = [_slices(inbox, shapes) for inbox in reducer.inboxes]
+    return Bucket(list(parameters), reducer, slices, _slices(reducer.outbox, shapes))
 
 
 def _slices(flat: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tensor]:

@@ -26,8 +26,8 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from paceline.comm.collectives import AxisComm
-from paceline.comm.compression import CastWire, PowerSGDWire, TopKWire
-from paceline.comm.reducer import Wire, exact_wire
+from paceline.comm.compression import CastReducer, PowerSGDReducer, TopKReducer
+from paceline.comm.reducer import Reducer, exact_reducer
 from paceline.comm.shared_memory import MAX_BYTES, SharedMemory, open_shared_memory
 from paceline.nouns.errors import PlanError, WorkloadError
 from paceline.nouns.plan import Plan
@@ -110,7 +110,7 @@ class Replicate:
         return {
             f"{number}.{name}": tensor
             for number, bucket in enumerate(self.buckets)
-            for name, tensor in bucket.wire.state().items()
+            for name, tensor in bucket.reducer.state().items()
         }
 
     def close(self) -> None:
@@ -150,16 +150,16 @@ class Replicate:
             if self.overlaps
         ]
 
-    def _make_wire(self, shapes: Sequence[torch.Size], flags: int, dtype: torch.dtype, device: torch.device) -> Wire:
+    def _make_wire(self, shapes: Sequence[torch.Size], flags: int, dtype: torch.dtype, device: torch.device) -> Reducer:
         numel = sum(shape.numel() for shape in shapes) + flags
         if self.plan.compression in _NARROW:
-            narrow = exact_wire(self.comm, self.shared, numel, _NARROW[self.plan.compression], device)
-            return CastWire(torch.zeros(numel, dtype=dtype, device=device), narrow)
+            narrow = exact_reducer(self.comm, self.shared, numel, _NARROW[self.plan.compression], device)
+            return CastReducer(torch.zeros(numel, dtype=dtype, device=device), narrow)
         if self.plan.compression == "topk":
-            return TopKWire(self.comm, torch.zeros(numel, dtype=dtype, device=device), flags)
+            return TopKReducer(self.comm, torch.zeros(numel, dtype=dtype, device=device), flags)
         if self.plan.compression == "powersgd":
-            return PowerSGDWire(self.comm, torch.zeros(numel, dtype=dtype, device=device), shapes)
-        return exact_wire(self.comm, self.shared, numel, dtype, device)
+            return PowerSGDReducer(self.comm, torch.zeros(numel, dtype=dtype, device=device), shapes)
+        return exact_reducer(self.comm, self.shared, numel, dtype, device)
 
     def _gradient_is_here(self, bucket: Bucket, index: int, parameter: torch.nn.Parameter) -> None:
         if self.is_last_backward:
@@ -176,7 +176,7 @@ class Replicate:
                 f"parameter of shape {tuple(parameter.shape)} got a sparse one",
                 "only nn.Embedding and nn.EmbeddingBag with sparse=True may; set it on the module",
             )
-        bucket.fill(index, gradient, self.scale() if bucket.wire.is_scaled_first else None)
+        bucket.fill(index, gradient, self.scale() if bucket.reducer.is_scaled_first else None)
         parameter.grad = None  # the bucket has it; free the memory before the rest of the backward pass
 
     def _send_complete(self, all_of_them: bool = False) -> None:

@@ -10,14 +10,14 @@ import torch
 from paceline.comm.batch_norm import SharedStatistics
 from paceline.comm.collectives import AxisComm
 from paceline.nouns.mesh import Mesh
-from paceline.nouns.placement import Held
 from paceline.nouns.plan import Plan
+from paceline.nouns.shard_spec import LocalShard
 from paceline.parallel.model_adapter import Autocast, OwnCode
 from paceline.parallel.shard.local_optimizer_step import step_on_rows
 from paceline.parallel.shard.strategy import Shard
 
 
-class ShardedModel(OwnCode):
+class FsdpAdapter(OwnCode):
     """The sharded model on this rank; its parameters wait for `fill`."""
 
     is_plain, finishes_later = False, True
@@ -76,20 +76,20 @@ class ShardedModel(OwnCode):
     def counted(self) -> Mapping[torch.nn.Parameter, bool]:
         """Parts are all counted; what stays whole on the axis' first rank."""
         first = self.axes["shard"].rank == 0
-        placements = self.shard.placements()
-        return {p: bool(placements[name].cuts) or first for name, p in self.parameters.items()}
+        shard_specs = self.shard.shard_specs()
+        return {p: bool(shard_specs[name].cuts) or first for name, p in self.parameters.items()}
 
     def evaluate(self, name: str, score: Any, batch: Any) -> Any:
         """As in training."""
         return self.call(score, batch)
 
-    def held(self) -> dict[str, Held]:
+    def held(self) -> dict[str, LocalShard]:
         """Rows, and the replicas that hold the same."""
         peers = self.axes["replicate"].peers
         return {
-            name: Held(placement, tuple(sorted(peers)))
-            for name, placement in self.shard.placements().items()
-            if placement.cuts
+            name: LocalShard(shard_spec, tuple(sorted(peers)))
+            for name, shard_spec in self.shard.shard_specs().items()
+            if shard_spec.cuts
         }
 
     def close(self) -> None:

@@ -14,26 +14,26 @@ import torch
 from torch import nn
 
 from paceline.comm.collectives import AxisComm
-from paceline.comm.fully_shard import Journal
+from paceline.comm.fully_shard import CollectiveOrder
 from paceline.nouns.errors import WorkloadError
 
 
-class Uses:
+class GradUsage:
     """This rank's notes.
 
     Args:
         names: the trained parameters, in an order that is the same on every rank.
         whole: those that every rank holds.
         comm: the axis to ask.
-        journal: the messages sent so far.
+        collective_order: the messages sent so far.
         device: where the model is.
     """
 
     def __init__(
-        self, names: list[str], whole: set[str], comm: AxisComm, journal: Journal, device: torch.device
+        self, names: list[str], whole: set[str], comm: AxisComm, collective_order: CollectiveOrder, device: torch.device
     ) -> None:
         self.number = {name: index for index, name in enumerate(names)}
-        self.whole, self.comm, self.journal, self.device = whole, comm, journal, device
+        self.whole, self.comm, self.collective_order, self.device = whole, comm, collective_order, device
         self.used = [False] * len(names)
         self.is_counting = True  # not in a micro-batch that is there only to keep step with other ranks
         self.watched: dict[str, nn.Parameter] = {}
@@ -60,7 +60,7 @@ class Uses:
         flags = torch.zeros(len(self.used) + 1 + self.comm.size, dtype=torch.int64)
         flags[: len(self.used)] = torch.tensor(self.used)
         flags[len(self.used)] = any(p.grad is not None for name, p in self.watched.items() if name not in self.whole)
-        flags[len(self.used) + 1 + self.comm.rank] = self.journal.crc
+        flags[len(self.used) + 1 + self.comm.rank] = self.collective_order.crc
         flags = flags.to(self.device)
         self.comm.all_reduce(flags)
         ranks, late, orders = flags.split([len(self.used), 1, self.comm.size])

@@ -42,12 +42,12 @@ from torch import nn
 
 from paceline.comm import fully_shard
 from paceline.comm.collectives import AxisComm
-from paceline.comm.fully_shard import Grouping, Groups, Journal, is_part, local
+from paceline.comm.fully_shard import CollectiveOrder, Grouping, Groups, is_part, local
 from paceline.nouns.errors import PlanError, WorkloadError
-from paceline.nouns.placement import Cut, Placement
 from paceline.nouns.plan import Plan
+from paceline.nouns.shard_spec import Cut, ShardSpec
 from paceline.parallel.shard.blocks import find_blocks, first_sparse, kept_whole, owners
-from paceline.parallel.shard.grad_usage import Uses
+from paceline.parallel.shard.grad_usage import GradUsage
 
 __all__ = ["Shard", "local"]
 _NARROW = {"none": None, "bf16": torch.bfloat16}
@@ -84,8 +84,8 @@ class Shard:
         if comm.size > 1:
             check_can_split(model, plan)
             self.groups = self._split()
-        journal = self.groups.journal if self.groups else Journal(comm)
-        self.uses = Uses(self.trained, self.whole, comm, journal, device)
+        collective_order = self.groups.collective_order if self.groups else CollectiveOrder(comm)
+        self.grad_usage = GradUsage(self.trained, self.whole, comm, collective_order, device)
         self.parameters = dict(model.named_parameters())
 
     def forward(self, function: Callable[[Any, Any], Any], batch: Any) -> Any:
@@ -108,8 +108,8 @@ class Shard:
         if self.is_open:  # it raised
             self.groups.forget_failed_step()
         self.reshard()
-        self.uses.clear()
-        self.groups.journal.crc = 0
+        self.grad_usage.clear()
+        self.groups.collective_order.crc = 0
         self.groups.took_gradient = False
         self.is_open = True
 
@@ -122,7 +122,7 @@ class Shard:
         """
         if self.groups is None:
             return
-        self.uses.is_counting = not is_padding
+        self.grad_usage.is_counting = not is_padding
         # With zero=2 a parameter may be used outside its block, so its values are kept to the end. So does the graph
         # of a gradient that the loss took.
         phase = (is_last or self.plan.zero > 1, self.plan.zero == 3 and not self.groups.took_gradient, is_last)
@@ -140,7 +140,7 @@ class Shard:
         """
         if self.groups is None:
             return
-        unused = set(self.uses.find_unused())
+        unused = set(self.grad_usage.find_unused())
         self._reduce_whole(unused)
         self.reshard()
         for name in unused:
@@ -152,21 +152,21 @@ class Shard:
         if self.groups is not None:
             self.groups.drop()
 
-    def placements(self) -> dict[str, Placement]:
+    def shard_specs(self) -> dict[str, ShardSpec]:
         """What this rank holds of each parameter, by its name in `model.named_parameters()`."""
         return {name: self._placement(name, shape) for name, shape in self.shapes.items()}
 
     def fill(self, name: str, full: torch.Tensor) -> None:
         """Write this rank's rows of the `full` tensor into the parameter `name`."""
-        placement = self._placement(name, self.shapes[name])
-        if tuple(full.shape) != placement.shape:
-            raise ValueError(f"{name} has the shape {placement.shape}, not {tuple(full.shape)}")
+        shard_spec = self._placement(name, self.shapes[name])
+        if tuple(full.shape) != shard_spec.shape:
+            raise ValueError(f"{name} has the shape {shard_spec.shape}, not {tuple(full.shape)}")
         rows = slice(None)
-        if placement.cuts:
-            rows = slice(*placement.cuts[0].ranges[0])
+        if shard_spec.cuts:
+            rows = slice(*shard_spec.cuts[0].ranges[0])
         self.reshard()
         with torch.no_grad():
-            local(self.parameters[name]).copy_(full[rows] if placement.shape else full)
+            local(self.parameters[name]).copy_(full[rows] if shard_spec.shape else full)
 
     def close(self) -> None:
         """Let go of the other ranks; the model keeps this rank's parts."""
@@ -245,7 +245,7 @@ class Shard:
         if prefix not in self.watched:
             self.watched.add(prefix)
             own = {f"{prefix}{name}": parameter for name, parameter in module.named_parameters()}
-            self.uses.watch({name: parameter for name, parameter in own.items() if not is_part(parameter)})
+            self.grad_usage.watch({name: parameter for name, parameter in own.items() if not is_part(parameter)})
 
     def _outside_too(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """The model's own forward, right as well where a person calls it: then it is a forward pass too."""
@@ -270,10 +270,10 @@ class Shard:
             for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
                 parameter.grad = part.view_as(parameter)
 
-    def _placement(self, name: str, shape: tuple[int, ...]) -> Placement:
+    def _placement(self, name: str, shape: tuple[int, ...]) -> ShardSpec:
         if name in self.whole:
-            return Placement(shape)
-        return Placement(shape, (Cut(0, (shape[0],), self.comm.rank, self.comm.size),))
+            return ShardSpec(shape)
+        return ShardSpec(shape, (Cut(0, (shape[0],), self.comm.rank, self.comm.size),))
 
     def _used_in_part(self, found: str) -> WorkloadError:
         missed = [name for name in self.blocks if name not in self.called]

@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 import torch
 
 from paceline.comm.collectives import AxisComm
-from paceline.nouns.placement import chunk_range
+from paceline.nouns.shard_spec import chunk_range
 
 
 @dataclass(slots=True)
-class Flat:
+class FlatShard:
     """The strategy on this rank.
 
     Args:

@@ -27,8 +27,16 @@ from paceline.nouns.errors import PacelineError
 from paceline.rendezvous.launcher_env import find_position
 from paceline.rendezvous.rank_variables import said
 from paceline.run.directory import write_json
-from paceline.run.ends import BEAT_S, Ends, first_of
-from paceline.run.failures import LEFT, first_cause, left_early, read_failures, silent_death, told, told_briefly
+from paceline.run.ends import HEARTBEAT_S, Ends, first_of
+from paceline.run.failures import (
+    LEFT,
+    first_cause,
+    format_failure,
+    format_failure_briefly,
+    left_early,
+    read_failures,
+    silent_death,
+)
 from paceline.run.rank.process_exit import exit_process
 from paceline.run.supervise.job import finish
 from paceline.run.supervise.progress import Progress
@@ -138,9 +146,9 @@ class JoinedRank:
                 looked_s = time.monotonic()
                 if not self.has_begun:
                     self.has_begun = self.ends.begin(self.rank)
-                elif looked_s - beat_s >= BEAT_S:
+                elif looked_s - beat_s >= HEARTBEAT_S:
                     beat_s = looked_s
-                    self.ends.beat(self.rank)
+                    self.ends.heartbeat(self.rank)
                 if self.is_telling:
                     self._look_for_stalls()
 
@@ -164,9 +172,9 @@ class JoinedRank:
             self._write(failure)
         if failure is None or self.is_supervised or failure["is_peer_loss"]:
             return
-        text = told_briefly(failure, "failed")
+        text = format_failure_briefly(failure, "failed")
         if first_cause([failure, *failures.values()]) is failure:  # as far as is known
-            text, self.said = told(failure, 0, "failed"), failure["message"]
+            text, self.said = format_failure(failure, 0, "failed"), failure["message"]
         print(f"paceline run: {text}", file=sys.stderr, flush=True)
 
     def _write(self, failure: dict[str, Any]) -> None:
@@ -216,9 +224,9 @@ class JoinedRank:
         own = failures.get(cause["rank"]) if cause["rank"] is not None else None
         if own is None or own["is_peer_loss"]:
             if cause["message"] != self.said:
-                print(f"paceline run: {told(cause, 0)}", file=sys.stderr, flush=True)
+                print(f"paceline run: {format_failure(cause, 0)}", file=sys.stderr, flush=True)
         elif sum(not one["is_peer_loss"] for one in failures.values()) > 1:
-            text = told_briefly(cause, "failed first")
+            text = format_failure_briefly(cause, "failed first")
             text = text.partition(":")[0] if cause["message"] == self.said else text
             print(f"paceline run: {text}", file=sys.stderr, flush=True)
         if newest := list_checkpoints(self.run_dir / "checkpoints")[:1]:

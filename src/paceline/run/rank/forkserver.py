@@ -103,8 +103,8 @@ def main() -> None:
     if not settings.servers:
         for output in settings.outputs:
             os.close(output)
-    if settings.meeting.listener >= 0:
-        os.close(settings.meeting.listener)
+    if settings.rendezvous.listener >= 0:
+        os.close(settings.rendezvous.listener)
     _send(control, {"started": {rank: pid for pid, rank in pids.items()}})
     signal.set_wakeup_fd(pipes.wake_write, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -124,32 +124,32 @@ def preload(modules: list[str]) -> None:
 
 def environment_of(rank: int, settings: RankSettings) -> dict[str, str]:
     """What a rank must know, in its environment."""
-    seats, meeting = settings.seats, settings.meeting
+    host_ranks, rendezvous = settings.host_ranks, settings.rendezvous
     environment = {
         **settings.environment,
         "PACELINE_RANK": str(rank),
         "PACELINE_WORLD_SIZE": str(settings.world_size),
-        "PACELINE_LOCAL_RANK": str(rank - seats.first),
-        "PACELINE_LOCAL_SIZE": str(seats.count),
-        "PACELINE_CROSS_RANK": str(seats.cross_rank),
-        "PACELINE_CROSS_SIZE": str(seats.cross_size),
+        "PACELINE_LOCAL_RANK": str(rank - host_ranks.first),
+        "PACELINE_LOCAL_SIZE": str(host_ranks.count),
+        "PACELINE_CROSS_RANK": str(host_ranks.cross_rank),
+        "PACELINE_CROSS_SIZE": str(host_ranks.cross_size),
         "PACELINE_RUN_DIR": settings.run_dir,
     }
     for name in ("PACELINE_RENDEZVOUS", "PACELINE_MASTER"):
         environment[name] = ""  # unset: another launcher around this one may have set it
-    if meeting.file:
-        environment["PACELINE_RENDEZVOUS"] = meeting.file
-    if meeting.master:
-        environment["PACELINE_MASTER"] = meeting.master
-    if meeting.interface:
-        environment["PACELINE_INTERFACE"] = meeting.interface
-    if meeting.listener >= 0 and rank == 0:
-        environment["PACELINE_LISTENER"] = str(meeting.listener)
+    if rendezvous.file:
+        environment["PACELINE_RENDEZVOUS"] = rendezvous.file
+    if rendezvous.master:
+        environment["PACELINE_MASTER"] = rendezvous.master
+    if rendezvous.interface:
+        environment["PACELINE_INTERFACE"] = rendezvous.interface
+    if rendezvous.listener >= 0 and rank == 0:
+        environment["PACELINE_LISTENER"] = str(rendezvous.listener)
     if settings.servers:
         own = f"unix:{Path(settings.private) / 'coordinator'}"
-        environment["PACELINE_COORDINATOR"] = meeting.coordinator or own
+        environment["PACELINE_COORDINATOR"] = rendezvous.coordinator or own
         environment["PACELINE_CREDENTIALS"] = ""  # unset, too
-        if meeting.coordinator:
+        if rendezvous.coordinator:
             environment["PACELINE_CREDENTIALS"] = str(credentials_folder(Path(settings.private), "worker"))
     if settings.resume:
         environment["PACELINE_RESUME"] = settings.resume
@@ -164,7 +164,7 @@ def _start(rank: int, settings: RankSettings, pipes: Pipes, more: Mapping[str, s
         if _is_server(rank, settings):
             words = _server_words(rank, settings)
             command = [sys.executable, "-c", f"import {__spec__.name} as f; exit(f.be_server(*{words!r}))"]
-        kept = [settings.meeting.listener] if "PACELINE_LISTENER" in environment else []
+        kept = [settings.rendezvous.listener] if "PACELINE_LISTENER" in environment else []
         if not _is_server(rank, settings):
             kept.append(pipes.finished_write)
             environment["PACELINE_FINISHED"] = str(pipes.finished_write)
@@ -190,13 +190,13 @@ def _start(rank: int, settings: RankSettings, pipes: Pipes, more: Mapping[str, s
 
 
 def _is_server(rank: int, settings: RankSettings) -> bool:
-    return rank in settings.seats.servers
+    return rank in settings.host_ranks.servers
 
 
 def _server_words(number: int, settings: RankSettings) -> tuple[bool, str, str, str]:
     """What `be_server` takes."""
     is_coordinator = number == settings.world_size + settings.servers
-    return is_coordinator, settings.private, settings.meeting.coordinator, settings.meeting.own
+    return is_coordinator, settings.private, settings.rendezvous.coordinator, settings.rendezvous.own
 
 
 def _become_rank(
@@ -212,8 +212,8 @@ def _become_rank(
         os.close(in_session)
         os.dup2(output, 1)
         os.dup2(output, 2)
-        if settings.meeting.listener >= 0 and rank != 0:
-            close = [*close, settings.meeting.listener]
+        if settings.rendezvous.listener >= 0 and rank != 0:
+            close = [*close, settings.rendezvous.listener]
         for descriptor in {*close, *settings.outputs}:
             os.close(descriptor)
         # The supervisor reads UTF-8, whatever the terminal's encoding is. New objects: those of the fork server

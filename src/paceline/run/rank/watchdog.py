@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import paceline
-from paceline.comm import api as words
+from paceline.comm import api
 from paceline.run.supervise.stalls import DEFAULT_S, FOLDER, notice_time
 from paceline.train import job as jobs
 
@@ -114,7 +114,7 @@ def progress() -> tuple[int, int]:
     job = jobs.newest()
     if job is not None:
         return job.step_number, _calls(job.ledger)
-    return 0, _calls(words.world().comm.ledger) if words.is_initialized() else -1
+    return 0, _calls(api.world().comm.ledger) if api.is_initialized() else -1
 
 
 def _calls(ledger: Any) -> int:
@@ -129,7 +129,7 @@ def standing() -> dict[str, Any]:
     threads = stacks()
     frames = threads.get(threading.main_thread().ident or 0, [])
     job = jobs.newest()
-    own = next((frame for frame in frames if _is_persons(frame[0])), None)
+    own = next((frame for frame in frames if _is_user_code(frame[0])), None)
     functions = {(name, file) for file, _, name in frames}
     return {
         "step": jobs.current_step(),
@@ -201,7 +201,7 @@ def _otherwise(file: str, name: str) -> str | None:
     return None
 
 
-def _is_persons(file: str) -> bool:
+def _is_user_code(file: str) -> bool:
     """Whether a source file is the person's own."""
     is_library = "site-packages" in file or f"{os.sep}lib{os.sep}python" in file
     return not (is_library or file.startswith((_PACELINE, "<")))

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from paceline.comm import api as words
+from paceline.comm import api
 from paceline.launch.orphans import die_with_parent
 from paceline.nouns.errors import DataError, PacelineError, PeerLostError, WorkloadError
 from paceline.run.rank.process_exit import exit_process
@@ -50,7 +50,7 @@ def _run_to_end(script: str, arguments: list[str], stopped_code: int) -> int:
         return failed(error)
     if was_stopped:
         return stopped_code
-    words.shutdown()
+    api.shutdown()
     return 0
 
 
@@ -74,7 +74,7 @@ def _workload(script: str, names: dict[str, Any]) -> Any:
     workload = names.get("workload")
     if isinstance(workload, Workload):
         return workload
-    if words.is_initialized():
+    if api.is_initialized():
         return None  # it used the MPI words alone
     raise WorkloadError(
         f"{script} should train something",
@@ -88,7 +88,7 @@ def failed(error: BaseException) -> int:
     error = _explained(error)
     code = error.exit_code if isinstance(error, PacelineError) else 1
     rank = int(os.environ.get("PACELINE_RANK", "0"))
-    own = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_persons(frame.filename)]
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_user_code(frame.filename)]
     failure = {
         "rank": error.rank if isinstance(error, PacelineError) and error.rank is not None else rank,
         "step": error.step if isinstance(error, PacelineError) else jobs.current_step(),
@@ -129,7 +129,7 @@ def _explained(error: BaseException) -> BaseException:
     return explained.with_traceback(error.__traceback__)
 
 
-def _is_persons(file: str) -> bool:
+def _is_user_code(file: str) -> bool:
     return "site-packages" not in file and f"{os.sep}paceline{os.sep}" not in file and not file.startswith("<")
 
 

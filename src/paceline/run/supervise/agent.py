@@ -38,7 +38,7 @@ from paceline.rendezvous.interfaces import (
     reserve_port,
 )
 from paceline.run.private import make_private
-from paceline.run.supervise.station import MOST_TOLD_BYTES, Lines, Listening, LocalStation, Station
+from paceline.run.supervise.host_backend import MOST_TOLD_BYTES, HostBackend, Lines, Listening, LocalBackend
 from paceline.server.transport.credentials import keep_credentials
 
 LEASE_S = 20.0  # the ranks' life after the supervisor's last sign; none starts in their place before it has ended
@@ -70,7 +70,7 @@ _HEARD = (
 MOST_WAITING = 2**16  # lines that nobody takes; what ranks write after that is left out
 
 
-class Mouth:
+class AgentWriter:
     """Standard output, written by a thread of its own: a connection that takes nothing must not stop the agent."""
 
     def __init__(self) -> None:
@@ -101,13 +101,13 @@ class Agent:
     """One host's part of one generation of a job."""
 
     def __init__(self) -> None:
-        self.station = LocalStation()
+        self.backend = LocalBackend()
         self.listening = Listening()
         self.listener: socket.socket | None = None
         self.private = make_private()
         self.lines = Lines(sys.stdin.fileno(), MOST_TOLD_BYTES)
         self.has_started = self.is_over = self.has_lost = False
-        self.mouth = Mouth()
+        self.mouth = AgentWriter()
         self.heard_s = time.monotonic()
 
     def run(self) -> int:
@@ -129,15 +129,15 @@ class Agent:
         """Until nothing is left: ranks that are only about to start are killed too."""
         deadline = None
         while self.listening.open - {sys.stdin.fileno()}:
-            self.station.kill()
-            if not self.station.pids:
-                self.station.finish()  # a fork server of a job with parameter servers waits for the word
+            self.backend.kill()
+            if not self.backend.pids:
+                self.backend.finish()  # a fork server of a job with parameter servers waits for the word
             self.listening.turn(0.2)
             if self.has_lost and deadline is None:
                 deadline = time.monotonic() + HELD_S
             if deadline is not None and time.monotonic() > deadline:
                 break  # something that a rank has left behind holds its output
-        self.station.close()
+        self.backend.close()
         self.mouth.close(END_S)
 
     def _is_alone(self) -> bool:
@@ -161,13 +161,13 @@ class Agent:
         elif "start" in message:
             self._start(RankSettings.from_json(message["start"]))
         elif "kill" in message:
-            self.station.kill()
+            self.backend.kill()
         elif "signal" in message:
-            self.station.signal(message["ranks"], message["signal"])
+            self.backend.signal(message["ranks"], message["signal"])
         elif "restart" in message:
-            self.station.restart(message["restart"])
+            self.backend.restart(message["restart"])
         elif "over" in message:
-            self.station.finish()
+            self.backend.finish()
         elif "credentials" in message:
             self.has_started = True  # the lease runs as soon as keys are here
             keep_credentials(self.private.path, message["credentials"])
@@ -196,16 +196,16 @@ class Agent:
         return {"address": address, "port": port, "interface": interface_of(address) or ""}
 
     def _start(self, settings: RankSettings) -> None:
-        meeting = settings.meeting
+        rendezvous = settings.rendezvous
         if self.listener is not None and not settings.servers:
-            meeting = dataclasses.replace(meeting, listener=self.listener.detach())
+            rendezvous = dataclasses.replace(rendezvous, listener=self.listener.detach())
             self.listener = None
         elif self.listener is not None and not CAN_SHARE:  # else it is kept: their coordinator may be started again
             self.listener.close()
-        self.station.start(
-            dataclasses.replace(settings, private=str(self.private.path), lock=self.private.lock, meeting=meeting)
+        self.backend.start(
+            dataclasses.replace(settings, private=str(self.private.path), lock=self.private.lock, rendezvous=rendezvous)
         )
-        self.station.listen(self.listening.register, self)
+        self.backend.listen(self.listening.register, self)
         self.has_started = True
 
     def _say(self, message: dict[str, Any]) -> None:
@@ -215,7 +215,7 @@ class Agent:
     def _say_error(self, asked: str, found: str, fix: str) -> None:
         self._say({"error": {"asked": asked, "found": found, "fix": fix}})
 
-    # --- station.Hearer
+    # --- HostEvents
 
     def on_started(self, pids: dict[int, int]) -> None:
         """Pass it on."""
@@ -229,10 +229,10 @@ class Agent:
         """Pass it on; a rank may write any bytes."""
         self._say({"output": rank, "text": base64.b64encode(text.encode()).decode()})
 
-    def on_lost(self, station: Station) -> None:
+    def on_lost(self, backend: HostBackend) -> None:
         """The fork server has ended: so has the work here."""
         self.is_over = self.has_lost = True
-        if self.station.pids:
+        if self.backend.pids:
             self._say_error("the fork server should live as long as its ranks", "it has ended", "see `dmesg` there")
 
 

@@ -159,19 +159,21 @@ class Elastic:
     def _generation(self, members: Membership, start: Start) -> tuple[Ending, Progress, Membership]:
         run_dir = self.request.run_dir
         plan = self._fitting(sum(host.slots for host in start.hosts))
-        seats = seat(start.hosts, plan.world_size)
+        host_ranks = seat(start.hosts, plan.world_size)
         directory.write_start(run_dir, plan, self.request.script, self.request.arguments)
         draft = run_dir / f".{GENERATION}"
         draft.write_text(f"{start.generation}\n")
         draft.replace(run_dir / GENERATION)
         resume = directory.find_resume_point(run_dir, lambda text: None)
-        where = ", ".join(f"{one.host}:{one.count}" for one in seats)
+        where = ", ".join(f"{one.host}:{one.count}" for one in host_ranks)
         self.screen.say(
             f"paceline: generation {start.generation}: {where}" + (f", from {resume.name}" if resume else "")
         )
-        posts = open_posts(seats, self.request.script, run_dir, self.fleet)
+        assignments = open_posts(host_ranks, self.request.script, run_dir, self.fleet)
         told = {**self.request.environment, "PACELINE_GENERATION": str(start.generation)}
-        request = dataclasses.replace(self.request, ranks=plan.world_size, posts=posts, resume=resume, environment=told)
+        request = dataclasses.replace(
+            self.request, ranks=plan.world_size, assignments=assignments, resume=resume, environment=told
+        )
         with _Watch(members, self._discover) as watch:
             supervisor = Supervisor(request, self.screen, should_stop=watch.should_stop)
             try:

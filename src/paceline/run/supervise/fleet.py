@@ -13,12 +13,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.launch.rank_assignment import Meeting, Seats
+from paceline.launch.rank_assignment import HostRanks, Rendezvous
 from paceline.launch.ssh import SshOptions, ssh_command, why_lost
 from paceline.nouns import module_names
 from paceline.nouns.errors import PacelineError, UsageError
-from paceline.run.supervise.station import RemoteStation
-from paceline.run.supervise.supervisor import Post
+from paceline.run.supervise.host_backend import RemoteBackend
+from paceline.run.supervise.supervisor import HostAssignment
 from paceline.server.coordinator.absences import SILENCE
 from paceline.server.transport.credentials import keep_credentials, new_credentials
 
@@ -52,7 +52,7 @@ def agent_command(host: str, options: FleetOptions) -> list[str]:
 
 
 def agent_request(
-    seats: Sequence[Seats], at: int, script: Path, run_dir: Path, options: FleetOptions
+    host_ranks: Sequence[HostRanks], at: int, script: Path, run_dir: Path, options: FleetOptions
 ) -> dict[str, Any]:
     """What the agent of host number `at` is told first, but for the token."""
     kept = {name: value for name, value in os.environ.items() if name.startswith(_FAMILIES)}
@@ -62,51 +62,53 @@ def agent_request(
         "cwd": os.getcwd(),
         "environment": {**kept, **options.environment},
         "interface": options.interface,
-        "others": [one.host for number, one in enumerate(seats) if number != at],
+        "others": [one.host for number, one in enumerate(host_ranks) if number != at],
         "is_head": at == 0,
-        "has_servers": any(one.servers for one in seats),
+        "has_servers": any(one.servers for one in host_ranks),
     }
 
 
-def open_posts(seats: Sequence[Seats], script: Path, run_dir: Path, options: FleetOptions) -> list[Post]:
+def open_posts(
+    host_ranks: Sequence[HostRanks], script: Path, run_dir: Path, options: FleetOptions
+) -> list[HostAssignment]:
     """An agent on every host, ready to start its ranks.
 
     Raises:
         HostError: a host can't be reached, or does not see the job's files. No rank has started.
     """
-    credentials = new_credentials() if any(one.servers for one in seats) else {}
+    credentials = new_credentials() if any(one.servers for one in host_ranks) else {}
     token = secrets.token_hex(16)
     path = run_dir / f".token-{token[:8]}"  # a name of its own: a network file system may remember an older one
     path.write_text(token)
-    stations: list[RemoteStation] = []
+    backends: list[RemoteBackend] = []
     try:
-        for number, one in enumerate(seats):
-            request = {**agent_request(seats, number, script, run_dir, options), "token": token}
-            stations.append(RemoteStation(one.host, agent_command(one.host, options), request))
-            stations[-1].credentials = {role: credentials[role] for role in _roles(one) if credentials}
-        answers = _answers(stations)
+        for number, one in enumerate(host_ranks):
+            request = {**agent_request(host_ranks, number, script, run_dir, options), "token": token}
+            backends.append(RemoteBackend(one.host, agent_command(one.host, options), request))
+            backends[-1].credentials = {role: credentials[role] for role in _roles(one) if credentials}
+        answers = _answers(backends)
         if credentials:
             let_watch(run_dir, credentials)
     except BaseException:
-        for station in stations:
-            station.close(0.5)
+        for backend in backends:
+            backend.close(0.5)
         if credentials:
             end_watch(run_dir)
         raise
     finally:
         path.unlink(missing_ok=True)
     first = f"{answers[0]['address']}:{answers[0]['port']}"
-    meeting = Meeting(coordinator=first) if credentials else Meeting(master=first)
+    rendezvous = Rendezvous(coordinator=first) if credentials else Rendezvous(master=first)
     return [
-        Post(station, own, replace(meeting, interface=answer["interface"], own=answer["address"]))
-        for station, own, answer in zip(stations, seats, answers, strict=True)
+        HostAssignment(backend, own, replace(rendezvous, interface=answer["interface"], own=answer["address"]))
+        for backend, own, answer in zip(backends, host_ranks, answers, strict=True)
     ]
 
 
-def _roles(seats: Seats) -> list[str]:
+def _roles(host_ranks: HostRanks) -> list[str]:
     """Whose certificates a host of a job with parameter servers gets: those of what it has, and no more."""
-    last = ["coordinator"] if seats.cross_rank == 0 else []
-    return ["worker", *(["server"] if len(seats.servers) > len(last) else []), *last]
+    last = ["coordinator"] if host_ranks.cross_rank == 0 else []
+    return ["worker", *(["server"] if len(host_ranks.servers) > len(last) else []), *last]
 
 
 def let_watch(run_dir: Path, credentials: Mapping[str, Mapping[str, str]]) -> None:
@@ -135,15 +137,15 @@ class HostError(UsageError):
         self.hosts = tuple(errors)
 
 
-def _answers(stations: Sequence[RemoteStation]) -> list[dict[str, Any]]:
+def _answers(backends: Sequence[RemoteBackend]) -> list[dict[str, Any]]:
     """What each agent says of its host; all are waited for at once."""
     answers: dict[str, dict[str, Any]] = {}
-    errors = {one.host: _silent(one.host) for one in stations}
+    errors = {one.host: _silent(one.host) for one in backends}
     deadline = time.monotonic() + ANSWER_S
     # No threads: a signal ends the wait anywhere, and the stations are closed while nobody reads them.
     with selectors.DefaultSelector() as waited:
-        for station in stations:
-            waited.register(station.lines.descriptor, selectors.EVENT_READ, station)
+        for backend in backends:
+            waited.register(backend.lines.descriptor, selectors.EVENT_READ, backend)
         while waited.get_map() and (left_s := deadline - time.monotonic()) > 0:
             for key, _ in waited.select(left_s):
                 outcome = _outcome(key.data)
@@ -157,17 +159,17 @@ def _answers(stations: Sequence[RemoteStation]) -> list[dict[str, Any]]:
                     answers[key.data.host] = outcome
     if errors:
         raise HostError(errors)
-    return [answers[station.host] for station in stations]
+    return [answers[backend.host] for backend in backends]
 
 
-def _outcome(station: RemoteStation) -> dict[str, Any] | PacelineError | None:
+def _outcome(backend: RemoteBackend) -> dict[str, Any] | PacelineError | None:
     """What a host has answered, or why it never will; None: not yet."""
     try:
-        answer = station.answer()
+        answer = backend.answer()
     except PacelineError as error:
         return error
-    if answer is None and station.lines.is_over:
-        return why_lost(station.host, station.last_words() or "the agent ended without a message")
+    if answer is None and backend.lines.is_over:
+        return why_lost(backend.host, backend.last_words() or "the agent ended without a message")
     return answer
 
 

@@ -29,7 +29,7 @@ POLL_S = 0.1
 FAILED = 1
 
 
-class Seat:
+class HostActor:
     """An actor: one rank's process, its place and its output."""
 
     def __init__(self) -> None:
@@ -131,8 +131,8 @@ def _run(ray: Any, job: dict[str, Any]) -> int:
             f"Ray has not placed {len(job['bundles'])} ranks of {job['bundles'][0]} within {job['wait_s']:g} s: {have}"
         )
         return 2
-    kind = ray.remote(Seat)
-    seats = [
+    kind = ray.remote(HostActor)
+    host_ranks = [
         kind.options(
             num_cpus=bundle.get("CPU", 0),
             num_gpus=bundle.get("GPU", 0),
@@ -140,22 +140,22 @@ def _run(ray: Any, job: dict[str, Any]) -> int:
         ).remote()
         for number, bundle in enumerate(job["bundles"])
     ]
-    _start(ray, seats, job)
-    return _watch(ray, seats)
+    _start(ray, host_ranks, job)
+    return _watch(ray, host_ranks)
 
 
-def _start(ray: Any, seats: Sequence[Any], job: dict[str, Any]) -> None:
+def _start(ray: Any, host_ranks: Sequence[Any], job: dict[str, Any]) -> None:
     """Every rank learns its place: ranks of one node follow each other, in the order in which nodes come."""
-    where = ray.get([seat.where.remote() for seat in seats])
+    where = ray.get([seat.where.remote() for seat in host_ranks])
     nodes = sorted(set(where), key=where.index)
-    order = sorted(range(len(seats)), key=lambda number: (nodes.index(where[number]), number))
-    master = ray.get(seats[order[0]].listen.remote(nodes))
+    order = sorted(range(len(host_ranks)), key=lambda number: (nodes.index(where[number]), number))
+    master = ray.get(host_ranks[order[0]].listen.remote(nodes))
     calls = []
     for rank, number in enumerate(order):
         own = [at for at in order if where[at] == where[number]]
         place = {
             "PACELINE_RANK": str(rank),
-            "PACELINE_WORLD_SIZE": str(len(seats)),
+            "PACELINE_WORLD_SIZE": str(len(host_ranks)),
             "PACELINE_LOCAL_RANK": str(own.index(number)),
             "PACELINE_LOCAL_SIZE": str(len(own)),
             "PACELINE_CROSS_RANK": str(nodes.index(where[number])),
@@ -163,21 +163,23 @@ def _start(ray: Any, seats: Sequence[Any], job: dict[str, Any]) -> None:
             "PACELINE_MASTER": master,
         }
         calls.append(
-            seats[number].start.remote(job["program"], job["working_folder"], {**job["environment"], **place}, len(own))
+            host_ranks[number].start.remote(
+                job["program"], job["working_folder"], {**job["environment"], **place}, len(own)
+            )
         )
     ray.get(calls)
-    seats[:] = [seats[number] for number in order]  # type: ignore[index]
+    host_ranks[:] = [host_ranks[number] for number in order]  # type: ignore[index]
 
 
-def _watch(ray: Any, seats: Sequence[Any]) -> int:
+def _watch(ray: Any, host_ranks: Sequence[Any]) -> int:
     """Show what the ranks write until all have ended; when one fails, the others have a moment to say so too."""
     import time
 
     statuses: dict[int, int] = {}
     failed_at: float | None = None
-    while len(statuses) < len(seats):
+    while len(statuses) < len(host_ranks):
         time.sleep(POLL_S)
-        for rank, seat in enumerate(seats):
+        for rank, seat in enumerate(host_ranks):
             if rank in statuses:
                 continue
             try:
@@ -191,7 +193,7 @@ def _watch(ray: Any, seats: Sequence[Any]) -> int:
         if failed_at is None and any(statuses.values()):
             failed_at = time.monotonic()
         if failed_at is not None and time.monotonic() - failed_at > 2.0:
-            for seat in seats:
+            for seat in host_ranks:
                 ray.kill(seat)
             break
     return next((status if status > 0 else 128 - status for status in statuses.values() if status), 0)

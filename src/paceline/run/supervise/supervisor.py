@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from paceline.launch.local import RankSettings
-from paceline.launch.rank_assignment import Meeting, Seats, with_servers
+from paceline.launch.rank_assignment import HostRanks, Rendezvous, with_servers
 from paceline.nouns.clock import Clock, WallClock
 from paceline.nouns.errors import UsageError
 from paceline.run.failures import first_cause, left_early, read_failures, signal_name, silent_death
 from paceline.run.private import PrivateFolder, make_private
 from paceline.run.supervise.agent import OUTLIVED_S
+from paceline.run.supervise.host_backend import HostBackend, Listening, LocalBackend
 from paceline.run.supervise.progress import Progress, Screen
 from paceline.run.supervise.restart_policy import Replaced
 from paceline.run.supervise.server_news import ServerNews
 from paceline.run.supervise.stalls import DEFAULT_S, VARIABLE, Stalls, process_state
-from paceline.run.supervise.station import Listening, LocalStation, Station
 from paceline.server.coordinator.absences import silence_s
 
 SETTLE_S = 0.5  # after the first death the others may write down what they saw, then they are killed
@@ -36,12 +36,12 @@ _LONG = 70  # characters: with the folder's name and a data loader's socket they
 
 
 @dataclass(frozen=True, slots=True)
-class Post:
+class HostAssignment:
     """A host, the ranks that it has, and where they meet."""
 
-    station: Station
-    seats: Seats
-    meeting: Meeting
+    backend: HostBackend
+    host_ranks: HostRanks
+    rendezvous: Rendezvous
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class JobRequest:
 
     Args:
         ranks: that are started and supervised from here.
-        posts: the hosts that have them; without any, all are on this one.
+        assignments: the hosts that have them; without any, all are on this one.
         world_size: ranks of the job, where others are started elsewhere; 0: there are no others.
         environment: more of it, for the ranks.
         stall_notice_s: seconds without progress after which people are told where the ranks stand; 0: never.
@@ -64,7 +64,7 @@ class JobRequest:
     preload: Sequence[str] = ()
     grace_s: float = GRACE_S
     servers: int = 0  # parameter servers; their coordinator comes on top
-    posts: Sequence[Post] = ()
+    assignments: Sequence[HostAssignment] = ()
     world_size: int = 0
     environment: dict[str, str] = field(default_factory=dict)
     stall_notice_s: float = DEFAULT_S
@@ -112,12 +112,12 @@ class Supervisor:
     kill_at_s: float | None = None
     asked_to_stop: list[int] = field(default_factory=list)
     has_told_ranks: bool = False
-    lost: list[tuple[Station, float]] = field(default_factory=list)  # hosts with ranks; seconds since the epoch
+    lost: list[tuple[HostBackend, float]] = field(default_factory=list)  # hosts with ranks; seconds since the epoch
     replaced: Replaced = field(init=False)
-    stations: dict[int, Station] = field(default_factory=dict)  # by rank
+    backends: dict[int, HostBackend] = field(default_factory=dict)  # by rank
     gone: set[int] = field(default_factory=set)  # processes of lost hosts
     left_out: set[int] = field(default_factory=set)  # those of them without which the others went on
-    survived: set[Station] = field(default_factory=set)  # where they were
+    survived: set[HostBackend] = field(default_factory=set)  # where they were
     is_over: bool = False  # the servers' coordinator says that the training has ended
     listening: Listening = field(default_factory=Listening)
     all_ended_s: float | None = None
@@ -141,19 +141,19 @@ class Supervisor:
 
         Until `restore_signals`, signals that ask for a stop are noted, and after the job's end change nothing.
         """
-        private = None if self.request.posts else _private_folder()
+        private = None if self.request.assignments else _private_folder()
         progress = self.progress
-        posts = [self._here(private)] if private else self.request.posts
+        assignments = [self._here(private)] if private else self.request.assignments
         self._catch_signals()
-        statuses: dict[Station, int] = {}
+        statuses: dict[HostBackend, int] = {}
         try:
-            for post in posts:
-                self._start(post, private)
+            for assignment in assignments:
+                self._start(assignment, private)
             while self.listening.open and not self._is_held_open():
                 self._turn(progress)
         finally:
             self._kill()
-            statuses = {post.station: post.station.close() for post in posts}
+            statuses = {assignment.backend: assignment.backend.close() for assignment in assignments}
             self._outwait_lost_coordinator()
             if private:
                 private.remove()
@@ -170,18 +170,18 @@ class Supervisor:
             progress.left_out = self.news.left_out
         return ending, progress
 
-    def _here(self, private: PrivateFolder) -> Post:
-        (seats,) = with_servers([Seats("", 0, self.request.ranks)], self.request.servers)
-        return Post(LocalStation(), seats, Meeting(str(private.path / "rendezvous")))
+    def _here(self, private: PrivateFolder) -> HostAssignment:
+        (host_ranks,) = with_servers([HostRanks("", 0, self.request.ranks)], self.request.servers)
+        return HostAssignment(LocalBackend(), host_ranks, Rendezvous(str(private.path / "rendezvous")))
 
-    def _start(self, post: Post, private: PrivateFolder | None) -> None:
+    def _start(self, assignment: HostAssignment, private: PrivateFolder | None) -> None:
         request = self.request
         settings = RankSettings(
             str(request.script.resolve()),
             list(request.arguments),
             request.world_size or request.ranks,
-            post.seats,
-            post.meeting,
+            assignment.host_ranks,
+            assignment.rendezvous,
             str(request.run_dir.resolve()),
             str(request.resume.resolve()) if request.resume else None,
             list(request.preload),
@@ -190,15 +190,15 @@ class Supervisor:
             private.lock if private else -1,
             environment={VARIABLE: str(request.stall_notice_s), **request.environment},
         )
-        post.station.start(settings)
-        self.stations.update(dict.fromkeys(settings.processes, post.station))
-        post.station.listen(self.listening.register, self)
+        assignment.backend.start(settings)
+        self.backends.update(dict.fromkeys(settings.processes, assignment.backend))
+        assignment.backend.listen(self.listening.register, self)
 
     def _turn(self, progress: Progress) -> None:
         self.listening.turn(_TICK_S)
         now_s = self.clock.now_s()
-        for station in set(self.stations.values()):
-            station.beat(now_s)
+        for backend in set(self.backends.values()):
+            backend.heartbeat(now_s)
         self.is_regroup = self.is_regroup or (not self.asked_to_stop and self.should_stop())
         self._pass_on_stop(now_s)
         if (self.kill_at_s is not None and now_s >= self.kill_at_s) or self.is_hung():
@@ -212,7 +212,7 @@ class Supervisor:
             self._look_for_stalls()
 
     def _look_for_stalls(self) -> None:
-        here = {rank: pid for rank, pid in self.alive.items() if isinstance(self.stations[rank], LocalStation)}
+        here = {rank: pid for rank, pid in self.alive.items() if isinstance(self.backends[rank], LocalBackend)}
         if self.news is not None and not self.news.mode:
             self._end_stopped(here)
         for line in self.stalls.look(_time_stamp(), here):
@@ -224,31 +224,31 @@ class Supervisor:
 
     def _is_held_open(self) -> bool:
         """Whether all processes have ended, and only something that one of them has left behind holds its output."""
-        if len(self.ended.keys() | self.gone) < len(self.stations):
+        if len(self.ended.keys() | self.gone) < len(self.backends):
             self.all_ended_s = None
         elif self.all_ended_s is None:
             self.all_ended_s = self.clock.now_s()
-            for station in set(self.stations.values()):
-                station.finish()
+            for backend in set(self.backends.values()):
+                backend.finish()
         return self.all_ended_s is not None and self.clock.now_s() - self.all_ended_s > HELD_S
 
-    # --- station.Hearer
+    # --- HostEvents
 
     def on_output(self, rank: int, text: str) -> None:
         """A rank has written a line."""
         self.screen.show_output(rank if self._is_worker(rank) else self.replaced.name(rank), text)
 
-    def on_lost(self, station: Station) -> None:
+    def on_lost(self, backend: HostBackend) -> None:
         """A fork server or a connection has ended: its ranks end with it, and then the others."""
-        left = {rank for rank, own in self.stations.items() if own is station} - self.ended.keys()
+        left = {rank for rank, own in self.backends.items() if own is backend} - self.ended.keys()
         self.gone |= left
         for rank in left:
             self.alive.pop(rank, None)
         if self._have_workers_ended() or not left:
             return  # it has done its part; others may still be saving
-        self.lost.append((station, _time_stamp()))
+        self.lost.append((backend, _time_stamp()))
         if self._goes_on_without(left):
-            self._leave_out(station, left)
+            self._leave_out(backend, left)
             return
         self.kill_at_s = self.clock.now_s()  # also those that are only about to start
         self._kill()
@@ -270,20 +270,20 @@ class Supervisor:
         is_failing = bool(self.deaths) and not self.asked_to_stop
         return has_begun and is_useful and not is_failing and not {0, request.ranks + request.servers} & lost
 
-    def _leave_out(self, station: Station, lost: set[int]) -> None:
-        self.survived.add(station)
+    def _leave_out(self, backend: HostBackend, lost: set[int]) -> None:
+        self.survived.add(backend)
         self.left_out |= lost
         self.ended.update(dict.fromkeys(lost, -signal.SIGKILL))
         names = ", ".join(self.replaced.name(rank) for rank in sorted(lost))
-        self.screen.say(f"paceline: {station.host} is lost; the others go on without {names}")
+        self.screen.say(f"paceline: {backend.host} is lost; the others go on without {names}")
         self._end_if_all_workers_have()
 
     def _outwait_lost_coordinator(self) -> None:
         """Lost with the coordinator, a host may train on until its agent knows: none may take its place before."""
         coordinator = self.request.ranks + self.request.servers
-        if not (self.request.posts and self.request.servers and coordinator in self.gone):
+        if not (self.request.assignments and self.request.servers and coordinator in self.gone):
             return
-        times = [at for station, at in self.lost if station is self.stations[coordinator]]
+        times = [at for backend, at in self.lost if backend is self.backends[coordinator]]
         if not times:
             return
         until = times[0] + OUTLIVED_S
@@ -335,7 +335,7 @@ class Supervisor:
         if len(found) == 1:
             rank = found[0]
             self.screen.say(f"paceline: {self.replaced.name(rank)} has been silent for {silent_s:.0f} s: killing it")
-            self.stations[rank].signal([rank], signal.SIGKILL)
+            self.backends[rank].signal([rank], signal.SIGKILL)
 
     def _end_stopped(self, here: dict[int, int]) -> None:
         """Kill what has long been stopped (SIGSTOP) before the servers start.
@@ -370,7 +370,7 @@ class Supervisor:
             return False
         name = self.replaced.name(rank)
         self.screen.say(f"paceline: {name} was ended by {signal_name(-status)}; another takes its place")
-        self.stations[rank].restart(rank)
+        self.backends[rank].restart(rank)
         return True
 
     def _ended_workers(self) -> dict[int, int]:
@@ -410,20 +410,20 @@ class Supervisor:
 
     def _tell_ranks(self, ranks: Iterable[int]) -> None:
         """Ask them to save and stop."""
-        for station in set(self.stations.values()):
-            own = [rank for rank in ranks if self.stations[rank] is station and self._is_worker(rank)]
+        for backend in set(self.backends.values()):
+            own = [rank for rank in ranks if self.backends[rank] is backend and self._is_worker(rank)]
             if own:
-                station.signal(own, signal.SIGTERM)
+                backend.signal(own, signal.SIGTERM)
 
     def _kill(self) -> None:
         self.killed |= self.alive.keys()
-        for station in {self.stations[rank] for rank in self.alive}:
-            station.kill()
+        for backend in {self.backends[rank] for rank in self.alive}:
+            backend.kill()
 
     def _with_hosts(self, ending: Ending) -> Ending:
         ending.is_regroup = self.is_regroup and not self.asked_to_stop and ending.status == "stopped"
-        ending.lost_hosts = tuple(sorted({station.host for station, _ in self.lost}))
-        signalled = {self.stations[rank].host for rank, death in self.deaths.items() if self.ended.get(rank, 0) < 0}
+        ending.lost_hosts = tuple(sorted({backend.host for backend, _ in self.lost}))
+        signalled = {self.backends[rank].host for rank, death in self.deaths.items() if self.ended.get(rank, 0) < 0}
         ending.bad_hosts = tuple(sorted({*ending.lost_hosts, *signalled}))
         cause = ending.cause or {}
         is_signalled = cause.get("rank") is not None and self.ended.get(cause["rank"], 0) < 0
@@ -431,7 +431,7 @@ class Supervisor:
         ending.is_of_hosts = is_of_hosts and not self.asked_to_stop
         return ending
 
-    def _ending(self, progress: Progress, statuses: dict[Station, int]) -> Ending:
+    def _ending(self, progress: Progress, statuses: dict[HostBackend, int]) -> Ending:
         stop = self.asked_to_stop[0] if self.asked_to_stop else signal.SIGTERM if self.is_regroup else None
         if stop and progress.has_stopped:
             is_saved = progress.saved_step == progress.stopped_step
@@ -444,8 +444,8 @@ class Supervisor:
                 return Ending("stopped", 128 + signal.SIGTERM, stop_sent_to=_named(progress.asked_to_stop))
             return Ending("done", 0)  # also when the signal came too late to stop anything
         failures = [*{**self.deaths, **read_failures(self.request.run_dir)}.values()]
-        told = {station: station.failure(statuses[station], at) for station, at in self.lost}
-        failures += [failure for station, failure in told.items() if station not in self.survived]
+        told = {backend: backend.failure(statuses[backend], at) for backend, at in self.lost}
+        failures += [failure for backend, failure in told.items() if backend not in self.survived]
         # A stop before the first step, or one that had to be forced, kills ranks on purpose.
         if stop and all(failure["is_peer_loss"] for failure in failures):
             return Ending("stopped", 128 + stop, stop_sent_to=THE_COMMAND if self.asked_to_stop else "")

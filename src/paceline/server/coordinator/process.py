@@ -21,17 +21,17 @@ from paceline.nouns.reading import parse_json
 from paceline.server import setup
 from paceline.server.coordinator.absences import BY_HAND_S, Absences, silence_s
 from paceline.server.coordinator.log import Log
-from paceline.server.layout import SEGMENT_BYTES, Layout
+from paceline.server.layout import SEGMENT_BYTES, ServerLayout
 from paceline.server.protocol.coordinator import Coordinator, Settings
-from paceline.server.protocol.messages import COORDINATOR, Beat, Node, Worker, WorkerBeat
+from paceline.server.protocol.messages import COORDINATOR, Heartbeat, Node, Worker, WorkerHeartbeat
 from paceline.server.settings import OF_WORKERS, JobSettings
 from paceline.server.transport.address import Address, Credentials
 from paceline.server.transport.connection import Connection
-from paceline.server.transport.peers import BEAT_S, Peers, every, facts_of
+from paceline.server.transport.peers import HEARTBEAT_S, Peers, every, facts_of
 
 LEAST_DEADLINE_S = 5.0  # silence that may be a machine under load
 ASK_S = 2.0  # of silence before somebody is asked for a sign of life
-STOOD_STILL_S = 2.0  # between two ticks of BEAT_S / 2: this process was stopped, or its host slept
+STOOD_STILL_S = 2.0  # between two ticks of HEARTBEAT_S / 2: this process was stopped, or its host slept
 GAPS = 8  # silence is death after so many times the longest pause between signs of life
 
 
@@ -61,7 +61,7 @@ class Coordination(Peers):
         self.listen_at, self.job, self.tell, self.returns_s = listen_at, job, tell, returns_s
         self.log = Log.open(log)
         self.where = ""
-        self.layouts: dict[int, Layout] = {}  # by worker, until the job starts
+        self.layouts: dict[int, ServerLayout] = {}  # by worker, until the job starts
         self.workers: dict[int, tuple[int, int]] = {}
         self.coordinator: Coordinator | None = None
         self.installed: set[tuple[int, Node]] = set()
@@ -97,7 +97,7 @@ class Coordination(Peers):
             self.coordinator = Coordinator.again(self.log.configurations, self._decided, self._settings())
             self.told = self._epochs()
             self.tell({"event": "coordinator_back", "epochs": self.told, "mode": self.job.mode})
-        self.spawn(every(BEAT_S / 2, self._tick))
+        self.spawn(every(HEARTBEAT_S / 2, self._tick))
         try:
             await self.ending
         finally:
@@ -137,7 +137,7 @@ class Coordination(Peers):
     def _greet_worker(self, hello: setup.Hello) -> tuple[int, int]:
         layout, settings = _layout_of(hello)
         if self.log.job is not None:
-            layout.check_same(Layout.of_json(self.log.job[1]), f"worker {hello.name}", "the job")
+            layout.check_same(ServerLayout.of_json(self.log.job[1]), f"worker {hello.name}", "the job")
         elif self.layouts:
             name, other = next(iter(self.layouts.items()))
             layout.check_same(other, f"worker {hello.name}", f"worker {name}")
@@ -191,7 +191,7 @@ class Coordination(Peers):
     def _send_start(self, peer: Any) -> None:
         assert self.log.job is not None
         settings, layout = self.log.job
-        self.send([(peer, 0, setup.Start(settings, layout.encode()))])
+        self.send([(peer, 0, setup.StartServers(settings, layout.encode()))])
 
     def _tell_addresses(self) -> None:
         known = {node: str(at) for node, at in self.addresses.items() if node in self.connections}
@@ -209,11 +209,11 @@ class Coordination(Peers):
             self._note_waiting(peer)
         elif isinstance(message, setup.Installed):
             self._is_installed(number, message.node)
-        elif isinstance(message, Beat | WorkerBeat):
+        elif isinstance(message, Heartbeat | WorkerHeartbeat):
             self._note_gap(peer)
             if self.coordinator is not None and number < len(self.coordinator.chains):
                 self.send(self.coordinator.on(number, message, time.monotonic()))
-                if isinstance(message, WorkerBeat) and message.is_done:
+                if isinstance(message, WorkerHeartbeat) and message.is_done:
                     self._tick()  # it waits to hear that it is out
 
     def _is_installed(self, number: int, node: Node) -> None:
@@ -262,7 +262,9 @@ class Coordination(Peers):
             chain.settings = settings
         self.coordinator.hosts = {node: _host(at) for node, at in self.addresses.items()}
         sent = self.coordinator.tick(now)
-        is_over = not self.coordinator.workers and any(beat.is_done for _, beat in self.coordinator.heard.values())
+        is_over = not self.coordinator.workers and any(
+            heartbeat.is_done for _, heartbeat in self.coordinator.heard.values()
+        )
         is_over = is_over and not self._is_joining(now) and self.ending is not None and not self.ending.done()
         is_over = is_over and (not self.absences.is_replaced or self._has_saved())
         if is_over:  # before the last worker hears that it may go: then this process may be ended
@@ -325,7 +327,7 @@ class Coordination(Peers):
         one, missing = self.coordinator, {}
         if one.settings.needs_all and not one.is_finished:
             # The furthest: a lost worker's last beat, or a new worker's first, may give the number of an earlier step.
-            clocks = [beat.clock for worker, (_, beat) in one.heard.items() if worker in one.workers]
+            clocks = [heartbeat.clock for worker, (_, heartbeat) in one.heard.items() if worker in one.workers]
             step = max(clocks, default=0) + 1
             silent_s = one.missing(now)
             missing = {worker: (quiet_s, step, worker not in one.gone) for worker, quiet_s in silent_s.items()}
@@ -340,11 +342,11 @@ class Coordination(Peers):
         assert self.coordinator is not None
         said = [facts.get("counted") for facts in self.facts.values()]
         counted = max((count for count in said if isinstance(count, int)), default=None)
-        latest = {worker[0]: beat for worker, (_, beat) in sorted(self.coordinator.heard.items())}
-        furthest = max((beat.clock for beat in latest.values()), default=0)
+        latest = {worker[0]: heartbeat for worker, (_, heartbeat) in sorted(self.coordinator.heard.items())}
+        furthest = max((heartbeat.clock for heartbeat in latest.values()), default=0)
         clocks = [furthest] * self.job.workers
         if not self.job.admission().is_by_rounds:  # each that has left by itself took as many steps as it says
-            clocks = [beat.clock if beat.is_done else furthest for beat in latest.values()]
+            clocks = [heartbeat.clock if heartbeat.is_done else furthest for heartbeat in latest.values()]
         return {"mode": self.job.mode, "counted": counted, "gradients": sum(clocks)}
 
     def _is_joining(self, now_s: float) -> bool:
@@ -377,7 +379,7 @@ class Coordination(Peers):
             node_return_s=0.2 if self.listen_at.is_unix else 1.0,  # on one host a broken connection is a death
             worker_deadline_s=deadline_s,
             worker_return_s=max(self.returns_s, 0.5),
-            keeps_places=self.job.admission().is_by_rounds,
+            waits_for_replacement=self.job.admission().is_by_rounds,
             needs_all=self.job.mode == "sync",
             steps=self.job.steps,
             lost_s=max(self.silence_s, deadline_s),
@@ -436,13 +438,13 @@ class Coordination(Peers):
             {
                 "worker": worker[0],
                 "incarnation": worker[1],
-                "clock": beat.clock,
+                "clock": heartbeat.clock,
                 "is_in": worker in self.coordinator.workers,
-                "is_done": beat.is_done,
+                "is_done": heartbeat.is_done,
                 "silent_s": round(max(0.0, now - since), 2),
                 **self.facts.get(worker, {}),
             }
-            for worker, (since, beat) in sorted(self.coordinator.heard.items())
+            for worker, (since, heartbeat) in sorted(self.coordinator.heard.items())
         ]
         chains = [
             {
@@ -506,7 +508,7 @@ def _lost_range(number: int, replicas: int, has_ended: bool, silence_s: float) -
     return CheckpointError(f"range {number} of the parameters on {replicas} servers", found, fix)
 
 
-def _layout_of(hello: setup.Hello) -> tuple[Layout, dict[str, Any]]:
+def _layout_of(hello: setup.Hello) -> tuple[ServerLayout, dict[str, Any]]:
     """The layout that a worker brings, and its part of the settings.
 
     Raises:
@@ -514,7 +516,7 @@ def _layout_of(hello: setup.Hello) -> tuple[Layout, dict[str, Any]]:
     """
     try:
         value = parse_json(hello.layout or b"", "a worker's layout", {"layout": dict, "settings": OF_WORKERS})
-        layout = Layout.of_json(json.dumps(value["layout"]))
+        layout = ServerLayout.of_json(json.dumps(value["layout"]))
         return layout, {name: value["settings"][name] for name in OF_WORKERS}
     except ReadError as error:
         raise PlanError("a worker's layout", error.found, "use one version everywhere") from None

@@ -19,7 +19,7 @@ from paceline.server.protocol.messages import (
     Pushed,
     Sent,
     Worker,
-    WorkerBeat,
+    WorkerHeartbeat,
 )
 
 PATIENCE_S = 5.0  # for ranges to come to the same clock
@@ -170,10 +170,10 @@ class Session:
             return sent + self._level(max(clocks)), None
         return sent, self._begin(min(clocks))
 
-    def beat(self, is_leaving: bool = False) -> Sent:
+    def heartbeat(self, is_leaving: bool = False) -> Sent:
         """Now and then: a sign of life; or the last one."""
         return [
-            (COORDINATOR, number, WorkerBeat(client.worker, _epoch(client), self.clock, is_leaving))
+            (COORDINATOR, number, WorkerHeartbeat(client.worker, _epoch(client), self.clock, is_leaving))
             for number, client in enumerate(self.clients)
         ]
 

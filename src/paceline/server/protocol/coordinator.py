@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.server.protocol.client import with_range
-from paceline.server.protocol.messages import Beat, Configuration, Node, Out, Sent, Worker, WorkerBeat
+from paceline.server.protocol.messages import Configuration, Heartbeat, Node, Out, Sent, Worker, WorkerHeartbeat
 
 REPLICAS = 2  # one may fail
 
@@ -29,7 +29,7 @@ class Settings:
         worker_deadline_s: the same for a worker.
         node_return_s: time for a replica whose connection broke to come back.
         worker_return_s: the same for a worker, or for another in its place.
-        keeps_places: rounds wait for the one that takes a lost worker's place.
+        waits_for_replacement: rounds wait for the one that takes a lost worker's place.
         needs_all: every round needs every worker's gradient (sync): a worker is left out only once its steps are done.
         steps: that every worker takes.
         lost_s: silence of all replicas of a range after which it is lost, although their connections stand.
@@ -40,7 +40,7 @@ class Settings:
     worker_deadline_s: float = 40.0
     node_return_s: float = 1.0
     worker_return_s: float = 10.0
-    keeps_places: bool = False
+    waits_for_replacement: bool = False
     needs_all: bool = False
     steps: int = 0
     lost_s: float = 60.0
@@ -57,11 +57,11 @@ class Chain:
 
     configuration: Configuration
     settings: Settings
-    heard: dict[Node, tuple[float, Beat]] = field(default_factory=dict)
+    heard: dict[Node, tuple[float, Heartbeat]] = field(default_factory=dict)
     gone: dict[Node, float] = field(default_factory=dict)  # since when their connections are broken
     began_s: float | None = None
 
-    def on(self, message: Beat, now_s: float) -> Out:
+    def on(self, message: Heartbeat, now_s: float) -> Out:
         """Take a replica's sign of life."""
         self.heard[message.node] = (now_s, message)
         self.gone.pop(message.node, None)
@@ -156,8 +156,8 @@ class Chain:
         chain, confirmed = self.configuration.chain, self.configuration.confirmed
         if confirmed == self.configuration.epoch or any(self._has_state(node, now_s) for node in chain):
             return []
-        for node, (_, beat) in sorted(self.heard.items()):
-            is_holder = node in self.configuration.holders and beat.state_epoch >= 0
+        for node, (_, heartbeat) in sorted(self.heard.items()):
+            is_holder = node in self.configuration.holders and heartbeat.state_epoch >= 0
             if node not in chain and is_holder and not self._is_silent(node, now_s):
                 return self.decide(chain=(node,), joining=None)
         return []
@@ -187,7 +187,7 @@ class Coordinator:
     chains: list[Chain]
     write: Callable[[Sequence[Configuration]], None]
     settings: Settings
-    heard: dict[Worker, tuple[float, WorkerBeat]] = field(default_factory=dict)
+    heard: dict[Worker, tuple[float, WorkerHeartbeat]] = field(default_factory=dict)
     gone: dict[Worker, float] = field(default_factory=dict)  # since when their connections are broken
     hosts: Mapping[Node, str] = field(default_factory=dict)  # of replicas; unknown ones count as one
     known: set[Worker] = field(default_factory=set)  # that are or were active: one that was dropped comes as another
@@ -223,10 +223,10 @@ class Coordinator:
         """The active ones and their first clocks."""
         return self.chains[0].configuration.workers
 
-    def on(self, number: int, message: Beat | WorkerBeat, now_s: float) -> Sent:
+    def on(self, number: int, message: Heartbeat | WorkerHeartbeat, now_s: float) -> Sent:
         """Take a sign of life about range `number`."""
         chain = self.chains[number]
-        if isinstance(message, WorkerBeat):
+        if isinstance(message, WorkerHeartbeat):
             self.heard[message.worker] = (now_s, message)
             self.gone.pop(message.worker, None)
             return with_range(number, chain.answer(message.worker, message.epoch))
@@ -257,17 +257,17 @@ class Coordinator:
         for chain in self.chains:
             chain.gone.setdefault(who, now_s)
             if who in chain.heard:
-                since_s, beat = chain.heard[who]
-                chain.heard[who] = (min(since_s, now_s - settings.node_deadline_s + settings.node_return_s), beat)
+                since_s, heartbeat = chain.heard[who]
+                chain.heard[who] = (min(since_s, now_s - settings.node_deadline_s + settings.node_return_s), heartbeat)
 
     def slept(self, seconds: float) -> None:
         """The coordinator itself stood still: nobody was silent in that time, whether heard before it or not."""
         self.began_s = None if self.began_s is None else self.began_s + seconds
-        self.heard = {worker: (since + seconds, beat) for worker, (since, beat) in self.heard.items()}
+        self.heard = {worker: (since + seconds, heartbeat) for worker, (since, heartbeat) in self.heard.items()}
         self.gone = {worker: since + seconds for worker, since in self.gone.items()}
         for chain in self.chains:
             chain.began_s = None if chain.began_s is None else chain.began_s + seconds
-            chain.heard = {node: (since + seconds, beat) for node, (since, beat) in chain.heard.items()}
+            chain.heard = {node: (since + seconds, heartbeat) for node, (since, heartbeat) in chain.heard.items()}
             chain.gone = {node: since + seconds for node, since in chain.gone.items()}
 
     def _load(self, node: Node) -> int:
@@ -302,7 +302,7 @@ class Coordinator:
     @property
     def is_finished(self) -> bool:
         """Whether a worker has come to the end: then every round is closed."""
-        clocks = [beat.clock for _, beat in self.heard.values()]
+        clocks = [heartbeat.clock for _, heartbeat in self.heard.values()]
         return bool(self.settings.steps) and max(clocks, default=0) >= self.settings.steps
 
     def _has_left(self, worker: Worker) -> bool:
@@ -340,16 +340,16 @@ class Coordinator:
 
         Any other begins at the clock of the furthest: it has no part in rounds under way.
         """
-        for worker, (since, beat) in sorted(self.heard.items()):
-            if worker in self.known or beat.is_done or now_s - since > self.settings.worker_deadline_s:
+        for worker, (since, heartbeat) in sorted(self.heard.items()):
+            if worker in self.known or heartbeat.is_done or now_s - since > self.settings.worker_deadline_s:
                 continue
             before = next((other for other in self.workers if other[0] == worker[0]), None)
             if before is not None and before > worker:
                 continue
             rest = {other: first for other, first in self.workers.items() if other != before}
-            if before is not None and self.settings.keeps_places:
+            if before is not None and self.settings.waits_for_replacement:
                 return self._decide({**rest, worker: self.workers[before]})
             clocks = [self.heard[other][1].clock for other in self.workers if other in self.heard]
-            first = max([*clocks, *self.workers.values(), beat.clock], default=0) + 1
+            first = max([*clocks, *self.workers.values(), heartbeat.clock], default=0) + 1
             return self._decide({**rest, worker: first})
         return []

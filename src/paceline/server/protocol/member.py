@@ -32,9 +32,9 @@ class Member:
                 sent += self._resolved(other, replica.announce())
         return sent
 
-    def beat(self) -> Sent:
+    def heartbeat(self) -> Sent:
         """Now and then: a sign of life."""
-        return [one for number, replica in enumerate(self.replicas) for one in with_range(number, replica.beat())]
+        return [one for number, replica in enumerate(self.replicas) for one in with_range(number, replica.heartbeat())]
 
     def expire(self, now_s: float) -> Sent:
         """Now and then: close the rounds whose deadline has passed."""

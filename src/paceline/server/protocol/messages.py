@@ -148,7 +148,7 @@ class Partial:
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
+class Heartbeat:
     """A replica is alive, in this configuration; `state_epoch` is the last in which it had everything, -1 for none."""
 
     node: Node
@@ -157,7 +157,7 @@ class Beat:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerBeat:
+class WorkerHeartbeat:
     """A worker is alive, at this clock; or it is done."""
 
     worker: Worker

@@ -22,10 +22,10 @@ from paceline.server.protocol.admission import Mode
 from paceline.server.protocol.messages import (
     COORDINATOR,
     HEAD,
-    Beat,
     Configuration,
     Forward,
     Forwarded,
+    Heartbeat,
     Missing,
     Node,
     Out,
@@ -109,9 +109,11 @@ class Replica:
         out: Out = act[type(message)](message) if type(message) in act else []
         return out
 
-    def beat(self) -> Out:
+    def heartbeat(self) -> Out:
         """Now and then: a sign of life."""
-        return [(COORDINATOR, Beat(self.node, self.configuration.epoch, self.state_epoch if self.is_synced else -1))]
+        return [
+            (COORDINATOR, Heartbeat(self.node, self.configuration.epoch, self.state_epoch if self.is_synced else -1))
+        ]
 
     def repeat(self) -> Out:
         """Say again what may have been lost."""

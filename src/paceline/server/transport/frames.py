@@ -46,7 +46,7 @@ class Codec(NamedTuple):
     unpack: Callable[[Any], Any]
 
 
-class Form(NamedTuple):
+class MessageFormat(NamedTuple):
     """A message's class, its fields' codecs, the largest header, and whether raw bytes follow as its last field."""
 
     kind: type
@@ -257,31 +257,31 @@ def _update(value: Any) -> messages.Update:
 UPDATE = Codec(_pack_update, _update)
 
 _CONFIGURATION = (INT, NODES, CLOCKS, JOINING, INT, NODES)
-_LIST: tuple[Form, ...] = (
-    Form(setup.Hello, (TEXT, INT, INT, TEXT, TEXT), HELLO_BYTES, has_payload=True),
-    Form(setup.Welcome, (INT, INT)),
-    Form(setup.Start, (TEXT,), has_payload=True),
-    Form(setup.Addresses, (TEXT,), LONG_HEADER_BYTES),
-    Form(setup.Install, (NODES,), has_payload=True),
-    Form(setup.Installed, (INT,)),
-    Form(setup.ReadState, (INT,)),
-    Form(setup.StateRead, (INT,), has_payload=True),
-    Form(setup.Refused, (TEXT, TEXT, TEXT, TEXT)),
-    Form(setup.AskStatus, (WORKER,)),
-    Form(setup.Status, (), has_payload=True),
-    Form(messages.Configuration, _CONFIGURATION, LONG_HEADER_BYTES),
-    Form(messages.Push, (INT, WORKER, INT, INT, INT, NOTE_OF_GRADIENT), has_payload=True),
-    Form(messages.Pushed, (INT, INT, INT)),
-    Form(messages.Pull, (INT, WORKER, INT, INT)),
-    Form(messages.Pulled, (INT, INT, INT, INT, NOTE), has_payload=True),
-    Form(messages.Stale, (INT,)),
-    Form(messages.Forward, (INT, INT, UPDATE), has_payload=True),
-    Form(messages.Forwarded, (INT, INT)),
-    Form(messages.Missing, (INT, INT)),
-    Form(messages.State, (INT, INT, APPLIED, ROUNDS, PARTIALS, NOTE), LONG_HEADER_BYTES, has_payload=True),
-    Form(messages.Partial, (INT, INT, FLOAT, BOOL)),
-    Form(messages.Beat, (INT, INT, INT)),
-    Form(messages.WorkerBeat, (WORKER, INT, INT, BOOL)),
+_LIST: tuple[MessageFormat, ...] = (
+    MessageFormat(setup.Hello, (TEXT, INT, INT, TEXT, TEXT), HELLO_BYTES, has_payload=True),
+    MessageFormat(setup.Welcome, (INT, INT)),
+    MessageFormat(setup.StartServers, (TEXT,), has_payload=True),
+    MessageFormat(setup.Addresses, (TEXT,), LONG_HEADER_BYTES),
+    MessageFormat(setup.Install, (NODES,), has_payload=True),
+    MessageFormat(setup.Installed, (INT,)),
+    MessageFormat(setup.ReadState, (INT,)),
+    MessageFormat(setup.StateRead, (INT,), has_payload=True),
+    MessageFormat(setup.Refused, (TEXT, TEXT, TEXT, TEXT)),
+    MessageFormat(setup.AskStatus, (WORKER,)),
+    MessageFormat(setup.Status, (), has_payload=True),
+    MessageFormat(messages.Configuration, _CONFIGURATION, LONG_HEADER_BYTES),
+    MessageFormat(messages.Push, (INT, WORKER, INT, INT, INT, NOTE_OF_GRADIENT), has_payload=True),
+    MessageFormat(messages.Pushed, (INT, INT, INT)),
+    MessageFormat(messages.Pull, (INT, WORKER, INT, INT)),
+    MessageFormat(messages.Pulled, (INT, INT, INT, INT, NOTE), has_payload=True),
+    MessageFormat(messages.Stale, (INT,)),
+    MessageFormat(messages.Forward, (INT, INT, UPDATE), has_payload=True),
+    MessageFormat(messages.Forwarded, (INT, INT)),
+    MessageFormat(messages.Missing, (INT, INT)),
+    MessageFormat(messages.State, (INT, INT, APPLIED, ROUNDS, PARTIALS, NOTE), LONG_HEADER_BYTES, has_payload=True),
+    MessageFormat(messages.Partial, (INT, INT, FLOAT, BOOL)),
+    MessageFormat(messages.Heartbeat, (INT, INT, INT)),
+    MessageFormat(messages.WorkerHeartbeat, (WORKER, INT, INT, BOOL)),
 )
 FORMS = dict(enumerate(_LIST, 1))
 KINDS = {form.kind: kind for kind, form in FORMS.items()}

@@ -21,14 +21,14 @@ from paceline.server.transport.address import Address, Credentials, connect, lis
 from paceline.server.transport.connection import Connection
 from paceline.server.transport.frames import LAYOUT_BYTES, STATUS_BYTES, FrameError
 
-BEAT_S = 0.5
+HEARTBEAT_S = 0.5
 WATCHERS = 32  # that may stay connected
 RETRY_S = (0.05, 0.1, 0.2, 0.5, 1.0)  # between attempts to connect
 # Who may say what; everybody may ask for the status. A worker or server may speak for itself alone.
-_FROM_COORDINATOR = (messages.Configuration, setup.Welcome, setup.Start, setup.Addresses, setup.Refused)
-_FROM_WORKER = (messages.Push, messages.Pull, messages.WorkerBeat, setup.ReadState)
+_FROM_COORDINATOR = (messages.Configuration, setup.Welcome, setup.StartServers, setup.Addresses, setup.Refused)
+_FROM_WORKER = (messages.Push, messages.Pull, messages.WorkerHeartbeat, setup.ReadState)
 _FROM_SERVER = (
-    *(messages.Forward, messages.Forwarded, messages.Missing, messages.State, messages.Partial, messages.Beat),
+    *(messages.Forward, messages.Forwarded, messages.Missing, messages.State, messages.Partial, messages.Heartbeat),
     *(messages.Pushed, messages.Pulled, messages.Stale, setup.StateRead, setup.Installed),
 )
 
@@ -88,7 +88,7 @@ class Peers:
     def destination(self, connection: Connection, number: int, message: Any, nbytes: int) -> tuple[Any, memoryview]:
         """Where a payload goes: see `connection.Endpoint`."""
         most = STATUS_BYTES if isinstance(message, setup.Status) else LAYOUT_BYTES
-        is_known = isinstance(message, setup.Hello | setup.Start | setup.Status)
+        is_known = isinstance(message, setup.Hello | setup.StartServers | setup.Status)
         if isinstance(message, setup.Hello):  # a short header says whose it is; what it brings is only now taken in
             is_known = message.role == "worker" or not nbytes
         if is_known and nbytes <= most:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from paceline.verify.judge.compare import RankResult
-from paceline.verify.judge.verdict import Culprit, Verdict
+from paceline.verify.judge.verdict import FirstDifference, Verdict
 
 Stream = tuple[int, int]  # part of the batch, pipeline stage's rank: who draws numbers of their own
 
@@ -90,7 +90,7 @@ def _wrong_masks(ranks: list[RankResult]) -> str:
     return ""
 
 
-def _wrong_pieces(ranks: list[RankResult]) -> Culprit | None:
+def _wrong_pieces(ranks: list[RankResult]) -> FirstDifference | None:
     """Pieces of a mask on the ranks of `tensor` that are not the mask that one rank draws."""
     groups: dict[Stream, list[RankResult]] = {}
     for result in ranks:
@@ -104,7 +104,7 @@ def _wrong_pieces(ranks: list[RankResult]) -> Culprit | None:
                         f"step {step + 1}: the ranks of tensor keep other elements than one rank would in "
                         f"{module or 'the loss'}: their pieces of a dropout mask don't make up the whole mask"
                     )
-                    return Culprit(module, "", "dropout", said)
+                    return FirstDifference(module, "", "dropout", said)
     return None
 
 

@@ -22,7 +22,7 @@ from paceline.verify.judge.compare import (
     tolerance_of,
 )
 from paceline.verify.judge.order import Call, find_disorder
-from paceline.verify.judge.verdict import Culprit, Verdict
+from paceline.verify.judge.verdict import FirstDifference, Verdict
 
 _OUTSIDE = ("world",)  # what jobs say to each other between steps
 
@@ -40,7 +40,7 @@ def check_order(
     for own in traces.values():
         disorder = find_disorder(own, mesh)
         if disorder is not None:
-            verdict.add("order", False, disorder.told(), disorder=disorder.to_json())
+            verdict.add("order", False, disorder.describe(), disorder=disorder.to_json())
             return
     count = max((len(calls) for own in traces.values() for calls in own.values()), default=0)
     verdict.add("order", True, f"every rank begins the same collectives in the same order ({count} in all)")
@@ -173,7 +173,7 @@ def check_traffic(
                     f"predicted {promised[key]} calls, {sent[key]} bytes"
                 )
                 verdict.add("traffic", False, said, collective=key[0], axis=key[1], rank=result.rank)
-                verdict.culprit = verdict.culprit or Culprit("", f"{key[0]} on {key[1]}", "traffic", said)
+                verdict.culprit = verdict.culprit or FirstDifference("", f"{key[0]} on {key[1]}", "traffic", said)
                 return
     verdict.add(
         "traffic", True, f"as predicted, call by call and byte by byte ({total / 2**20:.3f} MiB from all ranks)"

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file
 
-from paceline.nouns.placement import FLAT, Placement
+from paceline.nouns.shard_spec import FLAT, ShardSpec
 
 Array = np.ndarray[Any, Any]
 EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "bf16": 2.0**-8}
@@ -95,10 +95,10 @@ class RankResult:
     tensors: dict[str, Array]
     facts: dict[str, Any]
 
-    def placement(self, name: str) -> Placement | None:
+    def shard_spec(self, name: str) -> ShardSpec | None:
         """Which part of a tensor the rank says it holds; None: all of it."""
         value = self.facts["placements"].get(name)
-        return Placement.of_json(value) if value else None
+        return ShardSpec.of_json(value) if value else None
 
 
 def read_ranks(folder: Path, run: str, ranks: int) -> list[RankResult]:
@@ -122,9 +122,9 @@ def split_key(key: str) -> tuple[int, str, str, str]:
     return int(step), kind, rest, ""
 
 
-def take(full: Array, placement: Placement | None) -> Array:
+def take(full: Array, shard_spec: ShardSpec | None) -> Array:
     """The part of a tensor that a placement says."""
-    for cut in placement.cuts if placement is not None else ():
+    for cut in shard_spec.cuts if shard_spec is not None else ():
         if cut.dim == FLAT:
             flat = full.reshape(-1)
             full = np.concatenate([flat[start:stop] for start, stop in cut.ranges])
@@ -184,7 +184,7 @@ def largest_difference(reference: Reference, ranks: list[RankResult]) -> float:
         for key, mine in result.tensors.items():
             step, kind, name, _ = split_key(key)
             if kind == "parameter" and step == last and key in reference.tensors:
-                right = take(reference.tensors[key], result.placement(name)).astype("f8")
+                right = take(reference.tensors[key], result.shard_spec(name)).astype("f8")
                 off += float(((mine.astype("f8") - right) ** 2).sum())
                 size += float((right * right).sum())
         worst = max(worst, (off / size) ** 0.5 if size else 0.0)
@@ -233,7 +233,7 @@ def _check(
         if mine.size and np.abs(mine).max() > 0 and kind != "state":
             yield Difference(step, kind, label, result.rank, float(np.abs(mine).max()), 0, 0, "one process has none")
         return
-    right = take(full, result.placement(name))
+    right = take(full, result.shard_spec(name))
     scale = _size(full)
     if right.shape != mine.shape:
         found = f"its shape is {mine.shape}, not {right.shape}"
@@ -281,7 +281,7 @@ def _lacking(reference: Reference, result: RankResult) -> Iterator[Difference]:
         if updates and key not in result.tensors and values.size and values.any():
             if step == min(steps) or not result.facts["has_gradient"].get(name, True):
                 continue
-            if not take(values, result.placement(name)).any():
+            if not take(values, result.shard_spec(name)).any():
                 continue
             label = f"{word} of {name}" if word else name
             yield Difference(
@@ -296,12 +296,12 @@ def _uncovered(reference: Reference, ranks: list[RankResult]) -> Iterator[Differ
         if kind not in ("parameter", "buffer") or step != max(split_key(k)[0] for k in reference.tensors):
             continue
         holders = [result for result in ranks if key in result.tensors]
-        if any(result.placement(name) is None or not result.placement(name).cuts for result in holders):  # type: ignore[union-attr]
+        if any(result.shard_spec(name) is None or not result.shard_spec(name).cuts for result in holders):  # type: ignore[union-attr]
             continue
         numbers = np.arange(values.size).reshape(values.shape)
         seen = np.zeros(values.size, bool)
         for result in holders:
-            seen[take(numbers, result.placement(name)).reshape(-1)] = True
+            seen[take(numbers, result.shard_spec(name)).reshape(-1)] = True
         if not seen.all():
             missing = int((~seen).sum())
             yield Difference(step, kind, name, -1, float("inf"), 0, 0, f"{missing} of its elements are on no rank")

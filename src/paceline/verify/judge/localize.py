@@ -25,8 +25,8 @@ from paceline.verify.judge.compare import (
 )
 from paceline.verify.judge.fingerprints import added, differ, times_of
 from paceline.verify.judge.order import Disorder, HangWatch
-from paceline.verify.judge.verdict import Culprit
-from paceline.verify.processes import World
+from paceline.verify.judge.verdict import FirstDifference
+from paceline.verify.processes import WorldResult
 
 # What the exchanges of a split graph send going forward, and with the gradients going back (comm/differentiable.py).
 _FORWARD = {
@@ -41,27 +41,27 @@ _IS_ONE = 1e-6  # how far a factor may be from one
 _REDUCES = {"pipeline": "send", "shard": "reduce_scatter", "replicate": "all_reduce", "tensor": "all_reduce"}
 
 
-def blame_disorder(disorder: Disorder, hang: HangWatch | None = None) -> Culprit:
+def blame_disorder(disorder: Disorder, hang: HangWatch | None = None) -> FirstDifference:
     """The collective that one rank left out, or began alone."""
     call = disorder.expected or disorder.call
     at = f"; rank {disorder.rank} at {disorder.call.line}" if disorder.call and disorder.call.line else ""
     if hang is not None and disorder.rank in hang.standing:
-        beat = hang.standing[disorder.rank]
-        at = f"; rank {disorder.rank} stands at {beat['at'] or beat['line']}"
-    return Culprit("", f"{call}", "order", disorder.told() + at)
+        heartbeat = hang.standing[disorder.rank]
+        at = f"; rank {disorder.rank} stands at {heartbeat['at'] or heartbeat['line']}"
+    return FirstDifference("", f"{call}", "order", disorder.describe() + at)
 
 
-def blame_loading(found: list[Difference], name: str) -> Culprit | None:
+def blame_loading(found: list[Difference], name: str) -> FirstDifference | None:
     """The first tensor that a checkpoint did not bring back, or that the steps after it did not make."""
     if not found:
         return None
     first = found[0]
     how = f", {first.found}" if first.found else ""
     said = f"{name}: {first.kind} {first.name} is wrong on rank {first.rank} after step {first.step}{how}"
-    return Culprit(module_of(first.name), "", "load", said)
+    return FirstDifference(module_of(first.name), "", "load", said)
 
 
-def find_in_narrow(folder: Path, plan: Plan, precision: str) -> Culprit | None:
+def find_in_narrow(folder: Path, plan: Plan, precision: str) -> FirstDifference | None:
     """What differs in the working precision alone: something is rounded to fewer digits than promised."""
     reference, ranks = Reference.read(folder, precision), read_ranks(folder, precision, plan.world_size)
     gradients = before_clipping(reference, ranks)
@@ -71,7 +71,7 @@ def find_in_narrow(folder: Path, plan: Plan, precision: str) -> Culprit | None:
     return found
 
 
-def find_culprit(folder: Path, plan: Plan, watch: Callable[[], World]) -> Culprit | None:
+def find_first_difference(folder: Path, plan: Plan, watch: Callable[[], WorldResult]) -> FirstDifference | None:
     """Run the first step again with every module looked at, and find where it goes wrong."""
     mesh = Mesh.parse(plan.mesh)
     reference = Reference.read(folder, "float64")
@@ -112,15 +112,15 @@ def check_adds_up(replay: Mapping[int, Mapping[str, Any]], reference: Reference)
         )
 
 
-def _at_start(one: Difference, mesh: Mesh) -> Culprit:
+def _at_start(one: Difference, mesh: Mesh) -> FirstDifference:
     axis = next((a for a in ("replicate", "shard", "tensor", "pipeline") if mesh.size(a) > 1), "")
     collective = "broadcast on replicate" if axis == "replicate" else ""
-    return Culprit(
+    return FirstDifference(
         module_of(one.name), collective, "start", f"rank {one.rank} begins with another {one.name} than one process"
     )
 
 
-def _in_data(seen: list[RankResult], mesh: Mesh) -> Culprit | None:
+def _in_data(seen: list[RankResult], mesh: Mesh) -> FirstDifference | None:
     """Samples that no rank takes, or two do; micro-batches that a rank did not run."""
     taken: dict[int, list[int]] = {}
     for result in seen:
@@ -129,15 +129,15 @@ def _in_data(seen: list[RankResult], mesh: Mesh) -> Culprit | None:
         ran = len({place.split(":", 1)[0] for place in result.facts["watch"]["order"]})
         if 0 < ran < len(pieces):
             said = f"rank {result.rank} runs {ran} of its {len(pieces)} micro-batches"
-            return Culprit("", "", "data", said)
+            return FirstDifference("", "", "data", said)
     every = sorted(at for positions in taken.values() for at in positions)
     if every != list(range(*seen[0].facts["batch"])):
         whole = "{} to {}".format(*seen[0].facts["batch"])
-        return Culprit("", "", "data", f"of samples {whole} of the order the ranks take {every}: not each once")
+        return FirstDifference("", "", "data", f"of samples {whole} of the order the ranks take {every}: not each once")
     return None
 
 
-def _in_samples(seen: list[RankResult], replay: Mapping[int, Mapping[str, Any]]) -> Culprit | None:
+def _in_samples(seen: list[RankResult], replay: Mapping[int, Mapping[str, Any]]) -> FirstDifference | None:
     """Samples whose values are others on a rank than in one process."""
     for result in seen:
         right = replay[result.facts["data_part"]]["samples"]
@@ -145,11 +145,13 @@ def _in_samples(seen: list[RankResult], replay: Mapping[int, Mapping[str, Any]])
         for (start, stop), mine, expected in pieces:
             if len(mine) != len(expected) or any(differ(a, b) for a, b in zip(mine, expected, strict=True)):
                 said = f"data: rank {result.rank} loads other values for samples {start} to {stop - 1} of the order"
-                return Culprit("", "", "data", f"{said} than one process: what the data set draws depends on the rank")
+                return FirstDifference(
+                    "", "", "data", f"{said} than one process: what the data set draws depends on the rank"
+                )
     return None
 
 
-def _in_micro_batches(seen: list[RankResult], replay: Mapping[int, Mapping[str, Any]]) -> Culprit | None:
+def _in_micro_batches(seen: list[RankResult], replay: Mapping[int, Mapping[str, Any]]) -> FirstDifference | None:
     """Micro-batches that count more or less than others of the same rank, by the gradient of what is last in each."""
     for result in seen:
         right, mine = replay[result.facts["data_part"]], result.facts["watch"]["back"]
@@ -161,11 +163,11 @@ def _in_micro_batches(seen: list[RankResult], replay: Mapping[int, Mapping[str, 
         wrong = [number for number, factor in factors.items() if factor is not None and abs(factor - 1) > _IS_ONE]
         if wrong and len(wrong) < len(factors):
             said = f"micro-batch {int(wrong[0]) + 1} of rank {result.rank} counts {factors[wrong[0]]:.4g} times"
-            return Culprit("", "", "loss", f"loss: {said} in the gradients")
+            return FirstDifference("", "", "loss", f"loss: {said} in the gradients")
     return None
 
 
-def _in_forward(seen: list[RankResult], replay: dict[int, dict[str, Any]], mesh: Mesh) -> Culprit | None:
+def _in_forward(seen: list[RankResult], replay: dict[int, dict[str, Any]], mesh: Mesh) -> FirstDifference | None:
     for part, right in replay.items():
         ranks = [result for result in seen if result.facts["data_part"] == part]
         for number, place in enumerate(right["order"]):
@@ -176,7 +178,7 @@ def _in_forward(seen: list[RankResult], replay: dict[int, dict[str, Any]], mesh:
                     module = _first_module(ranks, right, number)
                 what = _named(right["modules"][place], place)
                 said = f"forward: what {what} makes on rank {wrong.rank} differs from one process"
-                return Culprit(module, _collective(wrong, place, mesh, _FORWARD, "all_gather"), "forward", said)
+                return FirstDifference(module, _collective(wrong, place, mesh, _FORWARD, "all_gather"), "forward", said)
     return None
 
 
@@ -191,7 +193,7 @@ def _first_module(ranks: list[RankResult], right: dict[str, Any], number: int) -
 
 def _in_backward(
     seen: list[RankResult], replay: dict[int, dict[str, Any]], mesh: Mesh, wrong_parameters: list[Difference]
-) -> Culprit | None:
+) -> FirstDifference | None:
     """The last place going forward whose gradient is wrong, unless a parameter after it is wrong too."""
     for part, right in replay.items():
         ranks = [result for result in seen if result.facts["data_part"] == part]
@@ -206,7 +208,7 @@ def _in_backward(
                 user, collective = _user_of(wrong, place, module, mesh)
                 said = f"backward: the gradient of what {_named(module, place)} makes is wrong on rank {wrong.rank}"
                 said += f"; it comes back from {user}" if user and user != module else ""
-                return Culprit(user or module, collective, "backward", said)
+                return FirstDifference(user or module, collective, "backward", said)
             if later:
                 return None
     return None
@@ -218,7 +220,7 @@ def _from_tensors(
     reference: Reference,
     ranks: list[RankResult],
     mesh: Mesh,
-) -> Culprit | None:
+) -> FirstDifference | None:
     """Passes are right, so it is what follows: sums over ranks, clipping, the update; or a buffer."""
     if not found:
         return None
@@ -236,7 +238,7 @@ def _from_tensors(
     if first.kind == "gradient" and first.step == 1:
         axes = " and ".join(axis for axis in _REDUCES if mesh.size(axis) > 1)
         said = "clipping: gradients are right before it, and wrong by the factor that a wrong gradient norm gives"
-        return Culprit(module_of(first.name), f"all_reduce on {axes} (of the norm)", "update", said)
+        return FirstDifference(module_of(first.name), f"all_reduce on {axes} (of the norm)", "update", said)
     first = next((one for one in here if one.kind != "buffer"), first)
     phase = "buffer" if first.kind == "buffer" else "update"
     data = [axis for axis in ("replicate", "shard") if mesh.size(axis) > 1]
@@ -245,10 +247,10 @@ def _from_tensors(
     if first.step > 1 and first.kind == "gradient":
         phase = "later step"
     said = f"{phase}: {before}, {first.kind} {first.name} of step {first.step} is not on rank {first.rank}"
-    return Culprit(module_of(first.name), collective, phase, said)
+    return FirstDifference(module_of(first.name), collective, phase, said)
 
 
-def _in_clipping(gradients: list[Difference], reference: Reference, ranks: list[RankResult]) -> Culprit | None:
+def _in_clipping(gradients: list[Difference], reference: Reference, ranks: list[RankResult]) -> FirstDifference | None:
     """All gradients off by one factor, and their norm, which is taken just before clipping, is right."""
     factors = {factor_of(one) for one in gradients}
     norms = reference.facts["norms"][:1]
@@ -257,21 +259,21 @@ def _in_clipping(gradients: list[Difference], reference: Reference, ranks: list[
     if any(abs(result.facts["norms"][0] - norms[0]) > 1e-6 * norms[0] for result in ranks):
         return None
     said = "clipping: the gradient norm is right, but every gradient is"
-    return Culprit("", "", "update", f"{said} {next(iter(factors)):.6g} times what clipping should leave")
+    return FirstDifference("", "", "update", f"{said} {next(iter(factors)):.6g} times what clipping should leave")
 
 
-def _in_weights(reference: Reference, ranks: list[RankResult], mesh: Mesh) -> Culprit | None:
+def _in_weights(reference: Reference, ranks: list[RankResult], mesh: Mesh) -> FirstDifference | None:
     """The ranks' weights don't add up to the batch's."""
     for result in ranks:
         for step, (mine, right) in enumerate(zip(result.facts["weights"], reference.facts["weights"], strict=False), 1):
             if abs(mine - right) > 1e-9 * abs(right):
                 axes = " and ".join(axis for axis in _REDUCES if mesh.size(axis) > 1)
                 said = f"loss: on rank {result.rank} the weights of step {step} add up to {mine:g}, alone to {right:g}"
-                return Culprit("", f"all_reduce on {axes} (of losses and weights)", "loss", said)
+                return FirstDifference("", f"all_reduce on {axes} (of losses and weights)", "loss", said)
     return None
 
 
-def _in_sums(first: Difference, gradients: list[Difference], ranks: list[RankResult], mesh: Mesh) -> Culprit:
+def _in_sums(first: Difference, gradients: list[Difference], ranks: list[RankResult], mesh: Mesh) -> FirstDifference:
     """Gradients that are wrong after right passes: where they are added up."""
     factors = {factor_of(one) for one in gradients}
     collective = _reduction(first, ranks, mesh)
@@ -281,7 +283,7 @@ def _in_sums(first: Difference, gradients: list[Difference], ranks: list[RankRes
         how = f", {first.found}" if first.found else ""
         many = len({one.name for one in gradients})
         said = f"gradients: that of {first.name} is wrong on rank {first.rank}{how} ({many} gradients are wrong)"
-    return Culprit(module_of(first.name), collective, "backward", said)
+    return FirstDifference(module_of(first.name), collective, "backward", said)
 
 
 def factor_of(one: Difference) -> float | None:
@@ -304,8 +306,8 @@ def _reduction(first: Difference, ranks: list[RankResult], mesh: Mesh) -> str:
             if key not in result.tensors:
                 continue
             at = {a: i for a, i in result.facts["coordinate"].items() if a != axis}
-            placement = str(result.facts["placements"].get(first.name, ""))
-            other = groups.setdefault((*at.values(), placement), result.tensors[key])
+            shard_spec = str(result.facts["placements"].get(first.name, ""))
+            other = groups.setdefault((*at.values(), shard_spec), result.tensors[key])
             if other.shape == result.tensors[key].shape and abs(other - result.tensors[key]).max() > first.bound:
                 return f"{reduces[axis]} on {axis}"
     factor = factor_of(first)

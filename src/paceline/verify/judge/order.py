@@ -45,7 +45,7 @@ class Disorder:
     last_common: Call | None
     number: int  # collectives on that axis before it
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """A sentence."""
         did = f"began {self.call}" if self.call else f"began nothing more on {self.axis}"
         kept = f"began {self.expected}" if self.expected else "began nothing more"
@@ -133,9 +133,12 @@ class HangWatch:
     standing: dict[int, dict[str, Any]] = field(default_factory=dict)
     has_hung: bool = False
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """Where each rank stands."""
-        return "; ".join(f"rank {rank} at {beat['at'] or beat['line']}" for rank, beat in sorted(self.standing.items()))
+        return "; ".join(
+            f"rank {rank} at {heartbeat['at'] or heartbeat['line']}"
+            for rank, heartbeat in sorted(self.standing.items())
+        )
 
     def __call__(self) -> bool:
         """True once nobody has computed for a while and all wait in collectives; one that reads data does not hang."""
@@ -143,13 +146,13 @@ class HangWatch:
         idle = []
         for rank in range(self.ranks):
             try:
-                beat = json.loads((self.folder / f"beat-{rank}.json").read_text())
+                heartbeat = json.loads((self.folder / f"beat-{rank}.json").read_text())
             except (OSError, ValueError):
                 return False
-            self.standing[rank] = beat
+            self.standing[rank] = heartbeat
             cpu_s, _ = self.seen.get(rank, (-1.0, now))
-            if beat["cpu_s"] - cpu_s > _IDLE_CPU_S:
-                self.seen[rank] = (beat["cpu_s"], now)
+            if heartbeat["cpu_s"] - cpu_s > _IDLE_CPU_S:
+                self.seen[rank] = (heartbeat["cpu_s"], now)
             idle.append(now - self.seen[rank][1] >= IDLE_S)
-        self.has_hung = self.has_hung or (all(idle) and all(beat["waits"] for beat in self.standing.values()))
+        self.has_hung = self.has_hung or (all(idle) and all(heartbeat["waits"] for heartbeat in self.standing.values()))
         return self.has_hung

@@ -36,7 +36,7 @@ def _finite(value: Any) -> Any:
 
 
 @dataclass(slots=True)
-class Culprit:
+class FirstDifference:
     """Where the first difference is.
 
     Attributes:
@@ -75,7 +75,7 @@ class Verdict:
     is_bitwise: bool = False
     largest: float | None = None  # the parameters' difference in the working precision, over their norm
     precision: str = ""
-    culprit: Culprit | None = None
+    culprit: FirstDifference | None = None
     notices: list[str] = field(default_factory=list)
     seconds: float = 0.0
 

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from paceline.comm.differentiable import split_dropout
 from paceline.graph.placement import Split
-from paceline.nouns.placement import Placement
+from paceline.nouns.shard_spec import ShardSpec
 from paceline.verify.judge.compare import take
 
 aten = torch.ops.aten
@@ -28,7 +28,7 @@ _DRAWN = (aten.bernoulli_.float, aten.bernoulli_.Tensor, aten.bernoulli.default,
 _ENOUGH = 16  # elements that are dropped, and that stay: other masks may be equal by chance
 
 
-class Draws(TorchDispatchMode):
+class DropoutTrace(TorchDispatchMode):
     """A context: `forward` and `again` are hashes of the masks drawn going forward and in backward passes."""
 
     def __init__(self) -> None:
@@ -99,21 +99,21 @@ def _noting(kept: list[Kept], node: fx.Node, part: int, parts: int) -> Callable[
     ) -> torch.Tensor:
         is_first_time = torch._C._current_graph_task_id() == -1
         if is_training and 0 < share < 1 and is_first_time and not isinstance(tensor, FakeTensor):
-            with _disable_current_modes(), torch.no_grad():  # `Draws` must not count these draws
+            with _disable_current_modes(), torch.no_grad():  # `DropoutTrace` must not count these draws
                 state = torch.get_rng_state()
                 own = split_dropout(torch.ones_like(tensor), share, is_training, shape, *place)
                 torch.set_rng_state(state)
                 whole = F.dropout(torch.ones(shape, dtype=tensor.dtype), share)
                 torch.set_rng_state(state)
-            placement = split.placement(tuple(shape), part, parts)
-            kept.append((module, _sum_of_places(own, placement), _sum_of_places(whole, Placement(tuple(shape)))))
+            shard_spec = split.shard_spec(tuple(shape), part, parts)
+            kept.append((module, _sum_of_places(own, shard_spec), _sum_of_places(whole, ShardSpec(tuple(shape)))))
         return split_dropout(tensor, share, is_training, shape, *place)
 
     return noted_dropout
 
 
-def _sum_of_places(mask: torch.Tensor, placement: Placement) -> int:
+def _sum_of_places(mask: torch.Tensor, shard_spec: ShardSpec) -> int:
     """A hash of the places of a whole tensor where `mask` is not zero; those of pieces add up to the whole's."""
-    places = take(np.arange(placement.numel, dtype=np.int64).reshape(placement.shape), placement)
+    places = take(np.arange(shard_spec.numel, dtype=np.int64).reshape(shard_spec.shape), shard_spec)
     mixed = ((places + 1) * 0x9E3779B1) & 0x7FFFFFFF
     return int(mixed[(mask != 0).numpy()].sum())

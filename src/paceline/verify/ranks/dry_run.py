@@ -22,9 +22,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from paceline.comm import api as words
+from paceline.comm import api
 from paceline.comm.collectives import AxisComm
-from paceline.comm.process_group import Place
+from paceline.comm.process_group import RankInfo
 from paceline.comm.pytree import signature
 from paceline.nouns.errors import PacelineError, WorkloadError
 from paceline.nouns.mesh import AXES, Mesh
@@ -39,7 +39,7 @@ from paceline.train.seed import seed_everything
 from paceline.verify.child_setup import read_settings, refuse
 from paceline.verify.judge.memory import check_fits
 from paceline.verify.ranks.randomness import controlled
-from paceline.verify.ranks.reference import told
+from paceline.verify.ranks.reference import as_workload_error
 from paceline.verify.ranks.reference_step import checked
 from paceline.verify.ranks.trace import Trace, asked_at
 
@@ -62,7 +62,7 @@ def main(path: Path) -> int:
     except PacelineError as error:
         refuse(folder, error)
     except Exception as error:
-        refuse(folder, told(error))
+        refuse(folder, as_workload_error(error))
     return 0
 
 
@@ -168,14 +168,14 @@ def as_rank(rank: int, ranks: int) -> Iterator[list[list[Any]]]:
 
         return collective
 
-    place = Place(rank, ranks, rank, ranks)
-    world = words.World(place, Answered("world", rank, tuple(range(ranks)), None, Trace()))
+    rank_info = RankInfo(rank, ranks, rank, ranks)
+    world = api.World(rank_info, Answered("world", rank, tuple(range(ranks)), None, Trace()))
     variables = {
         "PACELINE_RANK": rank, "PACELINE_WORLD_SIZE": ranks, "PACELINE_LOCAL_RANK": rank, "RANK": rank,
         "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "PACELINE_LOCAL_SIZE": ranks,
     }  # fmt: skip
-    kept = list(words._world)
-    words._world[:] = [world]
+    kept = list(api._world)
+    api._world[:] = [world]
     try:
         with (
             mock.patch.dict(os.environ, {name: str(value) for name, value in variables.items()}),
@@ -186,7 +186,7 @@ def as_rank(rank: int, ranks: int) -> Iterator[list[list[Any]]]:
         ):  # fmt: skip
             yield calls
     finally:
-        words._world[:] = kept
+        api._world[:] = kept
 
 
 def graph_calls(workload: Workload, plan: Plan) -> dict[str, list[list[Any]]]:
@@ -212,7 +212,7 @@ def graph_calls(workload: Workload, plan: Plan) -> dict[str, list[list[Any]]]:
         split.precision = torch.bfloat16 if workload.precision == "bf16" else None
         if first is None or captured is None:
             first, captured = split, split.decide(workload.loss, example)
-        split.lays, split.assignment, split.everywhere = first.lays, first.assignment, first.everywhere
+        split.placements, split.assignment, split.everywhere = first.placements, first.assignment, first.everywhere
         split.coupled, split.written, split.pieces = first.coupled, first.written, first.pieces
         found[f"{pipeline},{tensor}"] = _calls_of(split, *split.stages_of(captured))
     return found

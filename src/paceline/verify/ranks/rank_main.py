@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch._subclasses.fake_tensor import FakeTensor
 
-from paceline.comm import api as words
+from paceline.comm import api
 from paceline.comm.fully_shard import local
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.order import mix
@@ -29,12 +29,12 @@ from paceline.train.find_workload import find_workload
 from paceline.train.job import Job
 from paceline.verify.child_setup import read_settings
 from paceline.verify.ranks.control_flow_trace import Branches
-from paceline.verify.ranks.dropout_trace import Draws, Kept, watch_pieces
+from paceline.verify.ranks.dropout_trace import DropoutTrace, Kept, watch_pieces
 from paceline.verify.ranks.fingerprint import prints_of
 from paceline.verify.ranks.randomness import controlled, drawn_state
 from paceline.verify.ranks.reference_step import kept
 from paceline.verify.ranks.trace import Trace, begin_heartbeat
-from paceline.verify.ranks.watch import Watch, watch_graph, watch_modules
+from paceline.verify.ranks.watch import ModuleWatch, watch_graph, watch_modules
 
 
 def main(path: Path) -> None:
@@ -42,21 +42,21 @@ def main(path: Path) -> None:
     settings, folder = read_settings(path)
     run_dir = os.environ.pop("PACELINE_RUN_DIR")  # a job of this process keeps no run directory
     try:
-        words.init()
-        rank = words.rank()
+        api.init()
+        rank = api.rank()
         begin_heartbeat(folder / f"beat-{rank}.json")
         workload = find_workload(settings["script"])
         for run in settings["runs"]:
             with (folder / f"{run['name']}-trace-{rank}.jsonl").open("w") as file:
-                words.world().comm.ledger = trace = Trace(file=file)
-                _Run(workload, run, folder, rank).play()
+                api.world().comm.ledger = trace = Trace(file=file)
+                _RankRun(workload, run, folder, rank).play()
                 trace.file = None  # groups that are still open speak when they close
-        words.world().comm.barrier()
+        api.world().comm.barrier()
     finally:
         os.environ["PACELINE_RUN_DIR"] = run_dir
 
 
-class _Run:
+class _RankRun:
     """One job of some steps."""
 
     def __init__(self, workload: Workload, run: dict[str, Any], folder: Path, rank: int) -> None:
@@ -65,7 +65,7 @@ class _Run:
         self.mesh = Mesh.parse(self.plan.mesh)
         self.branches: list[tuple[str, bool]] = []
         self.calls: list[tuple[float, float]] = []  # of every micro-batch: loss sum and weight
-        self.watch = Watch()
+        self.watch = ModuleWatch()
         self.kept: list[Kept] = []  # by every split dropout of a step
         self.tensors: dict[str, torch.Tensor] = {}
         self.facts: dict[str, Any] = {
@@ -144,7 +144,7 @@ class _Run:
         if not self.run.get("draws") or self.plan.compile == "on":
             return job.step(batch)
         self.kept.clear()
-        with Draws() as drawn:
+        with DropoutTrace() as drawn:
             mean = job.step(batch)
         self.facts["masks"].append([drawn.forward, drawn.again])
         self.facts["kept"].append(list(self.kept))
@@ -187,12 +187,12 @@ class _Run:
                 self.tensors[f"{step}/buffer/{name}"] = kept(buffer)
 
     def _write(self, job: Job) -> None:
-        placements = {name: held.placement.to_json() for name, held in job.parallel.held().items()}
+        shard_specs = {name: held.shard_spec.to_json() for name, held in job.parallel.held().items()}
         buffers = {name: str(buffer.dtype)[6:] for name, buffer in job.model.named_buffers()}
         self.facts["dtypes"] = buffers
         trained = {name: parameter.requires_grad for name, parameter in job.model.named_parameters()}
         self.facts |= {
-            "placements": placements,
+            "placements": shard_specs,
             "has_gradient": trained,
             "branches": self.branches,
             "calls": self.calls,

@@ -21,7 +21,7 @@ from paceline.nouns.workload import Workload
 from paceline.train.find_workload import find_workload
 from paceline.verify.child_setup import read_settings, refuse
 from paceline.verify.judge.compare import Reference, bound_of, largest_of_each_kind, split_key
-from paceline.verify.ranks.reference_step import Taken, Variation, check_can_verify, take_steps
+from paceline.verify.ranks.reference_step import ReferenceStep, Variation, check_can_verify, take_steps
 
 VARIATIONS = (Variation(is_reversed=True), Variation(noise_seed=1))
 
@@ -38,13 +38,13 @@ def main(path: Path) -> int:
     except PacelineError as error:
         refuse(folder, error)
     except Exception as error:
-        refuse(folder, told(error))
+        refuse(folder, as_workload_error(error))
     return 0
 
 
 def with_noise(
     workload: Workload, precision: str, steps: int, variations: list[Variation]
-) -> tuple[Taken, dict[str, Any]]:
+) -> tuple[ReferenceStep, dict[str, Any]]:
     """The reference; how far each of its tensors and its losses move by rounding, and what was noticed.
 
     Args:
@@ -95,7 +95,7 @@ class _Moves:
         self.tensors: dict[str, float] = {}
         self.scalars = dict.fromkeys(("losses", "weights", "norms"), 0.0)
 
-    def add(self, taken: Taken, other: Taken) -> None:
+    def add(self, taken: ReferenceStep, other: ReferenceStep) -> None:
         """Count another run."""
         for key, values in taken.tensors.items():
             self.tensors[key] = max(self.tensors.get(key, 0.0), _distance(values, other.tensors[key]))
@@ -103,7 +103,7 @@ class _Moves:
             self.scalars[word] = max(self.scalars[word], _relative(getattr(taken, word), getattr(other, word)))
 
 
-def _allowed_in_gradients(taken: Taken, noise: dict[str, float], precision: str) -> dict[str, float]:
+def _allowed_in_gradients(taken: ReferenceStep, noise: dict[str, float], precision: str) -> dict[str, float]:
     """By parameter, how far its gradient may be off and still pass."""
     tensors = {key: values.numpy() for key, values in taken.tensors.items()}
     reference = Reference(tensors, noise, {"epsilon": taken.epsilon}, precision)
@@ -116,7 +116,9 @@ def _allowed_in_gradients(taken: Taken, noise: dict[str, float], precision: str)
     return defaultdict(float, allowed)
 
 
-def write(folder: Path, precision: str, taken: Taken, more: dict[str, Any], clip_norm: float | None = None) -> None:
+def write(
+    folder: Path, precision: str, taken: ReferenceStep, more: dict[str, Any], clip_norm: float | None = None
+) -> None:
     """The reference as files."""
     save_file(taken.tensors, folder / f"reference-{precision}.safetensors")
     facts = {
@@ -127,7 +129,7 @@ def write(folder: Path, precision: str, taken: Taken, more: dict[str, Any], clip
     (folder / f"reference-{precision}.json").write_text(json.dumps(facts))
 
 
-def told(error: Exception) -> WorkloadError:
+def as_workload_error(error: Exception) -> WorkloadError:
     """An error of the person's own code, in one process on CPU."""
     lines = str(error).strip().splitlines() or [""]
     trace, where = error.__traceback__, ""

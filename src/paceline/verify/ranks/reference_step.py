@@ -27,7 +27,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(slots=True)
-class Taken:
+class ReferenceStep:
     """What some steps led to. Keys of `tensors` are STEP/KIND/NAME: gradient, parameter, buffer or state (optimizer).
 
     Gradients are of the batch's mean loss, after clipping.
@@ -56,7 +56,7 @@ class Variation:
     is_mirrored: bool = False
 
 
-def take_steps(workload: Workload, precision: str, steps: int, variation: Variation | None = None) -> Taken:
+def take_steps(workload: Workload, precision: str, steps: int, variation: Variation | None = None) -> ReferenceStep:
     """Train for some steps in this process.
 
     Args:
@@ -79,7 +79,7 @@ def take_steps(workload: Workload, precision: str, steps: int, variation: Variat
     names = {parameter: name for name, parameter in model.named_parameters()}
     own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     floats = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
-    taken = Taken(
+    taken = ReferenceStep(
         updated=[names[parameter] for parameter in own if parameter in names],
         epsilon=max(torch.finfo(dtype).eps for dtype in floats),
     )
@@ -109,7 +109,7 @@ def _gradients(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     microbatches: list[Any],
-    taken: Taken,
+    taken: ReferenceStep,
     watch: Callable[[torch.nn.Module], Any],
 ) -> None:
     model.zero_grad(set_to_none=True)

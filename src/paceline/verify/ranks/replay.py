@@ -26,7 +26,7 @@ from paceline.verify.child_setup import read_settings
 from paceline.verify.ranks.fingerprint import prints_of
 from paceline.verify.ranks.randomness import controlled
 from paceline.verify.ranks.reference_step import checked, data_of, micro_batch
-from paceline.verify.ranks.watch import Watch, watch_graph, watch_modules
+from paceline.verify.ranks.watch import ModuleWatch, watch_graph, watch_modules
 
 
 def main(path: Path) -> int:
@@ -50,7 +50,7 @@ def replay(
     """One part's micro-batches, forwards and backwards; batch norm sees the whole batch, as it does on the ranks."""
     seed_everything(workload.seed)
     model = workload.model().double().train()
-    data, watch = data_of(workload), Watch()
+    data, watch = data_of(workload), ModuleWatch()
     samples = [prints_of(micro_batch(workload, data, range(start, stop), True)) for start, stop in pieces]
     micro, losses = [0], []
     norms = any(isinstance(module, torch.nn.modules.batchnorm._BatchNorm) for module in model.modules())
@@ -88,12 +88,12 @@ def _taker(samples: int, rows: slice) -> Callable[[torch.Tensor], torch.Tensor |
     return lambda value: value[rows] if value.dim() and value.shape[0] == samples else None
 
 
-def _module_runner(workload: Workload, model: torch.nn.Module, watch: Watch, micro: list[int], take: Any) -> Any:
+def _module_runner(workload: Workload, model: torch.nn.Module, watch: ModuleWatch, micro: list[int], take: Any) -> Any:
     watch_modules(model, watch, lambda: str(micro[0]), take)
     return lambda batch: workload.loss(model, batch)
 
 
-def _graph_runner(workload: Workload, model: torch.nn.Module, watch: Watch) -> Any:
+def _graph_runner(workload: Workload, model: torch.nn.Module, watch: ModuleWatch) -> Any:
     from paceline.graph.capture import capture
 
     states = {**dict(model.named_parameters()), **dict(model.named_buffers())}

@@ -20,7 +20,7 @@ import paceline
 from paceline.comm.ledger import Ledger
 from paceline.graph.capture import is_capturing
 
-BEAT_S = 0.5
+HEARTBEAT_S = 0.5
 _PACELINE = str(Path(paceline.__file__).parent) + os.sep  # a person's folder may have that name too
 _COMM = f"{_PACELINE}comm{os.sep}"
 
@@ -61,14 +61,14 @@ def begin_heartbeat(path: Path) -> None:
     """Write every half second what this process has computed (CPU seconds) and where its main thread stands."""
     main = threading.main_thread().ident
 
-    def beat() -> None:
+    def heartbeat() -> None:
         draft = path.with_suffix(".draft")
         while True:
             draft.write_text(json.dumps({"cpu_s": time.process_time(), **standing(main)}))
             draft.replace(path)
-            time.sleep(BEAT_S)
+            time.sleep(HEARTBEAT_S)
 
-    threading.Thread(target=beat, daemon=True).start()
+    threading.Thread(target=heartbeat, daemon=True).start()
 
 
 def standing(thread: int | None) -> dict[str, Any]:

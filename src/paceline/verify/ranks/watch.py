@@ -20,7 +20,7 @@ from paceline.verify.ranks.fingerprint import fingerprint, is_shown
 Take = Callable[[torch.Tensor], torch.Tensor | None]  # the part of a value that is looked at
 
 
-class Watch:
+class ModuleWatch:
     """Everything that was seen: `made` going forward, `back` the gradients, by place."""
 
     def __init__(self) -> None:
@@ -60,7 +60,9 @@ class Watch:
         }  # fmt: skip
 
 
-def watch_modules(model: torch.nn.Module, watch: Watch, number: Callable[[], str], take: Take | None = None) -> None:
+def watch_modules(
+    model: torch.nn.Module, watch: ModuleWatch, number: Callable[[], str], take: Take | None = None
+) -> None:
     """Note what every module returns, as `MODULE#CALL/OUTPUT`.
 
     Args:
@@ -87,7 +89,7 @@ def _plain(result: Any) -> Any:
     return dict(result) if hasattr(result, "items") else result
 
 
-def watch_graph(watch: Watch, part: int, parts: int) -> Callable[[fx.Graph], None]:
+def watch_graph(watch: ModuleWatch, part: int, parts: int) -> Callable[[fx.Graph], None]:
     """A function that adds to a graph's every value a look at it, as `MICRO-BATCH:NODE`."""
 
     def add(graph: fx.Graph) -> None:
@@ -109,10 +111,10 @@ def watch_graph(watch: Watch, part: int, parts: int) -> Callable[[fx.Graph], Non
     return add
 
 
-def _look(watch: Watch, node: fx.Node, part: int, parts: int) -> Callable[[Any], None]:
+def _look(watch: ModuleWatch, node: fx.Node, part: int, parts: int) -> Callable[[Any], None]:
     from paceline.comm.differentiable import take_piece
 
-    name, module, lay = node.meta["original"], node.meta.get("module", ""), node.meta.get("lies")
+    name, module, placement = node.meta["original"], node.meta.get("module", ""), node.meta.get("lies")
 
     def look(value: Any) -> None:
         if torch._C._current_graph_task_id() != -1 or not is_shown(value):
@@ -120,13 +122,13 @@ def _look(watch: Watch, node: fx.Node, part: int, parts: int) -> Callable[[Any],
         micro = watch.count[name]
         watch.count[name] += 1
         places = None
-        if lay is not None and not isinstance(lay, tuple):
+        if placement is not None and not isinstance(placement, tuple):
             full = [*value.shape]
-            full[lay.dim] = sum(lay.blocks)
+            full[placement.dim] = sum(placement.blocks)
             numel = torch.Size(full).numel()
             numbers = torch.arange(numel, dtype=torch.float64).view(full)
-            places = take_piece(numbers, (lay.dim, lay.blocks), part, parts)
-        elif isinstance(lay, tuple):
+            places = take_piece(numbers, (placement.dim, placement.blocks), part, parts)
+        elif isinstance(placement, tuple):
             return
         watch.note(f"{micro}:{name}", value, module, places)
 

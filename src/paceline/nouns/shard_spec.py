@@ -44,7 +44,7 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class ShardSpec:
     """A rank's part of a tensor of the full `shape`; no cuts: all of it."""
 
     shape: tuple[int, ...]
@@ -68,7 +68,7 @@ class Placement:
         return {"shape": list(self.shape), "cuts": [[c.dim, list(c.blocks), c.part, c.parts] for c in self.cuts]}
 
     @classmethod
-    def of_json(cls, value: dict[str, Any]) -> Placement:
+    def of_json(cls, value: dict[str, Any]) -> ShardSpec:
         """Read what `to_json` wrote."""
         cuts = tuple(Cut(dim, tuple(blocks), part, parts) for dim, blocks, part, parts in value["cuts"])
         return cls(tuple(value["shape"]), cuts)
@@ -81,8 +81,8 @@ def chunk_range(size: int, part: int, parts: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class LocalShard:
     """What a rank holds of a tensor, and which ranks hold exactly the same."""
 
-    placement: Placement
+    shard_spec: ShardSpec
     holders: tuple[int, ...]  # ranks of the world in rising order, this one among them

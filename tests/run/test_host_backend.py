@@ -11,9 +11,9 @@ import tempfile
 import pytest
 
 from paceline.launch.local import RankSettings
-from paceline.launch.rank_assignment import Meeting, Seats
+from paceline.launch.rank_assignment import HostRanks, Rendezvous
 from paceline.run.failures import LEFT
-from paceline.run.supervise.station import MOST_BYTES, Lines, Listening, RemoteStation
+from paceline.run.supervise.host_backend import MOST_BYTES, Lines, Listening, RemoteBackend
 
 
 def all_lines(pieces, most=MOST_BYTES):
@@ -45,7 +45,7 @@ def test_lines(pieces, lines):
     assert all_lines(pieces, 4 if b"0123" in pieces[0] else MOST_BYTES) == lines
 
 
-class Hearer:
+class HostEvents:
     def __init__(self):
         self.heard = []
 
@@ -58,7 +58,7 @@ class Hearer:
     def on_output(self, rank, text):
         self.heard.append(("output", rank, text))
 
-    def on_lost(self, station):
+    def on_lost(self, backend):
         self.heard.append(("lost",))
 
 
@@ -68,19 +68,19 @@ def heard_from(messages):
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
         file.write("".join(line + "\n" for line in messages))
         file.flush()
-        station = RemoteStation("h2", [sys.executable, "-c", program, file.name], {})
-        station.start(_settings())
-        listening, hearer = Listening(), Hearer()
-        station.listen(listening.register, hearer)
+        backend = RemoteBackend("h2", [sys.executable, "-c", program, file.name], {})
+        backend.start(_settings())
+        listening, events = Listening(), HostEvents()
+        backend.listen(listening.register, events)
         while listening.open:
             listening.turn(1.0)
-        station.close()
+        backend.close()
         listening.close()
-    return hearer.heard
+    return events.heard
 
 
 def _settings():
-    return RankSettings("f.py", [], 4, Seats("h2", 2, 2, 1, 2), Meeting(), "/run/job", None, [], 0, "")
+    return RankSettings("f.py", [], 4, HostRanks("h2", 2, 2, 1, 2), Rendezvous(), "/run/job", None, [], 0, "")
 
 
 def test_a_host_speaks_of_its_own_ranks_alone():

@@ -1,6 +1,6 @@
 """The hosts of a job as their supervisor has them: start ranks there, hear of them, signal them.
 
-A `LocalStation` has the fork server of this host. A `RemoteStation` has an agent on another, reached over ssh's
+A `LocalBackend` has the fork server of this host. A `RemoteBackend` has an agent on another, reached over ssh's
 standard input and output: nothing listens for it, and when the connection ends the agent ends the ranks.
 """
 
@@ -23,7 +23,7 @@ from paceline.nouns.errors import PacelineError, ReadError
 from paceline.nouns.reading import COUNT, Whole, parse_json, parse_whole
 from paceline.run.failures import LEFT, lost_host, lost_server
 
-BEAT_S = 2.0
+HEARTBEAT_S = 2.0
 MOST_BYTES = 2**20  # of a line that a rank writes
 MOST_TOLD_BYTES = 2 * MOST_BYTES  # of a line of JSON that carries one, in base64
 _ERROR = {"error": {"asked": str, "found": str, "fix": str}}
@@ -38,7 +38,7 @@ _TOLD = (
 Listen = Callable[[int, Callable[[], bool]], None]  # a descriptor, and what reads it: False at its end
 
 
-class Hearer(Protocol):
+class HostEvents(Protocol):
     """Who is told what happens on a host."""
 
     def on_started(self, pids: dict[int, int]) -> None:
@@ -50,11 +50,11 @@ class Hearer(Protocol):
     def on_output(self, rank: int, text: str) -> None:
         """A rank has written a line."""
 
-    def on_lost(self, station: Station) -> None:
+    def on_lost(self, backend: HostBackend) -> None:
         """The fork server or the connection has ended; the ranks end with it."""
 
 
-class Station(Protocol):
+class HostBackend(Protocol):
     """One host."""
 
     @property
@@ -64,7 +64,7 @@ class Station(Protocol):
     def start(self, settings: RankSettings) -> None:
         """Start its ranks."""
 
-    def listen(self, register: Listen, hearer: Hearer) -> None:
+    def listen(self, register: Listen, events: HostEvents) -> None:
         """Register what is to be read."""
 
     def signal(self, ranks: Iterable[int], number: int) -> None:
@@ -79,7 +79,7 @@ class Station(Protocol):
     def finish(self) -> None:
         """All have ended, and none will be started again."""
 
-    def beat(self, now_s: float) -> None:
+    def heartbeat(self, now_s: float) -> None:
         """Say now and then that the supervisor lives."""
 
     def close(self) -> int:
@@ -94,7 +94,7 @@ class Station(Protocol):
         """
 
 
-class LocalStation:
+class LocalBackend:
     """This host."""
 
     def __init__(self, host: str = "") -> None:
@@ -106,26 +106,26 @@ class LocalStation:
         """Start its ranks."""
         self.server = start_ranks(settings)
 
-    def listen(self, register: Listen, hearer: Hearer) -> None:
+    def listen(self, register: Listen, events: HostEvents) -> None:
         """Register the fork server's words and the ranks' output."""
         assert self.server is not None
-        self.hearer = hearer
+        self.events = events
         for rank, output in self.server.outputs.items():
-            register(output, _Reader(output, _saying(hearer, rank), lambda at=output: os.close(at)))  # type: ignore[misc]
+            register(output, _Reader(output, _saying(events, rank), lambda at=output: os.close(at)))  # type: ignore[misc]
         control = self.server.control.fileno()
-        register(control, _Reader(control, self._told, lambda: hearer.on_lost(self)))
+        register(control, _Reader(control, self._told, lambda: events.on_lost(self)))
 
     def _told(self, text: str) -> None:
         message = json.loads(text)
         if "started" in message:
             self.pids = {int(rank): pid for rank, pid in message["started"].items()}
-            self.hearer.on_started(dict(self.pids))
+            self.events.on_started(dict(self.pids))
         elif "restarted" in message:
             self.pids[message["restarted"]] = message["pid"]
-            self.hearer.on_started({message["restarted"]: message["pid"]})
+            self.events.on_started({message["restarted"]: message["pid"]})
         else:
             self.pids.pop(message["ended"], None)
-            self.hearer.on_ended(message["ended"], message["status"])
+            self.events.on_ended(message["ended"], message["status"])
 
     def signal(self, ranks: Iterable[int], number: int) -> None:
         """Signal ranks."""
@@ -152,7 +152,7 @@ class LocalStation:
         with contextlib.suppress(OSError):
             self.server.control.shutdown(socket.SHUT_WR)
 
-    def beat(self, now_s: float) -> None:
+    def heartbeat(self, now_s: float) -> None:
         """Nothing: the fork server sees the supervisor's end by itself."""
 
     def close(self) -> int:
@@ -167,7 +167,7 @@ class LocalStation:
         return lost_server(status, at)
 
 
-class RemoteStation:
+class RemoteBackend:
     """Another host, by an agent.
 
     Args:
@@ -229,13 +229,13 @@ class RemoteStation:
             self.tell({"credentials": self.credentials})
         self.tell({"start": settings.to_json()})
 
-    def listen(self, register: Listen, hearer: Hearer) -> None:
+    def listen(self, register: Listen, events: HostEvents) -> None:
         """Register the agent's words."""
-        self.hearer = hearer
+        self.events = events
         assert self.process.stdout is not None
         assert self.process.stderr is not None
         out, err = self.process.stdout.fileno(), self.process.stderr.fileno()
-        register(out, _Reader(out, self._told, lambda: hearer.on_lost(self), self.lines))
+        register(out, _Reader(out, self._told, lambda: events.on_lost(self), self.lines))
         register(err, _Reader(err, self._complained, lambda: None))
 
     def _told(self, line: str) -> None:
@@ -243,12 +243,12 @@ class RemoteStation:
             message = parse_json(line, "an agent's line", _TOLD)
             if "started" in message:
                 pids = message["started"].items()
-                self.hearer.on_started({self._own(parse_whole(rank)): pid for rank, pid in pids})
+                self.events.on_started({self._own(parse_whole(rank)): pid for rank, pid in pids})
             elif "output" in message:
                 text = base64.b64decode(message["text"]).decode(errors="replace")
-                self.hearer.on_output(self._own(message["output"]), text)
+                self.events.on_output(self._own(message["output"]), text)
             elif "ended" in message:
-                self.hearer.on_ended(self._own(message["ended"]), message["status"])
+                self.events.on_ended(self._own(message["ended"]), message["status"])
             elif "error" in message:
                 self._complained(": ".join(message["error"].values()))
         except ValueError:
@@ -262,7 +262,7 @@ class RemoteStation:
 
     def _complained(self, text: str) -> None:
         self.errors += text.encode() + b"\n"
-        self.hearer.on_output(self.processes[0], f"({self.host}) {text}")
+        self.events.on_output(self.processes[0], f"({self.host}) {text}")
 
     def signal(self, ranks: Iterable[int], number: int) -> None:
         """Signal ranks."""
@@ -280,9 +280,9 @@ class RemoteStation:
         """Let its fork server end."""
         self.tell({"over": True})
 
-    def beat(self, now_s: float) -> None:
+    def heartbeat(self, now_s: float) -> None:
         """Without it for some time the agent ends the ranks: see `run/supervise/agent.py`."""
-        if now_s - self.beat_s > BEAT_S:
+        if now_s - self.beat_s > HEARTBEAT_S:
             self.beat_s = now_s
             self.tell({"beat": True})
 
@@ -348,8 +348,8 @@ class _Reader:
         return not self.lines.is_over
 
 
-def _saying(hearer: Hearer, rank: int) -> Callable[[str], None]:
-    return lambda text: hearer.on_output(rank, text)
+def _saying(events: HostEvents, rank: int) -> Callable[[str], None]:
+    return lambda text: events.on_output(rank, text)
 
 
 class Listening:

@@ -21,14 +21,14 @@ from typing import Any
 from paceline.launch.local import RankSettings
 from paceline.nouns.errors import UsageError
 from paceline.run.failures import failed_launcher
-from paceline.run.supervise.station import Hearer, Lines, Listen
+from paceline.run.supervise.host_backend import HostEvents, Lines, Listen
 
 CLEAR_S = 5.0  # between asking the program to end, and killing it
 STOP = "stop"  # the file, in the run directory
 _TAGS = re.compile(r"\[(?:\d+,)?(\d+)\](?:<std(?:out|err)>:)? ?(.*)")  # Open MPI's and MPICH's names of ranks
 
 
-class CommandStation:
+class CommandBackend:
     """One program.
 
     Args:
@@ -76,13 +76,13 @@ class CommandStation:
             self.process.stdin.write(self.request)
             self.process.stdin.close()
 
-    def listen(self, register: Listen, hearer: Hearer) -> None:
+    def listen(self, register: Listen, events: HostEvents) -> None:
         """Register the program's output."""
         assert self.process is not None
         assert self.process.stdout is not None
-        self.hearer, self.lines = hearer, Lines(self.process.stdout.fileno())
+        self.events, self.lines = events, Lines(self.process.stdout.fileno())
         register(self.process.stdout.fileno(), self._read)
-        hearer.on_started(dict.fromkeys(self.settings.seats.ranks, self.process.pid))
+        events.on_started(dict.fromkeys(self.settings.host_ranks.ranks, self.process.pid))
 
     def _read(self) -> bool:
         assert self.process is not None
@@ -91,15 +91,15 @@ class CommandStation:
             rank, text = (int(found[1]), found[2]) if found else (0, line)
             if any(letter.isalnum() for letter in text):
                 self.last.append(text.strip())
-            self.hearer.on_output(rank, text)
+            self.events.on_output(rank, text)
         if self.lines.is_over:
             status = self.process.wait()
             is_killed = self.killed_s is not None
             if status == 0 or is_killed:
-                for rank in self.settings.seats.ranks:
-                    self.hearer.on_ended(rank, -signal.SIGKILL if is_killed else 0)
+                for rank in self.settings.host_ranks.ranks:
+                    self.events.on_ended(rank, -signal.SIGKILL if is_killed else 0)
             else:
-                self.hearer.on_lost(self)
+                self.events.on_lost(self)
         return not self.lines.is_over
 
     def signal(self, ranks: Iterable[int], number: int) -> None:
@@ -124,7 +124,7 @@ class CommandStation:
     def finish(self) -> None:
         """Nothing: the program ends with its ranks."""
 
-    def beat(self, now_s: float) -> None:
+    def heartbeat(self, now_s: float) -> None:
         """Nothing: the program has its own means."""
 
     def close(self, patience_s: float = 15.0) -> int:
