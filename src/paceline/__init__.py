@@ -6,15 +6,15 @@
         mean = job.step(batch)
     job.save("out")
 
-`python train.py` runs it as one process, `paceline run -n 2 train.py` as two, with the same losses; `--plan` splits the
-work another way. `Workload` says what is trained, `distribute` returns this process's `Job`, and `PacelineError` is
-everything that is raised on purpose.
+`python train.py` runs one process and `paceline run -n 2 train.py` two, with the same losses. `--plan` selects another
+parallelism. `Workload` declares what to train, `distribute` returns this process's `Job`, and every error that Paceline
+raises on purpose is a `PacelineError`.
 
-For a loop without a workload there are collectives, as in MPI: `init`, `rank`, `size`, `local_rank`, `local_size`,
+To communicate without a workload, call the collectives, as in MPI: `init`, `rank`, `size`, `local_rank`, `local_size`,
 `cross_rank`, `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all`, `broadcast`, `barrier`, `shutdown`,
 `is_initialized`.
 
-README.md of the project has a whole file and the plans; `paceline --help` lists the commands.
+The project's README.md has a complete example and the plans; `paceline --help` lists the commands.
 """
 
 from __future__ import annotations
@@ -99,5 +99,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """What a user may want, for Tab and `dir`; not this file's own imports."""
+    """List the public names, for tab completion and `dir`, without this file's imports."""
     return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])

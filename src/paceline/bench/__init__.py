@@ -1,1 +1,1 @@
-"""Measure Paceline beside what else there is, in one run."""
+"""Measure Paceline against other frameworks, in one run."""

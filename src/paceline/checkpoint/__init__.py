@@ -1,1 +1,1 @@
-"""Writes and reads a job's state: safetensors per rank, and a manifest that is written last."""
+"""Save and load a job's state: safetensors per rank, and a manifest that is written last."""

@@ -1,1 +1,1 @@
-"""Move data between ranks during a step, and nothing else; each call is counted in the ledger."""
+"""Move data between ranks during a step; count each call in the ledger."""

@@ -1,1 +1,1 @@
-"""The example job of `paceline demo`: a small BERT, pre-trained on text that every Python has."""
+"""Define the example job of `paceline demo`: a small BERT, pre-trained on text that every Python installation has."""

@@ -1,1 +1,1 @@
-"""Look at a job's hosts before it starts, and say what will stop it or slow it down, each with its fix."""
+"""Check a job's hosts before it starts: report what will stop it or slow it down, each with its fix."""

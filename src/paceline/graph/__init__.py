@@ -1,1 +1,1 @@
-"""The user's loss as a graph of tensor operations: captured once, split by tensor, cut into stages."""
+"""Capture the user's loss once as a graph of tensor operations, split it for `tensor`, cut it into pipeline stages."""

@@ -1,1 +1,1 @@
-"""Turn a plan into processes on hosts: this host, ssh, MPI, Slurm, Ray, Kubernetes; rendered first, then sent."""
+"""Turn a plan into processes on hosts: local, ssh, MPI, Slurm, Ray, Kubernetes; render first, then start."""

@@ -1,5 +1,5 @@
-"""Values that every other package uses: errors, clock, mesh, plan, workload, data order, step record.
+"""Define the plain data types of every other package: errors, clock, mesh, plan, workload, data order, step record.
 
-Values over the standard library, without torch, sockets or clock reads. Whatever stands here can be
-built in a test in one line.
+They need only the standard library, not torch. A test can build each in one line. Only `reading.py` reads files, and
+only `clock.py` reads a clock.
 """

@@ -1,1 +1,1 @@
-"""Say what a plan sends and holds, without training and without torch."""
+"""Predict what a plan sends and holds, without training and without torch."""

@@ -1,1 +1,1 @@
-"""Where a process stands in its job, whoever started it: launcher variables, host lists, store address. No torch."""
+"""Find a process's rank, whoever started it: launcher variables, host lists, store address. No torch."""

@@ -1,1 +1,1 @@
-"""Keep a job going: supervisors above the ranks, and the ranks' own processes."""
+"""Run a job: the supervisor, and the ranks' processes."""

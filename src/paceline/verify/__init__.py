@@ -1,4 +1,4 @@
-"""Check a plan's promise, that the distributed step is the single-process step, on the user's own model.
+"""Check on the user's own model that a plan's distributed step is the single-process step.
 
-The reference runs in a process of its own, by the user's plain code, and imports nothing of `parallel/` or `comm/`.
+The reference runs the user's plain code in a separate process, and imports nothing of `parallel/` or `comm/`.
 """

@@ -1,1 +1,1 @@
-"""Findings on the facts: of one host, of its network and its torch, and between hosts."""
+"""Derive findings from the facts: of one host, of its network and torch, and between hosts."""

@@ -1,1 +1,1 @@
-"""The `pipeline` axis: stages of the captured graph, micro-batches, and weights that two stages share."""
+"""Implement the `pipeline` axis: stages of the captured graph, micro-batches, weights that two stages share."""

@@ -1,1 +1,1 @@
-"""The `replicate` axis: buckets of gradients, the sums of a step, and the user's own buffers."""
+"""Implement the `replicate` axis: gradient buckets, step statistics, and the user's buffers."""

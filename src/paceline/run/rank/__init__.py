@@ -1,1 +1,1 @@
-"""A rank's own process: forked, or started by another launcher; its watchdog, and a server's process."""
+"""Run a rank's process, forked or started by another launcher; its watchdog, and a server's process."""

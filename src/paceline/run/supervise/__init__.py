@@ -1,1 +1,1 @@
-"""The process above the ranks: starts them on hosts, follows them, and decides what follows a failure. No torch."""
+"""Supervise the ranks: start them on hosts, monitor them, decide what follows a failure. No torch."""

@@ -1,1 +1,1 @@
-"""The coordinator's process: its log, the state machine of `protocol/`, and who was left out of which step."""
+"""Run the coordinator's process: its log, the state machine of `protocol/`, and the workers missing from each step."""

@@ -1,1 +1,1 @@
-"""How messages travel between a job's processes: frames over TCP with mutual TLS, and who may connect."""
+"""Send messages between a job's processes: frames over TCP with mutual TLS, and who may connect."""

@@ -1,1 +1,1 @@
-"""Compare what the ranks wrote with the reference and name the first difference. No torch."""
+"""Compare what the ranks wrote with the reference, and name the first difference. No torch."""

@@ -1,1 +1,1 @@
-"""What the verifier runs in processes of its own: the plain reference, and watched ranks of the plan."""
+"""Run the verifier's processes: the plain reference, and the plan's ranks with their outputs recorded."""

@@ -1,1 +1,1 @@
-"""A file per gang scheduler: what it wants in a job's manifests, and its rules checked offline."""
+"""Support the gang schedulers, one per file: what each needs in the manifests, and its rules, checked offline."""
