@@ -122,7 +122,7 @@ def test_too_few_open_files_are_refused_before_anything_starts(tmp_path, limit):
     done = subprocess.run(["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True, env=marked(tmp_path, {}))
     assert done.returncode == 2
     assert f"the limit on open files is {limit}\n  fix: raise it: `ulimit -n 1024`" in done.stderr
-    assert done.stderr.count("\n") == 2
+    assert done.stderr.count("\n") == 3
     assert not list((tmp_path / "runs").iterdir())
     assert not leftovers(tmp_path)
 

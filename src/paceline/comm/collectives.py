@@ -203,7 +203,7 @@ def check_op(op: str, choices: Sequence[str] = OPS) -> None:
         word = str(op).rpartition(".")[2].lower()  # torch's own are such as ReduceOp.SUM
         meant = _SAME.get(word, word)
         fix = f"write {meant!r}" if meant in choices else "write one of these"
-        raise UsageError(f"can't reduce by {op!r}", f"there are {', '.join(choices)}", fix)
+        raise UsageError(f"the reduction {op!r} is unknown", f"there are {', '.join(choices)}", fix)
 
 
 # Other words for the same. What is only spelt alike is not advised: a median is no mean.
