@@ -186,7 +186,9 @@ def write_readme_file(folder, tiny=False):
     if tiny:
         assert "torch.randn(4096, 20)" in text
         assert "epochs=3" in text
+        assert "% 64 == 0" in text
         text = text.replace("torch.randn(4096, 20)", "torch.randn(256, 20)").replace("epochs=3", "epochs=1")
+        text = text.replace("% 64 == 0", "% 4 == 0")
     (folder / "train.py").write_text(text)
 
 
@@ -197,9 +199,12 @@ def test_the_first_example_runs_alone_and_with_two_ranks(tmp_path):
     assert alone.returncode == 0, alone.stderr
     two = paceline(tmp_path, "run", "-n", "2", "train.py")
     assert two.code == 0, two.err
-    said = re.search(r"last loss ([\d.]+)", alone.stdout).group(1)
-    assert f"[0] last loss {said}" in two.out
+    printed = re.findall(r"step \d+  loss [\d.]+", alone.stdout)
+    assert len(printed) == 3
+    assert re.findall(r"\[0\] (step \d+  loss [\d.]+)", two.out) == printed
     assert (tmp_path / "out" / "manifest.json").exists()
+    finished = paceline(tmp_path, "run", "--resume", "-n", "2", "train.py")
+    assert finished.code == 0, finished.err  # no step is left to take
 
 
 @pytest.mark.integration
@@ -209,7 +214,7 @@ def test_a_shown_command_works_on_readmes_file(words, tmp_path):
     done = paceline(tmp_path, *words[1:])
     assert done.code == 0, done.out + done.err
     if words[1] == "run":
-        assert "last loss" in done.out
+        assert "step 4  loss" in done.out
         assert (tmp_path / "out" / "manifest.json").exists()
     else:
         assert done.out.strip()
@@ -246,4 +251,4 @@ def test_torchrun_starts_readmes_file(tmp_path):
         env=marked(tmp_path, {"OMP_NUM_THREADS": "1"}),
     )
     assert done.returncode == 0, done.stderr
-    assert "last loss" in done.stdout
+    assert "step 4  loss" in done.stdout
