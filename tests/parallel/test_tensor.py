@@ -272,17 +272,15 @@ BERT = [f"attention.self.{name}" for name in ("query", "key", "value")] + ["inte
 LLAMA = [f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj")] + ["mlp.gate_proj", "mlp.up_proj"]
 
 
+BERT_CASE = ("bert", "bert.encoder.layer", BERT, ["attention.output.dense", "output.dense"])
+LLAMA_CASE = ("llama", "model.layers", LLAMA, ["self_attn.o_proj", "mlp.down_proj"])  # two key heads: at most two ranks
+
+
 @pytest.mark.parametrize(
-    ("name", "prefix", "columns", "rows"),
-    [
-        ("bert", "bert.encoder.layer", BERT, ["attention.output.dense", "output.dense"]),
-        ("llama", "model.layers", LLAMA, ["self_attn.o_proj", "mlp.down_proj"]),
-    ],
+    ("name", "prefix", "columns", "rows", "parts"),
+    [(*BERT_CASE, 2), pytest.param(*BERT_CASE, 4, marks=SLOW), (*LLAMA_CASE, 2)],
 )
-@pytest.mark.parametrize("parts", [2, pytest.param(4, marks=SLOW)])
 def test_the_layout_is_the_one_made_by_hand(name, prefix, columns, rows, parts):
-    if name == "llama" and parts == 4:
-        pytest.skip("it has two key heads")
     placements = lays_of(name, parts)
     for index in range(2):
         by_hand(placements, f"{prefix}.{index}", columns, rows)
