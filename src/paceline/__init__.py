@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 # Each name is loaded when it is first used, so that `import paceline` does not import torch.
-_WORDS = [
+_API = [
     "all_gather",
     "all_reduce",
     "all_to_all",
@@ -67,7 +67,7 @@ _HOME = {
     "PacelineError": "paceline.nouns.errors",
     "Job": "paceline.train.job",
     "distribute": "paceline.train.job",
-    **{word: "paceline.comm.api" for word in _WORDS},
+    **{word: "paceline.comm.api" for word in _API},
 }
 
 __all__ = [
