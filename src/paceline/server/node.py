@@ -127,12 +127,12 @@ class Server(Peers):
             if replica.is_synced and replica.is_tail:
                 self.send([(peer, number, setup.StateRead(message.request, replica.store.content()))])
         else:
-            before, done = replica.number, replica.committed
+            before, done = replica.update_count, replica.committed
             self.send(self.member.on(number, message))
-            self.counts["updates"] += replica.number - before
+            self.counts["updates"] += replica.update_count - before
             if isinstance(message, messages.Configuration | messages.State):
                 self._send_heartbeat_if_new(number, replica.heartbeat())
-            if replica.number + replica.committed > before + done:
+            if replica.update_count + replica.committed > before + done:
                 self.progress_s, self.repeat_after_s = time.monotonic(), REPEAT_S[0]
 
     def _send_heartbeat_if_new(self, number: int, heartbeat: messages.Out) -> None:
@@ -226,10 +226,10 @@ def _status_of(number: int, replica: Replica) -> dict[str, Any]:
     return {
         "range": number,
         "role": "head" if replica.is_head else "tail" if replica.is_tail else "",
-        "epoch": replica.configuration.epoch,
-        "updates": replica.number,
-        "behind": replica.number - replica.committed,
-        "readers_waiting": len(replica.waiting),
+        "epoch": replica.configuration.config_version,
+        "updates": replica.update_count,
+        "behind": replica.update_count - replica.committed,
+        "readers_waiting": len(replica.waiting_pulls),
         "waits_for": _waits_for(replica),
         "duplicates": replica.duplicates,
         "staleness": replica.staleness,
@@ -244,7 +244,7 @@ def _waits_for(replica: Replica) -> list[int]:
     due = [segment for segment, closed in replica.rounds.items() if closed == oldest]
     if any(segment in replica.staged for segment in due):
         return []
-    here = {name for segment in due for name in replica.open[segment]}
+    here = {name for segment in due for name in replica.open_rounds[segment]}
     return [worker for worker, _ in replica.configuration.workers if worker not in here]
 
 

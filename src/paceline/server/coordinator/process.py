@@ -95,7 +95,7 @@ class Coordination(Peers):
             self.job = JobSettings.of_json(self.log.job[0])
         if self.log.configurations:
             self.coordinator = Coordinator.again(self.log.configurations, self._decided, self._settings())
-            self.told = self._epochs()
+            self.told = self._config_versions()
             self.tell({"event": "coordinator_back", "epochs": self.told, "mode": self.job.mode})
         self.spawn(every(HEARTBEAT_S / 2, self._tick))
         try:
@@ -355,7 +355,7 @@ class Coordination(Peers):
         for worker in self.workers.values():
             heard = self.coordinator.heard.get(worker)
             if heard is None:  # it has just come, unless it was in and was taken for dead
-                is_coming = worker not in self.coordinator.known
+                is_coming = worker not in self.coordinator.ever_active
             else:
                 is_coming = not heard[1].is_done and now_s - heard[0] <= self.coordinator.settings.worker_deadline_s
             if is_coming and worker in self.connections:
@@ -395,12 +395,12 @@ class Coordination(Peers):
     def _decided(self, configurations: Any) -> None:
         self.log.decide(configurations)
         self._tell_left_out(configurations[0].workers)
-        epochs = [one.epoch for one in configurations]
-        if epochs != self.told:
-            self.told = epochs
+        versions = [one.config_version for one in configurations]
+        if versions != self.told:
+            self.told = versions
             chains = [list(one.chain) for one in configurations]
             workers = sorted([*worker] for worker in configurations[0].workers)
-            self.tell({"event": "epoch", "epochs": epochs, "chains": chains, "workers": workers})
+            self.tell({"event": "epoch", "epochs": versions, "chains": chains, "workers": workers})
 
     def _tell_left_out(self, workers: Mapping[Worker, int]) -> None:
         """Where the mode allows it, the others go on without a worker that is lost."""
@@ -416,8 +416,8 @@ class Coordination(Peers):
             self.tell({"event": "joined_again", "worker": name})
         self.active = set(workers)
 
-    def _epochs(self) -> list[int]:
-        return [chain.configuration.epoch for chain in self.coordinator.chains] if self.coordinator else []
+    def _config_versions(self) -> list[int]:
+        return [chain.configuration.config_version for chain in self.coordinator.chains] if self.coordinator else []
 
     def _refuse_all(self, error: PacelineError) -> None:
         refusal = setup.Refused(type(error).__name__, error.asked, error.found, error.fix)
@@ -449,7 +449,7 @@ class Coordination(Peers):
         chains = [
             {
                 "range": number,
-                "epoch": chain.configuration.epoch,
+                "epoch": chain.configuration.config_version,
                 "chain": list(chain.configuration.chain),
                 "is_whole": chain.is_whole and all(node in self.connections for node in chain.configuration.chain),
             }

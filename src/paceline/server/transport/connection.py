@@ -163,7 +163,7 @@ class Connection(asyncio.BufferedProtocol):
             if not self.prefix.payload_bytes and payload_of(self.message) is None:
                 self._deliver(self.message)
                 return
-            number, nbytes = self.prefix.range, self.prefix.payload_bytes
+            number, nbytes = self.prefix.key_range, self.prefix.payload_bytes
             self.place, self.target = self.endpoint.destination(self, number, self.message, nbytes)
             self.filled = 0
             if len(self.target) != nbytes:
@@ -172,6 +172,6 @@ class Connection(asyncio.BufferedProtocol):
             self._deliver(with_payload(self.message, self.place))
 
     def _deliver(self, message: Any) -> None:
-        number = self.prefix.range if self.prefix is not None else 0
+        number = self.prefix.key_range if self.prefix is not None else 0
         self._expect_prefix()
         self.endpoint.on_message(self, number, message)

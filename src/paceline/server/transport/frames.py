@@ -34,7 +34,7 @@ class Prefix(NamedTuple):
     """What the first 20 bytes say."""
 
     kind: int
-    range: int
+    key_range: int
     header_bytes: int
     payload_bytes: int
 
