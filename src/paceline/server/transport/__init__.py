@@ -1,1 +1,1 @@
-"""How messages travel between a job's processes: frames over TCP with mutual TLS, and who may connect."""
+"""The transport of messages between a job's processes: frames over unix sockets or TCP with mutual TLS."""
