@@ -1,1 +1,1 @@
-"""Where a process stands in its job, whoever started it: launcher variables, host lists, store address. No torch."""
+"""A process's rank and where the ranks meet, read from the variables of whichever launcher started it. No torch."""
