@@ -190,6 +190,7 @@ class Link(Peers):
         if peer == COORDINATOR:
             return
         self._repeat()
+        # A server that hears of the start after its first content closes the connection: it gets the content again.
         for number, node in sorted(self.handed_out):
             if node == peer and number not in self.configurations:
                 self._install(number, [node])
@@ -373,7 +374,7 @@ class Link(Peers):
             return
         if not self.sent_s and all(connection.is_idle for connection in self.connections.values()):
             self.sent_s = now
-        self.send(self.session.heartbeat(self.is_leaving))
+        self.send(self.session.heartbeat(self.is_leaving))  # also here: a later one must not take the last one back
         self._send_status()
         if self.answer is None and now - max(self.progress_s, self.repeated_s) > self.repeat_after_s:
             self.repeated_s = now

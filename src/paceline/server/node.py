@@ -150,7 +150,8 @@ class Server(Peers):
     def _send_heartbeat_if_new(self, number: int, heartbeat: messages.Out) -> None:
         """Tell at once that this replica is in a configuration: others wait for it.
 
-        Only once: the coordinator answers each heartbeat with the configuration.
+        Only once: the coordinator answers each heartbeat with the configuration, and this answer with a heartbeat
+        would go on for ever, some ten thousand times a second.
         """
         if self.sent_heartbeats.get(number) != heartbeat:
             self.sent_heartbeats[number] = heartbeat

@@ -158,8 +158,11 @@ class Segments:
 
     def _absent_everywhere(self, segment: Segment, notes: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return the pieces of which no worker has a gradient."""
-        pieces = range(len(segment.pieces))
-        return [number for number in pieces if all(number in note["absent"] for note in notes)]
+        absent: list[int] = []
+        for number in range(len(segment.pieces)):
+            if all(number in note["absent"] for note in notes):
+                absent.append(number)
+        return absent
 
     def _sum(self, pushes: Sequence[Push], total: torch.Tensor) -> None:
         """Add the gradients of the summed loss to `total`, which is the first push's payload."""

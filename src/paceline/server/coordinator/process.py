@@ -397,10 +397,12 @@ class Coordination(Peers):
         # Sorted: of several incarnations of a worker the last one counts.
         latest = {worker[0]: heartbeat for worker, (_, heartbeat) in sorted(self.coordinator.heard.items())}
         furthest = max((heartbeat.clock for heartbeat in latest.values()), default=0)
+        gradients = 0
         if self.job.admission().is_by_rounds:
             gradients = furthest * self.job.workers
-        else:  # each that has left by itself took as many steps as it says
-            gradients = sum(heartbeat.clock if heartbeat.is_done else furthest for heartbeat in latest.values())
+        else:
+            for heartbeat in latest.values():  # each that has left by itself took as many steps as it says
+                gradients += heartbeat.clock if heartbeat.is_done else furthest
         return {"mode": self.job.mode, "counted": counted, "gradients": gradients}
 
     def _is_joining(self, now_s: float) -> bool:

@@ -17,7 +17,7 @@ from paceline.server.protocol.messages import Worker
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """How far workers may run apart.
+    """The mode of a job: how far workers may run apart.
 
     Args:
         kind: one of the plan's MODES.

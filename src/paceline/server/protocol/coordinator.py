@@ -21,7 +21,7 @@ REPLICAS = 2  # one may fail
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How long chains are, and when silence is death.
+    """The length of chains, and the silence after which a process is taken for dead.
 
     Args:
         replicas: of every range.

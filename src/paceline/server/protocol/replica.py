@@ -190,7 +190,9 @@ class Replica:
         self.configuration = new
         if self.node not in new.chain:
             if self.node not in new.holders:
-                self._clear()  # others went on without it: what it held alone must not come back
+                # Taken for dead, it kept its state until others were known to go on without it, as a false suspicion
+                # and a crash within one deadline would lose everything. What it held alone must not come back.
+                self._clear()
             return []
         if is_same_version:  # only its confirmation is new
             return self._commit() if self.is_synced and self.is_tail else []
@@ -262,7 +264,9 @@ class Replica:
             is_committed = number is None or number < self.committed
             return acknowledgement if is_committed else []
         if self.mode.is_by_rounds:
-            if push.clock < self.settled[segment]:  # its round went on without it, for good
+            # Its round went on without it, for good. A round that is closed but not settled may be lost with this
+            # head: then the gradient is needed after all.
+            if push.clock < self.settled[segment]:
                 return acknowledgement
             if push.clock != self.rounds[segment] or segment in self.staged:
                 return []
@@ -328,6 +332,8 @@ class Replica:
         update = Update(segment, tuple((push.worker, push.clock) for push in pushes), note, payload)
         if not self.gates:
             return self._apply_and_forward(update)
+        # Applied at once, it could leave parameters of two steps: a worker may die between its pushes to two ranges,
+        # and nobody can compute the missing gradient again.
         self.staged[segment] = update
         return self._announce_round()
 
@@ -420,7 +426,10 @@ class Replica:
         return self._apply_and_forward(message.update)
 
     def _commit(self) -> Out:
-        """At the tail: everything it has, all have. Nothing is promised in a configuration that is not confirmed."""
+        """Settle everything, at the tail: what it has, all have.
+
+        Nothing is promised in a configuration that is not confirmed.
+        """
         return self._settle(self.update_count) if self._is_confirmed() else []
 
     def _is_confirmed(self) -> bool:

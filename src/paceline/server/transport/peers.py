@@ -201,7 +201,11 @@ class Peers:
         connection.role, connection.process = role, process_of(end)
 
     def check_may_send(self, connection: Connection, kind: type, nbytes: int) -> None:
-        """Raise FrameError before a byte of memory is taken up for a message that is not the peer's to send."""
+        """Raise FrameError if a message is not the peer's to send: see `connection.Endpoint`.
+
+        Called with the first bytes of a frame, before memory is taken up for it: a stranger, or a watcher, could make
+        this process take up LAYOUT_BYTES for each message otherwise.
+        """
         if kind is setup.Hello:
             if connection.peer is not None:
                 raise FrameError("a second hello")
