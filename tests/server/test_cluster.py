@@ -316,6 +316,6 @@ def test_a_worker_that_leaves_early_does_not_come_again():
 
     with Cluster("replicate=1,server=1") as cluster:
         cluster.worker(0, 5, some, optimizer=adamw).ended(60)
-        known = cluster.coordination.coordinator.known
+        known = cluster.coordination.coordinator.ever_active
         time.sleep(0.5)
         assert known == {(0, 0)}

@@ -28,7 +28,7 @@ def coordinator():
 def hear(one, now_s):
     for node in (0, 1):
         for number in range(2):
-            one.on(number, Heartbeat(node, 0, state_epoch=0), now_s)
+            one.on(number, Heartbeat(node, 0, state_config_version=0), now_s)
     for worker in WORKERS:
         one.on(0, WorkerHeartbeat(worker, 0, 0, is_done=False), now_s)
 
@@ -53,12 +53,12 @@ def test_a_replica_that_takes_over_is_on_another_host(hosts, taken):
     for now_s in (0.1, 4.0):
         for number in range(len(chains)):
             for node in (0, 1, 2, 3) if now_s < 1 else (1, 2, 3):
-                one.on(number, Heartbeat(node, 0, state_epoch=0), now_s)
+                one.on(number, Heartbeat(node, 0, state_config_version=0), now_s)
     for step in range(3):
         one.tick(6.0 + step / 10)
         first = one.chains[0].configuration
         for node in first.chain:
-            one.on(0, Heartbeat(node, first.epoch, state_epoch=first.epoch), 6.0 + step / 10)
+            one.on(0, Heartbeat(node, first.config_version, state_config_version=first.config_version), 6.0 + step / 10)
     assert one.chains[0].configuration.chain == (3, taken)
 
 
@@ -74,7 +74,7 @@ def test_nobody_was_silent_while_the_coordinator_stood_still(is_heard):
     one.tick(now_s)
     assert not any(chain.is_lost(now_s) for chain in one.chains)
     assert set(one.workers) == set(WORKERS)
-    assert [chain.configuration.epoch for chain in one.chains] == [0, 0]
+    assert [chain.configuration.config_version for chain in one.chains] == [0, 0]
 
 
 @pytest.mark.parametrize("ticks", [0, 1])
@@ -148,12 +148,12 @@ def test_with_one_replica_a_spare_server_does_not_save_the_job():
     one = Coordinator.first([(0,)], WORKERS, lambda entry: None, replace(SETTINGS, replicas=1))
     one.tick(0.0)
     for now_s in (0.1, 1.0):
-        one.on(0, Heartbeat(0, 0, state_epoch=0), now_s)
-        one.on(0, Heartbeat(1, 0, state_epoch=-1), now_s)
+        one.on(0, Heartbeat(0, 0, state_config_version=0), now_s)
+        one.on(0, Heartbeat(1, 0, state_config_version=-1), now_s)
         one.tick(now_s)
     one.forget(0, 1.1)
     for now_s in (2.0, 10.0, 20.0):
-        one.on(0, Heartbeat(1, 0, state_epoch=-1), now_s)
+        one.on(0, Heartbeat(1, 0, state_config_version=-1), now_s)
         one.tick(now_s)
     assert one.chains[0].configuration.chain == (0,)
     assert one.chains[0].is_lost(20.0)

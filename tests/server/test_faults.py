@@ -82,13 +82,15 @@ def test_connections_that_break_again_and_again():
 
 
 def test_a_server_that_nobody_reaches_is_fenced_and_comes_back(monkeypatch):
-    """Its frames are held beyond the deadline, then all come at once; what it says of the old epoch counts no more."""
+    """Its frames are held beyond the deadline, then all come at once; what it says then is refused."""
     with Behind("replicate=2,server=2") as cluster:
         workers = [cluster.worker(number, 60, slowly) for number in range(2)]
         while not workers[0].handle or workers[0].handle.clock < 3:
             time.sleep(0.05)
         stopped, heartbeat = cluster.servers[1], Member.heartbeat
-        monkeypatch.setattr(Member, "beat", lambda member: heartbeat(member) if member.node != stopped.node else [])
+        monkeypatch.setattr(
+            Member, "heartbeat", lambda member: heartbeat(member) if member.node != stopped.node else []
+        )
         cluster.call(lambda: cluster.proxies[1].set("hold"))
         cluster.call(stopped.connections["coordinator"].transport.pause_reading)
         time.sleep(8)

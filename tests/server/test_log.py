@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from paceline.nouns.errors import CheckpointError
@@ -29,6 +31,16 @@ def test_a_log_is_taken_up_where_it_was(tmp_path):
     last = Log.open(tmp_path / "log")
     assert last.nodes == 3
     last.close()
+
+
+def test_a_log_names_the_version_of_a_configuration_as_earlier_ones_did(tmp_path):
+    log = Log.open(tmp_path / "log")
+    log.decide([ONE])
+    log.close()
+    line = json.loads((tmp_path / "log").read_text())
+    keys = ["epoch", "chain", "workers", "joining", "confirmed", "holders"]
+    assert [list(value) for value in line["configurations"]] == [keys]
+    assert line["configurations"][0]["epoch"] == ONE.config_version
 
 
 @pytest.mark.parametrize("content", [b"{\n", b'{"worker": 5}\n', b'{"configurations": [{}]}\n', b"[]\n"])

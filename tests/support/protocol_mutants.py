@@ -26,20 +26,21 @@ def wrap(patch, owner, name, around):
 @mutant
 def a_push_counts_twice(patch):
     def pushed(plain, self, push):
-        if self.is_head and not self.mode.is_by_rounds and push.clock <= self._last(push.segment, push.worker):
-            return self._make(Update(push.segment, ((push.worker, push.clock),), None, push.payload))
+        if self.is_head and not self.mode.is_by_rounds and push.clock <= self._last_clock(push.segment, push.worker):
+            return self._apply_and_forward(Update(push.segment, ((push.worker, push.clock),), None, push.payload))
         return plain(self, push)
 
-    wrap(patch, Replica, "_pushed", pushed)
+    wrap(patch, Replica, "_on_push", pushed)
 
 
 @mutant
 def acknowledged_by_the_head(patch):
-    def make(plain, self, made):
-        told = [(worker, Pushed(self.configuration.epoch, clock, made.segment)) for worker, clock in made.pushes]
-        return told + plain(self, made)
+    def apply(plain, self, update):
+        version = self.configuration.config_version
+        told = [(worker, Pushed(version, clock, update.segment)) for worker, clock in update.pushes]
+        return (told if self.is_head else []) + plain(self, update)
 
-    wrap(patch, Replica, "_make", make)
+    wrap(patch, Replica, "_apply_and_forward", apply)
 
 
 @mutant
@@ -50,24 +51,24 @@ def read_at_the_head(patch):
 @mutant
 def no_check_for_gaps(patch):
     def forwarded(plain, self, message):
-        return plain(self, Forward(message.epoch, self.number, message.update))
+        return plain(self, Forward(message.config_version, self.update_count, message.update))
 
-    wrap(patch, Replica, "_forwarded", forwarded)
+    wrap(patch, Replica, "_on_forward", forwarded)
 
 
 @mutant
 def lost_acknowledgements_are_not_repeated(patch):
-    wrap(patch, Replica, "_forwarded", lambda plain, self, m: [] if m.number < self.number else plain(self, m))
+    wrap(patch, Replica, "_on_forward", lambda plain, self, m: [] if m.number < self.update_count else plain(self, m))
 
 
 @mutant
 def one_that_comes_back_keeps_what_it_had(patch):
     def configure(plain, self, new):
         if new.joining is not None:
-            self.joined = new.joining[1]
+            self.joined_at_version = new.joining[1]
         return plain(self, new)
 
-    wrap(patch, Replica, "_configure", configure)
+    wrap(patch, Replica, "_on_configuration", configure)
 
 
 @mutant
@@ -84,9 +85,9 @@ def a_round_closes_with_the_first(patch):
 def the_middle_says_that_all_have_it(patch):
     def forwarded(plain, self, message):
         out = plain(self, message)
-        return [*out, (self.predecessor, Forwarded(self.configuration.epoch, self.number))]
+        return [*out, (self.predecessor, Forwarded(self.configuration.config_version, self.update_count))]
 
-    wrap(patch, Replica, "_forwarded", forwarded)
+    wrap(patch, Replica, "_on_forward", forwarded)
 
 
 @mutant
@@ -94,7 +95,7 @@ def a_joiner_takes_no_state(patch):
     def take_over(plain, self, state):
         return plain(self, dataclasses.replace(state, content=([0, 0], [])))
 
-    wrap(patch, Replica, "_take_over", take_over)
+    wrap(patch, Replica, "_on_state", take_over)
 
 
 @mutant
@@ -108,14 +109,14 @@ def late_for_a_round_that_may_be_lost(patch):
         self.settled = dict(self.rounds)
         return plain(self, push)
 
-    wrap(patch, Replica, "_pushed", pushed)
+    wrap(patch, Replica, "_on_push", pushed)
 
 
 @mutant
 def one_taken_for_dead_joins_before_the_others_are_known_to_live(patch):
     def add(plain, self, *arguments):
         kept = self.configuration
-        self.configuration = dataclasses.replace(kept, confirmed=kept.epoch)
+        self.configuration = dataclasses.replace(kept, confirmed=kept.config_version)
         out = plain(self, *arguments)
         if not out:
             self.configuration = kept
@@ -127,26 +128,28 @@ def one_taken_for_dead_joins_before_the_others_are_known_to_live(patch):
 @mutant
 def a_gate_opens_before_all_have_told(patch):
     def stage(plain, self):
-        now, _ = self._due()
-        self.told[now] = {other: self.told.get(now, {}).get(other, 0.0) for other in range(self.gates)}
+        now, _ = self._round_under_way()
+        self.peer_partials[now] = {
+            other: self.peer_partials.get(now, {}).get(other, 0.0) for other in range(self.gates)
+        }
         return plain(self)
 
-    wrap(patch, Replica, "_stage", stage)
+    wrap(patch, Replica, "_announce_round", stage)
 
 
 @mutant
 def a_head_forgets_what_it_told(patch):
     def hear(plain, self, message):
-        self.own = {past: value for past, value in self.own.items() if past >= min(self.rounds.values())}
+        self.partials = {past: value for past, value in self.partials.items() if past >= min(self.rounds.values())}
         return plain(self, message)
 
-    wrap(patch, Replica, "_hear_partial", hear)
+    wrap(patch, Replica, "_on_partial", hear)
 
 
 @mutant
 def a_new_worker_is_unknown_after_it_was_told_of_others(patch):
     def add(plain, self, now_s):
-        return [] if all(heartbeat.epoch >= 0 for _, heartbeat in self.heard.values()) else plain(self, now_s)
+        return [] if all(heartbeat.config_version >= 0 for _, heartbeat in self.heard.values()) else plain(self, now_s)
 
     wrap(patch, Coordinator, "_add_worker", add)
 
@@ -170,7 +173,7 @@ def a_new_head_counts_from_nothing(patch):
     def take_over(plain, self, state):
         return plain(self, dataclasses.replace(state, note=None))
 
-    wrap(patch, Replica, "_take_over", take_over)
+    wrap(patch, Replica, "_on_state", take_over)
 
 
 @mutant

@@ -197,7 +197,7 @@ class Simulator:
 
     def _has_other(self, node: int, about: int) -> bool:
         known = self.coordinator.chains[about].configuration
-        is_needed = self.members[node].replicas[about].is_synced or (node in known.chain and known.epoch == 0)
+        is_needed = self.members[node].replicas[about].is_synced or (node in known.chain and known.config_version == 0)
         others = [other for other in self.members if other != node and self.alive[other]]
         return not is_needed or any(self._could_lead(other, about) for other in others)
 
@@ -210,7 +210,8 @@ class Simulator:
 
     def _is_current(self, node: int, about: int) -> bool:
         replica = self.members[node].replicas[about]
-        return replica.is_synced and replica.configuration.epoch == self.coordinator.chains[about].configuration.epoch
+        newest = self.coordinator.chains[about].configuration.config_version
+        return replica.is_synced and replica.configuration.config_version == newest
 
     def _has_acknowledged(self, node: int, about: int) -> bool:
         values = self.members[node].replicas[about].store.values
@@ -321,7 +322,9 @@ class Simulator:
         if behind is None:
             return
         # Who was in when it was given: a worker may come in while another range's answer is on its way.
-        active = next(entry[about].workers for entry in self.log if entry[about].epoch == answer.epoch)
+        active = next(
+            entry[about].workers for entry in self.log if entry[about].config_version == answer.config_version
+        )
         for other, first in active.items():
             if other not in self.began:
                 continue  # it has just come: rounds under way are closed without it
@@ -348,7 +351,7 @@ class Simulator:
 
     def _check_updates(self, node: int, replica: Replica) -> None:
         """Look at the updates that a replica has made since the last time."""
-        key, updates = (node, replica.range), replica.store.updates
+        key, updates = (node, replica.key_range), replica.store.updates
         before = self.checked.get(key, 0)
         if len(updates) == before:
             return

@@ -1,4 +1,4 @@
-"""Slurm's short words for hosts and for tasks per host, read without `scontrol`: containers have none.
+"""Reading Slurm's short forms of host lists and of tasks per host, without `scontrol`: containers have none.
 
 a[01-03,7],b-gpu[1-2]-x,c     a01 a02 a03 a7 b-gpu1-x b-gpu2-x c
 4(x2),3                       4 4 3
@@ -7,7 +7,6 @@ a[01-03,7],b-gpu[1-2]-x,c     a01 a02 a03 a7 b-gpu1-x b-gpu2-x c
 from __future__ import annotations
 
 import itertools
-import math
 import re
 
 from paceline.nouns.errors import UsageError
@@ -19,11 +18,11 @@ _MOST_CHARACTERS = 2**24
 _PART = re.compile(r"\[([^\[\]]*)\]|([^\[\],\s]+)")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?", re.ASCII)
 _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?", re.ASCII)
-_Part = str | list[tuple[int, int, int]]  # of a word: letters, or ranges of numbers
+_Part = str | list[tuple[int, int, int]]  # of an item: letters, or ranges of numbers (first, last, least digits)
 
 
 def hosts_of(text: str, name: str = "SLURM_STEP_NODELIST") -> list[str]:
-    """The hosts of a node list, in its order; numbers keep the zeros that the lower end of a range has.
+    """Return the hosts of a node list, in its order; numbers keep the zeros that the lower end of a range has.
 
     Args:
         text: such as `a[01-03,7],b`.
@@ -32,22 +31,25 @@ def hosts_of(text: str, name: str = "SLURM_STEP_NODELIST") -> list[str]:
     Raises:
         UsageError: it is no node list, or has over a million hosts.
     """
-    words = [_parts_of(word, text, name) for word in _words(text, name)]
-    # All are counted before the first is made.
-    sizes = [[_size(part) for part in parts] for parts in words]
-    hosts = [math.prod(count for count, _ in parts) for parts in sizes]
-    lengths = [sum(length for _, length in parts) for parts in sizes]
-    characters = sum(count * length for count, length in zip(hosts, lengths, strict=True))
-    if sum(hosts) > MOST_HOSTS or characters > _MOST_CHARACTERS:
+    items = [_parts_of(item, text, name) for item in _items(text, name)]
+    # Count all of them before the first name is made: a short text can stand for more than the memory holds.
+    hosts = 0
+    characters = 0
+    for parts in items:
+        count, longest = _size_of_item(parts)
+        hosts += count
+        characters += count * longest
+    if hosts > MOST_HOSTS or characters > _MOST_CHARACTERS:
         raise _not_a_list(text, name)
     names: list[str] = []
-    for parts in words:
-        names += map("".join, itertools.product(*map(_written, parts)))
+    for parts in items:
+        for combination in itertools.product(*map(_texts_of, parts)):
+            names.append("".join(combination))
     return names
 
 
 def tasks_per_host(text: str, name: str = "SLURM_STEP_TASKS_PER_NODE") -> list[int]:
-    """How many tasks each host of a step has, in the order of the node list.
+    """Return how many tasks each host of a step has, in the order of the node list.
 
     Args:
         text: such as `4(x2),3`.
@@ -57,10 +59,12 @@ def tasks_per_host(text: str, name: str = "SLURM_STEP_TASKS_PER_NODE") -> list[i
         UsageError: it has not this form.
     """
     counts: list[int] = []
-    for word in text.split(","):
-        match = _COUNT.fullmatch(word.strip())
-        tasks = parse_whole(match[1], 1) if match else None
-        repeats = parse_whole(match[2] or "1", 1, MOST_HOSTS - len(counts)) if match else None
+    for item in text.split(","):
+        tasks, repeats = None, None
+        match = _COUNT.fullmatch(item.strip())
+        if match is not None:
+            tasks = parse_whole(match[1], 1)
+            repeats = parse_whole(match[2] or "1", 1, MOST_HOSTS - len(counts))
         if tasks is None or repeats is None:
             raise UsageError(
                 f"{name} from Slurm should be tasks per host, such as 4(x2),3",
@@ -71,64 +75,88 @@ def tasks_per_host(text: str, name: str = "SLURM_STEP_TASKS_PER_NODE") -> list[i
     return counts
 
 
-def _words(text: str, name: str) -> list[str]:
-    """The list cut at the commas that stand outside of brackets."""
-    words, depth, start = [], 0, 0
-    for at, letter in enumerate(text):
-        depth += (letter == "[") - (letter == "]")
+def _items(text: str, name: str) -> list[str]:
+    """Return the list cut at the commas that stand outside of brackets."""
+    items: list[str] = []
+    depth = 0
+    start = 0
+    for index, letter in enumerate(text):
+        if letter == "[":
+            depth += 1
+        elif letter == "]":
+            depth -= 1
         if depth not in (0, 1):
             break
         if letter == "," and depth == 0:
-            words.append(text[start:at])
-            start = at + 1
-    words.append(text[start:])
-    if depth or not all(words):
+            items.append(text[start:index])
+            start = index + 1
+    items.append(text[start:])
+    if depth or not all(items):
         raise _not_a_list(text, name)
-    return words
+    return items
 
 
-def _parts_of(word: str, text: str, name: str) -> list[_Part]:
-    """A word in its parts, each of several ranges of which every host has one number, or of letters."""
+def _parts_of(item: str, text: str, name: str) -> list[_Part]:
+    """Return an item in its parts: letters, or ranges of numbers of which every host has one."""
     parts: list[_Part] = []
     end = 0
-    for match in _PART.finditer(word):
+    for match in _PART.finditer(item):
         if match.start() != end:
             break
         end = match.end()
-        parts.append(_ranges(match[1], text, name) if match[2] is None else match[2])
-    if end != len(word):
+        inside_brackets, letters = match.groups()
+        parts.append(_ranges(inside_brackets, text, name) if letters is None else letters)
+    if end != len(item):
         raise _not_a_list(text, name)
     return parts
 
 
 def _ranges(inside: str, text: str, name: str) -> list[tuple[int, int, int]]:
-    """The ranges of `01-03,7`, each as (first, last, least digits)."""
-    ranges = []
+    """Return the ranges of `01-03,7`, each as (first, last, least digits)."""
+    ranges: list[tuple[int, int, int]] = []
     for item in inside.split(","):
         match = _RANGE.fullmatch(item)
-        low = parse_whole(match[1]) if match else None
-        high = parse_whole(match[2] or match[1]) if match else None
-        if match is None or low is None or high is None or low > high:
+        if match is None:
+            raise _not_a_list(text, name)
+        low = parse_whole(match[1])
+        high = parse_whole(match[2] or match[1])
+        if low is None or high is None or low > high:
             raise _not_a_list(text, name)
         ranges.append((low, high, len(match[1])))
     return ranges
 
 
-def _size(part: _Part) -> tuple[int, int]:
-    """How many ways of writing a part there are, and the characters of the longest."""
+def _size_of_item(parts: list[_Part]) -> tuple[int, int]:
+    """Return how many hosts an item stands for, and the characters of the longest name."""
+    hosts = 1
+    longest = 0
+    for part in parts:
+        count, length = _size_of_part(part)
+        hosts *= count
+        longest += length
+    return hosts, longest
+
+
+def _size_of_part(part: _Part) -> tuple[int, int]:
+    """Return how many texts a part stands for, and the characters of the longest."""
     if isinstance(part, str):
         return 1, len(part)
-    return sum(high - low + 1 for low, high, _ in part), max(max(len(str(high)), least) for _, high, least in part)
+    count = 0
+    longest = 0
+    for low, high, least_digits in part:
+        count += high - low + 1
+        longest = max(longest, len(str(high)), least_digits)
+    return count, longest
 
 
-def _written(part: _Part) -> list[str]:
-    """All ways of writing a part; numbers have at least the digits of their range's first one."""
+def _texts_of(part: _Part) -> list[str]:
+    """Return all texts that a part stands for; numbers have at least the digits of their range's first one."""
     if isinstance(part, str):
         return [part]
-    written: list[str] = []
-    for low, high, least in part:
-        written += [str(number).zfill(least) for number in range(low, high + 1)]
-    return written
+    texts: list[str] = []
+    for low, high, least_digits in part:
+        texts += [str(number).zfill(least_digits) for number in range(low, high + 1)]
+    return texts
 
 
 def _not_a_list(text: str, name: str) -> UsageError:

@@ -1,4 +1,4 @@
-"""Which network interface of this host leads to another, and listening at one address of it (Linux, macOS; IPv4)."""
+"""This host's network interfaces: their addresses, which one leads to a host, listening at one (Linux, macOS; IPv4)."""
 
 from __future__ import annotations
 
@@ -15,52 +15,64 @@ _SIOCGIFADDR = 0x8915 if sys.platform.startswith("linux") else 0xC0206921  # net
 
 
 def address_of(interface: str) -> str:
-    """The IPv4 address of an interface.
+    """Return the IPv4 address of an interface.
 
     Raises:
         UsageError: there is no such interface, or it has none.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+            return _ask_kernel(probe, interface)
         except OSError as error:
-            known = ", ".join(sorted(addresses())) or "none"
+            names = ", ".join(sorted(addresses())) or "none"
             raise UsageError(
                 f"the network interface {interface}",
                 f"it has no IPv4 address here ({error.strerror})",
-                f"name one of: {known}",
+                f"name one of: {names}",
             ) from None
-    return socket.inet_ntoa(answer[20:24])
 
 
 def addresses() -> dict[str, str]:
-    """Interfaces that have an IPv4 address, and that."""
-    found = {}
+    """Return the IPv4 addresses of the interfaces that have one, by name."""
+    by_interface: dict[str, str] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:
-                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                by_interface[name] = _ask_kernel(probe, name)
             except OSError:
-                continue
-            found[name] = socket.inet_ntoa(answer[20:24])
-    return found
+                continue  # it has none
+    return by_interface
+
+
+def _ask_kernel(probe: socket.socket, interface: str) -> str:
+    """Return an interface's IPv4 address.
+
+    Raises:
+        OSError: there is no such interface, or it has none.
+    """
+    # struct ifreq of netdevice(7): a name of 15 characters and a zero, then a sockaddr_in, whose bytes 4 to 8 are it.
+    answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+    return socket.inet_ntoa(answer[20:24])
 
 
 def interface_of(address: str) -> str | None:
-    """The interface that has this address; None: no interface of this host has."""
-    return next((name for name, own in addresses().items() if own == address), None)
+    """Return the interface that has this address; None where no interface of this host has."""
+    for name, its_address in addresses().items():
+        if its_address == address:
+            return name
+    return None
 
 
 def address_towards(host: str, port: int = 9) -> str:
-    """This host's address on the way to another: of a socket that the kernel would send from; nothing is sent.
+    """Return the address that the kernel would send from to reach a host. Nothing is sent.
 
     Raises:
         UsageError: the name has no address, or there is no way to it.
     """
     try:
-        known = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_DGRAM)
+        *_, address = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_DGRAM)[0]
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect(known[0][4])
+            probe.connect(address)  # UDP: this only chooses a route
             return str(probe.getsockname()[0])
     except OSError as error:
         raise UsageError(
@@ -71,7 +83,7 @@ def address_towards(host: str, port: int = 9) -> str:
 
 
 def open_listener(address: str, port: int) -> socket.socket:
-    """A socket at one address of this host, for torch's store, which by itself would listen on all.
+    """Return a socket at one address of this host, for torch's store, which by itself would listen on all.
 
     Raises:
         UsageError: the port is taken.
@@ -82,7 +94,7 @@ def open_listener(address: str, port: int) -> socket.socket:
 
 
 def reserve_port(address: str) -> socket.socket:
-    """A socket that holds a free port at one address of this host for processes that will listen there.
+    """Return a socket that holds a free port at one address of this host for processes that will listen there.
 
     As long as it is open, the kernel gives the port to nobody who asks for any, and a listener that names it
     (SO_REUSEADDR) may have it, one after the other: seen with all other ports taken (Linux 6). Where not `CAN_SHARE`
@@ -95,15 +107,15 @@ def reserve_port(address: str) -> socket.socket:
 
 
 def _bound(address: str, port: int, backlog: int) -> socket.socket:
-    found = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        found.bind((address, port))
+        listener.bind((address, port))
         if backlog:
-            found.listen(backlog)
+            listener.listen(backlog)
     except OSError as error:
-        found.close()
+        listener.close()
         raise UsageError(
             f"can't listen at {address}:{port}", f"it can't be had ({error.strerror})", "name another port"
         ) from None
-    return found
+    return listener

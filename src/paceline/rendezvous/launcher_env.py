@@ -1,4 +1,4 @@
-"""Where a process stands among the ranks, by whichever launcher started it.
+"""This process's place among the ranks, by whichever launcher started it.
 
 A rank may find itself under `paceline run`, torchrun, Horovod, Open MPI, MVAPICH2, MPICH and its kin, `srun` or
 `jsrun`, and under two of them at once: `srun --ntasks-per-node=1 torchrun` sets the variables of both. The earlier
@@ -28,7 +28,7 @@ _MPI = (launchers.OPEN_MPI, launchers.MVAPICH, launchers.PMI)
 
 @dataclass(frozen=True, slots=True)
 class LauncherPosition:
-    """Where a process stands among the ranks, and how they meet.
+    """A process's place among the ranks, and where they meet.
 
     Args:
         rank, size: this process among all ranks.
@@ -61,7 +61,7 @@ class LauncherPosition:
 
 
 def find_position(environment: Mapping[str, str]) -> LauncherPosition:
-    """This process among the ranks. Under no launcher it is a world of one.
+    """Return this process's place among the ranks. Under no launcher it is a world of one.
 
     Raises:
         UsageError: a launcher's variables are incomplete, are no numbers or contradict each other; two launchers
@@ -69,22 +69,27 @@ def find_position(environment: Mapping[str, str]) -> LauncherPosition:
     """
     environment = without_empty(environment)
     interface = environment.get("PACELINE_INTERFACE")
-    said = read_launchers(environment)
-    whole = [one for one in said if one.is_whole]
-    if not whole:
-        if said:
-            raise _incomplete(said[0])
+    launched_by = read_launchers(environment)
+    complete = [launcher for launcher in launched_by if launcher.names_rank]
+    if not complete:
+        if launched_by:
+            raise _incomplete(launched_by[0])
         _check_promises(environment)
         origins = dict.fromkeys(FIELDS, "default: no launcher")
         return LauncherPosition(origins=_with_interface(origins, interface), interface=interface)
-    inner = whole[0]
-    for part in said:
-        if not part.is_whole:
-            _check_part(part, whole)
-    for outer in whole[1:]:
+    inner = complete[0]
+    for launcher in launched_by:
+        if not launcher.names_rank:
+            _check_addition(launcher, complete)
+    for outer in complete[1:]:
         _check_agreement(inner, outer)
-    equals = [inner, *(one for one in said if one is not inner and _is_same(one, inner))]
-    values, origins = _completed(equals)
+    agreeing = [inner]
+    for launcher in launched_by:
+        if launcher is not inner and _is_same(launcher, inner):
+            agreeing.append(launcher)
+    values, origins = _completed(agreeing)
+    is_cross_computed = origins["cross_rank"].startswith("computed")
+    is_on_one_host = values["local_size"] == values["size"]
     position = LauncherPosition(
         values["rank"],
         values["size"],
@@ -95,62 +100,77 @@ def find_position(environment: Mapping[str, str]) -> LauncherPosition:
         source=inner.source,
         origins=_with_interface(origins, interface),
         interface=interface,
-        is_cross_computed=origins["cross_rank"].startswith("computed") and 1 < values["size"] != values["local_size"],
+        is_cross_computed=is_cross_computed and values["size"] > 1 and not is_on_one_host,
     )
-    return _met(position, [one for one in equals if one.is_whole][-1].source, environment)
+    # The outermost launcher that names this rank started all of them: by its job they find each other.
+    outermost = [launcher for launcher in agreeing if launcher.names_rank][-1]
+    return _with_meeting(position, outermost.source, environment)
 
 
 def _with_interface(origins: Mapping[str, str], interface: str | None) -> dict[str, str]:
-    return {**origins, "interface": f"PACELINE_INTERFACE={interface}" if interface else "default"}
+    origin = f"PACELINE_INTERFACE={interface}" if interface else "default"
+    return {**origins, "interface": origin}
 
 
-def _incomplete(said: LauncherVariables) -> UsageError:
-    names = dict(zip(FIELDS, launchers.NAMES[said.source], strict=False))
-    missing = [names.get(f, "the number of ranks").split(" PALS")[0] for f in FIELDS[:2] if f not in said.values]
-    only = ", ".join(said.names)
+def _incomplete(variables: LauncherVariables) -> UsageError:
+    names = dict(zip(FIELDS, launchers.NAMES[variables.source], strict=False))
+    missing: list[str] = []
+    for field_name in ("rank", "size"):
+        if field_name not in variables.values:
+            name = names.get(field_name, "the number of ranks")
+            missing.append(name.split(" PALS")[0])  # of several names for one thing the first
+    only = ", ".join(variables.names)
     return UsageError(
-        f"the ranks' variables of {said.source} should be set together",
+        f"the ranks' variables of {variables.source} should be set together",
         f"only {only} is set, and {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not",
         f"unset {only}, or start the job with `paceline run`",
     )
 
 
-def _is_same(one: LauncherVariables, other: LauncherVariables) -> bool:
-    """Whether they give no field two values; of two whole ones, whether they name the same rank of as many."""
-    shared = FIELDS[:2] if one.is_whole and other.is_whole else FIELDS
-    return all(one.values[f] == other.values[f] for f in shared if f in one.values and f in other.values)
+def _is_same(first: LauncherVariables, second: LauncherVariables) -> bool:
+    """Return True if they give no field two values; if both name a rank, whether it is the same rank of as many."""
+    compared: tuple[str, ...] = FIELDS
+    if first.names_rank and second.names_rank:
+        compared = ("rank", "size")
+    for name in compared:
+        if name in first.values and name in second.values and first.values[name] != second.values[name]:
+            return False
+    return True
 
 
-def _check_part(part: LauncherVariables, whole: list[LauncherVariables]) -> None:
-    """Raise UsageError unless what an incomplete set of variables says is what some launcher says."""
-    if not any(_is_same(part, one) for one in whole):
-        raise _disagreement(part, whole[-1])
+def _check_addition(variables: LauncherVariables, complete: list[LauncherVariables]) -> None:
+    """Raise UsageError unless what variables without a rank say is what some launcher says."""
+    if not any(_is_same(variables, launcher) for launcher in complete):
+        raise _disagreement(variables, complete[-1])
 
 
 def _check_agreement(inner: LauncherVariables, outer: LauncherVariables) -> None:
     """Raise UsageError unless both name the same rank, or the outer one started one process per host."""
     rank, size = outer.values["rank"], outer.values["size"]
-    if size == 1 or _is_same(inner, outer) or (rank, size) in _hosts(inner):
+    if size == 1 or _is_same(inner, outer) or (rank, size) == _place_among_hosts(inner):
         return
-    local = inner.values.get("local_size", 1)
+    ranks = inner.values["size"]
+    is_on_one_host = inner.values.get("local_size", 1) == ranks
     is_step_of_daemons = outer.source == launchers.SLURM and outer.values.get("local_size") == 1
-    if inner.source in _MPI and is_step_of_daemons and local < inner.values["size"] > size:
+    if inner.source in _MPI and is_step_of_daemons and not is_on_one_host and ranks > size:
         return  # `mpirun` starts its daemons by `srun`, on every host or on every host but its own
     raise _disagreement(inner, outer)
 
 
-def _hosts(said: LauncherVariables) -> set[tuple[int, int]]:
-    """This host among the hosts, as the launcher says, or as it is where ranks fill one host after the other."""
-    values = said.values
+def _place_among_hosts(variables: LauncherVariables) -> tuple[int, int] | None:
+    """Return this host's number and how many there are; None where the launcher does not say how many.
+
+    Where it does not say which host this is, ranks are taken to fill one host after the other.
+    """
+    values = variables.values
     if "cross_rank" in values and "cross_size" in values:
-        return {(values["cross_rank"], values["cross_size"])}
-    local, size, rank = values.get("local_size", 0), values["size"], values["rank"]
-    if not local or size % local:
-        return set()
-    hosts = size // local
-    if "cross_rank" in values:
-        return {(values["cross_rank"], hosts)}
-    return {(rank // local, hosts)}
+        return values["cross_rank"], values["cross_size"]
+    size = values["size"]
+    local_size = values.get("local_size", 0)
+    if not local_size or size % local_size:
+        return None
+    host = values.get("cross_rank", values["rank"] // local_size)
+    return host, size // local_size
 
 
 def _disagreement(inner: LauncherVariables, outer: LauncherVariables) -> UsageError:
@@ -161,28 +181,30 @@ def _disagreement(inner: LauncherVariables, outer: LauncherVariables) -> UsageEr
     )
 
 
-def _completed(equals: list[LauncherVariables]) -> tuple[dict[str, int], dict[str, str]]:
-    """All six fields and their origins: said by the inner launcher, else by another one, else computed."""
+def _completed(agreeing: list[LauncherVariables]) -> tuple[dict[str, int], dict[str, str]]:
+    """Return all six fields and their origins: given by the inner launcher, else by another one, else computed."""
     values: dict[str, int] = {}
     origins: dict[str, str] = {}
-    for said in equals:
-        values = {**said.values, **values}
-        origins = {**said.origins, **origins}
-    _complete_local(values, origins, equals[0])
+    for launcher in agreeing:
+        values = {**launcher.values, **values}
+        origins = {**launcher.origins, **origins}
+    _complete_local(values, origins, agreeing[0])
     _complete_hosts(values, origins)
-    if not (
-        values["local_rank"] < values["local_size"] <= values["size"] and values["cross_rank"] < values["cross_size"]
-    ):
-        words = ", ".join(dict.fromkeys(origins[f] for f in FIELDS if "=" in origins[f]))
+    is_local_possible = values["local_rank"] < values["local_size"] <= values["size"]
+    is_cross_possible = values["cross_rank"] < values["cross_size"]
+    if not is_local_possible or not is_cross_possible:
+        sources = dict.fromkeys(launcher.source for launcher in agreeing)
+        given = dict.fromkeys(origins[name] for name in FIELDS if "=" in origins[name])
         raise UsageError(
-            f"the variables of {' and '.join(dict.fromkeys(said.source for said in equals))} should name one process",
-            f"together they contradict each other: {words}",
+            f"the variables of {' and '.join(sources)} should name one process",
+            f"together they contradict each other: {', '.join(given)}",
             "leave them to the launcher: unset those that you set",
         )
     return values, origins
 
 
 def _complete_local(values: dict[str, int], origins: dict[str, str], inner: LauncherVariables) -> None:
+    """Add the size of this host and the rank on it, where no launcher gives them."""
     size, hosts = values["size"], values.get("cross_size", 0)
     if "local_size" not in values:
         is_even = hosts and size % hosts == 0 and inner.source != launchers.HOROVOD
@@ -193,8 +215,12 @@ def _complete_local(values: dict[str, int], origins: dict[str, str], inner: Laun
                 "set LOCAL_WORLD_SIZE (or PACELINE_LOCAL_SIZE) to the ranks of this host, and LOCAL_RANK if ranks "
                 "do not fill host after host",
             )
-        values["local_size"] = size // hosts if hosts else 1
-        origins["local_size"] = "computed: size / hosts" if hosts else "computed: the size is 1"
+        if hosts:
+            values["local_size"] = size // hosts
+            origins["local_size"] = "computed: size / hosts"
+        else:
+            values["local_size"] = 1
+            origins["local_size"] = "computed: the size is 1"
     if "local_rank" not in values:
         if size % values["local_size"]:
             raise UsageError(
@@ -207,30 +233,46 @@ def _complete_local(values: dict[str, int], origins: dict[str, str], inner: Laun
 
 
 def _complete_hosts(values: dict[str, int], origins: dict[str, str]) -> None:
-    rank, size, local = values["rank"], values["size"], values["local_size"]
+    """Add the number of hosts and of this one, where no launcher gives them."""
+    rank, size, local_size = values["rank"], values["size"], values["local_size"]
     if "cross_size" not in values:
-        values["cross_size"] = max(-(-size // local), values.get("cross_rank", 0) + 1)
+        full_hosts = -(-size // local_size)  # rounded up
+        values["cross_size"] = max(full_hosts, values.get("cross_rank", 0) + 1)
         origins["cross_size"] = "computed: size / local size"
-    if "cross_rank" not in values:
-        hosts = values["cross_size"]
-        is_round = rank % local != values["local_rank"] == rank // hosts
-        values["cross_rank"] = rank % hosts if is_round else rank // local
-        origins["cross_rank"] = f"computed: rank {'modulo hosts' if is_round else '/ local size'}"
+    if "cross_rank" in values:
+        return
+    hosts = values["cross_size"]
+    local_rank = values["local_rank"]
+    # Ranks go round the hosts in turn, if that gives this local rank and filling host after host does not.
+    is_round = rank % local_size != local_rank == rank // hosts
+    if is_round:
+        values["cross_rank"] = rank % hosts
+        origins["cross_rank"] = "computed: rank modulo hosts"
+    else:
+        values["cross_rank"] = rank // local_size
+        origins["cross_rank"] = "computed: rank / local size"
 
 
-def _met(position: LauncherPosition, meeter: str, environment: Mapping[str, str]) -> LauncherPosition:
-    """The position with where its ranks meet."""
-    file, master, origin = _meeting(position, meeter, environment)
+def _with_meeting(position: LauncherPosition, outermost: str, environment: Mapping[str, str]) -> LauncherPosition:
+    """Add to the position where its ranks meet.
+
+    Args:
+        position: by the inner launcher.
+        outermost: the launcher that started all ranks.
+        environment: the variables.
+    """
+    file, master, origin = _meeting(position, outermost, environment)
     origins = {**position.origins, "meeting": origin}
-    # Also where a rank of torchrun's says its place in Paceline's own variables: see rendezvous/rank_variables.py.
-    is_torchs = launchers.TORCHRUN in (position.source, meeter) and origin.startswith(MASTER[0])
+    # Also where a rank of torchrun's gives its place in Paceline's own variables: see rendezvous/rank_variables.py.
+    is_under_torchrun = launchers.TORCHRUN in (position.source, outermost)
+    is_torchs = is_under_torchrun and origin.startswith(MASTER[0])
     return replace(position, origins=origins, file=file, master=master, has_own_store=is_torchs)
 
 
 def _meeting(
-    position: LauncherPosition, meeter: str, environment: Mapping[str, str]
+    position: LauncherPosition, outermost: str, environment: Mapping[str, str]
 ) -> tuple[str | None, tuple[str, int] | None, str]:
-    """The file or the HOST and PORT, and what says so."""
+    """Return the file or the HOST and PORT where ranks meet, and the variable that gives it or how it was computed."""
     source = position.source
     if position.size == 1:
         return None, None, "not needed by one rank"
@@ -242,22 +284,22 @@ def _meeting(
             )
         if "PACELINE_RENDEZVOUS" in environment:
             return environment["PACELINE_RENDEZVOUS"], None, given[0]
-    found = given_master(source, environment)
-    if found is not None:
-        return None, *found
+    given_by_variables = given_master(source, environment)
+    if given_by_variables is not None:
+        return None, *given_by_variables
     if source == launchers.PACELINE and "PACELINE_COORDINATOR" in environment:
         return None, None, "not needed: workers of parameter servers do not meet"
     if source in (launchers.PACELINE, launchers.TORCHRUN):
-        own = " or ".join(_OWN_MEETING) if source == launchers.PACELINE else " and ".join(MASTER)
+        variables = " or ".join(_OWN_MEETING) if source == launchers.PACELINE else " and ".join(MASTER)
         raise UsageError(
             f"the ranks of {source} should meet",
-            f"{own} is not set",
+            f"{variables} is not set",
             f"start them with {source}, or set {' and '.join(MASTER)}",
         )
     if position.local_size == position.size:
-        file = meeting_file(meeter, environment)
-        return file, None, f"computed from the job's name under {meeter}"
-    return None, *computed_master(meeter, position.cross_size, environment)
+        file = meeting_file(outermost, environment)
+        return file, None, f"computed from the job's name under {outermost}"
+    return None, *computed_master(outermost, position.cross_size, environment)
 
 
 def _check_promises(environment: Mapping[str, str]) -> None:
@@ -269,17 +311,18 @@ def _check_promises(environment: Mapping[str, str]) -> None:
     promised = ""
     fix = "start the ranks: `paceline run FILE`"
     if node is not None and (node.nodes > 1 or node.ranks_per_node > 1):
-        names = [origin for name, origin in node.origins.items() if name in ("nodes", "ranks_per_node")]
-        promised = ", ".join(name for name in names if "=" in name)
+        origins = [node.origins["nodes"], node.origins["ranks_per_node"]]
+        promised = ", ".join(origin for origin in origins if "=" in origin)
     counts: tuple[tuple[tuple[str, ...], str], ...] = (
         (("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_JOB_NUM_NODES", "SLURM_NNODES"), "srun"),
         (("LSB_DJOB_NUMPROC",), "jsrun"),
     )
     for variables, launcher in counts:
-        many = [name for name in variables if parse_whole(environment.get(name, ""), 2) is not None]
-        if many and not promised:
-            promised = f"{many[0]}={environment[many[0]]}"
-            fix = f"start the ranks: `{launcher} python FILE`, or `paceline run FILE`; to train alone, unset {many[0]}"
+        for name in variables:
+            is_many = parse_whole(environment.get(name, ""), 2) is not None
+            if is_many and not promised:
+                promised = f"{name}={environment[name]}"
+                fix = f"start the ranks: `{launcher} python FILE`, or `paceline run FILE`; to train alone, unset {name}"
     if promised:
         raise UsageError(
             f"{promised} promises more than one rank",

@@ -1,4 +1,4 @@
-"""What each launcher says, in its own variables, of the process that it started.
+"""Reading each launcher's own variables: what it says of the process that it started.
 
 Nothing is filled in here and nothing is compared across launchers: `launcher_env.py` does that. Sources: torch's
 elastic agent; Horovod's `gloo_run.py`; the manuals of Open MPI, MVAPICH2, Hydra, PALS and `srun`; IBM's JSM.
@@ -15,9 +15,17 @@ from paceline.nouns.reading import parse_whole
 from paceline.rendezvous.hostlist import tasks_per_host
 from paceline.rendezvous.variables import whole_number
 
-PACELINE, TORCHRUN, HOROVOD, OPEN_MPI, MVAPICH = "paceline run", "torchrun", "Horovod", "Open MPI", "MVAPICH2"
-PMI, SLURM, JSRUN, PMIX = "MPICH (PMI)", "Slurm", "jsrun", "PMIx"
+PACELINE = "paceline run"
+TORCHRUN = "torchrun"
+HOROVOD = "Horovod"
+OPEN_MPI = "Open MPI"
+MVAPICH = "MVAPICH2"
+PMI = "MPICH (PMI)"
+SLURM = "Slurm"
+JSRUN = "jsrun"
+PMIX = "PMIx"
 FIELDS = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
+_PAIRS = (("rank", "size"), ("local_rank", "local_size"), ("cross_rank", "cross_size"))
 # The variables of each field, in FIELDS' order. Where there are several, those that are set must say the same.
 NAMES: dict[str, tuple[str, ...]] = {
     PACELINE: (
@@ -45,7 +53,7 @@ _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
 @dataclass(frozen=True, slots=True)
 class LauncherVariables:
-    """What one launcher says of this process.
+    """The numbers that one launcher gives this process.
 
     Args:
         source: the launcher.
@@ -60,47 +68,55 @@ class LauncherVariables:
     names: tuple[str, ...]
 
     @property
-    def is_whole(self) -> bool:
-        """Whether it names one of so many ranks; else it can only add to what another launcher says."""
+    def names_rank(self) -> bool:
+        """True if it names one of so many ranks; else it can only add to what another launcher says."""
         return "rank" in self.values and "size" in self.values
 
     def __str__(self) -> str:
-        values, words = self.values, []
-        for what, number, many in (
-            ("rank", "rank", "size"),
-            ("local rank", "local_rank", "local_size"),
-            ("host", "cross_rank", "cross_size"),
-        ):
-            if number in values or many in values:
-                words.append(f"{what} {values.get(number, '?')} of {values.get(many, '?')}")
-        return f"{self.source} says {', '.join(words)} ({', '.join(dict.fromkeys(self.origins.values()))})"
+        values = self.values
+        positions: list[str] = []
+        for title, (rank, size) in zip(("rank", "local rank", "host"), _PAIRS, strict=True):
+            if rank in values or size in values:
+                positions.append(f"{title} {values.get(rank, '?')} of {values.get(size, '?')}")
+        origins = dict.fromkeys(self.origins.values())  # each once
+        return f"{self.source} says {', '.join(positions)} ({', '.join(origins)})"
 
 
 def read_launchers(environment: Mapping[str, str]) -> list[LauncherVariables]:
-    """What every launcher says whose variables are set, the inner before the outer.
+    """Return what every launcher says whose variables are set, the inner before the outer.
 
     Raises:
         UsageError: a variable is no number, or a launcher contradicts itself.
     """
-    said = []
-    for source, variables in NAMES.items():
+    launchers: list[LauncherVariables] = []
+    for source, names in NAMES.items():
         if source == SLURM:
-            one = _read_slurm(environment)
+            variables = _read_slurm(environment)
         elif source == PMIX and _is_no_step(environment):
             continue  # Slurm's PMIx numbers the shell of `salloc` as well
         else:
-            one = _read(environment, source, variables)
-        if one is not None:
-            _check(one)
-            said.append(_check_torchrun(one, environment) if source == TORCHRUN else one)
-    return said
+            variables = _read(environment, source, names)
+        if variables is None:
+            continue
+        _check(variables)
+        if source == TORCHRUN:
+            variables = _check_torchrun(variables, environment)
+        launchers.append(variables)
+    return launchers
 
 
-def _read(environment: Mapping[str, str], source: str, variables: tuple[str, ...]) -> LauncherVariables | None:
+def _read(environment: Mapping[str, str], source: str, names_of_fields: tuple[str, ...]) -> LauncherVariables | None:
+    """Return what the variables of one launcher say; None where none of them is set.
+
+    Args:
+        environment: the variables.
+        source: the launcher.
+        names_of_fields: as in NAMES.
+    """
     values: dict[str, int] = {}
     origins: dict[str, str] = {}
     names: list[str] = []
-    for field, choices in zip(FIELDS, variables, strict=False):
+    for field, choices in zip(FIELDS, names_of_fields, strict=False):
         for name in choices.split():
             if name not in environment:
                 continue
@@ -112,19 +128,38 @@ def _read(environment: Mapping[str, str], source: str, variables: tuple[str, ...
     return LauncherVariables(source, values, origins, tuple(names)) if names else None
 
 
-def _check(said: LauncherVariables) -> None:
+def _check(variables: LauncherVariables) -> None:
     """Raise UsageError unless its numbers can be those of one process among so many."""
-    values = said.values
-    pairs = [("rank", "size"), ("local_rank", "local_size"), ("cross_rank", "cross_size")]
-    is_below = all(values[low] < values[high] for low, high in pairs if low in values and high in values)
-    size, local, hosts = (values.get(field) for field in ("size", "local_size", "cross_size"))
-    is_within = size is None or all(many is None or 1 <= many <= size for many in (local, hosts))
-    # Each of the other hosts has a rank; one host has them all. Horovod's cross size is not the number of hosts
-    # where they are uneven, but of those that have this local rank.
-    if size and local and hosts and said.source != HOROVOD:
-        is_within = is_within and size - local >= hosts - 1 and (hosts > 1 or local == size)
-    if not (is_below and is_within):
-        raise _contradiction(said.source, str(said).split(" says ", 1)[1], said.names)
+    if not _are_ranks_below_sizes(variables.values) or not _are_sizes_possible(variables):
+        raise _contradiction(variables.source, _numbers_of(variables), variables.names)
+
+
+def _are_ranks_below_sizes(values: Mapping[str, int]) -> bool:
+    pairs = [(rank, size) for rank, size in _PAIRS if rank in values and size in values]
+    return all(values[rank] < values[size] for rank, size in pairs)
+
+
+def _are_sizes_possible(variables: LauncherVariables) -> bool:
+    """Return True if so many ranks can be so many on this host and on so many hosts."""
+    size = variables.values.get("size")
+    local = variables.values.get("local_size")
+    hosts = variables.values.get("cross_size")
+    if size is None:
+        return True
+    for count in (local, hosts):
+        if count is not None and not 1 <= count <= size:
+            return False
+    # Horovod's cross size is not the number of hosts where they are uneven, but of those that have this local rank.
+    if local is None or hosts is None or variables.source == HOROVOD:
+        return True
+    if hosts == 1:
+        return local == size
+    return size - local >= hosts - 1  # each of the other hosts has a rank
+
+
+def _numbers_of(variables: LauncherVariables) -> str:
+    """Return what a launcher says, without its name."""
+    return str(variables).split(" says ", 1)[1]
 
 
 def _contradiction(source: str, found: str, names: tuple[str, ...] | list[str]) -> UsageError:
@@ -135,39 +170,46 @@ def _contradiction(source: str, found: str, names: tuple[str, ...] | list[str]) 
     )
 
 
-def _check_torchrun(said: LauncherVariables, environment: Mapping[str, str]) -> LauncherVariables:
-    """Hold torchrun's numbers against each other and against its flags given as PET_* variables.
+def _check_torchrun(variables: LauncherVariables, environment: Mapping[str, str]) -> LauncherVariables:
+    """Check torchrun's numbers against each other and against its flags given as PET_* variables.
 
     Returns:
         The same, with the local rank of a pod that has one process (Kubeflow's PyTorchJob gives it no LOCAL_RANK).
     """
-    values = said.values
-    if all(field in values for field in FIELDS[:5]):
-        size, local, group = values["size"], values["local_size"], values["cross_rank"]
-        before = values["rank"] - values["local_rank"]  # ranks of earlier groups: torchrun numbers group by group
-        is_even = size == values.get("cross_size", 0) * local
-        is_possible = before >= group and (group > 0 or before == 0) and before + local <= size
-        if not is_possible or (is_even and before != group * local):
-            raise _contradiction(TORCHRUN, str(said).split(" says ", 1)[1], said.names)
+    values = variables.values
+    if all(field in values for field in FIELDS[:5]) and not _is_torchrun_possible(values):
+        raise _contradiction(TORCHRUN, _numbers_of(variables), variables.names)
     for flag, field in (("PET_NNODES", "cross_size"), ("PET_NPROC_PER_NODE", "local_size")):
-        _check_flag(said, flag, field, environment.get(flag, ""))
+        _check_flag(variables, flag, field, environment.get(flag, ""))
     is_alone = environment.get("PET_NPROC_PER_NODE") == "1"
-    if said.is_whole and is_alone and "local_rank" not in values and "local_size" not in values:
-        origins = dict.fromkeys(("local_rank", "local_size"), "PET_NPROC_PER_NODE=1")
-        return LauncherVariables(
-            TORCHRUN, {**values, "local_rank": 0, "local_size": 1}, {**said.origins, **origins}, said.names
-        )
-    return said
+    if not variables.names_rank or not is_alone or "local_rank" in values or "local_size" in values:
+        return variables
+    values_in_pod = {**values, "local_rank": 0, "local_size": 1}
+    origins = {**variables.origins, "local_rank": "PET_NPROC_PER_NODE=1", "local_size": "PET_NPROC_PER_NODE=1"}
+    return LauncherVariables(TORCHRUN, values_in_pod, origins, variables.names)
 
 
-def _check_flag(said: LauncherVariables, flag: str, field: str, text: str) -> None:
+def _is_torchrun_possible(values: Mapping[str, int]) -> bool:
+    """Return True if rank, local rank and group fit each other: torchrun numbers ranks group by group."""
+    size, local, group = values["size"], values["local_size"], values["cross_rank"]
+    before = values["rank"] - values["local_rank"]  # ranks of earlier groups
+    if group == 0 and before != 0:
+        return False
+    if before < group or before + local > size:  # each earlier group has a rank at least
+        return False
+    is_even = size == values.get("cross_size", 0) * local
+    return not is_even or before == group * local
+
+
+def _check_flag(variables: LauncherVariables, flag: str, field: str, text: str) -> None:
+    """Raise UsageError if a number is not what torchrun's flag asks for: N, or MIN:MAX."""
     low, _, high = text.partition(":")
-    number = said.values.get(field)
+    number = variables.values.get(field)
     least, most = parse_whole(low), parse_whole(high or low)
     if number is None or least is None or most is None:
         return
     if not least <= number <= most:
-        raise _contradiction(TORCHRUN, f"{flag}={text} and {said.origins[field]}", [flag])
+        raise _contradiction(TORCHRUN, f"{flag}={text} and {variables.origins[field]}", [flag])
 
 
 def _is_no_step(environment: Mapping[str, str]) -> bool:
@@ -175,36 +217,47 @@ def _is_no_step(environment: Mapping[str, str]) -> bool:
 
 
 def _read_slurm(environment: Mapping[str, str]) -> LauncherVariables | None:
-    """What Slurm says of a step's task; None outside of a step, where SLURM_PROCID=0 stands for the script itself."""
+    """Return what Slurm says of a step's task; None outside of a step, where SLURM_PROCID=0 is the script itself."""
     if "SLURM_STEP_ID" not in environment or _is_no_step(environment):
         return None
     whole_number(environment["SLURM_STEP_ID"], "SLURM_STEP_ID", SLURM)
-    chosen = []
-    for name in NAMES[SLURM]:
-        others = [other for other in _SLURM_ELSE.get(name, ()) if other in environment]
-        chosen.append(others[0] if others and name not in environment else name)
-    said = _read(environment, SLURM, tuple(chosen))
-    if said is None or not said.is_whole:
-        return LauncherVariables(SLURM, said.values if said else {}, said.origins if said else {}, ("SLURM_STEP_ID",))
-    _check(said)
-    return _with_tasks(said, environment)
+    chosen = tuple(_slurm_name(name, environment) for name in NAMES[SLURM])
+    variables = _read(environment, SLURM, chosen)
+    if variables is None:
+        return LauncherVariables(SLURM, {}, {}, ("SLURM_STEP_ID",))
+    if not variables.names_rank:
+        return LauncherVariables(SLURM, variables.values, variables.origins, ("SLURM_STEP_ID",))
+    _check(variables)
+    return _with_tasks(variables, environment)
 
 
-def _with_tasks(said: LauncherVariables, environment: Mapping[str, str]) -> LauncherVariables:
-    """With the local size, by this host's place in the list of tasks per host."""
+def _slurm_name(name: str, environment: Mapping[str, str]) -> str:
+    """Return the variable that is set in place of `name`, or `name` itself."""
+    if name not in environment:
+        for other in _SLURM_ELSE.get(name, ()):
+            if other in environment:
+                return other
+    return name
+
+
+def _with_tasks(variables: LauncherVariables, environment: Mapping[str, str]) -> LauncherVariables:
+    """Add the local size, by this host's place in the list of tasks per host."""
+    names = (*variables.names, "SLURM_STEP_ID")
     for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
         if name not in environment:
             continue
         counts = tasks_per_host(environment[name], name)
-        host, hosts = said.values.get("cross_rank", 0), said.values.get("cross_size", len(counts))
-        if sum(counts) != said.values["size"] or len(counts) != hosts or host >= hosts:
+        host = variables.values.get("cross_rank", 0)
+        hosts = variables.values.get("cross_size", len(counts))
+        if sum(counts) != variables.values["size"] or len(counts) != hosts or host >= hosts:
             if name == "SLURM_TASKS_PER_NODE":
                 continue  # may be the job's, of which the step is a part
-            found = f"{name}={environment[name]}, {', '.join(said.origins.values())}"
+            found = f"{name}={environment[name]}, {', '.join(variables.origins.values())}"
             raise _contradiction(SLURM, found, [name])
-        if "cross_rank" in said.values or len(set(counts)) == 1:
+        is_even = len(set(counts)) == 1  # then it does not matter which host this is
+        if "cross_rank" in variables.values or is_even:
             origin = f"{name}={environment[name]}"
-            values = {**said.values, "local_size": counts[host], "cross_size": hosts}
-            origins = {"cross_size": origin, **said.origins, "local_size": origin}
-            return LauncherVariables(SLURM, values, origins, (*said.names, "SLURM_STEP_ID"))
-    return LauncherVariables(SLURM, said.values, said.origins, (*said.names, "SLURM_STEP_ID"))
+            values = {**variables.values, "local_size": counts[host], "cross_size": hosts}
+            origins = {"cross_size": origin, **variables.origins, "local_size": origin}
+            return LauncherVariables(SLURM, values, origins, names)
+    return LauncherVariables(SLURM, variables.values, variables.origins, names)

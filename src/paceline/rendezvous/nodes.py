@@ -1,4 +1,4 @@
-"""A host among hosts, for a launcher that is started once on each and starts this host's ranks itself.
+"""This host's place among the hosts of a job, for a launcher that is started on each and starts the ranks there.
 
 So it is under Kubernetes: an indexed Job or a JobSet runs a pod per host, and Kubeflow's TrainJob gives each
 pod torchrun's flags as PET_* variables, which `paceline run` reads as torchrun does.
@@ -20,12 +20,13 @@ _RANKS = ("RANK", "PACELINE_RANK")  # this process is a rank already, which was 
 _COUNTED = ("gpu", "cpu", "auto")  # torchrun counts devices then
 _LONGEST_SHOWN = 200  # characters of a variable in an error
 _PORT = 29500  # torchrun's, where only the address is given
+_RENDEZVOUS_PORT = 29400  # torchrun's, of a rendezvous endpoint without one
 _COMPLETION = "JOB_COMPLETION_INDEX"
 
 
 @dataclass(frozen=True, slots=True)
 class NodeInfo:
-    """Where this host stands among those of a job.
+    """This host's place among those of a job.
 
     Args:
         node_rank, nodes: this host among the hosts.
@@ -44,37 +45,44 @@ class NodeInfo:
 
 
 def find_node(environment: Mapping[str, str]) -> NodeInfo | None:
-    """This host among the hosts, where a process per host is started; None where nothing says so.
+    """Return this host's place where a process per host is started; None where nothing says so.
 
     Raises:
         UsageError: a variable has no such value, this host's number is missing or too high, two variables name
             different places to meet, or several hosts have none.
     """
     environment = without_empty(environment)
-    if any(name in environment for name in _RANKS) or not any(name in environment for name in _NAMES):
+    is_rank = any(name in environment for name in _RANKS)
+    if is_rank or not any(name in environment for name in _NAMES):
         return None
     nodes = _nodes(environment.get("PET_NNODES", "1"))
     ranks, ranks_origin = _ranks_per_node(environment.get("PET_NPROC_PER_NODE"))
-    node_rank, name = _node_rank(environment, nodes)
+    node_rank, rank_name = _node_rank(environment, nodes)
     if nodes == 1 and "PET_NPROC_PER_NODE" not in environment:
         return None
-    master, how = _master(environment, nodes)
+    master, meeting_origin = _master(environment, nodes)
     origins = {
-        "node_rank": f"{name}={environment[name]}" if name else "default",
-        "nodes": f"PET_NNODES={environment['PET_NNODES']}" if "PET_NNODES" in environment else "default",
+        "node_rank": _origin(environment, rank_name),
+        "nodes": _origin(environment, "PET_NNODES"),
         "ranks_per_node": ranks_origin,
-        "meeting": how,
+        "meeting": meeting_origin,
     }
-    return NodeInfo(node_rank, nodes, ranks, master, _source(environment, name), origins)
+    return NodeInfo(node_rank, nodes, ranks, master, _source(environment, rank_name), origins)
 
 
-def _source(environment: Mapping[str, str], name: str) -> str:
+def _origin(environment: Mapping[str, str], name: str) -> str:
+    return f"{name}={environment[name]}" if name in environment else "default"
+
+
+def _source(environment: Mapping[str, str], rank_name: str) -> str:
+    """Return what started this host's process, by the variable that has the host's number."""
     if "JOBSET_NAME" in environment:
         return "JobSet"
-    return "Kubernetes indexed Job" if name == _COMPLETION else PET
+    return "Kubernetes indexed Job" if rank_name == _COMPLETION else PET
 
 
 def _nodes(text: str) -> int:
+    """Read the number of hosts out of torchrun's N or MIN:MAX."""
     low, colon, high = text.partition(":")
     if colon and low != high:
         raise UsageError(
@@ -93,6 +101,7 @@ def _nodes(text: str) -> int:
 
 
 def _ranks_per_node(text: str | None) -> tuple[int, str]:
+    """Return how many ranks to start on this host, 0 for as many as it has devices, and what says so."""
     if text is None:
         return 0, "default"
     if text in _COUNTED:
@@ -108,7 +117,7 @@ def _ranks_per_node(text: str | None) -> tuple[int, str]:
 
 
 def _node_rank(environment: Mapping[str, str], nodes: int) -> tuple[int, str]:
-    """This host's number and the variable that has it; several pods of one host each are jobs of their own."""
+    """Return this host's number and the variable that has it; several pods of one host each are jobs of their own."""
     choices = ("PET_NODE_RANK", _COMPLETION) if nodes > 1 else ("PET_NODE_RANK",)
     name = next((choice for choice in choices if choice in environment), "")
     if not name and nodes > 1:
@@ -128,23 +137,26 @@ def _node_rank(environment: Mapping[str, str], nodes: int) -> tuple[int, str]:
 
 
 def _master(environment: Mapping[str, str], nodes: int) -> tuple[tuple[str, int] | None, str]:
-    """Where rank 0's store is, and what says so.
+    """Return where rank 0's store is, and what says so.
 
     Raises:
         UsageError: two places are named, or none and there are several hosts.
     """
-    found = _given_masters(environment)
-    for name, place in found[1:]:
-        if place != found[0][1]:
-            raise UsageError(
-                "all variables should name one place to meet", f"{found[0][0]}, and {name}", "unset one of them"
-            )
-    if found:
-        return found[0][1], found[0][0]
+    given = _given_masters(environment)
+    if given:
+        origin, master = given[0]
+        for other_origin, other in given[1:]:
+            if other != master:
+                raise UsageError(
+                    "all variables should name one place to meet", f"{origin}, and {other_origin}", "unset one of them"
+                )
+        return master, origin
     if "JOBSET_NAME" in environment and "REPLICATED_JOB_NAME" in environment:
-        jobset, job = environment["JOBSET_NAME"], environment["REPLICATED_JOB_NAME"]
+        jobset = environment["JOBSET_NAME"]
+        job = environment["REPLICATED_JOB_NAME"]
         port = port_number(environment.get("PET_MASTER_PORT", str(_PORT)), "PET_MASTER_PORT", PET)
-        return (f"{jobset}-{job}-0-0.{jobset}", port), f"computed from JOBSET_NAME={jobset}, REPLICATED_JOB_NAME={job}"
+        first_pod = f"{jobset}-{job}-0-0.{jobset}"  # the name that a JobSet gives it in its DNS domain
+        return (first_pod, port), f"computed from JOBSET_NAME={jobset}, REPLICATED_JOB_NAME={job}"
     if nodes > 1:
         raise UsageError(
             f"{nodes} hosts should meet on the first one",
@@ -156,20 +168,29 @@ def _master(environment: Mapping[str, str], nodes: int) -> tuple[tuple[str, int]
 
 
 def _given_masters(environment: Mapping[str, str]) -> list[tuple[str, tuple[str, int]]]:
-    """Every place to meet that is given, after the variables that give it."""
-    found: list[tuple[str, tuple[str, int]]] = []
-    pet = ("PET_MASTER_ADDR", "PET_MASTER_PORT")
-    if pet[0] in environment and pet[1] not in environment:
-        place = (environment[pet[0]].strip("[]"), _PORT)
-        found.append((f"PET_MASTER_ADDR={environment[pet[0]]}, port {_PORT} as torchrun's", place))
-    elif pet[0] in environment:
-        place = (environment[pet[0]].strip("[]"), port_number(environment[pet[1]], pet[1], PET))
-        found.append((" ".join(f"{name}={environment[name]}" for name in pet), place))
+    """Return every place to meet that is given, each after the variables that give it."""
+    given: list[tuple[str, tuple[str, int]]] = []
+    if "PET_MASTER_ADDR" in environment:
+        given.append(_pet_master(environment))
     names = ("MASTER_ADDR", "MASTER_PORT")
-    own = address(environment, names, "the environment")
-    found += [(" ".join(f"{name}={environment[name]}" for name in names), own)] if own else []
-    if not found and "PET_RDZV_ENDPOINT" in environment:  # beside a master it is a second port, and not ours
+    master = address(environment, names, "the environment")
+    if master is not None:
+        origin = " ".join(f"{name}={environment[name]}" for name in names)
+        given.append((origin, master))
+    if not given and "PET_RDZV_ENDPOINT" in environment:  # beside a master it is a second port, and not ours
         text = environment["PET_RDZV_ENDPOINT"]
-        text = text if ":" in text.rpartition("]")[2] else f"{text}:29400"  # torchrun's port of a rendezvous
-        found.append((f"PET_RDZV_ENDPOINT={text}", host_and_port(text, "PET_RDZV_ENDPOINT", PET)))
-    return found
+        after_ipv6 = text.rpartition("]")[2]
+        if ":" not in after_ipv6:
+            text = f"{text}:{_RENDEZVOUS_PORT}"
+        given.append((f"PET_RDZV_ENDPOINT={text}", host_and_port(text, "PET_RDZV_ENDPOINT", PET)))
+    return given
+
+
+def _pet_master(environment: Mapping[str, str]) -> tuple[str, tuple[str, int]]:
+    """Return the place that PET_MASTER_ADDR names, after the variables that give it."""
+    host = environment["PET_MASTER_ADDR"]
+    if "PET_MASTER_PORT" not in environment:
+        return f"PET_MASTER_ADDR={host}, port {_PORT} as torchrun's", (host.strip("[]"), _PORT)
+    port = environment["PET_MASTER_PORT"]
+    place = (host.strip("[]"), port_number(port, "PET_MASTER_PORT", PET))
+    return f"PET_MASTER_ADDR={host} PET_MASTER_PORT={port}", place

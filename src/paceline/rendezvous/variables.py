@@ -1,4 +1,4 @@
-"""Numbers and addresses out of a launcher's variables: every error names the variable and whose it is."""
+"""Reading numbers and addresses from a launcher's variables: every error names the variable and the launcher."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ LARGEST_PORT = 65535
 
 
 def without_empty(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that hold something: `RANK= python FILE` is how a shell leaves RANK out."""
+    """Return the variables that are not empty: `RANK= python FILE` is how a shell leaves RANK out."""
     return {name: text for name, text in environment.items() if text}
 
 
 def whole_number(text: str, name: str, source: str) -> int:
-    """The number that `source` wrote into the variable `name`.
+    """Return the number that `source` wrote into the variable `name`.
 
     Raises:
         UsageError: it is no whole number from 0 to 2^63 - 1.
@@ -32,7 +32,7 @@ def whole_number(text: str, name: str, source: str) -> int:
 
 
 def port_number(text: str, name: str, source: str) -> int:
-    """The port that the variable `name` holds.
+    """Return the port that the variable `name` holds.
 
     Raises:
         UsageError: it is no number from 1 to 65535.
@@ -48,7 +48,7 @@ def port_number(text: str, name: str, source: str) -> int:
 
 
 def host_and_port(text: str, name: str, source: str) -> tuple[str, int]:
-    """HOST and PORT of a variable `HOST:PORT`; an IPv6 address stands in brackets.
+    """Return HOST and PORT of a variable `HOST:PORT`; an IPv6 address stands in brackets.
 
     Raises:
         UsageError: it has not this form.
@@ -65,19 +65,21 @@ def host_and_port(text: str, name: str, source: str) -> tuple[str, int]:
 
 
 def address(environment: Mapping[str, str], names: tuple[str, str], source: str) -> tuple[str, int] | None:
-    """HOST and PORT out of a variable each, such as MASTER_ADDR and MASTER_PORT; None where neither is set.
+    """Return HOST and PORT from a variable each, such as MASTER_ADDR and MASTER_PORT; None where neither is set.
 
     Raises:
         UsageError: one is there without the other, or the port is none.
     """
-    host, port = (environment.get(name) for name in names)
+    host_name, port_name = names
+    host = environment.get(host_name)
+    port = environment.get(port_name)
     if host is None and port is None:
         return None
     if host is None or port is None:
-        there, missing = names if host is not None else names[::-1]
+        present, missing = (port_name, host_name) if host is None else (host_name, port_name)
         raise UsageError(
-            f"{names[0]} and {names[1]} should be set together",
-            f"{there}={environment[there]} is set and {missing} is not",
-            f"set {missing} as well, or unset {there}",
+            f"{host_name} and {port_name} should be set together",
+            f"{present}={environment[present]} is set and {missing} is not",
+            f"set {missing} as well, or unset {present}",
         )
-    return host.strip("[]"), port_number(port, names[1], source)
+    return host.strip("[]"), port_number(port, port_name, source)

@@ -1,6 +1,6 @@
-"""Parameters on servers, as a worker holds them: push gradients, pull what the servers made of everybody's.
+"""A worker's handle on parameters that live on servers: push gradients, pull the parameters that come of them.
 
-Paceline's own `server` strategy goes through this, and so may a person's loop:
+Paceline's own `server` strategy uses it, and so may a training loop of your own:
 
     handle = connect("unix:/run/job/coordinator", 0, model, optimizer, steps=1000)
     while not handle.is_done:
@@ -27,7 +27,7 @@ from paceline.server.transport.address import Address, Credentials
 
 
 class Handle:
-    """One worker's.
+    """One worker's model and optimizer, trained by the servers.
 
     Args:
         model: whose parameters and buffers of numbers are trained; they are changed in place.
@@ -43,7 +43,8 @@ class Handle:
     """
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, samples: int = 0) -> None:
-        self.model, self.optimizer = model, optimizer
+        self.model = model
+        self.optimizer = optimizer
         self.tensors, self.layout = laid_out(model, optimizer, samples)
         self.link: Link | None = None
         self.answer = Answer(0, [])
@@ -52,7 +53,7 @@ class Handle:
     def join(
         self, where: str, worker: int, steps: int, options: Mapping[str, Any], credentials: Credentials | None = None
     ) -> int:
-        """Join the job, and take its parameters; the step to begin with.
+        """Join the job, take its parameters, and return the step to begin with.
 
         Args:
             where: the coordinator's address, `unix:PATH` or `HOST:PORT`.
@@ -83,7 +84,7 @@ class Handle:
 
     @property
     def is_done(self) -> bool:
-        """Whether all steps are taken."""
+        """True if all steps are taken."""
         return self.clock >= self.steps
 
     def push(self, loss: float, weight: float) -> Answer:
@@ -96,9 +97,10 @@ class Handle:
         Raises:
             PeerLostError: the servers have gone.
         """
-        gradients = [None if entry.group == AVERAGE else tensor.grad for entry, tensor in self._both()]
-        buffers = [tensor if entry.group == AVERAGE else None for entry, tensor in self._both()]
-        sent = [buffer if buffer is not None else gradient for buffer, gradient in zip(buffers, gradients, strict=True)]
+        sent: list[torch.Tensor | None] = []
+        for entry, tensor in self._entries_and_tensors():
+            is_buffer = entry.group == AVERAGE
+            sent.append(tensor if is_buffer else tensor.grad)
         answer = self.step(sent, loss, weight)
         self.take()
         for tensor in self.tensors:
@@ -118,34 +120,34 @@ class Handle:
         """
         link = self._joined()
         groups = [settings_of(group) for group in self.optimizer.param_groups]
-        facts = {"loss": float(loss), "weight": float(weight), "flags": flags}
-        notes = []
+        of_step = {"loss": float(loss), "weight": float(weight), "flags": flags}
+        notes: list[list[dict[str, Any]]] = []  # by range and segment
         for flat in link.gradients:
-            absent = flat.gather(sent)
-            notes.append(
-                [
-                    {**facts, "absent": gone, "settings": groups[segment.group] if segment.group != AVERAGE else {}}
-                    for segment, gone in zip(flat.segments, absent, strict=True)
-                ]
-            )
+            notes_of_range: list[dict[str, Any]] = []
+            for segment, absent in zip(flat.segments, flat.gather(sent), strict=True):
+                settings = groups[segment.group] if segment.group != AVERAGE else {}
+                notes_of_range.append({**of_step, "absent": absent, "settings": settings})
+            notes.append(notes_of_range)
         self.answer = link.step(notes)
         return self.answer
 
     def take(self) -> None:
-        """Put the parameters that have come into the model."""
+        """Copy the parameters that have come into the model."""
         for flat in self._joined().values:
             flat.scatter(self.tensors)
 
     def take_optimizer_state(self) -> None:
-        """Put what the servers keep into the worker's optimizer."""
+        """Copy the optimizer state that the servers keep into the worker's optimizer."""
         link = self._joined()
         states = states_of(self.layout, link.ranges, link.read_state())
-        for (entry, tensor), state in zip(self._both(), states, strict=True):
-            if entry.group != AVERAGE and state:
-                self.optimizer.state[tensor] = {key: value.to(_place_of(key, tensor)) for key, value in state.items()}
+        for (entry, tensor), state in zip(self._entries_and_tensors(), states, strict=True):
+            if entry.group == AVERAGE or not state:
+                continue
+            placed = {key: value.to(_device_of_state(key, tensor)) for key, value in state.items()}
+            self.optimizer.state[tensor] = placed
 
     def close(self) -> None:
-        """Leave: nobody waits for this worker any more."""
+        """Leave the job: nobody waits for this worker any more."""
         if self.link is not None:
             self.link.end()
 
@@ -154,14 +156,15 @@ class Handle:
             raise UsageError("can't read the servers' parameters", "this worker has not joined them", "call join first")
         return self.link
 
-    def _both(self) -> list[tuple[Entry, torch.Tensor]]:
+    def _entries_and_tensors(self) -> list[tuple[Entry, torch.Tensor]]:
         return list(zip(self.layout.entries, self.tensors, strict=True))
 
     def _first(self, segments: Sequence[Segment]) -> bytes:
-        states: list[Mapping[str, Any]] = [
-            dict(self.optimizer.state.get(tensor, {})) if entry.group != AVERAGE else {}
-            for entry, tensor in self._both()
-        ]
+        """Return a range's first content; the link calls it if this worker is to send it."""
+        states: list[Mapping[str, Any]] = []
+        for entry, tensor in self._entries_and_tensors():
+            has_state = entry.group != AVERAGE
+            states.append(dict(self.optimizer.state.get(tensor, {})) if has_state else {})
         return first_content(self.layout, segments, self.tensors, states)
 
 
@@ -194,15 +197,16 @@ def connect(
         raise UsageError(
             f"the option {min(unknown)!r}", "there are clip_norm, is_deterministic and credentials", "leave it out"
         )
+    credentials = Credentials(Path(folder)) if folder else None
     handle = Handle(model, optimizer)
-    handle.join(where, worker, steps, options, Credentials(Path(folder)) if folder else None)
+    handle.join(where, worker, steps, options, credentials)
     return handle
 
 
 def laid_out(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, samples: int
 ) -> tuple[list[torch.Tensor], ServerLayout]:
-    """What the servers keep of a model: the optimizer's parameters in its order, then the buffers of numbers.
+    """Return what the servers keep of a model: the optimizer's parameters in its order, then the float buffers.
 
     Raises:
         PlanError: the servers can't run the optimizer, or keep a dtype.
@@ -233,8 +237,8 @@ def _entry(name: str, tensor: torch.Tensor, group: int) -> Entry:
     return Entry(name, tuple(tensor.shape), dtype, group)
 
 
-def _place_of(key: str, parameter: torch.Tensor) -> torch.device:
-    """Where torch's optimizers keep a state: counts of steps on the CPU, all else beside the parameter."""
+def _device_of_state(key: str, parameter: torch.Tensor) -> torch.device:
+    """Return where torch's optimizers keep a state: counts of steps on the CPU, all else beside the parameter."""
     return torch.device("cpu") if key == "step" else parameter.device
 
 

@@ -1,4 +1,4 @@
-"""Where every parameter lies on the servers: pieces in segments, segments in ranges.
+"""Where every parameter is on the servers: pieces of parameters in segments, segments in ranges.
 
 Parameters are laid out in the order of the optimizer's groups. A segment holds parameters of one group and dtype, up to
 1 MiB of them: the unit in which gradients are sent, counted, summed and applied. A parameter is cut at multiples of
@@ -8,6 +8,7 @@ Parameters are laid out in the order of the optimizer's groups. A segment holds 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -41,7 +42,7 @@ class Entry:
 
     @property
     def numel(self) -> int:
-        """How many numbers."""
+        """The number of elements."""
         count = 1
         for size in self.shape:
             count *= size
@@ -60,7 +61,7 @@ class KeyRange:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """What travels together; `begin` is its place, in bytes, among all segments."""
+    """The pieces that are sent, counted and applied together; `begin` is its first byte among all segments."""
 
     group: int
     dtype: str
@@ -71,7 +72,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class ServerLayout:
-    """What the workers train.
+    """What the workers train, and in which order.
 
     Args:
         entries: in order of groups, buffers last.
@@ -86,7 +87,7 @@ class ServerLayout:
     samples: int = 0
 
     def to_json(self) -> str:
-        """As text; `of_json` reads it."""
+        """Return it as text, which `of_json` reads."""
         return json.dumps(asdict(self), sort_keys=True)
 
     @classmethod
@@ -97,16 +98,17 @@ class ServerLayout:
             ReadError: it is none. That is a ValueError, too.
         """
         value = parse_json(text, "a layout", _FORM)
-        entries = tuple(Entry(one["name"], tuple(one["shape"]), one["dtype"], one["group"]) for one in value["entries"])
-        for one, entry in zip(value["entries"], entries, strict=True):
-            if entry.dtype not in BYTES or not is_shape(one["shape"], BYTES[entry.dtype]):
-                raise _bad(f"a parameter of it is {shown(entry.dtype)} of shape {shown(one['shape'])}")
+        entries: list[Entry] = []
+        for item in value["entries"]:
+            if item["dtype"] not in BYTES or not is_shape(item["shape"], BYTES[item["dtype"]]):
+                raise _bad(f"a parameter of it is {shown(item['dtype'])} of shape {shown(item['shape'])}")
+            entries.append(Entry(item["name"], tuple(item["shape"]), item["dtype"], item["group"]))
         if any(not AVERAGE <= entry.group < len(value["groups"]) for entry in entries):
             raise _bad("a parameter of it is in a group that is not there")
-        # Segments are made of it, one for each MiB.
+        # A bound, as one segment is made for each MiB.
         if sum(entry.numel * BYTES[entry.dtype] for entry in entries) > _MOST_BYTES:
             raise _bad(f"its parameters have more than {_MOST_BYTES >> 40} TiB")
-        return cls(entries, value["optimizer"], tuple(value["groups"]), value["samples"])
+        return cls(tuple(entries), value["optimizer"], tuple(value["groups"]), value["samples"])
 
     @property
     def digest(self) -> str:
@@ -114,17 +116,19 @@ class ServerLayout:
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:32]
 
     def segments(self) -> list[Segment]:
-        """The entries in segments."""
+        """Return the entries in segments."""
         segments: list[Segment] = []
         begin = 0
-        for pieces, nbytes in _filled(self.entries):
+        for pieces, nbytes in _pieces_of_segments(self.entries):
             first = self.entries[pieces[0].entry]
             segments.append(Segment(first.group, first.dtype, tuple(pieces), nbytes, begin))
             begin += nbytes
         return segments
 
     def ranges(self, servers: int) -> list[list[Segment]]:
-        """The segments in as many runs, of about as many bytes; of a small model in one run for each segment.
+        """Cut the segments into as many ranges as there are servers, of about as many bytes.
+
+        A small model has a range for each segment, and fewer than there are servers.
 
         Raises:
             PlanError: there is nothing to keep.
@@ -135,13 +139,16 @@ class ServerLayout:
             raise PlanError("servers need parameters", "the model has none", "leave server out of the plan")
         total = sum(segment.nbytes for segment in segments)
         ranges: list[list[Segment]] = [[] for _ in range(servers)]
-        at = 0
+        current = 0
         for number, segment in enumerate(segments):
-            left, wanted = len(segments) - number, servers - at - 1
-            is_full = segment.begin + segment.nbytes / 2 > total * (at + 1) / servers
-            if ranges[at] and wanted and (is_full or left <= wanted):
-                at += 1
-            ranges[at].append(segment)
+            segments_left = len(segments) - number
+            ranges_left = servers - current - 1
+            # Full if more than half of this segment lies beyond the range's share of the bytes.
+            is_full = segment.begin + segment.nbytes / 2 > total * (current + 1) / servers
+            must_leave = segments_left <= ranges_left  # each range that follows needs a segment
+            if ranges[current] and ranges_left and (is_full or must_leave):
+                current += 1
+            ranges[current].append(segment)
         return ranges
 
     def check_same(self, other: ServerLayout, mine: str, theirs: str) -> None:
@@ -157,20 +164,21 @@ class ServerLayout:
                 f"that of {mine} has {self.samples} samples, that of {theirs} {other.samples}",
                 "make it without looking at the rank, the host or the time",
             )
-        here = [*map(_shown, self.entries), self.optimizer, *map(str, self.groups)]
-        there = [*map(_shown, other.entries), other.optimizer, *map(str, other.groups)]
-        longest = max(len(here), len(there))
-        for a, b in zip([*here, *["nothing"] * longest], [*there, *["nothing"] * longest], strict=False):
-            if a != b:
+        for here, there in itertools.zip_longest(self._lines(), other._lines(), fillvalue="nothing"):
+            if here != there:
                 raise WorkloadError(
                     "all workers should train the same model with the same optimizer",
-                    f"{mine} has {a} where {theirs} has {b}",
+                    f"{mine} has {here} where {theirs} has {there}",
                     "make both without looking at the rank, the host or the time",
                 )
 
+    def _lines(self) -> list[str]:
+        """Return what is compared between workers, as people read it."""
+        return [*map(_shown, self.entries), self.optimizer, *map(str, self.groups)]
+
 
 def most_state_bytes(segments: Sequence[Segment]) -> int:
-    """What everything of a range may come to: its parameters, up to seven times as much of optimizer state, names."""
+    """Return a bound on the bytes of a range: its parameters, seven times as much of optimizer state, and names."""
     return 8 * sum(segment.nbytes for segment in segments) + 2**24
 
 
@@ -182,23 +190,27 @@ def _shown(entry: Entry) -> str:
     return f"{entry.name} {entry.shape} {entry.dtype} of group {entry.group}"
 
 
-def _filled(entries: Sequence[Entry]) -> list[tuple[list[KeyRange], int]]:
-    filled: list[tuple[list[KeyRange], int]] = []
-    kind: tuple[int, str] | None = None
+def _pieces_of_segments(entries: Sequence[Entry]) -> list[tuple[list[KeyRange], int]]:
+    """Fill segments with the entries in order; return each segment's pieces and bytes."""
+    segments: list[tuple[list[KeyRange], int]] = []
+    kind: tuple[int, str] | None = None  # group and dtype of the last segment
     for number, entry in enumerate(entries):
-        size, start = BYTES[entry.dtype], 0
+        size = BYTES[entry.dtype]
+        start = 0
         while start < entry.numel:
-            used = filled[-1][1] if filled and kind == (entry.group, entry.dtype) else SEGMENT_BYTES
+            fits_kind = kind == (entry.group, entry.dtype)
+            used = segments[-1][1] if segments and fits_kind else SEGMENT_BYTES
             room = (SEGMENT_BYTES - used) // size
             count = entry.numel - start
             if count > room:
                 count = room // _ROW * _ROW
             if count == 0:
-                filled.append(([], 0))
+                segments.append(([], 0))
                 kind = (entry.group, entry.dtype)
                 continue
-            pieces, offset = filled[-1]
+            pieces, offset = segments[-1]
             pieces.append(KeyRange(number, start, count, offset))
-            filled[-1] = (pieces, offset + -(-count * size // ALIGNMENT) * ALIGNMENT)
+            aligned_bytes = -(-count * size // ALIGNMENT) * ALIGNMENT
+            segments[-1] = (pieces, offset + aligned_bytes)
             start += count
-    return filled
+    return segments

@@ -1,4 +1,4 @@
-"""A worker's connection to its servers: a thread of its own pushes, pulls and says that the worker lives.
+"""A worker's connection to its servers: a thread that pushes, pulls and sends heartbeats while the worker computes.
 
 The worker's own thread calls `begin`, `step`, `read_state` and `end`, and waits in them.
 """
@@ -33,7 +33,7 @@ SOON_S = 0.1
 REPEAT_S = (2.0, 60.0)  # what has no answer is said again after so long; each time later, up to
 ALONE_S = 60.0  # without coordinator or server before a worker gives up
 ASK_S = 2.0  # of silence before it is asked for a sign of life
-GOODBYE_S = 5.0  # for the coordinator to take a worker's last word
+GOODBYE_S = 5.0  # for the coordinator to hear that a worker leaves
 _WAKE_S = 0.1  # so that a signal is seen while the worker waits
 
 
@@ -46,10 +46,10 @@ class Answer:
 
 
 class Link(Peers):
-    """One worker's.
+    """One worker's connection to the coordinator and the servers.
 
     Args:
-        coordinator: where it is.
+        coordinator: its address.
         name: the worker's number.
         layout: of what it trains.
         settings: its part of the job's: steps, clip_norm, implementation, is_strict.
@@ -67,30 +67,38 @@ class Link(Peers):
     ) -> None:
         super().__init__(credentials)
         self.addresses[COORDINATOR] = coordinator
-        self.name, self.incarnation = name, -1
-        self.layout, self.settings, self.first = layout, settings, first
+        self.name = name
+        self.incarnation = -1  # until the coordinator gives it one
+        self.layout = layout
+        self.settings = settings
+        self.first = first
         self.session: Session | None = None
         self.ranges: list[list[Segment]] = []
         self.values: list[FlatTensor] = []
         self.gradients: list[FlatTensor] = []
         self.job: JobSettings | None = None
-        self.spare: dict[int, torch.Tensor] = {}
+        self.spare: dict[int, torch.Tensor] = {}  # by range, memory for parameters that nobody waits for any more
         self.answer: Answer | None = None  # None while the worker's thread waits
         self.latest: Answer | None = None
         self.taken: Answer | None = None  # what the worker's thread computes from
-        self.states: dict[int, Any] = {}
+        self.states: dict[int, Any] = {}  # by range, the answers to `read_state`
         self.state_request = 0
-        self.known: dict[int, Configuration] = {}  # by range, also before the job's start
+        self.configurations: dict[int, Configuration] = {}  # by range, also before the job's start
         self.handed_out: set[tuple[int, int]] = set()  # ranges and servers that it gave their first content
         self.is_here = threading.Event()  # an answer, a state or an error
         self.error: BaseException | None = None
-        self.progress_s = self.repeated_s = self.seen_s = time.monotonic()
+        now = time.monotonic()
+        self.progress_s = now  # when the last answer came
+        self.repeated_s = now
+        self.connected_s = now  # when it was last connected to anybody
         self.repeat_after_s = REPEAT_S[0]
         self.waited_s = {"network": 0.0, "others": 0.0}
-        self.sent_s = self.pushed_s = 0.0
+        self.pushed_s = 0.0  # when the last push began
+        self.sent_s = 0.0  # when all of it had left; 0 before
         self.is_leaving = False
         self.waiting_since_s: float | None = None  # the worker's thread
-        self.coordinator_s = self.asked_s = 0.0  # when the coordinator was heard, and asked
+        self.coordinator_s = 0.0  # when the coordinator was last heard
+        self.asked_s = 0.0  # when it was last asked for a sign of life
         self.patience_s = 2 * silence_s(os.environ)  # twice: a coordinator that is back after long is not given up
         self.counted = 0  # gradients of all workers that have counted
         self.loop = asyncio.new_event_loop()
@@ -121,17 +129,18 @@ class Link(Peers):
         return self._wait_for_answer()
 
     def read_state(self) -> list[bytes]:
-        """Everything that the servers keep, by range."""
+        """Return everything that the servers keep, by range."""
         self.states = {}
         self.loop.call_soon_threadsafe(self.call, self._ask_state)
         self._wait(lambda: len(self.states) == len(self.ranges))
         return [self.states[number] for number in range(len(self.ranges))]
 
     def end(self) -> None:
-        """Leave: say that all is done, and close."""
+        """Tell the coordinator that this worker leaves, and close the connections."""
         if not self.thread.is_alive():
             return
-        done, self.is_leaving = threading.Event(), True
+        done = threading.Event()
+        self.is_leaving = True
         self.loop.call_soon_threadsafe(lambda: self.spawn(self._say_goodbye(done)))
         done.wait(2 * GOODBYE_S)
         self.loop.call_soon_threadsafe(self.loop.stop)
@@ -164,32 +173,35 @@ class Link(Peers):
         self.loop.close()
 
     def failed(self, error: BaseException | None) -> None:
-        """Tell the worker's thread."""
+        """Have the worker's thread raise the error, or the first one if there are several."""
         self.error = self.error or error
         self.is_here.set()
 
     def hello(self, to: Any) -> setup.Hello:
-        """Who this is; the coordinator also hears what it trains."""
-        text = b""
+        """Return who this is; for the coordinator with what it trains."""
+        content = b""
         if to == COORDINATOR:
-            text = json.dumps({"layout": json.loads(self.layout.to_json()), "settings": self.settings}).encode()
-        return setup.Hello("worker", self.name, self.incarnation, "", self.layout.digest, text)
+            layout = json.loads(self.layout.to_json())
+            content = json.dumps({"layout": layout, "settings": self.settings}).encode()
+        return setup.Hello("worker", self.name, self.incarnation, "", self.layout.digest, content)
 
     def connected(self, peer: Any) -> None:
-        """To a server: say again what it may have missed."""
-        if peer != COORDINATOR:
-            self._repeat()
-            for number, node in sorted(self.handed_out):
-                if node == peer and number not in self.known:
-                    self._install(number, [node])
+        """Send a server again what it may have missed."""
+        if peer == COORDINATOR:
+            return
+        self._repeat()
+        # A server that hears of the start after its first content closes the connection: it gets the content again.
+        for number, node in sorted(self.handed_out):
+            if node == peer and number not in self.configurations:
+                self._install(number, [node])
 
     def lost(self, peer: Any) -> None:
-        """Try again; a server that has died is replaced by the coordinator."""
+        """Connect to the coordinator again; a server that has died is replaced by it."""
         if peer == COORDINATOR:
             self.open(COORDINATOR)
 
     def take(self, peer: Any, number: int, message: Any) -> None:
-        """A message about range `number`."""
+        """Handle a message about range `number`."""
         if peer == COORDINATOR:
             self.coordinator_s = time.monotonic()
         if isinstance(message, setup.Status):
@@ -203,8 +215,7 @@ class Link(Peers):
         elif isinstance(message, setup.Install):
             self._install(number, message.nodes)
         elif isinstance(message, setup.Refused):
-            kinds = {kind.__name__: kind for kind in PacelineError.__subclasses__()}
-            self.failed(kinds.get(message.kind, PacelineError)(message.asked, message.found, message.fix))
+            self.failed(_error_of(message))
         elif isinstance(message, setup.StateRead):
             if message.request == self.state_request:
                 self.states[number] = bytes(message.content)
@@ -214,46 +225,55 @@ class Link(Peers):
 
     def _take_protocol(self, number: int, message: Any) -> None:
         if isinstance(message, Configuration):
-            self.known[number] = message
+            self.configurations[number] = message
         if self.session is None or number >= len(self.session.clients):
             return
         if isinstance(message, Stale):
-            self.loop.call_later(SOON_S, self.call, self._repeat)  # that server has not heard what this worker has
+            # One of the two has not heard of the newest configuration: soon it has.
+            self.loop.call_later(SOON_S, self.call, self._repeat)
             return
         if isinstance(message, Pushed | Pulled):
-            self.progress_s, self.repeat_after_s = time.monotonic(), REPEAT_S[0]
+            self.progress_s = time.monotonic()
+            self.repeat_after_s = REPEAT_S[0]
         sent, answers = self.session.on(number, message, time.monotonic())
         self.send(sent)
         if self.session.is_out and not self.session.is_done and not self.is_leaving:
             self._rejoin()
         elif answers is not None:
-            self._note_waiting(answers)
-            self.counted = max(self.counted, (answers[0].note or {}).get("counted", 0))
-            self.latest = self.answer = Answer(self.session.clock, [answer.note for answer in answers])
-            self.is_here.set()
+            self._begin_step(self.session.clock, answers)
+
+    def _begin_step(self, clock: int, answers: Sequence[Pulled]) -> None:
+        """Hand the answers of all ranges to the worker's thread."""
+        self._note_waiting()
+        note = answers[0].note or {}  # None before the first update
+        self.counted = max(self.counted, note.get("counted", 0))
+        self.latest = Answer(clock, [answer.note for answer in answers])
+        self.answer = self.latest
+        self.is_here.set()
 
     def _start(self, message: setup.StartServers) -> None:
         if self.session is not None:
             return  # the coordinator began again
         self.job = JobSettings.of_json(message.settings)
         self.ranges = self.layout.ranges(self.job.servers)
-        self.values = [FlatTensor(self.layout, own) for own in self.ranges]
-        self.gradients = [FlatTensor(self.layout, own) for own in self.ranges]
+        self.values = [FlatTensor(self.layout, segments) for segments in self.ranges]
+        self.gradients = [FlatTensor(self.layout, segments) for segments in self.ranges]
         self._new_session()
 
     def _new_session(self) -> None:
         assert self.job is not None
         worker = (self.name, self.incarnation)
-        clients = [Client(worker, len(own), 0, self.job.steps) for own in self.ranges]
+        clients = [Client(worker, len(segments), 0, self.job.steps) for segments in self.ranges]
         self.session = Session(clients, is_exact=self.job.mode == "sync")
-        for number, known in self.known.items():
-            self._take_protocol(number, known)
+        for number, configuration in self.configurations.items():
+            self._take_protocol(number, configuration)
 
     def _rejoin(self) -> None:
-        """It was taken for dead: come again as another."""
+        """Come again as another incarnation, after this one was taken for dead."""
         self.incarnation = -1
-        self.session, self.known = None, {}
-        for connection in list(self.connections.values()):  # the servers too know it by its name
+        self.session = None
+        self.configurations = {}
+        for connection in list(self.connections.values()):  # the servers, too, know it by its incarnation
             connection.close("the process ends")
         self.spawn(self._wait_for_name())
 
@@ -262,8 +282,8 @@ class Link(Peers):
             await asyncio.sleep(0.02)
         self._new_session()
 
-    def _take_addresses(self, known: dict[Node, Address]) -> None:
-        self.addresses = {COORDINATOR: self.addresses[COORDINATOR], **known}
+    def _take_addresses(self, servers: dict[Node, Address]) -> None:
+        self.addresses = {COORDINATOR: self.addresses[COORDINATOR], **servers}
         for peer in self.addresses:
             self.open(peer)
 
@@ -278,23 +298,28 @@ class Link(Peers):
             self.send([(node, number, setup.Install((node,), content))])
             self.handed_out.add((number, node))
 
-    def _push(self, notes: Sequence[Sequence[dict[str, Any]]], seen: Answer | None) -> None:
+    def _push(self, notes: Sequence[Sequence[dict[str, Any]]], computed_from: Answer | None) -> None:
         session = self.session
-        if self.latest is not seen:  # taken for dead while it computed, it has come again: this gradient is too old
+        if self.latest is not computed_from:
+            # Taken for dead while it computed, it has come again: this gradient is too old.
             self.answer = self.latest
             self.is_here.set()
             return
         if session is None or session.is_out or not session.answers:
             return  # it reads what the others have done
-        self.pushed_s, self.sent_s = time.monotonic(), 0.0
-        gradients = [list(zip(own, flat.whole, strict=True)) for own, flat in zip(notes, self.gradients, strict=True)]
+        self.pushed_s = time.monotonic()
+        self.sent_s = 0.0
+        gradients: list[list[tuple[Any, torch.Tensor]]] = []
+        for notes_of_range, flat in zip(notes, self.gradients, strict=True):
+            gradients.append(list(zip(notes_of_range, flat.whole, strict=True)))
         self.send(session.push(gradients))
 
     def _ask_state(self) -> None:
         self.state_request += 1
-        for number, known in self.known.items():
-            if number not in self.states and known.chain:
-                self.send([(known.chain[-1], number, setup.ReadState(self.state_request))])
+        for number, configuration in self.configurations.items():
+            if number not in self.states and configuration.chain:
+                tail = configuration.chain[-1]
+                self.send([(tail, number, setup.ReadState(self.state_request))])
         if len(self.states) < len(self.ranges):
             self.loop.call_later(2.0, self.call, self._ask_state_again, self.state_request)
 
@@ -303,28 +328,37 @@ class Link(Peers):
             self._ask_state()
 
     async def _say_goodbye(self, done: threading.Event) -> None:
-        """Until the coordinator has taken it: what a process that ends has written may be lost with its connection."""
+        """Send the last heartbeat and wait until the coordinator has handled it.
+
+        What a process that ends has written may be lost with its connection.
+        """
         deadline_s = time.monotonic() + GOODBYE_S
         if self.session is not None:
-            self.send([(COORDINATOR, 0, setup.Status(json.dumps(self.status()).encode()))])
+            self._send_status()
             self.send(self.session.heartbeat(self.is_leaving))
             while not self.session.is_out and time.monotonic() < deadline_s:
                 await asyncio.sleep(0.01)
         done.set()
 
-    def _note_waiting(self, answers: Sequence[Pulled]) -> None:
-        """What a step waited for: its own bytes on the wire, or other workers."""
+    def _send_status(self) -> None:
+        self.send([(COORDINATOR, 0, setup.Status(json.dumps(self.status()).encode()))])
+
+    def _note_waiting(self) -> None:
+        """Add up what a step waited for: its own bytes on the wire, and then other workers."""
         if self.pushed_s:
             now = time.monotonic()
-            sent = self.sent_s or now
-            self.waited_s["network"] += sent - self.pushed_s
-            self.waited_s["others"] += now - sent
+            sent_s = self.sent_s or now
+            self.waited_s["network"] += sent_s - self.pushed_s
+            self.waited_s["others"] += now - sent_s
 
     def _tick(self) -> None:
         now = time.monotonic()
-        for peer in [COORDINATOR] if self.incarnation < 0 else list(self.addresses):
-            self.open(peer)
-        if not self.connections and now - self.seen_s > ALONE_S:
+        if self.incarnation < 0:  # servers know a worker by its incarnation: the coordinator gives it one first
+            self.open(COORDINATOR)
+        else:
+            for peer in list(self.addresses):
+                self.open(peer)
+        if not self.connections and now - self.connected_s > ALONE_S:
             self.failed(
                 PeerLostError(
                     "the parameter servers should answer",
@@ -333,24 +367,25 @@ class Link(Peers):
                 )
             )
         if self.connections:
-            self.seen_s = now
+            self.connected_s = now
         self._watch_coordinator(now)
         self._watch_ranges(now)
         if self.session is None:
             return
         if not self.sent_s and all(connection.is_idle for connection in self.connections.values()):
             self.sent_s = now
-        self.send(self.session.heartbeat(self.is_leaving))
-        self.send([(COORDINATOR, 0, setup.Status(json.dumps(self.status()).encode()))])
+        self.send(self.session.heartbeat(self.is_leaving))  # also here: a later one must not take the last one back
+        self._send_status()
         if self.answer is None and now - max(self.progress_s, self.repeated_s) > self.repeat_after_s:
             self.repeated_s = now
             self.repeat_after_s = min(2 * self.repeat_after_s, REPEAT_S[1])
             self._repeat()
 
     def _watch_ranges(self, now: float) -> None:
-        """A worker and a server were lost before a step was complete: some ranges have applied it, others can't.
+        """Fail when some ranges have applied a step that others can't apply any more.
 
-        The worker that takes the place of the lost one can't compute the gradient: the step's parameters are gone.
+        So it is when a worker and a server were lost before the step was complete: the worker that takes the place of
+        the lost one can't compute its gradient, as the step's parameters are gone.
         """
         session = self.session
         if session is None or not session.is_exact or session.differ_since_s is None:
@@ -365,7 +400,10 @@ class Link(Peers):
             )
 
     def _watch_coordinator(self, now: float) -> None:
-        """While the worker waits: without the coordinator nobody is replaced, and the wait may have no end."""
+        """Fail when the coordinator is silent for long while the worker waits.
+
+        Without it nobody is replaced, and the wait may have no end.
+        """
         if self.waiting_since_s is None:
             return
         silent_s = now - max(self.coordinator_s, self.waiting_since_s)
@@ -386,29 +424,29 @@ class Link(Peers):
             self.send(self.session.repeat(time.monotonic()))
 
     def status(self) -> dict[str, Any]:
-        """What a person may want to know of this worker."""
-        known = self.connections.values()
-        waited = {f"waited_for_{cause}_s": round(seconds, 3) for cause, seconds in self.waited_s.items()}
-        is_waiting = self.answer is None
+        """Return what `paceline server top` shows of this worker."""
+        connections = self.connections.values()
         return {
-            **waited,
+            "waited_for_network_s": round(self.waited_s["network"], 3),
+            "waited_for_others_s": round(self.waited_s["others"], 3),
             "pid": os.getpid(),
             "counted": self.counted,
-            "is_waiting": is_waiting,
-            "bytes_sent": sum(connection.bytes_sent for connection in known),
-            "bytes_received": sum(connection.bytes_received for connection in known),
+            "is_waiting": self.answer is None,
+            "bytes_sent": sum(connection.bytes_sent for connection in connections),
+            "bytes_received": sum(connection.bytes_received for connection in connections),
         }
 
     # --- Endpoint
 
     def destination(self, connection: Connection, number: int, message: Any, nbytes: int) -> tuple[Any, memoryview]:
-        """Where a payload goes: parameters that are waited for, to their place."""
+        """Return where a payload goes: parameters that are waited for go straight to `values`."""
         if isinstance(message, Pulled) and number < len(self.values) and self.session is not None:
             flat = self.values[number].memory
             if nbytes != flat.numel():
                 raise FrameError(f"parameters of {nbytes} bytes, not {flat.numel()}")
             if self.session.clients[number].expects(message):
                 return flat, bytes_of(flat)
+            # Received and dropped: the worker may be reading `values` now.
             spare = self.spare.setdefault(number, torch.empty_like(flat))
             return None, bytes_of(spare)
         if isinstance(message, setup.StateRead) and number < len(self.ranges):
@@ -419,5 +457,12 @@ class Link(Peers):
         return super().destination(connection, number, message, nbytes)
 
     def views(self, payload: Any) -> Sequence[memoryview]:
-        """The bytes of a payload."""
+        """Return the bytes of a payload."""
         return views_of(payload)
+
+
+def _error_of(message: setup.Refused) -> PacelineError:
+    """Return the error that another process has sent, of the same class."""
+    classes = {error_class.__name__: error_class for error_class in PacelineError.__subclasses__()}
+    error_class = classes.get(message.kind, PacelineError)
+    return error_class(message.asked, message.found, message.fix)

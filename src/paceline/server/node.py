@@ -1,4 +1,4 @@
-"""A server's process: keeps ranges of the parameters, takes gradients in, gives parameters out."""
+"""A server's process: it keeps ranges of the parameters, applies workers' gradients and sends the parameters back."""
 
 from __future__ import annotations
 
@@ -28,31 +28,33 @@ from paceline.server.transport.frames import FrameError
 from paceline.server.transport.peers import HEARTBEAT_S, Peers, addresses_of, every
 
 REPEAT_S = (0.5, 60.0)  # what has no answer is said again after so long; each time later, up to
-EARLY = 1000  # messages before the job's start that are kept; what is forgotten is said again
+EARLY = 1000  # messages before the job's start that are kept; those that are dropped are sent again
 EXPIRE_S = 0.05  # how exact a deadline is
 _DTYPES = {name: getattr(torch, name) for name in BYTES}
 
 
 class Server(Peers):
-    """One server.
+    """The process of one server: the state machine `Member` with connections.
 
     Args:
-        listen_at: where workers and other servers come.
-        coordinator: where it is.
+        listen_at: the address for workers and other servers.
+        coordinator: its address.
         credentials: for whatever leaves the host.
     """
 
     def __init__(self, listen_at: Address, coordinator: Address, credentials: Credentials | None = None) -> None:
         super().__init__(credentials)
-        self.listen_at, self.where = listen_at, ""
+        self.listen_at = listen_at
+        self.where = ""
         self.addresses[COORDINATOR] = coordinator
         self.node = -1
         self.member: Member | None = None
         self.ranges: list[list[Segment]] = []
-        self.waiting: deque[tuple[Any, int, Any]] = deque(maxlen=EARLY)  # what came before the job's start
+        self.early: deque[tuple[Any, int, Any]] = deque(maxlen=EARLY)  # messages from before the job's start
         self.counts: Counter[str] = Counter()
-        self.sent_heartbeats: dict[int, messages.Out] = {}  # by range, what it last said because of a message
-        self.progress_s = self.repeated_s = 0.0
+        self.sent_heartbeats: dict[int, messages.Out] = {}  # by range, the last one that a message was the reason for
+        self.progress_s = 0.0  # when an update was last applied or committed
+        self.repeated_s = 0.0
         self.repeat_after_s = REPEAT_S[0]
         self.ending: asyncio.Future[None] | None = None
 
@@ -74,7 +76,7 @@ class Server(Peers):
             self.close()
 
     def hello(self, to: Any) -> setup.Hello:
-        """Who this is."""
+        """Return who this is."""
         return setup.Hello("server", self.node, 0, self.where, "")
 
     def failed(self, error: BaseException | None) -> None:
@@ -83,38 +85,42 @@ class Server(Peers):
             self.ending.set_exception(error or RuntimeError("failed"))
 
     def connected(self, peer: Any) -> None:
-        """Say again what another server may have missed."""
+        """Send another server again what it may have missed."""
         if isinstance(peer, int) and self.member is not None:
             self.send(self.member.repeat())
 
     def lost(self, peer: Any) -> None:
-        """The coordinator comes back, or it does not."""
+        """Connect to the coordinator again: it may come back."""
         if peer == COORDINATOR:
             self.open(COORDINATOR)
 
     def take(self, peer: Any, number: int, message: Any) -> None:
-        """A message about range `number`."""
+        """Handle a message about range `number`."""
         self.counts[type(message).__name__] += 1
         if isinstance(message, setup.Welcome):
             self.node = message.name
         elif isinstance(message, setup.StartServers):
             self._start(message)
         elif isinstance(message, setup.Addresses):
-            known = addresses_of(message.servers).items()
-            higher = {node: address for node, address in known if node > self.node}  # the lower one connects
-            self.addresses = {COORDINATOR: self.addresses[COORDINATOR], **higher}
-            self._open_all()
+            self._take_addresses(addresses_of(message.servers))
         elif isinstance(message, setup.Refused):
             self.failed(PacelineError(message.asked, message.found, message.fix))
         elif self.member is None:
-            self.waiting.append((peer, number, message))
+            self.early.append((peer, number, message))
         else:
             try:
                 self._take_started(peer, number, message)
             except CheckpointError as error:
                 raise FrameError(f"{error.asked}: {error.found}") from None
 
+    def _take_addresses(self, servers: dict[messages.Node, Address]) -> None:
+        """Connect to the coordinator, and to the servers with a higher number: the lower one of two connects."""
+        higher = {node: address for node, address in servers.items() if node > self.node}
+        self.addresses = {COORDINATOR: self.addresses[COORDINATOR], **higher}
+        self._open_all()
+
     def _take_started(self, peer: Any, number: int, message: Any) -> None:
+        """Handle a message that needs the replicas."""
         assert self.member is not None
         if number >= len(self.member.replicas):
             raise FrameError(f"range {number} of {len(self.member.replicas)}")
@@ -127,16 +133,26 @@ class Server(Peers):
             if replica.is_synced and replica.is_tail:
                 self.send([(peer, number, setup.StateRead(message.request, replica.store.content()))])
         else:
-            before, done = replica.number, replica.committed
-            self.send(self.member.on(number, message))
-            self.counts["updates"] += replica.number - before
-            if isinstance(message, messages.Configuration | messages.State):
-                self._send_heartbeat_if_new(number, replica.heartbeat())
-            if replica.number + replica.committed > before + done:
-                self.progress_s, self.repeat_after_s = time.monotonic(), REPEAT_S[0]
+            self._take_protocol(replica, number, message)
+
+    def _take_protocol(self, replica: Replica, number: int, message: Any) -> None:
+        assert self.member is not None
+        applied_before = replica.update_count
+        committed_before = replica.committed
+        self.send(self.member.on(number, message))
+        self.counts["updates"] += replica.update_count - applied_before
+        if isinstance(message, messages.Configuration | messages.State):
+            self._send_heartbeat_if_new(number, replica.heartbeat())
+        if replica.update_count + replica.committed > applied_before + committed_before:
+            self.progress_s = time.monotonic()
+            self.repeat_after_s = REPEAT_S[0]
 
     def _send_heartbeat_if_new(self, number: int, heartbeat: messages.Out) -> None:
-        """Others wait to hear that it is in. Once: the coordinator answers each beat with the configuration."""
+        """Tell at once that this replica is in a configuration: others wait for it.
+
+        Only once: the coordinator answers each heartbeat with the configuration, and this answer with a heartbeat
+        would go on for ever, some ten thousand times a second.
+        """
         if self.sent_heartbeats.get(number) != heartbeat:
             self.sent_heartbeats[number] = heartbeat
             self.send(with_range(number, heartbeat))
@@ -147,33 +163,29 @@ class Server(Peers):
         settings = JobSettings.of_json(message.settings)
         layout = ServerLayout.of_json(bytes(message.layout).decode())
         self.ranges = layout.ranges(settings.servers)
-        stores = [
-            Segments(layout, own, settings.implementation, settings.clip_norm, settings.workers, settings.admission())
-            for own in self.ranges
-        ]
+        mode = settings.admission()
         gates = settings.gates(len(self.ranges))
-        self.member = Member(
-            self.node,
-            [
-                Replica(self.node, len(own), settings.admission(), store, number, gates)
-                for number, (own, store) in enumerate(zip(self.ranges, stores, strict=True))
-            ],
-        )
-        for peer, number, early in self.waiting:
+        replicas: list[Replica] = []
+        for number, segments in enumerate(self.ranges):
+            store = Segments(layout, segments, settings.implementation, settings.clip_norm, settings.workers, mode)
+            replicas.append(Replica(self.node, len(segments), mode, store, number, gates))
+        self.member = Member(self.node, replicas)
+        for peer, number, early_message in self.early:
             if number < len(self.ranges):
-                self._take_started(peer, number, early)
-        self.waiting.clear()
+                self._take_started(peer, number, early_message)
+        self.early.clear()
 
     def destination(self, connection: Connection, number: int, message: Any, nbytes: int) -> tuple[Any, memoryview]:
-        """Where a payload goes; a gradient is exactly as long as its segment."""
-        if isinstance(message, messages.Push | messages.Forward | messages.State | setup.Install):
-            if connection.peer is None or number >= len(self.ranges):
-                raise FrameError(f"a {type(message).__name__} of range {number} of {len(self.ranges)}")
-            if isinstance(message, messages.State | setup.Install):
-                return self._room_for_state(number, nbytes)
-            at = message.segment if isinstance(message, messages.Push) else message.update.segment
-            return self._room_for_gradient(number, at, nbytes)
-        return super().destination(connection, number, message, nbytes)
+        """Return where a payload goes; a gradient is exactly as long as its segment."""
+        if not isinstance(message, messages.Push | messages.Forward | messages.State | setup.Install):
+            return super().destination(connection, number, message, nbytes)
+        if connection.peer is None or number >= len(self.ranges):
+            raise FrameError(f"a {type(message).__name__} of range {number} of {len(self.ranges)}")
+        if isinstance(message, messages.Push):
+            return self._room_for_gradient(number, message.segment, nbytes)
+        if isinstance(message, messages.Forward):
+            return self._room_for_gradient(number, message.update.segment, nbytes)
+        return self._room_for_state(number, nbytes)
 
     def _room_for_state(self, number: int, nbytes: int) -> tuple[Any, memoryview]:
         if nbytes > most_state_bytes(self.ranges[number]):
@@ -181,26 +193,34 @@ class Server(Peers):
         content = bytearray(nbytes)
         return content, memoryview(content)
 
-    def _room_for_gradient(self, number: int, at: int, nbytes: int) -> tuple[Any, memoryview]:
-        if not 0 <= at < len(self.ranges[number]) or nbytes != self.ranges[number][at].nbytes:
-            raise FrameError(f"a gradient of segment {at} with {nbytes} bytes")
-        place = torch.empty(nbytes, dtype=torch.uint8)
-        return place.view(_DTYPES[self.ranges[number][at].dtype]), bytes_of(place)
+    def _room_for_gradient(self, number: int, index: int, nbytes: int) -> tuple[Any, memoryview]:
+        segments = self.ranges[number]
+        if not 0 <= index < len(segments) or nbytes != segments[index].nbytes:
+            raise FrameError(f"a gradient of segment {index} with {nbytes} bytes")
+        memory = torch.empty(nbytes, dtype=torch.uint8)
+        return memory.view(_DTYPES[segments[index].dtype]), bytes_of(memory)
 
     def views(self, payload: Any) -> Sequence[memoryview]:
-        """The bytes of a payload."""
+        """Return the bytes of a payload."""
         return views_of(payload)
 
     def status(self) -> dict[str, Any]:
-        """What a person may want to know."""
-        replicas = self.member.replicas if self.member is not None else []
-        own = [(n, replica) for n, replica in enumerate(replicas) if self.node in replica.configuration.chain]
-        rows = [_status_of(number, replica) for number, replica in own]
-        sent = sum(connection.bytes_sent for connection in self.connections.values())
-        received = sum(connection.bytes_received for connection in self.connections.values())
-        facts = {"node": self.node, "ranges": rows, "bytes_sent": sent, "bytes_received": received}
-        process = {"pid": os.getpid(), "rank": parse_whole(os.environ.get("PACELINE_RANK", ""))}  # the supervisor's
-        return {**facts, "messages": dict(self.counts), "refused": list(self.refused), **process}
+        """Return what `paceline server top` shows of this server."""
+        rows: list[dict[str, Any]] = []
+        for number, replica in enumerate(self.member.replicas if self.member is not None else []):
+            if self.node in replica.configuration.chain:
+                rows.append(_status_of(number, replica))
+        connections = self.connections.values()
+        return {
+            "node": self.node,
+            "ranges": rows,
+            "bytes_sent": sum(connection.bytes_sent for connection in connections),
+            "bytes_received": sum(connection.bytes_received for connection in connections),
+            "messages": dict(self.counts),
+            "refused": list(self.refused),
+            "pid": os.getpid(),
+            "rank": parse_whole(os.environ.get("PACELINE_RANK", "")),  # set by the supervisor
+        }
 
     def _open_all(self) -> None:
         for peer in self.addresses:
@@ -223,13 +243,18 @@ class Server(Peers):
 
 
 def _status_of(number: int, replica: Replica) -> dict[str, Any]:
+    role = ""
+    if replica.is_head:
+        role = "head"
+    elif replica.is_tail:
+        role = "tail"
     return {
         "range": number,
-        "role": "head" if replica.is_head else "tail" if replica.is_tail else "",
-        "epoch": replica.configuration.epoch,
-        "updates": replica.number,
-        "behind": replica.number - replica.committed,
-        "readers_waiting": len(replica.waiting),
+        "role": role,
+        "epoch": replica.configuration.config_version,
+        "updates": replica.update_count,
+        "behind": replica.update_count - replica.committed,
+        "readers_waiting": len(replica.waiting_pulls),
         "waits_for": _waits_for(replica),
         "duplicates": replica.duplicates,
         "staleness": replica.staleness,
@@ -237,15 +262,17 @@ def _status_of(number: int, replica: Replica) -> dict[str, Any]:
 
 
 def _waits_for(replica: Replica) -> list[int]:
-    """Workers without whom the oldest open round can't close."""
+    """Return the workers without whom the oldest open round can't close."""
     if not (replica.is_head and replica.mode.is_by_rounds):
         return []
     oldest = min(replica.rounds.values())
     due = [segment for segment, closed in replica.rounds.items() if closed == oldest]
     if any(segment in replica.staged for segment in due):
         return []
-    here = {name for segment in due for name in replica.open[segment]}
-    return [worker for worker, _ in replica.configuration.workers if worker not in here]
+    have_pushed: set[int] = set()
+    for segment in due:
+        have_pushed.update(replica.open_rounds[segment])
+    return [name for name, _ in replica.configuration.workers if name not in have_pushed]
 
 
 async def serve(listen_at: str, coordinator: str, credentials: Credentials | None = None) -> None:

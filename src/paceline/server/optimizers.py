@@ -1,4 +1,4 @@
-"""The person's optimizer, taken over by the servers: which ones they can run, and how they are built there.
+"""The optimizers that servers can run in place of the user's, and how they are built there.
 
 Every one updates each element by that element's own history, so pieces of parameters end where whole ones do, bit for
 bit; a test holds each class against itself, whole and in pieces.
@@ -20,7 +20,7 @@ _IMPLEMENTATION = ("foreach", "capturable", "differentiable", "fused", "params",
 
 
 def describe(optimizer: torch.optim.Optimizer) -> tuple[str, list[dict[str, Any]]]:
-    """The class's name, and every group's settings as JSON has them.
+    """Return the class's name, and every group's settings as JSON has them.
 
     Raises:
         PlanError: the servers can't run it.
@@ -37,7 +37,7 @@ def describe(optimizer: torch.optim.Optimizer) -> tuple[str, list[dict[str, Any]
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's numbers, as they are now: what a schedule changes travels with every gradient.
+    """Return a group's numbers as they are now: what a schedule changes is sent with every gradient.
 
     Raises:
         PlanError: one is not a number.
@@ -55,7 +55,7 @@ def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
 def build(
     name: str, pieces: Sequence[torch.nn.Parameter], settings: Mapping[str, Any], implementation: Mapping[str, Any]
 ) -> torch.optim.Optimizer:
-    """The optimizer over pieces of parameters.
+    """Return the optimizer over pieces of parameters.
 
     Args:
         name: one of KNOWN.
@@ -71,7 +71,8 @@ def build(
             f"can't run the optimizer {name!r} on a server", "it is unknown there", f"take one of {', '.join(KNOWN)}"
         )
     kind: Any = getattr(torch.optim, name)
-    accepted = {key: _tuples(value) for key, value in settings.items() if key in _arguments(kind)}
+    arguments = _arguments(kind)
+    accepted = {key: _tuples(value) for key, value in settings.items() if key in arguments}
     try:
         return kind(list(pieces), **accepted, **implementation)  # type: ignore[no-any-return]
     except (TypeError, ValueError, RuntimeError) as error:
@@ -81,15 +82,22 @@ def build(
 
 
 def implementation_of(optimizer: torch.optim.Optimizer, is_deterministic: bool) -> dict[str, Any]:
-    """Which of torch's implementations the servers take: the person's if it was named, or if bits must be the same."""
-    asked = {key: optimizer.defaults[key] for key in ("fused", "foreach") if optimizer.defaults.get(key) is not None}
+    """Return which of torch's implementations the servers take.
+
+    It is the user's if one was named, or if the bits must be the same; else the fused one, where there is one.
+    """
+    asked: dict[str, Any] = {}
+    for key in ("fused", "foreach"):
+        value = optimizer.defaults.get(key)
+        if value is not None:
+            asked[key] = value
     if asked or is_deterministic or type(optimizer).__name__ not in FUSED:
         return {key: value for key, value in asked.items() if value}
     return {"fused": True}
 
 
 def set_group(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], share: float) -> None:
-    """Take a step's settings; the learning rate counts by its share."""
+    """Set a step's settings; the learning rate is multiplied by its share."""
     group = optimizer.param_groups[0]
     for key, value in settings.items():
         if key in group and key != "params":
@@ -99,11 +107,10 @@ def set_group(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], sha
 
 
 def _arguments(kind: Any) -> set[str]:
-    return set(
-        kind.__init__.__code__.co_varnames[
-            : kind.__init__.__code__.co_argcount + kind.__init__.__code__.co_kwonlyargcount
-        ]
-    )
+    """Return the names of a class's arguments."""
+    code = kind.__init__.__code__
+    count = code.co_argcount + code.co_kwonlyargcount  # co_varnames has the other local variables after them
+    return set(code.co_varnames[:count])
 
 
 def _plain(value: Any) -> Any:

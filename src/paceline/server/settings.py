@@ -1,4 +1,4 @@
-"""How a job with parameter servers runs: what the plan says, what the workload says, in one JSON object."""
+"""The settings of a job with parameter servers: what the plan says and what the workers add, in one JSON object."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _FORM = {
 
 @dataclass(frozen=True, slots=True)
 class JobSettings:
-    """What coordinator, servers and workers must agree on.
+    """The settings that coordinator, servers and workers share.
 
     Args:
         servers, workers: how many.
@@ -55,7 +55,7 @@ class JobSettings:
 
     @classmethod
     def of(cls, plan: Plan) -> JobSettings:
-        """What a plan says; the workload's part is added by the workers."""
+        """Return what a plan says; the workers add their part."""
         return cls(
             servers=plan.server,
             workers=plan.world_size,
@@ -67,16 +67,18 @@ class JobSettings:
         )
 
     def admission(self) -> Mode:
-        """When gradients become an update."""
+        """Return when gradients become an update."""
         return Mode(self.mode, quorum=self.quorum, staleness=self.staleness, deadline_s=self.deadline)
 
     def gates(self, ranges: int) -> int:
-        """Of so many ranges, how many wait for each other's rounds; 0 where every segment goes on by itself."""
-        by_rounds = self.admission().is_by_rounds
-        return ranges if by_rounds and (self.is_strict or self.clip_norm is not None) else 0
+        """Return how many of so many ranges wait for each other's rounds; 0 where every segment goes on by itself."""
+        is_gated = self.is_strict or self.clip_norm is not None
+        if self.admission().is_by_rounds and is_gated:
+            return ranges
+        return 0
 
     def to_json(self) -> str:
-        """As text."""
+        """Return it as text, which `of_json` reads."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -88,7 +90,7 @@ class JobSettings:
         """
         try:
             values: Mapping[str, Any] = parse_json(text, "a job's settings", _FORM)
-            if values.keys() != {one.name for one in fields(cls)}:
+            if values.keys() != {item.name for item in fields(cls)}:
                 raise ValueError("they have other parts")
             return cls(**values)
         except ValueError as error:

@@ -1,4 +1,4 @@
-"""What processes say to each other beside the protocol: who they are, what is trained, what state is kept."""
+"""The messages beside the protocol: who a process is, what is trained, the first parameters, state, status."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Who opens a connection: "worker", "server" or "watcher". To the coordinator a worker sends its layout with it."""
+    """The first message of who opens a connection: its role is "worker", "server" or "watcher".
+
+    To the coordinator a worker sends its layout with it.
+    """
 
     role: str
     name: int  # a worker's number, or the server's node; -1 for a server that has none yet
@@ -47,7 +50,7 @@ class Addresses:
 
 @dataclass(frozen=True, slots=True)
 class Install:
-    """To a worker: hand the first parameters to the servers. From it to a server: here they are, of one range."""
+    """To a worker: send the first parameters to the servers. From it to a server: the first parameters of one range."""
 
     nodes: tuple[int, ...]
     content: Any = b""
@@ -62,7 +65,7 @@ class Installed:
 
 @dataclass(frozen=True, slots=True)
 class ReadState:
-    """A worker wants everything of one range, for a checkpoint."""
+    """A worker asks for everything of one range, for a checkpoint."""
 
     request: int
 
@@ -77,7 +80,7 @@ class StateRead:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """What was asked can't be met, and why: an error's three parts, and its kind."""
+    """An error for the receiver to raise: its class and its three parts."""
 
     kind: str
     asked: str
@@ -87,13 +90,13 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class AskStatus:
-    """How does it go?"""
+    """A question for the receiver's status."""
 
     worker: Worker = (-1, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """JSON of what the process knows."""
+    """JSON of what a process says of itself: see `Peers.status`."""
 
     facts: Any

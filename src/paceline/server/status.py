@@ -1,4 +1,4 @@
-"""Looks at a running job's servers from outside: asks the coordinator, then every server, how it goes."""
+"""The status of a running job's servers, asked from outside: first the coordinator, then every server."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ NODE = {
 
 
 class Watcher(Peers):
-    """Asks, and keeps the answers by who gave them."""
+    """A process that only asks for the status of others."""
 
     def __init__(self, credentials: Credentials | None) -> None:
         super().__init__(credentials)
@@ -72,7 +72,7 @@ class Watcher(Peers):
         self.is_here = asyncio.Event()
 
     async def ask(self, who: Any, where: Address) -> dict[str, Any] | None:
-        """What one process says; None where it does not answer."""
+        """Return the status of one process; None where it does not answer."""
         try:
             connection = await connect(where, lambda: Connection(self), self.credentials)
         except PeerLostError:
@@ -92,46 +92,49 @@ class Watcher(Peers):
         return self.answers.pop(who)
 
     def take(self, peer: Any, number: int, message: Any) -> None:
-        """An answer."""
+        """Handle an answer."""
         if isinstance(message, setup.Status):
             self.answers[peer] = facts_of(message.facts)
             self.is_here.set()
 
 
 async def look(coordinator: Address, credentials: Credentials | None = None) -> dict[str, Any]:
-    """The status of a job: the coordinator's, with every server's under "nodes".
+    """Return the status of a job: the coordinator's, with every server's under "nodes".
 
     Raises:
         PeerLostError: the coordinator does not answer.
     """
     watcher = Watcher(credentials)
-    facts = await watcher.ask("coordinator", coordinator)
-    if facts is None:
+    status = await watcher.ask("coordinator", coordinator)
+    if status is None:
         raise PeerLostError(
             f"can't reach the coordinator at {coordinator}",
             "it does not answer",
             "see whether the job runs with these credentials",
         )
-    fault = fault_of_facts(facts)
+    fault = fault_of_facts(status)
     if fault is not None:
         raise PeerLostError(
             f"the coordinator at {coordinator} should say how its job goes",
             f"it says something else: {fault}",
             "see whether a coordinator of this version of Paceline listens there",
         )
-    servers = addresses_of(json.dumps(facts["servers"]))
+    servers = addresses_of(json.dumps(status["servers"]))
     answers = await asyncio.gather(*[watcher.ask(node, where) for node, where in servers.items()])
-    facts["nodes"] = [answer for answer in answers if answer is not None and fault_of(answer, NODE) is None]
-    return facts
+    status["nodes"] = []
+    for answer in answers:
+        if answer is not None and fault_of(answer, NODE) is None:
+            status["nodes"].append(answer)
+    return status
 
 
-def fault_of_facts(facts: Any) -> str | None:
-    """What in a coordinator's answer is not as `report.py` reads it; None where all is."""
-    fault = fault_of(facts, _ALWAYS)
+def fault_of_facts(status: Any) -> str | None:
+    """Return what in a coordinator's answer is not as `status_table.py` reads it; None where all is."""
+    fault = fault_of(status, _ALWAYS)
     if fault is not None:
         return fault
     try:
-        addresses_of(json.dumps(facts["servers"]))
+        addresses_of(json.dumps(status["servers"]))
     except FrameError as error:
         return str(error)
-    return fault_of(facts, _GATHERING if facts["state"] == "gathering" else _TRAINING)
+    return fault_of(status, _GATHERING if status["state"] == "gathering" else _TRAINING)

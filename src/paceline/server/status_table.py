@@ -1,4 +1,4 @@
-"""A job's servers as people read them: a table, and who everybody waits for."""
+"""The status of a job's servers as people read it: a table, and for whom everybody waits."""
 
 from __future__ import annotations
 
@@ -8,46 +8,74 @@ from typing import Any
 from paceline.nouns.reading import parse_whole
 
 MIB = 2**20
+_BAR = 40  # characters of the longest bar
+_WORKER_TITLES = (
+    *("worker", "steps done", "lag", "state", "silent s"),
+    *("network s", "others s", "sent MiB", "received MiB"),
+)
+_RANGE_TITLES = ("range", "servers", "epoch", "whole", "updates", "on the way", "duplicates", "waits for")
 
 
-def table(facts: Mapping[str, Any]) -> str:
-    """What `watch.look` found, as aligned tables."""
-    job = facts["job"]
+def table(status: Mapping[str, Any]) -> str:
+    """Return a job's status, as `status.look` asked for it, as aligned tables."""
+    job = status["job"]
     details = {
         "quorum": f" of {job['quorum']}",
         "deadline": f" of {job['deadline']:g} s",
         "stale": f" by {job['staleness']}",
     }
     mode = job["mode"] + details.get(job["mode"], "")
-    head = f"{job['workers']} workers, {job['servers']} servers, {job['replicas']} replicas, {mode}: {facts['state']}"
-    if facts["state"] == "gathering":
-        return f"{head}\nhere: {', '.join(facts['here']) or 'nobody'}"
-    furthest = max((worker["clock"] for worker in facts["workers"]), default=0)
-    workers = [
-        [
-            f"{one['worker']}.{one['incarnation']}" if one["incarnation"] else str(one["worker"]),
-            str(one["clock"]),
-            str(furthest - one["clock"]),
-            "done" if one["is_done"] else "in" if one["is_in"] else "out",
-            f"{one['silent_s']:.1f}",
-            f"{one.get('waited_for_network_s', 0):.1f}",
-            f"{one.get('waited_for_others_s', 0):.1f}",
-            f"{one.get('bytes_sent', 0) / MIB:.1f}",
-            f"{one.get('bytes_received', 0) / MIB:.1f}",
-        ]
-        for one in facts["workers"]
-    ]
-    titles = ["worker", "steps done", "lag", "state", "silent s", "network s", "others s", "sent MiB", "received MiB"]
-    return "\n".join(
-        [head, "", *_aligned(titles, workers), "", *_aligned(*_ranges(facts)), "", *_notes(facts)]
-    ).rstrip()
+    counts = f"{job['workers']} workers, {job['servers']} servers, {job['replicas']} replicas"
+    headline = f"{counts}, {mode}: {status['state']}"
+    if status["state"] == "gathering":
+        return f"{headline}\nhere: {', '.join(status['here']) or 'nobody'}"
+    workers = _aligned(_WORKER_TITLES, _worker_rows(status["workers"]))
+    ranges = _aligned(_RANGE_TITLES, _range_rows(status))
+    return "\n".join([headline, "", *workers, "", *ranges, "", *_staleness_bars(status)]).rstrip()
 
 
-def _ranges(facts: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    heads = {row["range"]: row for node in facts["nodes"] for row in node["ranges"] if row["role"] == "head"}
-    rows = []
-    for chain in facts["chains"]:
-        head = heads.get(chain["range"], {})
+def _worker_rows(workers: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    furthest = max((worker["clock"] for worker in workers), default=0)
+    rows: list[list[str]] = []
+    for worker in workers:
+        name = str(worker["worker"])
+        if worker["incarnation"]:
+            name = f"{name}.{worker['incarnation']}"
+        rows.append(
+            [
+                name,
+                str(worker["clock"]),
+                str(furthest - worker["clock"]),
+                _state_of(worker),
+                f"{worker['silent_s']:.1f}",
+                f"{worker.get('waited_for_network_s', 0):.1f}",
+                f"{worker.get('waited_for_others_s', 0):.1f}",
+                f"{worker.get('bytes_sent', 0) / MIB:.1f}",
+                f"{worker.get('bytes_received', 0) / MIB:.1f}",
+            ]
+        )
+    return rows
+
+
+def _state_of(worker: Mapping[str, Any]) -> str:
+    if worker["is_done"]:
+        return "done"
+    return "in" if worker["is_in"] else "out"
+
+
+def _rows_of_servers(status: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return what all servers say of their ranges."""
+    rows: list[Mapping[str, Any]] = []
+    for node in status["nodes"]:
+        rows += node["ranges"]
+    return rows
+
+
+def _range_rows(status: Mapping[str, Any]) -> list[list[str]]:
+    heads = {row["range"]: row for row in _rows_of_servers(status) if row["role"] == "head"}
+    rows: list[list[str]] = []
+    for chain in status["chains"]:
+        head = heads.get(chain["range"], {})  # empty where the head did not answer
         rows.append(
             [
                 str(chain["range"]),
@@ -60,51 +88,71 @@ def _ranges(facts: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
                 ", ".join(map(str, head.get("waits_for", []))) or "-",
             ]
         )
-    return ["range", "servers", "epoch", "whole", "updates", "on the way", "duplicates", "waits for"], rows
+    return rows
 
 
-def _notes(facts: Mapping[str, Any]) -> list[str]:
+def _staleness_bars(status: Mapping[str, Any]) -> list[str]:
+    """Return a bar chart of how many pushes came how many updates after their pull; [] without any."""
     counts: dict[int, int] = {}
-    for node in facts["nodes"]:
-        for row in node["ranges"]:
-            for text, number in row.get("staleness", {}).items():
-                if (behind := parse_whole(text)) is not None:
-                    counts[behind] = counts.get(behind, 0) + number
+    for row in _rows_of_servers(status):
+        for text, number in row.get("staleness", {}).items():
+            behind = parse_whole(text)
+            if behind is not None:
+                counts[behind] = counts.get(behind, 0) + number
     if not counts:
         return []
     most = max(counts.values())
-    bars = [
-        f"{behind:>4} {'#' * max(1, round(40 * counts[behind] / most))} {counts[behind]}" for behind in sorted(counts)
-    ]
-    return ["updates between a worker's pull and its push:", *bars]
+    lines = ["updates between a worker's pull and its push:"]
+    for behind in sorted(counts):
+        bar = "#" * max(1, round(_BAR * counts[behind] / most))
+        lines.append(f"{behind:>4} {bar} {counts[behind]}")
+    return lines
 
 
-def why_waiting(facts: Mapping[str, Any]) -> str:
-    """Who everybody waits for, and what is known of it."""
-    if facts["state"] == "gathering":
-        job = facts["job"]
-        return f"The job has not begun: {job['servers']} servers and {job['workers']} workers must come; here: " + (
-            ", ".join(facts["here"]) or "nobody"
-        )
-    active = [worker for worker in facts["workers"] if worker["is_in"] and not worker["is_done"]]
-    missing = {name for node in facts["nodes"] for row in node["ranges"] for name in row["waits_for"]}
-    if facts["job"]["mode"] == "stale" and active:
-        slowest = min(worker["clock"] for worker in active)
-        is_bound = max(worker["clock"] for worker in active) - slowest >= facts["job"]["staleness"] + 1
-        missing = {worker["worker"] for worker in active if worker["clock"] == slowest} if is_bound else set()
+def why_waiting(status: Mapping[str, Any]) -> str:
+    """Return for whom everybody waits, and what is known of it."""
+    if status["state"] == "gathering":
+        job = status["job"]
+        needed = f"{job['servers']} servers and {job['workers']} workers must come"
+        return f"The job has not begun: {needed}; here: {', '.join(status['here']) or 'nobody'}"
+    active = [worker for worker in status["workers"] if worker["is_in"] and not worker["is_done"]]
+    missing = _missing(status, active)
     waiting = [worker for worker in active if worker.get("is_waiting") and worker["worker"] not in missing]
-    broken = [chain["range"] for chain in facts["chains"] if not chain["is_whole"]]
-    lines = [f"range {number} is not whole: a server joins, or must be started" for number in broken]
+    lines: list[str] = []
+    for chain in status["chains"]:
+        if not chain["is_whole"]:
+            lines.append(f"range {chain['range']} is not whole: a server joins, or must be started")
     if not waiting or not missing:
         return "\n".join([*lines, "Nobody waits."])
     names = ", ".join(str(worker["worker"]) for worker in waiting)
     for worker in active:
         if worker["worker"] in missing:
-            said = f"at step {worker['clock'] + 1}, last heard {worker['silent_s']:.1f} s ago"
-            lines.append(f"worker {worker['worker']} is waited for by {names}: {said}")
+            progress = f"at step {worker['clock'] + 1}, last heard {worker['silent_s']:.1f} s ago"
+            lines.append(f"worker {worker['worker']} is waited for by {names}: {progress}")
     return "\n".join(lines)
 
 
+def _missing(status: Mapping[str, Any], active: Sequence[Mapping[str, Any]]) -> set[int]:
+    """Return the workers for whom others wait."""
+    if status["job"]["mode"] == "stale" and active:
+        clocks = [worker["clock"] for worker in active]
+        slowest = min(clocks)
+        is_at_bound = max(clocks) - slowest >= status["job"]["staleness"] + 1
+        return {worker["worker"] for worker in active if worker["clock"] == slowest} if is_at_bound else set()
+    missing: set[int] = set()
+    for row in _rows_of_servers(status):
+        missing.update(row["waits_for"])
+    return missing
+
+
 def _aligned(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[at]) for row in [titles, *rows]) for at in range(len(titles))]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in [titles, *rows]]
+    """Return titles and rows as lines, each column as wide as its longest cell."""
+    lines = [titles, *rows]
+    widths: list[int] = []
+    for column in zip(*lines, strict=True):
+        widths.append(max(map(len, column)))
+    aligned: list[str] = []
+    for line in lines:
+        cells = [cell.rjust(width) for cell, width in zip(line, widths, strict=True)]
+        aligned.append("  ".join(cells))
+    return aligned

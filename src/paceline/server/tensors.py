@@ -1,4 +1,4 @@
-"""Parameters in their segments: as a worker fills and reads them, and as a server keeps and updates them."""
+"""The parameters of a range in memory: as a worker copies them in and out, and as a server keeps and updates them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from safetensors.torch import load, save
 from paceline.comm.squared_norm import square_norm
 from paceline.nouns.errors import CheckpointError
 from paceline.nouns.reading import parse_whole, shown
-from paceline.server.layout import AVERAGE, Segment, ServerLayout
+from paceline.server.layout import AVERAGE, KeyRange, Segment, ServerLayout
 from paceline.server.optimizers import build, set_group
 from paceline.server.protocol.admission import Mode
 from paceline.server.protocol.messages import Push, Update
@@ -23,12 +23,12 @@ _DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """A flat tensor's memory."""
+    """Return a flat tensor's memory."""
     return memoryview(tensor.detach().view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def views_of(payload: Any) -> Sequence[memoryview]:
-    """The bytes of a message's payload: a flat tensor, or bytes."""
+    """Return the bytes of a message's payload: a flat tensor, or bytes."""
     return [bytes_of(payload)] if isinstance(payload, torch.Tensor) else [memoryview(payload)]
 
 
@@ -41,25 +41,29 @@ class FlatTensor:
     """
 
     def __init__(self, layout: ServerLayout, segments: Sequence[Segment]) -> None:
-        self.layout, self.segments = layout, segments
+        self.layout = layout
+        self.segments = segments
         self.memory = torch.zeros(sum(segment.nbytes for segment in segments), dtype=torch.uint8)
-        self.whole, self.views = [], []
-        begin = segments[0].begin
+        self.whole: list[torch.Tensor] = []  # by segment, all of its elements
+        self.views: list[list[torch.Tensor]] = []  # by segment and piece
+        first_byte = segments[0].begin
         for segment in segments:
-            at = segment.begin - begin
-            self.whole.append(self.memory[at : at + segment.nbytes].view(_DTYPES[segment.dtype]))
-            self.views.append(pieces_of(self.whole[-1], segment))
+            offset = segment.begin - first_byte
+            elements = self.memory[offset : offset + segment.nbytes].view(_DTYPES[segment.dtype])
+            self.whole.append(elements)
+            self.views.append(pieces_of(elements, segment))
 
     def gather(self, tensors: Sequence[torch.Tensor | None]) -> list[list[int]]:
-        """Copy tensors in, by entry; of each segment the pieces whose tensor is None."""
+        """Copy tensors in, by entry; return by segment the numbers of the pieces whose tensor is None."""
         absent: list[list[int]] = []
         with torch.no_grad():
             for segment, views in zip(self.segments, self.views, strict=True):
-                absent.append([])
+                absent_pieces: list[int] = []
+                absent.append(absent_pieces)
                 for number, (piece, view) in enumerate(zip(segment.pieces, views, strict=True)):
                     tensor = tensors[piece.entry]
                     if tensor is None:
-                        absent[-1].append(number)
+                        absent_pieces.append(number)
                         view.zero_()
                     else:
                         view.copy_(tensor.detach().reshape(-1)[piece.start : piece.start + piece.count])
@@ -74,14 +78,18 @@ class FlatTensor:
                     flat[piece.start : piece.start + piece.count].copy_(view)
 
 
-def pieces_of(whole: torch.Tensor, segment: Segment) -> list[torch.Tensor]:
-    """A segment's pieces, as views."""
-    size = whole.element_size()
-    return [whole[piece.offset // size : piece.offset // size + piece.count] for piece in segment.pieces]
+def pieces_of(elements: torch.Tensor, segment: Segment) -> list[torch.Tensor]:
+    """Return a segment's pieces, as views of all its elements."""
+    size = elements.element_size()
+    pieces: list[torch.Tensor] = []
+    for piece in segment.pieces:
+        start = piece.offset // size
+        pieces.append(elements[start : start + piece.count])
+    return pieces
 
 
 class Segments:
-    """What a server keeps of one range: see `store.Store`.
+    """The parameters of one range and their optimizers, as a server keeps them: see `store.Store`.
 
     Args:
         layout: of the job.
@@ -101,16 +109,22 @@ class Segments:
         workers: int,
         mode: Mode,
     ) -> None:
-        self.layout, self.segments, self.implementation = layout, segments, implementation
-        self.clip_norm, self.workers, self.mode = clip_norm, workers, mode
+        self.layout = layout
+        self.segments = segments
+        self.implementation = implementation
+        self.clip_norm = clip_norm
+        self.workers = workers
+        self.mode = mode
         self.clear()
 
     def clear(self) -> None:
-        """Hold nothing."""
+        """Forget everything: parameters are zeros, optimizers are new."""
         self.values = FlatTensor(self.layout, self.segments)
-        self.optimizers: list[torch.optim.Optimizer | None] = []
-        self.parameters = [[torch.nn.Parameter(view) for view in views] for views in self.values.views]
-        for segment, parameters in zip(self.segments, self.parameters, strict=True):
+        self.optimizers: list[torch.optim.Optimizer | None] = []  # by segment; buffers have none
+        self.parameters: list[list[torch.nn.Parameter]] = []  # by segment and piece, views of `values`
+        for segment, views in zip(self.segments, self.values.views, strict=True):
+            parameters = [torch.nn.Parameter(view) for view in views]
+            self.parameters.append(parameters)
             if segment.group == AVERAGE:
                 self.optimizers.append(None)
                 continue
@@ -118,40 +132,59 @@ class Segments:
             self.optimizers.append(build(self.layout.optimizer, parameters, settings, self.implementation))
 
     def combine(self, pushes: Sequence[Push]) -> tuple[torch.Tensor, dict[str, Any]]:
-        """The gradient of the mean loss: sums added up in the order given, as one process adds micro-batches up."""
+        """Return the gradient of the mean loss: gradients of sums, added in the order given, over the weight.
+
+        One process adds micro-batches in the same order. The first push's payload becomes the result.
+        """
         notes = [push.note for push in pushes]
         segment = self.segments[pushes[0].segment]
-        pieces = range(len(segment.pieces))
-        absent = [number for number in pieces if all(number in note["absent"] for note in notes)]
         weight = sum(note["weight"] for note in notes)
         total: torch.Tensor = pushes[0].payload
         if segment.group == AVERAGE:
             self._average(segment, pushes, total)
-        elif len(pushes) > 1 or not notes[0]["flags"] & MEAN:
-            for push in pushes:
-                if push.note["flags"] & MEAN:
-                    push.payload.mul_(push.note["weight"])
-            for push in pushes[1:]:
-                total.add_(push.payload)
+        elif len(pushes) > 1 or not notes[0]["flags"] & MEAN:  # one mean alone is the result already
+            self._sum(pushes, total)
             if weight:
                 torch._foreach_mul_([total], torch.tensor(weight, dtype=torch.float64).reciprocal())
-        flags = STOPPING if any(note["flags"] & STOPPING for note in notes) else 0
+        is_stopping = any(note["flags"] & STOPPING for note in notes)
         loss = sum(note["loss"] for note in notes)
-        facts = {"loss": float(loss), "weight": float(weight), "flags": flags, "absent": absent}
-        return total, {**facts, "settings": notes[0]["settings"]}
+        return total, {
+            "loss": float(loss),
+            "weight": float(weight),
+            "flags": STOPPING if is_stopping else 0,
+            "absent": self._absent_everywhere(segment, notes),
+            "settings": notes[0]["settings"],
+        }
+
+    def _absent_everywhere(self, segment: Segment, notes: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Return the pieces of which no worker has a gradient."""
+        absent: list[int] = []
+        for number in range(len(segment.pieces)):
+            if all(number in note["absent"] for note in notes):
+                absent.append(number)
+        return absent
+
+    def _sum(self, pushes: Sequence[Push], total: torch.Tensor) -> None:
+        """Add the gradients of the summed loss to `total`, which is the first push's payload."""
+        for push in pushes:
+            if push.note["flags"] & MEAN:
+                push.payload.mul_(push.note["weight"])
+        for push in pushes[1:]:
+            total.add_(push.payload)
 
     def _average(self, segment: Segment, pushes: Sequence[Push], total: torch.Tensor) -> None:
-        """The mean over the workers whose forward passes changed a buffer."""
-        views = [pieces_of(push.payload, segment) for push in pushes]
+        """Write the mean over the workers whose forward passes changed a buffer to `total`."""
+        pieces_by_push = [pieces_of(push.payload, segment) for push in pushes]
         for number, view in enumerate(pieces_of(total, segment)):
-            changed = [
-                own[number] for own, push in zip(views, pushes, strict=True) if number not in push.note["absent"]
-            ]
+            changed: list[torch.Tensor] = []
+            for push, pieces in zip(pushes, pieces_by_push, strict=True):
+                if number not in push.note["absent"]:
+                    changed.append(pieces[number].double())
             if changed:
-                view.copy_(torch.stack([one.double() for one in changed]).mean(0))
+                view.copy_(torch.stack(changed).mean(0))
 
     def measure(self, updates: Sequence[Update]) -> float:
-        """The squared norm of this range's gradient."""
+        """Return the squared norm of this range's gradient; infinity where it is not finite."""
         total = torch.zeros((), dtype=torch.float64)
         for update in updates:
             segment = self.segments[update.segment]
@@ -163,29 +196,28 @@ class Segments:
         return float(total) if torch.isfinite(total) else float("inf")
 
     def finish(self, update: Update, partials: Sequence[float]) -> Update:
-        """The gradient, clipped by the norm of all ranges together."""
-        norm = torch.tensor(sum(partials), dtype=torch.float64).sqrt()
+        """Return the update with its gradient clipped by the norm of all ranges together."""
         if self.clip_norm is None:
             return update
+        norm = torch.tensor(sum(partials), dtype=torch.float64).sqrt()
         if self.segments[update.segment].group != AVERAGE and torch.isfinite(norm):
+            # As torch.nn.utils.clip_grad_norm_ computes it, 1e-6 included.
             torch._foreach_mul_([update.payload], (self.clip_norm / (norm + 1e-6)).clamp(max=1.0))
         number = float(norm) if torch.isfinite(norm) else float("inf")
         return dataclasses.replace(update, note={**update.note, "norm": number})
 
     def apply(self, update: Update) -> None:
-        """The optimizer's step on one segment. A batch that weighs nothing, or a norm without end, changes nothing."""
-        note, number = update.note, update.segment
+        """Step the optimizer of one segment. A batch that weighs nothing, or an infinite norm, changes nothing."""
+        note = update.note
         if not note["weight"] or note.get("norm") == float("inf"):
             return
-        optimizer, parameters = self.optimizers[number], self.parameters[number]
-        pieces = pieces_of(update.payload, self.segments[number])
+        optimizer = self.optimizers[update.segment]
+        pieces = pieces_of(update.payload, self.segments[update.segment])
         with torch.no_grad():
             if optimizer is None:
-                part = 1.0 if self.mode.is_by_rounds else 1 / self.workers
-                for index, (parameter, view) in enumerate(zip(parameters, pieces, strict=True)):
-                    if index not in note["absent"]:
-                        parameter.lerp_(view, part) if part < 1 else parameter.copy_(view)
+                self._move_buffers(update, pieces)
                 return
+            parameters = self.parameters[update.segment]
             for index, (parameter, view) in enumerate(zip(parameters, pieces, strict=True)):
                 parameter.grad = None if index in note["absent"] else view
             set_group(optimizer, note["settings"], update.share)
@@ -193,24 +225,38 @@ class Segments:
             for parameter in parameters:
                 parameter.grad = None
 
+    def _move_buffers(self, update: Update, pieces: Sequence[torch.Tensor]) -> None:
+        """Set buffers to the mean of a round; outside of rounds move them towards one worker's by its part."""
+        weight = 1.0 if self.mode.is_by_rounds else 1 / self.workers
+        for index, (buffer, view) in enumerate(zip(self.parameters[update.segment], pieces, strict=True)):
+            if index in update.note["absent"]:
+                continue
+            if weight < 1:
+                buffer.lerp_(view, weight)
+            else:
+                buffer.copy_(view)
+
     def read(self) -> torch.Tensor:
-        """The parameters. Under sync nobody applies anything before all have read; otherwise they are copied."""
-        return self.values.memory if self.mode.kind == "sync" else self.values.memory.clone()
+        """Return the parameters. Under sync nobody applies anything before all have read; otherwise copy them."""
+        if self.mode.kind == "sync":
+            return self.values.memory
+        return self.values.memory.clone()
 
     def content(self) -> bytes:
-        """Parameters and optimizer state, as safetensors."""
-        tensors = {f"value/{number}": whole for number, whole in enumerate(self.values.whole)}
+        """Return parameters and optimizer state, as safetensors."""
+        tensors = {f"value/{number}": values for number, values in enumerate(self.values.whole)}
         for number, optimizer in enumerate(self.optimizers):
+            if optimizer is None:
+                continue
             for index, parameter in enumerate(self.parameters[number]):
-                state = optimizer.state.get(parameter, {}) if optimizer is not None else {}
-                for key, value in state.items():
+                for key, value in optimizer.state.get(parameter, {}).items():
                     if isinstance(value, torch.Tensor):
                         tensors[f"state/{number}/{index}/{key}"] = value.detach().contiguous()
         # Cloned: safetensors refuses tensors that share memory, as the segments of a range do.
         return save({name: tensor.clone() for name, tensor in tensors.items()})
 
     def restore(self, content: bytes) -> None:
-        """Take over what `content` gave.
+        """Take over what `content` returned.
 
         Raises:
             CheckpointError: it is not of this range.
@@ -218,14 +264,15 @@ class Segments:
         try:
             tensors = load(bytes(content))
             self.clear()
-            for number, whole in enumerate(self.values.whole):
+            for number, values in enumerate(self.values.whole):
                 value = tensors.pop(f"value/{number}")
-                if value.dtype != whole.dtype or value.shape != whole.shape:
-                    raise KeyError(f"a segment of {tuple(value.shape)} where {tuple(whole.shape)} are")
-                whole.copy_(value)
+                if value.dtype != values.dtype or value.shape != values.shape:
+                    raise KeyError(f"a segment of {tuple(value.shape)} where {tuple(values.shape)} are")
+                values.copy_(value)
             for name, value in tensors.items():
                 segment, piece, key = _place_of_state(name)
-                optimizer, parameter = self.optimizers[segment], self.parameters[segment][piece]
+                optimizer = self.optimizers[segment]
+                parameter = self.parameters[segment][piece]
                 if value.numel() != 1 and value.shape != parameter.shape:
                     raise KeyError(f"{key} of {tuple(value.shape)} where {tuple(parameter.shape)} are")
                 if optimizer is not None:
@@ -239,16 +286,17 @@ class Segments:
 
 
 def _place_of_state(name: str) -> tuple[int, int, str]:
-    """Segment, piece and key of `state/SEGMENT/PIECE/KEY`.
+    """Read segment, piece and key out of `state/SEGMENT/PIECE/KEY`.
 
     Raises:
         ValueError: the name is another.
     """
-    _, segment, piece, key = name.split("/")
-    numbers = parse_whole(segment), parse_whole(piece)
-    if numbers[0] is None or numbers[1] is None:
+    _, segment_text, piece_text, key = name.split("/")
+    segment = parse_whole(segment_text)
+    piece = parse_whole(piece_text)
+    if segment is None or piece is None:
         raise ValueError(f"a name {shown(name)}")
-    return numbers[0], numbers[1], key
+    return segment, piece, key
 
 
 def first_content(
@@ -257,7 +305,7 @@ def first_content(
     tensors: Sequence[torch.Tensor],
     states: Sequence[Mapping[str, Any]],
 ) -> bytes:
-    """What a worker hands to the servers at the start: a range of its parameters, and of its optimizer's state.
+    """Return what a worker sends to the servers at the start: a range of its parameters and its optimizer's state.
 
     Args:
         layout: of the job.
@@ -267,21 +315,29 @@ def first_content(
     """
     flat = FlatTensor(layout, segments)
     flat.gather(tensors)
-    packed = {f"value/{number}": whole.clone() for number, whole in enumerate(flat.whole)}
+    packed = {f"value/{number}": values.clone() for number, values in enumerate(flat.whole)}
     for number, segment in enumerate(segments):
         for index, piece in enumerate(segment.pieces):
+            shape = layout.entries[piece.entry].shape
             for key, value in states[piece.entry].items():
-                tensor = value if isinstance(value, torch.Tensor) else torch.tensor(float(value))
-                if tensor.numel() > 1 or tuple(tensor.shape) == layout.entries[piece.entry].shape != ():
-                    tensor = tensor.reshape(-1)[piece.start : piece.start + piece.count]
-                packed[f"state/{number}/{index}/{key}"] = tensor.detach().clone()
+                packed[f"state/{number}/{index}/{key}"] = _piece_of_state(value, piece, shape).detach().clone()
     return save(packed)
+
+
+def _piece_of_state(value: Any, piece: KeyRange, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return the part of one optimizer state that belongs to a piece of the parameter; a count of steps as it is."""
+    tensor = value if isinstance(value, torch.Tensor) else torch.tensor(float(value))
+    # One element is a count of steps, unless the parameter has one element and is no scalar itself.
+    is_like_parameter = tensor.numel() > 1 or tuple(tensor.shape) == shape != ()
+    if not is_like_parameter:
+        return tensor
+    return tensor.reshape(-1)[piece.start : piece.start + piece.count]
 
 
 def states_of(
     layout: ServerLayout, ranges: Sequence[Sequence[Segment]], contents: Sequence[bytes]
 ) -> list[dict[str, Any]]:
-    """By entry the optimizer's state, put together from what the servers gave.
+    """Return the optimizer's state by entry, put together from what the servers sent.
 
     Raises:
         CheckpointError: that is something else.
@@ -307,10 +363,13 @@ def _states_of(
             number, index, key = _place_of_state(name)
             piece = segments[number].pieces[index]
             entry = layout.entries[piece.entry]
-            if value.numel() != piece.count or (value.dim() == 0 and entry.shape != ()):
-                states[piece.entry][key] = value
+            state = states[piece.entry]
+            is_count = value.numel() != piece.count or (value.dim() == 0 and entry.shape != ())
+            if is_count:  # of steps: the same in all pieces
+                state[key] = value
                 continue
-            whole = states[piece.entry].setdefault(key, torch.zeros(entry.numel, dtype=value.dtype))
-            whole.view(-1)[piece.start : piece.start + piece.count] = value
-            states[piece.entry][key] = whole.view(entry.shape) if piece.start + piece.count == entry.numel else whole
+            end = piece.start + piece.count
+            flat = state.setdefault(key, torch.zeros(entry.numel, dtype=value.dtype))
+            flat.view(-1)[piece.start : end] = value
+            state[key] = flat.view(entry.shape) if end == entry.numel else flat
     return states

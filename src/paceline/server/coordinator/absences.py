@@ -1,7 +1,7 @@
-"""Who is waited for, what is told of it, and when the wait ends: under `sync` every round needs every worker.
+"""The wait for silent and lost processes: which events tell of it, and when it ends. `sync` needs every worker.
 
-A worker that says nothing may be stopped, or under a debugger, and may go on. After `patience_s` it is given up: where
-somebody starts another in its place, that is asked for; otherwise the job ends with an error.
+A silent worker may be stopped, or under a debugger, and may go on. After `patience_s` it is given up: where somebody
+starts another in its place, an event asks for that; otherwise the job ends with an error.
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ _RESUME = "start the job again; --resume goes on from its last checkpoint, where
 
 
 def silence_s(environment: Mapping[str, str]) -> float:
-    """How long a worker may be silent before another takes its place.
+    """Return how long a worker may be silent before another takes its place.
 
     Raises:
         UsageError: the variable holds no number of seconds.
     """
     text = environment.get(SILENCE, "")
+    if not text:
+        return SILENCE_S
     try:
-        seconds = float(text) if text else SILENCE_S
+        seconds = float(text)
     except ValueError:
-        seconds = 0.0
+        seconds = 0.0  # refused below
     if not 1.0 <= seconds <= 1e9:
         raise UsageError(f"the environment variable {SILENCE}", f"it is {text!r}", "write seconds, 1 or more: 60")
     return seconds
@@ -37,7 +39,7 @@ def silence_s(environment: Mapping[str, str]) -> float:
 
 @dataclass(slots=True)
 class Absences:
-    """What was told of whom.
+    """The silent and lost processes of which events have told, and those that were given up.
 
     Args:
         patience_s: silence after which a worker is given up.
@@ -54,7 +56,7 @@ class Absences:
     def look(
         self, missing: Mapping[Worker, tuple[float, int, bool]], pids: Mapping[Worker, int], tell_s: float, now_s: float
     ) -> list[dict[str, Any]]:
-        """What is to be told now.
+        """Return the events to tell of workers for whom rounds wait.
 
         Args:
             missing: workers that are waited for: seconds of silence, the step that waits, whether they are connected.
@@ -67,25 +69,31 @@ class Absences:
         """
         events: list[dict[str, Any]] = []
         names = {worker[0] for worker in missing}
-        for worker in [worker for worker in self.told if worker not in missing]:
+        returned = [worker for worker in self.told if worker not in missing]
+        for worker in returned:
             since_s = self.told.pop(worker)
-            if worker[0] not in names:
+            if worker[0] not in names:  # otherwise another incarnation of it is missing now
                 events.append({"event": "back", "worker": worker[0], "waited_s": round(now_s - since_s, 1)})
-        for worker, (quiet_s, step, is_connected) in missing.items():
-            facts = {"worker": worker[0], "step": step, "silent_s": round(quiet_s, 1), "is_connected": is_connected}
-            if quiet_s > tell_s and worker not in self.told:
-                self.told[worker] = now_s - quiet_s
-                events.append({"event": "waiting", **facts})
-            if quiet_s > self.patience_s and worker not in self.given_up:
-                events += self._give_up(worker, facts, pids.get(worker))
+        for worker, (silent_s, step, is_connected) in missing.items():
+            wait = {"worker": worker[0], "step": step, "silent_s": round(silent_s, 1), "is_connected": is_connected}
+            if silent_s > tell_s and worker not in self.told:
+                self.told[worker] = now_s - silent_s
+                events.append({"event": "waiting", **wait})
+            if silent_s > self.patience_s and worker not in self.given_up:
+                events += self._give_up(worker, wait, pids.get(worker))
         return events
 
-    def _give_up(self, worker: Worker, facts: dict[str, Any], pid: int | None) -> list[dict[str, Any]]:
-        name, step = worker[0], facts["step"]
+    def _give_up(self, worker: Worker, wait: dict[str, Any], pid: int | None) -> list[dict[str, Any]]:
+        """Return the event that asks for another worker in this one's place.
+
+        Raises:
+            PeerLostError: nobody starts one, or the one that took the place is silent at the same step.
+        """
+        name, step = worker[0], wait["step"]
         if not self.is_replaced:
-            found = "it has been silent" if facts["is_connected"] else "it is lost, and none has taken its place"
+            found = "it has been silent" if wait["is_connected"] else "it is lost, and none has taken its place"
             raise PeerLostError(f"worker {name} at step {step}", f"{found} for {self.patience_s:g} s", _RESUME)
-        if not facts["is_connected"] or pid is None:
+        if not wait["is_connected"] or pid is None:
             return []  # whoever starts another knows that its process has ended
         if self.given_up_at.get(name) == step:
             raise PeerLostError(
@@ -95,12 +103,12 @@ class Absences:
             )
         self.given_up.add(worker)
         self.given_up_at[name] = step
-        return [{"event": "given_up", "worker": name, "pid": pid, "silent_s": facts["silent_s"]}]
+        return [{"event": "given_up", "worker": name, "pid": pid, "silent_s": wait["silent_s"]}]
 
     def look_at_others(
         self, silent: Mapping[Any, tuple[str, float]], pids: Mapping[Any, int], has_begun: bool
     ) -> list[dict[str, Any]]:
-        """The same for whoever else is connected: a server, or before the start anybody.
+        """Return the same events of whoever else is connected: a server, or before the start anybody.
 
         Args:
             silent: by who it is, its name for people and seconds of silence.
@@ -111,21 +119,21 @@ class Absences:
             PeerLostError: nobody can take its place.
         """
         events: list[dict[str, Any]] = []
-        for who, (name, quiet_s) in silent.items():
-            if quiet_s <= self.patience_s or who in self.given_up:
+        for peer, (name, silent_s) in silent.items():
+            if silent_s <= self.patience_s or peer in self.given_up:
                 continue
-            can_be_replaced = self.is_replaced and who in pids
+            can_be_replaced = self.is_replaced and peer in pids
             if has_begun and not can_be_replaced:
                 continue
             if not can_be_replaced:
                 raise PeerLostError(name, f"it has been silent for {self.patience_s:g} s", _RESUME)
-            self.given_up.add(who)
-            own = {"worker": who[0]} if isinstance(who, tuple) else {"node": who}
-            events.append({"event": "given_up", **own, "pid": pids[who], "silent_s": round(quiet_s, 1)})
+            self.given_up.add(peer)
+            name_in_event = {"worker": peer[0]} if isinstance(peer, tuple) else {"node": peer}
+            events.append({"event": "given_up", **name_in_event, "pid": pids[peer], "silent_s": round(silent_s, 1)})
         return events
 
     def note_waiting(self, worker: Worker, clock: int, is_waiting: bool, now_s: float) -> None:
-        """A worker says whether it waits for the others, at its step `clock`."""
+        """Note whether a worker says that it waits for the others, at its step `clock`."""
         if not is_waiting:
             self.waits.pop(worker, None)
         elif self.waits.get(worker, (-1, 0.0))[0] != clock:
@@ -143,10 +151,11 @@ class Absences:
         if not left or not others:
             return
         # A worker's last word may be of an earlier step's wait, which those that left have not caused.
-        known = {other: self.waits[other] for other in others if other in self.waits}
-        waits_s = [now_s - known[o][1] if o in known and known[o][0] >= min(left.values()) else 0.0 for o in others]
-        if min(waits_s) <= tell_s:
-            return
+        first_step_missed = min(left.values())
+        for other in others:
+            clock, since_s = self.waits.get(other, (-1, now_s))
+            if clock < first_step_missed or now_s - since_s <= tell_s:
+                return
         worker, steps = min(left.items())
         raise PeerLostError(
             f"worker {worker[0]} should take step {steps + 1}",

@@ -1,11 +1,14 @@
-"""The coordinator's log: every decision is on the disk before anybody hears of it. One JSON object a line."""
+"""The coordinator's log, which it reads when it is started again. One JSON object a line.
+
+Every decision is on the disk before it is sent to anybody.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +30,7 @@ _LINE = ({"node": COUNT}, {"worker": [COUNT]}, {"job": [str]}, {"configurations"
 
 @dataclass(slots=True)
 class Log:
-    """What is known of a job, and the file that keeps it.
+    """The decisions about a job, and the file that they are appended to.
 
     Args:
         path: of the file.
@@ -42,7 +45,7 @@ class Log:
 
     @classmethod
     def open(cls, path: Path) -> Log:
-        """Read what there is, and go on from it. A last line that a crash cut off is as if it was never written.
+        """Read the file if there is one, and append to it. A last line that a crash cut off is dropped.
 
         Raises:
             CheckpointError: the file can't be read or written, or is damaged before its end.
@@ -50,12 +53,12 @@ class Log:
         log = cls(path)
         try:
             content = path.read_bytes() if path.exists() else b""
-            whole = content[: content.rfind(b"\n") + 1]
-            for line in whole.splitlines():
+            complete_lines = content[: content.rfind(b"\n") + 1]
+            for line in complete_lines.splitlines():
                 log._take(parse_json(line, "a line of it", _LINE))
             log.file = path.open("r+b" if path.exists() else "w+b")
-            log.file.truncate(len(whole))
-            log.file.seek(len(whole))
+            log.file.truncate(len(complete_lines))
+            log.file.seek(len(complete_lines))
         except (OSError, ValueError) as error:
             raise CheckpointError(
                 f"the coordinator's log {path}",
@@ -65,25 +68,25 @@ class Log:
         return log
 
     def begin(self, settings: str, layout: str) -> None:
-        """The job's settings and layout."""
+        """Write the job's settings and layout."""
         self._write({"job": [settings, layout]})
 
     def name_node(self) -> int:
-        """A new server's number: never used twice."""
+        """Return the number of a new server. It is on the disk before: no number is given twice."""
         self._write({"node": self.nodes})
         return self.nodes - 1
 
     def name_worker(self, name: int) -> Worker:
-        """A worker's new incarnation: never used twice."""
+        """Return a worker's number and new incarnation. It is on the disk before: none is given twice."""
         self._write({"worker": [name, self.incarnations.get(name, 0)]})
         return name, self.incarnations[name] - 1
 
     def decide(self, configurations: Sequence[Configuration]) -> None:
-        """A decision about all ranges."""
-        self._write({"configurations": [_packed(one) for one in configurations]})
+        """Write a decision: the configurations of all ranges."""
+        self._write({"configurations": [_to_json(configuration) for configuration in configurations]})
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self.file.close()
 
     def _write(self, entry: dict[str, Any]) -> None:
@@ -102,15 +105,34 @@ class Log:
             settings, layout = entry["job"]
             self.job = (settings, layout)
         else:
-            self.configurations.append([_unpacked(one) for one in entry["configurations"]])
+            self.configurations.append([_of_json(value) for value in entry["configurations"]])
 
 
-def _packed(one: Configuration) -> dict[str, Any]:
-    return {**asdict(one), "workers": [[*worker, clock] for worker, clock in one.workers.items()]}
+def _to_json(configuration: Configuration) -> dict[str, Any]:
+    """Return what a line of the log holds of one configuration.
+
+    `config_version` is written as "epoch": logs of earlier versions of Paceline have that key.
+    """
+    return {
+        "epoch": configuration.config_version,
+        "chain": configuration.chain,
+        "workers": [[*worker, clock] for worker, clock in configuration.workers.items()],
+        "joining": configuration.joining,
+        "confirmed": configuration.confirmed,
+        "holders": configuration.holders,
+    }
 
 
-def _unpacked(value: dict[str, Any]) -> Configuration:
-    workers = {(name, incarnation): clock for name, incarnation, clock in value["workers"]}
-    joining = tuple(value["joining"]) if value["joining"] is not None else None
-    chain, holders = tuple(value["chain"]), tuple(value["holders"])
-    return Configuration(value["epoch"], chain, workers, joining, value["confirmed"], holders)  # type: ignore[arg-type]
+def _of_json(value: dict[str, Any]) -> Configuration:
+    """Read what `_to_json` made."""
+    joining = value["joining"]
+    if joining is not None:
+        joining = tuple(joining)
+    return Configuration(
+        config_version=value["epoch"],
+        chain=tuple(value["chain"]),
+        workers={(name, incarnation): clock for name, incarnation, clock in value["workers"]},
+        joining=joining,
+        confirmed=value["confirmed"],
+        holders=tuple(value["holders"]),
+    )

@@ -1,7 +1,7 @@
-"""The coordinator's process: gathers a job's servers and workers, starts it, and says who is in.
+"""The coordinator's process: it gathers a job's servers and workers, starts the job and replaces who is lost.
 
-It is never on the way of gradients and parameters. When it dies, workers and servers go on as they are; started again
-on the same log it takes up where it was.
+Gradients and parameters don't pass through it. When it dies, workers and servers go on as they are; started again on
+the same log it goes on where it was.
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ from paceline.server.protocol.messages import COORDINATOR, Heartbeat, Node, Work
 from paceline.server.settings import OF_WORKERS, JobSettings
 from paceline.server.transport.address import Address, Credentials
 from paceline.server.transport.connection import Connection
-from paceline.server.transport.peers import HEARTBEAT_S, Peers, every, facts_of
+from paceline.server.transport.peers import HEARTBEAT_S, Peers, every, facts_of, is_watcher
 
 LEAST_DEADLINE_S = 5.0  # silence that may be a machine under load
 ASK_S = 2.0  # of silence before somebody is asked for a sign of life
 STOOD_STILL_S = 2.0  # between two ticks of HEARTBEAT_S / 2: this process was stopped, or its host slept
-GAPS = 8  # silence is death after so many times the longest pause between signs of life
+PAUSES = 8  # silence is death after so many times the longest pause between signs of life
+RECENT_S = 60.0  # pauses of those who were heard within it count
 
 
 class Coordination(Peers):
-    """The process.
+    """The coordinator's process: the state machine `Coordinator` with connections, a log and the start of the job.
 
     Args:
-        listen_at: where servers and workers come.
+        listen_at: the address for servers and workers.
         job: what the plan says; the workers add their part.
         log: the file that keeps decisions.
         tell: takes what happens, as events.
@@ -58,22 +59,25 @@ class Coordination(Peers):
         credentials: Credentials | None = None,
     ) -> None:
         super().__init__(credentials)
-        self.listen_at, self.job, self.tell, self.returns_s = listen_at, job, tell, returns_s
+        self.listen_at = listen_at
+        self.job = job
+        self.tell = tell
+        self.returns_s = returns_s
         self.log = Log.open(log)
         self.where = ""
         self.layouts: dict[int, ServerLayout] = {}  # by worker, until the job starts
-        self.workers: dict[int, tuple[int, int]] = {}
+        self.workers: dict[int, Worker] = {}  # by name, the incarnation that is here
         self.coordinator: Coordinator | None = None
-        self.installed: set[tuple[int, Node]] = set()
-        self.chains: list[list[Node]] = []
-        self.gaps: dict[Any, tuple[float, float]] = {}  # who was last heard when, and the longest pause of late
-        self.told: list[int] = []
+        self.installed: set[tuple[int, Node]] = set()  # ranges and servers that have their first content
+        self.chains: list[list[Node]] = []  # that the job is about to start with
+        self.pauses: dict[Any, tuple[float, float]] = {}  # who was last heard when, and the longest pause of late
+        self.told_versions: list[int] = []  # of the configurations in the last event
         self.active: set[Worker] = set()
         self.left_out: set[int] = set()  # workers without whom the others go on
-        self.heard_s: dict[Any, float] = {}  # when servers and workers that are connected said anything
-        self.asked_s: dict[Any, float] = {}
-        self.ticked_s = 0.0
-        self.facts: dict[Any, dict[str, Any]] = {}  # by worker, what it says of itself
+        self.last_heard_s: dict[Any, float] = {}  # when servers and workers that are connected said anything
+        self.last_asked_s: dict[Any, float] = {}
+        self.last_tick_s = 0.0
+        self.reports: dict[Any, dict[str, Any]] = {}  # by worker or server, the last status that it sent
         self.silence_s = silence_s(os.environ)
         patience_s = self.silence_s if returns_s else max(self.silence_s, BY_HAND_S)
         self.absences = Absences(patience_s, is_replaced=bool(returns_s))
@@ -83,7 +87,7 @@ class Coordination(Peers):
         """Serve until the job is over.
 
         Args:
-            ready: told where it listens.
+            ready: called with the address where it listens.
 
         Raises:
             PacelineError: the address can't be had; the plan does not fit the model; a part of the parameters is lost.
@@ -95,8 +99,8 @@ class Coordination(Peers):
             self.job = JobSettings.of_json(self.log.job[0])
         if self.log.configurations:
             self.coordinator = Coordinator.again(self.log.configurations, self._decided, self._settings())
-            self.told = self._epochs()
-            self.tell({"event": "coordinator_back", "epochs": self.told, "mode": self.job.mode})
+            self.told_versions = [chain.configuration.config_version for chain in self.coordinator.chains]
+            self.tell({"event": "coordinator_back", "epochs": self.told_versions, "mode": self.job.mode})
         self.spawn(every(HEARTBEAT_S / 2, self._tick))
         try:
             await self.ending
@@ -109,7 +113,7 @@ class Coordination(Peers):
         if isinstance(error, PacelineError):
             self._refuse_all(error)
         if self.ending is not None and not self.ending.done():
-            asyncio.get_running_loop().call_later(0.2, self._end, error)
+            asyncio.get_running_loop().call_later(0.2, self._end, error)  # so that the refusals are sent before
 
     def _end(self, error: BaseException | None) -> None:
         if self.ending is not None and not self.ending.done():
@@ -123,25 +127,27 @@ class Coordination(Peers):
         Raises:
             PacelineError: the worker's model is another than the others'.
         """
+        # Peers knows the connection by its peer only after this: what is sent to all waits for the loop's next turn.
+        loop = asyncio.get_running_loop()
         if hello.role == "server":
             node = hello.name if 0 <= hello.name < self.log.nodes else self.log.name_node()
             self.addresses[node] = Address.parse(hello.address)
             connection.send(0, setup.Welcome(node, 0))
-            asyncio.get_running_loop().call_soon(self.call, self._server_is_here, node)
+            loop.call_soon(self.call, self._server_is_here, node)
             return node
         worker = self._greet_worker(hello)
         connection.send(0, setup.Welcome(*worker))
-        asyncio.get_running_loop().call_soon(self.call, self._worker_is_here, worker)
+        loop.call_soon(self.call, self._worker_is_here, worker)
         return worker
 
-    def _greet_worker(self, hello: setup.Hello) -> tuple[int, int]:
+    def _greet_worker(self, hello: setup.Hello) -> Worker:
         layout, settings = _layout_of(hello)
         if self.log.job is not None:
             layout.check_same(ServerLayout.of_json(self.log.job[1]), f"worker {hello.name}", "the job")
         elif self.layouts:
             name, other = next(iter(self.layouts.items()))
             layout.check_same(other, f"worker {hello.name}", f"worker {name}")
-        layout.ranges(self.job.servers)
+        layout.ranges(self.job.servers)  # raises PlanError for a model without parameters
         self.layouts[hello.name] = layout
         if self.log.job is None:
             self.job = dataclasses.replace(self.job, **settings)
@@ -151,42 +157,47 @@ class Coordination(Peers):
 
     def _server_is_here(self, node: Node) -> None:
         self._tell_addresses()
-        if self.coordinator is not None:
-            self._send_start(node)
-            self.send(self.coordinator.everybody())
-        else:
+        if self.coordinator is None:
             self._start_if_all_are_here()
+            return
+        self._send_start(node)
+        self.send(self.coordinator.everybody())
 
-    def _worker_is_here(self, worker: tuple[int, int]) -> None:
+    def _worker_is_here(self, worker: Worker) -> None:
         self.workers[worker[0]] = worker
         self._tell_addresses()
-        if self.coordinator is not None:
-            for other in self.coordinator.workers:
-                if other[0] == worker[0] and other != worker:  # whose place it takes
-                    self.coordinator.forget(other, time.monotonic())
-            self._send_start(worker)
-            self.send([one for one in self.coordinator.everybody() if one[0] == worker])
-        else:
+        if self.coordinator is None:
             self._start_if_all_are_here()
+            return
+        for other in self.coordinator.workers:
+            if other[0] == worker[0] and other != worker:  # whose place it takes
+                self.coordinator.forget(other, time.monotonic())
+        self._send_start(worker)
+        self.send([item for item in self.coordinator.everybody() if item[0] == worker])
+
+    def _connected_workers(self) -> list[Worker]:
+        return [worker for worker in self.workers.values() if worker in self.connections]
 
     def _start_if_all_are_here(self) -> None:
+        """Begin the job once enough servers and workers are here: have a worker hand out the first parameters."""
         servers = sorted(peer for peer in self.connections if isinstance(peer, int))
-        here = [worker for worker in self.workers.values() if worker in self.connections]
-        if len(servers) < self.job.servers or len(here) < self.job.workers:
+        workers = self._connected_workers()
+        if len(servers) < self.job.servers or len(workers) < self.job.workers:
             return
         nodes = hosts_in_turn(servers[: self.job.servers], self.addresses)
         layout = self.layouts[min(self.layouts)]
         if self.log.job is None:
             self.log.begin(self.job.to_json(), layout.to_json())
         ranges = len(layout.ranges(self.job.servers))
-        self.chains = [[nodes[(at + r) % len(nodes)] for r in range(self.job.replicas)] for at in range(ranges)]
+        self.chains = _first_chains(nodes, ranges, self.job.replicas)
         if ranges < len(nodes) and not self.installed:
             self.tell({"event": "notice", "text": _few_ranges(ranges, len(nodes), self.job.replicas)})
         self.installed = set()
-        for peer in [*servers, *here]:
+        for peer in [*servers, *workers]:
             self._send_start(peer)
-        first = self.workers[min(self.workers)]
-        self.send([(first, number, setup.Install(tuple(chain))) for number, chain in enumerate(self.chains)])
+        first_worker = self.workers[min(self.workers)]
+        for number, chain in enumerate(self.chains):
+            self.send([(first_worker, number, setup.Install(tuple(chain)))])
 
     def _send_start(self, peer: Any) -> None:
         assert self.log.job is not None
@@ -194,79 +205,74 @@ class Coordination(Peers):
         self.send([(peer, 0, setup.StartServers(settings, layout.encode()))])
 
     def _tell_addresses(self) -> None:
-        known = {node: str(at) for node, at in self.addresses.items() if node in self.connections}
+        connected = {node: str(address) for node, address in self.addresses.items() if node in self.connections}
         for peer in self.connections:
-            if not (isinstance(peer, tuple) and peer[0] == "watcher"):
-                self.send([(peer, 0, setup.Addresses(json.dumps(known)))])
+            if not is_watcher(peer):
+                self.send([(peer, 0, setup.Addresses(json.dumps(connected)))])
 
     # --- what comes
 
     def take(self, peer: Any, number: int, message: Any) -> None:
-        """A message about range `number`."""
-        self.heard_s[peer] = time.monotonic()
+        """Handle a message about range `number`."""
+        self.last_heard_s[peer] = time.monotonic()
         if isinstance(message, setup.Status):
-            self.facts[peer] = facts_of(message.facts)
+            self.reports[peer] = facts_of(message.facts)
             self._note_waiting(peer)
         elif isinstance(message, setup.Installed):
-            self._is_installed(number, message.node)
+            self._note_installed(number, message.node)
         elif isinstance(message, Heartbeat | WorkerHeartbeat):
-            self._note_gap(peer)
+            self._note_pause(peer)
             if self.coordinator is not None and number < len(self.coordinator.chains):
                 self.send(self.coordinator.on(number, message, time.monotonic()))
                 if isinstance(message, WorkerHeartbeat) and message.is_done:
                     self._tick()  # it waits to hear that it is out
 
-    def _is_installed(self, number: int, node: Node) -> None:
+    def _note_installed(self, number: int, node: Node) -> None:
+        """Start the job when the last server has its first parameters."""
         if self.coordinator is not None:
             return
         self.installed.add((number, node))
-        workers = [worker for worker in self.workers.values() if worker in self.connections]
+        workers = self._connected_workers()
         if len(workers) < self.job.workers:
             return  # one has died meanwhile; when another is there, all begins again
-        if all((at, one) in self.installed for at, chain in enumerate(self.chains) for one in chain):
-            self.coordinator = Coordinator.first(self.chains, workers, self._decided, self._settings())
-            started = {"servers": self.job.servers, "workers": len(workers), "mode": self.job.mode}
-            self.tell({"event": "servers_started", **started})
-            self.send(self.coordinator.everybody())
+        for range_number, chain in enumerate(self.chains):
+            if any((range_number, member) not in self.installed for member in chain):
+                return
+        self.coordinator = Coordinator.first(self.chains, workers, self._decided, self._settings())
+        started = {"servers": self.job.servers, "workers": len(workers), "mode": self.job.mode}
+        self.tell({"event": "servers_started", **started})
+        self.send(self.coordinator.everybody())
 
     def _note_waiting(self, peer: Any) -> None:
-        heard = self.coordinator.heard.get(peer) if self.coordinator is not None else None
-        if heard is not None:
-            is_waiting = self.facts[peer].get("is_waiting") is True
-            self.absences.note_waiting(peer, heard[1].clock, is_waiting, time.monotonic())
+        if self.coordinator is None or peer not in self.coordinator.heard:
+            return
+        _, heartbeat = self.coordinator.heard[peer]
+        is_waiting = self.reports[peer].get("is_waiting") is True
+        self.absences.note_waiting(peer, heartbeat.clock, is_waiting, time.monotonic())
 
     def lost(self, peer: Any) -> None:
-        """A connection has ended."""
+        """Note that a connection has ended."""
         now = time.monotonic()
-        self.heard_s.pop(peer, None)
-        self.asked_s.pop(peer, None)
-        if self.coordinator is not None and not (isinstance(peer, tuple) and peer[0] == "watcher"):
+        self.last_heard_s.pop(peer, None)
+        self.last_asked_s.pop(peer, None)
+        if self.coordinator is not None and not is_watcher(peer):
             self.coordinator.forget(peer, now)
         if self.coordinator is None and isinstance(peer, tuple):
             self.workers.pop(peer[0], None)
 
+    # --- what time brings
+
     def _tick(self) -> None:
         now = time.monotonic()
-        stood_still_s = now - self.ticked_s if self.ticked_s else 0.0
-        self.ticked_s = now  # also before the job's start: it may be stopped right after it
-        if stood_still_s > STOOD_STILL_S:
-            self.heard_s = {peer: since + stood_still_s for peer, since in self.heard_s.items()}
-            self.absences.waits.clear()
+        stood_still_s = self._note_standstill(now)
         self._look_for_silent(now)
         if self.coordinator is None:
             return
-        if stood_still_s > STOOD_STILL_S:
+        if stood_still_s:
             self.coordinator.slept(stood_still_s)
-        self.coordinator.settings = settings = self._settings()
-        for chain in self.coordinator.chains:
-            chain.settings = settings
-        self.coordinator.hosts = {node: _host(at) for node, at in self.addresses.items()}
+        self._renew_settings(self.coordinator)
         sent = self.coordinator.tick(now)
-        is_over = not self.coordinator.workers and any(
-            heartbeat.is_done for _, heartbeat in self.coordinator.heard.values()
-        )
-        is_over = is_over and not self._is_joining(now) and self.ending is not None and not self.ending.done()
-        is_over = is_over and (not self.absences.is_replaced or self._has_saved())
+        is_over = self._is_over(self.coordinator, now)
         if is_over:  # before the last worker hears that it may go: then this process may be ended
             self.tell({"event": "servers_ended", **self._counted()})
         self.send(sent)
@@ -275,12 +281,42 @@ class Coordination(Peers):
         if is_over and self.ending is not None:
             self.ending.set_result(None)
 
+    def _note_standstill(self, now: float) -> float:
+        """Return for how long this process stood still, 0 if it did not; nobody was silent in that time."""
+        since_tick_s = now - self.last_tick_s if self.last_tick_s else 0.0
+        self.last_tick_s = now  # also before the job's start: it may be stopped right after it
+        if since_tick_s <= STOOD_STILL_S:
+            return 0.0
+        self.last_heard_s = {peer: heard_s + since_tick_s for peer, heard_s in self.last_heard_s.items()}
+        self.absences.waits.clear()
+        return since_tick_s
+
+    def _renew_settings(self, coordinator: Coordinator) -> None:
+        """Have the state machine use the deadlines and hosts as they are now."""
+        settings = self._settings()
+        coordinator.settings = settings
+        for chain in coordinator.chains:
+            chain.settings = settings
+        coordinator.hosts = {node: _host(address) for node, address in self.addresses.items()}
+
+    def _is_over(self, coordinator: Coordinator, now: float) -> bool:
+        """Return True if all workers have left, and nobody comes who needs the servers."""
+        if coordinator.workers or self._is_joining(now):
+            return False
+        if not any(heartbeat.is_done for _, heartbeat in coordinator.heard.values()):
+            return False
+        if self.ending is None or self.ending.done():
+            return False
+        return not self.absences.is_replaced or self._has_saved()
+
     def _check_ranges(self, now: float) -> None:
         """Raise CheckpointError when nobody is left who has a range of the parameters."""
         assert self.coordinator is not None
-        lost = [number for number, chain in enumerate(self.coordinator.chains) if chain.is_lost(now)]
-        if lost and self.coordinator.workers:
-            raise _lost_range(lost[0], self.job.replicas, self.coordinator.chains[lost[0]].has_ended, self.silence_s)
+        if not self.coordinator.workers:
+            return
+        for number, chain in enumerate(self.coordinator.chains):
+            if chain.is_lost(now):
+                raise _lost_range(number, self.job.replicas, chain.has_ended, self.silence_s)
 
     def _look_for_silent(self, now: float) -> None:
         """Ask who has said nothing for a while, and give up who does not answer: a server, or before the start anybody.
@@ -290,17 +326,20 @@ class Coordination(Peers):
         """
         silent: dict[Any, tuple[str, float]] = {}
         for peer in list(self.connections):
-            if isinstance(peer, tuple) and (peer[0] == "watcher" or not self._may_give_up_workers()):
+            if is_watcher(peer) or (isinstance(peer, tuple) and not self._may_give_up_workers()):
                 continue
-            quiet_s = now - self.heard_s.setdefault(peer, now)
-            is_new = peer not in self.asked_s  # its answer has the number of its process
-            if is_new or (quiet_s > ASK_S and now - self.asked_s[peer] > ASK_S):
-                self.asked_s[peer] = now
+            silent_s = now - self.last_heard_s.setdefault(peer, now)
+            is_new = peer not in self.last_asked_s  # its answer has the number of its process
+            if is_new or (silent_s > ASK_S and now - self.last_asked_s[peer] > ASK_S):
+                self.last_asked_s[peer] = now
                 self.send([(peer, 0, setup.AskStatus())])
             name = f"worker {peer[0]}" if isinstance(peer, tuple) else f"the server at {self.addresses.get(peer)}"
-            silent[peer] = name, quiet_s
-        for event in self.absences.look_at_others(silent, self._pids(), self.coordinator is not None):
-            rank = self.facts.get(event["node"], {}).get("rank") if "node" in event else None
+            silent[peer] = name, silent_s
+        has_begun = self.coordinator is not None
+        for event in self.absences.look_at_others(silent, self._pids(), has_begun):
+            rank = None
+            if "node" in event:
+                rank = self.reports.get(event["node"], {}).get("rank")
             self.tell({**event, "rank": rank} if isinstance(rank, int) else event)
 
     def _may_give_up_workers(self) -> bool:
@@ -308,11 +347,11 @@ class Coordination(Peers):
         return self.coordinator is None or (self.absences.is_replaced and not self.coordinator.settings.needs_all)
 
     def _pids(self) -> dict[Any, int]:
-        """The processes of those who are connected, as far as they are known."""
+        """Return the process ids of those who are connected, as far as they are known."""
         pids: dict[Any, int] = {}
         for peer, connection in self.connections.items():
-            said = self.facts.get(peer, {}).get("pid")
-            pid = said if isinstance(said, int) else connection.process
+            reported = self.reports.get(peer, {}).get("pid")
+            pid = reported if isinstance(reported, int) else connection.process
             if pid is not None:
                 pids[peer] = pid
         return pids
@@ -324,55 +363,80 @@ class Coordination(Peers):
             PeerLostError: rounds need somebody who does not come.
         """
         assert self.coordinator is not None
-        one, missing = self.coordinator, {}
-        if one.settings.needs_all and not one.is_finished:
-            # The furthest: a lost worker's last beat, or a new worker's first, may give the number of an earlier step.
-            clocks = [heartbeat.clock for worker, (_, heartbeat) in one.heard.items() if worker in one.workers]
-            step = max(clocks, default=0) + 1
-            silent_s = one.missing(now)
-            missing = {worker: (quiet_s, step, worker not in one.gone) for worker, quiet_s in silent_s.items()}
-        tell_s = one.settings.worker_deadline_s
+        coordinator = self.coordinator
+        missing: dict[Worker, tuple[float, int, bool]] = {}
+        if coordinator.settings.needs_all and not coordinator.is_finished:
+            step = self._step_that_waits(coordinator)
+            for worker, silent_s in coordinator.missing(now).items():
+                is_connected = worker not in coordinator.gone
+                missing[worker] = (silent_s, step, is_connected)
+        tell_s = coordinator.settings.worker_deadline_s
         for event in self.absences.look(missing, self._pids(), tell_s, now):
             self.tell(event)
-        left = {worker: one.heard[worker][1].clock for worker in one.left_early()}
-        self.absences.check_left(left, [worker for worker in one.workers if worker not in left], tell_s, now)
+        left: dict[Worker, int] = {}
+        for worker in coordinator.left_early():
+            _, heartbeat = coordinator.heard[worker]
+            left[worker] = heartbeat.clock
+        others = [worker for worker in coordinator.workers if worker not in left]
+        self.absences.check_left(left, others, tell_s, now)
+
+    def _step_that_waits(self, coordinator: Coordinator) -> int:
+        """Return the step, from 1, for which rounds wait under sync."""
+        # The furthest: a lost worker's last beat, or a new worker's first, may give the number of an earlier step.
+        clocks: list[int] = []
+        for worker, (_, heartbeat) in coordinator.heard.items():
+            if worker in coordinator.workers:
+                clocks.append(heartbeat.clock)
+        return max(clocks, default=0) + 1
 
     def _counted(self) -> dict[str, Any]:
-        """How many gradients have counted, and of how many: what is missing was left out."""
+        """Return how many gradients have counted, and of how many: the others were left out."""
         assert self.coordinator is not None
-        said = [facts.get("counted") for facts in self.facts.values()]
-        counted = max((count for count in said if isinstance(count, int)), default=None)
+        counts = [report.get("counted") for report in self.reports.values()]
+        counted = max((count for count in counts if isinstance(count, int)), default=None)
+        # Sorted: of several incarnations of a worker the last one counts.
         latest = {worker[0]: heartbeat for worker, (_, heartbeat) in sorted(self.coordinator.heard.items())}
         furthest = max((heartbeat.clock for heartbeat in latest.values()), default=0)
-        clocks = [furthest] * self.job.workers
-        if not self.job.admission().is_by_rounds:  # each that has left by itself took as many steps as it says
-            clocks = [heartbeat.clock if heartbeat.is_done else furthest for heartbeat in latest.values()]
-        return {"mode": self.job.mode, "counted": counted, "gradients": sum(clocks)}
+        gradients = 0
+        if self.job.admission().is_by_rounds:
+            gradients = furthest * self.job.workers
+        else:
+            for heartbeat in latest.values():  # each that has left by itself took as many steps as it says
+                gradients += heartbeat.clock if heartbeat.is_done else furthest
+        return {"mode": self.job.mode, "counted": counted, "gradients": gradients}
 
     def _is_joining(self, now_s: float) -> bool:
-        """Whether a worker that is not done is about to come in, to read at least what the others have made."""
+        """Return True if a worker that is not done is about to come in, at least to read what the others have made."""
         assert self.coordinator is not None
-        for worker in self.workers.values():
-            heard = self.coordinator.heard.get(worker)
-            if heard is None:  # it has just come, unless it was in and was taken for dead
-                is_coming = worker not in self.coordinator.known
+        for worker in self._connected_workers():
+            if worker not in self.coordinator.heard:
+                # It has just come, unless it was in and was taken for dead.
+                is_coming = worker not in self.coordinator.ever_active
             else:
-                is_coming = not heard[1].is_done and now_s - heard[0] <= self.coordinator.settings.worker_deadline_s
-            if is_coming and worker in self.connections:
+                heard_s, heartbeat = self.coordinator.heard[worker]
+                is_silent = now_s - heard_s > self.coordinator.settings.worker_deadline_s
+                is_coming = not heartbeat.is_done and not is_silent
+            if is_coming:
                 return True
         return False
 
     def _has_saved(self) -> bool:
-        """Whether worker 0, which saves at the end, has done so: another that takes its place reads the end first."""
+        """Return True if worker 0, which saves at the end, has done so.
+
+        Another that takes its place reads the end first: until then the servers are needed.
+        """
         assert self.coordinator is not None
         incarnations = [worker for worker in self.coordinator.heard if worker[0] == 0]
-        return not incarnations or self.coordinator.heard[max(incarnations)][1].is_done
+        if not incarnations:
+            return True
+        _, heartbeat = self.coordinator.heard[max(incarnations)]
+        return heartbeat.is_done
 
     def _settings(self) -> Settings:
-        """Silence is death after some times the longest pause of late: a machine under load is not dead."""
+        """Return the deadlines: some times the longest pause of late, as a machine under load is not dead."""
         now = time.monotonic()
-        pauses = [longest for since, longest in self.gaps.values() if now - since < 60]
-        deadline_s = max(LEAST_DEADLINE_S, GAPS * max(pauses, default=0.0))
+        recent_pauses = [longest for since_s, longest in self.pauses.values() if now - since_s < RECENT_S]
+        deadline_s = max(LEAST_DEADLINE_S, PAUSES * max(recent_pauses, default=0.0))
         return Settings(
             self.job.replicas,
             node_deadline_s=deadline_s,
@@ -385,29 +449,34 @@ class Coordination(Peers):
             lost_s=max(self.silence_s, deadline_s),
         )
 
-    def _note_gap(self, peer: Any) -> None:
+    def _note_pause(self, peer: Any) -> None:
         now = time.monotonic()
-        since, longest = self.gaps.get(peer, (now, 0.0))
-        gap = now - since
-        if gap > 0.01:  # one sign of life is several messages
-            self.gaps[peer] = (now, min(max(gap, 0.9 * longest), 5.0))
+        since_s, longest_s = self.pauses.get(peer, (now, 0.0))
+        pause_s = now - since_s
+        if pause_s > 0.01:  # one heartbeat is several messages, one of each range
+            longest_s = max(pause_s, 0.9 * longest_s)  # an older pause counts less and less
+            self.pauses[peer] = (now, min(longest_s, 5.0))
 
     def _decided(self, configurations: Any) -> None:
+        """Write a decision of the state machine to the log, and tell of it."""
         self.log.decide(configurations)
         self._tell_left_out(configurations[0].workers)
-        epochs = [one.epoch for one in configurations]
-        if epochs != self.told:
-            self.told = epochs
-            chains = [list(one.chain) for one in configurations]
-            workers = sorted([*worker] for worker in configurations[0].workers)
-            self.tell({"event": "epoch", "epochs": epochs, "chains": chains, "workers": workers})
+        versions = [configuration.config_version for configuration in configurations]
+        if versions == self.told_versions:  # only a confirmation
+            return
+        self.told_versions = versions
+        chains = [list(configuration.chain) for configuration in configurations]
+        workers = sorted([*worker] for worker in configurations[0].workers)
+        self.tell({"event": "epoch", "epochs": versions, "chains": chains, "workers": workers})
 
     def _tell_left_out(self, workers: Mapping[Worker, int]) -> None:
-        """Where the mode allows it, the others go on without a worker that is lost."""
+        """Tell where the others go on without a worker that is lost, which sync never does, or with it again."""
         names = {worker[0] for worker in workers}
         for worker in self.active - workers.keys():
-            heard = self.coordinator.heard.get(worker) if self.coordinator is not None else None
-            has_left = heard is not None and heard[1].is_done
+            has_left = False
+            if self.coordinator is not None and worker in self.coordinator.heard:
+                _, heartbeat = self.coordinator.heard[worker]
+                has_left = heartbeat.is_done
             if worker[0] not in names and not has_left and self.job.mode != "sync":
                 self.left_out.add(worker[0])
                 self.tell({"event": "left_out", "worker": worker[0]})
@@ -416,50 +485,62 @@ class Coordination(Peers):
             self.tell({"event": "joined_again", "worker": name})
         self.active = set(workers)
 
-    def _epochs(self) -> list[int]:
-        return [chain.configuration.epoch for chain in self.coordinator.chains] if self.coordinator else []
-
     def _refuse_all(self, error: PacelineError) -> None:
         refusal = setup.Refused(type(error).__name__, error.asked, error.found, error.fix)
         self.send([(peer, 0, refusal) for peer in list(self.connections)])
 
+    # --- what people see
+
     def status(self) -> dict[str, Any]:
-        """What a person may want to know."""
-        now = time.monotonic()
-        facts: dict[str, Any] = {
+        """Return what `paceline server top` and `why-waiting` show of the job."""
+        status: dict[str, Any] = {
             "job": json.loads(self.job.to_json()),
             "pid": os.getpid(),
             "refused": list(self.refused),
+            "servers": {node: str(address) for node, address in self.addresses.items() if node != COORDINATOR},
         }
-        facts["servers"] = {node: str(at) for node, at in self.addresses.items() if node != COORDINATOR}
         if self.coordinator is None:
-            return {**facts, "state": "gathering", "here": [str(peer) for peer in self.connections]}
-        facts["workers"] = [
-            {
+            status["state"] = "gathering"
+            status["here"] = [str(peer) for peer in self.connections]
+            return status
+        status["workers"] = self._status_of_workers(self.coordinator)
+        status["state"] = "training"
+        status["chains"] = self._status_of_chains(self.coordinator)
+        return status
+
+    def _status_of_workers(self, coordinator: Coordinator) -> list[dict[str, Any]]:
+        now = time.monotonic()
+        rows: list[dict[str, Any]] = []
+        for worker, (heard_s, heartbeat) in sorted(coordinator.heard.items()):
+            row = {
                 "worker": worker[0],
                 "incarnation": worker[1],
                 "clock": heartbeat.clock,
-                "is_in": worker in self.coordinator.workers,
+                "is_in": worker in coordinator.workers,
                 "is_done": heartbeat.is_done,
-                "silent_s": round(max(0.0, now - since), 2),
-                **self.facts.get(worker, {}),
+                "silent_s": round(max(0.0, now - heard_s), 2),
             }
-            for worker, (since, heartbeat) in sorted(self.coordinator.heard.items())
-        ]
-        chains = [
-            {
-                "range": number,
-                "epoch": chain.configuration.epoch,
-                "chain": list(chain.configuration.chain),
-                "is_whole": chain.is_whole and all(node in self.connections for node in chain.configuration.chain),
-            }
-            for number, chain in enumerate(self.coordinator.chains)
-        ]
-        return {**facts, "state": "training", "chains": chains}
+            rows.append({**row, **self.reports.get(worker, {})})
+        return rows
+
+    def _status_of_chains(self, coordinator: Coordinator) -> list[dict[str, Any]]:
+        rows: list[dict[str, Any]] = []
+        for number, chain in enumerate(coordinator.chains):
+            nodes = chain.configuration.chain
+            are_all_here = all(node in self.connections for node in nodes)
+            rows.append(
+                {
+                    "range": number,
+                    "epoch": chain.configuration.config_version,
+                    "chain": list(nodes),
+                    "is_whole": chain.is_whole and are_all_here,
+                }
+            )
+        return rows
 
 
 def hosts_in_turn(nodes: Sequence[Node], addresses: Mapping[Any, Address]) -> list[Node]:
-    """Servers in such an order that neighbours, which have a range together, are on different hosts where that can be.
+    """Order servers so that neighbours, which have a range together, are on different hosts where that can be.
 
     Args:
         nodes: the servers' names, which they got in the order in which they came.
@@ -469,47 +550,56 @@ def hosts_in_turn(nodes: Sequence[Node], addresses: Mapping[Any, Address]) -> li
     for node in nodes:
         by_host.setdefault(_host(addresses[node]), []).append(node)
     turns = itertools.zip_longest(*(by_host[host] for host in sorted(by_host)))
-    return [node for turn in turns for node in turn if node is not None]
+    ordered: list[Node] = []
+    for turn in turns:
+        ordered += [node for node in turn if node is not None]
+    return ordered
 
 
-def _host(at: Address) -> str:
-    """Of a server: "", where all are on this one."""
-    return "" if at.is_unix else at.host
+def _first_chains(nodes: Sequence[Node], ranges: int, replicas: int) -> list[list[Node]]:
+    """Return the chain of every range: the server at its place, and those that follow, round and round."""
+    chains: list[list[Node]] = []
+    for first in range(ranges):
+        chains.append([nodes[(first + offset) % len(nodes)] for offset in range(replicas)])
+    return chains
+
+
+def _host(address: Address) -> str:
+    """Return a server's host; "" where all are on this one."""
+    return "" if address.is_unix else address.host
 
 
 def _few_ranges(ranges: int, servers: int, replicas: int) -> str:
-    """What the servers of a small model do."""
+    """Return the notice that says what the servers of a small model do."""
     idle = servers - min(servers, ranges + replicas - 1)
-    shown = f"the model fills {ranges} segment{'s' * (ranges > 1)} of {SEGMENT_BYTES >> 20} MiB: of {servers} servers"
     copies = servers - ranges - idle
-    parts = [f"{ranges} take{'s' * (ranges == 1)} gradients"]
+    roles = [f"{ranges} take{'s' * (ranges == 1)} gradients"]
     if copies:
-        parts.append(f"{copies} keep{'s' * (copies == 1)} a copy")
+        roles.append(f"{copies} keep{'s' * (copies == 1)} a copy")
     if idle and replicas == 1:
         no_use = "has no use" if idle == 1 else "have no use"
-        parts.append(f"{idle} {no_use}, as replicas=1 keeps no copy to take over: write server={ranges}, or replicas=2")
+        roles.append(f"{idle} {no_use}, as replicas=1 keeps no copy to take over: write server={ranges}, or replicas=2")
     elif idle:
-        parts.append(f"{idle} {'is spare and takes' if idle == 1 else 'are spare and take'} the place of a lost one")
-    return f"{shown} {', '.join(parts)}"
+        roles.append(f"{idle} {'is spare and takes' if idle == 1 else 'are spare and take'} the place of a lost one")
+    segments = f"{ranges} segment{'s' * (ranges > 1)} of {SEGMENT_BYTES >> 20} MiB"
+    return f"the model fills {segments}: of {servers} servers {', '.join(roles)}"
 
 
 def _lost_range(number: int, replicas: int, has_ended: bool, silence_s: float) -> CheckpointError:
-    """What ends a job when nobody is left who has a range of the parameters."""
+    """Return the error that ends a job when nobody is left who has a range of the parameters."""
+    fix = "go on from the last checkpoint: paceline run --resume"
     if replicas == 1:
         found = "the server that had it has ended" if has_ended else f"it has not answered for {silence_s:g} s"
-        fix = (
-            "go on from the last checkpoint: paceline run --resume; two servers with replicas=2 survive the loss of one"
-        )
-        return CheckpointError(f"can't keep range {number} of the parameters on 1 server", found, fix)
-    found = (
-        "all servers that had it have ended" if has_ended else f"no server that has it has answered for {silence_s:g} s"
-    )
-    fix = "go on from the last checkpoint: paceline run --resume"
-    return CheckpointError(f"can't keep range {number} of the parameters on {replicas} servers", found, fix)
+        fix = f"{fix}; two servers with replicas=2 survive the loss of one"
+        return CheckpointError(f"range {number} of the parameters on 1 server", found, fix)
+    found = f"no server that has it has answered for {silence_s:g} s"
+    if has_ended:
+        found = "all servers that had it have ended"
+    return CheckpointError(f"range {number} of the parameters on {replicas} servers", found, fix)
 
 
 def _layout_of(hello: setup.Hello) -> tuple[ServerLayout, dict[str, Any]]:
-    """The layout that a worker brings, and its part of the settings.
+    """Return the layout that a worker brings, and its part of the settings.
 
     Raises:
         PlanError: they are none.

@@ -1,4 +1,4 @@
-"""When gradients become an update, and when a worker may go on: one rule over clocks for each mode.
+"""The modes: when gradients become an update, and when a worker may begin its next step.
 
 A worker's clock is the number of the step it computes. `sync` waits for everybody (BSP); `quorum` for the first q, and
 drops what comes later (Chen et al. 2016); `deadline` for those who come in time after the first; `stale` lets the
@@ -17,7 +17,7 @@ from paceline.server.protocol.messages import Worker
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """How far workers may run apart.
+    """The mode of a job: how far workers may run apart.
 
     Args:
         kind: one of the plan's MODES.
@@ -56,18 +56,19 @@ class Mode:
 
     @property
     def is_by_rounds(self) -> bool:
-        """Whether several workers' gradients make one update."""
+        """True if several workers' gradients make one update."""
         return self.kind in ("sync", "quorum", "deadline")
 
     def is_complete(self, here: Collection[Worker], active: Collection[Worker]) -> bool:
-        """Whether a round may be closed with the gradients of `here`."""
-        waited_for = [worker for worker in active if worker not in here]
+        """Return True if a round may be closed with the gradients of the workers `here`."""
+        if not here:
+            return False
         if self.kind == "quorum" and len(here) >= min(self.quorum, len(active)):
-            return bool(here)
-        return bool(here) and not waited_for
+            return True
+        return all(worker in here for worker in active)
 
     def may_read(self, clock: int, rounds: Collection[int], applied: Mapping[Worker, int]) -> bool:
-        """Whether a worker may begin its step `clock`.
+        """Return True if a worker may begin its step `clock`.
 
         Args:
             clock: the worker's.

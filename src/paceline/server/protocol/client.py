@@ -1,6 +1,6 @@
-"""A worker's side: pull, compute, push, again; whatever is lost is said again.
+"""A worker's side of the protocol: pull parameters, compute, push gradients, again; what may be lost is sent again.
 
-`Client` is one key range's; `Session` is all of them: a step begins when every range has answered.
+`Client` speaks for one key range; `Session` for all of them: a step begins when every range has answered.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PATIENCE_S = 5.0  # for ranges to come to the same clock
 
 @dataclass(slots=True)
 class Client:
-    """One range's state machine.
+    """The state machine of a worker for one range.
 
     Args:
         worker: its name and incarnation.
@@ -43,70 +43,98 @@ class Client:
     configuration: Configuration | None = None
     is_reading: bool = True
     request: int = 0
-    read: int = 0  # updates in the parameters that it has
-    least_epoch: int = -1  # of an answer: one of a fenced tail may be older than what was acknowledged
+    updates_read: int = 0  # updates in the parameters that it has
+    least_config_version: int = -1  # of an answer: one of a fenced tail may be older than what was acknowledged
     gradients: Sequence[tuple[Any, Any]] = ()  # by segment: note and payload
-    sent: set[int] = field(default_factory=set)  # segments that are acknowledged
-    was_in: bool = False
+    acknowledged: set[int] = field(default_factory=set)  # segments
+    was_in: bool = False  # it has been one of the active workers
 
     @property
     def is_out(self) -> bool:
-        """Whether it was taken for dead: it may come back as another incarnation."""
+        """True if it was taken for dead: it may come back as another incarnation."""
         return self.was_in and self.configuration is not None and self.worker not in self.configuration.workers
 
     @property
     def is_done(self) -> bool:
-        """Whether all steps are taken."""
+        """True if all steps are taken."""
         return self.clock >= self.steps
+
+    @property
+    def config_version(self) -> int:
+        """The version of the configuration that it has; -1 before the first."""
+        return self.configuration.config_version if self.configuration is not None else -1
 
     def push(self, gradients: Sequence[tuple[Any, Any]], clock: int) -> Out:
         """Send the gradients of the step `clock`, a note and a payload for each segment."""
-        self.gradients, self.clock, self.sent, self.is_reading = gradients, clock, set(), False
+        self.gradients = gradients
+        self.clock = clock
+        self.acknowledged = set()
+        self.is_reading = False
         return self.ask()
 
     def read_again(self, clock: int) -> Out:
         """Ask for the parameters of the step `clock`."""
-        self.clock, self.is_reading = clock, True
+        self.clock = clock
+        self.is_reading = True
         return self.ask()
 
     def on(self, message: Any) -> tuple[Out, Pulled | None]:
-        """Take one message; what follows from it, and the parameters if they have come."""
+        """Handle one message; return the messages that follow from it, and the parameters if they have come."""
         if isinstance(message, Configuration):
-            if self.configuration is None or message.epoch > self.configuration.epoch:
-                self.configuration = message
-                if self.worker in message.workers and not self.was_in:  # one that joins begins where the others are
-                    self.was_in = True
-                    self.clock = min(max(self.clock, message.workers[self.worker]), self.steps)
-                return self.ask(), None
-        elif isinstance(message, Pulled) and self.expects(message):
-            self.request += 1
-            self.clock, self.read, self.is_reading = message.clock, message.number, False
+            return self._on_configuration(message), None
+        if isinstance(message, Pulled):
+            if not self.expects(message):
+                return [], None
+            self._on_pulled(message)
             return [], message
-        elif isinstance(message, Pushed) and not self.is_reading and message.clock == self.clock and self.gradients:
-            self.least_epoch = max(self.least_epoch, message.epoch)
-            self.sent.add(message.segment)
-            if len(self.sent) == self.segments:
-                self.gradients = ()
-                return self.read_again(self.clock + 1), None
+        if isinstance(message, Pushed):
+            return self._on_pushed(message), None
         return [], None
 
+    def _on_configuration(self, new: Configuration) -> Out:
+        if self.configuration is not None and new.config_version <= self.configuration.config_version:
+            return []
+        self.configuration = new
+        if self.worker in new.workers and not self.was_in:  # one that joins begins where the others are
+            self.was_in = True
+            self.clock = min(max(self.clock, new.workers[self.worker]), self.steps)
+        return self.ask()
+
+    def _on_pulled(self, message: Pulled) -> None:
+        self.request += 1
+        self.clock = message.clock
+        self.updates_read = message.number
+        self.is_reading = False
+
+    def _on_pushed(self, message: Pushed) -> Out:
+        if self.is_reading or message.clock != self.clock or not self.gradients:
+            return []
+        self.least_config_version = max(self.least_config_version, message.config_version)
+        self.acknowledged.add(message.segment)
+        if len(self.acknowledged) < self.segments:
+            return []
+        self.gradients = ()
+        return self.read_again(self.clock + 1)
+
     def expects(self, message: Pulled) -> bool:
-        """Whether this answer is the one that is waited for."""
-        is_new = message.request == self.request and message.epoch >= self.least_epoch
+        """Return True if this answer is the one that is waited for."""
+        is_new = message.request == self.request and message.config_version >= self.least_config_version
         return self.is_reading and is_new
 
     def ask(self) -> Out:
-        """Say what has not been answered."""
+        """Send whatever has not been answered: the pull, or the gradients that are not acknowledged."""
         now = self.configuration
         if now is None or not now.chain or self.worker not in now.workers:
             return []
+        head, tail = now.chain[0], now.chain[-1]
         if self.is_reading:
-            return [(now.chain[-1], Pull(now.epoch, self.worker, self.request, self.clock))]
-        return [
-            (now.chain[0], Push(now.epoch, self.worker, self.clock, segment, self.read, note, payload))
-            for segment, (note, payload) in enumerate(self.gradients)
-            if segment not in self.sent
-        ]
+            return [(tail, Pull(now.config_version, self.worker, self.request, self.clock))]
+        out: Out = []
+        for segment, (note, payload) in enumerate(self.gradients):
+            if segment not in self.acknowledged:
+                push = Push(now.config_version, self.worker, self.clock, segment, self.updates_read, note, payload)
+                out.append((head, push))
+        return out
 
 
 @dataclass(slots=True)
@@ -128,7 +156,7 @@ class Session:
 
     @property
     def worker(self) -> Worker:
-        """Whose it is."""
+        """The worker's name and incarnation."""
         return self.clients[0].worker
 
     @property
@@ -138,24 +166,29 @@ class Session:
 
     @property
     def is_out(self) -> bool:
-        """Whether it was taken for dead."""
+        """True if it was taken for dead."""
         return any(client.is_out for client in self.clients)
 
     @property
     def is_done(self) -> bool:
-        """Whether all steps are taken, and their parameters read."""
+        """True if all steps are taken, and their parameters read."""
         return len(self.answers) == len(self.clients) and all(client.is_done for client in self.clients)
 
     def push(self, gradients: Sequence[Sequence[tuple[Any, Any]]]) -> Sent:
         """Send the gradients of the present step: by range and segment a note and a payload."""
-        clock, self.answers = self.clock, {}
+        clock = self.clock
+        self.answers = {}
         sent: Sent = []
-        for number, (client, own) in enumerate(zip(self.clients, gradients, strict=True)):
-            sent += with_range(number, client.push(own, clock))
+        for number, (client, of_range) in enumerate(zip(self.clients, gradients, strict=True)):
+            sent += with_range(number, client.push(of_range, clock))
         return sent
 
     def on(self, number: int, message: Any, now_s: float) -> tuple[Sent, list[Pulled] | None]:
-        """Take one message about range `number`; what follows, and all ranges' answers when a step may begin."""
+        """Handle one message about range `number`.
+
+        Returns:
+            The messages that follow from it, and the answers of all ranges if a step may begin.
+        """
         out, pulled = self.clients[number].on(message)
         sent = with_range(number, out)
         if pulled is None:
@@ -164,21 +197,25 @@ class Session:
         if len(self.answers) < len(self.clients):
             return sent, None
         clocks = {answer.clock for answer in self.answers.values()}
-        if len(clocks) > 1 and self.differ_since_s is None:
-            self.differ_since_s, self.least = now_s, min(clocks)
-        if len(clocks) > 1 and not self._goes_on_from_least(now_s):
-            return sent + self._level(max(clocks)), None
-        return sent, self._begin(min(clocks))
+        if len(clocks) == 1:
+            return sent, self._begin_step(min(clocks))
+        if self.differ_since_s is None:
+            self.differ_since_s = now_s
+            self.least = min(clocks)
+        if self._goes_on_from_least(now_s):
+            return sent, self._begin_step(min(clocks))
+        return sent + self._read_ranges_behind(max(clocks)), None
 
     def heartbeat(self, is_leaving: bool = False) -> Sent:
-        """Now and then: a sign of life; or the last one."""
-        return [
-            (COORDINATOR, number, WorkerHeartbeat(client.worker, _epoch(client), self.clock, is_leaving))
-            for number, client in enumerate(self.clients)
-        ]
+        """Return the messages that say that this worker is alive; or that it leaves."""
+        sent: Sent = []
+        for number, client in enumerate(self.clients):
+            message = WorkerHeartbeat(client.worker, client.config_version, self.clock, is_leaving)
+            sent.append((COORDINATOR, number, message))
+        return sent
 
     def repeat(self, now_s: float) -> Sent:
-        """Say again what may have been lost."""
+        """Return again the messages that may have been lost."""
         sent: Sent = []
         for number, client in enumerate(self.clients):
             if number in self.answers:
@@ -189,29 +226,27 @@ class Session:
         return sent
 
     def _goes_on_from_least(self, now_s: float) -> bool:
-        """Whether ranges have stood at different clocks for too long to wait."""
+        """Return True if ranges have stood at different clocks for too long to wait."""
         since_s = self.differ_since_s
         return since_s is not None and not self.is_exact and now_s - since_s >= self.patience_s
 
-    def _level(self, clock: int) -> Sent:
-        """Read the ranges again that are behind."""
+    def _read_ranges_behind(self, clock: int) -> Sent:
+        """Ask the ranges that are behind for the parameters of the step `clock`."""
+        behind = [number for number, answer in self.answers.items() if answer.clock < clock]
         sent: Sent = []
-        for number in [number for number, answer in self.answers.items() if answer.clock < clock]:
+        for number in behind:
             del self.answers[number]
             sent += with_range(number, self.clients[number].read_again(clock))
         return sent
 
-    def _begin(self, clock: int) -> list[Pulled]:
+    def _begin_step(self, clock: int) -> list[Pulled]:
         self.differ_since_s = None
         for client in self.clients:
-            client.clock, client.is_reading = clock, False
+            client.clock = clock
+            client.is_reading = False
         return [self.answers[number] for number in range(len(self.clients))]
 
 
 def with_range(number: int, out: Out) -> Sent:
-    """Messages about range `number`."""
+    """Return the messages as messages about range `number`."""
     return [(addressee, number, message) for addressee, message in out]
-
-
-def _epoch(client: Client) -> int:
-    return client.configuration.epoch if client.configuration is not None else -1

@@ -1,7 +1,7 @@
-"""Who is in: every range's chain of replicas, the active workers, and the epochs in which that holds.
+"""Membership: which replicas are in the chain of each range, and which workers take part.
 
-It decides from what it hears and from the time, writes each decision to its log before telling anybody, and can begin
-again from that log. Gradients and parameters never pass through it.
+The coordinator decides by heartbeats and time, writes each decision to its log before it sends it to anybody, and can
+go on from that log. Gradients and parameters never pass through it.
 
 `Chain` looks after one range's replicas; `Coordinator` after the workers, who are the same for every range.
 """
@@ -21,7 +21,7 @@ REPLICAS = 2  # one may fail
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How long chains are, and when silence is death.
+    """The length of chains, and the silence after which a process is taken for dead.
 
     Args:
         replicas: of every range.
@@ -57,140 +57,161 @@ class Chain:
 
     configuration: Configuration
     settings: Settings
-    heard: dict[Node, tuple[float, Heartbeat]] = field(default_factory=dict)
+    heard: dict[Node, tuple[float, Heartbeat]] = field(default_factory=dict)  # the last heartbeat, and when it came
     gone: dict[Node, float] = field(default_factory=dict)  # since when their connections are broken
     began_s: float | None = None
 
     def on(self, message: Heartbeat, now_s: float) -> Out:
-        """Take a replica's sign of life."""
-        self.heard[message.node] = (now_s, message)
-        self.gone.pop(message.node, None)
-        joining = self.configuration.joining
-        is_in = message.node in self.configuration.chain and message.state_epoch == self.configuration.epoch
-        if joining is not None and joining[0] == message.node and is_in:
+        """Handle a replica's heartbeat."""
+        node = message.node
+        self.heard[node] = (now_s, message)
+        self.gone.pop(node, None)
+        current = self.configuration
+        is_in = node in current.chain and message.state_config_version == current.config_version
+        if is_in and self._is_joining(node):
             # Since it is the tail nothing was acknowledged without it, and before it took over everything.
-            return self.decide(joining=None, holders=self.configuration.chain)
-        if is_in and self.configuration.confirmed < self.configuration.epoch:
+            return self.decide(joining=None, holders=current.chain)
+        if is_in and current.confirmed < current.config_version:
             return self._confirm()
-        return self.answer(message.node, message.epoch)
+        return self.answer(node, message.config_version)
 
-    def answer(self, addressee: Any, epoch: int) -> Out:
-        """The configuration, for one that may lack it."""
-        now = self.configuration  # said again even to who has it: whether it is confirmed may have been lost
-        return [(addressee, now)] if epoch < now.epoch or now.confirmed == now.epoch else []
+    def answer(self, addressee: Any, config_version: int) -> Out:
+        """Return the configuration for a process that is in version `config_version`, if it may lack anything of it."""
+        current = self.configuration
+        # Sent again even to who has this version: the message that said that it is confirmed may have been lost.
+        if config_version < current.config_version or self._is_confirmed:
+            return [(addressee, current)]
+        return []
 
     def tick(self, now_s: float, load: Callable[[Node], int], host: Callable[[Node], str]) -> Out:
-        """Now and then: who is silent, who wants in.
+        """Make the next decision that the silence or the presence of a replica asks for.
 
         Args:
             now_s: the time.
             load: in how many chains a node is.
             host: where a node is: replicas are to be on several.
         """
-        self.began_s = now_s if self.began_s is None else self.began_s
+        if self.began_s is None:
+            self.began_s = now_s
         return self._drop_nodes(now_s) or self._bring_back(now_s) or self._add_node(now_s, load, host)
 
     @property
     def is_whole(self) -> bool:
-        """Whether as many replicas as there should be have everything."""
-        now = self.configuration
-        return now.joining is None and len(now.chain) == self.settings.replicas and now.confirmed == now.epoch
+        """True if as many replicas as there should be have everything."""
+        current = self.configuration
+        return current.joining is None and len(current.chain) == self.settings.replicas and self._is_confirmed
+
+    @property
+    def _is_confirmed(self) -> bool:
+        return self.configuration.confirmed == self.configuration.config_version
 
     def is_lost(self, now_s: float) -> bool:
-        """Whether nobody is left who has everything: their processes have ended, or they are silent for long."""
+        """Return True if nobody is left who has everything: their processes have ended, or they are silent for long."""
         return self.began_s is not None and all(self._is_given_up(node, now_s) for node in self._holders)
 
     @property
     def has_ended(self) -> bool:
-        """Whether the connections to all that had everything are broken."""
+        """True if the connections to all that had everything are broken."""
         return all(node in self.gone for node in self._holders)
 
     @property
     def _holders(self) -> set[Node]:
         return {*self.configuration.holders, *self.configuration.chain}
 
+    def _is_joining(self, node: Node) -> bool:
+        return self.configuration.joining is not None and self.configuration.joining[0] == node
+
+    def _silent_since_s(self, node: Node) -> float | None:
+        """Return when a node was heard last; of one that never was, when this coordinator began."""
+        return self.heard[node][0] if node in self.heard else self.began_s
+
     def _is_given_up(self, node: Node, now_s: float) -> bool:
         if node in self.gone:
             return now_s - self.gone[node] > self.settings.node_return_s
-        since_s = self.heard[node][0] if node in self.heard else self.began_s
+        since_s = self._silent_since_s(node)
         return since_s is not None and now_s - since_s > self.settings.lost_s
 
     def everybody(self) -> Out:
-        """The present configuration, to all replicas and workers that are in it or have been heard."""
+        """Return the current configuration for all replicas and workers that are in it or have been heard."""
         addressees: list[Any] = [*{*self.configuration.chain, *self.heard}, *self.configuration.workers]
         return [(addressee, self.configuration) for addressee in addressees]
 
     def _confirm(self) -> Out:
-        now = self.configuration
-        holders = tuple(node for node in now.chain if now.joining is None or node != now.joining[0])
-        self.configuration = dataclasses.replace(now, confirmed=now.epoch, holders=holders)
+        current = self.configuration
+        holders = tuple(node for node in current.chain if not self._is_joining(node))
+        self.configuration = dataclasses.replace(current, confirmed=current.config_version, holders=holders)
         return self.everybody()
 
     def decide(self, **changes: Any) -> Out:
-        """A new epoch."""
-        self.configuration = dataclasses.replace(self.configuration, epoch=self.configuration.epoch + 1, **changes)
+        """Change the configuration and give it the next version."""
+        version = self.configuration.config_version + 1
+        self.configuration = dataclasses.replace(self.configuration, config_version=version, **changes)
         return self.everybody()
 
     def _is_silent(self, node: Node, now_s: float) -> bool:
-        since = self.heard[node][0] if node in self.heard else self.began_s
-        return since is not None and now_s - since > self.settings.node_deadline_s
+        since_s = self._silent_since_s(node)
+        return since_s is not None and now_s - since_s > self.settings.node_deadline_s
 
     def _has_state(self, node: Node, now_s: float) -> bool:
-        """Whether a replica is known to hold everything that was acknowledged, and to live."""
+        """Return True if a replica is known to hold everything that was acknowledged, and to live."""
         if node not in self.heard or self._is_silent(node, now_s):
             return False
-        joining = self.configuration.joining
-        return self.heard[node][1].state_epoch >= 0 and not (joining is not None and joining[0] == node)
+        _, heartbeat = self.heard[node]
+        return heartbeat.state_config_version >= 0 and not self._is_joining(node)
 
     def _drop_nodes(self, now_s: float) -> Out:
-        chain, joining = self.configuration.chain, self.configuration.joining
-        for node in chain:
-            rest = tuple(other for other in chain if other != node)
-            if self._is_silent(node, now_s) and any(self._has_state(other, now_s) for other in rest):
-                is_joining = joining is not None and joining[0] == node
-                return self.decide(chain=rest, joining=None if is_joining else joining)
+        """Take a silent replica out of the chain if another one has everything."""
+        for node in self.configuration.chain:
+            if not self._is_silent(node, now_s):
+                continue
+            others = tuple(other for other in self.configuration.chain if other != node)
+            if any(self._has_state(other, now_s) for other in others):
+                joining = None if self._is_joining(node) else self.configuration.joining
+                return self.decide(chain=others, joining=joining)
         return []
 
     def _bring_back(self, now_s: float) -> Out:
-        """One that was taken for dead, when those who were to go on without it never did."""
-        chain, confirmed = self.configuration.chain, self.configuration.confirmed
-        if confirmed == self.configuration.epoch or any(self._has_state(node, now_s) for node in chain):
+        """Begin a chain with one that was taken for dead, when those who were to go on without it never did."""
+        chain = self.configuration.chain
+        if self._is_confirmed or any(self._has_state(node, now_s) for node in chain):
             return []
         for node, (_, heartbeat) in sorted(self.heard.items()):
-            is_holder = node in self.configuration.holders and heartbeat.state_epoch >= 0
-            if node not in chain and is_holder and not self._is_silent(node, now_s):
+            is_holder = node in self.configuration.holders and heartbeat.state_config_version >= 0
+            if is_holder and node not in chain and not self._is_silent(node, now_s):
                 return self.decide(chain=(node,), joining=None)
         return []
 
     def _add_node(self, now_s: float, load: Callable[[Node], int], host: Callable[[Node], str]) -> Out:
+        """Append a replica to a chain that is too short: rather one on another host, then one with little to do."""
         chain = self.configuration.chain
-        is_confirmed = self.configuration.confirmed == self.configuration.epoch
-        if not is_confirmed or self.configuration.joining is not None or len(chain) >= self.settings.replicas:
-            return []  # unconfirmed: one that was taken for dead may be the only one left, and joining begins empty
+        if not self._is_confirmed:
+            return []  # one that was taken for dead may be the only one left, and joining begins empty
+        if self.configuration.joining is not None or len(chain) >= self.settings.replicas:
+            return []
         hosts = {host(node) for node in chain}
         for node in sorted(self.heard, key=lambda node: (host(node) in hosts, load(node), node)):
             if node not in chain and not self._is_silent(node, now_s):
-                return self.decide(chain=(*chain, node), joining=(node, self.configuration.epoch + 1))
+                return self.decide(chain=(*chain, node), joining=(node, self.configuration.config_version + 1))
         return []
 
 
 @dataclass(slots=True)
 class Coordinator:
-    """The state machine.
+    """The state machine of the coordinator.
 
     Args:
         chains: by range.
-        write: keeps a decision about all ranges, durably, before it is told.
+        write: keeps a decision about all ranges, durably, before it is sent to anybody.
         settings: when silence is death.
     """
 
     chains: list[Chain]
     write: Callable[[Sequence[Configuration]], None]
     settings: Settings
-    heard: dict[Worker, tuple[float, WorkerHeartbeat]] = field(default_factory=dict)
+    heard: dict[Worker, tuple[float, WorkerHeartbeat]] = field(default_factory=dict)  # the last one, and when it came
     gone: dict[Worker, float] = field(default_factory=dict)  # since when their connections are broken
     hosts: Mapping[Node, str] = field(default_factory=dict)  # of replicas; unknown ones count as one
-    known: set[Worker] = field(default_factory=set)  # that are or were active: one that was dropped comes as another
+    ever_active: set[Worker] = field(default_factory=set)  # one of these that was dropped comes back as another
     began_s: float | None = None
 
     @classmethod
@@ -203,9 +224,12 @@ class Coordinator:
     ) -> Coordinator:
         """Begin a job with these replicas, by range, head first."""
         clocks = dict.fromkeys(workers, 0)
-        first = [Configuration(0, tuple(nodes), clocks, confirmed=0, holders=tuple(nodes)) for nodes in chains]
-        write(first)
-        return cls([Chain(one, settings) for one in first], write, settings, known=set(clocks))
+        configurations: list[Configuration] = []
+        for nodes in chains:
+            configurations.append(Configuration(0, tuple(nodes), clocks, confirmed=0, holders=tuple(nodes)))
+        write(configurations)
+        begun = [Chain(configuration, settings) for configuration in configurations]
+        return cls(begun, write, settings, ever_active=set(clocks))
 
     @classmethod
     def again(
@@ -215,81 +239,101 @@ class Coordinator:
         settings: Settings,
     ) -> Coordinator:
         """Go on from the log of one that ended. Nobody is suspected before a deadline has passed since now."""
-        known = {worker for entry in log for one in entry for worker in one.workers}
-        return cls([Chain(one, settings) for one in log[-1]], write, settings, known=known)
+        ever_active: set[Worker] = set()
+        for decision in log:
+            for configuration in decision:
+                ever_active.update(configuration.workers)
+        chains = [Chain(configuration, settings) for configuration in log[-1]]
+        return cls(chains, write, settings, ever_active=ever_active)
 
     @property
     def workers(self) -> Mapping[Worker, int]:
-        """The active ones and their first clocks."""
+        """The active workers and their first clocks."""
         return self.chains[0].configuration.workers
 
     def on(self, number: int, message: Heartbeat | WorkerHeartbeat, now_s: float) -> Sent:
-        """Take a sign of life about range `number`."""
+        """Handle a heartbeat about range `number`."""
         chain = self.chains[number]
         if isinstance(message, WorkerHeartbeat):
             self.heard[message.worker] = (now_s, message)
             self.gone.pop(message.worker, None)
-            return with_range(number, chain.answer(message.worker, message.epoch))
+            return with_range(number, chain.answer(message.worker, message.config_version))
         before = chain.configuration
-        return self._kept([before], [number], [chain.on(message, now_s)])
+        out = chain.on(message, now_s)
+        if chain.configuration is not before:
+            self._write_decision()
+        return with_range(number, out)
 
     def tick(self, now_s: float) -> Sent:
-        """Now and then: who is silent, who wants in."""
-        self.began_s = now_s if self.began_s is None else self.began_s
+        """Make the next decision that the silence or the presence of somebody asks for."""
+        if self.began_s is None:
+            self.began_s = now_s
         for number, chain in enumerate(self.chains):
-            before = chain.configuration
-            if out := chain.tick(now_s, self._load, lambda node: self.hosts.get(node, "")):
-                return self._kept([before], [number], [out])
+            out = chain.tick(now_s, self._load, self._host)
+            if out:  # the chain has made a decision
+                self._write_decision()
+                return with_range(number, out)
         return self._drop_worker(now_s) or self._add_worker(now_s)
 
     def everybody(self) -> Sent:
-        """The present configurations, to all who are in them or have been heard."""
-        sent = [one for number, chain in enumerate(self.chains) for one in with_range(number, chain.everybody())]
+        """Return the current configurations for all who are in them or have been heard."""
+        sent: Sent = []
+        for number, chain in enumerate(self.chains):
+            sent += with_range(number, chain.everybody())
         others = [worker for worker in self.heard if worker not in self.workers]
-        return sent + [(w, number, chain.configuration) for number, chain in enumerate(self.chains) for w in others]
+        for number, chain in enumerate(self.chains):
+            sent += [(worker, number, chain.configuration) for worker in others]
+        return sent
 
     def forget(self, who: Node | Worker, now_s: float) -> None:
-        """The connection to somebody has broken: it has a short time left to come back."""
-        settings = self.settings
+        """Note that the connection to a process is broken: it has a short time left to come back."""
         if isinstance(who, tuple):
             self.gone[who] = now_s
             return
+        # As if it had been silent for the deadline, but for the time that it has to come back.
+        latest_s = now_s - self.settings.node_deadline_s + self.settings.node_return_s
         for chain in self.chains:
             chain.gone.setdefault(who, now_s)
             if who in chain.heard:
                 since_s, heartbeat = chain.heard[who]
-                chain.heard[who] = (min(since_s, now_s - settings.node_deadline_s + settings.node_return_s), heartbeat)
+                chain.heard[who] = (min(since_s, latest_s), heartbeat)
 
     def slept(self, seconds: float) -> None:
-        """The coordinator itself stood still: nobody was silent in that time, whether heard before it or not."""
-        self.began_s = None if self.began_s is None else self.began_s + seconds
-        self.heard = {worker: (since + seconds, heartbeat) for worker, (since, heartbeat) in self.heard.items()}
-        self.gone = {worker: since + seconds for worker, since in self.gone.items()}
+        """Note that the coordinator itself stood still: nobody was silent in that time, whether heard before or not."""
+        if self.began_s is not None:
+            self.began_s += seconds
+        self.heard = {worker: (since_s + seconds, heartbeat) for worker, (since_s, heartbeat) in self.heard.items()}
+        self.gone = {worker: since_s + seconds for worker, since_s in self.gone.items()}
         for chain in self.chains:
-            chain.began_s = None if chain.began_s is None else chain.began_s + seconds
-            chain.heard = {node: (since + seconds, heartbeat) for node, (since, heartbeat) in chain.heard.items()}
-            chain.gone = {node: since + seconds for node, since in chain.gone.items()}
+            if chain.began_s is not None:
+                chain.began_s += seconds
+            chain.heard = {node: (since_s + seconds, heartbeat) for node, (since_s, heartbeat) in chain.heard.items()}
+            chain.gone = {node: since_s + seconds for node, since_s in chain.gone.items()}
 
     def _load(self, node: Node) -> int:
         return sum(node in chain.configuration.chain for chain in self.chains)
 
-    def _kept(self, before: list[Configuration], numbers: list[int], outs: list[Out]) -> Sent:
-        if any(self.chains[number].configuration is not old for number, old in zip(numbers, before, strict=True)):
-            self.write([chain.configuration for chain in self.chains])
-        return [one for number, out in zip(numbers, outs, strict=True) for one in with_range(number, out)]
+    def _host(self, node: Node) -> str:
+        return self.hosts.get(node, "")
+
+    def _write_decision(self) -> None:
+        self.write([chain.configuration for chain in self.chains])
 
     def _decide(self, workers: Mapping[Worker, int]) -> Sent:
-        """Every range gets the same workers, in one entry of the log."""
-        self.known |= workers.keys()
-        before = [chain.configuration for chain in self.chains]
-        outs = [chain.decide(workers=workers) for chain in self.chains]
-        self._kept(before, list(range(len(self.chains))), outs)
+        """Give every range the same workers, in one entry of the log."""
+        self.ever_active |= workers.keys()
+        for chain in self.chains:
+            chain.decide(workers=workers)
+        self._write_decision()
         return self.everybody()
+
+    def _without(self, worker: Worker | None) -> dict[Worker, int]:
+        return {other: first for other, first in self.workers.items() if other != worker}
 
     def _drop_worker(self, now_s: float) -> Sent:
         for worker in self.workers:
             if self._may_drop(worker, now_s):
-                return self._decide({other: first for other, first in self.workers.items() if other != worker})
+                return self._decide(self._without(worker))
         return []
 
     def _may_drop(self, worker: Worker, now_s: float) -> bool:
@@ -301,34 +345,40 @@ class Coordinator:
 
     @property
     def is_finished(self) -> bool:
-        """Whether a worker has come to the end: then every round is closed."""
+        """True if a worker has come to the end: then every round is closed."""
         clocks = [heartbeat.clock for _, heartbeat in self.heard.values()]
         return bool(self.settings.steps) and max(clocks, default=0) >= self.settings.steps
 
     def _has_left(self, worker: Worker) -> bool:
-        heard = self.heard.get(worker)
-        return heard is not None and heard[1].is_done
+        if worker not in self.heard:
+            return False
+        _, heartbeat = self.heard[worker]
+        return heartbeat.is_done
 
     def left_early(self) -> list[Worker]:
-        """Workers that have left although rounds need their gradients."""
-        is_needed = self.settings.needs_all and not self.is_finished
-        return [worker for worker in self.workers if self._has_left(worker)] if is_needed else []
+        """Return the workers that have left although rounds need their gradients."""
+        if not self.settings.needs_all or self.is_finished:
+            return []
+        return [worker for worker in self.workers if self._has_left(worker)]
 
     def missing(self, now_s: float) -> dict[Worker, float]:
-        """Active workers from whom nothing has been heard for too long, and for how many seconds.
+        """Return the active workers from whom nothing has been heard for too long, and for how many seconds.
 
         One whose connection is broken counts at once.
         """
-        silent_s: dict[Worker, float] = {}
+        missing_s: dict[Worker, float] = {}
         for worker in self.workers:
+            if self._has_left(worker):
+                continue
             since_s = self.heard[worker][0] if worker in self.heard else self.began_s
-            quiet_s = now_s - since_s if since_s is not None else 0.0
-            if worker in self.gone or quiet_s > self.settings.worker_deadline_s:
-                silent_s[worker] = quiet_s
-        return {worker: quiet_s for worker, quiet_s in silent_s.items() if not self._has_left(worker)}
+            silent_s = now_s - since_s if since_s is not None else 0.0
+            if worker in self.gone or silent_s > self.settings.worker_deadline_s:
+                missing_s[worker] = silent_s
+        return missing_s
 
     def _is_silent(self, worker: Worker, now_s: float) -> bool:
-        deadline_s, return_s = self.settings.worker_deadline_s, self.settings.worker_return_s
+        deadline_s = self.settings.worker_deadline_s
+        return_s = self.settings.worker_return_s
         if worker in self.gone:  # another takes its place, or nobody does
             return now_s - self.gone[worker] > return_s
         if worker in self.heard:
@@ -336,20 +386,37 @@ class Coordinator:
         return self.began_s is not None and now_s - self.began_s > max(deadline_s, return_s)
 
     def _add_worker(self, now_s: float) -> Sent:
-        """One that takes another's place begins where that one was: rounds under way wait for it.
+        """Let one worker in that has come.
 
-        Any other begins at the clock of the furthest: it has no part in rounds under way.
+        One that takes another's place begins where that one was: rounds under way wait for it. Any other begins at the
+        clock of the furthest: it has no part in rounds under way.
         """
-        for worker, (since, heartbeat) in sorted(self.heard.items()):
-            if worker in self.known or heartbeat.is_done or now_s - since > self.settings.worker_deadline_s:
+        for worker, (since_s, heartbeat) in sorted(self.heard.items()):
+            if worker in self.ever_active or heartbeat.is_done or now_s - since_s > self.settings.worker_deadline_s:
                 continue
-            before = next((other for other in self.workers if other[0] == worker[0]), None)
-            if before is not None and before > worker:
+            replaced = self._active_incarnation(worker[0])
+            if replaced is not None and replaced > worker:
                 continue
-            rest = {other: first for other, first in self.workers.items() if other != before}
-            if before is not None and self.settings.waits_for_replacement:
-                return self._decide({**rest, worker: self.workers[before]})
-            clocks = [self.heard[other][1].clock for other in self.workers if other in self.heard]
-            first = max([*clocks, *self.workers.values(), heartbeat.clock], default=0) + 1
-            return self._decide({**rest, worker: first})
+            if replaced is not None and self.settings.waits_for_replacement:
+                first = self.workers[replaced]
+            else:
+                first = max(self._furthest_clock(), heartbeat.clock) + 1
+            return self._decide({**self._without(replaced), worker: first})
         return []
+
+    def _active_incarnation(self, name: int) -> Worker | None:
+        """Return the active worker of this name; None where there is none."""
+        for worker in self.workers:
+            if worker[0] == name:
+                return worker
+        return None
+
+    def _furthest_clock(self) -> int:
+        """Return the highest clock of the active workers; -1 where there are none."""
+        furthest = -1
+        for worker, first in self.workers.items():
+            furthest = max(furthest, first)
+            if worker in self.heard:
+                _, heartbeat = self.heard[worker]
+                furthest = max(furthest, heartbeat.clock)
+        return furthest

@@ -1,4 +1,4 @@
-"""One server process: a replica of every range, of which those count whose chain it is in."""
+"""One server process: a replica of every range. Those of ranges whose chain it is not in stay empty."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.server.protocol.replica import Replica
 
 @dataclass(slots=True)
 class Member:
-    """The state machine.
+    """The state machine of a server process.
 
     Args:
         node: this process.
@@ -24,28 +24,41 @@ class Member:
     replicas: Sequence[Replica]
 
     def on(self, number: int, message: Any) -> Sent:
-        """Take one message about range `number`."""
-        before = self.replicas[number].configuration.epoch
-        sent = self._resolved(number, self.replicas[number].on(message))
-        if self.replicas[number].configuration.epoch != before:  # its head is another, or is known only now
-            for other, replica in enumerate(self.replicas):
-                sent += self._resolved(other, replica.announce())
+        """Handle one message about range `number` and return the messages that follow from it."""
+        replica = self.replicas[number]
+        before = replica.configuration.config_version
+        sent = self._resolve_heads(number, replica.on(message))
+        if replica.configuration.config_version != before:  # its head is another, or is known only now
+            for other, other_replica in enumerate(self.replicas):
+                sent += self._resolve_heads(other, other_replica.announce())
         return sent
 
     def heartbeat(self) -> Sent:
-        """Now and then: a sign of life."""
-        return [one for number, replica in enumerate(self.replicas) for one in with_range(number, replica.heartbeat())]
+        """Return the messages that say that this process is alive."""
+        sent: Sent = []
+        for number, replica in enumerate(self.replicas):
+            sent += with_range(number, replica.heartbeat())
+        return sent
 
     def expire(self, now_s: float) -> Sent:
-        """Now and then: close the rounds whose deadline has passed."""
-        return [one for n, replica in enumerate(self.replicas) for one in self._resolved(n, replica.expire(now_s))]
+        """Close the rounds whose deadline has passed."""
+        sent: Sent = []
+        for number, replica in enumerate(self.replicas):
+            sent += self._resolve_heads(number, replica.expire(now_s))
+        return sent
 
     def repeat(self) -> Sent:
-        """Say again what may have been lost."""
-        return [one for n, replica in enumerate(self.replicas) for one in self._resolved(n, replica.repeat())]
+        """Return again the messages that may have been lost."""
+        sent: Sent = []
+        for number, replica in enumerate(self.replicas):
+            sent += self._resolve_heads(number, replica.repeat())
+        return sent
 
-    def _resolved(self, number: int, out: Out) -> Sent:
-        """To the head of a range: to its process, as far as this one knows it."""
+    def _resolve_heads(self, number: int, out: Out) -> Sent:
+        """Replace (HEAD, range) by the process that is its head, as far as this one knows it.
+
+        What is for this process itself is handled here, and so are the messages that follow from it.
+        """
         sent: Sent = []
         waiting = with_range(number, out)
         while waiting:

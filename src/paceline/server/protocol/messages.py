@@ -1,7 +1,7 @@
-"""What workers, replicas and the coordinator say to each other.
+"""The messages that workers, replicas and the coordinator send to each other.
 
-Every message carries the epoch of its sender: one of an older configuration is refused, whoever sends it. A process
-that starts again is another one: its node number, or its incarnation, is new.
+Every message about one range carries the configuration version of its sender, and a receiver in another version refuses
+it. A process that is started again counts as another one: its node number, or its incarnation, is new.
 """
 
 from __future__ import annotations
@@ -21,31 +21,36 @@ HEAD = "head"
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """Who is who, by the coordinator. `chain` is head to tail; `workers` are the active ones and their first clocks."""
+    """The members of one range, as the coordinator decided. Each decision has the next version.
 
-    epoch: int
+    `chain` is head to tail; `workers` are the active ones and their first clocks.
+    """
+
+    config_version: int
     chain: tuple[Node, ...]
     workers: Mapping[Worker, int]
-    joining: tuple[Node, int] | None = None  # the last of the chain, while it has no state, and since which epoch
-    confirmed: int = -1  # the newest epoch that a replica with everything is known to be in
-    holders: tuple[Node, ...] = ()  # the replicas of that epoch that have everything: nothing is promised without them
+    joining: tuple[Node, int] | None = None  # the last of the chain while it has no state, and since which version
+    confirmed: int = -1  # the newest version that a replica with everything is known to be in
+    holders: tuple[Node, ...] = ()  # the replicas that have everything in it: nothing is promised without them
 
     def neighbour(self, node: Node, step: int) -> Node | None:
-        """The replica so many steps after `node` in the chain; None where there is none."""
-        at = self.chain.index(node) + step if node in self.chain else -1
-        return self.chain[at] if 0 <= at < len(self.chain) else None
+        """Return the replica so many steps after `node` in the chain; None where there is none."""
+        if node not in self.chain:
+            return None
+        index = self.chain.index(node) + step
+        return self.chain[index] if 0 <= index < len(self.chain) else None
 
 
 @dataclass(frozen=True, slots=True)
 class Push:
     """A worker's gradient of one segment at one of its clocks, to the head. A retry carries the same bytes."""
 
-    epoch: int
+    config_version: int
     worker: Worker
     clock: int
     segment: int
-    read: int  # updates in the parameters that it was computed from
-    note: Any  # what the store wants to know beside the gradient; nothing here looks at it
+    updates_read: int  # updates in the parameters that it was computed from
+    note: Any  # for the store, beside the gradient; the protocol does not look at it
     payload: Any
 
 
@@ -53,16 +58,16 @@ class Push:
 class Pushed:
     """The push is applied on every replica of the chain, or came too late to count."""
 
-    epoch: int
+    config_version: int
     clock: int
     segment: int
 
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """A worker wants the parameters for its step `clock`, from the tail."""
+    """A worker asks the tail for the parameters of its step `clock`."""
 
-    epoch: int
+    config_version: int
     worker: Worker
     request: int
     clock: int
@@ -70,9 +75,9 @@ class Pull:
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """The parameters, and the clock that they are for: a round that went on without the worker is not made up for."""
+    """The parameters, and the clock that they are for: later than the worker's if rounds were closed without it."""
 
-    epoch: int
+    config_version: int
     request: int
     clock: int
     number: int  # updates in these parameters
@@ -82,9 +87,9 @@ class Pulled:
 
 @dataclass(frozen=True, slots=True)
 class Stale:
-    """The sender's configuration is older than the receiver's."""
+    """The refusal of a worker's message: sender and receiver are in different configurations."""
 
-    epoch: int
+    config_version: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,31 +101,31 @@ class Update:
     note: Any
     payload: Any
     share: float = 1.0  # of the step that is taken: less for a gradient of parameters that have moved on
-    partial: float = 0.0  # of a gated round: what this range said to the others
+    partial: float = 0.0  # of a gated round: what this range told the others
 
 
 @dataclass(frozen=True, slots=True)
 class Forward:
     """Update `number`, from a replica to the next of the chain."""
 
-    epoch: int
+    config_version: int
     number: int
     update: Update
 
 
 @dataclass(frozen=True, slots=True)
 class Forwarded:
-    """The tail has every update up to `number`, counted without it."""
+    """The tail has every update before `number`."""
 
-    epoch: int
+    config_version: int
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """The next update that the sender waits for."""
+    """The sender waits for update `number`, and has all before it."""
 
-    epoch: int
+    config_version: int
     number: int
 
 
@@ -128,7 +133,7 @@ class Missing:
 class State:
     """Everything a new replica needs: parameters, optimizer state, clocks, after `number` updates."""
 
-    epoch: int
+    config_version: int
     number: int
     applied: Mapping[int, Mapping[Worker, int]]
     rounds: Mapping[int, int]
@@ -139,21 +144,27 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """All gradients of a round are at the head of `range`; what the others must know before anybody applies them."""
+    """All gradients of a round are at the head of `key_range`: the value that all heads need before any applies them.
 
-    range: int
+    It has no configuration version: versions of different ranges can't be compared.
+    """
+
+    key_range: int
     round: int
     value: float
-    is_question: bool  # whether the sender lacks the addressee's
+    is_question: bool  # whether the sender lacks the addressee's value
 
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """A replica is alive, in this configuration; `state_epoch` is the last in which it had everything, -1 for none."""
+    """A replica is alive, in this configuration.
+
+    `state_config_version` is the last version in which it had everything, -1 for none.
+    """
 
     node: Node
-    epoch: int
-    state_epoch: int
+    config_version: int
+    state_config_version: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +172,6 @@ class WorkerHeartbeat:
     """A worker is alive, at this clock; or it is done."""
 
     worker: Worker
-    epoch: int
+    config_version: int
     clock: int
     is_done: bool

@@ -1,4 +1,4 @@
-"""One replica of one key range: gradients in, updates down the chain, parameters out.
+"""One replica of one key range: it takes gradients, sends updates down the chain and answers reads.
 
 The head gathers gradients and makes updates of them; only the update travels down the chain (chain replication, van
 Renesse and Schneider 2004, after aggregation as Li et al. 2014 have it). The tail answers reads, so nobody ever sees
@@ -44,14 +44,14 @@ from paceline.server.protocol.store import Store
 
 @dataclass(slots=True)
 class Replica:
-    """The state machine.
+    """The state machine of one replica: messages and the time go in, the messages to send come out.
 
     Args:
         node: this process.
         segments: how many the range has.
         mode: when gradients become an update, and who may read.
         store: parameters and optimizer.
-        range: which range this is.
+        key_range: which range this is.
         gates: of gated rounds, how many ranges there are; 0 where every segment goes on by itself.
     """
 
@@ -59,93 +59,99 @@ class Replica:
     segments: int
     mode: Mode
     store: Store
-    range: int = 0
+    key_range: int = 0
     gates: int = 0
     configuration: Configuration = field(default_factory=lambda: Configuration(-1, (), {}))
     is_synced: bool = False
     applied: dict[int, dict[Worker, int]] = field(init=False)  # by segment: each worker's last clock
     rounds: dict[int, int] = field(init=False)  # by segment: rounds closed
     settled: dict[int, int] = field(init=False)  # by segment: rounds closed that can't be lost any more
-    number: int = 0  # updates applied
-    kept: dict[int, Update] = field(default_factory=dict)  # those that the tail has not said to have, by number
+    update_count: int = 0  # updates applied
     committed: int = 0  # updates that every replica has
-    made_by: dict[tuple[Worker, int, int], int] = field(default_factory=dict)  # push to the number of its update
-    open: dict[int, dict[int, Push]] = field(init=False)  # by segment and name: gradients of the round under way
+    uncommitted: dict[int, Update] = field(default_factory=dict)  # the updates from `committed` on, by number
+    update_of_push: dict[tuple[Worker, int, int], int] = field(default_factory=dict)  # the number, while uncommitted
+    open_rounds: dict[int, dict[int, Push]] = field(init=False)  # by segment and worker name: gradients so far
     staged: dict[int, Update] = field(default_factory=dict)  # by segment: what waits at the gate
-    own: dict[int, float] = field(default_factory=dict)  # by round: what this range told the others
-    told: dict[int, dict[int, float]] = field(default_factory=dict)  # by round and range: what the others told
-    opened_s: dict[tuple[int, int], float] = field(default_factory=dict)  # by segment and round: since when
+    partials: dict[int, float] = field(default_factory=dict)  # by round: what this range told the others
+    peer_partials: dict[int, dict[int, float]] = field(default_factory=dict)  # by round and range: what they told
+    round_opened_s: dict[tuple[int, int], float] = field(default_factory=dict)  # by segment and round: since when
     note: dict[str, Any] | None = None  # of the last update of the first segment
-    duplicates: int = 0  # pushes that had been counted
+    duplicates: int = 0  # pushes that had been counted before
     staleness: dict[int, int] = field(default_factory=dict)  # updates since its parameters were read: how many pushes
-    waiting: list[Pull] = field(default_factory=list)
-    joined: int = -1  # the epoch at which this process last joined the chain
-    state_epoch: int = -1  # the last in which it was in the chain, with everything
+    waiting_pulls: list[Pull] = field(default_factory=list)
+    joined_at_version: int = -1  # the configuration in which this process last joined the chain
+    state_config_version: int = -1  # the last in which it was in the chain, with everything
 
     def __post_init__(self) -> None:
         self._clear()
 
     def on(self, message: Any) -> Out:
-        """Take one message; the messages that follow from it."""
+        """Handle one message and return the messages that follow from it."""
         if isinstance(message, Configuration):
-            return self._configure(message)
+            return self._on_configuration(message)
         if isinstance(message, Partial):
-            return self._hear_partial(message)
-        if message.epoch != self.configuration.epoch:
-            return [(message.worker, Stale(self.configuration.epoch))] if isinstance(message, Push | Pull) else []
+            return self._on_partial(message)
+        if message.config_version != self.configuration.config_version:
+            if isinstance(message, Push | Pull):
+                return [(message.worker, Stale(self.configuration.config_version))]
+            return []
         if self.node not in self.configuration.chain:
             return []
         if isinstance(message, State):
-            return self._take_over(message)
+            return self._on_state(message)
         if not self.is_synced:
             return []
-        act: dict[type, Any] = {
-            Push: self._pushed,
-            Pull: self._pulled,
-            Forward: self._forwarded,
-            Forwarded: self._acknowledged,
-            Missing: self._resend,
+        handlers: dict[type, Any] = {
+            Push: self._on_push,
+            Pull: self._on_pull,
+            Forward: self._on_forward,
+            Forwarded: self._on_forwarded,
+            Missing: self._on_missing,
         }
-        out: Out = act[type(message)](message) if type(message) in act else []
+        handler = handlers.get(type(message))
+        if handler is None:
+            return []
+        out: Out = handler(message)
         return out
 
     def heartbeat(self) -> Out:
-        """Now and then: a sign of life."""
-        return [
-            (COORDINATOR, Heartbeat(self.node, self.configuration.epoch, self.state_epoch if self.is_synced else -1))
-        ]
+        """Return the message that says that this replica is alive."""
+        state_config_version = self.state_config_version if self.is_synced else -1
+        return [(COORDINATOR, Heartbeat(self.node, self.configuration.config_version, state_config_version))]
 
     def repeat(self) -> Out:
-        """Say again what may have been lost."""
+        """Return again the messages that may have been lost."""
         out: Out = self.announce()
         if self.is_synced and self.successor is not None:
             if self._is_joining(self.successor):
                 out.append((self.successor, self._state()))
-            out += self._resend(Missing(self.configuration.epoch, self.committed))
+            out += self._forward_from(self.committed)
         return out
 
     def announce(self) -> Out:
-        """Tell the other ranges again what waits at the gate."""
-        return self._stage() if self.is_synced and self.is_head and self.staged else []
+        """Return again what the other ranges must know of the round that waits at the gate."""
+        if self.is_synced and self.is_head and self.staged:
+            return self._announce_round()
+        return []
 
     @property
     def is_head(self) -> bool:
-        """Whether workers push here."""
+        """True if workers push here."""
         return bool(self.configuration.chain) and self.configuration.chain[0] == self.node
 
     @property
     def is_tail(self) -> bool:
-        """Whether workers pull here."""
+        """True if workers pull here."""
         return bool(self.configuration.chain) and self.configuration.chain[-1] == self.node
 
     @property
     def successor(self) -> Node | None:
-        """The next of the chain."""
+        """The next replica of the chain."""
         return self.configuration.neighbour(self.node, 1)
 
     @property
     def predecessor(self) -> Node | None:
-        """The one before in the chain."""
+        """The replica before this one in the chain."""
         return self.configuration.neighbour(self.node, -1)
 
     def _is_joining(self, node: Node | None) -> bool:
@@ -156,253 +162,356 @@ class Replica:
         self.applied = {segment: {} for segment in range(self.segments)}
         self.rounds = dict.fromkeys(range(self.segments), 0)
         self.settled = dict.fromkeys(range(self.segments), 0)
-        self.open = {segment: {} for segment in range(self.segments)}
-        self.number = self.committed = 0
-        self.kept, self.made_by, self.waiting = {}, {}, []
-        self.staged, self.own, self.told, self.note, self.opened_s = {}, {}, {}, None, {}
+        self.update_count = 0
+        self.committed = 0
+        self.uncommitted = {}
+        self.update_of_push = {}
+        self._drop_open_rounds()
+        self.partials = {}
+        self.peer_partials = {}
+        self.round_opened_s = {}
+        self.note = None
+        self.waiting_pulls = []
         self.is_synced = False
 
-    def _configure(self, new: Configuration) -> Out:
-        now = self.configuration
-        if new.epoch < now.epoch or (new.epoch == now.epoch and new.confirmed <= now.confirmed):
+    def _drop_open_rounds(self) -> None:
+        self.open_rounds = {segment: {} for segment in range(self.segments)}
+        self.staged = {}
+
+    # --- who is in the chain
+
+    def _on_configuration(self, new: Configuration) -> Out:
+        old = self.configuration
+        if new.config_version < old.config_version:
+            return []
+        is_same_version = new.config_version == old.config_version
+        if is_same_version and new.confirmed <= old.confirmed:
             return []
         self.configuration = new
         if self.node not in new.chain:
             if self.node not in new.holders:
-                self._clear()  # others went on without it: what it held alone must not come back
+                # Taken for dead, it kept its state until others were known to go on without it, as a false suspicion
+                # and a crash within one deadline would lose everything. What it held alone must not come back.
+                self._clear()
             return []
-        if new.epoch == now.epoch:
+        if is_same_version:  # only its confirmation is new
             return self._commit() if self.is_synced and self.is_tail else []
-        if new.joining is not None and new.joining[0] == self.node and new.joining[1] != self.joined:
-            self._clear()  # it was out of the chain without knowing
-            self.joined = new.joining[1]
-        if new.epoch == 0:
+        if new.joining is not None:
+            joining_node, joined_at_version = new.joining
+            if joining_node == self.node and joined_at_version != self.joined_at_version:
+                self._clear()  # it was out of the chain without knowing
+                self.joined_at_version = joined_at_version
+        if new.config_version == 0:  # the job's first: every replica begins with the parameters that a worker sent
             self.is_synced = True
-        if not self.is_synced:
-            return []
-        self.state_epoch = new.epoch
-        self.waiting = []
-        if not self.is_head:  # gradients under way were promised to nobody: their workers send them to the new head
-            self.open, self.staged = {segment: {} for segment in range(self.segments)}, {}
-            out: Out = []
+        return self._enter_configuration() if self.is_synced else []
+
+    def _enter_configuration(self) -> Out:
+        """Do what a new configuration asks of a replica that has everything."""
+        self.state_config_version = self.configuration.config_version
+        self.waiting_pulls = []
+        out: Out = []
+        if self.is_head:
+            out = self._close_complete_rounds()  # a worker that was waited for may be gone
         else:
-            out = self._close_all()  # a worker that was waited for may be gone
+            # Nobody was promised that gradients under way count: their workers send them to the new head.
+            self._drop_open_rounds()
         if self.is_tail:
             return out + self._commit()
-        # The state has the updates that were made just now; sent again after it they change nothing.
-        return [*out, (self.successor, self._state())] if self._is_joining(self.successor) else out
+        if self._is_joining(self.successor):
+            # The state has the updates that were made just now; sent again after it they change nothing.
+            out.append((self.successor, self._state()))
+        return out
 
     def _state(self) -> State:
-        applied = {segment: dict(clocks) for segment, clocks in self.applied.items()}
-        facts = (self.number, applied, dict(self.rounds), dict(self.own), self.note)
-        return State(self.configuration.epoch, *facts, self.store.content())
+        return State(
+            config_version=self.configuration.config_version,
+            number=self.update_count,
+            applied={segment: dict(clocks) for segment, clocks in self.applied.items()},
+            rounds=dict(self.rounds),
+            partials=dict(self.partials),
+            note=self.note,
+            content=self.store.content(),
+        )
 
-    def _take_over(self, state: State) -> Out:
+    def _on_state(self, state: State) -> Out:
         if self.is_synced:
             return []
         self._clear()
         self.store.restore(state.content)
         self.applied = {segment: dict(clocks) for segment, clocks in state.applied.items()}
-        self.rounds, self.settled = dict(state.rounds), dict(state.rounds)
-        self.number = self.committed = state.number
-        self.own, self.note = dict(state.partials), state.note
-        self.is_synced, self.state_epoch = True, self.configuration.epoch
+        self.rounds = dict(state.rounds)
+        self.settled = dict(state.rounds)
+        self.update_count = state.number
+        self.committed = state.number
+        self.partials = dict(state.partials)
+        self.note = state.note
+        self.is_synced = True
+        self.state_config_version = self.configuration.config_version
         return self._commit() if self.is_tail else []
 
-    def _pushed(self, push: Push) -> Out:
+    # --- at the head: gradients become updates
+
+    def _on_push(self, push: Push) -> Out:
         worker, segment = push.worker, push.segment
         if not self.is_head or worker not in self.configuration.workers or segment not in self.applied:
             return []
-        answer: Out = [(worker, Pushed(self.configuration.epoch, push.clock, segment))] if self._is_confirmed() else []
-        if push.clock <= self._last(segment, worker):
+        acknowledgement: Out = []
+        if self._is_confirmed():
+            acknowledgement = [(worker, Pushed(self.configuration.config_version, push.clock, segment))]
+        if push.clock <= self._last_clock(segment, worker):
             self.duplicates += 1
-            number = self.made_by.get((worker, push.clock, segment))
-            return answer if number is None or number < self.committed else []
+            number = self.update_of_push.get((worker, push.clock, segment))
+            is_committed = number is None or number < self.committed
+            return acknowledgement if is_committed else []
         if self.mode.is_by_rounds:
-            if push.clock < self.settled[segment]:  # its round went on without it, for good
-                return answer
+            # Its round went on without it, for good. A round that is closed but not settled may be lost with this
+            # head: then the gradient is needed after all.
+            if push.clock < self.settled[segment]:
+                return acknowledgement
             if push.clock != self.rounds[segment] or segment in self.staged:
                 return []
-            self.open[segment][worker[0]] = push
-            return self._close(segment)
-        if push.clock != self._last(segment, worker) + 1:
+            self.open_rounds[segment][worker[0]] = push
+            return self._close_round(segment)
+        if push.clock != self._last_clock(segment, worker) + 1:
             return []  # one before it is on its way
-        behind = max(0, self.number - push.read) // self.segments
-        self.staleness[behind] = self.staleness.get(behind, 0) + 1
-        share = 1 / (1 + behind) if self.mode.kind == "async" else 1.0
-        payload, note = self.store.combine([push])
-        counted = self._count(note, 1) if segment == 0 else note
-        return self._make(Update(segment, ((worker, push.clock),), counted, payload, share))
+        return self._apply_push(push)
 
-    def _count(self, note: dict[str, Any], pushes: int) -> dict[str, Any]:
-        """The note of an update of the first segment says how many pushes have counted since the start."""
+    def _apply_push(self, push: Push) -> Out:
+        """Make an update of one push, where gradients are not summed in rounds."""
+        behind = max(0, self.update_count - push.updates_read) // self.segments
+        self.staleness[behind] = self.staleness.get(behind, 0) + 1
+        share = 1.0
+        if self.mode.kind == "async":
+            share = 1 / (1 + behind)
+        payload, note = self.store.combine([push])
+        if push.segment == 0:
+            note = self._with_count(note, 1)
+        return self._apply_and_forward(Update(push.segment, ((push.worker, push.clock),), note, payload, share))
+
+    def _with_count(self, note: dict[str, Any], pushes: int) -> dict[str, Any]:
+        """Return the note of an update of the first segment, which says how many pushes have counted so far."""
         before = self.note["counted"] if self.note else 0
         return {**note, "counted": before + pushes}
 
-    def _close_all(self) -> Out:
-        return [out for segment in range(self.segments) if self.open[segment] for out in self._close(segment)]
-
-    def expire(self, now_s: float) -> Out:
-        """Now and then: close the rounds whose deadline has passed, with the gradients that are here."""
+    def _close_complete_rounds(self) -> Out:
         out: Out = []
-        for segment, here in self.open.items() if self.mode.deadline_s and self.is_head else ():
-            since_s = self.opened_s.setdefault((segment, self.rounds[segment]), now_s) if here else now_s
-            if now_s - since_s >= self.mode.deadline_s:
-                out += self._close(segment, is_over=True)
+        for segment in range(self.segments):
+            if self.open_rounds[segment]:
+                out += self._close_round(segment)
         return out
 
-    def _close(self, segment: int, is_over: bool = False) -> Out:
-        here = self.open[segment]
+    def expire(self, now_s: float) -> Out:
+        """Close the rounds whose deadline has passed, with the gradients that are here."""
+        out: Out = []
+        if not self.mode.deadline_s or not self.is_head:
+            return out
+        for segment, pushes in self.open_rounds.items():
+            if not pushes:
+                continue
+            since_s = self.round_opened_s.setdefault((segment, self.rounds[segment]), now_s)
+            if now_s - since_s >= self.mode.deadline_s:
+                out += self._close_round(segment, is_over=True)
+        return out
+
+    def _close_round(self, segment: int, is_over: bool = False) -> Out:
+        """Make an update of a segment's gradients if no more are waited for, or if the time of the round is over."""
+        if segment in self.staged:
+            return []
+        pushes_by_name = self.open_rounds[segment]
         active = [worker for worker, first in self.configuration.workers.items() if first <= self.rounds[segment]]
         # A worker that took another's place counts by what that one had sent, until it has sent itself.
-        counted = {worker: here[worker[0]] for worker in active if worker[0] in here}
-        if segment in self.staged or not (self.mode.is_complete(counted, active) or (is_over and counted)):
+        counted = {worker: pushes_by_name[worker[0]] for worker in active if worker[0] in pushes_by_name}
+        is_closed_by_time = is_over and bool(counted)
+        if not is_closed_by_time and not self.mode.is_complete(counted, active):
             return []
-        self.open[segment] = {}
-        pushes = [counted[worker] for worker in sorted(counted)]
+        self.open_rounds[segment] = {}
+        pushes = [counted[worker] for worker in sorted(counted)]  # the order in which one process would sum them
         payload, note = self.store.combine(pushes)
-        note = self._count(note, len(pushes)) if segment == 0 else note
-        made = Update(segment, tuple((push.worker, push.clock) for push in pushes), note, payload)
+        if segment == 0:
+            note = self._with_count(note, len(pushes))
+        update = Update(segment, tuple((push.worker, push.clock) for push in pushes), note, payload)
         if not self.gates:
-            return self._make(made)
-        self.staged[segment] = made
-        return self._stage()
+            return self._apply_and_forward(update)
+        # Applied at once, it could leave parameters of two steps: a worker may die between its pushes to two ranges,
+        # and nobody can compute the missing gradient again.
+        self.staged[segment] = update
+        return self._announce_round()
 
-    def _stage(self) -> Out:
-        """Tell the other ranges, once all gradients of this one are here."""
-        now, due = self._due()
+    # --- at the gate: a round is applied when all ranges have all of its gradients
+
+    def _announce_round(self) -> Out:
+        """Tell the other ranges, once all gradients of this one are here; apply the round if they are ready, too."""
+        current, due = self._round_under_way()
         if not due or any(segment not in self.staged for segment in due):
             return []
-        if now not in self.own:  # otherwise a head that died applied some of it, with what it had told
-            self.own[now] = self.store.measure([self.staged[segment] for segment in due])
-        known = self.told.get(now, {})
-        others = [other for other in range(self.gates) if other != self.range]
-        out: Out = [((HEAD, other), Partial(self.range, now, self.own[now], other not in known)) for other in others]
+        if current not in self.partials:  # otherwise a head that died applied some of it, with what it had told
+            self.partials[current] = self.store.measure([self.staged[segment] for segment in due])
+        told = self.peer_partials.get(current, {})
+        out: Out = []
+        for other in range(self.gates):
+            if other != self.key_range:
+                partial = Partial(self.key_range, current, self.partials[current], is_question=other not in told)
+                out.append(((HEAD, other), partial))
         return out + self._pass_gate()
 
-    def _due(self) -> tuple[int, list[int]]:
-        """The round under way, and the segments that have not closed it."""
-        now = min(self.rounds.values())
-        return now, [segment for segment, closed in self.rounds.items() if closed == now]
+    def _round_under_way(self) -> tuple[int, list[int]]:
+        """Return the first round that is not closed, and the segments that have not closed it."""
+        current = min(self.rounds.values())
+        return current, [segment for segment, closed in self.rounds.items() if closed == current]
 
     def _pass_gate(self) -> Out:
         """Apply the round, if every range has all of its gradients."""
-        now, due = self._due()
-        known = {**self.told.get(now, {}), **({self.range: self.own[now]} if now in self.own else {})}
-        if len(known) < self.gates or any(segment not in self.staged for segment in due):
+        current, due = self._round_under_way()
+        partials = dict(self.peer_partials.get(current, {}))
+        if current in self.partials:
+            partials[self.key_range] = self.partials[current]
+        if len(partials) < self.gates or any(segment not in self.staged for segment in due):
             return []
+        by_range = [partials[number] for number in range(self.gates)]
         out: Out = []
         for segment in due:
-            finished = self.store.finish(self.staged.pop(segment), [known[index] for index in range(self.gates)])
-            out += self._make(dataclasses.replace(finished, partial=self.own[now]))
+            update = self.store.finish(self.staged.pop(segment), by_range)
+            out += self._apply_and_forward(dataclasses.replace(update, partial=self.partials[current]))
         return out
 
-    def _hear_partial(self, message: Partial) -> Out:
-        self.told.setdefault(message.round, {})[message.range] = message.value
+    def _on_partial(self, message: Partial) -> Out:
+        self.peer_partials.setdefault(message.round, {})[message.key_range] = message.value
         if not self.is_synced or not self.is_head:
             return []
         out: Out = []
-        if message.is_question and message.round in self.own:
-            out = [((HEAD, message.range), Partial(self.range, message.round, self.own[message.round], False))]
-        return out + (self._pass_gate() if self.staged else [])
+        if message.is_question and message.round in self.partials:
+            answer = Partial(self.key_range, message.round, self.partials[message.round], is_question=False)
+            out.append(((HEAD, message.key_range), answer))
+        if self.staged:
+            out += self._pass_gate()
+        return out
 
-    def _make(self, made: Update) -> Out:
-        number = self._apply(made)
+    # --- down the chain
+
+    def _apply_and_forward(self, update: Update) -> Out:
+        number = self._apply(update)
         if self.is_tail:
             return self._commit()
-        return [(self.successor, Forward(self.configuration.epoch, number, made))]
+        return [(self.successor, Forward(self.configuration.config_version, number, update))]
 
     def _apply(self, update: Update) -> int:
+        """Apply an update and return its number."""
         self.store.apply(update)
-        number = self.number
+        number = self.update_count
         for worker, clock in update.pushes:
             self.applied[update.segment][worker] = clock
-            self.made_by[worker, clock, update.segment] = number
+            self.update_of_push[worker, clock, update.segment] = number
         if update.segment == 0:
             self.note = update.note
         if self.mode.is_by_rounds:
-            self._count_round(update)
-        self.kept[number] = update
-        self.number += 1
+            self._note_closed_round(update)
+        self.uncommitted[number] = update
+        self.update_count += 1
         return number
 
-    def _count_round(self, update: Update) -> None:
+    def _note_closed_round(self, update: Update) -> None:
         closed = self.rounds[update.segment]
         self.rounds[update.segment] += 1
-        self.opened_s.pop((update.segment, closed), None)
+        self.round_opened_s.pop((update.segment, closed), None)
         if self.gates:  # one range may ask another for the round before
-            self.own[closed] = update.partial
-            self.own = {past: value for past, value in self.own.items() if past >= closed - 1}
-            self.told = {past: values for past, values in self.told.items() if past >= closed - 1}
+            self.partials[closed] = update.partial
+            self.partials = {past: value for past, value in self.partials.items() if past >= closed - 1}
+            self.peer_partials = {past: values for past, values in self.peer_partials.items() if past >= closed - 1}
 
-    def _forwarded(self, message: Forward) -> Out:
-        if message.number > self.number:
-            return [(self.predecessor, Missing(self.configuration.epoch, self.number))]
-        if message.number < self.number:  # its acknowledgement may have been lost
-            return [(self.predecessor, Forwarded(self.configuration.epoch, self.committed))]
-        number = self._apply(message.update)
-        if self.is_tail:
-            return self._commit()
-        return [(self.successor, Forward(self.configuration.epoch, number, message.update))]
+    def _on_forward(self, message: Forward) -> Out:
+        if message.number > self.update_count:
+            return [(self.predecessor, Missing(self.configuration.config_version, self.update_count))]
+        if message.number < self.update_count:  # its acknowledgement may have been lost
+            return [(self.predecessor, Forwarded(self.configuration.config_version, self.committed))]
+        return self._apply_and_forward(message.update)
 
     def _commit(self) -> Out:
-        """At the tail: everything it has, all have. Nothing is promised in a configuration that is not confirmed."""
-        return self._settle(self.number) if self._is_confirmed() else []
+        """Settle everything, at the tail: what it has, all have.
+
+        Nothing is promised in a configuration that is not confirmed.
+        """
+        return self._settle(self.update_count) if self._is_confirmed() else []
 
     def _is_confirmed(self) -> bool:
-        return self.configuration.confirmed == self.configuration.epoch
+        return self.configuration.confirmed == self.configuration.config_version
 
-    def _acknowledged(self, message: Forwarded) -> Out:
-        return self._settle(min(message.number, self.number)) if message.number > self.committed else []
-
-    def _settle(self, number: int) -> Out:
-        """Updates before `number` can't be lost any more: tell those who wait for it."""
-        out: Out = []
-        for settled in range(self.committed, number):
-            update = self.kept.pop(settled)
-            self.settled[update.segment] += self.mode.is_by_rounds
-            for worker, clock in update.pushes:
-                self.made_by.pop((worker, clock, update.segment), None)
-                if self.is_head:
-                    out.append((worker, Pushed(self.configuration.epoch, clock, update.segment)))
-        self.committed = number
-        if self.predecessor is not None:
-            out.append((self.predecessor, Forwarded(self.configuration.epoch, number)))
-        return out + self._answer_waiting()
-
-    def _resend(self, message: Missing) -> Out:
-        following = self.successor
-        if following is None:
+    def _on_forwarded(self, message: Forwarded) -> Out:
+        if message.number <= self.committed:
             return []
-        if message.number < self.committed:  # no longer kept: it needs the state
-            return [(following, self._state())] if self._is_joining(following) else []
-        return [
-            (following, Forward(self.configuration.epoch, n, self.kept[n])) for n in range(message.number, self.number)
-        ]
+        return self._settle(min(message.number, self.update_count))
 
-    def _pulled(self, pull: Pull) -> Out:
+    def _settle(self, committed: int) -> Out:
+        """Note that the first `committed` updates can't be lost any more, and tell those who wait for it."""
+        out: Out = []
+        for number in range(self.committed, committed):
+            update = self.uncommitted.pop(number)
+            if self.mode.is_by_rounds:
+                self.settled[update.segment] += 1
+            for worker, clock in update.pushes:
+                self.update_of_push.pop((worker, clock, update.segment), None)
+                if self.is_head:
+                    out.append((worker, Pushed(self.configuration.config_version, clock, update.segment)))
+        self.committed = committed
+        if self.predecessor is not None:
+            out.append((self.predecessor, Forwarded(self.configuration.config_version, committed)))
+        return out + self._answer_waiting_pulls()
+
+    def _on_missing(self, message: Missing) -> Out:
+        return self._forward_from(message.number)
+
+    def _forward_from(self, first: int) -> Out:
+        """Return the updates from number `first` on, for the next replica, or the state if they are gone."""
+        successor = self.successor
+        if successor is None:
+            return []
+        if first < self.committed:  # this replica has dropped the update: the other needs the state
+            return [(successor, self._state())] if self._is_joining(successor) else []
+        out: Out = []
+        for number in range(first, self.update_count):
+            out.append((successor, Forward(self.configuration.config_version, number, self.uncommitted[number])))
+        return out
+
+    # --- at the tail: parameters are read
+
+    def _on_pull(self, pull: Pull) -> Out:
         if not self.is_tail or pull.worker not in self.configuration.workers:
             return []
         if self._is_confirmed() and self._may_read(pull):
-            clock = max(pull.clock, min(self.rounds.values())) if self.mode.is_by_rounds else pull.clock
-            facts = (pull.request, clock, self.number, self.note)
-            return [(pull.worker, Pulled(self.configuration.epoch, *facts, self.store.read()))]
-        if pull not in self.waiting:
-            self.waiting.append(pull)
+            return [(pull.worker, self._parameters_for(pull))]
+        if pull not in self.waiting_pulls:
+            self.waiting_pulls.append(pull)
         return []
 
-    def _answer_waiting(self) -> Out:
-        ready = [pull for pull in self.waiting if self._is_confirmed() and self._may_read(pull)]
-        self.waiting = [pull for pull in self.waiting if pull not in ready]
-        return [out for pull in ready for out in self._pulled(pull)]
+    def _parameters_for(self, pull: Pull) -> Pulled:
+        clock = pull.clock
+        if self.mode.is_by_rounds:  # a worker does not make up for the rounds that were closed without it
+            clock = max(clock, min(self.rounds.values()))
+        return Pulled(
+            config_version=self.configuration.config_version,
+            request=pull.request,
+            clock=clock,
+            number=self.update_count,
+            note=self.note,
+            values=self.store.read(),
+        )
+
+    def _answer_waiting_pulls(self) -> Out:
+        ready = [pull for pull in self.waiting_pulls if self._is_confirmed() and self._may_read(pull)]
+        self.waiting_pulls = [pull for pull in self.waiting_pulls if pull not in ready]
+        out: Out = []
+        for pull in ready:
+            out += self._on_pull(pull)
+        return out
 
     def _may_read(self, pull: Pull) -> bool:
-        everybody = {worker: self._behind(worker) for worker in self.configuration.workers}
-        return self.mode.may_read(pull.clock, list(self.rounds.values()), everybody)
+        applied = {worker: self._applied_clock(worker) for worker in self.configuration.workers}
+        return self.mode.may_read(pull.clock, list(self.rounds.values()), applied)
 
-    def _behind(self, worker: Worker) -> int:
-        return min((self._last(segment, worker) for segment in self.applied), default=-1)
+    def _applied_clock(self, worker: Worker) -> int:
+        """Return the worker's last clock of which every segment is applied."""
+        return min((self._last_clock(segment, worker) for segment in self.applied), default=-1)
 
-    def _last(self, segment: int, worker: Worker) -> int:
+    def _last_clock(self, segment: int, worker: Worker) -> int:
+        """Return the worker's last clock that is applied to a segment; before the first, the one before it began."""
         first: Mapping[Worker, int] = self.configuration.workers
         return self.applied[segment].get(worker, first.get(worker, 0) - 1)

@@ -1,4 +1,4 @@
-"""What a replica asks of the parameters that it keeps. `tensors.py` keeps them in torch."""
+"""The interface between a replica and the parameters that it keeps. `tensors.py` keeps them in torch."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from paceline.server.protocol.messages import Push, Update
 
 
 class Store(Protocol):
-    """The range's parameters and their optimizer."""
+    """The parameters of one range, and their optimizer."""
 
     def combine(self, pushes: Sequence[Push]) -> tuple[Any, dict[str, Any]]:
-        """What is to be applied of some workers' gradients of one segment, in the order given: payload and note."""
+        """Sum some workers' gradients of one segment, in the order given; return the payload and note of the update."""
 
     def measure(self, updates: Sequence[Update]) -> float:
-        """What the other ranges must know of a gated round."""
+        """Return the value that the other ranges need of a gated round, such as the squared norm of its gradient."""
 
     def finish(self, update: Update, partials: Sequence[float]) -> Update:
-        """An update of a gated round, when every range has been measured."""
+        """Return the update of a gated round as it is to be applied, given the values of all ranges."""
 
     def apply(self, update: Update) -> None:
         """Change the parameters of one segment."""
 
     def read(self) -> Any:
-        """The parameters."""
+        """Return the parameters."""
 
     def content(self) -> Any:
-        """Everything, for a replica that joins."""
+        """Return everything, for a replica that joins."""
 
     def restore(self, content: Any) -> None:
-        """Take over what `content` gave."""
+        """Take over what `content` returned."""
 
     def clear(self) -> None:
-        """Hold nothing."""
+        """Forget everything."""

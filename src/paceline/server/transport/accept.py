@@ -1,7 +1,8 @@
-"""Accepts connections: so many at a time that have not said who they are, each for a short time.
+"""Accepting connections: a bounded number may wait to identify themselves, each for a short time.
 
-Who has shown a certificate and said hello counts no more. Where there are too many others, the oldest of whoever has
-most of them ends: one of the job says who it is within milliseconds, and is not kept out by those that say nothing.
+A connection that has shown a certificate and sent a hello no longer counts. Where too many others wait, the oldest one
+of the peer that has most of them is ended: a process of the job identifies itself within milliseconds, so that it is
+not kept out by connections that send nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _NO_DESCRIPTORS_S = 0.1  # before the next attempt where this process may open n
 
 @dataclass(slots=True)
 class Waiting:
-    """Connections that have not said who they are.
+    """The connections that have not identified themselves.
 
     Args:
         per_peer: the most of one peer.
@@ -45,7 +46,7 @@ class Waiting:
         return len(self.ends)
 
     def add(self, connection: Any, peer: Any, end: Callable[[], None]) -> None:
-        """One more; where it is too many, an older one ends.
+        """Add a connection; where it is one too many, end an older one.
 
         Args:
             connection: a name for it.
@@ -59,22 +60,23 @@ class Waiting:
         self.ends[connection] = peer, end
 
     def remove(self, connection: Any) -> None:
-        """It has said who it is, or has ended."""
+        """Forget a connection that has identified itself, or has ended."""
         self.ends.pop(connection, None)
 
     def end_oldest(self, peer: Any = None) -> None:
-        """End the oldest one of a peer; without, of the peer that has most."""
+        """End the oldest connection of a peer; without one, of the peer that has most."""
         if not self.ends:
             return
         if peer is None:
-            peer = Counter(other for other, _ in self.ends.values()).most_common(1)[0][0]
+            counts = Counter(other for other, _ in self.ends.values())
+            peer, _ = counts.most_common(1)[0]
         connection = next(name for name, (other, _) in self.ends.items() if other == peer)
         _, end = self.ends.pop(connection)
         end()
 
 
 class Acceptor:
-    """Listens, until it is closed.
+    """The listening sockets of one process, which accept until they are closed.
 
     Args:
         listeners: bound sockets.
@@ -90,7 +92,10 @@ class Acceptor:
         context: ssl.SSLContext | None,
         peer_of: Callable[[socket.socket], Any],
     ) -> None:
-        self.listeners, self.make, self.context, self.peer_of = listeners, make, context, peer_of
+        self.listeners = listeners
+        self.make = make
+        self.context = context
+        self.peer_of = peer_of
         self.waiting = Waiting(PER_PEER, IN_ALL)
         self.tasks: set[asyncio.Task[None]] = set()
         for listener in listeners:
@@ -99,7 +104,7 @@ class Acceptor:
             self._spawn(self._accept(listener))
 
     def is_known(self, connection: Connection) -> None:
-        """A connection has said who it is, and is who it says; or it has ended."""
+        """Note that a connection has identified itself, or has ended."""
         self.waiting.remove(connection.accepted)
 
     def close(self) -> None:
@@ -127,8 +132,9 @@ class Acceptor:
             self._spawn(self._open(end))
 
     async def _open(self, end: socket.socket) -> None:
-        """Bring a connection to where it can speak, and end it unless it soon says who it is."""
-        connection, name = self.make(), object()
+        """Open a connection, and end it unless it soon identifies itself."""
+        connection = self.make()
+        name = object()
         connection.accepted = name
         task = asyncio.current_task()
         assert task is not None
@@ -152,7 +158,7 @@ class Acceptor:
 
 
 def _end(connection: Connection, task: asyncio.Task[None]) -> None:
-    """End one that has not said who it is: in its TLS handshake, or after it."""
+    """End a connection that has not identified itself: in its TLS handshake, or after it."""
     if connection.transport is not None:
         connection.close("too many connections have not identified themselves")
     task.cancel()
@@ -160,7 +166,8 @@ def _end(connection: Connection, task: asyncio.Task[None]) -> None:
 
 async def _has_something(end: socket.socket) -> None:
     """Wait for the first bytes: until then a connection takes up no buffers, which TLS has a quarter of a MiB of."""
-    loop, came = asyncio.get_running_loop(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    came = asyncio.Event()
     loop.add_reader(end.fileno(), came.set)
     try:
         await came.wait()
@@ -169,9 +176,9 @@ async def _has_something(end: socket.socket) -> None:
 
 
 async def bound(host: str, port: int) -> list[socket.socket]:
-    """Sockets at one port of every address of a host that this host has.
+    """Return sockets bound to one port of those addresses of a host name that this host has.
 
-    A name may stand for addresses that it has not: an IPv6 address, for example, where the kernel has no IPv6.
+    A name may have others: an IPv6 address, for example, where the kernel has no IPv6.
 
     Raises:
         OSError: none can be had, or one is in use.
@@ -182,7 +189,8 @@ async def bound(host: str, port: int) -> list[socket.socket]:
     absent: list[str] = []
     try:
         for family, kind, _, _, address in dict.fromkeys(addresses):
-            port = listeners[0].getsockname()[1] if listeners else port
+            if listeners:  # port 0 became a free one with the first: the others have the same
+                port = listeners[0].getsockname()[1]
             try:
                 listeners.append(_bound_at(family, kind, (address[0], port, *address[2:])))
             except OSError as error:
@@ -212,7 +220,7 @@ def _bound_at(family: int, kind: int, address: Any) -> socket.socket:
 
 
 def bound_unix(path: str) -> socket.socket:
-    """A socket in the file system, which this user alone may open; in the place of one that a killed process left.
+    """Return a socket in the file system that this user alone may open, in the place of one that a process left.
 
     Raises:
         OSError: it can't be had.

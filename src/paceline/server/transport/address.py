@@ -1,4 +1,4 @@
-"""Where processes meet: unix sockets of this user on one host, mutual TLS 1.3 for whatever leaves it."""
+"""Addresses and how to connect to them: unix sockets of this user on one host, mutual TLS 1.3 between hosts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CONNECT_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """`unix:PATH` or `HOST:PORT`."""
+    """An address to listen at or connect to: `unix:PATH` or `HOST:PORT`."""
 
     host: str
     port: int = -1
@@ -54,7 +54,7 @@ class Address:
 
     @property
     def is_unix(self) -> bool:
-        """Whether it is a socket in the file system."""
+        """True if it is a socket in the file system."""
         return self.port < 0
 
     def __str__(self) -> str:
@@ -68,7 +68,7 @@ class Credentials:
     folder: Path
 
     def context(self, is_server: bool) -> ssl.SSLContext:
-        """TLS 1.3, each side showing a certificate of the job's authority.
+        """Return a context of TLS 1.3 in which each side shows a certificate of the job's authority.
 
         Raises:
             UsageError: a file is missing, or is no certificate or key.
@@ -92,7 +92,7 @@ class Credentials:
 async def listen(
     address: Address, make: Callable[[], Connection], credentials: Credentials | None
 ) -> tuple[Acceptor, str]:
-    """Accept connections; what accepts them, and where it listens (port 0 becomes a free one).
+    """Accept connections; return the acceptor, and where it listens (port 0 becomes a free one).
 
     Raises:
         UsageError: the address is in use, can't be had, or leaves the host without credentials.
@@ -145,30 +145,42 @@ async def connect(address: Address, make: Callable[[], Connection], credentials:
 
 
 def role_of(transport: Any) -> str | None:
-    """The role that the other's certificate names; None on a unix socket, where only this user can connect."""
+    """Return the role that the other's certificate names; None on a unix socket, where only this user can connect."""
     certificate = transport.get_extra_info("peercert")
     if not certificate:
         return None
-    names = {key: value for part in certificate.get("subject", ()) for key, value in part}
+    names: dict[str, str] = {}
+    for attributes in certificate.get("subject", ()):  # as SSLSocket.getpeercert gives it: tuples of pairs
+        names.update(attributes)
     return str(names.get("commonName", ""))
 
 
 def user_of(end: socket.socket) -> int | None:
-    """The user at the other end of a unix socket; None where the system can't say."""
-    process_and_user = _credentials_of(end)
-    return process_and_user[1] if process_and_user else None
+    """Return the user at the other end of a unix socket; None where the system can't say."""
+    credentials = _credentials_of(end)
+    if credentials is None:
+        return None
+    _, user = credentials
+    return user
 
 
 def process_of(end: socket.socket) -> int | None:
-    """The process at the other end of a unix socket; None where the system can't say."""
-    process_and_user = _credentials_of(end) if end.family == socket.AF_UNIX else None
-    return process_and_user[0] if process_and_user else None
+    """Return the process at the other end of a unix socket; None where the system can't say."""
+    if end.family != socket.AF_UNIX:
+        return None
+    credentials = _credentials_of(end)
+    if credentials is None:
+        return None
+    process, _ = credentials
+    return process
 
 
 def _credentials_of(end: socket.socket) -> tuple[int, int] | None:
+    """Return process and user at the other end of a unix socket; None where the system can't say."""
     if not hasattr(socket, "SO_PEERCRED"):
         return None
-    process, user, _ = struct.unpack("3i", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    ucred = struct.Struct("3i")  # struct ucred of socket(7): process, user, group
+    process, user, _ = ucred.unpack(end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, ucred.size))
     return int(process), int(user)
 
 

@@ -1,6 +1,6 @@
-"""One connection: frames in, frames out, each payload received straight into its place.
+"""One connection: it sends and receives frames, each payload straight into the memory where it belongs.
 
-What is to be sent waits in a queue of views, and goes on as the kernel takes it: nothing is copied to wait.
+What is to be sent waits in a queue of views until the kernel takes it: nothing is copied to wait.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ MAX_QUEUE_BYTES = 2**36  # a peer that takes nothing for so long is gone
 
 
 class Endpoint(Protocol):
-    """Whose connections they are."""
+    """The owner of connections: it says what may come, where payloads go, and handles messages."""
 
     def check_may_send(self, connection: Connection, kind: type, nbytes: int) -> None:
         """Raise FrameError unless the other may send messages of this kind, with a payload of so many bytes."""
 
     def destination(self, connection: Connection, number: int, message: Any, nbytes: int) -> tuple[Any, memoryview]:
-        """Where the payload of a message about range `number` goes: what the message will hold, and its bytes.
+        """Return where the payload of a message about range `number` goes: what the message will hold, and its bytes.
 
         Raises:
             FrameError: it may not have so many.
         """
 
     def views(self, payload: Any) -> Sequence[memoryview]:
-        """The bytes of a payload."""
+        """Return the bytes of a payload."""
 
     def on_open(self, connection: Connection) -> None:
-        """A connection is there."""
+        """Called when a connection is there."""
 
     def on_message(self, connection: Connection, number: int, message: Any) -> None:
-        """A message has come."""
+        """Called with each message that has come."""
 
     def on_lost(self, connection: Connection, why: str) -> None:
-        """A connection has ended."""
+        """Called when a connection has ended."""
 
 
 class Connection(asyncio.BufferedProtocol):
-    """Either end.
+    """One end of a connection.
 
     Attributes:
         peer: who the other is, once it has said so.
@@ -72,29 +72,32 @@ class Connection(asyncio.BufferedProtocol):
         self.accepted: Any = None
         self.transport: Any = None
         self.why = ""
-        self.is_paused = self.is_closed = False
+        self.is_paused = False
+        self.is_closed = False
         self.queue: deque[memoryview] = deque()
-        self.queued_bytes = self.bytes_sent = self.bytes_received = 0
+        self.queued_bytes = 0
+        self.bytes_sent = 0
+        self.bytes_received = 0
         self._expect_prefix()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """The transport is there."""
+        """Take the transport: called by asyncio."""
         self.transport = transport
         self.transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
         self.endpoint.on_open(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The transport is gone."""
+        """Tell the endpoint that the transport is gone: called by asyncio."""
         self.is_closed = True
         self.queue.clear()
         self.endpoint.on_lost(self, self.why or str(exc or "the other end closed it"))
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Where the next bytes go."""
+        """Return where the next bytes go: called by asyncio."""
         return self.target[self.filled :]
 
     def buffer_updated(self, nbytes: int) -> None:
-        """So many have come."""
+        """Handle the bytes that have come: called by asyncio."""
         self.filled += nbytes
         self.bytes_received += nbytes
         while not self.is_closed and self.filled == len(self.target):
@@ -108,7 +111,9 @@ class Connection(asyncio.BufferedProtocol):
         if self.is_closed:
             return
         payload = payload_of(message)
-        views = [view for view in self.endpoint.views(payload) if view.nbytes] if payload is not None else []
+        views: list[memoryview] = []
+        if payload is not None:
+            views = [view for view in self.endpoint.views(payload) if view.nbytes]
         size = sum(view.nbytes for view in views)
         self.queue.append(memoryview(write_frame(number, message, size)))
         self.queue.extend(views)
@@ -118,30 +123,32 @@ class Connection(asyncio.BufferedProtocol):
         self._flush()
 
     def close(self, why: str) -> None:
-        """End it from here."""
+        """End the connection from here; what the kernel has not taken yet is dropped."""
         if not self.is_closed:
-            self.why, self.is_closed = self.why or why, True
+            self.why = self.why or why
+            self.is_closed = True
             self.transport.abort()
 
     def pause_writing(self) -> None:
-        """The kernel takes no more for now."""
+        """Stop writing: the kernel takes no more for now."""
         self.is_paused = True
 
     def resume_writing(self) -> None:
-        """It does again."""
+        """Go on writing."""
         self.is_paused = False
         self._flush()
 
     @property
     def is_idle(self) -> bool:
-        """Whether everything has been handed to the kernel."""
+        """True if everything has been handed to the kernel."""
         return not self.queue and not self.is_paused
 
     def _flush(self) -> None:
         while self.queue and not self.is_paused and not self.is_closed:
             view = self.queue.popleft()
             if view.nbytes > CHUNK_BYTES:
-                view = view.cast("B") if view.format != "B" else view
+                if view.format != "B":  # slices count elements, not bytes
+                    view = view.cast("B")
                 self.queue.appendleft(view[CHUNK_BYTES:])
                 view = view[:CHUNK_BYTES]
             self.bytes_sent += view.nbytes
@@ -151,27 +158,33 @@ class Connection(asyncio.BufferedProtocol):
     def _expect_prefix(self) -> None:
         self.prefix: Prefix | None = None
         self.message: Any = None
-        self.target, self.filled = memoryview(bytearray(PREFIX.size)), 0
+        self._expect(memoryview(bytearray(PREFIX.size)))
+
+    def _expect(self, target: memoryview) -> None:
+        """Receive the next bytes into `target`, until it is full."""
+        self.target = target
+        self.filled = 0
 
     def _take(self) -> None:
+        """Handle what has filled the target: a prefix, then a header, then a payload where there is one."""
         if self.prefix is None:
             self.prefix = read_prefix(self.target)
             self.endpoint.check_may_send(self, FORMS[self.prefix.kind].kind, self.prefix.payload_bytes)
-            self.target, self.filled = memoryview(bytearray(self.prefix.header_bytes)), 0
+            self._expect(memoryview(bytearray(self.prefix.header_bytes)))
         elif self.message is None:
             self.message = read_header(self.prefix, self.target)
             if not self.prefix.payload_bytes and payload_of(self.message) is None:
                 self._deliver(self.message)
                 return
-            number, nbytes = self.prefix.range, self.prefix.payload_bytes
-            self.place, self.target = self.endpoint.destination(self, number, self.message, nbytes)
-            self.filled = 0
+            nbytes = self.prefix.payload_bytes
+            self.payload, target = self.endpoint.destination(self, self.prefix.key_range, self.message, nbytes)
+            self._expect(target)
             if len(self.target) != nbytes:
                 raise FrameError(f"a {type(self.message).__name__} with {nbytes} bytes, not {len(self.target)}")
         else:
-            self._deliver(with_payload(self.message, self.place))
+            self._deliver(with_payload(self.message, self.payload))
 
     def _deliver(self, message: Any) -> None:
-        number = self.prefix.range if self.prefix is not None else 0
+        number = self.prefix.key_range if self.prefix is not None else 0
         self._expect_prefix()
         self.endpoint.on_message(self, number, message)

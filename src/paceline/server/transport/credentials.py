@@ -55,7 +55,7 @@ def check_can_make() -> None:
 
 
 def new_credentials(days: int = DAYS) -> dict[str, dict[str, str]]:
-    """A job's certificates as texts, by role and file, for `keep_credentials` on its hosts.
+    """Return a new job's certificates as texts, by role and file, for `keep_credentials` on its hosts.
 
     Args:
         days: that the certificates hold.
@@ -68,7 +68,7 @@ def new_credentials(days: int = DAYS) -> dict[str, dict[str, str]]:
 
     authority_key = ec.generate_private_key(ec.SECP256R1())
     authority = _pem(_certificate(_NAME, authority_key.public_key(), authority_key, days, is_authority=True))
-    texts = {}
+    texts: dict[str, dict[str, str]] = {}
     for role in ROLES:
         key = ec.generate_private_key(ec.SECP256R1())
         certificate = _pem(_certificate(role, key.public_key(), authority_key, days))
@@ -85,7 +85,7 @@ def keep_credentials(private: Path, texts: Mapping[str, Mapping[str, str]]) -> N
 
 
 def credentials_folder(private: Path, role: str) -> Path:
-    """Where a role's certificate and key are, in a folder that only this user can enter.
+    """Return where a role's certificate and key are, in a folder that only this user can enter.
 
     Raises:
         UsageError: there is no such role.

@@ -1,4 +1,4 @@
-"""How a message stands on a wire: a prefix of 20 bytes, a msgpack header with a strict schema, raw bytes.
+"""The wire format of messages: a prefix of 20 bytes, a msgpack header with a strict schema, raw bytes.
 
 Nothing is unpickled, and nothing is allocated before it is known to be of a size that this message may have.
 """
@@ -27,20 +27,20 @@ MAX_COUNT = 2**53
 
 
 class FrameError(Exception):
-    """What came over the wire is no frame of this protocol: the connection is closed."""
+    """What came is no frame of this protocol: the connection is closed."""
 
 
 class Prefix(NamedTuple):
-    """What the first 20 bytes say."""
+    """The first 20 bytes of a frame."""
 
     kind: int
-    range: int
+    key_range: int
     header_bytes: int
     payload_bytes: int
 
 
 class Codec(NamedTuple):
-    """How a field is packed, and unpacked with every doubt."""
+    """The functions that pack a field, and that check and unpack what came."""
 
     pack: Callable[[Any], Any]
     unpack: Callable[[Any], Any]
@@ -56,7 +56,7 @@ class MessageFormat(NamedTuple):
 
 
 def read_prefix(content: bytes | bytearray | memoryview) -> Prefix:
-    """The first bytes of a frame.
+    """Read the first bytes of a frame.
 
     Raises:
         FrameError: it is none, of another version, of no kind, or longer than its kind may be.
@@ -73,7 +73,7 @@ def read_prefix(content: bytes | bytearray | memoryview) -> Prefix:
 
 
 def read_header(prefix: Prefix, content: bytes | bytearray | memoryview) -> Any:
-    """The message, with None for its payload.
+    """Read the message, with None for its payload.
 
     Raises:
         FrameError: its header is not what its kind's should be.
@@ -86,33 +86,36 @@ def read_header(prefix: Prefix, content: bytes | bytearray | memoryview) -> Any:
     if not isinstance(fields, list) or len(fields) != len(form.codecs):
         raise FrameError(f"a {form.kind.__name__} with other fields")
     values = [codec.unpack(value) for codec, value in zip(form.codecs, fields, strict=True)]
-    if form.kind is messages.Forward:
-        return form.kind(*values)
-    return form.kind(*values, *[None] * form.has_payload)
+    if form.has_payload and form.kind is not messages.Forward:  # a Forward's payload is in its update
+        values.append(None)
+    return form.kind(*values)
 
 
 def with_payload(message: Any, payload: Any) -> Any:
-    """A message that was read, with its raw bytes."""
+    """Return a message that was read, with its raw bytes."""
     if isinstance(message, messages.Forward):
         return dataclasses.replace(message, update=dataclasses.replace(message.update, payload=payload))
     return dataclasses.replace(message, **{_last_field(message): payload})
 
 
 def write_frame(number: int, message: Any, payload_bytes: int) -> bytes:
-    """Prefix and header of a message about range `number`."""
+    """Return prefix and header of a message about range `number`."""
     kind = KINDS[type(message)]
     form = FORMS[kind]
-    names = list(type(message).__slots__)
-    packed = [codec.pack(getattr(message, name)) for codec, name in zip(form.codecs, names, strict=False)]
+    packed: list[Any] = []
+    for codec, name in zip(form.codecs, type(message).__slots__, strict=False):  # the payload has no codec
+        packed.append(codec.pack(getattr(message, name)))
     header: bytes = msgpack.packb(packed, use_bin_type=True)
     return PREFIX.pack(MAGIC, VERSION, kind, number, len(header), payload_bytes) + header
 
 
 def payload_of(message: Any) -> Any:
-    """What follows the header: the message's last field; None where nothing does."""
+    """Return what follows the header: the message's last field; None where nothing does."""
     if not FORMS[KINDS[type(message)]].has_payload:
         return None
-    return message.update.payload if isinstance(message, messages.Forward) else getattr(message, _last_field(message))
+    if isinstance(message, messages.Forward):
+        return message.update.payload
+    return getattr(message, _last_field(message))
 
 
 def _last_field(message: Any) -> str:
@@ -158,33 +161,80 @@ def _worker(value: Any) -> tuple[int, int]:
     return _int(name), _int(incarnation)
 
 
+def _ints(value: Any) -> list[int]:
+    return [_int(item) for item in _list(value)]
+
+
 def _nodes(value: Any) -> tuple[int, ...]:
-    return tuple(_int(one) for one in _list(value))
+    return tuple(_ints(value))
 
 
 def _clocks(value: Any) -> dict[tuple[int, int], int]:
-    entries = [_list(one, 3) for one in _list(value)]
-    return {(_int(name), _int(incarnation)): _int(clock) for name, incarnation, clock in entries}
+    entries = [_list(item, 3) for item in _list(value)]
+    clocks: dict[tuple[int, int], int] = {}
+    for name, incarnation, clock in entries:
+        worker = (_int(name), _int(incarnation))
+        clocks[worker] = _int(clock)
+    return clocks
 
 
-def _pack_clocks(value: Any) -> list[Any]:
-    return [[*worker, clock] for worker, clock in value.items()]
+def _pack_clocks(clocks: Any) -> list[Any]:
+    return [[*worker, clock] for worker, clock in clocks.items()]
 
 
 def _pushes(value: Any) -> tuple[tuple[tuple[int, int], int], ...]:
     return tuple(_clocks(value).items())
 
 
+def _pack_pushes(pushes: Any) -> list[Any]:
+    return _pack_clocks(dict(pushes))
+
+
 def _applied(value: Any) -> dict[int, dict[tuple[int, int], int]]:
     return {segment: _clocks(clocks) for segment, clocks in enumerate(_list(value))}
+
+
+def _pack_applied(applied: Any) -> list[Any]:
+    return [_pack_clocks(applied[segment]) for segment in sorted(applied)]
+
+
+def _rounds(value: Any) -> dict[int, int]:
+    return dict(enumerate(_ints(value)))
+
+
+def _pack_rounds(rounds: Any) -> list[Any]:
+    return [rounds[segment] for segment in sorted(rounds)]
 
 
 def _joining(value: Any) -> tuple[int, int] | None:
     return None if value is None else _worker(value)
 
 
+def _pack_joining(joining: Any) -> list[Any] | None:
+    return None if joining is None else list(joining)
+
+
 def _partials(value: Any) -> dict[int, float]:
-    return {_int(number): _float(one) for number, one in (_list(pair, 2) for pair in _list(value))}
+    partials: dict[int, float] = {}
+    for pair in _list(value):
+        number, partial = _list(pair, 2)
+        partials[_int(number)] = _float(partial)
+    return partials
+
+
+def _pack_partials(partials: Any) -> list[Any]:
+    return [[number, float(partial)] for number, partial in partials.items()]
+
+
+def _settings(value: Any) -> dict[str, Any]:
+    if type(value) is not dict or any(type(key) is not str for key in value):
+        raise _refuse("an optimizer's settings", value)
+    for setting in value.values():
+        numbers = setting if type(setting) is list else [setting]
+        for number in numbers:
+            if type(number) not in (int, float, bool, type(None)):
+                raise _refuse("an optimizer's setting", number)
+    return value
 
 
 _NOTE: dict[str, Callable[[Any], Any]] = {
@@ -193,8 +243,8 @@ _NOTE: dict[str, Callable[[Any], Any]] = {
     "flags": _int,
     "norm": _float,
     "counted": _int,
-    "absent": lambda value: [_int(one) for one in _list(value)],
-    "settings": lambda value: _settings(value),
+    "absent": _ints,
+    "settings": _settings,
 }
 _OF_GRADIENT = {"loss", "weight", "flags", "absent", "settings"}  # what a store can't do without
 
@@ -204,7 +254,7 @@ def _note(value: Any) -> dict[str, Any] | None:
         return None
     if type(value) is not dict or not value.keys() <= _NOTE.keys():
         raise _refuse("a push's note", value)
-    return {key: _NOTE[key](one) for key, one in value.items()}
+    return {key: _NOTE[key](item) for key, item in value.items()}
 
 
 def _note_of_gradient(value: Any) -> dict[str, Any]:
@@ -214,32 +264,24 @@ def _note_of_gradient(value: Any) -> dict[str, Any]:
     return note
 
 
-def _settings(value: Any) -> dict[str, Any]:
-    if type(value) is not dict or any(type(key) is not str for key in value):
-        raise _refuse("an optimizer's settings", value)
-    for one in value.values():
-        for number in one if type(one) is list else [one]:
-            if type(number) not in (int, float, bool, type(None)):
-                raise _refuse("an optimizer's setting", number)
-    return value
-
-
 def _same(value: Any) -> Any:
     return value
 
 
-INT, BOOL, FLOAT, TEXT = (Codec(_same, check) for check in (_int, _bool, _float, _text))
-WORKER, NODES, NOTE = Codec(list, _worker), Codec(list, _nodes), Codec(_same, _note)
+INT = Codec(_same, _int)
+BOOL = Codec(_same, _bool)
+FLOAT = Codec(_same, _float)
+TEXT = Codec(_same, _text)
+WORKER = Codec(list, _worker)
+NODES = Codec(list, _nodes)
+NOTE = Codec(_same, _note)
 NOTE_OF_GRADIENT = Codec(_same, _note_of_gradient)
 CLOCKS = Codec(_pack_clocks, _clocks)
-PUSHES = Codec(lambda value: _pack_clocks(dict(value)), _pushes)
-APPLIED = Codec(lambda value: [_pack_clocks(value[segment]) for segment in sorted(value)], _applied)
-ROUNDS = Codec(
-    lambda value: [value[segment] for segment in sorted(value)],
-    lambda value: {segment: _int(one) for segment, one in enumerate(_list(value))},
-)
-JOINING = Codec(lambda value: None if value is None else list(value), _joining)
-PARTIALS = Codec(lambda value: [[number, float(one)] for number, one in value.items()], _partials)
+PUSHES = Codec(_pack_pushes, _pushes)
+APPLIED = Codec(_pack_applied, _applied)
+ROUNDS = Codec(_pack_rounds, _rounds)
+JOINING = Codec(_pack_joining, _joining)
+PARTIALS = Codec(_pack_partials, _partials)
 
 
 def _pack_update(update: messages.Update) -> list[Any]:
@@ -256,6 +298,7 @@ def _update(value: Any) -> messages.Update:
 
 UPDATE = Codec(_pack_update, _update)
 
+# A message's number on the wire is its place in this list; its fields have no names there.
 _CONFIGURATION = (INT, NODES, CLOCKS, JOINING, INT, NODES)
 _LIST: tuple[MessageFormat, ...] = (
     MessageFormat(setup.Hello, (TEXT, INT, INT, TEXT, TEXT), HELLO_BYTES, has_payload=True),

@@ -1,6 +1,6 @@
-"""A process among others: who is connected, who may say what, and how to reach those who are not.
+"""The connections of one process: to whom, which messages each peer may send, and how to reach the others.
 
-Coordinator, server and worker are each one of these, with a state machine inside.
+Coordinator, server and worker are subclasses, with a state machine inside.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from paceline.server.transport.frames import LAYOUT_BYTES, STATUS_BYTES, FrameEr
 HEARTBEAT_S = 0.5
 WATCHERS = 32  # that may stay connected
 RETRY_S = (0.05, 0.1, 0.2, 0.5, 1.0)  # between attempts to connect
-# Who may say what; everybody may ask for the status. A worker or server may speak for itself alone.
+# Which messages each role may send; everybody may ask for the status. A worker or server speaks for itself alone.
 _FROM_COORDINATOR = (messages.Configuration, setup.Welcome, setup.StartServers, setup.Addresses, setup.Refused)
 _FROM_WORKER = (messages.Push, messages.Pull, messages.WorkerHeartbeat, setup.ReadState)
 _FROM_SERVER = (
@@ -40,7 +40,7 @@ class Peers:
         credentials: for whatever leaves the host.
     """
 
-    takes_layouts = False  # from workers, with their hello
+    takes_layouts = False  # whether a worker's hello may carry its layout
 
     def __init__(self, credentials: Credentials | None) -> None:
         self.credentials = credentials
@@ -55,11 +55,11 @@ class Peers:
     # --- what each process adds
 
     def hello(self, to: Any) -> setup.Hello:
-        """What this process says first to another."""
+        """Return what this process sends first to another."""
         raise NotImplementedError
 
     def take(self, peer: Any, number: int, message: Any) -> None:
-        """A message from a known peer about range `number`.
+        """Handle a message from a known peer about range `number`.
 
         Raises:
             FrameError: it is not what it should be: the connection is ended.
@@ -68,11 +68,11 @@ class Peers:
         raise NotImplementedError
 
     def status(self) -> dict[str, Any]:
-        """What a person may want to know."""
+        """Return what people may want to know of this process."""
         return {}
 
     def greet(self, connection: Connection, hello: setup.Hello) -> Any:
-        """Who that is, in the terms of this process.
+        """Return the key of a new peer in `connections`.
 
         Raises:
             PacelineError: it is nobody that belongs here.
@@ -80,35 +80,42 @@ class Peers:
         return hello.name if hello.role == "server" else (hello.name, hello.incarnation)
 
     def lost(self, peer: Any) -> None:
-        """A known peer's connection has ended."""
+        """Called when a known peer's connection has ended."""
 
     def connected(self, peer: Any) -> None:
-        """A connection to a peer is there, from either side."""
+        """Called when a connection to a peer is there, opened from either side."""
 
     def destination(self, connection: Connection, number: int, message: Any, nbytes: int) -> tuple[Any, memoryview]:
-        """Where a payload goes: see `connection.Endpoint`."""
-        most = STATUS_BYTES if isinstance(message, setup.Status) else LAYOUT_BYTES
-        is_known = isinstance(message, setup.Hello | setup.StartServers | setup.Status)
+        """Return where a payload goes: see `connection.Endpoint`."""
         if isinstance(message, setup.Hello):  # a short header says whose it is; what it brings is only now taken in
-            is_known = message.role == "worker" or not nbytes
-        if is_known and nbytes <= most:
-            content = bytearray(nbytes)
-            return content, memoryview(content)
-        raise FrameError(f"a {type(message).__name__} with {nbytes} bytes")
+            most = LAYOUT_BYTES if message.role == "worker" else 0
+        elif isinstance(message, setup.StartServers):
+            most = LAYOUT_BYTES
+        elif isinstance(message, setup.Status):
+            most = STATUS_BYTES
+        else:
+            most = -1  # no payload is expected, not even an empty one
+        if nbytes > most:
+            raise FrameError(f"a {type(message).__name__} with {nbytes} bytes")
+        content = bytearray(nbytes)
+        return content, memoryview(content)
 
     def views(self, payload: Any) -> Sequence[memoryview]:
-        """The bytes of a payload."""
+        """Return the bytes of a payload."""
         return [memoryview(payload)]
 
     # --- connections
 
     async def listen(self, address: Address) -> str:
-        """Accept connections; where they come."""
+        """Accept connections, and return the address where they come."""
         self.listener, where = await listen(address, lambda: Connection(self), self.credentials)
         return where
 
     def send(self, sent: Sent) -> None:
-        """Hand messages to their connections; one that must be opened first will say again what it missed."""
+        """Hand messages to their connections.
+
+        What is for a peer that is not connected is dropped: once it is, `connected` sends it again.
+        """
         for addressee, number, message in sent:
             connection = self.connections.get(addressee)
             if connection is not None:
@@ -117,19 +124,19 @@ class Peers:
                 self.open(addressee)
 
     def open(self, peer: Any) -> None:
-        """Begin to connect to a peer, unless that is under way."""
+        """Begin to connect to a peer, unless it is connected or that is under way."""
         if peer not in self.opening and peer not in self.connections and not self.is_closing:
             self.opening.add(peer)
             self.spawn(self._open(peer))
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
-        """Run something beside."""
+        """Run a coroutine as a task; its error ends this process."""
         task = asyncio.get_running_loop().create_task(work)
         self.tasks.add(task)
         task.add_done_callback(self._done)
 
     def call(self, work: Callable[..., None], *arguments: Any) -> None:
-        """Do something that the event loop was asked to do: its errors end this process, where asyncio logs them."""
+        """Call something from the event loop: its error ends this process, where asyncio would only log it."""
         try:
             work(*arguments)
         except Exception as error:
@@ -141,34 +148,39 @@ class Peers:
             self.failed(task.exception())
 
     def failed(self, error: BaseException | None) -> None:
-        """Something that ran beside has failed."""
+        """Handle the error of a task."""
         raise error or RuntimeError("failed")
 
     async def _open(self, peer: Any) -> None:
         try:
-            for wait_s in RETRY_S:
-                address = self.addresses.get(peer)
-                if address is None:
-                    return
-                try:
-                    connection = await connect(address, lambda: Connection(self), self.credentials)
-                except PeerLostError:
-                    await asyncio.sleep(wait_s)
-                    continue
-                role = "coordinator" if peer == messages.COORDINATOR else "server"
-                if connection.role not in (None, role):
-                    connection.close(f"its certificate is of a {connection.role}, where a {role} should be")
-                    return
-                connection.peer = peer
-                self.connections[peer] = connection
-                connection.send(0, self.hello(peer))
-                self.connected(peer)
+            connection = await self._connect_with_retries(peer)
+            if connection is None:
                 return
+            role = "coordinator" if peer == messages.COORDINATOR else "server"
+            if connection.role not in (None, role):
+                connection.close(f"its certificate is of a {connection.role}, where a {role} should be")
+                return
+            connection.peer = peer
+            self.connections[peer] = connection
+            connection.send(0, self.hello(peer))
+            self.connected(peer)
         finally:
             self.opening.discard(peer)
 
+    async def _connect_with_retries(self, peer: Any) -> Connection | None:
+        """Connect to a peer; None if it does not answer, or has no address any more."""
+        for wait_s in RETRY_S:
+            address = self.addresses.get(peer)
+            if address is None:
+                return None
+            try:
+                return await connect(address, lambda: Connection(self), self.credentials)
+            except PeerLostError:
+                await asyncio.sleep(wait_s)
+        return None
+
     def close(self) -> None:
-        """End everything."""
+        """End all tasks and connections."""
         self.is_closing = True
         for task in list(self.tasks):
             task.cancel()
@@ -180,7 +192,7 @@ class Peers:
     # --- Endpoint
 
     def on_open(self, connection: Connection) -> None:
-        """Look who it is before a byte is read: this user on a unix socket, the job's certificate on any other."""
+        """Check before a byte is read who it is: this user on a unix socket, the certificate's role elsewhere."""
         end = connection.transport.get_extra_info("socket")
         role = role_of(connection.transport)
         if role is None and user_of(end) not in (os.getuid(), None):
@@ -189,7 +201,11 @@ class Peers:
         connection.role, connection.process = role, process_of(end)
 
     def check_may_send(self, connection: Connection, kind: type, nbytes: int) -> None:
-        """Before a byte of memory is taken up for a message: see `connection.Endpoint`."""
+        """Raise FrameError if a message is not the peer's to send: see `connection.Endpoint`.
+
+        Called with the first bytes of a frame, before memory is taken up for it: a stranger, or a watcher, could make
+        this process take up LAYOUT_BYTES for each message otherwise.
+        """
         if kind is setup.Hello:
             if connection.peer is not None:
                 raise FrameError("a second hello")
@@ -199,7 +215,7 @@ class Peers:
             raise FrameError(f"a {kind.__name__} is not its to send")
 
     def on_message(self, connection: Connection, number: int, message: Any) -> None:
-        """A message has come: is it its sender's to send? A wrong one ends its connection, an own error the process."""
+        """Handle a message. A wrong one ends its connection, an error of this process's own the process."""
         try:
             self._on_message(connection, number, message)
         except FrameError as error:
@@ -218,7 +234,7 @@ class Peers:
             self.take(connection.peer, number, message)
 
     def on_lost(self, connection: Connection, why: str) -> None:
-        """A connection has ended."""
+        """Forget a connection that has ended."""
         if self.listener is not None:
             self.listener.is_known(connection)
         if connection.why and connection.why != "the process ends":
@@ -234,29 +250,37 @@ class Peers:
         if connection.role not in (None, hello.role):
             connection.close(f"its certificate is of a {connection.role}, it says that it is a {hello.role}")
             return
-        try:
-            peer = ("watcher", id(connection)) if hello.role == "watcher" else self.greet(connection, hello)
-        except PacelineError as error:
-            refusal = setup.Refused(type(error).__name__, error.asked, error.found, error.fix)
-            connection.send(0, refusal)
-            asyncio.get_running_loop().call_later(1.0, connection.close, str(error))
-            return
-        watchers = [other for other in self.connections if isinstance(other, tuple) and other[0] == "watcher"]
-        if hello.role == "watcher" and len(watchers) >= WATCHERS:
-            self.connections[watchers[0]].close("too many look on")
-        if (old := self.connections.get(peer)) is not None:
-            old.peer = None
-            old.close("it came again")
+        if hello.role == "watcher":
+            self._close_oldest_watcher_if_full()
+            peer: Any = ("watcher", id(connection))
+        else:
+            try:
+                peer = self.greet(connection, hello)
+            except PacelineError as error:
+                refusal = setup.Refused(type(error).__name__, error.asked, error.found, error.fix)
+                connection.send(0, refusal)
+                # Closed later: closing drops what has not left yet, which may be the refusal.
+                asyncio.get_running_loop().call_later(1.0, connection.close, str(error))
+                return
+        before = self.connections.get(peer)
+        if before is not None:
+            before.peer = None  # so that its end is not taken for the peer's
+            before.close("it came again")
         connection.peer = peer
         if self.listener is not None:
             self.listener.is_known(connection)
         self.connections[peer] = connection
         self.connected(peer)
 
+    def _close_oldest_watcher_if_full(self) -> None:
+        watchers = [peer for peer in self.connections if is_watcher(peer)]
+        if len(watchers) >= WATCHERS:
+            self.connections[watchers[0]].close("too many look on")
+
 
 def _may_send(peer: Any, kind: type) -> bool:
-    """Whether a peer may send such messages."""
-    if isinstance(peer, tuple) and peer[0] == "watcher":
+    """Return True if a peer may send messages of this class."""
+    if is_watcher(peer):
         return kind is setup.AskStatus
     if kind in (setup.AskStatus, setup.Status):
         return True
@@ -264,18 +288,23 @@ def _may_send(peer: Any, kind: type) -> bool:
         return peer == COORDINATOR or isinstance(peer, tuple)
     if peer == COORDINATOR:
         return kind in _FROM_COORDINATOR
-    return kind in (_FROM_SERVER if isinstance(peer, int) else _FROM_WORKER)
+    if isinstance(peer, int):
+        return kind in _FROM_SERVER
+    return kind in _FROM_WORKER
 
 
 def _may_say(peer: Any, message: Any) -> bool:
-    """Whether a message is its sender's to send: nobody speaks in another's name."""
-    name = "node" if isinstance(peer, int) else "worker"
-    is_own = isinstance(message, setup.AskStatus | setup.Install) or getattr(message, name, peer) == peer
-    return _may_send(peer, type(message)) and is_own
+    """Return True if a message is its sender's to send: nobody speaks in another's name."""
+    if not _may_send(peer, type(message)):
+        return False
+    if isinstance(message, setup.AskStatus | setup.Install):
+        return True
+    field_of_sender = "node" if isinstance(peer, int) else "worker"
+    return bool(getattr(message, field_of_sender, peer) == peer)
 
 
 def facts_of(content: Any) -> dict[str, Any]:
-    """A JSON object that a peer has sent.
+    """Read a JSON object that a peer has sent.
 
     Raises:
         FrameError: it is none.
@@ -287,7 +316,7 @@ def facts_of(content: Any) -> dict[str, Any]:
 
 
 def addresses_of(content: str) -> dict[Node, Address]:
-    """Where the servers are.
+    """Read where the servers are, by their number.
 
     Raises:
         FrameError: that is not what it says.
@@ -304,8 +333,13 @@ def addresses_of(content: str) -> dict[Node, Address]:
     return addresses
 
 
+def is_watcher(peer: Any) -> bool:
+    """Return True if a peer only asks for the status: it takes no part in the job."""
+    return isinstance(peer, tuple) and peer[0] == "watcher"
+
+
 async def every(seconds: float, work: Callable[[], None]) -> None:
-    """Call `work` again and again."""
+    """Call `work` again and again, until the task is cancelled."""
     while True:
         work()
         await asyncio.sleep(seconds)
