@@ -183,7 +183,7 @@ class _Emitter:
         if choice.is_split and node.target is aten.scaled_dot_product_attention.default and _dropout_of(node):
             return self._attention_with_dropout(node, choice, arguments, named)
         if choice.after is not None:
-            return self._partial(node, arguments, named)
+            return self._partial(node, arguments, named, sources)
         assert callable(node.target)
         return self._call(node.target, *arguments, **named)
 
@@ -216,7 +216,7 @@ class _Emitter:
             self.exchanges.split_cross_entropy, *sources, classes, by_name["reduction"], by_name["ignore_index"]
         )
 
-    def _partial(self, node: fx.Node, arguments: Any, named: Any) -> fx.Node:
+    def _partial(self, node: fx.Node, arguments: Any, named: Any, sources: list[Any]) -> fx.Node:
         """Compute the product without its bias, which is added once, after the sum."""
         spec = spec_of(node)
         if spec is None or spec.bias is None:

@@ -59,7 +59,7 @@ def drop_empty_parts(graph: fx.Graph) -> None:
 
 
 def drop_unread(graph: fx.Graph) -> None:
-    """Take out what nothing reads and what writes nowhere."""
+    """Take out what nothing reads and what writes nowhere; a norm's schema does not say that it writes."""
     graph.eliminate_dead_code(lambda node: node.is_impure() or bool(running_statistics(node)))
 
 

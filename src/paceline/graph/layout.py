@@ -99,7 +99,8 @@ def choose_layout(
     options = options_of(captured, parts, is_sequence_split)
     last_use = _last_uses(captured.graph)
     start: State = {}
-    for name, placement in (decided or {}).items():
+    decided = decided or {}
+    for name, placement in decided.items():
         if name in captured.states:
             start[captured.states[name]] = _WHOLE if placement is None else placement
     layouts = [_PartialLayout(0.0, start, frozenset(), None, None, None, {})]
@@ -109,7 +110,7 @@ def choose_layout(
         elif node.op == "output":
             layouts = [_finish(layout, node, options) for layout in layouts]
     cheapest = min(layouts, key=lambda layout: layout.cost)
-    return _read_back(cheapest, captured, decided or {})
+    return _read_back(cheapest, captured, decided)
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, int]:
@@ -132,7 +133,7 @@ def _step(
     ending = {source for source in inputs if last_use[source] <= index}
     for layout in layouts:
         placements = [_placement_of(layout.placements, source) for source in inputs]
-        fixed = [source not in options.parameters or source in layout.placements for source in inputs]
+        fixed = [_is_decided(source, layout, options) for source in inputs]
         for choice in choices(node, placements, fixed, options):
             if not _may_write(node, inputs, placements, fixed, choice):
                 continue
@@ -145,6 +146,11 @@ def _step(
             if key not in cheapest or following.cost < cheapest[key].cost:
                 cheapest[key] = following
     return sorted(cheapest.values(), key=lambda layout: layout.cost)[:BEAM]
+
+
+def _is_decided(source: fx.Node, layout: _PartialLayout, options: Options) -> bool:
+    """True unless it is a parameter before its first use, whose placement is free."""
+    return source not in options.parameters or source in layout.placements
 
 
 def _must_stay_whole(captured: Captured) -> set[fx.Node]:
@@ -245,9 +251,10 @@ def conversion_cost(
         if wanted is None:  # forwards nothing moves; an all-reduce of the gradient's parts
             return exchanged(size, 2) if for_parts and with_gradient else 0.0
         return exchanged(size, 1) if with_gradient else 0.0  # each rank keeps its piece; the gradient is gathered
-    moves_back = with_gradient and (wanted is not None or for_parts)
-    back = 1 if moves_back else 0
-    return exchanged(size, 1 + back, 1 + back)
+    times = 1
+    if with_gradient and (wanted is not None or for_parts):
+        times += 1  # the gradient's way back
+    return exchanged(size, times, times)
 
 
 def _is_narrower(source: fx.Node, options: Options) -> bool:

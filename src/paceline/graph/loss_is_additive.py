@@ -32,7 +32,6 @@ _FILLED = (
     aten.full.default, aten.zeros.default, aten.ones.default, aten.new_zeros.default, aten.new_ones.default,
     aten.new_full.default,
 )  # fmt: skip
-# Change where numbers lie or their dtype, and not which row has which.
 _SAME_NUMBERS = (
     aten.unsqueeze.default, aten.view.default, aten.reshape.default, aten.to.dtype, aten.to.device,
     aten.to.dtype_layout, aten.clone.default, aten.alias.default, aten.slice.Tensor, aten.expand.default,
@@ -197,4 +196,4 @@ def _samples(captured: Captured) -> int | None:
     sizes = [node.meta["val"].shape[0] for node in captured.inputs if node.meta["val"].dim()]
     if not sizes:
         return None
-    return max(set(sizes), key=sizes.count)
+    return int(max(set(sizes), key=sizes.count))
