@@ -65,7 +65,9 @@ class GraphAdapter:
         last_stage = split.stages - 1
         self.counts_loss = axes["tensor"].rank == 0 and last_stage in split.own_stages
         self.finishes_later = self.pipeline is not None or self.flat is not None
-        self.holders = {name: sorted(self._pipeline_ranks(name)) for name, _ in split.form.named_parameters()}
+        self.holders: dict[str, list[int]] = {}
+        for name, _ in split.form.named_parameters():
+            self.holders[name] = sorted(self._pipeline_ranks(name))
 
     def updated(self) -> Mapping[str, torch.nn.Parameter]:
         """Return this rank's pieces; rows of them where `shard` splits them further."""
