@@ -117,7 +117,7 @@ def capture(model: torch.nn.Module, function: Function, batch: Any, device: torc
         WorkloadError: the code's path depends on values, draws from Python's or numpy's random numbers, or
             replaces a buffer instead of writing into it.
     """
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)  # tensors that the code makes of plain numbers are real
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     trained = {name for name, tensor in tensors.items() if tensor.requires_grad}
     call = _TracedCall(model, function, batch, tensors)

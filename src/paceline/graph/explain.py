@@ -50,12 +50,13 @@ def why_nothing_is_split(captured: Captured, parts: int) -> str:
 
     There is an operation without a rule, a size at which it does not pay, or no dimension with enough rows.
     """
-    weights = [(name, node) for name, node in captured.states.items() if name in captured.trained]
-    weights.sort(key=lambda pair: (-pair[1].meta["val"].numel(), pair[0]))  # the largest is named
+    weights = [name for name in captured.states if name in captured.trained]
+    weights.sort(key=lambda name: (-captured.states[name].meta["val"].numel(), name))  # the largest is named
     options = options_of(captured, parts)
     without_rule = ""
     too_small = ""
-    for name, node in weights:
+    for name in weights:
+        node = captured.states[name]
         shape = shape_of(node)
         if len(shape) < 2 or max(shape) < parts:
             continue

@@ -11,13 +11,14 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from paceline.graph.labels import node_order
 from paceline.graph.writes import memories_of, running_statistics, states_written, storage_of, written_inputs
 from paceline.nouns.errors import WorkloadError
 
 
 def make_functional(graph: fx.Graph) -> None:
     """Replace every in-place operation whose input nothing else shares, and that nobody sees after the graph."""
-    order = {node: index for index, node in enumerate(graph.nodes)}
+    order = node_order(graph)
     outside = {storage_of(node) for node in graph.nodes if node.op in ("placeholder", "get_attr")}
     for node in list(graph.nodes):
         written = _only_written_input(node)
@@ -95,7 +96,7 @@ def copy_states_that_are_read(graph: fx.Graph, states: dict[str, fx.Node]) -> di
         For each copy, the operation that it was made for.
     """
     written = _written_state_memory(graph, states)
-    order = {node: index for index, node in enumerate(graph.nodes)}
+    order = node_order(graph)
     last_write = {shared: _last_write(shared, order) for shared in written}
     sources = [node for node in order if storage_of(node) in written]
     copies: dict[tuple[fx.Node, bool], fx.Node] = {}

@@ -48,6 +48,11 @@ def argument(node: fx.Node, place: int, name: str, otherwise: Any = None) -> Any
     return node.args[place] if len(node.args) > place else node.kwargs.get(name, otherwise)
 
 
+def node_order(graph: fx.Graph) -> dict[fx.Node, int]:
+    """Return the place of every node in its graph."""
+    return {node: index for index, node in enumerate(graph.nodes)}
+
+
 def outer_labels(rank: int) -> tuple[str, ...]:
     """Return labels of so many leading dimensions."""
     return tuple(f"b{index}" for index in range(rank))

@@ -18,7 +18,7 @@ from torch import fx
 
 from paceline.graph.capture import Captured
 from paceline.graph.functional import written_groups
-from paceline.graph.labels import tensor_inputs
+from paceline.graph.labels import node_order, tensor_inputs
 from paceline.graph.placement import Placement
 from paceline.graph.reshape_rules import blocks_asked_for
 from paceline.graph.sharding_strategies import OPERATIONS_PER_BYTE, Choice, Options, choices, exchanged, size_bytes
@@ -28,7 +28,9 @@ BEAM = 48  # partial layouts kept at a node; 8 gives the same layouts for the mo
 
 State = dict[fx.Node, Any]  # how live values are placed: Split, a tuple of placements, or _WHOLE for a decided weight
 _WHOLE = "whole"  # a weight without an entry is undecided
-_NARROWER = 1000.0  # times the cost of an exchange in a narrower dtype than the weights'
+# Times the cost of an exchange in a narrower dtype than the weights'. transformers' RMS norms compute in float32 even
+# in a float64 model, and a float32 sum that is taken in another order differs by 1e-8.
+_NARROWER = 1000.0
 
 
 @dataclass(slots=True)
@@ -115,7 +117,7 @@ def choose_layout(
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, int]:
     """Return the index of each node's last user; of a node without users its own."""
-    order = {node: index for index, node in enumerate(graph.nodes)}
+    order = node_order(graph)
     last_use = {}
     for node, index in order.items():
         last_use[node] = max((order[user] for user in node.users), default=index)

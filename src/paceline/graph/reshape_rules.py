@@ -94,6 +94,7 @@ def _reshape(node: fx.Node, split: Split, parts: int) -> Carried:
             if carried is None:
                 return None
             is_regrouped = last - first > 1 or out_last - out_first > 1
+            # Uneven pieces of the old dimensions and of the new ones end at different elements.
             if is_regrouped and not split.is_even(parts):
                 return None
             return Split(carried.dim + out_first, carried.blocks)
@@ -140,7 +141,9 @@ def _transpose(node: fx.Node, split: Split, parts: int) -> Carried:
 
 
 def _t(node: fx.Node, split: Split, parts: int) -> Carried:
-    return Split(1 - split.dim, split.blocks) if len(_input(node)) == 2 else split
+    if len(_input(node)) != 2:  # a vector stays as it is
+        return split
+    return Split(1 - split.dim, split.blocks)
 
 
 def _permute(node: fx.Node, split: Split, parts: int) -> Carried:
@@ -151,7 +154,7 @@ def _permute(node: fx.Node, split: Split, parts: int) -> Carried:
 
 def _unsqueeze(node: fx.Node, split: Split, parts: int) -> Carried:
     dim = int(node.args[1]) % len(shape_of(node))  # type: ignore[arg-type]
-    return Split(split.dim + (dim <= split.dim), split.blocks)
+    return Split(split.dim + (dim <= split.dim), split.blocks)  # behind the new dimension
 
 
 def _squeeze(node: fx.Node, split: Split, parts: int) -> Carried:
@@ -170,12 +173,13 @@ def _squeeze(node: fx.Node, split: Split, parts: int) -> Carried:
 
 
 def _expand(node: fx.Node, split: Split, parts: int) -> Carried:
-    return Split(split.dim + len(shape_of(node)) - len(_input(node)), split.blocks)
+    added = len(shape_of(node)) - len(_input(node))  # new dimensions come first
+    return Split(split.dim + added, split.blocks)
 
 
 def _select(node: fx.Node, split: Split, parts: int) -> Carried:
     dim = _dim_of(node, 1)
-    if dim == split.dim:
+    if dim == split.dim:  # the output would be on one rank alone
         return None
     return Split(split.dim - (dim < split.dim), split.blocks)
 
@@ -214,7 +218,7 @@ def _split(node: fx.Node, split: Split, parts: int) -> Carried:
         taken: list[int] = []
         while remaining and sum(taken) < output.shape[dim]:
             taken.append(remaining.pop(0))
-        if sum(taken) != output.shape[dim]:
+        if sum(taken) != output.shape[dim]:  # it cuts a block
             return None
         pieces.append(Split(dim, tuple(taken)))
     return pieces
@@ -222,7 +226,7 @@ def _split(node: fx.Node, split: Split, parts: int) -> Carried:
 
 def _unbind(node: fx.Node, split: Split, parts: int) -> Carried:
     dim = _dim_of(node, 1)
-    if dim == split.dim:
+    if dim == split.dim:  # each output would be on one rank alone
         return None
     return [Split(split.dim - (dim < split.dim), split.blocks)] * len(node.meta["val"])
 
@@ -230,7 +234,7 @@ def _unbind(node: fx.Node, split: Split, parts: int) -> Carried:
 def _flip(node: fx.Node, split: Split, parts: int) -> Carried:
     rank = len(_input(node))
     flipped = [dim % rank for dim in node.args[1]]  # type: ignore[union-attr, operator]
-    return None if split.dim in flipped else split
+    return None if split.dim in flipped else split  # flipped, the first rank's piece would be the last rank's
 
 
 _SPLITTERS: dict[Any, int] = {

@@ -114,7 +114,7 @@ def _linear(node: fx.Node) -> Spec | None:
     outer = outer_labels(len(shape_of(inputs[0])) - 1)
     if len(shape_of(inputs[1])) != 2:
         return None
-    labels: list[Labels] = [(*outer, "i"), ("o", "i")]
+    labels: list[Labels] = [(*outer, "i"), ("o", "i")]  # x (.. i), weight (o i)
     bias = None
     if len(inputs) == 3:
         labels.append(("o",))
@@ -123,6 +123,7 @@ def _linear(node: fx.Node) -> Spec | None:
 
 
 def _addmm(node: fx.Node) -> Spec | None:
+    # bias (o) + x (n i) @ weight (i o)
     if node.kwargs.get("beta", 1) != 1 or node.kwargs.get("alpha", 1) != 1:
         return None
     bias, *_ = tensor_inputs(node)
@@ -142,6 +143,7 @@ def _matmul(node: fx.Node) -> Spec | None:
         batch_shape = shape[:-2]
         return unless_broadcast(outer[rank - len(batch_shape) :], batch_shape)
 
+    # (.. m i) @ (.. i o) -> (.. m o); either may lack leading dimensions, or have them of size 1
     labels: tuple[Labels, ...] = ((*batch(left), "m", "i"), (*batch(right), "i", "o"))
     return Spec(labels, (*batch(shape_of(node)), "m", "o"), frozenset("i"), True)
 
@@ -149,6 +151,7 @@ def _matmul(node: fx.Node) -> Spec | None:
 def _baddbmm(node: fx.Node) -> Spec | None:
     added, *_ = tensor_inputs(node)
     shape = shape_of(added)
+    # added (b m o) + (b m i) @ (b i o); `i` stays whole: with parts of a sum, what is added would count once for each
     names = ("b0", "m", "o")
     labels = unless_broadcast(names[len(names) - len(shape) :], shape)
     return Spec((labels, ("b0", "m", None), ("b0", None, "o")), names)
@@ -180,6 +183,7 @@ def _conv(node: fx.Node) -> Spec | None:
     if data[1] != weight[1] or len(data) != len(weight):  # groups, or no batch dimension
         return None
     spatial = unlabelled(len(data) - 2)
+    # x (n i ..), weight (o i ..) -> (n o ..); pieces of an image would need the rows beside them
     labels: list[Labels] = [("n", "i", *spatial), ("o", "i", *spatial)]
     bias = None
     if len(inputs) == 3:
@@ -197,6 +201,7 @@ def _attention(node: fx.Node) -> Spec | None:
     outer = outer_labels(rank)
     if query[: rank - 1] != key[: rank - 1]:
         return None
+    # query, key and value (.. s d): samples and heads are free, positions and features meet
     labels: list[Labels] = [(*outer, None, None)] * 3
     if len(inputs) == 4:
         mask = shape_of(inputs[3])
@@ -221,7 +226,7 @@ def _norm(node: fx.Node) -> Spec:
     inputs = tensor_inputs(node)
     rank = len(shape_of(inputs[0]))
     normalized = len(node.args[1])  # type: ignore[arg-type]
-    labels = (*outer_labels(rank - normalized), *unlabelled(normalized))
+    labels = (*outer_labels(rank - normalized), *unlabelled(normalized))  # the last dimensions meet in the norm
     weights = [unlabelled(len(shape_of(source))) for source in inputs[1:]]
     return Spec((labels, *weights), labels)
 
@@ -229,14 +234,14 @@ def _norm(node: fx.Node) -> Spec:
 def _batch_norm(node: fx.Node) -> Spec:
     inputs = tensor_inputs(node)
     spatial = unlabelled(len(shape_of(inputs[0])) - 2)
-    labels: Labels = (None, "c", *spatial)
+    labels: Labels = (None, "c", *spatial)  # samples and places meet; each channel has statistics of its own
     of_channels: list[Labels] = [("c",)] * (len(inputs) - 1)
     return Spec((labels, *of_channels), labels)
 
 
 def _group_norm(node: fx.Node) -> Spec:
     inputs = tensor_inputs(node)
-    labels: Labels = ("n", *unlabelled(len(shape_of(inputs[0])) - 1))
+    labels: Labels = ("n", *unlabelled(len(shape_of(inputs[0])) - 1))  # channels of a group meet
     weights = [unlabelled(1)] * (len(inputs) - 1)
     return Spec((labels, *weights), labels)
 
@@ -252,6 +257,7 @@ def _pool(node: fx.Node) -> Spec:
 def _embedding(node: fx.Node) -> Spec:
     _, indices = tensor_inputs(node)
     outer = outer_labels(len(shape_of(indices)))
+    # table (rows e), indices (..) -> (.. e); for rows see `_vocabulary_embedding`
     return Spec(((None, "e"), outer), (*outer, "e"))
 
 
@@ -261,7 +267,7 @@ def _cat(node: fx.Node) -> Spec | None:
     dim = int(argument(node, 1, "dim", 0)) % rank
     if any(len(shape_of(source)) != rank for source in inputs):
         return None
-    labels = labels_without([dim], rank)
+    labels = labels_without([dim], rank)  # joined pieces of several inputs are no piece of the joined whole
     return Spec((labels,) * len(inputs), labels)
 
 
@@ -276,7 +282,7 @@ def _stack(node: fx.Node) -> Spec:
 def _gather(node: fx.Node) -> Spec | None:
     source, index = (shape_of(tensor) for tensor in tensor_inputs(node))
     dim = int(node.args[1]) % len(source)  # type: ignore[arg-type]
-    unsplit = {dim}
+    unsplit = {dim}  # indices count in the whole dimension
     for place, (source_size, index_size) in enumerate(zip(source, index, strict=True)):
         if source_size != index_size:
             unsplit.add(place)

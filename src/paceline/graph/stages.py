@@ -17,7 +17,7 @@ from torch import fx
 
 from paceline.graph.capture import Captured
 from paceline.graph.functional import state_groups, written_groups
-from paceline.graph.labels import tensor_inputs
+from paceline.graph.labels import node_order, tensor_inputs
 from paceline.graph.layout import gradients_of
 from paceline.graph.sharding_strategies import operations
 from paceline.graph.writes import running_statistics, storage_of, written_inputs
@@ -157,7 +157,7 @@ def _crossing_values(
 
     The list has one entry more than there are stages, empty too: nothing crosses out of the last.
     """
-    order = {node: index for index, node in enumerate(captured.graph.nodes)}
+    order = node_order(captured.graph)
     needed: list[set[fx.Node]] = [set() for _ in range(count)]  # staged values that each stage reads
     for node, stage in stages.items():
         needed[stage].update(source for source in node.all_input_nodes if source in stages)
@@ -210,7 +210,7 @@ def _operations_of(
     captured: Captured, stages: Mapping[fx.Node, int], stage: int, results: list[fx.Node] | None
 ) -> set[fx.Node]:
     """Return the operations that a stage runs: those assigned to it, and those that it computes anew."""
-    order = {node: index for index, node in enumerate(captured.graph.nodes)}
+    order = node_order(captured.graph)
     assigned = [node for node in captured.graph.nodes if stages.get(node) == stage]
     operations_here = set(assigned)
     readers = assigned + (results or [])
@@ -312,7 +312,8 @@ def _cuts(captured: Captured, nodes: list[fx.Node], count: int) -> list[int]:
     positions = [*(work_before[place] for place in places), 1.0]
     # The last end is that of the graph: nothing crosses there, and no stage begins.
     costs = [_CROSSING_WEIGHT * crossing[end] / median / count for end in ends]
-    return [ends[number] for number in _fastest_ends(positions, costs, count)]
+    chosen = _fastest_ends(positions, costs, count)
+    return [ends[number] for number in chosen]
 
 
 def _shares_before(nodes: list[fx.Node]) -> list[float]:

@@ -152,11 +152,11 @@ class Replicate:
 
     def _fits_shared(self) -> bool:
         """True if the gradients of dense parameters fit into shared memory twice."""
-        num_bytes = sum(parameter.nbytes for parameter in self._dense().values())
+        num_bytes = sum(parameter.nbytes for parameter in self._dense())
         return 2 * num_bytes <= MAX_BYTES
 
-    def _dense(self) -> dict[str, torch.nn.Parameter]:
-        return {name: parameter for name, parameter in self.parameters.items() if name not in self.sparse_names}
+    def _dense(self) -> list[torch.nn.Parameter]:
+        return [parameter for name, parameter in self.parameters.items() if name not in self.sparse_names]
 
     def _fill_buckets(self) -> None:
         """Sort the trained parameters into buckets, and have each gradient reported as it is made."""
@@ -165,7 +165,7 @@ class Replicate:
             return
         for hook in self.hooks:
             hook.remove()
-        trained = [parameter for parameter in self._dense().values() if parameter.requires_grad]
+        trained = [parameter for parameter in self._dense() if parameter.requires_grad]
         self.buckets = make_buckets(trained, self.plan.bucket_bytes, self._make_wire)
         self.hooks = []
         if not self.overlaps:
@@ -203,7 +203,8 @@ class Replicate:
                 f"parameter of shape {tuple(parameter.shape)} got a sparse one",
                 "only nn.Embedding and nn.EmbeddingBag with sparse=True may; set it on the module",
             )
-        # Asked for only where it is needed so early: it waits for the other ranks' forward passes.
+        # Compressed wires scale first: a sum over a batch can leave float16's range. Others scale in the pass that
+        # adds: asked for here, the scale waits for the other ranks' forward passes.
         scale = self.scale() if bucket.reducer.is_scaled_first else None
         bucket.fill(index, gradient, scale)
         parameter.grad = None  # the bucket has it; free the memory before the rest of the backward pass

@@ -139,7 +139,10 @@ def _is_block(path: str, module: nn.Module, paths: dict[int, list[str]]) -> bool
     if paths[id(module)] != [path]:
         return False
     for part in (*module.modules(), *module.parameters()):
-        outside = [name for name in paths[id(part)] if name != path and not name.startswith(f"{path}.")]
-        if outside:
+        if not all(_is_inside(name, path) for name in paths[id(part)]):
             return False
     return True
+
+
+def _is_inside(name: str, path: str) -> bool:
+    return name == path or name.startswith(f"{path}.")

@@ -74,9 +74,8 @@ class Shard:
         self.plan = plan
         self.device = device
         self.blocks: dict[str, nn.Module] = {}
-        if (
-            comm.size > 1 and plan.zero > 1
-        ):  # with zero=1 nothing comes or goes before the end of the step: one group does
+        # With zero=1 nothing comes or goes before the end of the step, so one group does.
+        if comm.size > 1 and plan.zero > 1:
             self.blocks = find_blocks(model)
         parameters = dict(model.named_parameters())
         self.whole = set(parameters)
