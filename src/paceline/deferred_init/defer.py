@@ -1,4 +1,4 @@
-"""A model without its memory: what its factory would have put into each tensor is noted down, and done later.
+"""Make a model without memory for its tensors: what its factory would put into each is noted, and done later.
 
 `defer` runs the person's factory with every tensor on the meta device, and notes each operation on the way.
 `Deferred.tensors` does them again on real memory, in the same order and with the same random numbers, so what
@@ -20,8 +20,7 @@ How it works:
 from __future__ import annotations
 
 import random
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -55,11 +54,11 @@ class Deferred:
 
     @property
     def has_plain_tensors(self) -> bool:
-        """Whether modules hold tensors that are neither parameters nor buffers, not yet made real."""
+        """True if modules hold tensors that are neither parameters nor buffers, not yet made real."""
         return bool(self._attributes)
 
     def tensors(self, names: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each named parameter or buffer, as soon as it is final; nothing here holds it afterwards.
+        """Yield each named parameter or buffer, as soon as it is final; nothing here holds it afterwards.
 
         Go through to the end: only then do the global random numbers stand where the factory would have left
         them (between two tensors they are the caller's own), and only then are the plain tensors real. The order
@@ -81,29 +80,26 @@ class Deferred:
         return self._tensors(names)
 
     def _tensors(self, names: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        asked = defaultdict[int, list[str]](list)
-        for name in dict.fromkeys(names):
-            asked[self._views[name].storage].append(name)
-        attributes = defaultdict[int, list[tuple[torch.Tensor, View]]](list)
-        for attribute, view in self._attributes:
-            attributes[view.storage].append((attribute, view))
+        named = _by_storage((name, self._views[name]) for name in dict.fromkeys(names))
+        attributes = _by_storage(self._attributes)
         real: dict[int, torch.Tensor] = {}
-        draws, memory, rng = self._recorder.draws, ReplayedMemory(self._recorder.storages), torch.default_generator
-        steps, untouched = plan(self._recorder.ops, asked.keys() | attributes.keys())
+        draws = self._recorder.draws
+        memory = ReplayedMemory(self._recorder.storages)
+        rng = torch.default_generator
+        steps, untouched = plan(self._recorder.ops, named.keys() | attributes.keys())
         callers = rng.get_state()  # the first operation that draws sets its own
         try:
             for op, final, unused in [(None, untouched, untouched), *steps]:
                 if op:
                     memory.do(op)
-                for attribute, view in (pair for storage in final for pair in attributes[storage]):
+                for attribute, view in _members(attributes, final):
                     real[id(attribute)] = _real(attribute, memory.tensor(view).clone())
-                views = [(name, self._views[name]) for storage in final for name in asked[storage]]
-                ready = [(name, memory.tensor(view, is_written=True)) for name, view in views]
+                ready = [(name, memory.tensor(view, is_written=True)) for name, view in _members(named, final)]
                 memory.forget(unused)
                 if ready:  # the caller may draw as well
                     replayed = _swap_state(rng, callers)
                     try:
-                        while ready:
+                        while ready:  # taken out of the list: only the caller holds what it was given
                             yield ready.pop(0)
                     finally:
                         callers = _swap_state(rng, replayed)
@@ -114,6 +110,20 @@ class Deferred:
             rng.set_state(callers)
         replace_tensors(self.model, real)
         self._attributes = []
+
+
+def _by_storage(views: Iterable[tuple[Any, View]]) -> dict[int, list[tuple[Any, View]]]:
+    """Return tensors' names, or stand-ins, with their views, by storage."""
+    groups: dict[int, list[tuple[Any, View]]] = {}
+    for key, view in views:
+        groups.setdefault(view.storage, []).append((key, view))
+    return groups
+
+
+def _members(groups: Mapping[int, list[tuple[Any, View]]], storages: Iterable[int]) -> Iterator[tuple[Any, View]]:
+    """Yield what is in some storages."""
+    for storage in storages:
+        yield from groups.get(storage, ())
 
 
 def defer(factory: Callable[[], nn.Module]) -> Deferred:
@@ -127,14 +137,15 @@ def defer(factory: Callable[[], nn.Module]) -> Deferred:
             are as they were: call it for real, and it works or says itself what is wrong.
     """
     recorder = Recorder()
-    python_state, numpy_state = random.getstate(), numpy.random.get_state()
+    python_state = random.getstate()
+    numpy_state = numpy.random.get_state()
     try:
         try:
             with recording(recorder):
                 model = factory()
         finally:
             recorder.draws.close()
-        if recorder.failure:
+        if recorder.failure:  # raised already, but the factory caught it
             raise recorder.failure
         return _deferred(model, recorder)
     except Exception as error:
@@ -147,10 +158,10 @@ def defer(factory: Callable[[], nn.Module]) -> Deferred:
 
 def _deferred(model: nn.Module, recorder: Recorder) -> Deferred:
     """Find every tensor of the model; what is real in it gets a stand-in on the meta device."""
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     stand_ins: dict[int, torch.Tensor] = {}
     views: dict[str, View] = {}
-    for name, tensor in named:
+    for name, tensor in tensors:
         if nn.parameter.is_lazy(tensor):
             raise CantDefer(f"{name} gets its shape in the first forward pass")
         views[name] = recorder.view(tensor)
@@ -158,11 +169,11 @@ def _deferred(model: nn.Module, recorder: Recorder) -> Deferred:
             empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
             stand_ins[id(tensor)] = _real(tensor, empty)
     replace_tensors(model, stand_ins)
-    own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    registered = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     attributes: dict[int, torch.Tensor] = {}
 
     def collect(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.is_meta and id(tensor) not in own:
+        if tensor.is_meta and id(tensor) not in registered:
             attributes[id(tensor)] = tensor
         return tensor
 
@@ -178,24 +189,36 @@ def replace_tensors(model: nn.Module, replacements: Mapping[int, torch.Tensor]) 
     _walk(model, lambda tensor: replacements.get(id(tensor), tensor), set())
 
 
-def _walk(value: Any, change: Callable[[torch.Tensor], torch.Tensor], seen: set[int]) -> Any:
+def _walk(value: Any, change: Callable[[torch.Tensor], torch.Tensor], visited: set[int]) -> Any:
     """Change the tensors in a module, its attributes, and the containers and objects there; return the new value."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, tuple):
-        items = [_walk(item, change, seen) for item in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
-            return value
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if id(value) in seen or isinstance(value, NOT_WALKED):
+        return _walk_tuple(value, change, visited)
+    if id(value) in visited or isinstance(value, NOT_WALKED):
         return value
-    seen.add(id(value))
-    places = enumerate(value) if isinstance(value, list) else _entries(value).items()
-    for key, item in list(places):
-        new = _walk(item, change, seen)
+    visited.add(id(value))
+    if isinstance(value, list):
+        holder: Any = value
+        items = list(enumerate(value))
+    else:
+        holder = _entries(value)
+        items = list(holder.items())
+    for key, item in items:
+        new = _walk(item, change, visited)
         if new is not item:
-            (value if isinstance(value, list) else _entries(value))[key] = new
+            holder[key] = new
     return value
+
+
+def _walk_tuple(value: tuple[Any, ...], change: Callable[[torch.Tensor], torch.Tensor], visited: set[int]) -> Any:
+    """Return a tuple with its tensors changed; the same one where none is."""
+    items = [_walk(item, change, visited) for item in value]
+    if all(new is old for new, old in zip(items, value, strict=True)):
+        return value
+    if hasattr(value, "_fields"):  # a named tuple takes its items one by one
+        return type(value)(*items)
+    return type(value)(items)
 
 
 def _entries(value: Any) -> dict[Any, Any]:
@@ -203,7 +226,7 @@ def _entries(value: Any) -> dict[Any, Any]:
 
 
 def _real(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """`new` as what `old` is: a parameter or not, with its attributes."""
+    """Return `new` as what `old` is: a parameter or not, with its attributes."""
     if isinstance(old, nn.Parameter):
         new = nn.Parameter(new, requires_grad=old.requires_grad)
     elif old.is_leaf and old.requires_grad:

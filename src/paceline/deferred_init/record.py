@@ -1,4 +1,4 @@
-"""Runs a factory with its tensors on the meta device, and notes what it does. `defer.py` says why."""
+"""Run a factory with its tensors on the meta device, and note what it does. `defer.py` says why."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from paceline.deferred_init.replay import CPU, Draw, Op, ReplayedMemory, Storage, View, changed, found, plan
+from paceline.deferred_init.replay import CPU, Draw, Op, ReplayedMemory, Storage, View, changed, find_all, plan
 
 META = torch.device("meta")
 # Each noted draw leaves its generator at a seed of its own, "Pace" and a number: a state that the factory
 # sets later (manual_seed, the end of a fork_rng) can then be told from one that it had saved, and where.
 FIRST_SEED = int.from_bytes(b"Pace") << 32
+# Operations after which nothing is left of what was there.
 FILLS = {"normal_", "uniform_", "zero_", "fill_", "copy_", "random_", "exponential_", "geometric_", "cauchy_"}
 FILLS |= {"log_normal_", "bernoulli_"}
+# Operations that make a storage and put nothing into it.
 EMPTY = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
-WHOLE = "_no_grad_trunc_normal_"
+AS_ONE = "_no_grad_trunc_normal_"  # in torch.nn.init: noted as one operation, see `recording`
 HIDDEN_WRITES = {"native_batch_norm": (3, 4)}  # the running statistics, which the operator's schema does not own up to
-LEAVES_TORCH = {
-    getattr(torch.Tensor, name)
-    for name in ("numpy", "__array__", "__dlpack__", "storage", "share_memory_", "pin_memory", "cuda")
-}
-TOLD = {  # what the factory is told about a tensor that is not there yet
+_LEAVING = ("numpy", "__array__", "__dlpack__", "storage", "share_memory_", "pin_memory", "cuda")
+LEAVES_TORCH = {getattr(torch.Tensor, name) for name in _LEAVING}
+ANSWERS = {  # what the factory is told about a tensor that is not there yet
     torch.Tensor.device.__get__: CPU,  # type: ignore[attr-defined]
     torch.Tensor.is_meta.__get__: False,  # type: ignore[attr-defined]
     torch.Tensor.is_cpu.__get__: True,  # type: ignore[attr-defined]
@@ -46,20 +46,21 @@ class RecordedDraws:
     def __init__(self) -> None:
         self.by_seed: dict[int, Draw] = {}
         self.last: dict[torch.Generator, Draw] = {}
-        self.states: dict[torch.Generator, torch.Tensor] = {}  # as the factory found them
+        self.states: dict[torch.Generator, torch.Tensor] = {}  # as the factory find_all them
         self.ends: list[Draw] = []
         self.find(torch.default_generator)
 
     def note(self, generator: torch.Generator) -> Draw:
-        """An operation draws from it."""
+        """Note that an operation draws from a generator."""
         draw = Draw(generator, self.find(generator))
         seed = FIRST_SEED + len(self.by_seed)
-        self.by_seed[seed] = self.last[generator] = draw
+        self.by_seed[seed] = draw
+        self.last[generator] = draw
         generator.manual_seed(seed)
         return draw
 
     def find(self, generator: torch.Generator) -> torch.Tensor | Draw | None:
-        """Where the generator is now, as `Draw.start`."""
+        """Return where the generator is now, as `Draw.start`."""
         draw = self.by_seed.get(generator.initial_seed())
         if draw is None:
             state = generator.get_state()
@@ -71,7 +72,7 @@ class RecordedDraws:
         return draw
 
     def close(self) -> None:
-        """Note where the factory left the generators, and put them back to where it found them."""
+        """Note where the factory left the generators, and put them back to where it find_all them."""
         self.ends = [Draw(generator, self.find(generator)) for generator in self.states]
         for generator, state in self.states.items():
             generator.set_state(state)
@@ -90,12 +91,12 @@ class Recorder:
         self.is_inside = False  # this class's own calls are not the factory's
 
     def fail(self, reason: str) -> CantDefer:
-        """To be raised; noted as well, because the factory may catch it and go on."""
+        """Return an error to be raised; noted as well, because the factory may catch it and go on."""
         self.failure = self.failure or CantDefer(reason)
         return self.failure
 
     def view(self, tensor: torch.Tensor, is_new: bool = False) -> View:
-        """Where the tensor's values are.
+        """Return where the tensor's values are.
 
         Raises:
             CantDefer: in no place known here; `is_new` says that there are none yet.
@@ -119,14 +120,14 @@ class Recorder:
         return self.numbers[id(storage)]
 
     def lift(self, real: torch.Tensor) -> torch.Tensor:
-        """A tensor on the meta device that stands for a copy of `real`."""
+        """Return a tensor on the meta device that stands for a copy of `real`."""
         copy = real.detach().clone()
         stand_in = torch.empty_strided(copy.shape, copy.stride(), dtype=copy.dtype, device=META)
         self.storages[self.view(stand_in, is_new=True).storage].source = copy.untyped_storage()
         return stand_in
 
     def values(self, tensors: Iterable[torch.Tensor], what: str) -> list[torch.Tensor]:
-        """What is in them at this point of the factory.
+        """Compute what is in the tensors at this point of the factory.
 
         Raises:
             CantDefer: random numbers are.
@@ -143,14 +144,13 @@ class Recorder:
 
     def note(self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do an operation on the meta device, and note it."""
-        schema, name = call._schema, call.overloadpacket.__name__
-        tensors = list(found((args, kwargs)))
+        name = call.overloadpacket.__name__
+        tensors = list(find_all((args, kwargs)))
         is_random = torch.Tag.nondeterministic_seeded in call.tags
-        is_alias = schema.is_mutable or any(value.alias_info for value in schema.returns)
         written = list(_written(call, args, kwargs))
         if name == "lift_fresh" and not tensors[0].is_meta:
             return self.lift(tensors[0])
-        if tensors and is_alias and not is_random and not any(tensor.is_meta for tensor in tensors):
+        if _is_alias(call) and not is_random and _are_real(tensors):
             return self._do_at_once(call, args, kwargs, written)
         if any(not tensor.is_meta for tensor in written):
             raise self.fail(f"{name} writes into a tensor that is there already what is only made later")
@@ -164,45 +164,68 @@ class Recorder:
         except (RuntimeError, NotImplementedError):
             if written or is_random:
                 raise
-            real = self.values(tensors, name)  # the meta device has no answer where it depends on values
-            values = iter(real)
-            args, kwargs = changed((args, kwargs), torch.Tensor, lambda _: next(values))
-            kwargs = {**kwargs, "device": CPU} if "device" in kwargs else kwargs
-            return changed(call(*args, **kwargs), torch.Tensor, self.lift)
+            return self._note_real(call, args, kwargs, tensors)
         if torch.Tag.inplace_view in call.tags:  # sizes and strides; whoever uses the tensor next notes them anew
-            if any(0 < old < t.untyped_storage().nbytes() for old, t in zip(num_bytes, written, strict=True)):
-                raise self.fail("it lets a tensor grow")
+            for old, tensor in zip(num_bytes, written, strict=True):
+                has_grown = 0 < old < tensor.untyped_storage().nbytes()
+                if has_grown:
+                    raise self.fail("it lets a tensor grow")
             return result
-        made = [None if id(t.untyped_storage()) in self.numbers else self.view(t, True) for t in found(result)]
-        if (written or any(made) or is_random) and name not in EMPTY:
-            self._append(call, noted, written, made)
+        outputs = [self._new_view(tensor) for tensor in find_all(result)]
+        if (written or any(outputs) or is_random) and name not in EMPTY:
+            self._append(call, noted, written, outputs)
         return result
 
-    def _append(self, call: Any, noted: Any, written: list[torch.Tensor], made: list[View | None]) -> None:
+    def _note_real(self, call: Any, args: Any, kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> Any:
+        """Do an operation for which the meta device has no answer, as it depends on values, on the values of now."""
+        values = iter(self.values(tensors, call.overloadpacket.__name__))
+        args, kwargs = changed((args, kwargs), torch.Tensor, lambda _: next(values))
+        return changed(call(*args, **_on_cpu(kwargs)), torch.Tensor, self.lift)
+
+    def _new_view(self, tensor: torch.Tensor) -> View | None:
+        """Return where a result's values are, or None where an operation before made its storage."""
+        if id(tensor.untyped_storage()) in self.numbers:
+            return None
+        return self.view(tensor, is_new=True)
+
+    def _append(self, call: Any, noted: Any, written: list[torch.Tensor], outputs: list[View | None]) -> None:
+        """Note an operation whose arguments, with views in the place of tensors, are `noted`."""
+        args, kwargs = noted
         targets = [self.view(tensor) for tensor in written]
-        is_fill = call.overloadpacket.__name__ in FILLS
-        reads = {view.storage for view in found((noted[0][1:], noted[1]) if is_fill else noted, View)}
-        new = {view.storage for view in made if view}
-        filled = {t.storage for t in targets if is_fill and t.covers(self.storages[t.storage].storage.nbytes())}
-        generators = [*found(noted, torch.Generator), torch.default_generator]
+        read_arguments = noted
+        filled = set()
+        if call.overloadpacket.__name__ in FILLS:
+            read_arguments = (args[1:], kwargs)  # the first one is filled
+            for target in targets:
+                if target.covers(self.storages[target.storage].storage.nbytes()):
+                    filled.add(target.storage)
+        reads = {view.storage for view in find_all(read_arguments, View)}
+        new = {view.storage for view in outputs if view}
+        draw = None
+        if torch.Tag.nondeterministic_seeded in call.tags:
+            generator = next(find_all(noted, torch.Generator), torch.default_generator)
+            draw = self.draws.note(generator)
         self.ops.append(
             Op(
                 call=call,
-                args=noted[0],
-                kwargs={**noted[1], "device": CPU} if "device" in noted[1] else noted[1],
-                outputs=made,
+                args=args,
+                kwargs=_on_cpu(kwargs),
+                outputs=outputs,
                 reads=reads,
                 writes=new | {target.storage for target in targets},
                 fills=(filled - reads) | new,
                 default_dtype=torch.get_default_dtype(),
-                draw=self.draws.note(generators[0]) if torch.Tag.nondeterministic_seeded in call.tags else None,
+                draw=draw,
             )
         )
 
-    def note_whole(self, fill: Any, tensor: torch.Tensor, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
+    def note_as_one(self, fill: Any, tensor: torch.Tensor, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
         """Note a function that fills `tensor` with random numbers and looks at them on the way."""
         target = self.view(tensor)
-        generator = next(found((args, kwargs), torch.Generator), torch.default_generator)
+        generator = next(find_all((args, kwargs), torch.Generator), torch.default_generator)
+        fills = set()
+        if target.covers(tensor.untyped_storage().nbytes()):
+            fills.add(target.storage)
         self.ops.append(
             Op(
                 call=fill,
@@ -211,7 +234,7 @@ class Recorder:
                 outputs=[None],
                 reads=set(),
                 writes={target.storage},
-                fills={target.storage} if target.covers(tensor.untyped_storage().nbytes()) else set(),
+                fills=fills,
                 default_dtype=torch.get_default_dtype(),
                 draw=self.draws.note(generator),
             )
@@ -219,16 +242,17 @@ class Recorder:
         return tensor
 
     def _do_at_once(self, call: Any, args: Any, kwargs: Any, written: list[torch.Tensor]) -> Any:
-        """A view of a real tensor, or real values written into one; what was to be read from it stays as it was."""
+        """Make a view of a real tensor, or write real values into one; what was to be read from it stays as it was."""
         for tensor in written:
             number = self.numbers.pop(id(tensor.untyped_storage()), None)
             if number is not None:
-                kept = self.storages[number]
-                kept.source, kept.watched = tensor.untyped_storage().clone(), []
+                recorded = self.storages[number]
+                recorded.source = tensor.untyped_storage().clone()
+                recorded.watched = []
         return call(*args, **kwargs)
 
     def _stand_in(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
-        """On the meta device, for the storage of a file that a tensor is made of."""
+        """Return a storage on the meta device, for that of a file that a tensor is made of."""
         if storage.device != CPU:
             return storage
         if id(storage) not in self.stand_ins:
@@ -238,12 +262,14 @@ class Recorder:
         return self.stand_ins[id(storage)]
 
     def _move_to_meta(self, call: Any, kwargs: dict[str, Any], is_creation: bool) -> None:
-        if any(argument.name == "device" for argument in call._schema.arguments):
-            device = kwargs.get("device")
-            if device is not None and torch.device(device) not in (CPU, META):
-                raise self.fail(f"it makes a tensor on {device}")
-            if device is not None or is_creation:
-                kwargs["device"] = META
+        """Have an operation that takes a device make its tensor on the meta device."""
+        if all(argument.name != "device" for argument in call._schema.arguments):
+            return
+        device = kwargs.get("device")
+        if device is not None and torch.device(device) not in (CPU, META):
+            raise self.fail(f"it makes a tensor on {device}")
+        if device is not None or is_creation:
+            kwargs["device"] = META
 
 
 class Python(TorchFunctionMode):
@@ -254,7 +280,7 @@ class Python(TorchFunctionMode):
         self.recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """One call of the factory's, or of a module's that it makes."""
+        """Do one call of the factory's, or of a module's that it makes."""
         kwargs = kwargs or {}
         if self.recorder.is_inside:
             return func(*args, **kwargs)
@@ -266,9 +292,10 @@ class Python(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _of_deferred(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Do one call on a tensor that is not there yet."""
         tensor: torch.Tensor = args[0]
-        if func in TOLD:
-            return TOLD[func]
+        if func in ANSWERS:
+            return ANSWERS[func]
         if func in LEAVES_TORCH:
             raise self.recorder.fail(f"it takes values out of torch ({func.__name__}) before they are made")
         if func is torch.Tensor.tolist:
@@ -298,14 +325,14 @@ class Python(TorchFunctionMode):
 
 
 class Aten(TorchDispatchMode):
-    """Sees the operations that come of it."""
+    """Sees the operations of ATen that come of it."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.recorder = recorder
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """One operation."""
+        """Do one operation, and note it."""
         if self.recorder.is_inside:
             return func(*args, **(kwargs or {}))
         self.recorder.is_inside = True
@@ -319,34 +346,53 @@ class Aten(TorchDispatchMode):
 
 @contextmanager
 def recording(recorder: Recorder) -> Iterator[None]:
-    """What is called here is noted.
+    """Note what is called here.
 
     torch's `trunc_normal_` draws again until no number is out of bounds, so it is noted as one operation: within
     it would have to know the numbers. For others of the kind there is `CantDefer`.
     """
-    python, plain = Python(recorder), getattr(torch.nn.init, WHOLE, None)
+    python = Python(recorder)
+    plain = getattr(torch.nn.init, AS_ONE, None)  # a private name, which another torch may not have
 
     def noted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if python.inside(lambda: not isinstance(tensor, torch.Tensor) or not tensor.is_meta):
             return plain(tensor, *args, **kwargs)  # type: ignore[misc]
-        return python.inside(lambda: recorder.note_whole(plain, tensor, args, kwargs))
+        return python.inside(lambda: recorder.note_as_one(plain, tensor, args, kwargs))
 
     try:
         if plain:
-            setattr(torch.nn.init, WHOLE, noted)
+            setattr(torch.nn.init, AS_ONE, noted)
         with python, Aten(recorder):
             yield
     finally:
         if plain:
-            setattr(torch.nn.init, WHOLE, plain)
+            setattr(torch.nn.init, AS_ONE, plain)
+
+
+def _is_alias(call: Any) -> bool:
+    """True if an operation writes into an argument, or returns a view of one."""
+    schema = call._schema
+    return schema.is_mutable or any(value.alias_info for value in schema.returns)
+
+
+def _are_real(tensors: list[torch.Tensor]) -> bool:
+    """True if there are tensors, and all of them have values."""
+    return bool(tensors) and not any(tensor.is_meta for tensor in tensors)
+
+
+def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of an operation for real tensors."""
+    return {**kwargs, "device": CPU} if "device" in kwargs else kwargs
 
 
 def _written(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """Yield the tensors that an operation writes into."""
     for index, argument in enumerate(call._schema.arguments):
         if argument.alias_info and argument.alias_info.is_write:
-            yield from found(args[index] if index < len(args) else kwargs.get(argument.name))
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            yield from find_all(value)
     hidden = HIDDEN_WRITES.get(call.overloadpacket.__name__, ())
-    yield from found([args[index] for index in hidden])
+    yield from find_all([args[index] for index in hidden])
 
 
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:

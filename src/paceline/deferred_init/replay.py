@@ -1,4 +1,4 @@
-"""What a factory did to its tensors, as a list, and doing it again on real memory. `defer.py` says why."""
+"""Replay what a factory did to its tensors, a list of operations, on real memory. `defer.py` says why."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ class View:
     dtype: torch.dtype
 
     def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """The tensor, of that real storage."""
+        """Return the tensor, of that real storage."""
         with torch.no_grad():
             return torch.empty(0, dtype=self.dtype, device=CPU).set_(storage, self.offset, self.size, self.stride)
 
     def covers(self, num_bytes: int) -> bool:
-        """Whether it is the whole storage, every element once."""
-        expected = 1
-        for size, stride in sorted(zip(self.size, self.stride, strict=True), key=lambda pair: pair[::-1]):
+        """True if it is the whole storage, every element once."""
+        by_stride = sorted(zip(self.stride, self.size, strict=True))
+        expected = 1  # stride of the next dimension, if the elements lie without gaps
+        for stride, size in by_stride:
             if size != 1 and stride != expected:
                 return expected == 0 == num_bytes
             expected *= size
@@ -47,7 +48,7 @@ class Storage:
 
 @dataclass(eq=False, slots=True)
 class Draw:
-    """Where a random operation finds its generator: where the one before left it, or at a state set since."""
+    """A random operation's generator, and where it finds it: where the one before left it, or at a state set since."""
 
     generator: torch.Generator
     start: torch.Tensor | Draw | None
@@ -90,25 +91,28 @@ class Step(NamedTuple):
 
 
 def plan(ops: Collection[Op], wanted: Collection[int], with_draws: bool = True) -> tuple[list[Step], set[int]]:
-    """What has to be done so that the `wanted` storages hold what they held in the end, and the random numbers fit.
+    """Find the operations after which the `wanted` storages hold what they held in the end, and random numbers fit.
 
     Returns:
         The steps in order, and those of `wanted` that none of them touches.
     """
-    steps, pending, needed = [], set(wanted), set[int]()
+    steps = []
+    pending = set(wanted)  # storages that no operation found so far touches
+    needed = set[int]()  # storages whose contents the operations found so far read
     for op in reversed(list(ops)):
-        if op.writes.isdisjoint(needed) and op.writes.isdisjoint(pending) and not (op.draw and with_draws):
+        is_draw = op.draw is not None and with_draws
+        if op.writes.isdisjoint(needed) and op.writes.isdisjoint(pending) and not is_draw:
             continue
         touched = op.reads | op.writes
         steps.append(Step(op, pending & touched, touched - needed))
-        kept = op.writes & (needed | pending)  # in part written, so the rest has to be there
-        needed = (needed - op.fills) | (kept - op.fills) | op.reads
+        written_in_part = (op.writes & (needed | pending)) - op.fills  # so the rest has to be there
+        needed = (needed - op.fills) | written_in_part | op.reads
         pending = pending - touched
     return steps[::-1], pending
 
 
 class ReplayedMemory:
-    """The storages that are real at one moment of doing it again."""
+    """The storages that are real at one moment of the replay."""
 
     def __init__(self, storages: list[Storage]) -> None:
         self.storages = storages
@@ -124,7 +128,7 @@ class ReplayedMemory:
                 op.draw.begin()
             with torch.no_grad(), torch.autocast("cpu", enabled=False):
                 result = op.call(*args, **kwargs)
-                for view, tensor in zip(op.outputs, found(result), strict=True):
+                for view, tensor in zip(op.outputs, find_all(result), strict=True):
                     if view:
                         self._adopt(view, tensor)
             if op.draw:
@@ -133,15 +137,15 @@ class ReplayedMemory:
             torch.set_default_dtype(default_dtype)
 
     def tensor(self, view: View, is_written: bool = False) -> torch.Tensor:
-        """A real tensor; what was there before the factory is handed out itself only to be read."""
+        """Return a real tensor; what was there before the factory is handed out itself only to be read."""
         if view.storage not in self.held:
-            kept = self.storages[view.storage]
-            if kept.source is None:
-                self.held[view.storage] = torch.UntypedStorage(kept.storage.nbytes(), device=CPU)
+            recorded = self.storages[view.storage]
+            if recorded.source is None:
+                self.held[view.storage] = torch.UntypedStorage(recorded.storage.nbytes(), device=CPU)
             elif is_written:
-                self.held[view.storage] = kept.source.clone()
+                self.held[view.storage] = recorded.source.clone()
             else:
-                return view.on(kept.source)
+                return view.on(recorded.source)
         return view.on(self.held[view.storage])
 
     def forget(self, storages: Iterable[int]) -> None:
@@ -156,19 +160,19 @@ class ReplayedMemory:
             self.tensor(view, is_written=True).copy_(tensor)
 
 
-def found(value: Any, kind: Any = torch.Tensor) -> Iterator[Any]:
-    """Everything of a kind in an operation's arguments or results."""
+def find_all(value: Any, kind: Any = torch.Tensor) -> Iterator[Any]:
+    """Yield everything of a kind in an operation's arguments or results."""
     if isinstance(value, kind):
         yield value
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from found(item, kind)
+            yield from find_all(item, kind)
     elif isinstance(value, dict):
-        yield from found(list(value.values()), kind)
+        yield from find_all(list(value.values()), kind)
 
 
 def changed(value: Any, kind: Any, change: Callable[[Any], Any]) -> Any:
-    """The same arguments or results with everything of a kind changed, in the order of `found`."""
+    """Return the same arguments or results with everything of a kind changed, in the order of `find_all`."""
     if isinstance(value, kind):
         return change(value)
     if isinstance(value, list | tuple):

@@ -1,9 +1,9 @@
 """Turn `function(model, batch)` into a graph of ATen operations, without running it on values.
 
 The model's code runs once on fake tensors, which know shape, dtype and device and hold nothing; every
-operation it performs, before autograd takes it apart, is written down (`make_fx`, pre-dispatch). What the graph
-then computes is what the model computes for every batch of the same shapes, provided that the code's path
-depends on shapes alone. Where it depends on values, fake tensors can't answer, and that is the refusal.
+operation it performs, before autograd takes it apart, is traced (`make_fx`, pre-dispatch). The graph computes what
+the model computes for every batch of the same shapes, provided that the code's path depends on shapes alone. Where
+it depends on values, fake tensors can't answer, and the model is refused.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from paceline.graph.functional import (
     drop_unread,
     make_functional,
 )
-from paceline.graph.kept_values import Beginning, KeptValues
+from paceline.graph.kept_values import InitialState, PythonStateWatch
 from paceline.graph.refused_calls import effects_as_written
 from paceline.graph.writes import Write, WriteLog, check_same_writes, run_on_fakes, wants_gradient, written_inputs
 from paceline.nouns.errors import PacelineError, WorkloadError
@@ -76,12 +76,12 @@ class Captured:
 
     @property
     def output(self) -> list[Any]:
-        """The flat outputs: nodes or plain values."""
+        """Return the flat outputs: nodes or plain values."""
         return list(next(iter(reversed(self.graph.nodes))).args[0])  # type: ignore[arg-type]
 
 
-class _Running:
-    """A context that says whether it is entered, to other threads."""
+class _CaptureDepth:
+    """A context manager that counts how often it is entered; other threads may read the count."""
 
     depth = 0
 
@@ -92,16 +92,20 @@ class _Running:
         self.depth -= 1
 
 
-_running = _Running()
+_running = _CaptureDepth()
 
 
 def is_capturing() -> bool:
-    """Whether a capture runs in this process. Look at no thread's frames then: a frame keeps its values alive."""
+    """Return True while a capture runs in this process.
+
+    Whoever looks at the frames of other threads must not do so then: a frame keeps its values alive, and what the
+    trace holds depends on who else refers to a tensor (`rejoin_copies`).
+    """
     return _running.depth > 0
 
 
 def capture(model: torch.nn.Module, function: Function, batch: Any, device: torch.device) -> Captured:
-    """Write down what `function(model, batch)` computes.
+    """Trace what `function(model, batch)` computes.
 
     Args:
         model: its parameters and buffers give shapes and dtypes; they may be on the meta device.
@@ -113,10 +117,10 @@ def capture(model: torch.nn.Module, function: Function, batch: Any, device: torc
         WorkloadError: the code's path depends on values, draws from Python's or numpy's random numbers, or
             replaces a buffer instead of writing into it.
     """
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)  # tensors that the code makes of plain numbers are real
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     trained = {name for name, tensor in tensors.items() if tensor.requires_grad}
-    call = _Call(model, function, batch, tensors)
+    call = _TracedCall(model, function, batch, tensors)
     state_before = _plain_random_state()
     traced, entries = _trace(call, device, fake)
     if _plain_random_state() != state_before:
@@ -132,11 +136,9 @@ def capture(model: torch.nn.Module, function: Function, batch: Any, device: torc
         graph=traced.graph,
         states=dict(zip(tensors, placeholders, strict=False)),
         inputs=placeholders[len(tensors) :],
-        constants={
-            str(node.target): getattr(traced, str(node.target)) for node in traced.graph.nodes if node.op == "get_attr"
-        },
+        constants=_constants_of(traced),
         rebuild=call.rebuild,
-        module_path=_places(traced.graph, entries),
+        module_path=_module_paths(traced.graph, entries),
         trained=trained,
         buffers={name for name, _ in model.named_buffers()},
         device=device,
@@ -147,57 +149,85 @@ def capture(model: torch.nn.Module, function: Function, batch: Any, device: torc
     check_states_unwritten(captured.graph, captured.states, captured.trained)
     _drop_unused(captured)
     _run_once(captured, fake)
-    for node in captured.graph.nodes:  # what the graphs that are made of this one carry along
-        node.meta["original"], node.meta["module"] = node.name, captured.module_path.get(node, "")
+    # The graphs that are made of this one copy `meta`, and have no `module_path` of their own.
+    for node in captured.graph.nodes:
+        node.meta["original"] = node.name
+        node.meta["module"] = captured.module_path.get(node, "")
     return captured
 
 
-def _trace(call: _Call, device: torch.device, fake: FakeTensorMode) -> tuple[fx.GraphModule, list[tuple[int, str]]]:
-    """The operations of a call, and at which of them each module begins."""
+def _trace(
+    call: _TracedCall, device: torch.device, fake: FakeTensorMode
+) -> tuple[fx.GraphModule, list[tuple[int, str]]]:
+    """Return the operations of a call, and at which of them each module begins."""
     with fake:
         states = [_fake_like(tensor, device) for tensor in call.tensors.values()]
         inputs = [_fake_like(tensor, device) for tensor in tensors_in(call.batch)]
-    held = dict(zip(call.tensors, states, strict=True))
-    with _watched_modules(call.wrapper.model) as entries, _refusals(), effects_as_written(held), _running, fake:
+    state_by_name = dict(zip(call.tensors, states, strict=True))
+    model = call.module.model
+    with _watched_modules(model) as entries, _refusals(), effects_as_written(state_by_name), _running, fake:
         traced = make_fx(call, pre_dispatch=True)(states, inputs)
     rejoin_copies(traced)
-    _check_constants({str(n.target): getattr(traced, str(n.target)) for n in traced.graph.nodes if n.op == "get_attr"})
+    _check_constants(_constants_of(traced))
     return traced, entries
 
 
-def _check_next_call(call: _Call, traced: fx.GraphModule, device: torch.device, fake: FakeTensorMode) -> None:
-    """Raise the suspicion of a call's kept values unless calls that begin with them, or with others, do the same."""
-    kept = call.wrapper.kept[-1]
-    if kept.suspicion is None:
+def _constants_of(traced: fx.GraphModule) -> dict[str, Any]:
+    """Return what the `get_attr` nodes of a trace refer to, by the nodes' targets."""
+    constants = {}
+    for node in traced.graph.nodes:
+        if node.op == "get_attr":
+            name = str(node.target)
+            constants[name] = getattr(traced, name)
+    return constants
+
+
+def _check_next_call(call: _TracedCall, traced: fx.GraphModule, device: torch.device, fake: FakeTensorMode) -> None:
+    """Raise the suspicion of a call's Python state unless calls that start with it, or with others, do the same."""
+    watch = call.module.watches[-1]
+    if watch.suspicion is None:
         return
     for is_moved in (False, True):
-        begins = Beginning(kept.suspects, is_moved)
-        following = _Call(call.wrapper.model, call.wrapper.function, call.batch, call.tensors, begins)
+        initial = InitialState(watch.suspects, is_moved)
+        following = _TracedCall(call.module.model, call.module.function, call.batch, call.tensors, initial)
         try:
-            again, _ = _trace(following, device, fake)
-            is_same = following.wrapper.kept[-1].leaves_the_same and _are_same(traced, again)
-            is_same = is_same and plain_values(call.result) == plain_values(following.result)
+            is_same = _repeats(following, call, traced, device, fake)
         except Exception:  # it met a tensor of the first call, or a number that can't be
             is_same = False
         if not is_same:
-            raise kept.suspicion
+            raise watch.suspicion
 
 
-def _are_same(one: fx.GraphModule, other: fx.GraphModule) -> bool:
-    """Whether two traces have the same operations and constants."""
+def _repeats(
+    following: _TracedCall, call: _TracedCall, traced: fx.GraphModule, device: torch.device, fake: FakeTensorMode
+) -> bool:
+    """Trace a later call; True if it computes, returns and leaves the same as the first one."""
+    traced_again, _ = _trace(following, device, fake)
+    if not following.module.watches[-1].leaves_the_same:
+        return False
+    if not _are_same(traced, traced_again):
+        return False
+    return bool(plain_values(call.result) == plain_values(following.result))
+
+
+def _are_same(first: fx.GraphModule, second: fx.GraphModule) -> bool:
+    """True if two traces have the same operations and constants."""
 
     def text(node: fx.Node) -> tuple[str, ...]:
         return node.op, str(node.target), repr(node.args), repr(node.kwargs)
 
-    if list(map(text, one.graph.nodes)) != list(map(text, other.graph.nodes)):
+    if list(map(text, first.graph.nodes)) != list(map(text, second.graph.nodes)):
         return False
-    pairs = [
-        (getattr(one, str(n.target)), getattr(other, str(n.target))) for n in one.graph.nodes if n.op == "get_attr"
-    ]
-    return all(
-        _are_same(a, b) if isinstance(a, fx.GraphModule) else a is b or (a.dtype == b.dtype and torch.equal(a, b))
-        for a, b in pairs
-    )
+    constants = _constants_of(first)
+    other_constants = _constants_of(second)
+    return all(_are_same_constants(constants[name], other_constants[name]) for name in constants)
+
+
+def _are_same_constants(first: Any, second: Any) -> bool:
+    """True if two constants, tensors or the graphs of nested calls, are the same."""
+    if isinstance(first, fx.GraphModule):
+        return _are_same(first, second)
+    return first is second or (first.dtype == second.dtype and torch.equal(first, second))
 
 
 def _without_side_effects(captured: Captured) -> None:
@@ -213,19 +243,25 @@ def _without_side_effects(captured: Captured) -> None:
 
 
 def _run_once(captured: Captured, fake: FakeTensorMode) -> None:
-    """Run the graph on fake tensors: note where gradients flow, and see that it writes what the code wrote."""
+    """Run the graph on fake tensors: note where gradients flow, and check that it writes what the code wrote."""
     with fake:
-        given = {node: torch.empty_like(node.meta["val"]) for node in [*captured.states.values(), *captured.inputs]}
+        placeholders = [*captured.states.values(), *captured.inputs]
+        arguments = {node: torch.empty_like(node.meta["val"]) for node in placeholders}
         for name in captured.trained & captured.states.keys():
-            given[captured.states[name]].requires_grad_()
-        found, values = run_on_fakes(captured.graph, given, captured.states, captured.constants)
-    check_same_writes(captured.log, found, "its graph")
+            arguments[captured.states[name]].requires_grad_()
+        writes, values = run_on_fakes(captured.graph, arguments, captured.states, captured.constants)
+    check_same_writes(captured.log, writes, "its graph")
     for node in captured.graph.nodes:
         node.meta["flows"] = wants_gradient(values.get(node))
 
 
-class _Call:
-    """The function of (states, inputs) that is traced."""
+class _TracedCall:
+    """The function of (states, inputs) that is traced.
+
+    Attributes:
+        result: what the person's function returned.
+        log: what it wrote into the states.
+    """
 
     def __init__(
         self,
@@ -233,26 +269,26 @@ class _Call:
         function: Function,
         batch: Any,
         tensors: Mapping[str, torch.Tensor],
-        begins: Beginning | None = None,
+        initial: InitialState | None = None,
     ) -> None:
-        self.batch, self.tensors = batch, tensors
-        self.wrapper = _Wrapper(model, function, begins)
+        self.batch = batch
+        self.tensors = tensors
+        self.module = _FunctionModule(model, function, initial)
         self.result: Any = None
         self.log: list[Write] = []
 
     def __call__(self, states: list[torch.Tensor], inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        left = iter(inputs)
-        batch = map_tensors(self.batch, lambda _: next(left))
-        held = dict(zip(self.tensors, states, strict=True))
-        before = {name: _memory(tensor) for name, tensor in held.items()}
-        log = WriteLog(held)
+        remaining_inputs = iter(inputs)
+        batch = map_tensors(self.batch, lambda _: next(remaining_inputs))
+        state_by_name = dict(zip(self.tensors, states, strict=True))
+        memory_before = {name: _memory(tensor) for name, tensor in state_by_name.items()}
+        module_states = {f"model.{name}": tensor for name, tensor in state_by_name.items()}
+        log = WriteLog(state_by_name)
         with log:
-            self.result = functional_call(
-                self.wrapper, {f"model.{name}": tensor for name, tensor in held.items()}, (batch,)
-            )
+            self.result = functional_call(self.module, module_states, (batch,))
         self.log = log.writes
-        for name, tensor in held.items():
-            if _memory(tensor) != before[name] or tensor.grad is not None:
+        for name, tensor in state_by_name.items():
+            if _memory(tensor) != memory_before[name] or tensor.grad is not None:
                 raise WorkloadError(
                     "the model should write its buffers in place and leave gradients to the backward pass",
                     f"its forward gives {name} other memory, or a gradient",
@@ -261,57 +297,68 @@ class _Call:
         return tensors_in(self.result)
 
     def rebuild(self, outputs: list[Any]) -> Any:
-        """The flat outputs as `function` returned them."""
-        left = iter(outputs)
-        return map_tensors(self.result, lambda _: next(left))
+        """Return the flat outputs in the structure that `function` returned."""
+        remaining_outputs = iter(outputs)
+        return map_tensors(self.result, lambda _: next(remaining_outputs))
 
 
-class _Wrapper(torch.nn.Module):
-    """Lets `functional_call` reach the model that a plain function calls."""
+class _FunctionModule(torch.nn.Module):
+    """A module that calls a plain function, so that `functional_call` reaches the function's model."""
 
-    def __init__(self, model: torch.nn.Module, function: Function, begins: Beginning | None) -> None:
+    def __init__(self, model: torch.nn.Module, function: Function, initial: InitialState | None) -> None:
         super().__init__()
-        self.model, self.function, self.begins = model, function, begins
-        self.kept: list[KeptValues] = []
+        self.model = model
+        self.function = function
+        self.initial = initial
+        self.watches: list[PythonStateWatch] = []
 
     def forward(self, batch: Any) -> Any:
-        """Call the function, and see what it keeps outside its buffers."""
-        model, function = self.model, self.function
-        kept = KeptValues(model, function, _depends_on_given, self.begins)
-        self.kept.append(kept)
-        with kept.watching():  # this module is no part of what is watched
+        """Call the function, and note the Python state that it changes."""
+        # Read before the watch begins: this module is no part of what is watched.
+        model = self.model
+        function = self.function
+        watch = PythonStateWatch(model, function, _depends_on_arguments, self.initial)
+        self.watches.append(watch)
+        with watch.watching():
             return function(model, batch)
 
 
-def _depends_on_given(tensor: torch.Tensor) -> bool:
-    """Whether a value of the trace under way depends on a state or on the batch; as far as that can be told."""
+def _depends_on_arguments(tensor: torch.Tensor) -> bool:
+    """True if a value of the trace under way depends on a state or on the batch; as far as that can be told."""
     mode = get_proxy_mode()
-    slot: Any = get_proxy_slot(tensor, mode.tracer, None) if mode is not None else None
+    slot: Any = None
+    if mode is not None:
+        slot = get_proxy_slot(tensor, mode.tracer, None)
     if slot is None:
         return isinstance(tensor, FakeTensor)
-    todo, seen = [slot.proxy.node], set()
-    while todo:
-        node = todo.pop()
+    pending = [slot.proxy.node]
+    visited = set()
+    while pending:
+        node = pending.pop()
         if node.op == "placeholder":
             return True
-        if node not in seen:
-            seen.add(node)
-            todo.extend(node.all_input_nodes)
+        if node not in visited:
+            visited.add(node)
+            pending.extend(node.all_input_nodes)
     return False
 
 
 def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return what tells a tensor's memory: `_cdata` is the address of the storage object."""
     return tensor.untyped_storage()._cdata, tuple(tensor.shape), tensor.stride()
 
 
 def _fake_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-    return made.requires_grad_(tensor.requires_grad)
+    fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    return fake.requires_grad_(tensor.requires_grad)
 
 
 def _plain_random_state() -> tuple[Any, ...]:
+    """Return the states of Python's and numpy's random numbers; a numpy that nobody imported draws none."""
     numpy: Any = sys.modules.get("numpy")
-    state = numpy.random.get_state() if numpy else (None, b"", 0)
+    state: Any = (None, b"", 0)
+    if numpy:
+        state = numpy.random.get_state()
     return random.getstate(), state[2], bytes(state[1])
 
 
@@ -322,13 +369,16 @@ def _watched_modules(model: torch.nn.Module) -> Iterator[list[tuple[int, str]]]:
     entries: list[tuple[int, str]] = []
     stack: list[str] = []
 
+    def current() -> str:
+        return stack[-1] if stack else ""
+
     def note() -> None:
         mode = get_proxy_mode()
         if mode is not None:
-            entries.append((len(mode.tracer.graph.nodes), stack[-1] if stack else ""))
+            entries.append((len(mode.tracer.graph.nodes), current()))
 
     def enter(module: torch.nn.Module, arguments: Any) -> None:
-        stack.append(names.get(module, stack[-1] if stack else ""))
+        stack.append(names.get(module, current()))
         note()
 
     def leave(module: torch.nn.Module, arguments: Any, result: Any) -> None:
@@ -337,6 +387,7 @@ def _watched_modules(model: torch.nn.Module) -> Iterator[list[tuple[int, str]]]:
 
     handles = [
         torch.nn.modules.module.register_module_forward_pre_hook(enter),
+        # also after an error: a model that catches it goes on in the caller
         torch.nn.modules.module.register_module_forward_hook(leave, always_call=True),
     ]
     try:
@@ -346,14 +397,22 @@ def _watched_modules(model: torch.nn.Module) -> Iterator[list[tuple[int, str]]]:
             handle.remove()
 
 
-def _places(graph: fx.Graph, entries: list[tuple[int, str]]) -> dict[fx.Node, str]:
-    module_path, here, left = {}, "", iter([*entries, (sys.maxsize, "")])
-    following = next(left)
+def _module_paths(graph: fx.Graph, entries: list[tuple[int, str]]) -> dict[fx.Node, str]:
+    """Return the path of the module that each node was computed in.
+
+    Args:
+        graph: of the trace.
+        entries: from which node on which module runs, in rising order.
+    """
+    module_path = {}
+    current_path = ""
+    remaining = iter([*entries, (sys.maxsize, "")])  # no node reaches the last one, so `next` never ends
+    next_start, next_path = next(remaining)
     for index, node in enumerate(graph.nodes):
-        while following[0] <= index:
-            here = following[1]
-            following = next(left)
-        module_path[node] = here
+        while next_start <= index:
+            current_path = next_path
+            next_start, next_path = next(remaining)
+        module_path[node] = current_path
     return module_path
 
 
@@ -398,47 +457,54 @@ def _check_constants(constants: Mapping[str, Any]) -> None:
 
 
 def _where(error: BaseException) -> str:
-    """The line of the person's code that asked for a value."""
-    found, trace = str(error).splitlines()[0], error.__traceback__
+    """Return the line of the person's code that asked for a value: the innermost that is not torch's or ours."""
+    place = str(error).splitlines()[0]
+    trace = error.__traceback__
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
         if not any(part in file for part in ("/torch/", "/paceline/graph/", "/paceline/verify/")):
-            found = f"{file}:{trace.tb_lineno}"
+            place = f"{file}:{trace.tb_lineno}"
         trace = trace.tb_next
-    return found
+    return place
 
 
 def _take_out_grad_mode(captured: Captured) -> None:
     """Mark what ran under `torch.no_grad`, and take the switches out: a cut between two would lose them."""
     is_off = False
     for node in list(captured.graph.nodes):
-        if node.op == "call_function" and node.target is torch._C._set_grad_enabled:
+        if node.op != "call_function":
+            continue
+        if node.target is torch._C._set_grad_enabled:
             is_off = not node.args[0]
             captured.graph.erase_node(node)
-        elif is_off and node.op == "call_function":
+        elif is_off:
             captured.no_grad.add(node)
     for node in captured.no_grad:
         written = written_inputs(node)
         if len(written) == 1 and written[0] not in captured.no_grad and written[0].op == "call_function":
             node.replace_all_uses_with(written[0])  # autograd does not see the write: readers keep their gradient
-        for source in node.all_input_nodes:
-            if source not in captured.no_grad and isinstance(source.meta.get("val"), torch.Tensor):
-                with captured.graph.inserting_before(node):
-                    cut = captured.graph.call_function(aten.detach.default, (source,))
-                cut.meta["val"] = source.meta["val"].detach()
-                captured.module_path[cut] = captured.module_path.get(node, "")
-                node.replace_input_with(source, cut)
+        _detach_inputs(captured, node)
+
+
+def _detach_inputs(captured: Captured, node: fx.Node) -> None:
+    """Let a node that ran under `torch.no_grad` read detached values of nodes that did not."""
+    for source in node.all_input_nodes:
+        if source in captured.no_grad or not isinstance(source.meta.get("val"), torch.Tensor):
+            continue
+        with captured.graph.inserting_before(node):
+            detached = captured.graph.call_function(aten.detach.default, (source,))
+        detached.meta["val"] = source.meta["val"].detach()
+        captured.module_path[detached] = captured.module_path.get(node, "")
+        node.replace_input_with(source, detached)
 
 
 def _drop_unused(captured: Captured) -> None:
+    """Forget the states, constants and nodes that the graph does not use any more."""
     nodes = set(captured.graph.nodes)
-    captured.module_path = {node: name for node, name in captured.module_path.items() if node in nodes}
+    captured.module_path = {node: path for node, path in captured.module_path.items() if node in nodes}
     captured.no_grad &= nodes
-    captured.constants = {
-        name: tensor
-        for name, tensor in captured.constants.items()
-        if any(node.op == "get_attr" and node.target == name for node in nodes)
-    }
+    used = {node.target for node in nodes if node.op == "get_attr"}
+    captured.constants = {name: value for name, value in captured.constants.items() if name in used}
     for name, node in list(captured.states.items()):
         if not node.users:
             del captured.states[name]
@@ -446,7 +512,7 @@ def _drop_unused(captured: Captured) -> None:
 
 
 def skeleton(model: torch.nn.Module, dtype: torch.dtype | None = None) -> torch.nn.Module:
-    """A copy of `model` whose parameters and buffers hold nothing; tied ones stay tied.
+    """Return a copy of `model` whose parameters and buffers hold nothing; tied ones stay tied.
 
     Args:
         model: its tensors may hold values or not.
@@ -464,9 +530,12 @@ def skeleton(model: torch.nn.Module, dtype: torch.dtype | None = None) -> torch.
             )
 
     def empty(tensor: torch.Tensor) -> torch.Tensor:
-        wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=wanted, device="meta")
+        new_dtype = tensor.dtype
+        if dtype is not None and tensor.is_floating_point():
+            new_dtype = dtype
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=new_dtype, device="meta")
 
+    # `deepcopy` looks here first, by identity: it takes these and copies no values.
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         memo[id(parameter)] = torch.nn.Parameter(empty(parameter), parameter.requires_grad)
@@ -475,7 +544,8 @@ def skeleton(model: torch.nn.Module, dtype: torch.dtype | None = None) -> torch.
     try:
         return copy.deepcopy(model, memo)
     except RuntimeError as error:
-        name = next((n for n, m in model.named_modules() for v in vars(m).values() if _is_computed(v)), "a module")
+        holder = _holder_of_computed_tensor(model)
+        name = "a module" if holder is None else holder
         raise WorkloadError(
             "the model can't be copied without its values",
             f"{name} holds a computed tensor, or something else that can't be copied ({error!s:.60}...)",
@@ -484,5 +554,10 @@ def skeleton(model: torch.nn.Module, dtype: torch.dtype | None = None) -> torch.
         ) from error
 
 
-def _is_computed(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not value.is_leaf
+def _holder_of_computed_tensor(model: torch.nn.Module) -> str | None:
+    """Return the name of the first module with an attribute that autograd computed, which torch refuses to copy."""
+    for name, module in model.named_modules():
+        for value in vars(module).values():
+            if isinstance(value, torch.Tensor) and not value.is_leaf:
+                return str(name)
+    return None

@@ -1,4 +1,4 @@
-"""Run a graph on fake tensors: shapes of every node, and the collectives that it would enter in the ledger."""
+"""Run a graph on fake tensors, for the shapes of every node and for the collectives that it would enter."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def dry_run(
         What a rank would enter in the ledger.
     """
     mode = mode_of(captured)
-    kept, comm.ledger = comm.ledger, Ledger()
+    ledger_before = comm.ledger
+    comm.ledger = Ledger()
     values: dict[fx.Node, Any] = {}
     names = {node: name for name, node in captured.states.items()}
     try:
@@ -55,17 +56,24 @@ def dry_run(
                     values[first].backward()
         return comm.ledger
     finally:
-        comm.ledger = kept
+        comm.ledger = ledger_before
 
 
 def mode_of(captured: Captured) -> FakeTensorMode:
-    """The fake mode that the graph's values are of."""
+    """Return the fake mode that the graph's values are of: fake tensors of two modes can't be mixed."""
     for node in captured.graph.nodes:
         value = node.meta.get("val")
         if node.op == "placeholder" and isinstance(value, torch.Tensor):
             mode: FakeTensorMode = value.fake_mode  # type: ignore[attr-defined]
             return mode
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def fake_state(captured: Captured, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return a tensor that stands for this rank's piece of a state; the graph's fake mode must be entered."""
+    full = captured.states[name].meta["val"]
+    piece = torch.empty(shape, dtype=full.dtype, device=full.device)
+    return piece.requires_grad_(name in captured.trained)
 
 
 def _value(
@@ -76,12 +84,13 @@ def _value(
     shapes: Mapping[str, tuple[int, ...]],
     mode: FakeTensorMode,
 ) -> Any:
+    """Return a node's value, computed from those of the nodes before it."""
     if node.op == "placeholder":
         full = node.meta["val"]
         if node not in names:
             return full.detach()
-        made = torch.empty(shapes.get(names[node], tuple(full.shape)), dtype=full.dtype, device=full.device)
-        return made.requires_grad_(names[node] in captured.trained)
+        name = names[node]
+        return fake_state(captured, name, shapes.get(name, tuple(full.shape)))
     if node.op == "get_attr":
         return mode.from_tensor(captured.constants[str(node.target)])
     if node.op == "output":
@@ -95,7 +104,7 @@ def _detached(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach()
     if isinstance(value, list | tuple):
-        return [_detached(one) for one in value]
+        return [_detached(item) for item in value]
     return value
 
 
@@ -107,7 +116,7 @@ def stage_traffic(
     recompute: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda run: run,
     precision: torch.dtype | None = None,
 ) -> Ledger:
-    """What one micro-batch's forward and backward through a stage enter in the ledger; nothing is sent.
+    """Return what one micro-batch's forward and backward through a stage enter in the ledger; nothing is sent.
 
     Args:
         stage: cut out of `captured`.
@@ -118,30 +127,26 @@ def stage_traffic(
         precision: run under autocast to this dtype.
     """
     ledger = Ledger()
-    kept = [comm.ledger for comm in comms]
+    ledgers_before = [comm.ledger for comm in comms]
     for comm in comms:
         comm.ledger = ledger
     module = fx.GraphModule(captured.constants, stage.graph)
     try:
         with mode_of(captured) as mode:
             mode.allow_non_fake_inputs = True
-            states = []
-            for name in stage.states:
-                full = captured.states[name].meta["val"]
-                made = torch.empty(shapes[name], dtype=full.dtype, device=full.device)
-                states.append(made.requires_grad_(name in captured.trained))
+            states = [fake_state(captured, name, shapes[name]) for name in stage.states]
             inputs = [captured.inputs[index].meta["val"] for index in stage.inputs]
-            received = [
-                torch.empty_like(value).requires_grad_(flows)
-                for value, flows in zip(stage.received, stage.has_gradient, strict=True)
-            ]
+            received = []
+            for value, flows in zip(stage.received, stage.has_gradient, strict=True):
+                received.append(torch.empty_like(value).requires_grad_(flows))
             with torch.autocast(captured.device.type, dtype=precision, enabled=precision is not None):
                 outputs = recompute(module)(*states, *inputs, *received)
-            roots = [one for one in outputs if isinstance(one, torch.Tensor) and one.requires_grad]
-            roots = roots if stage.sent else roots[:1]
+            roots = [output for output in outputs if isinstance(output, torch.Tensor) and output.requires_grad]
+            if not stage.sent:
+                roots = roots[:1]  # the loss, without what else the function returns
             if roots:
                 torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
     finally:
-        for comm, before in zip(comms, kept, strict=True):
-            comm.ledger = before
+        for comm, ledger_before in zip(comms, ledgers_before, strict=True):
+            comm.ledger = ledger_before
     return ledger

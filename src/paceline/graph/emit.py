@@ -12,7 +12,7 @@ from torch import fx
 
 from paceline.comm.differentiable import Exchanges, Pieces, attention_values, attention_weights, split_dropout
 from paceline.graph.capture import Captured
-from paceline.graph.labels import tensor_inputs
+from paceline.graph.labels import argument, tensor_inputs
 from paceline.graph.layout import Layout
 from paceline.graph.placement import Placement, Split
 from paceline.graph.reshape_rules import is_rearrangement, local_arguments, shape_of
@@ -27,7 +27,7 @@ _RANDOM = (aten.dropout.default,)
 def emit(
     captured: Captured, layout: Layout, exchanges: Exchanges, stages: Mapping[fx.Node, int] | None = None
 ) -> tuple[Captured, dict[fx.Node, fx.Node]]:
-    """The captured graph as `exchanges.comm.rank` runs it, and of each new node the old one it was made for.
+    """Return the captured graph as `exchanges.comm.rank` runs it, and for each new node the old one it was made for.
 
     The new graph's placeholders have the old names and local shapes. What `stages` keeps apart shares no
     conversion.
@@ -38,18 +38,29 @@ def emit(
 
 @dataclass(slots=True)
 class _Emitter:
+    """Writes the graph of one rank, node by node.
+
+    Attributes:
+        new_nodes: for each old node the new one, whose placement is the layout's.
+        placements: for each old node how its value lies.
+        converted: conversions that exist already, by old node, placement and stage.
+        module_path, no_grad: as those of `Captured`, of the new nodes.
+        origin: for each new node the old one that it was made for.
+        current: the old node under way.
+    """
+
     captured: Captured
     layout: Layout
     exchanges: Exchanges
     stages: Mapping[fx.Node, int]
     graph: fx.Graph = field(default_factory=fx.Graph)
-    made: dict[fx.Node, Any] = field(default_factory=dict)  # old node to new, lying as the layout says
+    new_nodes: dict[fx.Node, Any] = field(default_factory=dict)
     placements: dict[fx.Node, Any] = field(default_factory=dict)
     converted: dict[Any, fx.Node] = field(default_factory=dict)
     module_path: dict[fx.Node, str] = field(default_factory=dict)
     no_grad: set[fx.Node] = field(default_factory=set)
     origin: dict[fx.Node, fx.Node] = field(default_factory=dict)
-    here: fx.Node | None = None
+    current: fx.Node | None = None
 
     @property
     def part(self) -> int:
@@ -60,53 +71,69 @@ class _Emitter:
         return self.exchanges.comm.size
 
     def run(self) -> Captured:
-        """Walk the old graph in order."""
+        """Walk the old graph in order; return the new one."""
         for node in self.captured.graph.nodes:
-            self.here = node
+            self.current = node
             if node.op in ("placeholder", "get_attr"):
-                self._keep(node, self.graph.node_copy(node, lambda old: self.made[old]), self._state_lay(node))
+                copied = self.graph.node_copy(node, lambda old: self.new_nodes[old])
+                self._register(node, copied, self._placement_of_state(node))
             elif node.op == "output":
-                self.graph.output(fx.node.map_arg(node.args[0], lambda old: self._as(old, None, False)))
+                self.graph.output(fx.node.map_arg(node.args[0], lambda old: self._with_placement(old, None, False)))
             elif node.target is operator.getitem:
-                placements = self.placements.get(node.args[0])
-                placement = placements[node.args[1]] if isinstance(placements, tuple) else None
-                self._keep(node, self._call(operator.getitem, self.made[node.args[0]], node.args[1]), placement)
+                self._emit_getitem(node)
             else:
                 self._emit(node, self.layout.choices[node])
-        old = self.captured
+        old_graph = self.captured
         return Captured(
             self.graph,
-            {name: self.made[node] for name, node in old.states.items()},
-            [self.made[node] for node in old.inputs],
-            old.constants,
-            old.rebuild,
+            {name: self.new_nodes[node] for name, node in old_graph.states.items()},
+            [self.new_nodes[node] for node in old_graph.inputs],
+            old_graph.constants,
+            old_graph.rebuild,
             self.module_path,
-            old.trained,
-            old.buffers,
-            old.device,
+            old_graph.trained,
+            old_graph.buffers,
+            old_graph.device,
             self.no_grad,
-            old.log,
+            old_graph.log,
         )
 
-    def _state_lay(self, node: fx.Node) -> Placement:
+    def _placement_of_state(self, node: fx.Node) -> Placement:
         for name, state in self.captured.states.items():
             if state is node:
                 return self.layout.placements[name]
         return None
 
-    def _keep(self, old: fx.Node, new: Any, placement: Any) -> None:
-        self.made[old], self.placements[old] = new, placement
+    def _emit_getitem(self, node: fx.Node) -> None:
+        """Take one of several outputs."""
+        source, index = node.args
+        placements = self.placements.get(source)  # type: ignore[arg-type]
+        placement = None
+        if isinstance(placements, tuple):
+            placement = placements[index]  # type: ignore[index]
+        new = self._call(operator.getitem, self.new_nodes[source], index)  # type: ignore[index]
+        self._register(node, new, placement)
+
+    def _register(self, old: fx.Node, new: Any, placement: Any) -> None:
+        """Let `new` stand for `old` from here on."""
+        self.new_nodes[old] = new
+        self.placements[old] = placement
         self._note(new)
         if isinstance(new, fx.Node):
-            new.meta["original"], new.meta["lies"] = old.name, placement
+            new.meta["original"] = old.name
+            new.meta["lies"] = placement
 
     def _note(self, new: Any) -> None:
-        if isinstance(new, fx.Node) and self.here is not None:
-            self.origin[new] = self.here
-            self.module_path[new] = new.meta["module"] = self.captured.module_path.get(self.here, "")
-            new.meta["made_for"] = self.here.name
-            if self.here in self.captured.no_grad:
-                self.no_grad.add(new)
+        """Note for which old node, in which module and whether under `torch.no_grad` a new node was made."""
+        if not isinstance(new, fx.Node) or self.current is None:
+            return
+        path = self.captured.module_path.get(self.current, "")
+        self.origin[new] = self.current
+        self.module_path[new] = path
+        new.meta["module"] = path
+        new.meta["made_for"] = self.current.name
+        if self.current in self.captured.no_grad:
+            self.no_grad.add(new)
 
     def _call(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> fx.Node:
         new = self.graph.call_function(function, arguments, named)
@@ -114,121 +141,153 @@ class _Emitter:
         return new
 
     def _emit(self, node: fx.Node, choice: Choice) -> None:
+        """Run a node as chosen: its inputs brought to their placements, then the operation, then its collective."""
         sources: list[Any] = []
-        spec = spec_of(node) if choice.after is not None and choice.kind == "plain" else None
-        once = spec.bias if spec is not None else None
+        bias_number = None
+        if choice.after is not None and choice.kind == "plain":
+            spec = spec_of(node)
+            bias_number = None if spec is None else spec.bias
 
         def bring(old: fx.Node) -> Any:
             number = len(sources)
-            # A bias is added after the sum, by every rank alike, or by each to its part of a scattered sum.
-            for_parts = choice.is_split if number != once else choice.after == "scatter"
-            sources.append(self._as(old, choice.inputs[number], for_parts))
-            return sources[-1]
+            for_parts = choice.is_split
+            if number == bias_number:
+                # A bias is added after the sum, by every rank alike, or by each to its part of a scattered sum.
+                for_parts = choice.after == "scatter"
+            source = self._with_placement(old, choice.inputs[number], for_parts)
+            sources.append(source)
+            return source
 
         arguments, named = fx.node.map_arg((node.args, node.kwargs), bring)
+        new = self._operation(node, choice, arguments, named, sources)
+        self._register(node, self._after_operation(node, choice, new, sources), choice.output)
+
+    def _operation(self, node: fx.Node, choice: Choice, arguments: Any, named: Any, sources: list[Any]) -> fx.Node:
+        """Run a node's operation on this rank's pieces, without the collective after it."""
         if choice.kind == "vocabulary embedding":
             rows = shape_of(tensor_inputs(node)[0])[0]
             padding = arguments[2] if len(arguments) > 2 else -1
-            new = self._call(self.exchanges.split_embedding, sources[0], sources[1], rows, padding)
-        elif choice.kind == "vocabulary loss":
-            new = self._vocabulary_loss(node, sources)
-        elif choice.is_split and is_rearrangement(node):
+            return self._call(self.exchanges.split_embedding, sources[0], sources[1], rows, padding)
+        if choice.kind == "vocabulary loss":
+            return self._vocabulary_loss(node, sources)
+        if choice.is_split and is_rearrangement(node):
             placement = choice.inputs[0]
             assert placement is not None
             output = list(choice.output) if isinstance(choice.output, tuple) else choice.output
             target, rest = local_arguments(node, placement, output, self.part, self.parts)
-            new = self._call(target, sources[0], *rest)
-        elif choice.is_split and node.target in _RANDOM:
+            return self._call(target, sources[0], *rest)
+        if choice.is_split and node.target in _RANDOM:
             assert isinstance(choice.output, Split)
-            module_path = (_pieces(choice.output), self.part, self.parts)
-            new = self._call(split_dropout, *arguments, shape_of(node), module_path)
-        elif choice.is_split and node.target is aten.scaled_dot_product_attention.default and _dropout_of(node):
-            new = self._attention_with_dropout(node, choice, arguments, named)
-        elif choice.after is not None:
-            new = self._partial(node, arguments, named, sources)
-        else:
-            assert callable(node.target)
-            new = self._call(node.target, *arguments, **named)
-        self._keep(node, self._finish(node, choice, new, sources), choice.output)
+            place = (_pieces(choice.output), self.part, self.parts)
+            return self._call(split_dropout, *arguments, shape_of(node), place)
+        if choice.is_split and node.target is aten.scaled_dot_product_attention.default and _dropout_of(node):
+            return self._attention_with_dropout(node, choice, arguments, named)
+        if choice.after is not None:
+            return self._partial(node, arguments, named, sources)
+        assert callable(node.target)
+        return self._call(node.target, *arguments, **named)
 
     def _attention_with_dropout(self, node: fx.Node, choice: Choice, arguments: Any, named: Any) -> fx.Node:
         """Attention on this rank's heads or samples, of which it drops what one rank would."""
         assert isinstance(choice.output, Split)
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-        given = {**dict(zip(names, arguments, strict=False)), **named}
+        by_name = {**dict(zip(names, arguments, strict=False)), **named}
         query, key = (shape_of(source) for source in tensor_inputs(node)[:2])
-        mask, is_causal, scale = given.get("attn_mask"), given.get("is_causal", False), given.get("scale")
-        weights = self._call(attention_weights, given["query"], given["key"], mask, is_causal, scale)
-        module_path = (_pieces(choice.output), self.part, self.parts)
-        dropped = self._call(split_dropout, weights, _dropout_of(node), True, (*query[:-1], key[-2]), module_path)
+        weights = self._call(
+            attention_weights,
+            by_name["query"],
+            by_name["key"],
+            by_name.get("attn_mask"),
+            by_name.get("is_causal", False),
+            by_name.get("scale"),
+        )
+        weights_shape = (*query[:-1], key[-2])
+        place = (_pieces(choice.output), self.part, self.parts)
+        dropped = self._call(split_dropout, weights, _dropout_of(node), True, weights_shape, place)
         dropped.meta["lies"] = choice.output
-        return self._call(attention_values, dropped, given["value"])
+        return self._call(attention_values, dropped, by_name["value"])
 
     def _vocabulary_loss(self, node: fx.Node, sources: list[Any]) -> fx.Node:
         names = ("self", "target", "weight", "reduction", "ignore_index", "label_smoothing")
-        given = {"reduction": 1, "ignore_index": -100, **dict(zip(names, node.args, strict=False)), **node.kwargs}
+        defaults = {"reduction": 1, "ignore_index": -100}  # of `aten.cross_entropy_loss`; 1 is the mean
+        by_name = {**defaults, **dict(zip(names, node.args, strict=False)), **node.kwargs}
         classes = shape_of(tensor_inputs(node)[0])[1]
         return self._call(
-            self.exchanges.split_cross_entropy, *sources, classes, given["reduction"], given["ignore_index"]
+            self.exchanges.split_cross_entropy, *sources, classes, by_name["reduction"], by_name["ignore_index"]
         )
 
     def _partial(self, node: fx.Node, arguments: Any, named: Any, sources: list[Any]) -> fx.Node:
-        """The product without its bias, which is added once, after the sum."""
+        """Compute the product without its bias, which is added once, after the sum."""
         spec = spec_of(node)
         if spec is None or spec.bias is None:
             return self._call(node.target, *arguments, **named)  # type: ignore[arg-type]
         if node.target is aten.addmm.default:
             return self._call(aten.mm.default, *arguments[1:3])
-        return self._call(node.target, *arguments[:2], *((None, *arguments[3:]) if len(arguments) > 3 else ()))  # type: ignore[arg-type]
+        # Linear and convolutions: (input, weight, bias, ...).
+        without_bias = arguments[:2]
+        if len(arguments) > 3:
+            without_bias = (*without_bias, None, *arguments[3:])
+        return self._call(node.target, *without_bias)  # type: ignore[arg-type]
 
-    def _finish(self, node: fx.Node, choice: Choice, new: fx.Node, sources: list[Any]) -> fx.Node:
+    def _after_operation(self, node: fx.Node, choice: Choice, new: fx.Node, sources: list[Any]) -> fx.Node:
+        """Add the collective after a node's operation, and the bias after that."""
         if choice.after is None:
             return new
-        pieces = _pieces(choice.output) if isinstance(choice.output, Split) else None
         if choice.after == "sum":
             new = self._call(self.exchanges.add_parts, new)
         else:
+            pieces = _pieces(choice.output) if isinstance(choice.output, Split) else None
             new = self._call(self.exchanges.scatter_parts, new, pieces)
-        spec = spec_of(node) if choice.kind == "plain" else None
+        if choice.kind != "plain":
+            return new
+        spec = spec_of(node)
         if spec is None or spec.bias is None:
             return new
         bias = sources[spec.bias]
-        spatial = len(shape_of(node)) - 2 if spec.inputs[0][0] == "n" and len(spec.inputs[1]) > 2 else 0
-        if spatial:
-            bias = self._call(aten.reshape.default, bias, [-1, *([1] * spatial)])
+        is_convolution = spec.inputs[0][0] == "n" and len(spec.inputs[1]) > 2
+        if is_convolution:
+            spatial_dims = len(shape_of(node)) - 2
+            bias = self._call(aten.reshape.default, bias, [-1, *([1] * spatial_dims)])
         return self._call(aten.add.Tensor, new, bias)
 
-    def _as(self, old: fx.Node, wanted: Placement, for_parts: bool) -> Any:
-        """The value of `old`, lying as wanted; a whole one whose gradients come in parts where `for_parts`."""
-        now, value = self.placements.get(old), self.made[old]
-        if isinstance(now, tuple) or not isinstance(old.meta.get("val"), torch.Tensor):
+    def _with_placement(self, old: fx.Node, wanted: Placement, for_parts: bool) -> Any:
+        """Return the value of `old`, lying as wanted; a whole one whose gradients come in parts where `for_parts`."""
+        current = self.placements.get(old)
+        value = self.new_nodes[old]
+        if isinstance(current, tuple) or not isinstance(old.meta.get("val"), torch.Tensor):
             return value
-        if now == wanted and (now is not None or not for_parts):
+        if current == wanted and (current is not None or not for_parts):
             return value
-        stage = self.stages.get(self.here) if self.here is not None else None
-        key = (old, wanted, for_parts if wanted is None else True, stage)
-        if key not in self.converted:
-            made = self._convert(old, value, now, wanted, for_parts)
-            if old in self.captured.no_grad or _is_written(old):
-                return made
-            self.converted[key] = made
-        return self.converted[key]
+        stage = None if self.current is None else self.stages.get(self.current)
+        # `_convert` looks at `for_parts` only where a whole value is wanted.
+        key = (old, wanted, wanted is not None or for_parts, stage)
+        if key in self.converted:
+            return self.converted[key]
+        converted = self._convert(old, value, current, wanted, for_parts)
+        # A copy of memory that is written would be out of date for the next reader.
+        if old not in self.captured.no_grad and not _is_written(old):
+            self.converted[key] = converted
+        return converted
 
-    def _convert(self, old: fx.Node, value: fx.Node, now: Placement, wanted: Placement, for_parts: bool) -> fx.Node:
-        if wanted is None:
-            if now is None:
-                return self._call(self.exchanges.share_whole, value) if _is_float(old) else value
-            return self._call(self.exchanges.gather_parts if for_parts else self.exchanges.gather, value, _pieces(now))
-        if now is None:
+    def _convert(self, old: fx.Node, value: fx.Node, current: Placement, wanted: Placement, for_parts: bool) -> fx.Node:
+        """Add the exchange that changes a value's placement."""
+        if current is None and wanted is None:
+            # Nothing moves forwards; only a floating-point value has a gradient to add up.
+            return self._call(self.exchanges.share_whole, value) if _is_float(old) else value
+        if current is None:
+            assert wanted is not None
             return self._call(self.exchanges.keep_piece, value, _pieces(wanted))
-        whole = self._call(self.exchanges.gather_parts, value, _pieces(now))
-        return self._call(self.exchanges.keep_of_parts, whole, _pieces(wanted))
+        if wanted is None:
+            gather = self.exchanges.gather_parts if for_parts else self.exchanges.gather
+            return self._call(gather, value, _pieces(current))
+        gathered = self._call(self.exchanges.gather_parts, value, _pieces(current))
+        return self._call(self.exchanges.keep_of_parts, gathered, _pieces(wanted))
 
 
 def _dropout_of(attention: fx.Node) -> float:
-    """The share that a node of `scaled_dot_product_attention` drops."""
-    share = attention.args[4] if len(attention.args) > 4 else attention.kwargs.get("dropout_p", 0.0)
-    return float(share)  # type: ignore[arg-type]
+    """Return the share that a node of `scaled_dot_product_attention` drops."""
+    share: Any = argument(attention, 4, "dropout_p", 0.0)
+    return float(share)
 
 
 def _pieces(split: Split) -> Pieces:
@@ -241,5 +300,10 @@ def _is_float(node: fx.Node) -> bool:
 
 
 def _is_written(node: fx.Node) -> bool:
+    """True if an operation that reads the node writes into its memory."""
     shared = storage_of(node)
-    return any(storage_of(source) == shared for user in node.users for source in written_inputs(user))
+    for user in node.users:
+        written = [storage_of(source) for source in written_inputs(user)]
+        if shared in written:
+            return True
+    return False

@@ -1,7 +1,8 @@
-"""What was decided for every weight under `tensor`, and why, in words."""
+"""Say how every weight is split under `tensor`, and why."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +21,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One state tensor."""
+    """The explanation of one state tensor's placement."""
 
     name: str
     shape: tuple[int, ...]
@@ -29,48 +30,65 @@ class Line:
 
 
 def explain(captured: Captured, layout: Layout, parts: int) -> list[Line]:
-    """A line per state tensor, in the order in which they are read."""
+    """Return a line per state tensor, in the order in which they are read."""
     lines = []
     for name, node in captured.states.items():
         placement = layout.placements.get(name)
-        users = [user for user in node.users if user in layout.choices]
-        why = (
-            _why_split(node, placement, users, layout)
-            if placement is not None
-            else _why_whole(node, users, layout, parts)
-        )
-        lines.append(Line(name, shape_of(node), _shown(placement, parts), why))
+        lines.append(Line(name, shape_of(node), _shown(placement, parts), _why(node, placement, layout, parts)))
     return lines
 
 
+def _why(state: fx.Node, placement: Split | None, layout: Layout, parts: int) -> str:
+    users = [user for user in state.users if user in layout.choices]
+    if placement is None:
+        return _why_whole(state, users, layout, parts)
+    return _why_split(state, users, layout)
+
+
 def why_nothing_is_split(captured: Captured, parts: int) -> str:
-    """Why a layout splits no weight: an operation without a rule, a size at which it does not pay, or too few rows."""
-    weights = [(name, captured.states[name]) for name in captured.trained if name in captured.states]
-    weights.sort(key=lambda pair: (-pair[1].meta["val"].numel(), pair[0]))
+    """Say why a layout splits no weight.
+
+    There is an operation without a rule, a size at which it does not pay, or no dimension with enough rows.
+    """
+    weights = [name for name in captured.states if name in captured.trained]
+    weights.sort(key=lambda name: (-captured.states[name].meta["val"].numel(), name))  # the largest is named
     options = options_of(captured, parts)
-    without, too_small = "", ""
-    for name, node in weights:
+    without_rule = ""
+    too_small = ""
+    for name in weights:
+        node = captured.states[name]
         shape = shape_of(node)
         if len(shape) < 2 or max(shape) < parts:
             continue
+        weight = f"{name} of {'x'.join(map(str, shape))}"
         if any(_can_be_split(node, user, options) for user in node.users):
-            too_small = too_small or f"{name} of {'x'.join(map(str, shape))}"
-        elif unknown := [user for user in node.users if spec_of(user) is None]:
-            without = without or f"{unknown[0].target}, which uses {name} of {'x'.join(map(str, shape))}"
-    reasons = [f"{without}, has no rule by which weights are split"] if without else []
+            too_small = too_small or weight
+            continue
+        unknown = _first_without_rule(node.users)
+        if unknown is not None:
+            without_rule = without_rule or f"{unknown.target}, which uses {weight}"
+    reasons = []
+    if without_rule:
+        reasons.append(f"{without_rule}, has no rule by which weights are split")
     if too_small:
-        others = "other " if without else ""
+        others = "other " if without_rule else ""
         reasons.append(f"to split {others}weights would send more than it saves at this size (largest: {too_small})")
     return "; ".join(reasons) or f"no weight has a dimension that can be split in {parts}"
 
 
+def _first_without_rule(nodes: Iterable[fx.Node]) -> fx.Node | None:
+    return next((node for node in nodes if spec_of(node) is None), None)
+
+
 def _can_be_split(state: fx.Node, user: fx.Node, options: Options) -> bool:
+    """True if an operation can be run with a split weight, whatever it costs."""
     inputs = tensor_inputs(user)
     if user.op != "call_function" or state not in inputs:
         return False
     fixed = [source is not state for source in inputs]
-    place = inputs.index(state)
-    return any(choice.inputs[place] is not None for choice in choices(user, [None] * len(inputs), fixed, options))
+    number = inputs.index(state)
+    possible = choices(user, [None] * len(inputs), fixed, options)
+    return any(choice.inputs[number] is not None for choice in possible)
 
 
 def _shown(placement: Split | None, parts: int) -> str:
@@ -80,8 +98,8 @@ def _shown(placement: Split | None, parts: int) -> str:
     return f"dim {placement.dim} in {parts}{blocks}"
 
 
-def _why_split(state: fx.Node, placement: Split, users: list[fx.Node], layout: Layout) -> str:
-    reasons = dict.fromkeys(_role(state, user, layout.choices[user]) for user in users)
+def _why_split(state: fx.Node, users: list[fx.Node], layout: Layout) -> str:
+    reasons = dict.fromkeys(_role(state, user, layout.choices[user]) for user in users)  # each once, in order
     return "; ".join(reasons)
 
 
@@ -103,14 +121,15 @@ def _role(state: fx.Node, user: fx.Node, choice: Choice) -> str:
 
 def _why_whole(state: fx.Node, users: list[fx.Node], layout: Layout, parts: int) -> str:
     shape = shape_of(state)
-    if not any(layout.choices[user].is_split for user in users):
-        if not users:
-            return "nothing reads it"
-        if any(spec_of(user) is None for user in users):
-            return f"{next(str(user.target) for user in users if spec_of(user) is None)} has no rule: it runs whole"
-        if len(shape) > 1 and all(size % parts for size in shape):
-            return f"none of its sizes divides by {parts}, and uneven pieces save less than they send"
-        return "its input and output are whole here"
-    if len(shape) <= 1:
-        return "added or applied to whole values"
-    return "splitting it would send more than it saves"
+    if any(layout.choices[user].is_split for user in users):
+        if len(shape) <= 1:
+            return "added or applied to whole values"
+        return "splitting it would send more than it saves"
+    if not users:
+        return "nothing reads it"
+    unknown = _first_without_rule(users)
+    if unknown is not None:
+        return f"{unknown.target} has no rule: it runs whole"
+    if len(shape) > 1 and all(size % parts for size in shape):
+        return f"none of its sizes divides by {parts}, and uneven pieces save less than they send"
+    return "its input and output are whole here"

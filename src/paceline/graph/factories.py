@@ -1,4 +1,4 @@
-"""Put right a graph in which the result of a factory function (`arange`, `zeros`) was lost track of.
+"""Repair a graph in which the tracer lost track of the result of a factory function (`arange`, `zeros`).
 
 torch hands on the very tensor that a factory's kernel made only if nobody else refers to it; else it hands on a copy
 that shares its memory (`make_variable` in torch/csrc/autograd/variable.h), and a copy is no value that the tracer
@@ -22,20 +22,19 @@ def rejoin_copies(traced: fx.GraphModule) -> None:
         value = node.meta.get("val")
         if node.op == "call_function" and not node.all_input_nodes and isinstance(value, torch.Tensor):
             factories[_memory_of(value)] = node
+        factory = None
         if node.target is torch.ops.aten.detach.default and node.args[0] in factories.values():
-            node.replace_all_uses_with(node.args[0])  # the copy, where a mode below the tracer sees it made
-            traced.graph.erase_node(node)
-            continue
-        if node.op != "get_attr":
-            continue
-        constant = getattr(traced, str(node.target))
-        made_by = factories.get(_memory_of(constant)) if isinstance(constant, FakeTensor) else None
-        if made_by is not None:
-            node.replace_all_uses_with(made_by)
+            factory = node.args[0]  # the copy, where a mode below the tracer sees it made
+        elif node.op == "get_attr":
+            constant = getattr(traced, str(node.target))
+            if isinstance(constant, FakeTensor):
+                factory = factories.get(_memory_of(constant))
+        if factory is not None:
+            node.replace_all_uses_with(factory)
             traced.graph.erase_node(node)
 
 
 def _memory_of(value: torch.Tensor) -> tuple[Any, ...]:
-    """Which memory a tensor shows, and how."""
+    """Return what tells which memory a tensor shows, and how."""
     storage = value.untyped_storage()._cdata
     return storage, value.dtype, tuple(value.shape), value.stride(), value.storage_offset()

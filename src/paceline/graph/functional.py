@@ -11,48 +11,56 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from paceline.graph.labels import node_order
 from paceline.graph.writes import memories_of, running_statistics, states_written, storage_of, written_inputs
 from paceline.nouns.errors import WorkloadError
 
 
 def make_functional(graph: fx.Graph) -> None:
     """Replace every in-place operation whose input nothing else shares, and that nobody sees after the graph."""
-    order = {node: index for index, node in enumerate(graph.nodes)}
+    order = node_order(graph)
     outside = {storage_of(node) for node in graph.nodes if node.op in ("placeholder", "get_attr")}
     for node in list(graph.nodes):
         written = _only_written_input(node)
         if written is None or written.op == "get_attr" or storage_of(written) in outside:
             continue
         ordinary = _ordinary(node)
-        shared = storage_of(written)
-        others = [
-            other
-            for other in order
-            if other is not written and other is not node and storage_of(other) == shared and shared is not None
-        ]
-        if ordinary is None or any(_used_after(other, order[node], order) for other in others):
-            continue
-        if any(order[other] < order[node] and other in node.all_input_nodes for other in others):
+        if ordinary is None or _is_shared(node, written, order):
             continue
         node.target = ordinary
         written.replace_all_uses_with(node, delete_user_cb=lambda user, at=order[node]: order[user] > at)  # type: ignore[misc]
 
 
+def _is_shared(node: fx.Node, written: fx.Node, order: dict[fx.Node, int]) -> bool:
+    """True if a view of what `node` writes into is read after it, or by it."""
+    shared = storage_of(written)
+    if shared is None:
+        return False
+    for other in order:
+        if other is written or other is node or storage_of(other) != shared:
+            continue
+        if _used_after(other, order[node], order):
+            return True
+        if order[other] < order[node] and other in node.all_input_nodes:
+            return True
+    return False
+
+
 def drop_empty_parts(graph: fx.Graph) -> None:
-    """A concatenation with nothing (an empty key and value cache) is its other part."""
+    """Replace a concatenation with nothing (an empty key and value cache) by its other part."""
     for node in list(graph.nodes):
         if node.target is not torch.ops.aten.cat.default:
             continue
-        parts = [part for part in node.args[0] if tuple(part.meta["val"].shape) != (0,)]
-        if len(parts) == 1:
-            node.replace_all_uses_with(parts[0])
+        filled = [part for part in node.args[0] if tuple(part.meta["val"].shape) != (0,)]
+        if len(filled) == 1:
+            node.replace_all_uses_with(filled[0])
             graph.erase_node(node)
-        elif parts and len(parts) < len(node.args[0]):
-            node.args = (parts, *node.args[1:])
+        elif filled and len(filled) < len(node.args[0]):
+            node.args = (filled, *node.args[1:])
 
 
 def drop_unread(graph: fx.Graph) -> None:
-    """Take out what nothing reads and what writes nowhere."""
+    """Take out what nothing reads and what writes nowhere; a norm's schema does not say that it writes."""
     graph.eliminate_dead_code(lambda node: node.is_impure() or bool(running_statistics(node)))
 
 
@@ -62,20 +70,21 @@ def copy_inputs_that_are_written(graph: fx.Graph, inputs: list[fx.Node]) -> list
     Returns:
         The copies.
     """
-    written = {storage_of(source) for node in graph.nodes for source in written_inputs(node)}
-    made = []
+    written = _memory_written(graph)
+    copies = []
     for node in inputs:
         if storage_of(node) not in written:
             continue
         value = node.meta["val"]
-        with graph.inserting_before(next(one for one in graph.nodes if one.op != "placeholder")):
+        first_operation = next(node for node in graph.nodes if node.op != "placeholder")
+        with graph.inserting_before(first_operation):
             copied = graph.call_function(torch.ops.aten.clone.default, (node,))
         node.replace_all_uses_with(copied, delete_user_cb=lambda user, copied=copied: user is not copied)  # type: ignore[misc]
         copied.meta["val"] = value
-        with value.fake_mode:
+        with value.fake_mode:  # memory of its own, which nothing writes into
             node.meta["val"] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-        made.append(copied)
-    return made
+        copies.append(copied)
+    return copies
 
 
 def copy_states_that_are_read(graph: fx.Graph, states: dict[str, fx.Node]) -> dict[fx.Node, fx.Node]:
@@ -84,53 +93,82 @@ def copy_states_that_are_read(graph: fx.Graph, states: dict[str, fx.Node]) -> di
     Autograd may keep what they read, or another stage may receive it, until the next micro-batch writes again.
 
     Returns:
-        Of each copy, the operation that it was made for.
+        For each copy, the operation that it was made for.
     """
-    names = {storage_of(states[name]) for found in states_written(graph, states).values() for name in found}
-    order = {node: index for index, node in enumerate(graph.nodes)}
-    last = {shared: _last_write(shared, order) for shared in names}
+    written = _written_state_memory(graph, states)
+    order = node_order(graph)
+    last_write = {shared: _last_write(shared, order) for shared in written}
+    sources = [node for node in order if storage_of(node) in written]
     copies: dict[tuple[fx.Node, bool], fx.Node] = {}
-    made = {}
-    for source in [node for node in order if storage_of(node) in names]:
+    made_for = {}
+    for source in sources:
         shared = storage_of(source)
+        last = last_write[shared]
         for user in list(source.users):
             if shared in memories_of(user) | _written_by(user):
                 continue
-            is_final = order[user] > order[last[shared]]
+            # All that read after the last write read the same: one copy does for them.
+            is_final = order[user] > order[last]
             if not is_final or (source, True) not in copies:
-                at = last[shared] if is_final else None
-                at = source if is_final and order[source] > order[last[shared]] else at
-                with graph.inserting_after(at) if at is not None else graph.inserting_before(user):
+                if not is_final:
+                    place = graph.inserting_before(user)
+                elif order[source] > order[last]:  # a view that is made after the last write
+                    place = graph.inserting_after(source)
+                else:
+                    place = graph.inserting_after(last)
+                with place:
                     copied = graph.call_function(torch.ops.aten.clone.default, (source,))
                 copied.meta["val"] = torch.empty_like(source.meta["val"])
                 copies[source, is_final] = copied
-                made[copied] = user
+                made_for[copied] = user
             user.replace_input_with(source, copies[source, is_final])
-    return made
+    return made_for
 
 
 def written_groups(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Nodes that share memory which some node writes into, with the number of the memory."""
-    written = {storage_of(source) for node in graph.nodes for source in written_inputs(node)}
-    return {node: shared for node in graph.nodes for shared in memories_of(node) if shared in written}
+    """Return the nodes that share memory which some node writes into, with the number of the memory."""
+    written = _memory_written(graph)
+    groups = {}
+    for node in graph.nodes:
+        for shared in memories_of(node):
+            if shared in written:
+                groups[node] = shared
+    return groups
 
 
 def state_groups(graph: fx.Graph, states: dict[str, fx.Node]) -> dict[fx.Node, set[int]]:
-    """Of every operation that reads or writes a state that is written, or a view of it, the memory it touches."""
-    names = [name for found in states_written(graph, states).values() for name in found]
-    written = {storage_of(states[name]) for name in names}
-    found = {}
+    """Return the memory of written states that each operation touches: reads or writes, through views too."""
+    written = _written_state_memory(graph, states)
+    groups = {}
     for node in graph.nodes:
+        if node.op != "call_function":
+            continue
         touched = memories_of(node).union(*(memories_of(source) for source in node.all_input_nodes))
-        if node.op == "call_function" and touched & written:
-            found[node] = touched & written
-    return found
+        if touched & written:
+            groups[node] = touched & written
+    return groups
 
 
 def written_states(graph: fx.Graph, states: dict[str, fx.Node]) -> list[str]:
-    """Names of the states that the graph writes into, a norm's running statistics apart."""
-    written = {storage_of(source) for node in graph.nodes for source in written_inputs(node)}
+    """Return the names of the states that the graph writes into, a norm's running statistics apart."""
+    written = _memory_written(graph)
     return [name for name, node in states.items() if storage_of(node) in written]
+
+
+def _memory_written(graph: fx.Graph) -> set[int | None]:
+    """Return the memory that operations say they write into; a norm's running statistics are not among it."""
+    written: set[int | None] = set()
+    for node in graph.nodes:
+        written.update(storage_of(source) for source in written_inputs(node))
+    return written
+
+
+def _written_state_memory(graph: fx.Graph, states: dict[str, fx.Node]) -> set[int | None]:
+    """Return the memory of the states that any operation writes into, a norm's running statistics too."""
+    written: set[int | None] = set()
+    for names in states_written(graph, states).values():
+        written.update(storage_of(states[name]) for name in names)
+    return written
 
 
 def check_states_unwritten(graph: fx.Graph, states: dict[str, fx.Node], trained: set[str]) -> None:
@@ -158,15 +196,19 @@ def _only_written_input(node: fx.Node) -> fx.Node | None:
 
 
 def _ordinary(node: fx.Node) -> torch._ops.OpOverload | None:
+    """Return the operation that computes what an in-place one writes: `relu` for `relu_`."""
     target = node.target
     assert isinstance(target, torch._ops.OpOverload)
     space, _, name = target._schema.name.partition("::")
     if not name.endswith("_") or name.endswith("__"):
         return None
     packet = getattr(getattr(torch.ops, space), name[:-1], None)
-    overload = getattr(packet, target._overloadname, None) if packet is not None else None
+    if packet is None:
+        return None
+    overload = getattr(packet, target._overloadname, None)
     return overload if isinstance(overload, torch._ops.OpOverload) else None
 
 
-def _used_after(node: fx.Node, at: int, order: dict[fx.Node, int]) -> bool:
-    return any(order.get(user, at + 1) > at for user in node.users)
+def _used_after(node: fx.Node, index: int, order: dict[fx.Node, int]) -> bool:
+    """True if a node after `index` reads this one; nodes that were added since have no place and count as later."""
+    return any(order.get(user, index + 1) > index for user in node.users)

@@ -1,8 +1,8 @@
-"""What a model's code keeps in Python from one batch to the next, which its graph would not keep.
+"""Python values that a model's code carries from one batch to the next, which its graph would not carry.
 
 A graph repeats tensor operations. A counter (`self.steps += 1`), a list that grows, a value kept from the first
-batch: all of that happens while the code is traced, once, and never again. `KeptValues` compares the attributes of
-every module that the code touches, and the variables of the loss function, before and after; what the code reads
+batch: all of that happens while the code is traced, once, and never again. `PythonStateWatch` compares the attributes
+of every module that the code touches, and the variables of the loss function, before and after; what the code reads
 and then changes is suspected. Afterwards everything is as it was before, so that no fake tensor stays behind.
 
 An attribute set to 0 and added to, or a list cleared and filled, begins anew with each batch. So a suspicion is tried:
@@ -18,7 +18,7 @@ import functools
 import numbers
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +28,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from paceline.nouns.errors import WorkloadError
 
-_SLOTS = ("_parameters", "_buffers", "_modules")
+_SLOTS = ("_parameters", "_buffers", "_modules")  # what the graph and the checks of buffers see already
 _PLAIN = (bool, int, float, complex, str, bytes, tuple, type(None), torch.Size, torch.dtype, torch.device)
 _MISSING = object()
 _DEPTH = 2  # of containers in containers
@@ -38,10 +38,10 @@ _FAR = 1_000_003  # added to a number: no size or count of a batch comes near
 
 @dataclass(slots=True)
 class _Snapshot:
-    """A value, and what it held; None where that was not looked at."""
+    """A value, and the items of the container or object that it is; None where they were not looked at."""
 
     value: Any
-    held: dict[Any, _Snapshot] | None
+    items: dict[Any, _Snapshot] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,21 +62,26 @@ class _Suspect:
 
 
 @dataclass(frozen=True, slots=True)
-class Beginning:
-    """What a call begins with: what the first one left in its suspects; with `is_moved`, other plain values."""
+class InitialState:
+    """The Python state that a call starts with.
+
+    Attributes:
+        suspects: of the first call; what it left in them is put there.
+        is_moved: put other plain values there instead.
+    """
 
     suspects: list[_Suspect]
     is_moved: bool
 
 
-class KeptValues:
-    """The Python values that one call of a function may change.
+class PythonStateWatch:
+    """A watch over the Python values that one call of a function may change.
 
     Args:
         model: whose modules are named in errors; other modules are watched too once they are touched.
         function: its closure, and the global variables that it names, are watched.
         depends: whether a tensor depends on the batch, a parameter or a buffer.
-        begins: of a call before, with whose suspects' last values this one begins; None: with those that are there.
+        initial: the suspects of an earlier call, to start with what it left in them; None: with what is there.
 
     Attributes:
         suspects: what may reach the next call.
@@ -88,10 +93,10 @@ class KeptValues:
         model: torch.nn.Module,
         function: Callable[..., Any],
         depends: Callable[[torch.Tensor], bool],
-        begins: Beginning | None = None,
+        initial: InitialState | None = None,
     ) -> None:
-        self.earlier: list[_Suspect] = [] if begins is None else begins.suspects
-        self.is_moved = begins is not None and begins.is_moved
+        self.earlier: list[_Suspect] = [] if initial is None else initial.suspects
+        self.is_moved = initial is not None and initial.is_moved
         self.suspects: list[_Suspect] = []
         self.leaves_the_same = False
         self.names = {id(module): name for name, module in model.named_modules()}
@@ -100,7 +105,7 @@ class KeptValues:
         self.reads: dict[int, set[str]] = {}
         mode = get_proxy_mode()
         # The tracer's own module, which holds constants.
-        self.recorder = getattr(mode.tracer, "root", None) if mode is not None else None
+        self.recorder = None if mode is None else getattr(mode.tracer, "root", None)
         self.variables = list(_variables(function, set()))
 
     @contextmanager
@@ -114,26 +119,29 @@ class KeptValues:
             _put(suspect, suspect.after)
             if self.is_moved:
                 _move(suspect)
-        before = [(name, holder, key, _snapshot(_get(holder, key))) for name, holder, key in self.variables]
-        looked_up = torch.nn.Module.__getattribute__
-        torch.nn.Module.__getattribute__ = self._looking_up(looked_up)  # type: ignore[method-assign, assignment]
-        found = None
+        before = []
+        for name, holder, key in self.variables:
+            before.append((name, holder, key, _snapshot(_get(holder, key))))
+        original = torch.nn.Module.__getattribute__
+        # On the class, where Python looks special methods up; Module has none of its own, so `del` restores object's.
+        torch.nn.Module.__getattribute__ = self._watched_lookup(original)  # type: ignore[method-assign, assignment]
+        replaced_buffer = None
         try:
             yield
             self.suspects = list(self._find_suspects(before))
             self.leaves_the_same = self._leaves_the_same()
-            found = self._other_buffer()
+            replaced_buffer = self._find_replaced_buffer()
         finally:
             del torch.nn.Module.__getattribute__  # type: ignore[misc]
             self._put_back(before)
             for suspect in self.earlier:
                 _put(suspect, suspect.before)
-        if found is not None:
-            raise self.suspicion or found
+        if replaced_buffer is not None:
+            raise self.suspicion or replaced_buffer
 
     @property
     def suspicion(self) -> WorkloadError | None:
-        """The refusal of the first suspect."""
+        """Return the error of the first suspect."""
         if not self.suspects:
             return None
         return WorkloadError(
@@ -144,113 +152,157 @@ class KeptValues:
             "in the training loop, or train it by replicate or shard",
         )
 
-    def _looking_up(self, looked_up: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
-        modules, reads, recorder = self.modules, self.reads, self.recorder
+    def _watched_lookup(self, original: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
+        """Return a `__getattribute__` for modules that notes what is read before it is written."""
+        modules = self.modules
+        reads = self.reads
+        recorder = self.recorder
 
         def look_up(module: torch.nn.Module, key: str) -> Any:
             if key[:2] == "__" or key in _SLOTS or module is recorder:
-                return looked_up(module, key)
-            values = looked_up(module, "__dict__")
-            if id(module) not in modules:
+                return original(module, key)
+            values = original(module, "__dict__")
+            if id(module) not in modules:  # the first touch: it is as the call found it
                 modules[id(module)] = (module, {name: _snapshot(value) for name, value in values.items()})
                 reads[id(module)] = set()
-            known = modules[id(module)][1].get(key)
-            if values.get(key, _MISSING) is (known.value if known is not None else _MISSING):
+            snapshot = modules[id(module)][1].get(key)
+            initial_value = _MISSING if snapshot is None else snapshot.value
+            if values.get(key, _MISSING) is initial_value:
                 reads[id(module)].add(key)  # it sees what an earlier batch left
-            return looked_up(module, key)
+            return original(module, key)
 
         return look_up
 
     def _find_suspects(self, before: list[tuple[str, Any, Any, _Snapshot]]) -> Iterator[_Suspect]:
-        for name, holder, key, known in before:
+        """Yield what the code read and changed: variables first, then attributes of modules."""
+        for name, holder, key, snapshot in before:
             now = _get(holder, key)
-            if self._is_changed(known, now, True):
-                yield _Suspect(f"the variable {name}", holder, key, known, _snapshot(now))
-        for number, (module, known_values) in self.modules.items():
+            if self._is_changed(snapshot, now, True):
+                yield _Suspect(f"the variable {name}", holder, key, snapshot, _snapshot(now))
+        for number, (module, snapshots) in self.modules.items():
             if type(module).__module__.startswith("torch."):
                 continue
-            where, values = self.names.get(number, type(module).__name__), vars(module)
-            for key in [*known_values, *(key for key in values if key not in known_values)]:
+            path = self.names.get(number, type(module).__name__)
+            values = vars(module)
+            for key in _keys_of_both(snapshots, values):
                 if key in _SLOTS or key.startswith("_flat_weight"):  # of recurrent modules: their weights in a list
                     continue
-                start, now = known_values.get(key), values.get(key, _MISSING)
+                start = snapshots.get(key)
+                now = values.get(key, _MISSING)
                 if self._is_changed(start, now, key in self.reads[number]):
-                    what = ".".join(part for part in (where, key) if part)
-                    yield _Suspect(what, values, key, start or _snapshot(_MISSING), _snapshot(now))
+                    yield _Suspect(_joined(path, key), values, key, start or _snapshot(_MISSING), _snapshot(now))
 
     def _leaves_the_same(self) -> bool:
+        """True if this call changed nothing but the earlier call's suspects, and left them alike."""
         earlier = {(id(suspect.holder), suspect.key) for suspect in self.earlier}
-        return all((id(suspect.holder), suspect.key) in earlier for suspect in self.suspects) and all(
-            _are_alike(suspect.after, _snapshot(_get(suspect.holder, suspect.key))) for suspect in self.earlier
-        )
+        for suspect in self.suspects:
+            if (id(suspect.holder), suspect.key) not in earlier:
+                return False
+        for suspect in self.earlier:
+            now = _snapshot(_get(suspect.holder, suspect.key))
+            if not _are_alike(suspect.after, now):
+                return False
+        return True
 
-    def _other_buffer(self) -> WorkloadError | None:
-        for number, (module, known_values) in self.modules.items():
-            where = self.names.get(number, type(module).__name__)
-            replaced = _replaced(module, known_values)
-            if replaced is not None:
+    def _find_replaced_buffer(self) -> WorkloadError | None:
+        """Return the error of the first module in which another tensor stands for a parameter or buffer."""
+        for number, (module, snapshots) in self.modules.items():
+            key = _replaced(module, snapshots)
+            if key is not None:
+                path = self.names.get(number, type(module).__name__)
                 return WorkloadError(
-                    "the model should write its buffers in place",
-                    f"its forward puts another tensor in the place of {'.'.join(p for p in (where, replaced) if p)}",
-                    f"write self.{replaced}.copy_(...) instead of assigning it",
+                    "a model that writes its buffers in place",
+                    f"its forward puts another tensor in the place of {_joined(path, key)}",
+                    f"write self.{key}.copy_(...) instead of assigning it",
                 )
         return None
 
-    def _is_changed(self, known: _Snapshot | None, now: Any, is_read: bool) -> bool:
-        """Whether a value that was read is another one now, by more than a constant kept for later."""
-        if known is None or now is not known.value:
-            before = _MISSING if known is None else known.value
+    def _is_changed(self, snapshot: _Snapshot | None, now: Any, is_read: bool) -> bool:
+        """True if a value that was read is another one now, by more than a constant kept for later."""
+        if snapshot is None or now is not snapshot.value:
+            if not is_read:
+                return False
             if isinstance(now, torch.Tensor):
-                return is_read and self.depends(now)
-            return is_read and not _are_equal(before, now)
-        if known.held is None:
+                return self.depends(now)
+            return not _are_equal(_MISSING if snapshot is None else snapshot.value, now)
+        if snapshot.items is None:
             return False
-        held = _children(now)
-        is_longer = held.keys() != known.held.keys()
-        if isinstance(now, dict):  # a new key: a value for later in the same batch, or a constant kept
-            is_longer = not held.keys() >= known.held.keys()
-        elif is_longer and isinstance(now, list | collections.deque):
-            is_longer = any(_is_a_value(one) for key, one in held.items() if key not in known.held) or len(held) < len(
-                known.held
-            )
-        return is_longer or any(
-            self._is_changed(one, held[key], True) for key, one in known.held.items() if key in held
-        )
+        items = _children(now)
+        if _has_other_keys(now, items, snapshot.items):
+            return True
+        common = [key for key in snapshot.items if key in items]
+        return any(self._is_changed(snapshot.items[key], items[key], True) for key in common)
 
     def _put_back(self, before: list[tuple[str, Any, Any, _Snapshot]]) -> None:
-        for _, holder, key, known in before:
-            _restore(known)
-            if _get(holder, key) is not known.value:
-                _set(holder, key, known.value)
-        for module, known_values in self.modules.values():
+        """Give variables and attributes of modules the values that they had before the call."""
+        for _, holder, key, snapshot in before:
+            _restore(snapshot)
+            if _get(holder, key) is not snapshot.value:
+                _set(holder, key, snapshot.value)
+        for module, snapshots in self.modules.values():
             values = vars(module)
-            for key in [key for key in values if key not in known_values]:
+            new_keys = [key for key in values if key not in snapshots]
+            for key in new_keys:
                 del values[key]
-            for key, known in known_values.items():
-                _restore(known)
-                values[key] = known.value
+            for key, snapshot in snapshots.items():
+                _restore(snapshot)
+                values[key] = snapshot.value
 
 
-def _replaced(module: torch.nn.Module, known: dict[str, _Snapshot]) -> str | None:
-    """The name of a parameter or buffer that is another tensor now."""
+def _keys_of_both(before: Mapping[Any, Any], now: Mapping[Any, Any]) -> list[Any]:
+    """Return the keys of two mappings, the earlier one's first."""
+    new_keys = [key for key in now if key not in before]
+    return [*before, *new_keys]
+
+
+def _joined(path: str, key: str) -> str:
+    """Return the dotted name of a module's attribute; the outermost module's path is empty."""
+    return f"{path}.{key}" if path else key
+
+
+def _has_other_keys(now: Any, items: dict[Any, Any], before: dict[Any, _Snapshot]) -> bool:
+    """True if a container lost items, or won some that a later batch could compute with.
+
+    Args:
+        now: the container.
+        items: what is in it now.
+        before: what was in it.
+    """
+    if isinstance(now, dict):  # a new key: a value for later in the same batch, or a constant kept
+        return not items.keys() >= before.keys()
+    if items.keys() == before.keys():
+        return False
+    if isinstance(now, list | collections.deque):
+        new_items = [item for key, item in items.items() if key not in before]
+        return any(map(_is_a_value, new_items)) or len(items) < len(before)
+    return True
+
+
+def _replaced(module: torch.nn.Module, snapshots: dict[str, _Snapshot]) -> str | None:
+    """Return the name of the first parameter or buffer that is another tensor now."""
     for slot in ("_parameters", "_buffers"):
-        if slot not in known:
+        if slot not in snapshots:
             continue
-        now, held = vars(module)[slot], known[slot].held or {}
-        for key in [*held, *(key for key in now if key not in held)]:
-            before = held[key].value if key in held else _MISSING
-            if now.get(key, _MISSING) is not before:
+        now = vars(module)[slot]
+        before = snapshots[slot].items or {}
+        for key in _keys_of_both(before, now):
+            tensor_before = before[key].value if key in before else _MISSING
+            if now.get(key, _MISSING) is not tensor_before:
                 return str(key)
     return None
 
 
-def _variables(function: Any, seen: set[int]) -> Iterator[tuple[str, Any, Any]]:
-    """Name, holder and key of what a function can change: its closure, its object's values, globals that it names."""
-    if id(function) in seen or len(seen) > _MOST:
+def _variables(function: Any, visited: set[int]) -> Iterator[tuple[str, Any, Any]]:
+    """Yield name, holder and key of what a function can change.
+
+    These are its closure, the attributes of its object, the globals that it names, and those of the person's
+    functions among them.
+    """
+    if id(function) in visited or len(visited) > _MOST:
         return
-    seen.add(id(function))
+    visited.add(id(function))
     if isinstance(function, functools.partial):
-        yield from _variables(function.func, seen)
+        yield from _variables(function.func, visited)
         return
     if isinstance(function, types.MethodType):
         yield from _attributes(function.__self__)
@@ -259,20 +311,29 @@ def _variables(function: Any, seen: set[int]) -> Iterator[tuple[str, Any, Any]]:
         if not isinstance(function, type | types.BuiltinFunctionType):
             yield from _attributes(function)
         return
-    code = function.__code__
-    holders: list[tuple[str, Any, Any]] = []
-    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        holders.append((name, cell, None))
-    holders += [(name, function.__globals__, name) for name in code.co_names if name in function.__globals__]
-    for name, holder, key in holders:
+    for name, holder, key in _named_variables(function):
         value = _get(holder, key)
         if isinstance(value, types.FunctionType) and _is_user_code(value.__module__):
-            yield from _variables(value, seen)
+            yield from _variables(value, visited)
         elif _is_watched(value):
             yield name, holder, key
 
 
+def _named_variables(function: types.FunctionType) -> list[tuple[str, Any, Any]]:
+    """Return name, holder and key of the variables of a function's closure and of the globals that it names."""
+    code = function.__code__
+    cells = function.__closure__ or ()
+    variables: list[tuple[str, Any, Any]] = []
+    for name, cell in zip(code.co_freevars, cells, strict=True):
+        variables.append((name, cell, None))
+    for name in code.co_names:  # globals and attributes alike
+        if name in function.__globals__:
+            variables.append((name, function.__globals__, name))
+    return variables
+
+
 def _attributes(value: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yield name, holder and key of each attribute of an object of the person's own class."""
     if isinstance(value, torch.nn.Module) or not _is_user_code(type(value).__module__):
         return  # modules are watched as they are touched
     for key in getattr(value, "__dict__", {}):
@@ -289,11 +350,13 @@ def _is_watched(value: Any) -> bool:
 
 @functools.cache
 def _is_user_code(module: str) -> bool:
-    """Whether a Python module is neither of the standard library nor installed."""
+    """True if a Python module is neither of the standard library nor installed."""
     if module == "__main__":
         return True
     file = getattr(sys.modules.get(module), "__file__", None) or ""
-    return bool(file) and "site-packages" not in file and module.partition(".")[0] not in sys.stdlib_module_names
+    if not file or "site-packages" in file:
+        return False
+    return module.partition(".")[0] not in sys.stdlib_module_names
 
 
 def _get(holder: Any, key: Any) -> Any:
@@ -316,14 +379,14 @@ def _set(holder: Any, key: Any, value: Any) -> None:
 
 
 def _snapshot(value: Any, depth: int = _DEPTH) -> _Snapshot:
-    held = _children(value)
-    if not depth or len(held) > _MOST:
+    items = _children(value)
+    if not depth or len(items) > _MOST:
         return _Snapshot(value, None)
-    return _Snapshot(value, {key: _snapshot(one, depth - 1) for key, one in held.items()})
+    return _Snapshot(value, {key: _snapshot(item, depth - 1) for key, item in items.items()})
 
 
 def _children(value: Any) -> dict[Any, Any]:
-    """What a container holds, or an object of the person's own."""
+    """Return the items of a container, or the attributes of an object of the person's own class, by key."""
     if not _is_looked_into(value):
         return {}
     if isinstance(value, dict):
@@ -331,7 +394,7 @@ def _children(value: Any) -> dict[Any, Any]:
     if isinstance(value, list | collections.deque):
         return dict(enumerate(value))
     if isinstance(value, set):
-        return {one: one for one in value}
+        return {item: item for item in value}
     return dict(getattr(value, "__dict__", {}))
 
 
@@ -343,9 +406,9 @@ def _is_looked_into(value: Any) -> bool:
     return _is_user_code(type(value).__module__)
 
 
-def _put(suspect: _Suspect, known: _Snapshot) -> None:
-    _set(suspect.holder, suspect.key, known.value)
-    _restore(known)
+def _put(suspect: _Suspect, snapshot: _Snapshot) -> None:
+    _set(suspect.holder, suspect.key, snapshot.value)
+    _restore(snapshot)
 
 
 def _move(suspect: _Suspect) -> None:
@@ -354,15 +417,16 @@ def _move(suspect: _Suspect) -> None:
     if _moved(value) is not value:
         _set(suspect.holder, suspect.key, _moved(value))
     elif isinstance(value, list | collections.deque):
-        for index, one in enumerate(value):
-            value[index] = _moved(one)
+        for index, item in enumerate(value):
+            value[index] = _moved(item)
     elif isinstance(value, dict):
-        value.update({key: _moved(one) for key, one in value.items()})
+        value.update({key: _moved(item) for key, item in value.items()})
     elif _is_looked_into(value) and not isinstance(value, set):
-        vars(value).update({key: _moved(one) for key, one in vars(value).items()})
+        vars(value).update({key: _moved(item) for key, item in vars(value).items()})
 
 
 def _moved(value: Any) -> Any:
+    """Return another value of the same type, or the value itself where none is known."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, numbers.Number):
@@ -374,45 +438,72 @@ def _moved(value: Any) -> Any:
     return value
 
 
-def _are_alike(one: _Snapshot, other: _Snapshot) -> bool:
-    """Whether two calls left equal plain values, and tensors of which none is of both."""
-    if isinstance(one.value, torch.Tensor) and isinstance(other.value, torch.Tensor):
-        is_fresh = one.value is not other.value
-        return is_fresh and (one.value.shape, one.value.dtype) == (other.value.shape, other.value.dtype)
-    if not _is_looked_into(one.value):
-        return _are_equal(one.value, other.value)
-    if one.held is None or other.held is None or type(one.value) is not type(other.value):
+def _are_alike(first: _Snapshot, second: _Snapshot) -> bool:
+    """True if two calls left equal plain values, and tensors of which none is of both."""
+    if isinstance(first.value, torch.Tensor) and isinstance(second.value, torch.Tensor):
+        if first.value is second.value:
+            return False
+        return (first.value.shape, first.value.dtype) == (second.value.shape, second.value.dtype)
+    if not _is_looked_into(first.value):
+        return _are_equal(first.value, second.value)
+    if first.items is None or second.items is None or type(first.value) is not type(second.value):
         return False
-    return list(one.held) == list(other.held) and all(map(_are_alike, one.held.values(), other.held.values()))
+    if list(first.items) != list(second.items):
+        return False
+    return all(map(_are_alike, first.items.values(), second.items.values()))
 
 
-def _restore(known: _Snapshot) -> None:
-    if known.held is None:
+def _restore(snapshot: _Snapshot) -> None:
+    """Put back what a container or object held; one that holds the same is left alone."""
+    if snapshot.items is None:
         return
-    value, held = known.value, {key: one.value for key, one in known.held.items()}
-    now = _children(value)
-    if now.keys() != held.keys() or any(now[key] is not one for key, one in held.items()):
-        if isinstance(value, dict):
-            value.clear()
-            value.update(held)
-        elif isinstance(value, list) and any(_is_a_value(one) for one in [*now.values(), *held.values()]):
-            value[:] = list(held.values())
-        elif isinstance(value, collections.deque | set):
-            value.clear()
-            (value.update if isinstance(value, set) else value.extend)(held.values())
-        elif hasattr(value, "__dict__"):
-            vars(value).clear()
-            vars(value).update(held)
-    for one in known.held.values():
-        _restore(one)
+    container = snapshot.value
+    before = {key: item.value for key, item in snapshot.items.items()}
+    if not _holds(container, before):
+        _refill(container, before)
+    for item in snapshot.items.values():
+        _restore(item)
 
 
-def _is_a_value(one: Any) -> bool:
-    """Whether a later batch could compute with it; a kept frame or error is none."""
-    return isinstance(one, (torch.Tensor, *_PLAIN))
+def _holds(container: Any, items: dict[Any, Any]) -> bool:
+    """True if a container holds these very items."""
+    now = _children(container)
+    if now.keys() != items.keys():
+        return False
+    return all(now[key] is items[key] for key in items)
+
+
+def _refill(container: Any, items: dict[Any, Any]) -> None:
+    """Give a container or object these items instead of those that it has."""
+    if isinstance(container, dict):
+        container.clear()
+        container.update(items)
+    elif isinstance(container, list):
+        # A list of no values (frames, errors) may belong to whoever looks on.
+        if any(_is_a_value(item) for item in [*container, *items.values()]):
+            container[:] = list(items.values())
+    elif isinstance(container, set):
+        container.clear()
+        container.update(items.values())
+    elif isinstance(container, collections.deque):
+        container.clear()
+        container.extend(items.values())
+    elif hasattr(container, "__dict__"):
+        vars(container).clear()
+        vars(container).update(items)
+
+
+def _is_a_value(item: Any) -> bool:
+    """True if a later batch could compute with it; a kept frame or error is none."""
+    return isinstance(item, (torch.Tensor, *_PLAIN))
 
 
 def _are_equal(before: Any, now: Any) -> bool:
+    """True if two plain values are equal; others must be the same object."""
     if isinstance(before, tuple) and isinstance(now, tuple):
         return len(before) == len(now) and all(map(_are_equal, before, now))
-    return before is now or (isinstance(before, _PLAIN) and isinstance(now, _PLAIN) and bool(before == now))
+    if before is now:
+        return True
+    if not isinstance(before, _PLAIN) or not isinstance(now, _PLAIN):
+        return False
+    return bool(before == now)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,27 +24,56 @@ class Spec:
 
     @property
     def labels(self) -> list[str]:
-        """All labels, each once, in the order in which they are met."""
-        return list(dict.fromkeys(label for labels in (*self.inputs, self.output) for label in labels if label))
+        """Return all labels, each once, in the order in which they are met."""
+        labels: dict[str, None] = {}
+        for of_tensor in (*self.inputs, self.output):
+            labels.update(dict.fromkeys(filter(None, of_tensor)))
+        return list(labels)
 
 
 def tensor_inputs(node: fx.Node) -> list[fx.Node]:
-    """The node's tensor inputs in the order of its arguments; one that is given twice stands twice."""
-    found: list[fx.Node] = []
+    """Return the node's tensor inputs in the order of its arguments; one that is given twice stands twice."""
+    inputs: list[fx.Node] = []
 
     def note(value: fx.Node) -> fx.Node:
-        found.append(value)
+        inputs.append(value)
         return value
 
     fx.node.map_arg((node.args, node.kwargs), note)
-    return found
+    return inputs
 
 
 def argument(node: fx.Node, place: int, name: str, otherwise: Any = None) -> Any:
-    """An argument of the node, by place or by name."""
+    """Return an argument of the node, by place or by name."""
     return node.args[place] if len(node.args) > place else node.kwargs.get(name, otherwise)
 
 
-def outer_labels(rank: int) -> Labels:
-    """Labels of so many leading dimensions."""
+def node_order(graph: fx.Graph) -> dict[fx.Node, int]:
+    """Return the place of every node in its graph."""
+    return {node: index for index, node in enumerate(graph.nodes)}
+
+
+def outer_labels(rank: int) -> tuple[str, ...]:
+    """Return labels of so many leading dimensions."""
     return tuple(f"b{index}" for index in range(rank))
+
+
+def unless_broadcast(names: Sequence[str], shape: Sequence[int]) -> Labels:
+    """Return the names of a tensor's dimensions, None for those of size 1, which are broadcast and never split."""
+    labels: list[Label] = []
+    for name, size in zip(names, shape, strict=True):
+        labels.append(None if size == 1 else name)
+    return tuple(labels)
+
+
+def unlabelled(rank: int) -> Labels:
+    """Return the labels of so many dimensions that must be whole."""
+    return (None,) * rank
+
+
+def labels_without(dims: Collection[int], rank: int) -> Labels:
+    """Return labels of so many dimensions, of which those in `dims` must be whole."""
+    labels: list[Label] = [f"d{dim}" for dim in range(rank)]
+    for dim in dims:
+        labels[dim] = None
+    return tuple(labels)

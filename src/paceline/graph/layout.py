@@ -18,7 +18,7 @@ from torch import fx
 
 from paceline.graph.capture import Captured
 from paceline.graph.functional import written_groups
-from paceline.graph.labels import tensor_inputs
+from paceline.graph.labels import node_order, tensor_inputs
 from paceline.graph.placement import Placement
 from paceline.graph.reshape_rules import blocks_asked_for
 from paceline.graph.sharding_strategies import OPERATIONS_PER_BYTE, Choice, Options, choices, exchanged, size_bytes
@@ -27,13 +27,15 @@ from paceline.graph.writes import running_statistics
 BEAM = 48  # partial layouts kept at a node; 8 gives the same layouts for the models of the tests
 
 State = dict[fx.Node, Any]  # how live values are placed: Split, a tuple of placements, or _WHOLE for a decided weight
-_WHOLE = "whole"
+_WHOLE = "whole"  # a weight without an entry is undecided
+# Times the cost of an exchange in a narrower dtype than the weights'. transformers' RMS norms compute in float32 even
+# in a float64 model, and a float32 sum that is taken in another order differs by 1e-8.
 _NARROWER = 1000.0
 
 
 @dataclass(slots=True)
 class Layout:
-    """What was decided: a choice per operation, a placement per state."""
+    """A choice per operation, a placement per state, and what they cost."""
 
     choices: dict[fx.Node, Choice]
     placements: dict[str, Placement]
@@ -41,29 +43,39 @@ class Layout:
 
 
 @dataclass(slots=True)
-class _Path:
+class _PartialLayout:
+    """A layout of the graph up to one node.
+
+    Attributes:
+        cost: so far.
+        placements: how values that are still needed lie.
+        paid: conversions that exist already: the value, and what it was converted to.
+        before: the layout up to the node before.
+        choice, node: the last choice, and whose it is.
+        states: placements of states that this choice decided.
+    """
+
     cost: float
     placements: State
-    paid: frozenset[tuple[fx.Node, Any]]  # conversions that exist already
-    before: _Path | None
+    paid: frozenset[tuple[fx.Node, Any]]
+    before: _PartialLayout | None
     choice: Choice | None
     node: fx.Node | None
-    states: dict[fx.Node, Placement]  # states decided by this choice
+    states: dict[fx.Node, Placement]
 
 
 def gradients_of(captured: Captured) -> set[fx.Node]:
-    """Nodes through which a gradient flows back, as autograd has it when the graph runs."""
+    """Return the nodes through which a gradient flows back, as autograd has it when the graph runs."""
     return {node for node in captured.graph.nodes if node.meta["flows"]}
 
 
 def options_of(captured: Captured, parts: int, is_sequence_split: bool = False) -> Options:
-    """What is known of the whole graph."""
-    whole = _must_stay_whole(captured)
-    parameters = {
-        node: name
-        for name, node in captured.states.items()
-        if node.meta["val"].is_floating_point() and node not in whole
-    }
+    """Return what the choices at every node depend on and what is the same for all of them."""
+    unsplit = _must_stay_whole(captured)
+    parameters = {}
+    for name, node in captured.states.items():
+        if node.meta["val"].is_floating_point() and node not in unsplit:
+            parameters[node] = name
     return Options(
         parts,
         blocks_asked_for(captured.graph),
@@ -78,7 +90,7 @@ def options_of(captured: Captured, parts: int, is_sequence_split: bool = False) 
 def choose_layout(
     captured: Captured, parts: int, decided: Mapping[str, Placement] | None = None, is_sequence_split: bool = False
 ) -> Layout:
-    """The cheapest layout of the graph over `parts` ranks.
+    """Return the cheapest layout of the graph over `parts` ranks.
 
     Args:
         captured: the graph.
@@ -89,114 +101,166 @@ def choose_layout(
     options = options_of(captured, parts, is_sequence_split)
     last_use = _last_uses(captured.graph)
     start: State = {}
-    for name, placement in (decided or {}).items():
+    decided = decided or {}
+    for name, placement in decided.items():
         if name in captured.states:
             start[captured.states[name]] = _WHOLE if placement is None else placement
-    paths = [_Path(0.0, start, frozenset(), None, None, None, {})]
+    layouts = [_PartialLayout(0.0, start, frozenset(), None, None, None, {})]
     for index, node in enumerate(captured.graph.nodes):
         if node.op == "call_function":
-            paths = _step(paths, node, index, options, last_use)
+            layouts = _step(layouts, node, index, options, last_use)
         elif node.op == "output":
-            paths = [_finish(path, node, options) for path in paths]
-    best = min(paths, key=lambda path: path.cost)
-    return _read_back(best, captured, decided or {})
+            layouts = [_finish(layout, node, options) for layout in layouts]
+    cheapest = min(layouts, key=lambda layout: layout.cost)
+    return _read_back(cheapest, captured, decided)
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, int]:
-    order = {node: index for index, node in enumerate(graph.nodes)}
-    return {node: max((order[user] for user in node.users), default=index) for node, index in order.items()}
+    """Return the index of each node's last user; of a node without users its own."""
+    order = node_order(graph)
+    last_use = {}
+    for node, index in order.items():
+        last_use[node] = max((order[user] for user in node.users), default=index)
+    return last_use
 
 
-def _step(paths: list[_Path], node: fx.Node, index: int, options: Options, last_use: dict[fx.Node, int]) -> list[_Path]:
+def _step(
+    layouts: list[_PartialLayout], node: fx.Node, index: int, options: Options, last_use: dict[fx.Node, int]
+) -> list[_PartialLayout]:
+    """Extend every partial layout by every choice at `node`; return the cheapest of each frontier."""
     if node.target is operator.getitem:
-        return [_pick(path, node, last_use, index) for path in paths]
-    merged: dict[Any, _Path] = {}
+        return [_pick(layout, node, last_use, index) for layout in layouts]
+    cheapest: dict[Any, _PartialLayout] = {}
     inputs = tensor_inputs(node)
-    ending = [source for source in {*inputs} if last_use[source] <= index]
-    for path in paths:
-        placements = [_placement_of(path.placements, source) for source in inputs]
-        fixed = [source not in options.parameters or source in path.placements for source in inputs]
+    ending = {source for source in inputs if last_use[source] <= index}
+    for layout in layouts:
+        placements = [_placement_of(layout.placements, source) for source in inputs]
+        fixed = [_is_decided(source, layout, options) for source in inputs]
         for choice in choices(node, placements, fixed, options):
             if not _may_write(node, inputs, placements, fixed, choice):
                 continue
-            following = _after(path, node, choice, inputs, placements, fixed, options)
+            following = _after(layout, node, choice, inputs, placements, fixed, options)
+            # Nothing reads these values again: how they lie must not keep two layouts apart.
             for source in ending:
                 following.placements.pop(source, None)
-            gone = set(ending)
-            following.paid = frozenset(item for item in following.paid if item[0] not in gone)
+            following.paid = frozenset(item for item in following.paid if item[0] not in ending)
             key = (frozenset(following.placements.items()), following.paid)
-            if key not in merged or following.cost < merged[key].cost:
-                merged[key] = following
-    return sorted(merged.values(), key=lambda path: path.cost)[:BEAM]
+            if key not in cheapest or following.cost < cheapest[key].cost:
+                cheapest[key] = following
+    return sorted(cheapest.values(), key=lambda layout: layout.cost)[:BEAM]
+
+
+def _is_decided(source: fx.Node, layout: _PartialLayout, options: Options) -> bool:
+    """True unless it is a parameter before its first use, whose placement is free."""
+    return source not in options.parameters or source in layout.placements
 
 
 def _must_stay_whole(captured: Captured) -> set[fx.Node]:
-    """States that are written: ranks write them alike. Only a norm's own statistics may be split with its weight."""
+    """Return the states that are written: ranks write them alike.
+
+    Only a norm's own statistics may be split with its weight.
+    """
     grouped = set(written_groups(captured.graph))
-    norms = {source for node in captured.graph.nodes for source in running_statistics(node)}
-    return {node for node in captured.states.values() if node in grouped or (node in norms and len(node.users) > 1)}
+    norm_statistics = set()
+    for node in captured.graph.nodes:
+        norm_statistics.update(running_statistics(node))
+    unsplit = set()
+    for node in captured.states.values():
+        is_read_elsewhere = node in norm_statistics and len(node.users) > 1
+        if node in grouped or is_read_elsewhere:
+            unsplit.add(node)
+    return unsplit
 
 
 def _may_write(
     node: fx.Node, inputs: list[fx.Node], placements: list[Placement], fixed: list[bool], choice: Choice
 ) -> bool:
-    """Whether a norm's statistics are taken as they lie: what is converted first is a copy, and the write is lost."""
+    """True if a norm's statistics are taken as they lie: what is converted first is a copy, and the write is lost."""
     written = running_statistics(node)
-    return all(
-        source not in written or not is_fixed or now == wanted
-        for source, now, is_fixed, wanted in zip(inputs, placements, fixed, choice.inputs, strict=True)
-    )
+    for source, current, is_fixed, wanted in zip(inputs, placements, fixed, choice.inputs, strict=True):
+        is_converted = is_fixed and current != wanted
+        if is_converted and source in written:
+            return False
+    return True
 
 
 def _after(  # noqa: PLR0913
-    path: _Path,
+    layout: _PartialLayout,
     node: fx.Node,
     choice: Choice,
     inputs: list[fx.Node],
     placements: list[Placement],
     fixed: list[bool],
     options: Options,
-) -> _Path:
-    cost, paid, live = path.cost + choice.cost, set(path.paid), dict(path.placements)
+) -> _PartialLayout:
+    """Return the layout that goes on with `choice` at `node`, its conversions paid for."""
+    cost = layout.cost + choice.cost
+    paid = set(layout.paid)
+    live = dict(layout.placements)
     states: dict[fx.Node, Placement] = {}
-    for source, now, is_fixed, wanted in zip(inputs, placements, fixed, choice.inputs, strict=True):
-        if not is_fixed and source not in states:
-            states[source] = wanted
-            live[source] = _WHOLE if wanted is None else wanted
-            # A weight that stays whole is held and updated by every rank.
-            cost += OPERATIONS_PER_BYTE * size_bytes(source) / (options.parts if wanted is not None else 1)
-            now = wanted
-        elif not is_fixed:
-            now = states[source]
-        target = ("whole", choice.is_split) if wanted is None else wanted
-        if (now == wanted and (now is not None or not choice.is_split)) or (source, target) in paid:
+    for source, placement, is_fixed, wanted in zip(inputs, placements, fixed, choice.inputs, strict=True):
+        current = placement
+        if not is_fixed:
+            if source not in states:
+                states[source] = wanted
+                live[source] = _WHOLE if wanted is None else wanted
+                cost += _cost_of_state(source, wanted, options)
+            current = states[source]
+        if current == wanted and (current is not None or not choice.is_split):
             continue
-        price = conversion_cost(source, now, wanted, choice.is_split, source in options.with_gradient)
-        # Sums in a narrower dtype than the weights' would round where one rank does not.
-        cost += price * (_NARROWER if price and _is_narrower(source, options) else 1)
+        # A whole value for ranks that compute different things is another than one for ranks that compute the same.
+        target = ("whole", choice.is_split) if wanted is None else wanted
+        if (source, target) in paid:
+            continue
+        price = conversion_cost(source, current, wanted, choice.is_split, source in options.with_gradient)
+        if price and _is_narrower(source, options):
+            price *= _NARROWER  # sums in a narrower dtype than the weights' would round where one rank does not
+        cost += price
         paid.add((source, target))
-    output = choice.output
-    if output is not None and (not isinstance(output, tuple) or any(placement is not None for placement in output)):
-        live[node] = output
-    return _Path(cost, live, frozenset(paid), path, choice, node, states)
+    if _is_split_output(choice.output):
+        live[node] = choice.output
+    return _PartialLayout(cost, live, frozenset(paid), layout, choice, node, states)
 
 
-def conversion_cost(source: fx.Node, now: Placement, wanted: Placement, for_parts: bool, with_gradient: bool) -> float:
-    """What it costs to make a value lie otherwise, its gradient's way back included."""
+def _cost_of_state(state: fx.Node, placement: Placement, options: Options) -> float:
+    """Return what it costs a rank to hold and update a state; one that stays whole is every rank's."""
+    ranks = 1 if placement is None else options.parts
+    return OPERATIONS_PER_BYTE * size_bytes(state) / ranks
+
+
+def _is_split_output(output: Placement | tuple[Placement, ...]) -> bool:
+    if isinstance(output, tuple):
+        return any(placement is not None for placement in output)
+    return output is not None
+
+
+def conversion_cost(
+    source: fx.Node, current: Placement, wanted: Placement, for_parts: bool, with_gradient: bool
+) -> float:
+    """Return what it costs to change a value's placement, its gradient's way back included.
+
+    Args:
+        source: the value.
+        current: its placement.
+        wanted: the new one.
+        for_parts: whether ranks compute different things from it, so that its gradient comes in parts.
+        with_gradient: whether a gradient flows back.
+    """
     if not isinstance(source.meta.get("val"), torch.Tensor):
         return 0.0
-    back = 1.0 if with_gradient else 0.0
-    if wanted is None:
-        if now is None:
-            return exchanged(size_bytes(source), 2) if for_parts and with_gradient else 0.0
-        back = back if for_parts else 0
-        return exchanged(size_bytes(source), 1 + back, 1 + int(back))
-    if now is None:
-        return exchanged(size_bytes(source), 1) if with_gradient else 0.0
-    return exchanged(size_bytes(source), 1 + back, 1 + int(back))
+    size = size_bytes(source)
+    if current is None:
+        if wanted is None:  # forwards nothing moves; an all-reduce of the gradient's parts
+            return exchanged(size, 2) if for_parts and with_gradient else 0.0
+        return exchanged(size, 1) if with_gradient else 0.0  # each rank keeps its piece; the gradient is gathered
+    times = 1
+    if with_gradient and (wanted is not None or for_parts):
+        times += 1  # the gradient's way back
+    return exchanged(size, times, times)
 
 
 def _is_narrower(source: fx.Node, options: Options) -> bool:
+    """True if a value's floating-point dtype is narrower than the widest parameter's."""
     value = source.meta.get("val")
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
         return False
@@ -208,37 +272,41 @@ def _placement_of(placements: State, node: fx.Node) -> Any:
     return None if placement == _WHOLE else placement
 
 
-def _pick(path: _Path, node: fx.Node, last_use: dict[fx.Node, int], index: int) -> _Path:
+def _pick(layout: _PartialLayout, node: fx.Node, last_use: dict[fx.Node, int], index: int) -> _PartialLayout:
+    """Return the layout that goes on with `node`, which takes one of several outputs."""
     source: Any = node.args[0]
-    placements = path.placements.get(source)
-    placement = placements[node.args[1]] if isinstance(placements, tuple) else None  # type: ignore[index]
-    live = dict(path.placements)
+    placements = layout.placements.get(source)
+    placement = None
+    if isinstance(placements, tuple):
+        placement = placements[node.args[1]]  # type: ignore[index]
+    live = dict(layout.placements)
     if placement is not None:
         live[node] = placement
     if last_use[source] <= index:
         live.pop(source, None)
-    return _Path(path.cost, live, path.paid, path, Choice((), placement, False, 0.0), node, {})
+    return _PartialLayout(layout.cost, live, layout.paid, layout, Choice((), placement, False, 0.0), node, {})
 
 
-def _finish(path: _Path, output: fx.Node, options: Options) -> _Path:
-    """The outputs must be whole."""
-    cost = path.cost
+def _finish(layout: _PartialLayout, output: fx.Node, options: Options) -> _PartialLayout:
+    """Return the layout with the graph's outputs gathered: they must be whole."""
+    cost = layout.cost
     for source in tensor_inputs(output):
-        placement = _placement_of(path.placements, source)
+        placement = _placement_of(layout.placements, source)
         if placement is not None:
             cost += conversion_cost(source, placement, None, False, source in options.with_gradient)
-    return _Path(cost, path.placements, path.paid, path, None, None, {})
+    return _PartialLayout(cost, layout.placements, layout.paid, layout, None, None, {})
 
 
-def _read_back(best: _Path, captured: Captured, decided: Mapping[str, Placement]) -> Layout:
-    made: dict[fx.Node, Choice] = {}
+def _read_back(last: _PartialLayout, captured: Captured, decided: Mapping[str, Placement]) -> Layout:
+    """Collect the choices of a finished layout, from its end to its beginning."""
+    chosen: dict[fx.Node, Choice] = {}
     placements: dict[str, Placement] = {name: decided.get(name) for name in captured.states}
     names = {node: name for name, node in captured.states.items()}
-    path: _Path | None = best
-    while path is not None:
-        if path.node is not None and path.choice is not None:
-            made[path.node] = path.choice
-        for node, placement in path.states.items():
+    layout: _PartialLayout | None = last
+    while layout is not None:
+        if layout.node is not None and layout.choice is not None:
+            chosen[layout.node] = layout.choice
+        for node, placement in layout.states.items():
             placements[names[node]] = placement
-        path = path.before
-    return Layout(made, placements, best.cost)
+        layout = layout.before
+    return Layout(chosen, placements, last.cost)

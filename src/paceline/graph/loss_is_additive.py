@@ -28,10 +28,18 @@ _KEEPS_SUM = (
 )  # fmt: skip
 _ADDS = (aten.add.Tensor, aten.sub.Tensor)
 _ZEROS = (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
+_FILLED = (
+    aten.full.default, aten.zeros.default, aten.ones.default, aten.new_zeros.default, aten.new_ones.default,
+    aten.new_full.default,
+)  # fmt: skip
+_SAME_NUMBERS = (
+    aten.unsqueeze.default, aten.view.default, aten.reshape.default, aten.to.dtype, aten.to.device,
+    aten.to.dtype_layout, aten.clone.default, aten.alias.default, aten.slice.Tensor, aten.expand.default,
+)  # fmt: skip
 
 
 def coupled_at(captured: Captured) -> fx.Node | None:
-    """The first operation in which samples meet, or of which that can't be told; None where there is none.
+    """Return the first operation in which samples meet, or of which that can't be told; None where there is none.
 
     Batch norm comes last: its statistics can be shared, so it must not hide another operation behind it.
     """
@@ -50,7 +58,8 @@ def coupled_at(captured: Captured) -> fx.Node | None:
             continue
         if node.target is not aten.batch_norm.default:
             return node  # type: ignore[no-any-return]
-        batch_norm = batch_norm or node
+        if batch_norm is None:
+            batch_norm = node
         placements[node] = placements.get(tensor_inputs(node)[0])
     loss = captured.output[0] if captured.output else None
     if isinstance(loss, fx.Node) and loss.op == "call_function" and placements.get(loss) != _SUM:
@@ -62,105 +71,129 @@ def _follow(node: fx.Node, placements: dict[fx.Node, Any], samples: int, is_writ
     """Note where the samples lie in the node's output; False when they meet in it."""
     inputs = tensor_inputs(node)
     if node.target is operator.getitem:
-        found = placements.get(inputs[0])
-        if isinstance(found, tuple) and (placement := found[node.args[1]]) is not None:  # type: ignore[index]
-            placements[node] = placement
+        of_outputs = placements.get(inputs[0])
+        if isinstance(of_outputs, tuple):
+            _note(node, of_outputs[node.args[1]], placements)  # type: ignore[index]
         return True
     now = [placements.get(source) for source in inputs]
     if _is_same_for_all(node, samples):
         placements[node] = Split(0, (samples,))
-    elif node.target in _MADE:
+        return True
+    if node.target in _FILLED:
         return True  # takes dtype and device from its input alone
-    elif node.target is aten.index.Tensor and (found := _rows_picked(node, now, samples)) is not None:
-        placements[node] = found
-    elif any(placement == _SUM for placement in now):
+    if node.target is aten.index.Tensor:
+        picked = _rows_picked(node, now, samples)
+        if picked is not None:
+            placements[node] = picked
+            return True
+    return _follow_inputs(node, inputs, now, placements, samples, is_written)
+
+
+def _note(node: fx.Node, placement: Any, placements: dict[fx.Node, Any]) -> None:
+    if placement is not None:
+        placements[node] = placement
+
+
+def _follow_inputs(
+    node: fx.Node,
+    inputs: list[fx.Node],
+    now: list[Any],
+    placements: dict[fx.Node, Any],
+    samples: int,
+    is_written: bool,
+) -> bool:
+    """Note where the samples of a node's inputs lie in its output; False when they meet in it."""
+    if any(placement == _SUM for placement in now):
         placements[node] = _SUM
         return _keeps_sum(node, inputs, now)
-    elif is_written and any(isinstance(placement, Split) for placement in now):
+    if is_written and any(isinstance(placement, Split) for placement in now):
         placements[node] = Split(0, (samples,))  # rows written into place, each its own
-    elif any(placement is not None for placement in now):
-        match = _matching(node, now, samples)
-        if match is None:
-            placements[node] = samples_after(node, now, samples)
-            return placements[node] is not None
-        placements[node] = match.output if match.after is None else _SUM
+        return True
+    if all(placement is None for placement in now):
+        return True
+    match = _matching(node, now, samples)
+    if match is None:
+        placements[node] = samples_after(node, now, samples)
+        return placements[node] is not None
+    placements[node] = match.output if match.after is None else _SUM
     return True
 
 
 def _keeps_sum(node: fx.Node, inputs: list[fx.Node], now: list[Any]) -> bool:
-    """Whether an operation on sums over samples gives such a sum.
+    """True if an operation on sums over samples gives such a sum.
 
     What is added to a sum, a constant or a penalty on the weights, would count once for each part of the batch.
     """
     if any(isinstance(placement, Split) for placement in now):
         return False
+    are_sums = [placement == _SUM for placement in now]
     if node.target in _ADDS:
-        plain = [argument for argument in node.args[:2] if not isinstance(argument, fx.Node)]
-        are_sums = [placement == _SUM or source.target in _ZEROS for source, placement in zip(inputs, now, strict=True)]
-        return all(are_sums) and not any(bool(value) for value in plain)
+        numbers = [argument for argument in node.args[:2] if not isinstance(argument, fx.Node)]
+        for source, is_sum in zip(inputs, are_sums, strict=True):
+            if not is_sum and source.target not in _ZEROS:
+                return False
+        return not any(bool(number) for number in numbers)
     if node.target is aten.mul.Tensor:
-        return [placement == _SUM for placement in now].count(True) == 1
+        return are_sums.count(True) == 1
     if node.target is aten.div.Tensor:
-        return isinstance(node.args[0], fx.Node) and [placement == _SUM for placement in now] in ([True], [True, False])
+        return isinstance(node.args[0], fx.Node) and are_sums in ([True], [True, False])
     return bool(node.target in _KEEPS_SUM)
 
 
 def _matching(node: fx.Node, now: list[Any], samples: int) -> Choice | None:
-    """The way to run the node that takes its inputs as they lie, one sample on each of as many ranks.
+    """Return the way to run the node that takes its inputs as they lie, one sample on each of as many ranks.
 
     Two ranks would say that neighbours which the model pairs don't meet, and that those of an odd batch do.
     """
+    placements = tuple(now)
     for choice in choices(node, now, [True] * len(now), Options(samples, {}, {}, set(), set())):
-        fits = all(wanted == placement for wanted, placement in zip(choice.inputs, now, strict=True))
-        if choice.is_split and fits and choice.after != "scatter":
+        if choice.is_split and choice.inputs == placements and choice.after != "scatter":
             return choice
     return None
 
 
-_MADE = (
-    aten.full.default, aten.zeros.default, aten.ones.default, aten.new_zeros.default, aten.new_ones.default,
-    aten.new_full.default,
-)  # fmt: skip
-
-
 def _is_same_for_all(node: fx.Node, samples: int) -> bool:
-    """Rows made for as many samples as there are, all alike: an expanded row, a filled tensor."""
+    """True for rows made for as many samples as there are, all alike: an expanded row, a filled tensor."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or not value.dim() or value.shape[0] != samples:
         return False
-    if node.target in _MADE:
+    if node.target in _FILLED:
         return True
     if node.target is not aten.expand.default:
         return False
-    before = tuple(node.args[0].meta["val"].shape)  # type: ignore[union-attr]
-    return len(before) < value.dim() or before[0] == 1
+    shape_before = tuple(node.args[0].meta["val"].shape)  # type: ignore[union-attr]
+    return len(shape_before) < value.dim() or shape_before[0] == 1
 
 
 def _rows_picked(node: fx.Node, now: list[Any], samples: int) -> Split | None:
-    """`x[rows, ...]` with rows = arange(samples): each sample its own row."""
+    """Place the samples of `x[rows, ...]` with rows = arange(samples): each picks its own row."""
     indices: Any = node.args[1]
     if now[0] != Split(0, (samples,)) or any(placement is not None for placement in now[1:]) or indices[0] is None:
         return None
     rows = indices[0]
-    source = rows
+    if not _counts_samples(rows, samples) or any(index is None for index in indices):
+        return None
+    rows_shape = tuple(rows.meta["val"].shape)
+    shape = tuple(node.meta["val"].shape)
+    if len(shape) != max(len(index.meta["val"].shape) for index in indices):
+        return None
+    dim = len(shape) - len(rows_shape) + rows_shape.index(samples)
+    return Split(dim, (samples,)) if shape[dim] == samples else None
+
+
+def _counts_samples(rows: fx.Node, samples: int) -> bool:
+    """True if a node holds the numbers of the samples: `arange(samples)`, reshaped or cast."""
+    source: Any = rows
     while source.op == "call_function" and source.target in _SAME_NUMBERS:
         source = source.args[0]
-    if source.target not in (aten.arange.default, aten.arange.start) or source.meta["val"].shape[0] != samples:
-        return None
-    wide = tuple(rows.meta["val"].shape)
-    out = tuple(node.meta["val"].shape)
-    if any(index is None for index in indices) or len(out) != max(len(i.meta["val"].shape) for i in indices):
-        return None
-    dim = len(out) - len(wide) + wide.index(samples)
-    return Split(dim, (samples,)) if out[dim] == samples else None
-
-
-_SAME_NUMBERS = (
-    aten.unsqueeze.default, aten.view.default, aten.reshape.default, aten.to.dtype, aten.to.device,
-    aten.to.dtype_layout, aten.clone.default, aten.alias.default, aten.slice.Tensor, aten.expand.default,
-)  # fmt: skip
+    if source.target not in (aten.arange.default, aten.arange.start):
+        return False
+    return bool(source.meta["val"].shape[0] == samples)
 
 
 def _samples(captured: Captured) -> int | None:
+    """Return the number of samples: the first dimension that most of the batch's tensors have."""
     sizes = [node.meta["val"].shape[0] for node in captured.inputs if node.meta["val"].dim()]
-    return max(set(sizes), key=sizes.count) if sizes else None
+    if not sizes:
+        return None
+    return int(max(set(sizes), key=sizes.count))

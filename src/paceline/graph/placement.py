@@ -1,4 +1,4 @@
-"""How a value lies on the ranks of the `tensor` axis: whole on each, or split along one dimension."""
+"""Placements of values on the ranks of the `tensor` axis: whole on each, or split along one dimension."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ from paceline.nouns.shard_spec import Cut, ShardSpec, chunk_range
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Split along `dim`, each of its `blocks` by itself (see `nouns/shard_spec.py`)."""
+    """A split along `dim`, each of its `blocks` by itself (see `nouns/shard_spec.py`)."""
 
     dim: int
     blocks: tuple[int, ...]
 
     def size(self, part: int, parts: int) -> int:
-        """How much of the dimension piece `part` has."""
-        return sum(stop - start for start, stop in (chunk_range(block, part, parts) for block in self.blocks))
+        """Return how much of the dimension piece `part` has."""
+        ranges = [chunk_range(block, part, parts) for block in self.blocks]
+        return sum(stop - start for start, stop in ranges)
 
     def local_shape(self, shape: tuple[int, ...], part: int, parts: int) -> tuple[int, ...]:
-        """The shape of one rank's piece of a tensor of `shape`."""
+        """Return the shape of one rank's piece of a tensor of `shape`."""
         return (*shape[: self.dim], self.size(part, parts), *shape[self.dim + 1 :])
 
     def is_even(self, parts: int) -> bool:
-        """Whether every rank has as much of every block."""
+        """True if every rank has as much of every block."""
         return all(block % parts == 0 for block in self.blocks)
 
     def shard_spec(self, shape: tuple[int, ...], part: int, parts: int) -> ShardSpec:
-        """As a placement of a tensor of `shape`."""
+        """Return one rank's piece of a tensor of `shape`, as checkpoints describe it."""
         return ShardSpec(shape, (Cut(self.dim, self.blocks, part, parts),))
 
 
@@ -36,28 +37,29 @@ Placement = Split | None  # None: whole on every rank
 
 
 def whole_block(shape: tuple[int, ...], dim: int) -> Split:
-    """The plain split of one dimension."""
+    """Return the plain split of one dimension."""
     return Split(dim, (shape[dim],))
 
 
 def flattened(split: Split, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The blocks of a tensor of `shape` that is split so, seen as one long row."""
+    """Return the blocks of a tensor of `shape` that is split so, seen as one long row."""
     inner = math.prod(shape[split.dim + 1 :])
-    return tuple(block * inner for block in split.blocks) * math.prod(shape[: split.dim])
+    outer = math.prod(shape[: split.dim])
+    return tuple(block * inner for block in split.blocks) * outer
 
 
 def unflattened(blocks: tuple[int, ...], shape: tuple[int, ...], parts: int) -> Split | None:
-    """The split of `shape` whose row is split into `blocks`, or None when there is none.
+    """Return the split of `shape` whose row is split into `blocks`, or None when there is none.
 
     A dimension d carries it when every block is whole steps of what lies inside d, and, where d is not the
     first, when the blocks repeat once per index of the dimensions before d.
     """
     for dim in range(len(shape)):
-        outer, inner = math.prod(shape[:dim]), math.prod(shape[dim + 1 :])
+        outer = math.prod(shape[:dim])
+        inner = math.prod(shape[dim + 1 :])
         if outer == 0 or inner == 0 or len(blocks) % outer:
             continue
-        each = len(blocks) // outer
-        first = blocks[:each]
+        first = blocks[: len(blocks) // outer]
         if blocks != first * outer or sum(first) != shape[dim] * inner:
             continue
         if any(block % inner for block in first):

@@ -12,6 +12,7 @@ from paceline.graph.writes import user_line
 from paceline.nouns.errors import WorkloadError
 
 OWN_CODE = "train it by replicate or shard, which run the model's own code"
+_SEED_MARK = 0x5EED_0F_7ACE  # a seed that nobody else is likely to set
 
 
 @contextmanager
@@ -26,16 +27,16 @@ def effects_as_written(states: Mapping[str, torch.Tensor]) -> Iterator[None]:
             is given other memory.
     """
     with ExitStack() as stack:
-        for replaced in (_gradients(), _frozen(states), _seeds(), _data(), _inference()):
-            stack.enter_context(replaced)
+        for replacement in (_gradients(), _frozen(states), _seeds(), _data(), _inference()):
+            stack.enter_context(replacement)
         yield
 
 
 @contextmanager
-def _replaced(owner: Any, **named: Any) -> Iterator[None]:
-    """Attributes of a module or class, others for a while."""
-    before = {name: vars(owner).get(name) for name in named}
-    for name, value in named.items():
+def _replaced(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Give a module or class other attributes for a while."""
+    before = {name: vars(owner).get(name) for name in attributes}
+    for name, value in attributes.items():
         setattr(owner, name, value)
     try:
         yield
@@ -49,6 +50,7 @@ def _replaced(owner: Any, **named: Any) -> Iterator[None]:
 
 @contextmanager
 def _gradients() -> Iterator[None]:
+    """Refuse gradients that do not follow from the operations: custom functions, hooks, calls of autograd."""
     apply = vars(torch.autograd.Function)["apply"]
 
     def refuse(what: str, name: str) -> NoReturn:
@@ -84,6 +86,7 @@ def _gradients() -> Iterator[None]:
 
 @contextmanager
 def _frozen(states: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Refuse to change `requires_grad` of a parameter or buffer."""
     names = {id(tensor): name for name, tensor in states.items()}
     flag: Any = torch._C.TensorBase.requires_grad
     set_flag: Any = torch._C.TensorBase.requires_grad_
@@ -121,19 +124,21 @@ def _seeded(where: str) -> WorkloadError:
 
 
 class _UnseededGenerator(torch.Generator):
-    """In the place of the default generator, whose own methods can't be replaced."""
+    """A generator that refuses to be seeded, for the default one, whose own methods can't be replaced."""
 
     manual_seed = seed = set_state = graphsafe_set_state = set_offset = _refuse_seed  # type: ignore[assignment]
 
 
 @contextmanager
 def _seeds() -> Iterator[None]:
-    default, mark = torch.default_generator, 0x5EED_0F_7ACE
-    guard, state = _UnseededGenerator(), default.get_state()
+    """Refuse calls that seed torch's generators, by any name."""
+    default = torch.default_generator
+    guard = _UnseededGenerator()
+    state = default.get_state()
     torch.Generator.set_state(guard, state)
     calls = dict.fromkeys(("manual_seed", "seed", "set_rng_state"), _refuse_seed)
     on_devices = calls | dict.fromkeys(("manual_seed_all", "seed_all", "set_rng_state_all"), _refuse_seed)
-    default.manual_seed(mark)  # seen by whoever holds it by another name; draws leave its first seed alone
+    default.manual_seed(_SEED_MARK)  # seen by whoever holds it by another name; draws leave its first seed alone
     try:
         with (
             _replaced(torch, default_generator=guard, **calls),
@@ -142,7 +147,7 @@ def _seeds() -> Iterator[None]:
             _replaced(torch.cuda.random, **on_devices),
         ):
             yield
-        if default.initial_seed() != mark:
+        if default.initial_seed() != _SEED_MARK:
             raise _seeded("in its forward pass")
     finally:
         default.set_state(state)
@@ -150,7 +155,7 @@ def _seeds() -> Iterator[None]:
 
 @contextmanager
 def _data() -> Iterator[None]:
-    """`tensor.data` as `tensor.detach()`, which the tracer sees; it holds the same memory."""
+    """Read `tensor.data` as `tensor.detach()`, which the tracer sees and which has the same memory."""
 
     def assign(tensor: torch.Tensor, value: Any) -> NoReturn:
         raise WorkloadError(
@@ -166,7 +171,7 @@ def _data() -> Iterator[None]:
 
 @contextmanager
 def _inference() -> Iterator[None]:
-    """`torch.inference_mode` as `torch.no_grad`, which the tracer sees; values are the same."""
+    """Run `torch.inference_mode` as `torch.no_grad`, which the tracer sees; values are the same."""
 
     def enter(self: Any) -> None:
         self._paceline_before = torch.is_grad_enabled()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import fx
 from paceline.graph.placement import Split, flattened, unflattened
 
 aten = torch.ops.aten
+_MOST_BLOCKS = 8  # that a reshape may take a fused matrix apart into
 _SQUEEZES = (aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default)
 Carried = Split | list[Split | None] | None
 
@@ -33,23 +34,23 @@ RESHAPES = (
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:
-    """The full shape of a node's tensor."""
+    """Return the full shape of a node's tensor."""
     return tuple(node.meta["val"].shape)
 
 
 def carry(node: fx.Node, split: Split, parts: int) -> Carried:
-    """The output's split when the first input is split so; None when the operation can't keep it."""
+    """Return the output's split when the first input is split so; None when the operation can't keep it."""
     rule = _RULES.get(node.target)  # type: ignore[arg-type]
     return rule(node, split, parts) if rule is not None else None
 
 
 def is_rearrangement(node: fx.Node) -> bool:
-    """Whether `carry` knows the operation."""
+    """True if `carry` knows the operation."""
     return node.target in _RULES
 
 
 def local_arguments(node: fx.Node, split: Split, out: Carried, part: int, parts: int) -> tuple[Any, tuple[Any, ...]]:
-    """The operation and its further arguments on this rank's piece."""
+    """Return the operation and its further arguments on this rank's piece."""
     target: Any = node.target
     rest = node.args[1:]
     if target in RESHAPES or target in _SQUEEZES:  # a piece may be one long where the whole is not
@@ -70,60 +71,79 @@ def local_arguments(node: fx.Node, split: Split, out: Carried, part: int, parts:
 
 
 def _dim_of(node: fx.Node, place: int, otherwise: int = 0) -> int:
+    """Return a node's argument `dim`, counted from the first dimension of its input."""
     dim = node.args[place] if len(node.args) > place else node.kwargs.get("dim", otherwise)
     assert isinstance(dim, int)
-    return dim % len(shape_of(node.args[0]))  # type: ignore[arg-type]
+    return dim % len(_input(node))
 
 
 def _input(node: fx.Node) -> tuple[int, ...]:
+    """Return the full shape of a node's first argument."""
     return shape_of(node.args[0])  # type: ignore[arg-type]
 
 
 def _reshape(node: fx.Node, split: Split, parts: int) -> Carried:
-    before, after = _input(node), shape_of(node)
+    before = _input(node)
+    after = shape_of(node)
     if math.prod(before) == 0:
         return None
     for first, last, out_first, out_last in _groups(before, after):
         if first <= split.dim < last:
             inside = Split(split.dim - first, split.blocks)
-            found = unflattened(flattened(inside, before[first:last]), after[out_first:out_last], parts)
-            if found is None:
+            carried = unflattened(flattened(inside, before[first:last]), after[out_first:out_last], parts)
+            if carried is None:
                 return None
             is_regrouped = last - first > 1 or out_last - out_first > 1
+            # Uneven pieces of the old dimensions and of the new ones end at different elements.
             if is_regrouped and not split.is_even(parts):
                 return None
-            return Split(found.dim + out_first, found.blocks)
+            return Split(carried.dim + out_first, carried.blocks)
     return None
 
 
 def _groups(before: tuple[int, ...], after: tuple[int, ...]) -> list[tuple[int, int, int, int]]:
-    """Runs of dimensions that hold the same elements: [first, last) of the input, [first, last) of the output."""
-    groups, i, j = [], 0, 0
+    """Return runs of dimensions that hold the same elements: [first, last) of the input, [first, last) of the output.
+
+    Both shapes are walked at once; the run with fewer elements so far takes its next dimension.
+    """
+    groups = []
+    i = 0
+    j = 0
     while i < len(before) or j < len(after):
-        start_i, start_j, left, right = i, j, 1, 1
+        start_i = i
+        start_j = j
+        left = 1
+        right = 1
         if i < len(before):
-            left, i = before[i], i + 1
+            left = before[i]
+            i += 1
         if j < len(after):
-            right, j = after[j], j + 1
+            right = after[j]
+            j += 1
         while left != right:
-            if left < right and i < len(before):
-                left, i = left * before[i], i + 1
-            elif j < len(after):
-                right, j = right * after[j], j + 1
+            takes_input = left < right and i < len(before)
+            if takes_input or j >= len(after):
+                left *= before[i]
+                i += 1
             else:
-                left, i = left * before[i], i + 1
+                right *= after[j]
+                j += 1
         groups.append((start_i, i, start_j, j))
     return groups
 
 
 def _transpose(node: fx.Node, split: Split, parts: int) -> Carried:
     rank = len(_input(node))
-    one, other = int(node.args[1]) % rank, int(node.args[2]) % rank  # type: ignore[arg-type]
-    return Split({one: other, other: one}.get(split.dim, split.dim), split.blocks)
+    first = int(node.args[1]) % rank  # type: ignore[arg-type]
+    second = int(node.args[2]) % rank  # type: ignore[arg-type]
+    swapped = {first: second, second: first}
+    return Split(swapped.get(split.dim, split.dim), split.blocks)
 
 
 def _t(node: fx.Node, split: Split, parts: int) -> Carried:
-    return Split(1 - split.dim, split.blocks) if len(_input(node)) == 2 else split
+    if len(_input(node)) != 2:  # a vector stays as it is
+        return split
+    return Split(1 - split.dim, split.blocks)
 
 
 def _permute(node: fx.Node, split: Split, parts: int) -> Carried:
@@ -134,43 +154,54 @@ def _permute(node: fx.Node, split: Split, parts: int) -> Carried:
 
 def _unsqueeze(node: fx.Node, split: Split, parts: int) -> Carried:
     dim = int(node.args[1]) % len(shape_of(node))  # type: ignore[arg-type]
-    return Split(split.dim + (dim <= split.dim), split.blocks)
+    return Split(split.dim + (dim <= split.dim), split.blocks)  # behind the new dimension
 
 
 def _squeeze(node: fx.Node, split: Split, parts: int) -> Carried:
     before = _input(node)
     if node.target is aten.squeeze.default:
-        gone = [dim for dim, size in enumerate(before) if size == 1]
+        candidates: Any = range(len(before))
+    elif isinstance(node.args[1], list | tuple):
+        candidates = node.args[1]
     else:
-        asked = node.args[1] if isinstance(node.args[1], list | tuple) else [node.args[1]]
-        gone = [dim % len(before) for dim in asked if before[dim] == 1]  # type: ignore[index, misc, operator]
-    return None if split.dim in gone else Split(split.dim - sum(dim < split.dim for dim in gone), split.blocks)
+        candidates = [node.args[1]]
+    gone = [dim % len(before) for dim in candidates if before[dim] == 1]
+    if split.dim in gone:
+        return None
+    gone_before = sum(dim < split.dim for dim in gone)
+    return Split(split.dim - gone_before, split.blocks)
 
 
 def _expand(node: fx.Node, split: Split, parts: int) -> Carried:
-    return Split(split.dim + len(shape_of(node)) - len(_input(node)), split.blocks)
+    added = len(shape_of(node)) - len(_input(node))  # new dimensions come first
+    return Split(split.dim + added, split.blocks)
 
 
 def _select(node: fx.Node, split: Split, parts: int) -> Carried:
     dim = _dim_of(node, 1)
-    return None if dim == split.dim else Split(split.dim - (dim < split.dim), split.blocks)
+    if dim == split.dim:  # the output would be on one rank alone
+        return None
+    return Split(split.dim - (dim < split.dim), split.blocks)
 
 
 def _slice(node: fx.Node, split: Split, parts: int) -> Carried:
     if _dim_of(node, 1, 0) != split.dim:
         return split
-    found = _sliced_blocks(node, split)
-    return None if found is None else Split(split.dim, split.blocks[found[0] : found[0] + found[1]])
+    sliced = _sliced_blocks(node, split)
+    if sliced is None:
+        return None
+    first, count = sliced
+    return Split(split.dim, split.blocks[first : first + count])
 
 
 def _sliced_blocks(node: fx.Node, split: Split) -> tuple[int, int] | None:
-    """The blocks that a slice takes whole: the first one's number and how many."""
+    """Return the blocks that a slice takes whole, the first one's number and how many; None when it cuts one."""
     size = _input(node)[split.dim]
     start, stop, step = (*node.args[2:], *(None,) * 3)[:3]
-    if step not in (None, 1) or not all(isinstance(value, int | None) for value in (start, stop)):
+    if step not in (None, 1) or not isinstance(start, int | None) or not isinstance(stop, int | None):
         return None
-    first, last, _ = slice(start, stop).indices(size)  # type: ignore[arg-type]
-    edges = [sum(split.blocks[:count]) for count in range(len(split.blocks) + 1)]
+    first, last, _ = slice(start, stop).indices(size)
+    edges = [0, *itertools.accumulate(split.blocks)]
     if first not in edges or last not in edges or last <= first:
         return None
     return edges.index(first), edges.index(last) - edges.index(first)
@@ -182,12 +213,12 @@ def _split(node: fx.Node, split: Split, parts: int) -> Carried:
     if dim != split.dim:
         return [split] * len(outputs)
     pieces: list[Split | None] = []
-    left = list(split.blocks)
+    remaining = list(split.blocks)
     for output in outputs:
         taken: list[int] = []
-        while left and sum(taken) < output.shape[dim]:
-            taken.append(left.pop(0))
-        if sum(taken) != output.shape[dim]:
+        while remaining and sum(taken) < output.shape[dim]:
+            taken.append(remaining.pop(0))
+        if sum(taken) != output.shape[dim]:  # it cuts a block
             return None
         pieces.append(Split(dim, tuple(taken)))
     return pieces
@@ -195,14 +226,15 @@ def _split(node: fx.Node, split: Split, parts: int) -> Carried:
 
 def _unbind(node: fx.Node, split: Split, parts: int) -> Carried:
     dim = _dim_of(node, 1)
-    if dim == split.dim:
+    if dim == split.dim:  # each output would be on one rank alone
         return None
     return [Split(split.dim - (dim < split.dim), split.blocks)] * len(node.meta["val"])
 
 
 def _flip(node: fx.Node, split: Split, parts: int) -> Carried:
     rank = len(_input(node))
-    return None if split.dim in [dim % rank for dim in node.args[1]] else split  # type: ignore[union-attr, operator]
+    flipped = [dim % rank for dim in node.args[1]]  # type: ignore[union-attr, operator]
+    return None if split.dim in flipped else split  # flipped, the first rank's piece would be the last rank's
 
 
 _SPLITTERS: dict[Any, int] = {
@@ -229,28 +261,42 @@ _RULES: dict[Any, Callable[[fx.Node, Split, int], Carried]] = {
 
 
 def blocks_asked_for(graph: fx.Graph) -> dict[int, set[tuple[int, ...]]]:
-    """For each size of a dimension: the blocks into which the model itself takes it apart (fused matrices)."""
+    """Return for each size of a dimension the blocks into which the model itself takes it apart (fused matrices)."""
     asked: dict[int, set[tuple[int, ...]]] = {}
-    edges: dict[tuple[fx.Node, int], set[int]] = {}
+    edges: dict[tuple[fx.Node, int], set[int]] = {}  # where slices of a dimension begin and end
     for node in graph.nodes:
         if node.target in _SPLITTERS:
             dim = _dim_of(node, _SPLITTERS[node.target])
             sizes = tuple(output.shape[dim] for output in node.meta["val"])
             asked.setdefault(sum(sizes), set()).add(sizes)
-        elif node.target is aten.slice.Tensor and (stop := (*node.args[2:], None, None)[1]) is not None:
-            dim = _dim_of(node, 1, 0)
-            size = _input(node)[dim]
-            start = (*node.args[2:], None)[0]
-            if isinstance(start, int | None) and isinstance(stop, int):
-                edges.setdefault((node.args[0], dim), {0, size}).update(slice(start, stop).indices(size)[:2])
+        elif node.target is aten.slice.Tensor:
+            _note_edges(node, edges)
         elif node.target in RESHAPES:
-            for first, last, out_first, out_last in _groups(_input(node), shape_of(node)):
-                if last - first == 1 and out_last - out_first > 1:
-                    size, count = _input(node)[first], shape_of(node)[out_first]
-                    if 1 < count <= 8:
-                        asked.setdefault(size, set()).add((size // count,) * count)
+            for size, count in _unflattened_sizes(node):
+                if 1 < count <= _MOST_BLOCKS:
+                    asked.setdefault(size, set()).add((size // count,) * count)
     for (source, dim), places in edges.items():
-        ordered = sorted(places)
-        sizes = tuple(b - a for a, b in itertools.pairwise(ordered))
+        sizes = tuple(stop - start for start, stop in itertools.pairwise(sorted(places)))
         asked.setdefault(shape_of(source)[dim], set()).add(sizes)
     return asked
+
+
+def _note_edges(node: fx.Node, edges: dict[tuple[fx.Node, int], set[int]]) -> None:
+    """Note where a slice begins and ends; one without an end is left out."""
+    start, stop = (*node.args[2:], None, None)[:2]
+    if not isinstance(start, int | None) or not isinstance(stop, int):
+        return
+    dim = _dim_of(node, 1, 0)
+    size = _input(node)[dim]
+    first, last, _ = slice(start, stop).indices(size)
+    source: Any = node.args[0]
+    edges.setdefault((source, dim), {0, size}).update((first, last))
+
+
+def _unflattened_sizes(node: fx.Node) -> Iterator[tuple[int, int]]:
+    """Yield the size of each dimension that a reshape takes apart, and the first of the sizes that it becomes."""
+    before = _input(node)
+    after = shape_of(node)
+    for first, last, out_first, out_last in _groups(before, after):
+        if last - first == 1 and out_last - out_first > 1:
+            yield before[first], after[out_first]

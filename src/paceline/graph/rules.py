@@ -16,7 +16,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from paceline.graph.labels import Labels, Spec, argument, outer_labels, tensor_inputs
+from paceline.graph.labels import (
+    Labels,
+    Spec,
+    argument,
+    labels_without,
+    outer_labels,
+    tensor_inputs,
+    unlabelled,
+    unless_broadcast,
+)
 from paceline.graph.reshape_rules import shape_of
 from paceline.graph.rules_reduce import cross_entropy, pairwise_loss, reduce, sum_all, vector_norm
 
@@ -24,7 +33,7 @@ aten = torch.ops.aten
 
 
 def spec_of(node: fx.Node) -> Spec | None:
-    """The rule for this node, or None: then it runs on whole inputs."""
+    """Return the rule for this node, or None: then it runs on whole inputs."""
     rule = _RULES.get(node.target)  # type: ignore[arg-type]
     if rule is not None:
         return rule(node)
@@ -83,7 +92,7 @@ _ALSO_POINTWISE = frozenset(
 
 
 def pointwise(node: fx.Node) -> Spec | None:
-    """Element by element, inputs broadcast against each other."""
+    """Label an operation element by element, its inputs broadcast against each other."""
     if not isinstance(node.meta.get("val"), torch.Tensor):
         return None
     out = shape_of(node)
@@ -91,14 +100,13 @@ def pointwise(node: fx.Node) -> Spec | None:
     inputs = []
     for source in tensor_inputs(node):
         shape = shape_of(source)
-        if len(shape) > len(out):
+        missing = len(out) - len(shape)
+        if missing < 0:
             return None
-        aligned = names[len(out) - len(shape) :]
-        wanted = out[len(out) - len(shape) :]
-        if any(size not in (1, full) for size, full in zip(shape, wanted, strict=True)):
+        if any(size not in (1, full) for size, full in zip(shape, out[missing:], strict=True)):
             return None
-        inputs.append(tuple(n if size != 1 else None for n, size in zip(aligned, shape, strict=True)))
-    return Spec(tuple(inputs), tuple(n if size != 1 else None for n, size in zip(names, out, strict=True)))
+        inputs.append(unless_broadcast(names[missing:], shape))
+    return Spec(tuple(inputs), unless_broadcast(names, out))
 
 
 def _linear(node: fx.Node) -> Spec | None:
@@ -106,12 +114,16 @@ def _linear(node: fx.Node) -> Spec | None:
     outer = outer_labels(len(shape_of(inputs[0])) - 1)
     if len(shape_of(inputs[1])) != 2:
         return None
-    has_bias = len(inputs) == 3
-    weights: tuple[Labels, ...] = (("o", "i"), ("o",)) if has_bias else (("o", "i"),)
-    return Spec(((*outer, "i"), *weights), (*outer, "o"), frozenset("i"), True, 2 if has_bias else None)
+    labels: list[Labels] = [(*outer, "i"), ("o", "i")]  # x (.. i), weight (o i)
+    bias = None
+    if len(inputs) == 3:
+        labels.append(("o",))
+        bias = 2
+    return Spec(tuple(labels), (*outer, "o"), frozenset("i"), True, bias)
 
 
 def _addmm(node: fx.Node) -> Spec | None:
+    # bias (o) + x (n i) @ weight (i o)
     if node.kwargs.get("beta", 1) != 1 or node.kwargs.get("alpha", 1) != 1:
         return None
     bias, *_ = tensor_inputs(node)
@@ -128,19 +140,21 @@ def _matmul(node: fx.Node) -> Spec | None:
     outer = outer_labels(rank)
 
     def batch(shape: tuple[int, ...]) -> Labels:
-        names = outer[rank - (len(shape) - 2) :]
-        return tuple(name if size != 1 else None for name, size in zip(names, shape[:-2], strict=True))
+        batch_shape = shape[:-2]
+        return unless_broadcast(outer[rank - len(batch_shape) :], batch_shape)
 
-    shape = shape_of(node)
-    out = tuple(name if size != 1 else None for name, size in zip(outer, shape[:-2], strict=True))
-    return Spec(((*batch(left), "m", "i"), (*batch(right), "i", "o")), (*out, "m", "o"), frozenset("i"), True)
+    # (.. m i) @ (.. i o) -> (.. m o); either may lack leading dimensions, or have them of size 1
+    labels: tuple[Labels, ...] = ((*batch(left), "m", "i"), (*batch(right), "i", "o"))
+    return Spec(labels, (*batch(shape_of(node)), "m", "o"), frozenset("i"), True)
 
 
 def _baddbmm(node: fx.Node) -> Spec | None:
     added, *_ = tensor_inputs(node)
-    names: Labels = ("b0", "m", "o")
-    kept = tuple(n if size != 1 else None for n, size in zip(names[-len(shape_of(added)) :], shape_of(added)))  # noqa: B905
-    return Spec((kept, ("b0", "m", None), ("b0", None, "o")), names)
+    shape = shape_of(added)
+    # added (b m o) + (b m i) @ (b i o); `i` stays whole: with parts of a sum, what is added would count once for each
+    names = ("b0", "m", "o")
+    labels = unless_broadcast(names[len(names) - len(shape) :], shape)
+    return Spec((labels, ("b0", "m", None), ("b0", None, "o")), names)
 
 
 def _einsum(node: fx.Node) -> Spec | None:
@@ -148,30 +162,34 @@ def _einsum(node: fx.Node) -> Spec | None:
     if "." in equation or "->" not in equation:
         return None
     left, out = equation.split("->")
-    inputs = [tuple(term) for term in left.split(",")]
-    if any(len(set(term)) != len(term) for term in inputs) or len(inputs) > 2:
+    terms = left.split(",")
+    if len(terms) > 2 or any(len(set(term)) != len(term) for term in terms):
         return None
-    shapes = [shape_of(source) for source in tensor_inputs(node)]
-    kept = tuple(
-        tuple(label if size != 1 else None for label, size in zip(term, shape, strict=True))
-        for term, shape in zip(inputs, shapes, strict=True)
-    )
-    summed = {label for term in inputs for label in term if label not in out}
-    if any(sum(label in term for term in inputs) < len(inputs) for label in summed):
-        return None
-    return Spec(kept, tuple(out), frozenset(summed), heavy=len(inputs) == 2)
+    labels = []
+    for term, source in zip(terms, tensor_inputs(node), strict=True):
+        labels.append(unless_broadcast(term, shape_of(source)))
+    summed = set("".join(terms)) - set(out)
+    for label in summed:
+        holders = [term for term in terms if label in term]
+        if len(holders) < len(terms):
+            return None
+    return Spec(tuple(labels), tuple(out), frozenset(summed), heavy=len(terms) == 2)
 
 
 def _conv(node: fx.Node) -> Spec | None:
     inputs = tensor_inputs(node)
-    data, weight = shape_of(inputs[0]), shape_of(inputs[1])
+    data = shape_of(inputs[0])
+    weight = shape_of(inputs[1])
     if data[1] != weight[1] or len(data) != len(weight):  # groups, or no batch dimension
         return None
-    spatial: Labels = (None,) * (len(data) - 2)
-    has_bias = len(inputs) == 3
-    weights: tuple[Labels, ...] = (("o", "i", *spatial), ("o",)) if has_bias else (("o", "i", *spatial),)
-    spec = (("n", "i", *spatial), *weights)
-    return Spec(spec, ("n", "o", *spatial), frozenset("i"), True, 2 if has_bias else None)
+    spatial = unlabelled(len(data) - 2)
+    # x (n i ..), weight (o i ..) -> (n o ..); pieces of an image would need the rows beside them
+    labels: list[Labels] = [("n", "i", *spatial), ("o", "i", *spatial)]
+    bias = None
+    if len(inputs) == 3:
+        labels.append(("o",))
+        bias = 2
+    return Spec(tuple(labels), ("n", "o", *spatial), frozenset("i"), True, bias)
 
 
 def _attention(node: fx.Node) -> Spec | None:
@@ -183,54 +201,63 @@ def _attention(node: fx.Node) -> Spec | None:
     outer = outer_labels(rank)
     if query[: rank - 1] != key[: rank - 1]:
         return None
+    # query, key and value (.. s d): samples and heads are free, positions and features meet
     labels: list[Labels] = [(*outer, None, None)] * 3
     if len(inputs) == 4:
         mask = shape_of(inputs[3])
-        names = outer[rank - (len(mask) - 2) :] if len(mask) > 2 else ()
-        labels.append((*(n if s != 1 else None for n, s in zip(names, mask[:-2], strict=True)), None, None))
+        batch = mask[:-2]
+        names = outer[rank - len(batch) :] if batch else ()
+        labels.append((*unless_broadcast(names, batch), None, None))
     return Spec(tuple(labels), (*outer, None, None), heavy=False)
 
 
 def _softmax(node: fx.Node) -> Spec:
-    return _whole_along(node, [int(node.args[1])])  # type: ignore[arg-type]
+    return _unsplit_along(node, [int(node.args[1])])  # type: ignore[arg-type]
 
 
-def _whole_along(node: fx.Node, dims: Sequence[int]) -> Spec:
+def _unsplit_along(node: fx.Node, dims: Sequence[int]) -> Spec:
+    """Label an operation that mixes along some dimensions, which must be whole."""
     rank = len(shape_of(node))
-    whole = {dim % rank for dim in dims}
-    labels = tuple(None if dim in whole else f"d{dim}" for dim in range(rank))
+    labels = labels_without({dim % rank for dim in dims}, rank)
     return Spec((labels,), labels)
 
 
 def _norm(node: fx.Node) -> Spec:
     inputs = tensor_inputs(node)
-    rank, normalized = len(shape_of(inputs[0])), len(node.args[1])  # type: ignore[arg-type]
-    labels = (*outer_labels(rank - normalized), *(None,) * normalized)
-    return Spec((labels, *((None,) * len(shape_of(source)) for source in inputs[1:])), labels)
+    rank = len(shape_of(inputs[0]))
+    normalized = len(node.args[1])  # type: ignore[arg-type]
+    labels = (*outer_labels(rank - normalized), *unlabelled(normalized))  # the last dimensions meet in the norm
+    weights = [unlabelled(len(shape_of(source))) for source in inputs[1:]]
+    return Spec((labels, *weights), labels)
 
 
 def _batch_norm(node: fx.Node) -> Spec:
     inputs = tensor_inputs(node)
-    labels: Labels = (None, "c", *(None,) * (len(shape_of(inputs[0])) - 2))
-    return Spec((labels, *(("c",) for _ in inputs[1:])), labels)
+    spatial = unlabelled(len(shape_of(inputs[0])) - 2)
+    labels: Labels = (None, "c", *spatial)  # samples and places meet; each channel has statistics of its own
+    of_channels: list[Labels] = [("c",)] * (len(inputs) - 1)
+    return Spec((labels, *of_channels), labels)
 
 
 def _group_norm(node: fx.Node) -> Spec:
     inputs = tensor_inputs(node)
-    labels: Labels = ("n", *(None,) * (len(shape_of(inputs[0])) - 1))
-    return Spec((labels, *((None,) for _ in inputs[1:])), labels)
+    labels: Labels = ("n", *unlabelled(len(shape_of(inputs[0])) - 1))  # channels of a group meet
+    weights = [unlabelled(1)] * (len(inputs) - 1)
+    return Spec((labels, *weights), labels)
 
 
 def _pool(node: fx.Node) -> Spec:
     rank = len(shape_of(tensor_inputs(node)[0]))
     spatial = 1 if "pool1d" in str(node.target) else 2
-    labels: Labels = (*("n", "c")[spatial + 2 - rank :], *(None,) * spatial)  # samples need not be there
+    leading = ("n", "c")[spatial + 2 - rank :]  # samples need not be there
+    labels: Labels = (*leading, *unlabelled(spatial))
     return Spec((labels,), labels)
 
 
 def _embedding(node: fx.Node) -> Spec:
     _, indices = tensor_inputs(node)
     outer = outer_labels(len(shape_of(indices)))
+    # table (rows e), indices (..) -> (.. e); for rows see `_vocabulary_embedding`
     return Spec(((None, "e"), outer), (*outer, "e"))
 
 
@@ -240,7 +267,7 @@ def _cat(node: fx.Node) -> Spec | None:
     dim = int(argument(node, 1, "dim", 0)) % rank
     if any(len(shape_of(source)) != rank for source in inputs):
         return None
-    labels = tuple(None if index == dim else f"d{index}" for index in range(rank))
+    labels = labels_without([dim], rank)  # joined pieces of several inputs are no piece of the joined whole
     return Spec((labels,) * len(inputs), labels)
 
 
@@ -253,17 +280,18 @@ def _stack(node: fx.Node) -> Spec:
 
 
 def _gather(node: fx.Node) -> Spec | None:
-    source, index = (shape_of(one) for one in tensor_inputs(node))
+    source, index = (shape_of(tensor) for tensor in tensor_inputs(node))
     dim = int(node.args[1]) % len(source)  # type: ignore[arg-type]
-    labels = tuple(
-        None if place == dim or one != other else f"d{place}"
-        for place, (one, other) in enumerate(zip(source, index, strict=True))
-    )
+    unsplit = {dim}  # indices count in the whole dimension
+    for place, (source_size, index_size) in enumerate(zip(source, index, strict=True)):
+        if source_size != index_size:
+            unsplit.add(place)
+    labels = labels_without(unsplit, len(source))
     return Spec((labels, labels), labels)
 
 
 def _cumulated(node: fx.Node) -> Spec:
-    return _whole_along(node, [int(node.args[1])])  # type: ignore[arg-type]
+    return _unsplit_along(node, [int(node.args[1])])  # type: ignore[arg-type]
 
 
 _RULES: dict[Any, Callable[[fx.Node], Spec | None]] = {

@@ -17,8 +17,9 @@ from paceline.graph.placement import Split
 from paceline.graph.reshape_rules import shape_of
 
 aten = torch.ops.aten
-Found = Split | tuple[Split | None, ...] | None
+Samples = Split | tuple[Split | None, ...] | None  # where they lie in a result, or in each of several
 _PROBED_AT_MOST = 10_000_000  # elements
+_PROBE_BASE = 2**20  # far from what an operation fills up with
 
 # Mix along the dimensions that their argument `dim` or `dims` names, and keep the others where they are.
 _ALONG = frozenset((
@@ -42,11 +43,15 @@ _MOVES = frozenset((
     "unfold", "diagonal", "pad", "constant_pad_nd", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "tril",
     "triu", "rot90", "repeat_interleave", "narrow", "expand_as", "unsqueeze",
 ))  # fmt: skip
+# Take inputs of equal shape that lie alike, and mix along their argument `dim`.
+_BOTH_ALONG = frozenset((
+    "diff", "scatter", "scatter_add", "scatter_reduce", "cosine_similarity", "take_along_dim", "pairwise_distance",
+))  # fmt: skip
 _RECURRENT = (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
 
 
-def samples_after(node: fx.Node, now: Sequence[Any], samples: int) -> Found:
-    """Where the samples lie in what `node` returns.
+def samples_after(node: fx.Node, now: Sequence[Any], samples: int) -> Samples:
+    """Return where the samples lie in what `node` returns; None where they mix.
 
     Args:
         node: an operation.
@@ -71,12 +76,13 @@ def samples_after(node: fx.Node, now: Sequence[Any], samples: int) -> Found:
 
 
 def _argument(node: fx.Node, name: str) -> Any:
-    """An argument by its name, or its default."""
+    """Return an argument by its name, or its default."""
     for place, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
         if argument.name == name:
             if place < len(node.args):
                 return node.args[place]
-            return node.kwargs.get(name, argument.default_value if argument.has_default_value() else None)
+            default = argument.default_value if argument.has_default_value() else None
+            return node.kwargs.get(name, default)
     return None
 
 
@@ -85,174 +91,207 @@ def _values(node: fx.Node) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def _everywhere(node: fx.Node, placement: Split) -> Found:
-    several = isinstance(node.meta["val"], list | tuple)
-    return tuple(placement for _ in node.meta["val"]) if several else placement
+def _everywhere(node: fx.Node, placement: Split) -> Samples:
+    """Return the same placement for each of the node's results."""
+    results = node.meta["val"]
+    if isinstance(results, list | tuple):
+        return (placement,) * len(results)
+    return placement
 
 
-def _along(node: fx.Node, placement: Split) -> Found:
+def _along(node: fx.Node, placement: Split) -> Samples:
+    """Return the samples' placement after an operation that mixes along its argument `dim` or `dims`."""
     rank = len(shape_of(tensor_inputs(node)[0]))
-    asked = _argument(node, "dim")
-    asked = _argument(node, "dims") if asked is None else asked
-    if asked is None or asked == []:
+    dims = _argument(node, "dim")
+    if dims is None:
+        dims = _argument(node, "dims")
+    if dims is None or dims == []:
         return None
-    mixed = {dim % rank for dim in ([asked] if isinstance(asked, int) else asked)}
+    if isinstance(dims, int):
+        dims = [dims]
+    mixed = {dim % rank for dim in dims}
     if placement.dim in mixed:
         return None
     ranks = {value.dim() for value in _values(node)}
     if ranks == {rank}:
         return _everywhere(node, placement)
     if ranks == {rank - len(mixed)}:
-        return _everywhere(node, Split(placement.dim - sum(dim < placement.dim for dim in mixed), placement.blocks))
+        mixed_before = sum(dim < placement.dim for dim in mixed)
+        return _everywhere(node, Split(placement.dim - mixed_before, placement.blocks))
     return None
 
 
-def _both_along(node: fx.Node, now: Sequence[Any], name: str) -> Found:
-    """Scatters and similarities: all of equal shape lie alike, and the operation mixes along another dimension."""
-    names = (
-        "diff",
-        "scatter",
-        "scatter_add",
-        "scatter_reduce",
-        "cosine_similarity",
-        "take_along_dim",
-        "pairwise_distance",
-    )
-    if name not in names or not all(placement == now[0] for placement in now) or not isinstance(now[0], Split):
+def _both_along(node: fx.Node, now: Sequence[Any], name: str) -> Samples:
+    """Return the samples' placement after scatters and similarities of inputs that lie alike."""
+    first = now[0]
+    if name not in _BOTH_ALONG or not isinstance(first, Split):
         return None
-    ranks = {len(shape_of(source)) for source in tensor_inputs(node)}
-    sizes = {shape_of(source)[now[0].dim] for source in tensor_inputs(node)}
-    return _along(node, now[0]) if len(ranks) == len(sizes) == 1 else None
+    if any(placement != first for placement in now):
+        return None
+    shapes = [shape_of(source) for source in tensor_inputs(node)]
+    ranks = {len(shape) for shape in shapes}
+    sizes = {shape[first.dim] for shape in shapes}
+    return _along(node, first) if len(ranks) == len(sizes) == 1 else None
 
 
 def _is_one_image(node: fx.Node) -> bool:
-    """Whether the first dimension is that of channels."""
-    weight = node.args[1] if len(node.args) > 1 else None
-    is_convolution = "conv" in str(node.target) and isinstance(weight, fx.Node)
+    """True if the first dimension is that of channels: an input without samples."""
+    name = str(node.target)
     rank = len(shape_of(tensor_inputs(node)[0]))
-    if is_convolution:
-        return rank != len(shape_of(weight))  # type: ignore[arg-type]
-    spatial = next((int(digit) for digit in "123" if f"{digit}d" in str(node.target)), None)
-    return spatial is not None and rank != spatial + 2
+    weight = node.args[1] if len(node.args) > 1 else None
+    if "conv" in name and isinstance(weight, fx.Node):
+        return rank != len(shape_of(weight))
+    for spatial_dims in (1, 2, 3):
+        if f"{spatial_dims}d" in name:
+            return rank != spatial_dims + 2
+    return False
 
 
-def _probed(node: fx.Node, placement: Split, samples: int) -> Found:
+def _probed(node: fx.Node, placement: Split, samples: int) -> Samples:
     """Move the samples' numbers as the operation moves elements, and look where they are."""
     source = tensor_inputs(node)[0]
-    shape, out = shape_of(source), _values(node)
-    if (
-        len(out) != 1
-        or out[0].numel() > _PROBED_AT_MOST
-        or node.args[0] is not source
-        or shape[placement.dim] % samples
-    ):
+    shape = shape_of(source)
+    results = _values(node)
+    if len(results) != 1 or results[0].numel() > _PROBED_AT_MOST:
+        return None
+    if node.args[0] is not source or shape[placement.dim] % samples:
         return None
     if any(isinstance(value, fx.Node) for value in [*node.args[1:], *node.kwargs.values()]):
         return None
-    base = 2**20  # far from what an operation fills up with
-    numbers = base + torch.arange(samples, dtype=torch.float64).repeat_interleave(shape[placement.dim] // samples)
-    wide = numbers.view([-1 if dim == placement.dim else 1 for dim in range(len(shape))]).expand(shape)
-    moved = node.target(wide, *node.args[1:], **node.kwargs)  # type: ignore[operator]
-    is_number = (moved >= base) & (moved < base + samples)
+    numbers = _sample_numbers(len(shape), placement.dim, shape[placement.dim], samples).expand(shape)
+    moved = node.target(numbers, *node.args[1:], **node.kwargs)  # type: ignore[operator]
+    is_number = (moved >= _PROBE_BASE) & (moved < _PROBE_BASE + samples)  # the rest was filled up
     for dim, size in enumerate(moved.shape):
         if size % samples or not size:
             continue
-        each = is_number.movedim(dim, 0).unflatten(0, (samples, size // samples))
-        if not bool((each == each[:1]).all()):
+        by_sample = is_number.movedim(dim, 0).unflatten(0, (samples, size // samples))
+        if not bool((by_sample == by_sample[:1]).all()):
             continue  # what is filled up depends on a sample's place
-        wanted = base + torch.arange(samples, dtype=torch.float64).repeat_interleave(size // samples)
-        if bool(((moved == wanted.view([-1 if d == dim else 1 for d in range(moved.dim())])) | ~is_number).all()):
+        wanted = _sample_numbers(moved.dim(), dim, size, samples)
+        if bool(((moved == wanted) | ~is_number).all()):
             return Split(dim, (size,))
     return None
 
 
-def _recurrent(node: fx.Node, now: Sequence[Any], samples: int) -> Found:
-    """(input, first states, weights, ..., batch_first): states are (layers, samples, size)."""
-    is_first = bool(_argument(node, "batch_first"))
-    if len(shape_of(tensor_inputs(node)[0])) != 3 or now[0] != Split(0 if is_first else 1, (samples,)):
+def _sample_numbers(rank: int, dim: int, size: int, samples: int) -> torch.Tensor:
+    """Return the samples' numbers along one of `rank` dimensions; the others have size 1."""
+    numbers = _PROBE_BASE + torch.arange(samples, dtype=torch.float64)
+    shape = [1] * rank
+    shape[dim] = -1
+    return numbers.repeat_interleave(size // samples).view(shape)
+
+
+def _recurrent(node: fx.Node, now: Sequence[Any], samples: int) -> Samples:
+    """Place the samples of (input, first states, weights, ..., batch_first): states are (layers, samples, size)."""
+    inputs = tensor_inputs(node)
+    dim = 0 if _argument(node, "batch_first") else 1
+    if len(shape_of(inputs[0])) != 3 or now[0] != Split(dim, (samples,)):
         return None
     states = _argument(node, "hx")
     count = len(states) if isinstance(states, list | tuple) else 1
-    for source, placement in zip(tensor_inputs(node)[1 : 1 + count], now[1 : 1 + count], strict=True):
-        if placement != Split(1, (samples,)) and not (placement is None and _is_filled(source)):
+    of_states = Split(1, (samples,))
+    for source, placement in zip(inputs[1 : 1 + count], now[1 : 1 + count], strict=True):
+        is_alike = placement is None and _is_filled(source)
+        if placement != of_states and not is_alike:
             return None
     if any(placement is not None for placement in now[1 + count :]):
         return None
-    return (now[0], *[Split(1, (samples,))] * (len(node.meta["val"]) - 1))
+    num_states = len(node.meta["val"]) - 1
+    return (now[0], *[of_states] * num_states)
 
 
 def _is_filled(node: fx.Node) -> bool:
-    """Whether every row is alike: zeros, or a row that was expanded."""
+    """True if every row is alike, as in a tensor of zeros."""
     return node.target in (aten.zeros.default, aten.new_zeros.default, aten.full.default, aten.zeros_like.default)
 
 
-def _index(node: fx.Node, now: Sequence[Any], samples: int) -> Found:
-    """Rows of a table that each sample picks, or the same places of every sample."""
+def _index(node: fx.Node, now: Sequence[Any], samples: int) -> Samples:
+    """Place the samples of `x[indices]`: rows of a table that each picks, or the same places of every sample."""
     indices: Any = node.args[1]
-    places = [dim for dim, index in enumerate(indices) if index is not None]
-    picked, given = now[0], [placement for placement in now[1:] if placement is not None]
-    wide = max(len(shape_of(indices[dim])) for dim in places)
-    is_together = places == list(range(places[0], places[-1] + 1))
-    start = places[0] if is_together else 0  # where the dimensions of the indices come to lie
-    if picked is None:
-        found = {
-            placement.dim + wide - len(shape_of(indices[dim]))
-            for dim, placement in zip(places, now[1:], strict=True)
-            if placement
-        }
-        sizes = {
-            shape_of(indices[dim])[placement.dim] for dim, placement in zip(places, now[1:], strict=True) if placement
-        }
-        is_one = len(found) == len(sizes) == 1 and len({placement.blocks for placement in given}) == 1
-        return Split(start + found.pop(), given[0].blocks) if is_one else None
-    if given or picked.dim in places or any(indices[dim].meta["val"].dtype == torch.bool for dim in places):
+    dims = [dim for dim, index in enumerate(indices) if index is not None]
+    index_rank = max(len(shape_of(indices[dim])) for dim in dims)
+    is_together = dims == list(range(dims[0], dims[-1] + 1))
+    start = dims[0] if is_together else 0  # where the dimensions of the indices come to lie
+    table = now[0]
+    if table is None:
+        return _picked_by_samples([indices[dim] for dim in dims], now[1:], start, index_rank)
+    if any(placement is not None for placement in now[1:]) or table.dim in dims:
         return None
-    before = sum(dim < picked.dim for dim in places)
-    after_indices = picked.dim > places[0] or not is_together
-    return Split(picked.dim - before + (wide if after_indices else 0), picked.blocks)
+    if any(indices[dim].meta["val"].dtype == torch.bool for dim in dims):
+        return None  # how many rows a mask picks depends on its values
+    indexed_before = sum(dim < table.dim for dim in dims)
+    is_after_indices = table.dim > dims[0] or not is_together
+    added_before = index_rank if is_after_indices else 0
+    return Split(table.dim - indexed_before + added_before, table.blocks)
 
 
-def _cdist(node: fx.Node, now: Sequence[Any], samples: int) -> Found:
+def _picked_by_samples(indices: list[fx.Node], placements: Sequence[Any], start: int, index_rank: int) -> Samples:
+    """Place samples that lie in the indices, which are broadcast against each other.
+
+    Args:
+        indices: into a table that has no samples.
+        placements: where the samples lie in each; None where it has none.
+        start: the result's first dimension of the indices.
+        index_rank: how many dimensions they have, broadcast.
+    """
+    dims = set()
+    sizes = set()
+    blocks = set()
+    for index, placement in zip(indices, placements, strict=True):
+        if placement is None:
+            continue
+        shape = shape_of(index)
+        dims.add(placement.dim + index_rank - len(shape))
+        sizes.add(shape[placement.dim])
+        blocks.add(placement.blocks)
+    if len(dims) == len(sizes) == len(blocks) == 1:
+        return Split(start + dims.pop(), blocks.pop())
+    return None
+
+
+def _cdist(node: fx.Node, now: Sequence[Any], samples: int) -> Samples:
+    """Place the samples of distances between two sets of rows, the last but one dimension of each."""
     left, right = now[:2]
     rank = len(shape_of(tensor_inputs(node)[0]))
-    if isinstance(left, Split) and right is None and left.dim == rank - 2:
+    if not isinstance(left, Split):
+        return None
+    if left.dim == rank - 2 and right is None:
         return Split(len(shape_of(node)) - 2, left.blocks)
-    if isinstance(left, Split) and left.dim < rank - 2 and (right is None or right == left):
+    if left.dim < rank - 2 and right in (None, left):
         return left if len(shape_of(node)) == rank else None
     return None
 
 
-def _element_by_element(node: fx.Node, now: Sequence[Any], samples: int) -> Found:
+def _element_by_element(node: fx.Node, now: Sequence[Any], samples: int) -> Samples:
     return now[0] if all(placement is None for placement in now[1:]) else None
 
 
-def _one_hot(node: fx.Node, now: Sequence[Any], samples: int) -> Found:
+def _one_hot(node: fx.Node, now: Sequence[Any], samples: int) -> Samples:
     return now[0]  # type: ignore[no-any-return]
 
 
-def _expanded(node: fx.Node, now: Sequence[Any], samples: int) -> Found:
-    """Inputs that are broadcast against each other, each by itself."""
-    inputs = tensor_inputs(node)
-    several = isinstance(node.meta["val"], list | tuple)
-    results = _values(node)
-    aligned = {
-        placement.dim + results[0].dim() - len(shape_of(one))
-        for one, placement in zip(inputs, now, strict=True)
-        if placement
-    }
-    blocks = {placement.blocks for placement in now if placement}
-    if len(aligned) != 1 or len(blocks) != 1:
+def _expanded(node: fx.Node, now: Sequence[Any], samples: int) -> Samples:
+    """Place the samples of inputs that are broadcast against each other, each by itself."""
+    rank = _values(node)[0].dim()
+    inputs = list(zip(tensor_inputs(node), now, strict=True))
+    dims = set()
+    blocks = set()
+    for source, placement in inputs:
+        if placement:
+            dims.add(placement.dim + rank - len(shape_of(source)))
+            blocks.add(placement.blocks)
+    if len(dims) != 1 or len(blocks) != 1:
         return None
-    dim = aligned.pop()
-    for source, placement in zip(inputs, now, strict=True):
-        place = dim - (results[0].dim() - len(shape_of(source)))
-        if placement is None and place >= 0 and shape_of(source)[place] != 1:
+    dim = dims.pop()
+    for source, placement in inputs:
+        shape = shape_of(source)
+        place = dim - (rank - len(shape))
+        if placement is None and place >= 0 and shape[place] != 1:
             return None  # rows of its own, of which it is not known whose they are
-    found = Split(dim, blocks.pop())
-    return tuple(found for _ in results) if several else found
+    return _everywhere(node, Split(dim, blocks.pop()))
 
 
-_RULES: dict[Any, Callable[[fx.Node, Sequence[Any], int], Found]] = {
+_RULES: dict[Any, Callable[[fx.Node, Sequence[Any], int], Samples]] = {
     **dict.fromkeys(_RECURRENT, _recurrent),
     aten.index.Tensor: _index,
     aten.cdist.default: _cdist,

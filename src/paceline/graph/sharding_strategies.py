@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """How one node runs.
+    """One way to run a node on the ranks of the `tensor` axis.
 
     Attributes:
         inputs: how each tensor input must lie.
@@ -48,7 +48,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What is known of the whole graph while nodes are looked at one by one."""
+    """What the choices at a node depend on and what is the same for all nodes of a graph."""
 
     parts: int
     blocks: dict[int, set[tuple[int, ...]]]  # asked for by the model, per size of a dimension
@@ -62,7 +62,7 @@ class Options:
 def choices(
     node: fx.Node, placements: Sequence[Placement], fixed: Sequence[bool], options: Options
 ) -> Iterator[Choice]:
-    """Every way to run `node`, whole first.
+    """Yield every way to run `node`, whole first.
 
     Args:
         node: an operation.
@@ -71,168 +71,262 @@ def choices(
         options: the rest.
     """
     inputs = tensor_inputs(node)
-    outputs = node.meta.get("val")
-    several = isinstance(outputs, list | tuple)
-    work = operations(node) * (3 if node in options.with_gradient else 1)
-    if options.is_sequence_split and not several and len(shape_of(node)) >= 3 and not is_rearrangement(node):
-        work += OPERATIONS_PER_BYTE * size_bytes(node)  # asked for to hold less of every value, not to compute less
-    whole: Placement | tuple[Placement, ...] = (None,) * len(outputs) if several else None  # type: ignore[arg-type]
-    yield Choice((None,) * len(inputs), whole, False, work)
+    work = _work(node, options)
+    whole_output: Placement | tuple[Placement, ...] = None
+    if _has_several_outputs(node):
+        whole_output = (None,) * len(node.meta["val"])
+    yield Choice((None,) * len(inputs), whole_output, False, work)
     if node in options.pinned or not inputs:
         return
     if is_rearrangement(node):
         if placements[0] is not None:
-            carried = carry(node, placements[0], options.parts)
-            if carried is not None:
-                output = tuple(carried) if isinstance(carried, list) else carried
-                yield Choice((placements[0], *(None,) * (len(inputs) - 1)), output, True, work / options.parts)
+            yield from _carried_along(node, placements[0], options.parts, work)
         return
-    yield from _special(node, placements, fixed, options, work)
+    yield from _vocabulary_choices(node, placements, fixed, options, work)
     spec = spec_of(node)
     if spec is not None and len(spec.inputs) == len(inputs):
-        for label, blocks in _candidates(inputs, placements, fixed, spec, options):
+        for label, blocks in _candidates(inputs, placements, spec, options):
             yield from _split_along(node, spec, label, blocks, options, work)
 
 
+def _carried_along(node: fx.Node, placement: Split, parts: int, work: float) -> Iterator[Choice]:
+    """Yield the way to rearrange each rank's piece of the first input, if there is one."""
+    carried = carry(node, placement, parts)
+    if carried is None:
+        return
+    output = tuple(carried) if isinstance(carried, list) else carried
+    others = (None,) * (len(tensor_inputs(node)) - 1)
+    yield Choice((placement, *others), output, True, work / parts)
+
+
+def _has_several_outputs(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), list | tuple)
+
+
+def _work(node: fx.Node, options: Options) -> float:
+    """Return what it costs to run a node whole, without collectives."""
+    # The backward pass of a matrix product is two products of the same size.
+    passes = 3 if node in options.with_gradient else 1
+    work = operations(node) * passes
+    if not options.is_sequence_split or is_rearrangement(node) or _has_several_outputs(node):
+        return work
+    if len(shape_of(node)) >= 3:
+        # A split sequence is asked for to hold less of every value, not to compute less.
+        work += OPERATIONS_PER_BYTE * size_bytes(node)
+    return work
+
+
 def operations(node: fx.Node) -> float:
-    """Roughly how many arithmetic operations a node's forward takes."""
-    values = node.meta.get("val")
-    out = sum(value.numel() for value in (values if isinstance(values, list | tuple) else [values]) if _is(value))  # type: ignore[union-attr]
+    """Return roughly how many arithmetic operations a node's forward takes."""
     inputs = tensor_inputs(node)
     if node.target is aten.scaled_dot_product_attention.default:
-        query, key = shape_of(inputs[0]), shape_of(inputs[1])
-        return 4.0 * math.prod(query) * key[-2]
-    spec = spec_of(node) if node.op == "call_function" and not is_rearrangement(node) else None
+        query = shape_of(inputs[0])
+        key = shape_of(inputs[1])
+        return 4.0 * math.prod(query) * key[-2]  # two products, of a multiplication and an addition each
+    if is_rearrangement(node):
+        return 0.0
+    num_elements = _num_output_elements(node)
+    spec = spec_of(node) if node.op == "call_function" else None
     if spec is not None and spec.heavy:
-        first = spec.inputs[1] if spec.bias == 0 else spec.inputs[0]
-        source = shape_of(inputs[1] if spec.bias == 0 else inputs[0])
-        weight = shape_of(inputs[2] if spec.bias == 0 else inputs[1])
-        inner = math.prod(size for label, size in zip(first, source, strict=True) if label in spec.summed)
-        return 2.0 * out * inner * (math.prod(weight[2:]) if len(weight) > 2 and "i" in spec.inputs[1][:2] else 1)
-    return 0.0 if is_rearrangement(node) else 0.5 * out
+        return 2.0 * num_elements * _inner_size(inputs, spec)
+    return 0.5 * num_elements
+
+
+def _num_output_elements(node: fx.Node) -> int:
+    values = node.meta.get("val")
+    if not isinstance(values, list | tuple):
+        values = [values]
+    return sum(value.numel() for value in values if isinstance(value, torch.Tensor))
+
+
+def _inner_size(inputs: Sequence[fx.Node], spec: Spec) -> int:
+    """Return how many products are added up in each element of a matrix product's or convolution's output."""
+    first = 1 if spec.bias == 0 else 0  # `addmm` takes its bias before the factors
+    labels = spec.inputs[first]
+    inner = 1
+    for label, size in zip(labels, shape_of(inputs[first]), strict=True):
+        if label in spec.summed:
+            inner *= size
+    weight = shape_of(inputs[first + 1])
+    # A convolution's weight is (out, in, sizes of the kernel): these are summed too.
+    if len(weight) > 2 and "i" in spec.inputs[1][:2]:
+        inner *= math.prod(weight[2:])
+    return inner
 
 
 def exchanged(node_bytes: float, times: float, calls: int = 1) -> float:
-    """The cost of collectives that move a tensor's bytes so many times altogether."""
+    """Return the cost of collectives that move a tensor's bytes so many times altogether."""
     return calls * CALL + OPERATIONS_PER_BYTE * times * node_bytes
 
 
 def size_bytes(node: fx.Node) -> float:
-    """A node's full size, in bytes of four per element whatever the precision: layouts don't depend on it."""
+    """Return a node's full size, in bytes of four per element whatever the precision: layouts don't depend on it."""
     value = node.meta.get("val")
-    return 4.0 * value.numel() if _is(value) else 0.0  # type: ignore[union-attr]
-
-
-def _is(value: object) -> bool:
-    return isinstance(value, torch.Tensor)
+    return 4.0 * value.numel() if isinstance(value, torch.Tensor) else 0.0
 
 
 def _candidates(
-    inputs: Sequence[fx.Node], placements: Sequence[Placement], fixed: Sequence[bool], spec: Spec, options: Options
+    inputs: Sequence[fx.Node], placements: Sequence[Placement], spec: Spec, options: Options
 ) -> list[tuple[str, tuple[int, ...]]]:
-    """Labels and blocks worth trying: those that an input is split by already, and those of new weights."""
-    found: dict[tuple[str, tuple[int, ...]], None] = {}
+    """Return labels and blocks worth trying: those that an input is split by already, and those of new weights."""
+    candidates: dict[tuple[str, tuple[int, ...]], None] = {}  # a set that keeps the order
     for source, placement, labels in zip(inputs, placements, spec.inputs, strict=True):
-        if placement is not None and (label := labels[placement.dim]) is not None:
-            found[label, placement.blocks] = None
-        if source in options.parameters and (spec.heavy or "e" in labels) and len(labels) > 1:
+        if placement is not None:
+            split_label = labels[placement.dim]
+            if split_label is not None:
+                candidates[split_label, placement.blocks] = None
+        can_lead = spec.heavy or "e" in labels  # a matrix product's weight or an embedding's table
+        if can_lead and source in options.parameters and len(labels) > 1:
             for label, size in zip(labels, shape_of(source), strict=True):
-                if label is None or size < options.parts:
-                    continue
-                found[label, (size,)] = None
-                for blocks in options.blocks.get(size, ()):
-                    if all(block % options.parts == 0 for block in blocks):
-                        found[label, blocks] = None
-    weights = [
-        set(labels)
-        for source, labels in zip(inputs, spec.inputs, strict=True)
-        if source in options.parameters and len(labels) > 1
-    ]
+                if label is not None and size >= options.parts:
+                    for blocks in _blocks_of(size, options):
+                        candidates[label, blocks] = None
+    if not spec.heavy:
+        return list(candidates)
     # Splitting the samples or the sequence of a matrix product leaves its weight whole and its gradient in
     # parts as large as the weight: that is what the data axes are for.
-    allowed = set.union(*weights) if spec.heavy and weights else None
-    return [key for key in found if allowed is None or key[0] in allowed]
+    weight_labels = _weight_labels(inputs, spec, options)
+    if not weight_labels:
+        return list(candidates)
+    return [(label, blocks) for label, blocks in candidates if label in weight_labels]
+
+
+def _blocks_of(size: int, options: Options) -> Iterator[tuple[int, ...]]:
+    """Yield the ways to take a dimension of a new weight apart: as one block, or as the model itself does."""
+    yield (size,)
+    for blocks in options.blocks.get(size, ()):
+        if all(block % options.parts == 0 for block in blocks):
+            yield blocks
+
+
+def _weight_labels(inputs: Sequence[fx.Node], spec: Spec, options: Options) -> set[str | None]:
+    """Return the labels of the weights among the inputs, biases left out."""
+    weight_labels: set[str | None] = set()
+    for source, labels in zip(inputs, spec.inputs, strict=True):
+        if source in options.parameters and len(labels) > 1:
+            weight_labels.update(labels)
+    return weight_labels
 
 
 def _split_along(
     node: fx.Node, spec: Spec, label: str, blocks: tuple[int, ...], options: Options, work: float
 ) -> Iterator[Choice]:
-    inputs = tensor_inputs(node)
-    total = sum(blocks)
-    needed: list[Placement] = []
-    for number, (source, labels) in enumerate(zip(inputs, spec.inputs, strict=True)):
-        placement = _lay_along(labels, label, blocks, total, shape_of(source), options.parts)
-        if placement == "impossible":
-            return
-        assert placement is None or isinstance(placement, Split)
-        if number == spec.bias and label in spec.summed:
-            placement = None
-        needed.append(placement)
-    if _wants_something(node) and any(
-        placement is not None and placement.size(options.parts - 1, options.parts) == 0 for placement in needed
-    ):
+    """Yield the ways to run a node whose dimensions with one label are split."""
+    needed = _needed_placements(node, spec, label, blocks, options)
+    if needed is None:
         return
     work = work / options.parts
+    shape = shape_of(node)
     if label not in spec.summed:
-        out = _lay_along(spec.output, label, blocks, total, shape_of(node), options.parts)
+        out = _lay_along(spec.output, label, blocks, shape, options.parts)
         if isinstance(out, Split):
-            yield Choice(tuple(needed), out, True, work)
+            yield Choice(needed, out, True, work)
         return
     size = size_bytes(node)
-    yield Choice(tuple(needed), None, True, work + exchanged(size, 2), after="sum")
-    shape = shape_of(node)
-    if options.is_sequence_split and len(shape) >= 3 and shape[-2] >= options.parts:
+    yield Choice(needed, None, True, work + exchanged(size, 2), after="sum")
+    if _can_scatter(shape, options):
         back = 1 if node in options.with_gradient else 0
-        out = Split(len(shape) - 2, (shape[-2],))
-        yield Choice(tuple(needed), out, True, work + exchanged(size, 1 + back, 1 + back), after="scatter")
+        out = _along_sequence(shape)
+        yield Choice(needed, out, True, work + exchanged(size, 1 + back, 1 + back), after="scatter")
 
 
-def _wants_something(node: fx.Node) -> bool:
-    """Whether torch refuses the operation on empty pieces, as it does convolutions and norms without channels."""
+def _needed_placements(
+    node: fx.Node, spec: Spec, label: str, blocks: tuple[int, ...], options: Options
+) -> tuple[Placement, ...] | None:
+    """Return how the inputs must lie to split one label; None when they can't."""
+    needed: list[Placement] = []
+    for number, (source, labels) in enumerate(zip(tensor_inputs(node), spec.inputs, strict=True)):
+        placement = _lay_along(labels, label, blocks, shape_of(source), options.parts)
+        if placement == "impossible":
+            return None
+        assert placement is None or isinstance(placement, Split)
+        if number == spec.bias and label in spec.summed:
+            placement = None  # added once, after the sum
+        needed.append(placement)
+    if _refuses_empty(node) and any(_leaves_a_rank_empty(placement, options.parts) for placement in needed):
+        return None
+    return tuple(needed)
+
+
+def _leaves_a_rank_empty(placement: Placement, parts: int) -> bool:
+    """True if the last rank, whose piece is the smallest, has nothing."""
+    return placement is not None and placement.size(parts - 1, parts) == 0
+
+
+def _can_scatter(shape: tuple[int, ...], options: Options) -> bool:
+    """True if a sum of this shape, (..., sequence, features), may be scattered along the sequence."""
+    return options.is_sequence_split and len(shape) >= 3 and shape[-2] >= options.parts
+
+
+def _along_sequence(shape: tuple[int, ...]) -> Split:
+    return Split(len(shape) - 2, (shape[-2],))
+
+
+def _refuses_empty(node: fx.Node) -> bool:
+    """True if torch refuses the operation on empty pieces, as it does convolutions and norms without channels."""
     name = str(node.target)
     return "conv" in name or "norm" in name
 
 
 def _lay_along(
-    labels: Sequence[str | None], label: str, blocks: tuple[int, ...], total: int, shape: tuple[int, ...], parts: int
+    labels: Sequence[str | None], label: str, blocks: tuple[int, ...], shape: tuple[int, ...], parts: int
 ) -> Placement | str:
+    """Return the split of a tensor along the dimension with a label, or "impossible"; None if it has none."""
     if label not in labels:
         return None
     dim = list(labels).index(label)
+    total = sum(blocks)
     if shape[dim] == total:
         return Split(dim, blocks)
     # Fewer key and value heads than query heads: the same share of each.
-    if any(block * shape[dim] % (total * parts) or block % parts for block in blocks):
-        return "impossible"
+    for block in blocks:
+        is_divisible = block % parts == 0 and block * shape[dim] % (total * parts) == 0
+        if not is_divisible:
+            return "impossible"
     return Split(dim, tuple(block * shape[dim] // total for block in blocks))
 
 
-def _special(
+def _vocabulary_choices(
     node: fx.Node, placements: Sequence[Placement], fixed: Sequence[bool], options: Options, work: float
 ) -> Iterator[Choice]:
+    """Yield the ways to run an embedding or a loss whose vocabulary is split (Shoeybi et al. 2019)."""
     inputs = tensor_inputs(node)
-    size = size_bytes(node)
     if node.target is aten.embedding.default and inputs[0] in options.parameters:
-        rows = shape_of(inputs[0])[0]
-        plain = not any(node.args[3:])
-        if plain and rows >= options.parts and (not fixed[0] or placements[0] == Split(0, (rows,))):
-            needed = (Split(0, (rows,)), None)
-            yield Choice(needed, None, True, work + exchanged(size, 2), "sum", "vocabulary embedding")
-            shape = shape_of(node)
-            if options.is_sequence_split and len(shape) >= 3 and shape[-2] >= options.parts:
-                out = Split(len(shape) - 2, (shape[-2],))
-                yield Choice(needed, out, True, work + exchanged(size, 2), "scatter", "vocabulary embedding")
-    if node.target is not aten.cross_entropy_loss.default or placements[0] is None or not is_plain_loss(node):
+        yield from _vocabulary_embedding(node, placements[0], fixed[0], options, work)
+    if node.target is not aten.cross_entropy_loss.default or not is_plain_loss(node):
         return
-    if placements[0].dim == 1 and len(placements[0].blocks) == 1:
-        cost = work / options.parts + exchanged(12 * shape_of(inputs[0])[0], 2)
-        yield Choice((placements[0], None), None, True, cost, kind="vocabulary loss")
+    scores = placements[0]
+    if scores is not None and scores.dim == 1 and len(scores.blocks) == 1:
+        rows = shape_of(inputs[0])[0]
+        # For each row the largest score, the sum of exponentials and the label's score: 12 bytes.
+        cost = work / options.parts + exchanged(12 * rows, 2)
+        yield Choice((scores, None), None, True, cost, kind="vocabulary loss")
+
+
+def _vocabulary_embedding(
+    node: fx.Node, placement: Placement, is_fixed: bool, options: Options, work: float
+) -> Iterator[Choice]:
+    """Yield the ways to look up rows of a table of which each rank holds some; `placement` is the table's."""
+    rows = shape_of(tensor_inputs(node)[0])[0]
+    by_rows = Split(0, (rows,))
+    has_options = any(node.args[3:])  # scale_grad_by_freq, sparse
+    if has_options or rows < options.parts:
+        return
+    if is_fixed and placement != by_rows:
+        return
+    needed = (by_rows, None)
+    cost = work + exchanged(size_bytes(node), 2)
+    yield Choice(needed, None, True, cost, "sum", "vocabulary embedding")
+    shape = shape_of(node)
+    if _can_scatter(shape, options):
+        yield Choice(needed, _along_sequence(shape), True, cost, "scatter", "vocabulary embedding")
 
 
 def is_plain_loss(node: fx.Node) -> bool:
-    """A cross entropy of rows of scores and whole-number labels, without weights or smoothing."""
+    """True for a cross entropy of rows of scores and whole-number labels, without weights or smoothing."""
     inputs = tensor_inputs(node)
-    arguments = {**dict(zip(("", "", "weight", "", "", "label_smoothing"), node.args, strict=False)), **node.kwargs}
+    names = ("", "", "weight", "", "", "label_smoothing")  # by place; the others don't matter here
+    arguments = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     return (
         len(inputs) == 2
         and len(shape_of(inputs[0])) == 2

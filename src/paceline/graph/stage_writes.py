@@ -1,4 +1,4 @@
-"""Whether the stages of a graph, as one rank runs them, write into the states as the model's code did."""
+"""Check that the stages of a graph, as one rank runs them, write into the states as the model's code did."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from paceline.comm.collectives import AxisComm
 from paceline.comm.ledger import Ledger
 from paceline.graph.capture import Captured
-from paceline.graph.dry_run import mode_of
+from paceline.graph.dry_run import fake_state, mode_of
 from paceline.graph.stages import Stage
 from paceline.graph.writes import Write, check_same_writes, run_on_fakes
 from paceline.nouns.errors import WorkloadError
@@ -33,15 +33,16 @@ def check_stage_writes(
     """
     if not captured.log:
         return
-    found: list[Write] = []
-    kept, comm.ledger = comm.ledger, Ledger()
+    writes: list[Write] = []
+    ledger_before = comm.ledger
+    comm.ledger = Ledger()
     try:
         with mode_of(captured), torch.autocast(captured.device.type, dtype=precision, enabled=precision is not None):
             for stage in stages:
-                found += _writes_of(stage, captured, shapes)
+                writes += _writes_of(stage, captured, shapes)
     finally:
-        comm.ledger = kept
-    check_same_writes(captured.log, found, "the graph of this rank")
+        comm.ledger = ledger_before
+    check_same_writes(captured.log, writes, "the graph of this rank")
     for state in dict.fromkeys(write.state for write in captured.log):
         holders = [number for number, stage in enumerate(stages) if state in stage.states]
         if len(holders) != 1:
@@ -53,14 +54,15 @@ def check_stage_writes(
 
 
 def _writes_of(stage: Stage, captured: Captured, shapes: Mapping[str, tuple[int, ...]]) -> list[Write]:
+    """Run a stage on fake tensors; return what it writes into its states."""
     placeholders = [node for node in stage.graph.nodes if node.op == "placeholder"]
-    own = dict(zip(stage.states, placeholders, strict=False))
-    given = {node: torch.empty_like(node.meta["val"]) for node in placeholders}
-    for name, node in own.items():
-        full = captured.states[name].meta["val"]
-        made = torch.empty(shapes.get(name, tuple(full.shape)), dtype=full.dtype, device=full.device)
-        given[node] = made.requires_grad_(name in captured.trained)
+    state_nodes = dict(zip(stage.states, placeholders, strict=False))
+    arguments = {node: torch.empty_like(node.meta["val"]) for node in placeholders}
+    for name, node in state_nodes.items():
+        full_shape = tuple(captured.states[name].meta["val"].shape)
+        arguments[node] = fake_state(captured, name, shapes.get(name, full_shape))
     received = placeholders[len(placeholders) - len(stage.received) :]
     for node, flows in zip(received, stage.has_gradient, strict=True):
-        given[node].requires_grad_(flows)
-    return run_on_fakes(stage.graph, given, own, captured.constants)[0]
+        arguments[node].requires_grad_(flows)
+    writes, _ = run_on_fakes(stage.graph, arguments, state_nodes, captured.constants)
+    return writes

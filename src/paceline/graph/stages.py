@@ -10,19 +10,22 @@ import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
 
 from paceline.graph.capture import Captured
 from paceline.graph.functional import state_groups, written_groups
-from paceline.graph.labels import tensor_inputs
+from paceline.graph.labels import node_order, tensor_inputs
 from paceline.graph.layout import gradients_of
 from paceline.graph.sharding_strategies import operations
 from paceline.graph.writes import running_statistics, storage_of, written_inputs
 from paceline.nouns.errors import PlanError
 
 Owners = dict[str, tuple[int, ...]]  # of each state the stages that use it, in rising order
+_MOST_PLACES = 200  # to cut that are tried: the search takes the square of their number
+_CROSSING_WEIGHT = 0.02  # of a stage's share of the work: what an exchange of median size counts for
 
 
 @dataclass(slots=True)
@@ -57,7 +60,7 @@ class Assignment:
 
 
 def assign_stages(captured: Captured, count: int, first: Assignment | None = None) -> dict[fx.Node, int]:
-    """The stage of every node that is not computed anew wherever it is needed.
+    """Return the stage of every node that is not computed anew wherever it is needed.
 
     Args:
         captured: the graph.
@@ -68,7 +71,8 @@ def assign_stages(captured: Captured, count: int, first: Assignment | None = Non
         PlanError: there are fewer places to cut than stages need.
     """
     anew = computed_anew(captured)
-    nodes = [node for node in captured.graph.nodes if node.op == "call_function" and node not in anew]
+    calls = [node for node in captured.graph.nodes if node.op == "call_function"]
+    nodes = [node for node in calls if node not in anew]
     if first is not None:
         if [node.target for node in nodes] == first.targets:  # the same code, other shapes
             return dict(zip(nodes, first.stages, strict=True))
@@ -76,7 +80,8 @@ def assign_stages(captured: Captured, count: int, first: Assignment | None = Non
     if count == 1:
         return dict.fromkeys(nodes, 0)
     cuts = _cuts(captured, nodes, count)
-    stage, stages = 0, {}
+    stages = {}
+    stage = 0
     for index, node in enumerate(nodes):
         while stage < len(cuts) and index >= cuts[stage]:
             stage += 1
@@ -85,98 +90,138 @@ def assign_stages(captured: Captured, count: int, first: Assignment | None = Non
 
 
 def assignment_of(captured: Captured, stages: Mapping[fx.Node, int]) -> Assignment:
-    """What later graphs need to know of this one."""
-    return Assignment([node.target for node in stages], list(stages.values()), owners_of(captured, stages))
+    """Return what later graphs need to know of this one."""
+    targets: list[object] = [node.target for node in stages]
+    return Assignment(targets, list(stages.values()), owners_of(captured, stages))
 
 
 def owners_of(captured: Captured, stages: Mapping[fx.Node, int]) -> Owners:
-    """The stages that use each state."""
+    """Return the stages that use each state."""
     owners: Owners = {}
     for name, state in captured.states.items():
-        used = {stages[user] for user in state.users if user in stages}
-        owners[name] = tuple(sorted(used)) or (0,)
+        users = {stages[user] for user in state.users if user in stages}
+        owners[name] = tuple(sorted(users)) or (0,)
     return owners
 
 
 def computed_anew(captured: Captured) -> set[fx.Node]:
-    """Nodes that depend on the batch, plain numbers and unwritten buffers alone, and draw nothing."""
-    written = {storage_of(source) for node in captured.graph.nodes for source in written_inputs(node)}
-    written |= {storage_of(source) for node in captured.graph.nodes for source in running_statistics(node)}
+    """Return the nodes that depend on the batch, plain numbers and unwritten buffers alone, and draw nothing."""
+    written = _written_memory(captured)
     plain: set[fx.Node] = set(captured.inputs)
     for name, state in captured.states.items():
-        if name not in captured.buffers or storage_of(state) in written:
-            continue
-        plain.add(state)
+        if name in captured.buffers and storage_of(state) not in written:
+            plain.add(state)
     for node in captured.graph.nodes:
-        if node.op == "get_attr" or (
-            node.op == "call_function" and not _draws(node) and plain.issuperset(node.all_input_nodes)
-        ):
+        is_plain = node.op == "get_attr"
+        if node.op == "call_function" and not _draws(node):
+            is_plain = plain.issuperset(node.all_input_nodes)
+        if is_plain:
             plain.add(node)
+    # What shares written memory with an operation that is not computed anew runs in one stage with it.
     groups = written_groups(captured.graph)
     mixed = {shared for node, shared in groups.items() if node not in plain}
-    return {node for node in plain if groups.get(node) not in mixed or node.op != "call_function"}
+    tied = {node for node in plain if node.op == "call_function" and groups.get(node) in mixed}
+    return plain - tied
+
+
+def _written_memory(captured: Captured) -> set[int | None]:
+    """Return the memory that any operation of the graph writes into."""
+    written: set[int | None] = set()
+    for node in captured.graph.nodes:
+        for source in [*written_inputs(node), *running_statistics(node)]:
+            written.add(storage_of(source))
+    return written
 
 
 def cut_out(captured: Captured, stages: Mapping[fx.Node, int], count: int) -> list[Stage]:
-    """The graph of every stage."""
-    order = {node: index for index, node in enumerate(captured.graph.nodes)}
-    results = tensor_inputs(next(iter(reversed(captured.graph.nodes))))
-    needed: list[set[fx.Node]] = [set() for _ in range(count + 1)]  # at or after each stage, from outside
+    """Return the graph of every stage."""
+    output = next(iter(reversed(captured.graph.nodes)))
+    results = tensor_inputs(output)
+    crossing = _crossing_values(captured, stages, count, results)
+    with_gradient = gradients_of(captured)
+    built = []
+    for stage in range(count):
+        is_last = stage == count - 1
+        piece = _build(captured, stages, stage, crossing, results if is_last else None)
+        piece.has_gradient = [node in with_gradient for node in crossing[stage]]
+        piece.sent = [node.meta["val"] for node in crossing[stage + 1]]
+        piece.sends_gradient = [node in with_gradient for node in crossing[stage + 1]]
+        built.append(piece)
+    return built
+
+
+def _crossing_values(
+    captured: Captured, stages: Mapping[fx.Node, int], count: int, results: list[fx.Node]
+) -> list[list[fx.Node]]:
+    """Return the values that each stage receives, in the graph's order; nothing crosses into the first.
+
+    The list has one entry more than there are stages, empty too: nothing crosses out of the last.
+    """
+    order = node_order(captured.graph)
+    needed: list[set[fx.Node]] = [set() for _ in range(count)]  # staged values that each stage reads
     for node, stage in stages.items():
-        for source in _sources(node, stages, captured, order):
-            needed[stage].add(source)
+        needed[stage].update(source for source in node.all_input_nodes if source in stages)
     for result in results:
-        for source in [result] if result in stages else _closure(result, stages, captured, order)[1]:
-            needed[count - 1].add(source)
+        if result in stages:
+            needed[count - 1].add(result)
+        else:
+            needed[count - 1] |= _closure(result, stages, captured, order)[1]
     crossing: list[list[fx.Node]] = [[]]
     for stage in range(1, count):
-        later = set().union(*needed[stage:])
-        crossing.append(sorted((v for v in later if stages[v] < stage), key=lambda v: order[v]))
+        read_later = set().union(*needed[stage:])
+        received = [node for node in read_later if stages[node] < stage]
+        crossing.append(sorted(received, key=order.__getitem__))
     crossing.append([])
-    with_gradient = gradients_of(captured)
-    made = []
-    for stage in range(count):
-        made.append(_build(captured, stages, stage, crossing, results if stage == count - 1 else None))
-        made[-1].has_gradient = [node in with_gradient for node in crossing[stage]]
-        made[-1].sent = [node.meta["val"] for node in crossing[stage + 1]]
-        made[-1].sends_gradient = [node in with_gradient for node in crossing[stage + 1]]
-    return made
+    return crossing
 
 
 def _draws(node: fx.Node) -> bool:
+    """True if a node draws random numbers; composite `dropout` carries no tag."""
     target = node.target
-    return isinstance(target, torch._ops.OpOverload) and (
-        torch.Tag.nondeterministic_seeded in target.tags or target is torch.ops.aten.dropout.default
-    )
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return torch.Tag.nondeterministic_seeded in target.tags or target is torch.ops.aten.dropout.default
 
 
 def _closure(
     node: fx.Node, stages: Mapping[fx.Node, int], captured: Captured, order: Mapping[fx.Node, int]
 ) -> tuple[list[fx.Node], set[fx.Node]]:
-    """What must be computed anew for `node`, in order, and the staged values that it needs (none, normally)."""
+    """Return what must be computed anew for `node`, in order, and the staged values that it needs (normally none)."""
     groups = written_groups(captured.graph)
     members: dict[int, list[fx.Node]] = {}
     for member, shared in groups.items():
         members.setdefault(shared, []).append(member)
-    seen: set[fx.Node] = set()
+    anew: set[fx.Node] = set()
     staged: set[fx.Node] = set()
-    todo = [node]
-    while todo:
-        current = todo.pop()
+    pending = [node]
+    while pending:
+        current = pending.pop()
         if current in stages:
             staged.add(current)
-        elif current.op == "call_function" and current not in seen:
-            seen.add(current)
-            todo.extend(current.all_input_nodes)
+        elif current.op == "call_function" and current not in anew:
+            anew.add(current)
+            pending.extend(current.all_input_nodes)
             if current in groups:  # what others write into the same memory belongs to it
-                todo.extend(other for other in members[groups[current]] if other.op == "call_function")
-    return sorted(seen, key=lambda one: order[one]), staged
+                pending.extend(other for other in members[groups[current]] if other.op == "call_function")
+    return sorted(anew, key=order.__getitem__), staged
 
 
-def _sources(
-    node: fx.Node, stages: Mapping[fx.Node, int], captured: Captured, order: Mapping[fx.Node, int]
-) -> list[fx.Node]:
-    return [source for source in node.all_input_nodes if source in stages]
+def _operations_of(
+    captured: Captured, stages: Mapping[fx.Node, int], stage: int, results: list[fx.Node] | None
+) -> set[fx.Node]:
+    """Return the operations that a stage runs: those assigned to it, and those that it computes anew."""
+    order = node_order(captured.graph)
+    assigned = [node for node in captured.graph.nodes if stages.get(node) == stage]
+    operations_here = set(assigned)
+    readers = assigned + (results or [])
+    for node in readers:
+        sources = list(node.all_input_nodes)
+        if node not in stages:  # a result that is computed anew
+            sources.append(node)
+        for source in sources:
+            if source not in stages:
+                operations_here.update(_closure(source, stages, captured, order)[0])
+    return operations_here
 
 
 def _build(
@@ -186,128 +231,184 @@ def _build(
     crossing: list[list[fx.Node]],
     results: list[fx.Node] | None,
 ) -> Stage:
-    order = {node: index for index, node in enumerate(captured.graph.nodes)}
-    own = [node for node in captured.graph.nodes if stages.get(node) == stage]
-    wanted = set(own)
-    for node in [*own, *(results or [])]:
-        for source in [*node.all_input_nodes, *([node] if node not in stages else [])]:
-            if source not in stages:
-                wanted.update(_closure(source, stages, captured, order)[0])
-    body = sorted(wanted, key=lambda node: order[node])
-    used = {source for node in [*body] for source in node.all_input_nodes} | set(results or [])
-    names = [name for name, state in captured.states.items() if state in used]
-    inputs = [index for index, leaf in enumerate(captured.inputs) if leaf in used]
+    """Return the graph of one stage.
+
+    Args:
+        captured: the graph that it is cut from.
+        stages: the stage of each node.
+        stage: the one to build.
+        crossing: what each stage receives.
+        results: the function's outputs, for the last stage.
+    """
+    operations_here = _operations_of(captured, stages, stage, results)
+    used = set(results or [])
+    for node in operations_here:
+        used.update(node.all_input_nodes)
+    state_names = [name for name, state in captured.states.items() if state in used]
+    input_indices = [index for index, leaf in enumerate(captured.inputs) if leaf in used]
     graph = fx.Graph()
-    made: dict[fx.Node, fx.Node] = {}
-    for old in [*(captured.states[name] for name in names), *(captured.inputs[index] for index in inputs)]:
-        made[old] = graph.placeholder(old.name)
-        made[old].meta = old.meta
+    copies: dict[fx.Node, fx.Node] = {}
+
+    def add_placeholder(old: fx.Node, name: str) -> None:
+        copies[old] = graph.placeholder(name)
+        copies[old].meta = old.meta
+
+    for name in state_names:
+        add_placeholder(captured.states[name], captured.states[name].name)
+    for index in input_indices:
+        add_placeholder(captured.inputs[index], captured.inputs[index].name)
     for old in crossing[stage]:
-        made[old] = graph.placeholder(f"from_before_{old.name}")
-        made[old].meta = old.meta
+        add_placeholder(old, f"from_before_{old.name}")
     for old in captured.graph.nodes:
-        if old.op == "get_attr" and old in used:
-            made[old] = graph.node_copy(old)
-        elif old in wanted:
-            made[old] = graph.node_copy(old, lambda source: made[source])
-    final = next(iter(reversed(captured.graph.nodes))).args[0] if results is not None else crossing[stage + 1]
-    graph.output(fx.node.map_arg(final, lambda old: made[old]))
-    return Stage(graph, names, inputs, [node.meta["val"] for node in crossing[stage]], [])
+        is_constant = old.op == "get_attr" and old in used
+        if is_constant or old in operations_here:
+            copies[old] = graph.node_copy(old, lambda source: copies[source])
+    outputs: Any = crossing[stage + 1]
+    if results is not None:
+        outputs = next(iter(reversed(captured.graph.nodes))).args[0]
+    graph.output(fx.node.map_arg(outputs, lambda old: copies[old]))
+    return Stage(graph, state_names, input_indices, [node.meta["val"] for node in crossing[stage]], [])
 
 
 def _by_owner(captured: Captured, nodes: list[fx.Node], owners: Mapping[str, Sequence[int]]) -> dict[fx.Node, int]:
-    holders = {captured.states[name]: stages for name, stages in owners.items() if name in captured.states}
+    """Return stages for another graph of a model whose states are placed: each node as early as its inputs allow."""
+    holders = {}
+    for name, state in captured.states.items():
+        if name in owners:
+            holders[state] = owners[name]
     stages: dict[fx.Node, int] = {}
     for node in nodes:
-        least = max((stages.get(source, 0) for source in node.all_input_nodes), default=0)
-        for source in node.all_input_nodes:
+        sources = node.all_input_nodes
+        earliest = max((stages.get(source, 0) for source in sources), default=0)
+        for source in sources:
             if source in holders:
-                least = max(least, min((s for s in holders[source] if s >= least), default=max(holders[source])))
-        stages[node] = least
+                reachable = [stage for stage in holders[source] if stage >= earliest]
+                holder = min(reachable, default=max(holders[source]))
+                earliest = max(earliest, holder)
+        stages[node] = earliest
     return stages
 
 
 def _cuts(captured: Captured, nodes: list[fx.Node], count: int) -> list[int]:
-    """Indices into `nodes` where the stages after the first begin: the slowest stage is as fast as can be."""
-    work = [operations(node) for node in nodes]
-    total, done, at = sum(work), 0.0, []
-    for amount in work:
-        at.append(done / total if total else 0.0)
-        done += amount
+    """Return the indices into `nodes` where the stages after the first begin.
+
+    They are chosen so that the slowest stage is as fast as can be.
+
+    Raises:
+        PlanError: there are fewer places to cut than stages need.
+    """
+    work_before = _shares_before(nodes)
     crossing = _crossing_bytes(captured, nodes)
-    places = _good_places(crossing, at)
+    places = _good_places(crossing, work_before)
     if len(places) < count - 1:
         raise PlanError(
             f"the model should be cut into {count} pipeline stages",
             f"there {'is' if len(places) == 1 else 'are'} {len(places)} place{'s' * (len(places) != 1)} to cut it",
             f"write pipeline={max(1, len(places) + 1)} or less",
         )
-    unit = max(sorted(crossing[place] for place in places)[len(places) // 2], 1.0)
-    # best[k][j]: the slowest of k + 1 stages when the last of them ends at places[j], and where the one before ended
+    sizes = sorted(crossing[place] for place in places)
+    median = max(sizes[len(places) // 2], 1.0)
     ends = [*places, len(nodes)]
-    positions = [*(at[place] for place in places), 1.0]
+    positions = [*(work_before[place] for place in places), 1.0]
+    # The last end is that of the graph: nothing crosses there, and no stage begins.
+    costs = [_CROSSING_WEIGHT * crossing[end] / median / count for end in ends]
+    chosen = _fastest_ends(positions, costs, count)
+    return [ends[number] for number in chosen]
+
+
+def _shares_before(nodes: list[fx.Node]) -> list[float]:
+    """Return for each node which share of the whole work lies before it, 0 to 1."""
+    work = [operations(node) for node in nodes]
+    total = sum(work)
+    done = 0.0
+    shares = []
+    for amount in work:
+        shares.append(done / total if total else 0.0)
+        done += amount
+    return shares
+
+
+def _fastest_ends(positions: list[float], costs: list[float], count: int) -> list[int]:
+    """Return the ends of all stages but the last that make the slowest stage fastest, by dynamic programming.
+
+    Args:
+        positions: the share of the work before each possible end; the last end is the graph's.
+        costs: what it costs to cut at each, in the same unit.
+        count: stages.
+    """
+    # best[k][j]: the slowest of k + 1 stages when the last of them ends at j, and where the one before ended
     best = [[(position, -1) for position in positions]]
     for _ in range(count - 1):
+        previous = best[-1]
         row = []
         for j, position in enumerate(positions):
-            options = [
-                (max(best[-1][i][0], position - positions[i]) + 0.02 * crossing[ends[i]] / unit / count, i)
-                for i in range(j)
-                if best[-1][i][0] < math.inf
-            ]
+            options = []
+            for i in range(j):
+                if previous[i][0] < math.inf:
+                    slowest = max(previous[i][0], position - positions[i])
+                    options.append((slowest + costs[i], i))
             row.append(min(options, default=(math.inf, -1)))
         best.append(row)
-    cuts, j = [], len(ends) - 1
+    ends = []
+    end = len(positions) - 1
     for level in range(count - 1, 0, -1):
-        j = best[level][j][1]
-        cuts.append(ends[j])
-    return cuts[::-1]
+        end = best[level][end][1]
+        ends.append(end)
+    return ends[::-1]
 
 
 def _crossing_bytes(captured: Captured, nodes: list[fx.Node]) -> list[float]:
-    """For each index into `nodes`: bytes that cross when a stage begins there; infinite where it must not."""
-    index = {node: i for i, node in enumerate(nodes)}
-    last = {node: max((index[user] for user in node.users if user in index), default=i) for node, i in index.items()}
+    """Return for each index into `nodes` the bytes that cross when a stage begins there; infinite where it must not."""
+    index_of = {node: index for index, node in enumerate(nodes)}
+    last_use = {}
+    for node, index in index_of.items():
+        last_use[node] = max((index_of[user] for user in node.users if user in index_of), default=index)
     for node in captured.output:
-        if node in index:
-            last[node] = len(nodes)
-    change = [0.0] * (len(nodes) + 2)
-    for node, i in index.items():
-        values = node.meta.get("val")
-        is_tensor = isinstance(values, torch.Tensor)
-        size = values.nbytes if is_tensor else math.inf  # type: ignore[union-attr]
-        is_tied = node.target is operator.getitem
-        for place in range(i + 1, last[node] + 1):
-            change[place] += size
-        if is_tied:  # beside what it is taken from
-            change[i] = math.inf
-    for members in _kept_together(captured, index):
+        if node in index_of:
+            last_use[node] = len(nodes)
+    crossing = [0.0] * (len(nodes) + 2)
+    for node, index in index_of.items():
+        value = node.meta.get("val")
+        # Several outputs in one value can't be sent: only what is taken from them.
+        size = value.nbytes if isinstance(value, torch.Tensor) else math.inf
+        for place in range(index + 1, last_use[node] + 1):
+            crossing[place] += size
+        if node.target is operator.getitem:  # beside what it is taken from
+            crossing[index] = math.inf
+    for members in _tied_together(captured, index_of):
         for place in range(min(members) + 1, max(members) + 1):
-            change[place] = math.inf
-    return change
+            crossing[place] = math.inf
+    return crossing
 
 
-def _kept_together(captured: Captured, index: Mapping[fx.Node, int]) -> list[list[int]]:
-    """Operations that one stage must run: those that share memory which is written, and all that touch such a state."""
+def _tied_together(captured: Captured, index_of: Mapping[fx.Node, int]) -> list[list[int]]:
+    """Return the groups of operations that one stage must run, as indices.
+
+    These are the operations that share memory which is written, and all that touch such a state.
+    """
     groups: dict[int, list[int]] = {}
     for node, shared in written_groups(captured.graph).items():
-        if node in index:
-            groups.setdefault(shared, []).append(index[node])
+        if node in index_of:
+            groups.setdefault(shared, []).append(index_of[node])
     for node, memories in state_groups(captured.graph, captured.states).items():
-        for shared in memories if node in index else ():  # no other stage has what was written
-            groups.setdefault(shared, []).append(index[node])
+        if node not in index_of:
+            continue
+        for shared in memories:  # no other stage has what was written
+            groups.setdefault(shared, []).append(index_of[node])
     return list(groups.values())
 
 
-def _good_places(crossing: list[float], at: list[float]) -> list[int]:
-    """Places to cut: where least crosses among the places with the same work before them."""
-    finite = [place for place in range(1, len(at)) if crossing[place] < math.inf and 0 < at[place] < 1]
+def _good_places(crossing: list[float], work_before: list[float]) -> list[int]:
+    """Return places to cut: where least crosses among the places with the same work before them."""
     best: dict[float, int] = {}
-    for place in finite:
-        key = round(at[place], 6)
+    for place in range(1, len(work_before)):
+        can_be_cut = crossing[place] < math.inf and 0 < work_before[place] < 1
+        if not can_be_cut:
+            continue
+        key = round(work_before[place], 6)
         if key not in best or crossing[place] <= crossing[best[key]]:
             best[key] = place
-    if len(best) <= 200:
-        return sorted(best.values())
-    smallest = sorted(best.values(), key=lambda place: crossing[place])[:200]
-    return sorted(smallest)
+    places = list(best.values())
+    if len(places) > _MOST_PLACES:
+        places = sorted(places, key=lambda place: crossing[place])[:_MOST_PLACES]
+    return sorted(places)

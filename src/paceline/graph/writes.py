@@ -1,4 +1,4 @@
-"""Which operations of a graph write into memory that outlives it, and that none of them is lost.
+"""Find the operations of a graph that write into memory that outlives it, and check that none of them is lost.
 
 A model may write into its buffers in the forward pass: running statistics, a codebook, a counter. Such a write is
 an effect: no value of the graph need depend on it, so every pass over a graph could drop it. `WriteLog` notes what
@@ -64,7 +64,9 @@ class WriteLog(TorchDispatchMode):
         """Look at the arguments, then run the operation."""
         named = kwargs or {}
         if "batch_norm" in function._schema.name and len(args) > 5:  # which one runs depends on more than the model
-            for value in args[3:5] if args[5] else ():
+            is_training = args[5]
+            statistics = args[3:5] if is_training else ()
+            for value in statistics:
                 if value is not None:
                     self._note("aten.batch_norm", value)
         elif function._schema.is_mutable:
@@ -85,13 +87,18 @@ class WriteLog(TorchDispatchMode):
 
 
 def wants_gradient(value: Any) -> bool:
-    """Whether a gradient flows back through a node's value."""
+    """True if a gradient flows back through a node's value."""
+    return any(tensor.requires_grad for tensor in _tensors_of(value))
+
+
+def _tensors_of(value: Any) -> list[torch.Tensor]:
+    """Return the tensors of a node's value, which may be one, several or none."""
     values = value if isinstance(value, list | tuple) else [value]
-    return any(isinstance(one, torch.Tensor) and one.requires_grad for one in values)
+    return [item for item in values if isinstance(item, torch.Tensor)]
 
 
 def user_line() -> str:
-    """The innermost line that is neither torch's nor of this package's capture."""
+    """Return the innermost line that is neither torch's nor of this package's capture."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
@@ -102,7 +109,7 @@ def user_line() -> str:
 
 
 def written_inputs(node: fx.Node) -> list[fx.Node]:
-    """The inputs that this node's schema says it writes into; a norm's running statistics are not among them."""
+    """Return the inputs that this node's schema says it writes into; a norm's statistics are not among them."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return []
     values = _written_values(node.target._schema, node.args, node.kwargs)
@@ -110,74 +117,75 @@ def written_inputs(node: fx.Node) -> list[fx.Node]:
 
 
 def running_statistics(node: fx.Node) -> list[fx.Node]:
-    """The tensors that a norm updates, which its schema does not say."""
+    """Return the tensors that a norm updates, which its schema does not say."""
     if node.target not in _NORMS or not node.args[5]:
         return []
     return [source for source in node.args[3:5] if isinstance(source, fx.Node)]
 
 
 def storage_of(node: fx.Node) -> int | None:
-    """Which memory a node's tensor lies in, or None when it is no tensor."""
+    """Return the number of the memory that a node's tensor lies in, or None when it is no tensor."""
     value = node.meta.get("val")
     return _memory(value) if isinstance(value, torch.Tensor) else None
 
 
 def memories_of(node: fx.Node) -> set[int]:
-    """The memory of a node's tensor, or of its several tensors."""
-    value = node.meta.get("val")
-    values = value if isinstance(value, list | tuple) else [value]
-    return {_memory(one) for one in values if isinstance(one, torch.Tensor)}
+    """Return the numbers of the memory of a node's tensor, or of its several tensors."""
+    return {_memory(tensor) for tensor in _tensors_of(node.meta.get("val"))}
 
 
 def states_written(graph: fx.Graph, states: Mapping[str, fx.Node]) -> dict[fx.Node, set[str]]:
-    """Of every node that writes into states, through views too, the states' names."""
+    """Return for every node that writes into states, through views too, the states' names."""
     names = {storage_of(node): name for name, node in states.items()}
-    found: dict[fx.Node, set[str]] = {}
+    writers: dict[fx.Node, set[str]] = {}
     for node in graph.nodes:
-        written = {storage_of(source) for source in [*written_inputs(node), *running_statistics(node)]}
-        states_here = {names[shared] for shared in written if shared in names}
-        if states_here:
-            found[node] = states_here
-    return found
+        for source in [*written_inputs(node), *running_statistics(node)]:
+            shared = storage_of(source)
+            if shared in names:
+                writers.setdefault(node, set()).add(names[shared])
+    return writers
 
 
-def check_same_writes(wanted: Sequence[Write], found: Sequence[Write], what: str) -> None:
+def check_same_writes(expected: Sequence[Write], actual: Sequence[Write], what: str) -> None:
     """Raise WorkloadError unless a graph writes into every state as the model's code did, write for write.
 
     Args:
-        wanted: what the code wrote.
-        found: what the graph wrote.
+        expected: what the code wrote.
+        actual: what the graph wrote.
         what: the graph, for the message.
     """
-    for state in dict.fromkeys(write.state for write in wanted):
-        asked = [write for write in wanted if write.state == state]
-        done = [write.operation for write in found if write.state == state]
-        if [write.operation for write in asked] == done:
+    for state in dict.fromkeys(write.state for write in expected):  # each once, in order
+        missing = [write for write in expected if write.state == state]
+        operations = [write.operation for write in actual if write.state == state]
+        if [write.operation for write in missing] == operations:
             continue
-        for operation in done:
-            same = next((write for write in asked if write.operation == operation), None)
-            if same is not None and len(asked) > 1:
-                asked.remove(same)  # that one is there
+        for operation in operations:
+            same = next((write for write in missing if write.operation == operation), None)
+            if same is not None and len(missing) > 1:  # one stays: the message needs it
+                missing.remove(same)
         raise WorkloadError(
-            "the split model should write to its buffers as the model does",
-            f"{asked[0].operation} at {asked[0].line} writes into {state}, and {what} would not",
+            "a split model that writes into its buffers as the model does",
+            f"{missing[0].operation} at {missing[0].line} writes into {state}, and {what} would not",
             "write once, by buffer.copy_(new value) under torch.no_grad(), or train it by replicate or shard",
         )
 
 
 def run_on_fakes(
-    graph: fx.Graph, given: Mapping[fx.Node, torch.Tensor], states: Mapping[str, fx.Node], constants: Mapping[str, Any]
+    graph: fx.Graph,
+    placeholders: Mapping[fx.Node, torch.Tensor],
+    states: Mapping[str, fx.Node],
+    constants: Mapping[str, Any],
 ) -> tuple[list[Write], dict[fx.Node, Any]]:
-    """Run a graph on fake tensors: what it writes into its states, and the value of every node.
+    """Run a graph on fake tensors; return what it writes into its states, and the value of every node.
 
     Args:
         graph: of operations.
-        given: a fake tensor for each placeholder.
+        placeholders: a fake tensor for each.
         states: which placeholders are states.
         constants: tensors by the name of their `get_attr` node.
     """
-    log = WriteLog({name: given[node] for name, node in states.items()})
-    values: dict[fx.Node, Any] = dict(given)
+    log = WriteLog({name: placeholders[node] for name, node in states.items()})
+    values: dict[fx.Node, Any] = dict(placeholders)
     with torch.enable_grad(), log:  # what a norm runs, and what its schema says, depends on whether a gradient is due
         for node in graph.nodes:
             if node.op == "get_attr":
@@ -189,14 +197,14 @@ def run_on_fakes(
 
 
 def _written_values(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The arguments that a schema marks as written; a list of tensors as its elements."""
-    found: list[Any] = []
+    """Return the arguments that a schema marks as written; a list of tensors as its elements."""
+    written: list[Any] = []
     for number, argument in enumerate(schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         value = args[number] if number < len(args) else kwargs.get(argument.name)
-        found.extend(value if isinstance(value, list | tuple) else [value])
-    return [value for value in found if value is not None]
+        written.extend(value if isinstance(value, list | tuple) else [value])
+    return [value for value in written if value is not None]
 
 
 def _memory(tensor: torch.Tensor) -> int:

@@ -58,7 +58,11 @@ class Parallel:
     def __init__(
         self, placed: ModelAdapter, workload: Workload, comms: Comms, plan: Plan, device: torch.device
     ) -> None:
-        self.placed, self.workload, self.comms, self.plan, self.device = placed, workload, comms, plan, device
+        self.placed = placed
+        self.workload = workload
+        self.comms = comms
+        self.plan = plan
+        self.device = device
         self.mesh = Mesh.parse(plan.mesh)
         self.model = placed.model
         self.norm: float | None = None  # of the last gradient, where it was clipped on the way
@@ -75,7 +79,7 @@ class Parallel:
         self.stats = StepStatsReducer(comms.step, shared, len(self.buffers.tensors), device, placed.counts_loss)
 
     def forward_backward(self, microbatches: Sequence[Any], is_stopping: bool, longest: int = 1) -> None:
-        """Forward and backward passes over this rank's micro-batches.
+        """Run forward and backward passes over this rank's micro-batches.
 
         Args:
             microbatches: this rank's part of the batch, cut.
@@ -111,28 +115,31 @@ class Parallel:
         return stats
 
     def gradient_norm(self) -> torch.Tensor:
-        """The norm of the whole gradient, on every rank."""
-        spread = [self.comms.axes[axis] for axis in ("tensor", "shard", "pipeline") if self.mesh.size(axis) > 1]
-        return global_norm(self.placed.updated().values(), self.placed.counted(), spread)
+        """Return the norm of the whole gradient, the same on every rank."""
+        comms = []  # over which parts of parameters are spread
+        for axis in ("tensor", "shard", "pipeline"):
+            if self.mesh.size(axis) > 1:
+                comms.append(self.comms.axes[axis])
+        return global_norm(self.placed.updated().values(), self.placed.counted(), comms)
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
-        """The optimizer's step, on what this rank holds."""
+        """Run the optimizer's step on what this rank holds."""
         self.placed.update(optimizer)
 
     def in_step(self, microbatches: Sequence[Any], longest: int) -> list[Any]:
-        """`microbatches`, filled up where every rank must run as many."""
+        """Return `microbatches`, filled up where every rank must run as many."""
         return self.placed.in_step(microbatches, longest)
 
     def evaluate(self, name: str, score: Score, batch: Any) -> Any:
-        """What `score(model, batch)` returns."""
+        """Return what `score(model, batch)` returns."""
         return self.placed.evaluate(name, score, batch)
 
     def held(self) -> dict[str, LocalShard]:
-        """Of every state tensor that is not whole on all ranks: this rank's part, and who else has the same."""
+        """Return this rank's part of every state tensor that is not whole on all ranks, and who else has the same."""
         return self.placed.held()
 
     def state(self) -> dict[str, torch.Tensor]:
-        """What compression carries from step to step, by name."""
+        """Return what compression carries from step to step, by name."""
         return self.replicate.state()
 
     def close(self) -> None:
@@ -145,6 +152,7 @@ def open_comms(mesh: Mesh, rank: int, ledger: Ledger) -> Comms:
     """Open the process groups of `mesh` for this rank. Every rank must call this."""
     axes = open_axes(mesh, rank, ledger)
     data = open_product("data", ["replicate", "shard"], axes, mesh, rank)
-    others = mesh.size("tensor") * mesh.size("pipeline") > 1
-    step = open_product("step", list(AXES), axes, mesh, rank) if others else data
+    step = data
+    if mesh.size("tensor") * mesh.size("pipeline") > 1:
+        step = open_product("step", list(AXES), axes, mesh, rank)
     return Comms(axes, data, step)

@@ -1,4 +1,4 @@
-"""Whether an optimizer can work on a part of a parameter: tried out, for any class.
+"""Check that an optimizer can work on a part of a parameter, by trying it, whatever its class.
 
 An optimizer that updates each element by that element's own history (SGD, Adam and their kin) gives the
 same on rows as on the whole. One that looks at the whole matrix (a norm in LAMB and LARS, factors in
@@ -15,7 +15,9 @@ import torch
 
 from paceline.nouns.errors import PlanError
 
-ROWS, COLUMNS, STEPS = 6, 4, 2
+ROWS = 6
+COLUMNS = 4
+STEPS = 2
 TOLERANCE = 1e-12  # relative, in float64; what depends on other elements is off by percents
 LEARNING_RATE = 0.1  # a schedule may begin at 0, where every optimizer agrees with every other
 # Want a CUDA device, or compute the same by another kernel.
@@ -32,11 +34,12 @@ def check_optimizer(optimizer: torch.optim.Optimizer, axis: str) -> None:
     Raises:
         PlanError: it does not, or it can't be tried.
     """
-    settings = {repr(_kind(group)): group for group in optimizer.param_groups}
+    settings = {repr(_kind(group)): group for group in optimizer.param_groups}  # one group of each kind
     with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
         for group in settings.values():
             try:
-                whole, halves = _try(optimizer, group, [ROWS]), _try(optimizer, group, [ROWS // 2] * 2)
+                uncut = _try(optimizer, group, [ROWS])
+                halves = _try(optimizer, group, [ROWS // 2] * 2)
             except Exception as error:  # whatever a person's class may raise
                 raise PlanError(
                     f"the axis {axis} gives the optimizer a part of each parameter, and checks beforehand whether "
@@ -44,22 +47,24 @@ def check_optimizer(optimizer: torch.optim.Optimizer, axis: str) -> None:
                     f"it can't be tried on a small matrix ({type(error).__name__}: {error})",
                     f"make it constructible from its defaults, or write replicate in place of {axis}",
                 ) from error
-            if not torch.allclose(whole, halves, rtol=TOLERANCE, atol=TOLERANCE * float(whole.abs().max())):
+            if not torch.allclose(uncut, halves, rtol=TOLERANCE, atol=TOLERANCE * float(uncut.abs().max())):
                 raise PlanError(
                     f"the axis {axis} gives the optimizer a part of each parameter",
                     f"{type(optimizer).__name__} updates an element from the others of its parameter: "
-                    f"two halves of a matrix end {_distance(whole, halves):.1g} away from the whole matrix",
+                    f"two halves of a matrix end {_distance(uncut, halves):.1g} away from the whole matrix",
                     "take an optimizer that updates element by element, such as AdamW, or write replicate",
                 )
 
 
 def _kind(group: dict[str, Any]) -> dict[str, Any]:
-    """A group's settings, where two numbers differ only if one of them is 0."""
-    return {
-        key: value != 0 if isinstance(value, float | torch.Tensor) and not _is_long(value) else value
-        for key, value in group.items()
-        if key not in ("params", "lr", "initial_lr")
-    }
+    """Return a group's settings, where two numbers differ only if one of them is 0."""
+    kind = {}
+    for key, value in group.items():
+        if key in ("params", "lr", "initial_lr"):
+            continue
+        is_number = isinstance(value, float | torch.Tensor) and not _is_long(value)
+        kind[key] = value != 0 if is_number else value
+    return kind
 
 
 def _is_long(value: Any) -> bool:
@@ -67,42 +72,47 @@ def _is_long(value: Any) -> bool:
 
 
 def _try(optimizer: torch.optim.Optimizer, group: dict[str, Any], rows: list[int]) -> torch.Tensor:
-    """What a fixed random matrix, cut by `rows`, becomes in a few steps; each piece has its own optimizer."""
+    """Return what a fixed random matrix, cut by `rows`, becomes in a few steps; each piece has its own optimizer."""
     random = torch.Generator().manual_seed(0)
     start = torch.randn(ROWS, COLUMNS, generator=random, dtype=torch.float64)
     gradients = torch.randn(STEPS, ROWS, COLUMNS, generator=random, dtype=torch.float64)
-    pieces, at = [], 0
+    pieces = []
+    first = 0
     for count in rows:
-        piece = torch.nn.Parameter(start[at : at + count].clone())
+        piece = torch.nn.Parameter(start[first : first + count].clone())
         twin = _twin(optimizer, group, piece)
         for gradient in gradients:
-            piece.grad = gradient[at : at + count].clone()
+            piece.grad = gradient[first : first + count].clone()
             twin.step()
         pieces.append(piece.detach())
-        at += count
+        first += count
     return torch.cat(pieces)
 
 
 def _twin(optimizer: torch.optim.Optimizer, group: dict[str, Any], piece: torch.nn.Parameter) -> torch.optim.Optimizer:
+    """Return an optimizer of the same class and settings for one small parameter."""
     make: Any = type(optimizer)
-    known = inspect.signature(make).parameters
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
-    defaults = {key: value for key, value in optimizer.defaults.items() if takes_all or key in known}
-    own = {key: value for key, value in group.items() if key not in ("params", "initial_lr")}
-    twin: torch.optim.Optimizer = make([{"params": [piece], **_plain(own)}], **_plain(defaults))
+    arguments = inspect.signature(make).parameters
+    defaults = optimizer.defaults
+    if not any(argument.kind is argument.VAR_KEYWORD for argument in arguments.values()):
+        defaults = {key: value for key, value in defaults.items() if key in arguments}
+    settings = {key: value for key, value in group.items() if key not in ("params", "initial_lr")}
+    twin: torch.optim.Optimizer = make([{"params": [piece], **_plain(settings)}], **_plain(defaults))
     return twin
 
 
 def _plain(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings for a small tensor on the CPU, with a learning rate that moves it."""
+    """Return settings for a small tensor on the CPU, with a learning rate that moves it."""
     plain = {}
     for key, value in settings.items():
         plain[key] = value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
-    plain.update({key: False for key in _OFF if plain.get(key)})
+    for key in _OFF:
+        if plain.get(key):
+            plain[key] = False
     if plain.get("lr") is not None:
         plain["lr"] = LEARNING_RATE
     return plain
 
 
-def _distance(whole: torch.Tensor, halves: torch.Tensor) -> float:
-    return float((whole - halves).abs().max() / whole.abs().max())
+def _distance(uncut: torch.Tensor, halves: torch.Tensor) -> float:
+    return float((uncut - halves).abs().max() / uncut.abs().max())

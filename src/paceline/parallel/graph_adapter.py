@@ -32,17 +32,29 @@ class GraphAdapter:
         autocast: the workload's precision.
     """
 
-    is_plain, is_captured = False, True
+    is_plain = False
+    is_captured = True
 
     def __init__(
         self, split: SplitModel, axes: Mapping[str, AxisComm], plan: Plan, rank: int, autocast: Autocast
     ) -> None:
-        self.couples_samples, self.written_buffers = split.coupled, split.written_by_hand
+        self.couples_samples = split.coupled
+        self.written_buffers = split.written_by_hand
         self.notices = split.notices
-        self.split, self.axes, self.plan, self.rank, self.autocast = split, axes, plan, rank, autocast
-        self.model, self.mesh = split.model, Mesh.parse(plan.mesh)
-        self.pipeline = Pipeline(split, axes["pipeline"], plan, autocast) if axes["pipeline"].size > 1 else None
-        self.whole = {name: tensor for name, tensor in split.local.items() if isinstance(tensor, torch.nn.Parameter)}
+        self.split = split
+        self.axes = axes
+        self.plan = plan
+        self.rank = rank
+        self.autocast = autocast
+        self.model = split.model
+        self.mesh = Mesh.parse(plan.mesh)
+        self.pipeline: Pipeline | None = None
+        if axes["pipeline"].size > 1:
+            self.pipeline = Pipeline(split, axes["pipeline"], plan, autocast)
+        self.whole: dict[str, torch.nn.Parameter] = {}
+        for name, tensor in split.local.items():
+            if isinstance(tensor, torch.nn.Parameter):
+                self.whole[name] = tensor
         self.flat: FlatShard | None = None
         self.own: Mapping[str, torch.nn.Parameter] = self.whole
         if axes["shard"].size > 1:
@@ -50,20 +62,19 @@ class GraphAdapter:
             self.flat.split()
             self.own = self.flat.rows
             self._show_rows()
-        last = split.stages - 1
-        self.counts_loss = axes["tensor"].rank == 0 and last in split.own_stages
+        last_stage = split.stages - 1
+        self.counts_loss = axes["tensor"].rank == 0 and last_stage in split.own_stages
         self.finishes_later = self.pipeline is not None or self.flat is not None
-        self.holders = {
-            name: sorted({stage % axes["pipeline"].size for stage in split.owners(name)})
-            for name, _ in split.form.named_parameters()
-        }
+        self.holders: dict[str, list[int]] = {}
+        for name, _ in split.form.named_parameters():
+            self.holders[name] = sorted(self._pipeline_ranks(name))
 
     def updated(self) -> Mapping[str, torch.nn.Parameter]:
-        """This rank's pieces; rows of them where `shard` splits them further."""
+        """Return this rank's pieces; rows of them where `shard` splits them further."""
         return self.own
 
     def sparse(self) -> set[str]:
-        """None: gradients of graphs are dense."""
+        """Return nothing: gradients of graphs are dense."""
         return set()
 
     def begin_step(self) -> None:
@@ -72,10 +83,10 @@ class GraphAdapter:
             self.flat.gather()
 
     def before_backward(self, is_last: bool, is_padding: bool = False) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def forward_backward(self, loss: Any, microbatches: Sequence[Any], hooks: StepHooks, longest: int) -> None:
-        """Through the stages, or one micro-batch after another where there is one stage."""
+        """Run micro-batches through the stages, or one after another where there is one stage."""
         if self.pipeline is not None:
             self.pipeline.forward_backward(loss, microbatches, hooks.add)
             hooks.after_forwards()
@@ -88,7 +99,10 @@ class GraphAdapter:
         forward_backward(run, microbatches, hooks)
 
     def in_step(self, microbatches: Sequence[Any], longest: int) -> list[Any]:
-        """Every rank goes at its own pace; beside `shard`, one that has fewer gathers along (None)."""
+        """Return `microbatches`; beside `shard`, with None for each in which this rank only gathers along.
+
+        Without `shard` every rank goes at its own pace.
+        """
         missing = longest - len(microbatches) if self.flat is not None else 0
         return [*microbatches, *[None] * missing]
 
@@ -100,22 +114,24 @@ class GraphAdapter:
             self.flat.scatter()
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
-        """On the parameters themselves."""
+        """Run the optimizer's step on the parameters themselves."""
         optimizer.step()
 
     def counted(self) -> Mapping[torch.nn.Parameter, bool]:
-        """One rank counts what several hold alike."""
+        """Return whether this rank counts each parameter in the norm: one rank counts what several hold alike."""
         at = {axis: comm.rank for axis, comm in self.axes.items()}
-        result = {}
+        counts = {}
         for name, parameter in self.own.items():
-            is_first = self.split.placements.get(name) is not None or at["tensor"] == 0
+            is_split = self.split.placements.get(name) is not None
+            has_rows = self.flat is not None and parameter.dim() > 0
+            is_first = is_split or at["tensor"] == 0
             is_first &= self.holders[name][0] == at["pipeline"]
-            is_first &= self.flat is None or parameter.dim() > 0 or at["shard"] == 0
-            result[parameter] = is_first
-        return result
+            is_first &= self.flat is None or has_rows or at["shard"] == 0
+            counts[parameter] = is_first
+        return counts
 
     def evaluate(self, name: str, score: Any, batch: Any) -> Any:
-        """The captured function, forwards."""
+        """Run the captured function forwards; a rank without a batch only gathers along."""
         if self.flat is not None:
             self.flat.gather()
         try:
@@ -129,29 +145,40 @@ class GraphAdapter:
                 self.flat.release()
 
     def held(self) -> dict[str, LocalShard]:
-        """Pieces of tensors, and the ranks that hold the same ones."""
-        return {name: self._held(name) for name in self.split.local}
+        """Return the pieces of tensors, and the ranks that hold the same ones."""
+        return {name: self._local_shard(name) for name in self.split.local}
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Do nothing."""
 
-    def _held(self, name: str) -> LocalShard:
+    def _pipeline_ranks(self, name: str) -> set[int]:
+        """Return the ranks of the pipeline that hold a state: stage s runs on rank s modulo their number."""
+        return {stage % self.axes["pipeline"].size for stage in self.split.owners(name)}
+
+    def _local_shard(self, name: str) -> LocalShard:
         shard_spec = self.split.shard_spec(name)
         shard = self.axes["shard"]
         is_cut = self.flat is not None and name in self.own and len(shard_spec.shape) > 0
         if is_cut:
             rows = shard_spec.local_shape[0]
             shard_spec = ShardSpec(shard_spec.shape, (*shard_spec.cuts, Cut(0, (rows,), shard.rank, shard.size)))
+        return LocalShard(shard_spec, self._ranks_with_same(name, is_cut))
+
+    def _ranks_with_same(self, name: str, is_cut: bool) -> tuple[int, ...]:
+        """Return the ranks that hold the same piece of a state; with `is_cut`, the same rows of it."""
         here = self.mesh.coordinate(self.rank)
-        fixed = {"tensor": self.split.placements.get(name) is not None, "shard": is_cut}
-        stages = {stage % self.axes["pipeline"].size for stage in self.split.owners(name)}
-        holders = [
-            rank
-            for rank in range(self.mesh.world_size)
-            if (at := self.mesh.coordinate(rank))["pipeline"] in stages
-            and all(at[axis] == here[axis] for axis, is_fixed in fixed.items() if is_fixed)
-        ]
-        return LocalShard(shard_spec, tuple(holders))
+        axes = []  # along which the piece is another one
+        if self.split.placements.get(name) is not None:
+            axes.append("tensor")
+        if is_cut:
+            axes.append("shard")
+        pipeline_ranks = self._pipeline_ranks(name)
+        holders = []
+        for rank in range(self.mesh.world_size):
+            coordinate = self.mesh.coordinate(rank)
+            if coordinate["pipeline"] in pipeline_ranks and all(coordinate[axis] == here[axis] for axis in axes):
+                holders.append(rank)
+        return tuple(holders)
 
     def _show_rows(self) -> None:
         """Put the rows in the model where whole parameters were: that is what the optimizer is to see."""

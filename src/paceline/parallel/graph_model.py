@@ -36,7 +36,7 @@ from paceline.parallel.recompute import nothing_recomputed, recomputed
 from paceline.parallel.shard.blocks import find_blocks
 
 Function = Callable[[Any, Any], Any]
-_OWN_PLAN_MAY_COST = 1.05  # times the derived layout; its authors may know what a count of operations doesn't
+_OWN_PLAN_MAY_COST = 1.05  # times the derived layout's cost; its authors may know what a count of operations doesn't
 
 
 @dataclass(slots=True)
@@ -50,19 +50,20 @@ class StageProgram:
 
     @property
     def first(self) -> Stage:
-        """The piece that receives."""
+        """Return the piece that receives."""
         return self.pieces[0]
 
     @property
     def last(self) -> Stage:
-        """The piece that sends."""
+        """Return the piece that sends."""
         return self.pieces[-1]
 
     def __call__(self, batch: Sequence[torch.Tensor], received: Sequence[torch.Tensor] = ()) -> list[Any]:
-        """Run it; the flat list that it sends on, or the function's flat result from the last stage."""
+        """Run it; return the flat list that it sends on, or the function's flat result from the last stage."""
         values: Sequence[Any] = received
         for piece, run, states in zip(self.pieces, self.run, self.states, strict=True):
-            values = run(*states, *(batch[index] for index in piece.inputs), *values)
+            inputs = [batch[index] for index in piece.inputs]
+            values = run(*states, *inputs, *values)
         return list(values)
 
 
@@ -114,14 +115,16 @@ class SplitModel:
 
     @property
     def written_by_hand(self) -> list[str]:
-        """States that the forward pass writes into, those of batch norm apart."""
-        norms = (name for name, module in self.form.named_modules() if isinstance(module, _NormBase))
-        prefixes = tuple(f"{name}." if name else "" for name in norms)
-        return [name for name in self.written if not name.startswith(prefixes)]
+        """Return the states that the forward pass writes into, those of batch norm apart."""
+        prefixes = []
+        for name, module in self.form.named_modules():
+            if isinstance(module, _NormBase):
+                prefixes.append(f"{name}." if name else "")
+        return [name for name in self.written if not name.startswith(tuple(prefixes))]
 
     @property
     def own_stages(self) -> range:
-        """The stages of this rank."""
+        """Return the stages of this rank."""
         return range(self.pipeline.rank, self.stages, self.pipeline.size)
 
     def decide(self, function: Function, batch: Any) -> Captured:
@@ -133,10 +136,8 @@ class SplitModel:
         """
         captured = self.capture(function, batch)
         stages = self._first_cut(captured)
-        anew = computed_anew(captured)
-        unread = captured.buffers - captured.states.keys()
-        self.everywhere = unread | {n for n, node in captured.states.items() if n in captured.buffers and node in anew}
-        self.written = list(dict.fromkeys(write.state for write in captured.log))
+        self.everywhere = _unwritten_buffers(captured)
+        self.written = list(dict.fromkeys(write.state for write in captured.log))  # each once, in order
         meeting = coupled_at(captured)
         if meeting is not None:
             self.coupled = f"{meeting.target} in {captured.module_path.get(meeting) or 'the model or the loss'}"
@@ -145,7 +146,7 @@ class SplitModel:
         self.assignment = assignment_of(captured, stages)
         if self.tensor.size > 1:
             self.placements = self._choose(captured).placements
-            if not any(placement is not None for placement in self.placements.values()):
+            if all(placement is None for placement in self.placements.values()):
                 raise PlanError(
                     f"the model should be split over {self.tensor.size} ranks by tensor",
                     why_nothing_is_split(captured, self.tensor.size),
@@ -155,37 +156,39 @@ class SplitModel:
 
     def fill(self, name: str, full: torch.Tensor) -> None:
         """Take this rank's piece of a full tensor."""
-        if name in self.local:
-            placement = self.placements.get(name)
-            piece = (
-                full
-                if placement is None
-                else take_piece(full, (placement.dim, placement.blocks), self.tensor.rank, self.tensor.size)
-            )
-            with torch.no_grad():
-                self.local[name].copy_(piece)
+        if name not in self.local:
+            return
+        piece = full
+        placement = self.placements.get(name)
+        if placement is not None:
+            piece = take_piece(full, (placement.dim, placement.blocks), self.tensor.rank, self.tensor.size)
+        with torch.no_grad():
+            self.local[name].copy_(piece)
 
     def owns(self, name: str) -> bool:
-        """Whether this rank holds (a piece of) the state."""
+        """True if this rank holds (a piece of) the state."""
         return any(stage in self.own_stages for stage in self.owners(name))
 
     def owners(self, name: str) -> tuple[int, ...]:
-        """The stages that hold a state; one that no operation reads stays with the first."""
+        """Return the stages that hold a state; one that no operation reads stays with the first."""
         assert self.assignment is not None
         if name in self.everywhere:
             return tuple(range(self.stages))
-        return tuple(sorted({piece // self.pieces for piece in self.assignment.owners.get(name, (0,))}))
+        # The assignment counts pieces of stages.
+        stages = {piece // self.pieces for piece in self.assignment.owners.get(name, (0,))}
+        return tuple(sorted(stages))
 
     def shard_spec(self, name: str) -> ShardSpec:
-        """Which part of the state this rank holds."""
-        shape = tuple(dict([*self.form.named_parameters(), *self.form.named_buffers()])[name].shape)
+        """Return which part of the state this rank holds."""
+        tensors = dict([*self.form.named_parameters(), *self.form.named_buffers()])
+        shape = tuple(tensors[name].shape)
         placement = self.placements.get(name)
-        return (
-            ShardSpec(shape) if placement is None else placement.shard_spec(shape, self.tensor.rank, self.tensor.size)
-        )
+        if placement is None:
+            return ShardSpec(shape)
+        return placement.shard_spec(shape, self.tensor.rank, self.tensor.size)
 
     def program(self, key: Hashable, function: Function, batch: Any, is_training: bool = True) -> Program:
-        """This rank's part of `function` for batches like `batch`; made once per shape."""
+        """Return this rank's part of `function` for batches like `batch`; made once per shape."""
         full_key = (key, is_training, signature(batch))
         if full_key not in self.programs:
             self.form.train(is_training)
@@ -193,7 +196,7 @@ class SplitModel:
         return self.programs[full_key]
 
     def capture(self, function: Function, batch: Any) -> Captured:
-        """The graph of `function` for batches like `batch`."""
+        """Return the graph of `function` for batches like `batch`."""
         if not tensors_in(batch):
             raise WorkloadError(
                 "a batch should be of tensors", f"it is a {type(batch).__name__}", "collate samples into tensors"
@@ -203,70 +206,79 @@ class SplitModel:
             return capture(self.form, function, batch, self.device)
 
     def stages_of(self, captured: Captured) -> tuple[Captured, list[Stage]]:
-        """The graphs of all stages, in pieces, as this rank of `tensor` runs them, and the graph they are cut from."""
+        """Return the graph as this rank of `tensor` runs it, and the graphs of all stages, in pieces, cut from it."""
         stages = assign_stages(captured, self.stages * self.pieces, self.assignment)
         if self.tensor.size > 1:
             layout = choose_layout(captured, self.tensor.size, self._decided(captured), self.plan.sequence == "on")
             emitted, origin = emit(captured, layout, Exchanges(self.tensor), stages)
             dry_run(emitted, self.local_shapes(emitted), self.tensor, self.precision)
-            anew = computed_anew(emitted)
-            stages = {new: stages[old] for new, old in origin.items() if old in stages and new not in anew}
+            stages = _stages_of_emitted(emitted, origin, stages)
             captured = emitted
         elif self.precision is not None:  # what crosses a cut has the dtypes that autocast gives
             dry_run(captured, {}, self.tensor, self.precision)
-        made = cut_out(captured, stages, self.stages * self.pieces)
-        check_stage_writes(made, captured, self.local_shapes(captured), self.tensor, self.precision)
-        return captured, made
+        pieces = cut_out(captured, stages, self.stages * self.pieces)
+        check_stage_writes(pieces, captured, self.local_shapes(captured), self.tensor, self.precision)
+        return captured, pieces
 
     def _choose(self, captured: Captured) -> Layout:
-        """The cheaper of the layout that the model's own plan leads to and the one derived without it."""
-        parts, sequence = self.tensor.size, self.plan.sequence == "on"
-        derived = choose_layout(captured, parts, None, sequence)
-        own = own_plan(self.form, captured, parts)
-        if not own:
+        """Return the cheaper of the layout that the model's own plan leads to and the one derived without it."""
+        parts = self.tensor.size
+        is_sequence_split = self.plan.sequence == "on"
+        derived = choose_layout(captured, parts, None, is_sequence_split)
+        placements = own_plan(self.form, captured, parts)
+        if not placements:
             return derived
-        planned = choose_layout(captured, parts, own, sequence)
-        return planned if planned.cost <= _OWN_PLAN_MAY_COST * derived.cost else derived
+        planned = choose_layout(captured, parts, placements, is_sequence_split)
+        if planned.cost <= _OWN_PLAN_MAY_COST * derived.cost:
+            return planned
+        return derived
 
     def local_shapes(self, captured: Captured) -> dict[str, tuple[int, ...]]:
-        """The shape of this rank's piece of every state that a graph reads."""
+        """Return the shape of this rank's piece of every state that a graph reads."""
         return {name: tuple(self.shard_spec(name).local_shape) for name in captured.states}
 
     def _build(self, captured: Captured) -> Program:
-        captured, stages = self.stages_of(captured)
+        """Make this rank's stages ready to run."""
+        captured, pieces = self.stages_of(captured)
         constants = {name: tensor.to(self.device) for name, tensor in captured.constants.items()}
-        made = []
+        programs = []
         for index in self.own_stages:
-            own = stages[index * self.pieces : (index + 1) * self.pieces]
+            stage = pieces[index * self.pieces : (index + 1) * self.pieces]
             run = []
-            for piece in own:
+            states = []
+            for piece in stage:
                 if self.shared is not None:
                     _share(piece.graph, self.shared)
                 if self.watch is not None:
                     self.watch(piece.graph)
                 run.append(self._runnable(fx.GraphModule(constants, piece.graph)))
-            made.append(StageProgram(index, own, run, [[self.local[name] for name in piece.states] for piece in own]))
-        return Program(captured, made, self.stages)
+                states.append([self.local[name] for name in piece.states])
+            programs.append(StageProgram(index, stage, run, states))
+        return Program(captured, programs, self.stages)
 
     def _decided(self, captured: Captured) -> Mapping[str, Placement]:
         return {name: self.placements.get(name) for name in captured.states}
 
     def _runnable(self, module: fx.GraphModule) -> Callable[..., Any]:
-        return self.recompute(torch.compile(module) if self.plan.compile == "on" else module)
+        run: Callable[..., Any] = module
+        if self.plan.compile == "on":
+            run = torch.compile(module)
+        return self.recompute(run)
 
     def recompute(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """`run` under the plan's activation checkpointing; a model that writes its buffers would write them twice."""
+        """Put `run` under the plan's activation checkpointing, unless the model would write its buffers twice by it."""
         return recomputed(run, "none" if self.written else self.plan.checkpointing)
 
     @property
     def notices(self) -> list[str]:
-        """What the person should know of how the model was split."""
-        is_idle = bool(self.written) and self.plan.checkpointing != "none"
+        """Return what the person should know of how the model was split."""
+        if not self.written or self.plan.checkpointing == "none":
+            return []
         why = "the model writes into its buffers, and computed again it would write twice"
-        return [nothing_recomputed(self.plan.checkpointing, why)] if is_idle else []
+        return [nothing_recomputed(self.plan.checkpointing, why)]
 
     def _first_cut(self, captured: Captured) -> dict[fx.Node, int]:
-        """Into stages of so many pieces each; fewer pieces where there are too few places to cut."""
+        """Cut into stages of so many pieces each; fewer pieces where there are too few places to cut."""
         while True:
             try:
                 return assign_stages(captured, self.stages * self.pieces)
@@ -277,28 +289,50 @@ class SplitModel:
 
     def allocate(self) -> None:
         """Put this rank's pieces, without values yet, where the model's parameters and buffers are."""
-        tied = {}
+        replacements: dict[int, torch.Tensor] = {}  # by identity: tied ones stay tied
         for name, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]:
-            if not self.owns(name):
-                made = tensor.detach().to("meta")
-            else:
+            if self.owns(name):
                 shape = self.shard_spec(name).local_shape
-                made = torch.empty(shape, dtype=tensor.dtype, device=self.device)
-                self.local[name] = made
+                piece = torch.empty(shape, dtype=tensor.dtype, device=self.device)
+            else:
+                piece = tensor.detach().to("meta")
             if isinstance(tensor, torch.nn.Parameter):
-                made = torch.nn.Parameter(made, tensor.requires_grad)
-                if name in self.local:
-                    self.local[name] = made
-            tied[id(tensor)] = made
+                piece = torch.nn.Parameter(piece, tensor.requires_grad)
+            if self.owns(name):
+                self.local[name] = piece
+            replacements[id(tensor)] = piece
         for module in self.model.modules():
             for slots in (module._parameters, module._buffers):
                 for key, tensor in slots.items():  # type: ignore[assignment]
-                    if tensor is not None and id(tensor) in tied:
-                        slots[key] = tied[id(tensor)]  # type: ignore[assignment]
+                    if tensor is not None and id(tensor) in replacements:
+                        slots[key] = replacements[id(tensor)]  # type: ignore[assignment]
         self.model.register_forward_pre_hook(_refuse_call)
 
 
+def _unwritten_buffers(captured: Captured) -> set[str]:
+    """Return the buffers that nothing writes: read by nodes that any stage may compute, or not at all."""
+    anew = computed_anew(captured)
+    unwritten = captured.buffers - captured.states.keys()
+    for name, node in captured.states.items():
+        if name in captured.buffers and node in anew:
+            unwritten.add(name)
+    return unwritten
+
+
+def _stages_of_emitted(
+    emitted: Captured, origin: Mapping[fx.Node, fx.Node], stages: Mapping[fx.Node, int]
+) -> dict[fx.Node, int]:
+    """Return the stage of each node of one rank's graph: that of the node it was made for."""
+    anew = computed_anew(emitted)
+    new_stages = {}
+    for new, old in origin.items():
+        if old in stages and new not in anew:
+            new_stages[new] = stages[old]
+    return new_stages
+
+
 def _share(graph: fx.Graph, shared: SharedStatistics) -> None:
+    """Let the graph's batch norms in training share their statistics over the ranks."""
     for node in graph.nodes:
         if node.target is torch.ops.aten.batch_norm.default and node.args[5]:
             node.target = shared.batch_norm

@@ -27,8 +27,10 @@ class KeptAttributes:
     """
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
-        own = [module for module in modules if _has_own_code(type(module))]
-        self.before = [(module, _copied(_attributes(module))) for module in own]
+        self.before: list[tuple[torch.nn.Module, _Values]] = []
+        for module in modules:
+            if _has_own_code(type(module)):
+                self.before.append((module, _copied(_attributes(module))))
         self.now: list[tuple[torch.nn.Module, _Values]] = []
 
     def __enter__(self) -> None:
@@ -43,16 +45,24 @@ class KeptAttributes:
 
 
 def _has_own_code(kind: type) -> bool:
-    """Whether a class of modules, or one that it is made of, is not torch's: FSDP makes a class of each."""
-    return any(not one.__module__.startswith(("torch.", "builtins")) for one in kind.__mro__)
+    """True if a class of modules, or one that it is made of, is not torch's: FSDP makes a class of each."""
+    return any(not base.__module__.startswith(("torch.", "builtins")) for base in kind.__mro__)
 
 
 def _attributes(module: torch.nn.Module) -> _Values:
-    return {name: value for name, value in vars(module).items() if name not in _OF_TORCH and name != "forward"}
+    """Return what the model's own code has put into a module; `forward` is there where Paceline replaced it."""
+    values = dict(vars(module))
+    values.pop("forward", None)
+    for name in _OF_TORCH:
+        values.pop(name, None)
+    return values
 
 
 def _copied(values: _Values) -> _Values:
-    return {name: value.copy() if type(value) in _CONTAINERS else value for name, value in values.items()}
+    copies = {}
+    for name, value in values.items():
+        copies[name] = value.copy() if type(value) in _CONTAINERS else value
+    return copies
 
 
 def _put(module: torch.nn.Module, values: _Values) -> None:

@@ -1,4 +1,4 @@
-"""What a step is on one rank: forward and backward passes over its micro-batches, one after another.
+"""Run a step on one rank: forward and backward passes over its micro-batches, one after another.
 
 Needs: the loss as (sum, weight).
 Promises: accumulation changes nothing but rounding; nothing is divided before the whole batch is known.
@@ -60,13 +60,14 @@ def forward_backward(
                 "leave out .detach(), torch.no_grad() and numpy between the model and the loss, and return a tensor",
             )
         is_last = number == len(microbatches) - 1
-        if number < len(microbatches) - padding:
-            hooks.add(total.detach(), weight)
+        is_padding = number >= len(microbatches) - padding
+        if is_padding:
+            total = torch.where(torch.isfinite(total), total, 0.0) * 0.0  # infinity times 0 would be NaN
         else:
-            total = torch.where(torch.isfinite(total), total, 0.0) * 0.0
+            hooks.add(total.detach(), weight)
         if is_last:
             hooks.after_forwards()
-        hooks.before_backward(is_last, number >= len(microbatches) - padding)
+        hooks.before_backward(is_last, is_padding)
         if hooks.takes_mean:
             total = total / weight
         total.backward()  # type: ignore[no-untyped-call]
@@ -75,18 +76,19 @@ def forward_backward(
 
 
 def _called(loss: Callable[[Any], Any], batch: Any, which: str) -> Any:
-    """The loss of a micro-batch; an error of the person's code gets a note of the shapes it was given."""
+    """Return the loss of a micro-batch; an error of the person's code gets a note of the shapes it was given."""
     try:
         return loss(batch)
     except Exception as error:
         if not isinstance(error, PacelineError):
-            shapes = ", ".join(f"{tuple(tensor.shape)} of {tensor.dtype}" for tensor in tensors_in(batch)[:_SHAPES])
+            tensors = tensors_in(batch)[:_SHAPES]
+            shapes = ", ".join(f"{tuple(tensor.shape)} of {tensor.dtype}" for tensor in tensors)
             error.add_note(f"paceline: this is the loss of {which}, with tensors of shape {shapes or 'none'}")
         raise
 
 
 def checked_loss(result: Any) -> tuple[torch.Tensor, torch.Tensor | float]:
-    """The loss sum and its weight, without a gradient path through the weight.
+    """Return the loss sum and its weight, without a gradient path through the weight.
 
     Raises:
         LossError: `result` is not a pair of a scalar tensor and a positive number.
@@ -126,7 +128,7 @@ def checked_loss(result: Any) -> tuple[torch.Tensor, torch.Tensor | float]:
 
 
 def _lack(result: Any) -> str:
-    """What is wrong with something that is no pair."""
+    """Say what is wrong with something that is no pair."""
     if result is None:
         return "is its `return` missing?"
     if isinstance(result, torch.Tensor):
@@ -135,7 +137,9 @@ def _lack(result: Any) -> str:
         return "a plain number has no gradient and no weight"
     if isinstance(result, list) and len(result) == 2:
         return "a tuple is wanted"
-    return "that is no pair" if isinstance(result, tuple) else "that has no weight"
+    if isinstance(result, tuple):
+        return "that is no pair"
+    return "that has no weight"
 
 
 def _shown(value: Any) -> str:

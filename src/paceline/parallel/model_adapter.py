@@ -46,37 +46,37 @@ class ModelAdapter(Protocol):
     written_buffers: list[str]
 
     def updated(self) -> Mapping[str, torch.nn.Parameter]:
-        """The parameters that this rank's optimizer updates, by name."""
+        """Return the parameters that this rank's optimizer updates, by name."""
 
     def sparse(self) -> set[str]:
-        """Names of parameters with sparse gradients."""
+        """Return the names of parameters with sparse gradients."""
 
     def begin_step(self) -> None:
         """Make ready for forward passes."""
 
     def before_backward(self, is_last: bool, is_padding: bool = False) -> None:
-        """A backward pass begins."""
+        """Prepare for a backward pass."""
 
     def forward_backward(self, loss: Any, microbatches: Sequence[Any], hooks: StepHooks, longest: int) -> None:
-        """Gradients of the loss sums."""
+        """Add up the gradients of the loss sums."""
 
     def in_step(self, microbatches: Sequence[Any], longest: int) -> list[Any]:
-        """`microbatches`, filled up where every rank must run as many."""
+        """Return `microbatches`, filled up where every rank must run as many."""
 
     def finish_backward(self) -> None:
-        """Gradients become sums over every axis but `replicate`."""
+        """Make gradients sums over every axis but `replicate`."""
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
-        """The optimizer's step."""
+        """Run the optimizer's step."""
 
     def counted(self) -> Mapping[torch.nn.Parameter, bool]:
-        """Whether this rank counts a parameter's gradient in the norm."""
+        """Return whether this rank counts each parameter's gradient in the norm; it counts those that are not there."""
 
     def evaluate(self, name: str, score: Any, batch: Any) -> Any:
-        """What `score(model, batch)` returns."""
+        """Return what `score(model, batch)` returns."""
 
     def held(self) -> dict[str, LocalShard]:
-        """What this rank holds of tensors that are not whole everywhere."""
+        """Return what this rank holds of tensors that are not whole everywhere."""
 
     def close(self) -> None:
         """Let go of the other ranks."""
@@ -91,7 +91,8 @@ class OwnCode:
         spare: a micro-batch for ranks that have none.
     """
 
-    counts_loss, is_captured = True, False
+    counts_loss = True
+    is_captured = False
     model: torch.nn.Module
     couples_samples = ""
     notices: Sequence[str] = ()
@@ -102,32 +103,34 @@ class OwnCode:
     autocast: Autocast
 
     def call(self, function: Any, batch: Any) -> Any:
-        """`function(model, batch)`."""
+        """Call `function(model, batch)`."""
         raise NotImplementedError
 
     def forward_backward(self, loss: Any, microbatches: Sequence[Any], hooks: StepHooks, longest: int) -> None:
-        """This rank's micro-batches, and what fills them up."""
-        both = self.in_step(microbatches, longest)
+        """Run this rank's micro-batches, and what fills them up."""
+        filled_up = self.in_step(microbatches, longest)
         real = iter([True] * len(microbatches))
 
         def run(batch: Any) -> Any:
             counts = next(real, False)
             if self.shared is not None:
                 self.shared.counts = counts
-            with nullcontext() if counts else KeptBuffers(self._written_alone()), self.autocast():
+            buffers: AbstractContextManager[Any] = nullcontext() if counts else KeptBuffers(self._written_alone())
+            with buffers, self.autocast():
                 return self.call(loss, batch)
 
-        forward_backward(run, both, hooks, len(both) - len(microbatches))
+        forward_backward(run, filled_up, hooks, len(filled_up) - len(microbatches))
 
     def in_step(self, microbatches: Sequence[Any], longest: int) -> list[Any]:
-        """With the last micro-batch again, or the example, where ranks keep pace."""
+        """Return `microbatches`; where ranks keep pace, with the last one again, or the example, up to the longest."""
         if not self.keeps_pace:
             return list(microbatches)
-        self.spare = microbatches[-1] if microbatches else self.spare
+        if microbatches:
+            self.spare = microbatches[-1]
         return [*microbatches, *[self.spare] * (longest - len(microbatches))]
 
     def _written_alone(self) -> list[torch.nn.Module]:
-        """The modules that would write a micro-batch's values into their buffers though it does not count.
+        """Return the modules that would write a micro-batch's values into their buffers though it does not count.
 
         Shared batch norms write the other ranks' values.
         """
@@ -135,53 +138,57 @@ class OwnCode:
 
 
 class EagerAdapter(OwnCode):
-    """Every parameter whole."""
+    """A model of which this rank has every parameter whole."""
 
-    is_plain, finishes_later = True, False
+    is_plain = True
+    finishes_later = False
 
     def __init__(
         self, model: torch.nn.Module, autocast: Autocast, shared: SharedStatistics | None = None, spare: Any = None
     ) -> None:
-        self.model, self.autocast, self.shared, self.spare = model, autocast, shared, spare
+        self.model = model
+        self.autocast = autocast
+        self.shared = shared
+        self.spare = spare
         self.keeps_pace = shared is not None  # batch norm's statistics wait for all ranks
         self.parameters = dict(model.named_parameters())
 
     def call(self, function: Any, batch: Any) -> Any:
-        """The person's function on the person's model."""
+        """Call the person's function on the person's model."""
         return function(self.model, batch)
 
     def updated(self) -> Mapping[str, torch.nn.Parameter]:
-        """All of them."""
+        """Return all parameters."""
         return self.parameters
 
     def sparse(self) -> set[str]:
-        """Those of embeddings made with sparse=True."""
+        """Return the weights of embeddings made with sparse=True."""
         return sparse_names(self.model)
 
     def begin_step(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def before_backward(self, is_last: bool, is_padding: bool = False) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def finish_backward(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
-        """On the parameters themselves."""
+        """Run the optimizer's step on the parameters themselves."""
         optimizer.step()
 
     def counted(self) -> Mapping[torch.nn.Parameter, bool]:
-        """All of them."""
+        """Return nothing: all parameters are counted."""
         return {}
 
     def evaluate(self, name: str, score: Any, batch: Any) -> Any:
-        """The person's function on the person's model."""
+        """Call the person's function on the person's model."""
         return score(self.model, batch)
 
     def held(self) -> dict[str, LocalShard]:
-        """Everything is whole everywhere."""
+        """Return nothing: everything is whole everywhere."""
         return {}
 
     def close(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""

@@ -1,4 +1,4 @@
-"""The norm of the whole gradient, wherever its parts lie, and clipping by it."""
+"""Compute the norm of the whole gradient, wherever its parts lie, and scale gradients to clip by it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.parallel.replicate.bucket import local_gradient
 def global_norm(
     parameters: Iterable[torch.nn.Parameter], counted: Mapping[torch.nn.Parameter, bool], comms: Iterable[AxisComm]
 ) -> torch.Tensor:
-    """The Euclidean norm of the gradient of all parameters, equal on every rank.
+    """Return the Euclidean norm of the gradient of all parameters, equal on every rank.
 
     Args:
         parameters: those with gradients here, whole or in part.
@@ -36,10 +36,17 @@ def global_norm(
 
 def scale_gradients(parameters: Iterable[torch.nn.Parameter], factor: torch.Tensor) -> None:
     """Multiply every gradient by a scalar, in place."""
-    gradients = [gradient for p in parameters if (gradient := local_gradient(p)) is not None]
-    dense = [gradient for gradient in gradients if not gradient.is_sparse and gradient.numel()]
+    dense = []
+    sparse = []
+    for parameter in parameters:
+        gradient = local_gradient(parameter)
+        if gradient is None:
+            continue
+        if gradient.is_sparse:
+            sparse.append(gradient)
+        elif gradient.numel():
+            dense.append(gradient)
     if dense:
         torch._foreach_mul_(dense, factor.to(dense[0].device))
-    for gradient in gradients:
-        if gradient.is_sparse:
-            gradient.mul_(factor.to(gradient.dtype))
+    for gradient in sparse:
+        gradient.mul_(factor.to(gradient.dtype))

@@ -23,7 +23,7 @@ from paceline.parallel.shard.blocks import find_blocks
 Context = AbstractContextManager[Any]
 Contexts = Callable[[], tuple[Context, Context]]
 aten = torch.ops.aten
-_KEPT = frozenset(
+_SAVED = frozenset(
     {
         aten.mm.default,
         aten.addmm.default,
@@ -39,7 +39,7 @@ _KEPT = frozenset(
 
 
 def recomputed(function: Callable[..., Any], mode: str, block: torch.nn.Module | None = None) -> Callable[..., Any]:
-    """`function`, whose inner values are computed again in the backward pass.
+    """Return `function`, whose inner values are computed again in the backward pass.
 
     Args:
         function: of tensors, without side effects but on the buffers of `block`.
@@ -67,7 +67,7 @@ def recomputed(function: Callable[..., Any], mode: str, block: torch.nn.Module |
 
 
 def recompute_blocks(model: torch.nn.Module, mode: str, is_compiled: bool = False) -> int:
-    """Recompute the repeated blocks of a model that runs by its own code; how many there are.
+    """Recompute the repeated blocks of a model that runs by its own code; return how many there are.
 
     A block with batch norm is left alone: computed twice it would exchange its statistics with the other ranks twice.
 
@@ -96,15 +96,16 @@ def recompute_blocks(model: torch.nn.Module, mode: str, is_compiled: bool = Fals
 
 
 def nothing_recomputed(mode: str, why: str = "the model has no repeated blocks, or they have batch norm") -> str:
-    """What a person is told where no block is recomputed."""
+    """Return what a person is told where no block is recomputed."""
     return f"checkpointing={mode} {NOTHING_TO_RECOMPUTE}: {why}"
 
 
-class _Within:
-    """One context within another, as often as wanted: a graph that is kept is computed again each time."""
+class _Nested:
+    """A context within another, entered as often as wanted: a graph that is kept is computed again each time."""
 
     def __init__(self, outer: Context, inner: Context) -> None:
-        self.outer, self.inner = outer, inner
+        self.outer = outer
+        self.inner = inner
 
     def __enter__(self) -> None:
         self.outer.__enter__()
@@ -118,24 +119,25 @@ class _Within:
 
 
 class _DropConstants:
-    """At the end of the forward pass, let go of copies of what it has not written."""
+    """A context that lets go, at the end of the forward pass, of copies of what the pass has not written."""
 
-    def __init__(self, kept: KeptBuffers) -> None:
-        self.kept = kept
+    def __init__(self, buffers: KeptBuffers) -> None:
+        self.buffers = buffers
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, *error: object) -> None:
-        self.kept.drop_constants()
+        self.buffers.drop_constants()
 
 
 def _with_buffers(block: torch.nn.Module, contexts: Contexts) -> tuple[Context, Context]:
-    """Contexts of a forward pass and of its recomputation, which finds the block's state as the pass did."""
+    """Return contexts of a forward pass and of its recomputation, which finds the block's state as the pass did."""
     first, again = contexts()
     modules = list(block.modules())
-    kept = KeptBuffers(modules)
-    return _Within(_DropConstants(kept), first), _Within(KeptAttributes(modules), _Within(kept, again))
+    buffers = KeptBuffers(modules)
+    attributes = KeptAttributes(modules)
+    return _Nested(_DropConstants(buffers), first), _Nested(attributes, _Nested(buffers, again))
 
 
 def _no_contexts() -> tuple[Context, Context]:
@@ -143,8 +145,11 @@ def _no_contexts() -> tuple[Context, Context]:
 
 
 def _has_batch_norm(block: torch.nn.Module) -> bool:
-    return any(isinstance(module, torch.nn.modules.batchnorm._BatchNorm) for module in block.modules())
+    batch_norm = torch.nn.modules.batchnorm._BatchNorm
+    return any(isinstance(module, batch_norm) for module in block.modules())
 
 
 def _policy(context: Any, operation: Any, *arguments: Any, **named: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operation in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    if operation in _SAVED:
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE

@@ -96,20 +96,21 @@ class ServerParallel(Parallel):
             "clip_norm": self.workload.clip_norm if self.is_by_rounds else None,
             "is_deterministic": self.workload.deterministic,
         }
-        self.handle.join(where, self.rank, steps - base, options, Credentials(Path(folder)) if folder else None)
+        credentials = Credentials(Path(folder)) if folder else None
+        self.handle.join(where, self.rank, steps - base, options, credentials)
 
     @property
     def is_by_rounds(self) -> bool:
-        """Whether several workers' gradients make one update."""
+        """True if several workers' gradients make one update."""
         return JobSettings.of(self.plan).admission().is_by_rounds
 
     @property
     def step_number(self) -> int:
-        """The steps that are done: more than one further where others went on without this worker."""
+        """Return the steps that are done: more than one further where others went on without this worker."""
         return self.base + self._joined().clock
 
     def forward_backward(self, microbatches: Sequence[Any], is_stopping: bool, longest: int = 1) -> None:
-        """Gradients of this worker's loss sum; of its mean where it is the only one with one micro-batch."""
+        """Make the gradients of this worker's loss sum; of its mean where it is the only one with one micro-batch."""
         self.stats.clear()
         self.buffers.begin_step()
         self.was_stopping = is_stopping
@@ -127,20 +128,25 @@ class ServerParallel(Parallel):
         handle = self._joined()
         self.stats.begin(self.was_stopping, self.buffers.find_changed())
         self.stats.finish()
-        own = self.stats.read()
-        if own.bad_ranks:
-            return StepStats(own.loss, own.weight, own.is_stopping, [self.rank], own.changed)
+        local = self.stats.read()
+        if local.bad_ranks:
+            return StepStats(local.loss, local.weight, local.is_stopping, [self.rank], local.changed)
         if not self.is_by_rounds and self.workload.clip_norm is not None:
-            self._clip_own(own.weight)
-        before, flags = handle.clock, STOPPING * own.is_stopping | MEAN * self.is_mean
-        answer = handle.step(self._sent(), own.loss, own.weight, flags)
+            self._clip_local(local.weight)
+        clock_before = handle.clock
+        flags = STOPPING * local.is_stopping | MEAN * self.is_mean
+        answer = handle.step(self._sent(), local.loss, local.weight, flags)
         self._count_traffic()
-        is_stopping = own.is_stopping or any(note and note["flags"] & STOPPING for note in answer.notes)
-        is_everybodys = self.is_by_rounds and answer.clock != before
-        stats = self.stats_of_answer(is_stopping, own.changed) if is_everybodys else None
+        is_stopping = local.is_stopping
+        for note in answer.notes:
+            if note and note["flags"] & STOPPING:
+                is_stopping = True
+        stats = None
+        if self.is_by_rounds and answer.clock != clock_before:  # an update of all workers together
+            stats = self.stats_of_answer(is_stopping, local.changed)
         if stats is None:
             # A worker without samples of a short batch pushes nothing that counts.
-            return StepStats(own.loss, own.weight or 1.0, is_stopping, [], own.changed)
+            return StepStats(local.loss, local.weight or 1.0, is_stopping, [], local.changed)
         if self.norm == float("inf"):
             raise LossError(
                 "the gradient's norm should be a finite number",
@@ -150,7 +156,7 @@ class ServerParallel(Parallel):
         return stats
 
     def stats_of_answer(self, is_stopping: bool = False, changed: list[int] | None = None) -> StepStats | None:
-        """What the servers' last answer says of the update before it; None before the first.
+        """Return what the servers' last answer says of the update before it; None before the first.
 
         By rounds it is of all workers together, in the other modes of one.
         """
@@ -161,7 +167,7 @@ class ServerParallel(Parallel):
         return StepStats(note["loss"], note["weight"], is_stopping, [], changed or [])
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
-        """The servers have updated the parameters: take them."""
+        """Take the parameters that the servers have updated."""
         self._joined().take()
 
     def take_optimizer_state(self) -> None:
@@ -180,20 +186,23 @@ class ServerParallel(Parallel):
         return self.handle
 
     def _sent(self) -> list[torch.Tensor | None]:
-        """What goes to the servers: gradients, and buffers that the forward passes changed."""
+        """Return what goes to the servers: gradients, and buffers that the forward passes changed."""
         number = {name: index for index, name in enumerate(self.buffers.names)}
         handle = self._joined()
         sent: list[torch.Tensor | None] = []
         for entry, tensor in zip(handle.layout.entries, handle.tensors, strict=True):
             if entry.group == AVERAGE:
-                sent.append(tensor if self.buffers.put_back(number[entry.name], tensor) else None)
-            else:
-                gradient = local_gradient(tensor)  # type: ignore[arg-type]
-                sent.append(gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient)
+                is_changed = self.buffers.put_back(number[entry.name], tensor)
+                sent.append(tensor if is_changed else None)
+                continue
+            gradient = local_gradient(tensor)  # type: ignore[arg-type]
+            if gradient is not None and gradient.is_sparse:
+                gradient = gradient.to_dense()
+            sent.append(gradient)
         return sent
 
-    def _clip_own(self, weight: float) -> None:
-        """Where each worker's gradient is an update of its own, it is clipped by its own norm."""
+    def _clip_local(self, weight: float) -> None:
+        """Clip this worker's gradient, which is an update of its own, by its own norm."""
         norm = self.gradient_norm()
         if weight and not self.is_mean:
             norm = norm / weight
@@ -202,8 +211,11 @@ class ServerParallel(Parallel):
         scale_gradients(self.placed.updated().values(), factor)
 
     def _count_traffic(self) -> None:
-        link, ledger = self._joined().link, self.comms.data.ledger
-        for flat in link.values if link is not None else []:
+        link = self._joined().link
+        if link is None:
+            return
+        ledger = self.comms.data.ledger
+        for flat in link.values:
             for segment in flat.segments:
                 ledger.add("push", "server", segment.nbytes)
             ledger.add("pull", "server", flat.memory.numel())

@@ -14,7 +14,11 @@ from paceline.comm.collectives import AxisComm
 from paceline.comm.reducer import exact_reducer
 from paceline.comm.shared_memory import SharedMemory
 
-_LOSS, _WEIGHT, _STOP, _FIRST_RANK = 0, 1, 2, 3
+# Places in the message; a number per rank and then one per buffer follow.
+_LOSS = 0
+_WEIGHT = 1
+_STOP = 2
+_FIRST_RANK = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +33,7 @@ class StepStats:
 
     @property
     def mean(self) -> float:
-        """The loss of the global batch."""
+        """Return the loss of the global batch."""
         return self.loss / self.weight
 
 
@@ -47,12 +51,14 @@ class StepStatsReducer:
     def __init__(
         self, comm: AxisComm, shared: SharedMemory | None, buffers: int, device: torch.device, counts: bool = True
     ) -> None:
-        self.comm, self.buffers, self.counts = comm, buffers, counts
+        self.comm = comm
+        self.buffers = buffers
+        self.counts = counts
         self.scale: torch.Tensor | None = None
         length = _FIRST_RANK + comm.size + buffers
         self.mine = torch.zeros(length, dtype=torch.float64, device=device)
         self.reducer = exact_reducer(comm, shared, length, torch.float64, device)
-        self.one = torch.ones((), dtype=torch.float64, device=device)
+        self.unscaled = torch.ones((), dtype=torch.float64, device=device)
 
     def clear(self) -> None:
         """Begin a step with nothing."""
@@ -78,15 +84,16 @@ class StepStatsReducer:
         self.reducer.begin()
 
     def finish(self) -> torch.Tensor:
-        """Wait for the others, once; the scale that makes gradients of the sum those of the mean, a scalar."""
+        """Wait for the others, once; return the scale that makes gradients of the sum those of the mean, a scalar."""
         if self.scale is None:
-            self.reducer.finish(self.one)
+            self.reducer.finish(self.unscaled)
             self.scale = self.reducer.outbox[_WEIGHT].reciprocal()
         return self.scale
 
     def read(self) -> StepStats:
-        """The numbers, after `finish`."""
+        """Return the numbers, after `finish`."""
         loss, weight, stop, *rest = self.reducer.outbox.tolist()
-        bad, changed = rest[: self.comm.size], rest[self.comm.size :]
+        bad = rest[: self.comm.size]
+        changed = rest[self.comm.size :]
         bad_ranks = [self.comm.peers[index] for index, count in enumerate(bad) if count]
         return StepStats(loss, weight, stop > 0, bad_ranks, [round(count) for count in changed])

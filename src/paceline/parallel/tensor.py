@@ -19,7 +19,7 @@ from paceline.parallel.graph_model import Function, SplitModel
 
 
 def run_whole(split: SplitModel, key: str, function: Function, batch: Any, tensors: list[Any], training: bool) -> Any:
-    """Run a function of the split model on one batch where there is one stage; its result, rebuilt."""
+    """Run a function of the split model on one batch where there is one stage; return its result, rebuilt."""
     program = split.program(key, function, batch, training)
     (stage,) = program.stages
     return program.captured.rebuild(stage(tensors))

@@ -15,7 +15,7 @@ from torch.distributed.pipelining import _backward as torch_halves  # noqa: TID2
 
 @dataclass(slots=True)
 class Halves:
-    """What the second half needs."""
+    """What the first half of a backward pass leaves for the second."""
 
     weights: list[torch.Tensor]
     groups: list[dict[str, Any]]
@@ -25,7 +25,7 @@ class Halves:
 def backward_of_inputs(
     roots: list[torch.Tensor], gradients: list[torch.Tensor], inputs: list[torch.Tensor], states: list[torch.Tensor]
 ) -> Halves:
-    """Gradients of a stage's inputs, into their `.grad`; those of its weights wait for `backward_of_weights`."""
+    """Put the gradients of a stage's inputs into their `.grad`; those of its weights wait for `backward_of_weights`."""
     weights = [state for state in states if state.requires_grad]
     if not roots:
         return Halves([], [], [])
@@ -36,12 +36,12 @@ def backward_of_inputs(
     roots = [root.clone() for root in roots]
     beside = _beside_inputs(roots, inputs, weights)
     if beside:  # no way to them leads past what the inputs wait for
-        made = torch.autograd.grad(roots, beside, gradients, retain_graph=True, allow_unused=True)
-        for weight, gradient in zip(beside, made, strict=True):
+        beside_gradients = torch.autograd.grad(roots, beside, gradients, retain_graph=True, allow_unused=True)
+        for weight, gradient in zip(beside, beside_gradients, strict=True):
             if gradient is not None:
                 weight.grad = gradient if weight.grad is None else weight.grad + gradient
-        apart = {id(weight) for weight in beside}
-        weights = [weight for weight in weights if id(weight) not in apart]
+        done = {id(weight) for weight in beside}
+        weights = [weight for weight in weights if id(weight) not in done]
     _, groups = torch_halves.stage_backward_input(roots, gradients, inputs, iter(weights))  # type: ignore[arg-type]
     return Halves(weights, groups, roots)
 
@@ -49,14 +49,20 @@ def backward_of_inputs(
 def _beside_inputs(
     roots: list[torch.Tensor], inputs: list[torch.Tensor], weights: list[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Weights that torch's grouping would leave out: none of their operations lies on a way to an input."""
-    ends = [torch_halves._get_grad_fn_or_grad_acc(tensor) for tensor in roots]
-    edges = torch_halves.construct_reverse_graph([end for end in ends if end is not None])
-    starts = [node for tensor in inputs if (node := torch_halves._get_grad_fn_or_grad_acc(tensor)) is not None]
+    """Return weights that torch's grouping would leave out: none of their operations lies on a way to an input."""
+    edges = torch_halves.construct_reverse_graph(_autograd_nodes(roots))
     accumulators = {torch_halves._get_grad_fn_or_grad_acc(weight): weight for weight in weights}
-    groups = torch_halves.get_param_groups(starts, [node for node in accumulators if node is not None], edges)
-    grouped = {node for group in groups for node in group["params"]}
+    ends = [node for node in accumulators if node is not None]
+    grouped = set()
+    for group in torch_halves.get_param_groups(_autograd_nodes(inputs), ends, edges):
+        grouped.update(group["params"])
     return [weight for node, weight in accumulators.items() if node not in grouped]
+
+
+def _autograd_nodes(tensors: list[torch.Tensor]) -> list[Any]:
+    """Return the autograd nodes that the tensors come from, those without one left out."""
+    nodes = [torch_halves._get_grad_fn_or_grad_acc(tensor) for tensor in tensors]
+    return [node for node in nodes if node is not None]
 
 
 def backward_of_weights(halves: Halves) -> None:

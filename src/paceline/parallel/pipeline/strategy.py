@@ -12,6 +12,7 @@ parameter's gradient per other holder.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -52,7 +53,7 @@ class Pipeline:
     sending: list[Pending] = field(default_factory=list)
 
     def schedule(self, micro_batches: int) -> Schedule:
-        """The order of work for so many micro-batches, made and proved once."""
+        """Return the order of work for so many micro-batches, made and proved once."""
         if micro_batches not in self.schedules:
             self.schedules[micro_batches] = make_schedule(self.plan.schedule, self.comm.size, micro_batches)
         return self.schedules[micro_batches]
@@ -64,7 +65,7 @@ class Pipeline:
             _StageRun(self, program, run, add).play(self.schedule(len(run)))
 
     def evaluate(self, key: str, function: Function, batch: Any) -> Any:
-        """Run a function of the model forwards; its result on every rank of the pipeline."""
+        """Run a function of the model forwards; return its result on every rank of the pipeline."""
         program = self.split.program(key, function, batch, is_training=False)
         run = _StageRun(self, program, [batch], lambda total, weight: None)
         flat: list[Any] | None = None
@@ -73,12 +74,12 @@ class Pipeline:
                 if stage in self.split.own_stages:
                     flat = run.forward(stage, 0)
             self.drain()
-            last = (program.total_stages - 1) % self.comm.size
+            last_rank = (program.total_stages - 1) % self.comm.size
             values = tensors_of(program)
             sent = torch.zeros(len(values), dtype=torch.float64, device=self.split.device)
-            if self.comm.rank == last and flat is not None:
+            if self.comm.rank == last_rank and flat is not None:
                 sent = torch.stack([torch.as_tensor(value).to(sent) for value in flat])
-            self.comm.broadcast(sent, last)
+            self.comm.broadcast(sent, last_rank)
         return program.captured.rebuild(list(sent))
 
     def drain(self) -> None:
@@ -89,12 +90,12 @@ class Pipeline:
 
 
 def tensors_of(program: Program) -> list[Any]:
-    """The flat outputs of a program."""
+    """Return the flat outputs of a program."""
     return program.captured.output
 
 
 def same_shapes(microbatches: Sequence[Any]) -> list[list[Any]]:
-    """Runs of micro-batches of equal shapes: one schedule serves each."""
+    """Return runs of micro-batches of equal shapes: one schedule serves each."""
     runs: list[list[Any]] = []
     before = None
     for batch in microbatches:
@@ -130,17 +131,17 @@ class _StageRun:
         calls in order, and one that waits would keep the sends after it from leaving.
         """
         act = {FORWARD: self._forward, BACKWARD: self._backward, WEIGHTS: self._weights}
-        self.has_halves = any(action.kind == WEIGHTS for action in schedule.actions[self.pipeline.comm.rank])
         actions = schedule.actions[self.pipeline.comm.rank]
+        self.has_halves = any(action.kind == WEIGHTS for action in actions)
         ahead = 1 if self.pipeline.split.device.type == "cpu" else 0
         for number, action in enumerate(actions):
-            for one in actions[number : number + 1 + ahead]:
-                self._ask(one)
+            for due in actions[number : number + 1 + ahead]:
+                self._ask(due)
             act[action.kind](action)
         self.pipeline.drain()
 
     def forward(self, stage: int, micro: int) -> list[Any]:
-        """One forward pass; what was sent, or the last stage's flat result."""
+        """Run one forward pass; return what was sent, or the last stage's flat result."""
         program = self.by_index[stage]
         received = self._received(Action(FORWARD, stage, micro))
         if torch.is_grad_enabled():
@@ -165,21 +166,20 @@ class _StageRun:
         flight = self.flights.pop((action.stage, action.micro_batch))
         program = self.by_index[action.stage]
         if action.stage == self.program.total_stages - 1:
-            roots, gradients = flight.sent, [torch.ones_like(flight.sent[0])]
+            roots = flight.sent
+            gradients = [torch.ones_like(flight.sent[0])]
         else:
-            roots = [value for value, flows in zip(flight.sent, program.last.sends_gradient, strict=True) if flows]
+            roots = _where_flowing(flight.sent, program.last.sends_gradient)
             gradients = self._received(action)
-        wanted = [t for t, flows in zip(flight.received, program.first.has_gradient, strict=True) if flows]
         if self.has_halves:
-            flight.halves = backward_of_inputs(
-                roots, gradients, wanted, [one for states in program.states for one in states]
-            )
+            inputs = _where_flowing(flight.received, program.first.has_gradient)
+            states = list(itertools.chain.from_iterable(program.states))
+            flight.halves = backward_of_inputs(roots, gradients, inputs, states)
             self.flights[action.stage, action.micro_batch] = flight
         elif roots:
             torch.autograd.backward(roots, gradients)
-        number = 0
         for number, (tensor, flows) in enumerate(zip(flight.received, program.first.has_gradient, strict=True)):
-            if flows:
+            if flows:  # zeros where the loss does not depend on it: the stage before waits for a message
                 gradient = tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
                 self._send(gradient, action.stage - 1, action.micro_batch, number, forwards=False)
 
@@ -198,19 +198,25 @@ class _StageRun:
         """Begin to receive what `action` computes from, once."""
         if action in self.coming or action.kind == WEIGHTS:
             return
-        program, forwards = self.by_index[action.stage], action.kind == FORWARD
-        values = program.first.received if forwards else program.last.sent
-        wanted = [True] * len(values) if forwards else program.last.sends_gradient
-        peer = self._peer(action.stage + (-1 if forwards else 1))
+        program = self.by_index[action.stage]
+        forwards = action.kind == FORWARD
+        if forwards:
+            values = program.first.received
+            is_sent = [True] * len(values)
+            peer = self._peer(action.stage - 1)
+        else:
+            values = program.last.sent
+            is_sent = program.last.sends_gradient
+            peer = self._peer(action.stage + 1)
         self.coming[action] = []
-        for number, (meta, is_wanted) in enumerate(zip(values, wanted, strict=True)):
-            if is_wanted:
-                made = torch.empty(tuple(meta.shape), dtype=meta.dtype, device=self.pipeline.split.device)
+        for number, (meta, is_due) in enumerate(zip(values, is_sent, strict=True)):
+            if is_due:
+                buffer = torch.empty(tuple(meta.shape), dtype=meta.dtype, device=self.pipeline.split.device)
                 tag = _tag(action.stage, action.micro_batch, number, forwards, self.program.total_stages)
-                self.coming[action].append((made, self.pipeline.comm.begin_receive(made, peer, tag)))
+                self.coming[action].append((buffer, self.pipeline.comm.begin_receive(buffer, peer, tag)))
 
     def _received(self, action: Action) -> list[torch.Tensor]:
-        """What `action` computes from."""
+        """Wait for what `action` computes from."""
         self._ask(action)
         coming = self.coming.pop(action)
         for _, pending in coming:
@@ -218,6 +224,14 @@ class _StageRun:
         return [tensor for tensor, _ in coming]
 
 
+def _where_flowing(tensors: Sequence[torch.Tensor], has_gradient: Sequence[bool]) -> list[torch.Tensor]:
+    """Return the tensors through which a gradient flows."""
+    return [tensor for tensor, flows in zip(tensors, has_gradient, strict=True) if flows]
+
+
 def _tag(stage: int, micro: int, number: int, forwards: bool, stages: int) -> int:
-    """A number of its own for every message under way: to which stage, of which micro-batch, which value."""
+    """Return a number of its own for every message under way: to which stage, of which micro-batch, which value.
+
+    64 values may cross a cut before two messages share a number.
+    """
     return ((micro * stages + stage) * 64 + number) * 2 + forwards

@@ -28,7 +28,7 @@ def add_tied_gradients(
             same on all ranks.
         comm: the pipeline axis.
     """
-    for number, (name, ranks) in enumerate(sorted(holders.items())):
+    for number, (name, ranks) in enumerate(sorted(holders.items())):  # in the same order on every rank
         if len(ranks) < 2 or comm.rank not in ranks:
             continue
         parameter = parameters[name]
@@ -41,11 +41,11 @@ def add_tied_gradients(
         sending = [comm.begin_send(mine, rank, _TAG + number) for rank in ranks if rank != comm.rank]
         total = torch.zeros_like(mine)
         for rank in ranks:
-            part = mine
+            gradient = mine
             if rank != comm.rank:
-                part = torch.empty_like(mine)
-                comm.receive(part, rank, _TAG + number)
-            total += part
+                gradient = torch.empty_like(mine)
+                comm.receive(gradient, rank, _TAG + number)
+            total += gradient
         for pending in sending:
             pending.wait()
         parameter.grad = total[:-1].view_as(parameter) if float(total[-1]) else None

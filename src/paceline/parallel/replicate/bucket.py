@@ -33,7 +33,7 @@ class Bucket:
 
     @property
     def flags(self) -> int:
-        """Where in the flat tensor the numbers that say who has a gradient begin."""
+        """Return where in the flat tensor the numbers that say who has a gradient begin."""
         return self.reducer.outbox.numel() - len(self.parameters)
 
     def clear(self) -> None:
@@ -74,14 +74,13 @@ class Bucket:
     def receive(self, scale: torch.Tensor) -> None:
         """Wait for the sum and make it the parameters' gradients."""
         self.reducer.finish(scale)
-        for parameter, result, ranks in zip(
-            self.parameters, self.results, self.reducer.outbox[self.flags :].tolist(), strict=True
-        ):
+        ranks_with_gradient = self.reducer.outbox[self.flags :].tolist()
+        for parameter, result, ranks in zip(self.parameters, self.results, ranks_with_gradient, strict=True):
             set_local_gradient(parameter, result if ranks else None)
 
 
 def local_gradient(parameter: torch.nn.Parameter) -> torch.Tensor | None:
-    """This rank's part of a parameter's gradient."""
+    """Return this rank's part of a parameter's gradient."""
     gradient = parameter.grad
     return None if gradient is None else local(gradient)
 
@@ -94,9 +93,16 @@ def set_local_gradient(parameter: torch.nn.Parameter, value: torch.Tensor | None
 
 
 def make_buckets(parameters: Sequence[torch.nn.Parameter], limit_bytes: int, make_reducer: MakeWire) -> list[Bucket]:
-    """Buckets of at most `limit_bytes` (or one larger parameter), last parameter first."""
-    groups = group_parameters([(local(p).nbytes, _kind(p)) for p in parameters], limit_bytes)
-    return [_bucket([parameters[index] for index in group], make_reducer) for group in groups]
+    """Return buckets of at most `limit_bytes` (or one larger parameter), last parameter first.
+
+    The backward pass makes the gradients in about that order.
+    """
+    groups = group_parameters([(local(parameter).nbytes, _kind(parameter)) for parameter in parameters], limit_bytes)
+    buckets = []
+    for group in groups:
+        members = [parameters[index] for index in group]
+        buckets.append(_bucket(members, make_reducer))
+    return buckets
 
 
 def _kind(parameter: torch.nn.Parameter) -> tuple[torch.dtype, torch.device]:
@@ -111,5 +117,7 @@ def _bucket(parameters: list[torch.nn.Parameter], make_reducer: MakeWire) -> Buc
 
 
 def _slices(flat: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
-    parts = flat[: sum(shape.numel() for shape in shapes)].split([shape.numel() for shape in shapes])
-    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+    """Return views of a flat tensor in these shapes, one after another from its beginning."""
+    sizes = [shape.numel() for shape in shapes]
+    slices = flat[: sum(sizes)].split(sizes)
+    return [values.view(shape) for values, shape in zip(slices, shapes, strict=True)]

@@ -33,7 +33,7 @@ _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, t
 
 
 class _Print(NamedTuple):
-    """What tells the values of a buffer: `sums`; and what it was taken from."""
+    """A print of a buffer's values, `sums`, and what it was taken from."""
 
     tensor: torch.Tensor
     version: int
@@ -51,8 +51,9 @@ class Buffers:
     """
 
     def __init__(self, model: torch.nn.Module, comm: AxisComm) -> None:
-        self.comm, self.is_compared = comm, comm.size > 1
-        number: dict[int, int] = {}
+        self.comm = comm
+        self.is_compared = comm.size > 1
+        number: dict[int, int] = {}  # of each buffer, by identity
         self.slots: list[tuple[torch.nn.Module, str]] = []  # where each buffer is: forward may assign another tensor
         self.names: list[str] = []
         for path, module in model.named_modules():
@@ -61,50 +62,64 @@ class Buffers:
                     number[id(tensor)] = len(self.slots)
                     self.slots.append((module, key))
                     self.names.append(f"{path}.{key}" if path else key)
-        self.modules = [
-            [number[id(tensor)] for tensor in module.buffers(recurse=False) if id(tensor) in number]
-            for module in model.modules()
-        ]
-        self.compared = [index for index, (module, _) in enumerate(self.slots) if not _counts_batches(module)]
+        self.modules: list[list[int]] = []  # the buffers of each module
+        for module in model.modules():
+            tensors = module.buffers(recurse=False)
+            self.modules.append([number[id(tensor)] for tensor in tensors if id(tensor) in number])
+        self.compared: list[int] = []
+        for index, (module, _) in enumerate(self.slots):
+            if not _counts_batches(module):
+                self.compared.append(index)
         self.agreed = [_form(tensor) for tensor in self.tensors]  # None, too, where ranks have different ones
         self.changed = [False] * len(self.slots)
-        self.seen: list[tuple[torch.Tensor | None, int]] = []
+        self.at_begin: list[tuple[torch.Tensor | None, int]] = []  # the tensors when the step began, and their versions
         self.steps = 0
         self.prints: dict[int, _Print] = {}  # of the last time that values were read
         self.rewritten: set[int] = set()  # buffers that a step wrote unseen
 
     @property
     def tensors(self) -> list[torch.Tensor | None]:
-        """The buffers as they are now."""
+        """Return the buffers as they are now."""
         return [module._buffers.get(key) for module, key in self.slots]
 
     def begin_step(self) -> None:
         """Remember the buffers as they are."""
-        # The tensors themselves: the next one may get a freed one's address.
         self.steps += 1
-        self.seen = [(tensor, _version(tensor)) for tensor in self.tensors]
+        # The tensors themselves: the next one may get a freed one's address.
+        self.at_begin = [(tensor, _version(tensor)) for tensor in self.tensors]
         self.prints = self._prints(self.prints) if self.is_compared else {}
 
     def find_changed(self) -> list[int]:
-        """What is to be summed over the ranks, for each buffer: 1 if this rank's forward passes changed it.
+        """Return what is to be summed over the ranks, for each buffer: 1 if this rank's forward passes changed it.
 
         `_OTHER_FORM` is added where its form is not the agreed one, changed or not.
         """
         tensors = self.tensors
-        before = enumerate(self.seen)
-        differ = {i for i, (old, version) in before if tensors[i] is not old or _version(tensors[i]) != version}
-        touched = {index for indices in self.modules if differ.intersection(indices) for index in indices} | differ
+        touched = self._find_touched(tensors)
         touched |= self._find_rewritten(touched)
-        self.seen = []
-        self.changed = [
-            index in touched and not (tensor is not None and tensor.is_meta)  # which another stage holds
-            for index, tensor in enumerate(tensors)
-        ]
-        both = zip(self.changed, tensors, self.agreed, strict=True)
-        return [changed + _OTHER_FORM * (_form(tensor) != agreed) for changed, tensor, agreed in both]
+        self.at_begin = []  # a replaced tensor's memory is free from here on
+        self.changed = [False] * len(tensors)
+        flags = []
+        for index, (tensor, agreed) in enumerate(zip(tensors, self.agreed, strict=True)):
+            self.changed[index] = index in touched and not _is_elsewhere(tensor)
+            flag = int(self.changed[index])
+            if _form(tensor) != agreed:
+                flag += _OTHER_FORM
+            flags.append(flag)
+        return flags
+
+    def _find_touched(self, tensors: list[torch.Tensor | None]) -> set[int]:
+        """Return the buffers of every module of which one buffer was replaced or shows a write since the step began."""
+        touched = set()
+        for index, (tensor, version) in enumerate(self.at_begin):
+            if tensors[index] is not tensor or _version(tensors[index]) != version:
+                touched.add(index)
+        # A count of batches shows the change of the statistics beside it.
+        beside = [indices for indices in self.modules if touched.intersection(indices)]
+        return touched.union(*beside)
 
     def reduce(self, flags: Sequence[int]) -> None:
-        """Float buffers become the mean over the ranks that changed them, others the largest.
+        """Make float buffers the mean over the ranks that changed them, others the largest.
 
         Args:
             flags: for each buffer, the sum of what the ranks' `find_changed` returned.
@@ -115,25 +130,26 @@ class Buffers:
         if self.comm.size == 1 or not any(flags):
             return
         ranks_changed = [flag % _OTHER_FORM for flag in flags]
-        tensors = self.tensors
-        here = [
-            index
-            for index, (ranks, tensor) in enumerate(zip(ranks_changed, tensors, strict=True))
-            if ranks and not (tensor is not None and tensor.is_meta)  # on the meta device: another stage's
-        ]
-        own = self._meet([index for index in here if flags[index] >= _OTHER_FORM])
+        due = []
+        for index, tensor in enumerate(self.tensors):
+            if ranks_changed[index] and not _is_elsewhere(tensor):
+                due.append(index)
+        per_rank = self._agree_on_forms([index for index in due if flags[index] >= _OTHER_FORM])
+        tensors = self.tensors  # anew: some were replaced by tensors of the agreed form
         by_dtype: dict[torch.dtype, list[int]] = {}
-        tensors = self.tensors
-        for index in here:
+        for index in due:
             tensor = tensors[index]
-            if tensor is not None and index not in own:
+            if tensor is not None and index not in per_rank:
                 self._make_writable(index, tensor)
                 by_dtype.setdefault(tensor.dtype, []).append(index)
         for dtype, indices in by_dtype.items():
             self._reduce_dtype(dtype, indices, ranks_changed)
 
     def put_back(self, index: int, first: torch.Tensor) -> bool:
-        """Have `first`, the tensor that the buffer was made with, hold its values again; whether the step changed them.
+        """Let `first`, the tensor that the buffer was made with, have its values again.
+
+        Returns:
+            Whether the step changed them.
 
         Raises:
             WorkloadError: the buffer belongs to the model's state and has another shape or dtype now.
@@ -159,47 +175,59 @@ class Buffers:
         is_mean = dtype.is_floating_point or dtype.is_complex
         # In float64 the sum of equal values is exact, and that of a mask's smallest number is no -inf.
         wide = torch.float64 if is_mean else torch.int64
-        tensors = [_real(tensor) for index in indices if (tensor := self.tensors[index]) is not None]
-        flats = [tensor.reshape(-1).to(wide) for tensor in tensors]
-        if is_mean:  # a rank without samples holds old statistics: they must not count
-            here = [self.changed[index] for index in indices]
-            flats = [flat if counts else torch.zeros_like(flat) for flat, counts in zip(flats, here, strict=True)]
+        current = self.tensors
+        tensors = []
+        flats = []
+        for index in indices:
+            buffer = current[index]
+            assert buffer is not None
+            tensor = _real(buffer)
+            flat = tensor.reshape(-1).to(wide)
+            if is_mean and not self.changed[index]:  # a rank without samples holds old statistics: they must not count
+                flat = torch.zeros_like(flat)
+            tensors.append(tensor)
+            flats.append(flat)
         sent = torch.cat(flats)
         self.comm.all_reduce(sent, "sum" if is_mean else "max")
-        parts = sent.split([flat.numel() for flat in flats])
-        for index, tensor, part in zip(indices, tensors, parts, strict=True):
-            result = part / ranks_changed[index] if is_mean else part
+        reduced = sent.split([flat.numel() for flat in flats])
+        for index, tensor, values in zip(indices, tensors, reduced, strict=True):
+            result = values / ranks_changed[index] if is_mean else values
             tensor.copy_(result.view_as(tensor))
 
     def _make_writable(self, index: int, tensor: torch.Tensor) -> None:
         """Give an expanded tensor, whose elements share memory, memory for each."""
-        if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
-            module, key = self.slots[index]
-            module._buffers[key] = tensor.detach().clone(memory_format=torch.contiguous_format)
+        for stride, size in zip(tensor.stride(), tensor.shape, strict=True):
+            is_expanded = stride == 0 and size > 1
+            if is_expanded:
+                module, key = self.slots[index]
+                module._buffers[key] = tensor.detach().clone(memory_format=torch.contiguous_format)
+                return
 
-    def _meet(self, indices: list[int]) -> set[int]:
-        """Exchange the forms of these buffers; those that stay each rank's own.
+    def _agree_on_forms(self, indices: list[int]) -> set[int]:
+        """Exchange the forms of these buffers; return those that stay each rank's own.
 
         A rank that did not change a buffer takes over the others' form: it held an old value.
         """
         if not indices:
             return set()
-        own: set[int] = set()
-        for index, told in zip(indices, self._exchange(indices), strict=True):
+        per_rank: set[int] = set()
+        for index, reports in zip(indices, self._exchange(indices), strict=True):
             module, key = self.slots[index]
             is_derived = key in module._non_persistent_buffers_set
-            forms = {form for has_changed, form in told if has_changed or is_derived}
+            forms = {form for has_changed, form in reports if has_changed or is_derived}
             if len(forms) > 1 and not is_derived:
-                raise self._differ(index, told)
-            self.agreed[index] = next(iter(forms)) if len(forms) == 1 else None
+                raise self._differ(index, reports)
             if len(forms) != 1:
-                own.add(index)
-            elif _form(module._buffers[key]) != self.agreed[index]:
+                self.agreed[index] = None
+                per_rank.add(index)
+                continue
+            self.agreed[index] = forms.pop()
+            if _form(module._buffers[key]) != self.agreed[index]:
                 module._buffers[key] = self._empty(self.agreed[index])
-        return own
+        return per_rank
 
     def _exchange(self, indices: list[int]) -> list[list[tuple[bool, _Form]]]:
-        """For each buffer, rank by rank, whether it was changed there, and its form."""
+        """Return for each buffer, rank by rank, whether it was changed there, and its form."""
         mine: list[int] = []
         for index in indices:
             form = _form(self.tensors[index])
@@ -207,12 +235,19 @@ class Buffers:
             mine += [self.changed[index], dtype, len(shape), *shape]
         ranks = self.comm.all_gather(torch.tensor(mine, dtype=torch.int64, device=self._device()))
         rows = [iter(row.tolist()) for row in ranks]
-        return [[_read_form(row) for row in rows] for _ in indices]
+        reports = []
+        for _ in indices:  # each rank's row is read on from where the buffer before ended
+            reports.append([_read_form(row) for row in rows])
+        return reports
 
-    def _differ(self, index: int, told: list[tuple[bool, _Form]]) -> WorkloadError:
-        changed = [(rank, form) for rank, (has, form) in zip(self.comm.peers, told, strict=True) if has]
+    def _differ(self, index: int, reports: list[tuple[bool, _Form]]) -> WorkloadError:
+        """Return the error of the first two ranks that changed a buffer to different forms."""
+        changed = []
+        for rank, (has_changed, form) in zip(self.comm.peers, reports, strict=True):
+            if has_changed:
+                changed.append((rank, form))
         first = changed[0]
-        other = next(one for one in changed if one[1] != first[1])
+        other = next(report for report in changed if report[1] != first[1])
         return WorkloadError(
             f"the buffer {self.names[index]}, which the forward pass changes, should become the mean of all ranks'",
             f"{_shown(*first)}, {_shown(*other)}",
@@ -221,44 +256,57 @@ class Buffers:
         )
 
     def _empty(self, form: _Form) -> torch.Tensor | None:
-        return None if form is None else torch.zeros(form[1], dtype=form[0], device=self._device())
+        if form is None:
+            return None
+        dtype, shape = form
+        return torch.zeros(shape, dtype=dtype, device=self._device())
 
     def _device(self) -> torch.device:
-        parameters = (tensor for module, _ in self.slots for tensor in (*module.parameters(), *module.buffers()))
-        return next((tensor.device for tensor in parameters if not tensor.is_meta), torch.device("cpu"))
+        """Return the device of the first tensor that is not on the meta device."""
+        for module, _ in self.slots:
+            for tensor in (*module.parameters(), *module.buffers()):
+                if not tensor.is_meta:
+                    return tensor.device
+        return torch.device("cpu")
 
     def _prints(self, earlier: Mapping[int, _Print], left_out: Collection[int] = ()) -> dict[int, _Print]:
-        """What tells the values of the compared buffers; an earlier one stands where no write shows since."""
+        """Return what tells the values of the compared buffers; an earlier one stands where no write shows since."""
         tensors = self.tensors
         if any(isinstance(tensor, FakeTensor) for tensor in tensors):
             return {}
-        result = {}
+        prints = {}
         for index in self.compared:
-            tensor, known = tensors[index], earlier.get(index)
+            tensor = tensors[index]
             if tensor is None or index in left_out or not self._is_readable(index, tensor):
                 continue
-            is_known = known is not None and known.tensor is tensor and known.version == _version(tensor)
-            result[index] = known if known is not None and is_known else _print_of(tensor)
-        return result
+            before = earlier.get(index)
+            if before is not None and before.tensor is tensor and before.version == _version(tensor):
+                prints[index] = before
+            else:
+                prints[index] = _print_of(tensor)
+        return prints
 
     def _is_readable(self, index: int, tensor: torch.Tensor) -> bool:
-        """Whether a buffer has values, and they are worth the time."""
+        """True if a buffer has values, and they are worth the time."""
         is_due = self.steps <= _FIRST_STEPS or index in self.rewritten or tensor.nbytes <= _LARGE_BYTES
         return is_due and not tensor.is_meta and _is_plain(tensor)
 
-    def _find_rewritten(self, known: set[int]) -> set[int]:
-        """Buffers, beside the `known` ones, whose values are others than at the beginning of the step."""
+    def _find_rewritten(self, touched: set[int]) -> set[int]:
+        """Return buffers, beside the `touched` ones, whose values are others than at the beginning of the step."""
         if not self.prints:
             return set()
-        before, now = self.prints, self._prints({}, known)
+        before = self.prints
+        now = self._prints({}, touched)
         self.prints = now  # the next step begins with them
         same_form = [index for index in now if index in before and now[index].form == before[index].form]
-        found = {index for index in before if index not in known and index not in same_form}
+        rewritten = before.keys() - touched - set(same_form)
         if same_form:
-            differ = torch.stack([(before[i].sums != now[i].sums).any() for i in same_form]).tolist()  # waits once
-            found |= {index for index, is_other in zip(same_form, differ, strict=True) if is_other}
-        self.rewritten |= found
-        return found
+            differ = torch.stack([(before[index].sums != now[index].sums).any() for index in same_form])
+            for index, is_other in zip(same_form, differ.tolist(), strict=True):  # `tolist` waits for the device, once
+                if is_other:
+                    rewritten.add(index)
+        self.rewritten |= rewritten
+        return rewritten
 
 
 class KeptBuffers:
@@ -273,7 +321,9 @@ class KeptBuffers:
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
         self.first: list[_Slots] = [(module, dict(module._buffers)) for module in modules]
-        self.versions = [_version(tensor) for _, buffers in self.first for tensor in buffers.values()]
+        self.versions: list[int] = []
+        for _, buffers in self.first:
+            self.versions.extend(_version(tensor) for tensor in buffers.values())
         self.before = _copied(self.first)
         self.now: list[_Slots] = []
 
@@ -282,12 +332,15 @@ class KeptBuffers:
         versions = iter(self.versions)
         for (module, first), (_, before) in zip(self.first, self.before, strict=True):
             for key, tensor in first.items():
-                version, copy = next(versions), before[key]
+                version = next(versions)
+                copy = before[key]
                 if tensor is None or copy is None or tensor.nbytes <= _SMALL_BYTES:
                     continue
-                if module._buffers.get(key) is tensor and tensor._version == version and _same(tensor, copy):
+                is_unwritten = module._buffers.get(key) is tensor and tensor._version == version
+                if is_unwritten and _same(tensor, copy):
                     before[key] = tensor
-        self.first, self.versions = [], []
+        self.first = []
+        self.versions = []
 
     def __enter__(self) -> None:
         self.now = [(module, dict(module._buffers)) for module, _ in self.before]
@@ -299,7 +352,7 @@ class KeptBuffers:
 
 
 def _copied(slots: Iterable[_Slots]) -> list[_Slots]:
-    """Copies of the tensors in `slots`; one that stands in two places stays one."""
+    """Return copies of the tensors in `slots`; one that stands in two places stays one."""
     copies: dict[int, torch.Tensor | None] = {}
     result = []
     for module, buffers in slots:
@@ -319,8 +372,13 @@ def _put(slots: Iterable[_Slots]) -> None:
 
 
 def _counts_batches(module: torch.nn.Module) -> bool:
-    """Whether it is a batch norm of torch's own, whose every write of statistics counts a batch."""
+    """True for a batch norm of torch's own, whose every write of statistics counts a batch."""
     return isinstance(module, _NormBase) and module.num_batches_tracked is not None
+
+
+def _is_elsewhere(tensor: torch.Tensor | None) -> bool:
+    """True for a buffer on the meta device: another stage holds it."""
+    return tensor is not None and tensor.is_meta
 
 
 def _version(tensor: torch.Tensor | None) -> int:
@@ -332,9 +390,14 @@ def _form(tensor: torch.Tensor | None) -> _Form:
 
 
 def _read_form(row: Iterator[int]) -> tuple[bool, _Form]:
-    has_changed, dtype, dims = next(row), next(row), next(row)
+    """Read one buffer of a rank's row: whether it was changed, its dtype's number, its rank, its shape."""
+    has_changed = bool(next(row))
+    dtype = next(row)
+    dims = next(row)
     shape = tuple(next(row) for _ in range(dims))
-    return bool(has_changed), None if dtype < 0 else (_DTYPES[dtype], shape)
+    if dtype < 0:
+        return has_changed, None
+    return has_changed, (_DTYPES[dtype], shape)
 
 
 def _shown(rank: int, form: _Form) -> str:
@@ -346,7 +409,7 @@ def _shown_form(form: _Form) -> str:
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as real numbers, to be written into."""
+    """Return the tensor as real numbers, to be written into."""
     tensor = tensor.detach()
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
@@ -355,11 +418,13 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return tensor.layout == torch.strided and not tensor.is_quantized
 
 
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are the same bit for bit, as far as there are values."""
-    if isinstance(one, FakeTensor) or one.is_meta:
+def _same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """True if two tensors are the same bit for bit, as far as there are values."""
+    if isinstance(tensor, FakeTensor) or tensor.is_meta:
         return True
-    return _form(one) == _form(other) and _is_plain(one) and torch.equal(_bits_of(one), _bits_of(other))
+    if _form(tensor) != _form(other) or not _is_plain(tensor):
+        return False
+    return torch.equal(_bits_of(tensor), _bits_of(other))
 
 
 def _bits_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -371,14 +436,14 @@ def _print_of(tensor: torch.Tensor) -> _Print:
 
 
 def _sums_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Numbers that change when a bit does: the bits as a table of 64-bit words, its rows and columns added up.
+    """Return numbers that change when a bit does: the bits as a table of 64-bit words, its rows and columns added up.
 
     Unlike a copy it takes a thousandth of the memory. A small tensor's is the tensor.
     """
     bits = _bits_of(tensor)
     if bits.numel() <= 8 * _WIDTH:
         return bits.clone()
-    if bits.storage_offset() % 8:
+    if bits.storage_offset() % 8:  # a view as 64-bit words must begin at one
         bits = bits.clone()
     rows, rest = divmod(bits.numel(), 8 * _WIDTH)
     table = bits[: bits.numel() - rest].view(torch.int64).view(rows, _WIDTH)

@@ -61,13 +61,18 @@ class Replicate:
         device: torch.device,
         overlaps: bool = True,
     ) -> None:
-        self.comm, self.plan, self.device, self.overlaps = comm, plan, device, overlaps
-        self.parameters, self.sparse_names = parameters, sparse
+        self.comm = comm
+        self.plan = plan
+        self.device = device
+        self.overlaps = overlaps
+        self.parameters = parameters
+        self.sparse_names = sparse
         self.shared = self._open_shared(device)
         self.buckets: list[Bucket] = []
         self.hooks: list[RemovableHandle] = []
         self.trained: dict[str, bool] = {}
-        self.is_last_backward, self.next_bucket = False, 0
+        self.is_last_backward = False
+        self.next_bucket = 0
         self.scale: Callable[[], torch.Tensor] = lambda: torch.ones(())
         self._fill_buckets()
 
@@ -78,14 +83,16 @@ class Replicate:
             scale: waits for, and returns, what gradients are multiplied by.
         """
         self.scale = scale
-        if {name: p.requires_grad for name, p in self.parameters.items()} != self.trained:
+        trained = {name: parameter.requires_grad for name, parameter in self.parameters.items()}
+        if trained != self.trained:
             self._fill_buckets()  # some were frozen or set free since
-        self.is_last_backward, self.next_bucket = False, 0
+        self.is_last_backward = False
+        self.next_bucket = 0
         for bucket in self.buckets:
             bucket.clear()
 
     def begin_last_backward(self) -> None:
-        """From here on gradients are sent as they come."""
+        """Send gradients as they come from here on."""
         self.is_last_backward = self.overlaps
 
     def reduce_gradients(self) -> None:
@@ -106,12 +113,12 @@ class Replicate:
                 self._gather_sparse(name, self.parameters[name], scale)
 
     def state(self) -> dict[str, torch.Tensor]:
-        """What compression carries from step to step, by name."""
-        return {
-            f"{number}.{name}": tensor
-            for number, bucket in enumerate(self.buckets)
-            for name, tensor in bucket.reducer.state().items()
-        }
+        """Return what compression carries from step to step, by name."""
+        state = {}
+        for number, bucket in enumerate(self.buckets):
+            for name, tensor in bucket.reducer.state().items():
+                state[f"{number}.{name}"] = tensor
+        return state
 
     def close(self) -> None:
         """Let go of the other ranks."""
@@ -119,38 +126,57 @@ class Replicate:
             self.shared.close()
 
     def _open_shared(self, device: torch.device) -> SharedMemory | None:
-        asked = self.plan.transport
-        wanted = asked in ("auto", "shared_memory") and device.type == "cpu"
-        fits = 2 * sum(p.nbytes for name, p in self.parameters.items() if name not in self.sparse_names) <= MAX_BYTES
-        shared = open_shared_memory(self.comm) if wanted and fits else None
-        if self.comm.size > 1 and asked == "shared_memory" and shared is None:
+        """Open shared memory between the ranks where the plan allows it and the gradients fit.
+
+        Raises:
+            PlanError: the plan's transport is not to be had here.
+        """
+        transport = self.plan.transport
+        shared = None
+        if transport in ("auto", "shared_memory") and device.type == "cpu" and self._fits_shared():
+            shared = open_shared_memory(self.comm)
+        if self.comm.size == 1:
+            return shared
+        if transport == "shared_memory" and shared is None:
             raise PlanError(
                 "the plan's transport is shared_memory",
                 f"it needs one Linux host, CPUs, 2 to 8 ranks and at most {MAX_BYTES >> 21} MiB of gradients",
                 "write transport=auto",
             )
-        if (asked == "nccl") != (device.type == "cuda") and asked in ("nccl", "gloo") and self.comm.size > 1:
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        if transport in ("nccl", "gloo") and transport != backend:
             raise PlanError(
-                f"the plan's transport is {asked}", f"the model is on {device.type}", "write transport=auto"
+                f"the plan's transport is {transport}", f"the model is on {device.type}", "write transport=auto"
             )
         return shared
 
+    def _fits_shared(self) -> bool:
+        """True if the gradients of dense parameters fit into shared memory twice."""
+        num_bytes = sum(parameter.nbytes for parameter in self._dense())
+        return 2 * num_bytes <= MAX_BYTES
+
+    def _dense(self) -> list[torch.nn.Parameter]:
+        return [parameter for name, parameter in self.parameters.items() if name not in self.sparse_names]
+
     def _fill_buckets(self) -> None:
+        """Sort the trained parameters into buckets, and have each gradient reported as it is made."""
         self.trained = {name: parameter.requires_grad for name, parameter in self.parameters.items()}
         if self.comm.size == 1:
             return
         for hook in self.hooks:
             hook.remove()
-        dense = [p for name, p in self.parameters.items() if p.requires_grad and name not in self.sparse_names]
-        self.buckets = make_buckets(dense, self.plan.bucket_bytes, self._make_wire)
-        self.hooks = [
-            parameter.register_post_accumulate_grad_hook(partial(self._gradient_is_here, bucket, index))
-            for bucket in self.buckets
-            for index, parameter in enumerate(bucket.parameters)
-            if self.overlaps
-        ]
+        trained = [parameter for parameter in self._dense() if parameter.requires_grad]
+        self.buckets = make_buckets(trained, self.plan.bucket_bytes, self._make_wire)
+        self.hooks = []
+        if not self.overlaps:
+            return
+        for bucket in self.buckets:
+            for index, parameter in enumerate(bucket.parameters):
+                gradient_is_here = partial(self._gradient_is_here, bucket, index)
+                self.hooks.append(parameter.register_post_accumulate_grad_hook(gradient_is_here))
 
     def _make_wire(self, shapes: Sequence[torch.Size], flags: int, dtype: torch.dtype, device: torch.device) -> Reducer:
+        """Return what sums a bucket of tensors of these shapes and so many flags, compressed as the plan says."""
         numel = sum(shape.numel() for shape in shapes) + flags
         if self.plan.compression in _NARROW:
             narrow = exact_reducer(self.comm, self.shared, numel, _NARROW[self.plan.compression], device)
@@ -167,6 +193,7 @@ class Replicate:
             self._send_complete()
 
     def _fill(self, parameter: torch.nn.Parameter, bucket: Bucket, index: int) -> None:
+        """Copy a parameter's gradient to its bucket."""
         gradient = local_gradient(parameter)
         if gradient is None:
             return
@@ -176,11 +203,14 @@ class Replicate:
                 f"parameter of shape {tuple(parameter.shape)} got a sparse one",
                 "only nn.Embedding and nn.EmbeddingBag with sparse=True may; set it on the module",
             )
-        bucket.fill(index, gradient, self.scale() if bucket.reducer.is_scaled_first else None)
+        # Compressed wires scale first: a sum over a batch can leave float16's range. Others scale in the pass that
+        # adds: asked for here, the scale waits for the other ranks' forward passes.
+        scale = self.scale() if bucket.reducer.is_scaled_first else None
+        bucket.fill(index, gradient, scale)
         parameter.grad = None  # the bucket has it; free the memory before the rest of the backward pass
 
     def _send_complete(self, all_of_them: bool = False) -> None:
-        # In the same order on every rank, so that sums meet.
+        """Start the sums of full buckets, in the same order on every rank, so that sums meet."""
         while self.next_bucket < len(self.buckets):
             bucket = self.buckets[self.next_bucket]
             if not all_of_them and len(bucket.filled) < len(bucket.parameters):
@@ -189,6 +219,7 @@ class Replicate:
             self.next_bucket += 1
 
     def _gather_sparse(self, name: str, parameter: torch.nn.Parameter, scale: torch.Tensor) -> None:
+        """Make a sparse gradient the sum over the ranks, from the rows that each has."""
         gradient = parameter.grad
         if gradient is not None and not gradient.is_sparse:
             raise WorkloadError(
@@ -201,7 +232,8 @@ class Replicate:
             values = parameter.new_zeros((0, *parameter.shape[1:]))
         else:
             gradient = gradient.coalesce()
-            indices, values = gradient.indices()[0], gradient.values()
+            indices = gradient.indices()[0]
+            values = gradient.values()
         indices = torch.cat(self.comm.all_gather(indices))
         values = torch.cat(self.comm.all_gather(values)) * scale
         if indices.numel():
@@ -210,7 +242,7 @@ class Replicate:
 
 
 def broadcast_state(tensors: Sequence[torch.Tensor], comm: AxisComm) -> None:
-    """The axis' first rank's values, everywhere, several tensors in one message."""
+    """Give every rank the values of the axis' first one, several tensors in one message."""
     if comm.size == 1:
         return
     batches: dict[torch.dtype, list[torch.Tensor]] = {}
@@ -227,15 +259,15 @@ def broadcast_state(tensors: Sequence[torch.Tensor], comm: AxisComm) -> None:
 def _broadcast_flat(batch: list[torch.Tensor], comm: AxisComm) -> None:
     flat = torch.cat([tensor.detach().reshape(-1) for tensor in batch])
     comm.broadcast(flat)
-    for tensor, part in zip(batch, flat.split([t.numel() for t in batch]), strict=True):
-        tensor.copy_(part.view_as(tensor))
+    received = flat.split([tensor.numel() for tensor in batch])
+    for tensor, values in zip(batch, received, strict=True):
+        tensor.copy_(values.view_as(tensor))
 
 
 def sparse_names(model: torch.nn.Module) -> set[str]:
-    """Parameters whose gradients are sparse: embeddings made with sparse=True."""
-    sparse = {
-        module.weight
-        for module in model.modules()
-        if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse
-    }
+    """Return the parameters whose gradients are sparse: embeddings made with sparse=True."""
+    sparse = set()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
+            sparse.add(module.weight)
     return {name for name, parameter in model.named_parameters() if parameter in sparse}

@@ -1,4 +1,4 @@
-"""Which modules of a model are its repeated blocks: each is gathered, used and dropped as one.
+"""Find a model's repeated blocks: each is gathered, used and dropped as one.
 
 A block is an element of an `nn.ModuleList` or `nn.Sequential` whose class occurs there at least twice and
 which holds parameters; the outermost such blocks only. What a block shares with the rest of the model (a
@@ -19,15 +19,14 @@ LEAF_BYTES = 2**20  # a lone layer below this is not worth a message of its own:
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The blocks by name, in the model's order."""
-    paths = _paths(model)
-    found: dict[str, nn.Module] = {}
-    _visit("", model, paths, found)
-    return found
+    """Return the blocks by name, in the model's order."""
+    blocks: dict[str, nn.Module] = {}
+    _visit("", model, _paths(model), blocks)
+    return blocks
 
 
 def kept_whole(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[str, nn.Parameter]:
-    """Parameters that can't be cut by rows with their group: scalars, empty ones, dtypes of a minority.
+    """Return parameters that can't be cut by rows with their group: scalars, empty ones, dtypes of a minority.
 
     A group travels as one message of one dtype; what has another one (a float32 norm among bfloat16
     matrices) stays whole on every rank.
@@ -36,28 +35,35 @@ def kept_whole(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[str, nn.P
     for name, parameter in model.named_parameters():
         owner = next((block for block in blocks if name.startswith(f"{block}.")), "")
         groups.setdefault(owner, []).append((name, parameter))
-    whole: dict[str, nn.Parameter] = {}
+    unsplit: dict[str, nn.Parameter] = {}
     for members in groups.values():
-        held = Counter[torch.dtype]()
-        for _, parameter in members:
-            if parameter.requires_grad and parameter.ndim:
-                held[parameter.dtype] += parameter.nbytes
-        main = held.most_common(1)[0][0] if held else None
+        main = _main_dtype([parameter for _, parameter in members])
         for name, parameter in members:
             is_other = parameter.requires_grad and parameter.dtype != main
             if not parameter.ndim or not parameter.numel() or is_other:
-                whole[name] = parameter
-    return whole
+                unsplit[name] = parameter
+    return unsplit
+
+
+def _main_dtype(parameters: list[nn.Parameter]) -> torch.dtype | None:
+    """Return the dtype in which most bytes of the trained parameters with dimensions are."""
+    num_bytes = Counter[torch.dtype]()
+    for parameter in parameters:
+        if parameter.requires_grad and parameter.ndim:
+            num_bytes[parameter.dtype] += parameter.nbytes
+    if not num_bytes:
+        return None
+    return num_bytes.most_common(1)[0][0]
 
 
 def first_sparse(model: nn.Module) -> str | None:
-    """The first trained parameter whose gradients are sparse, by name."""
+    """Return the first trained parameter whose gradients are sparse, by name."""
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     return min(sparse_names(model) & trained, default=None)
 
 
 def owners(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
-    """Where each parameter is registered: modules and attribute names, the first one first."""
+    """Return where each parameter is registered: modules and attribute names, the first one first."""
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -66,35 +72,48 @@ def owners(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
     return places
 
 
+def _joined(path: str, name: str) -> str:
+    """Return the dotted path of what a module has under a name; the outermost module's path is empty."""
+    return f"{path}.{name}" if path else name
+
+
 def _paths(model: nn.Module) -> dict[int, list[str]]:
-    """Of every module and parameter, by identity, the names under which the model reaches it."""
+    """Return the names under which the model reaches every module and parameter, by identity."""
     paths: dict[int, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         paths.setdefault(id(module), []).append(path)
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                paths.setdefault(id(parameter), []).append(f"{path}.{name}" if path else name)
+                paths.setdefault(id(parameter), []).append(_joined(path, name))
     return paths
 
 
-def _visit(path: str, module: nn.Module, paths: dict[int, list[str]], found: dict[str, nn.Module]) -> None:
-    repeated: dict[str, nn.Module] = {}
-    if isinstance(module, nn.ModuleList | nn.Sequential):
-        elements = [(name, child) for name, child in module.named_children() if _has_parameters(child)]
-        times = Counter(type(child) for _, child in elements)
-        for name, child in elements:
-            if times[type(child)] > 1:
-                repeated.update(_callable(f"{path}.{name}" if path else name, child))
-    blocks = {name: block for name, block in repeated.items() if _is_block(name, block, paths)}
-    found.update(blocks)
+def _visit(path: str, module: nn.Module, paths: dict[int, list[str]], blocks: dict[str, nn.Module]) -> None:
+    """Add the outermost blocks in a module to `blocks`."""
+    for name, candidate in _repeated(path, module).items():
+        if _is_block(name, candidate, paths):
+            blocks[name] = candidate
     for name, child in module.named_children():
-        below = f"{path}.{name}" if path else name
-        if below not in found:
-            _visit(below, child, paths, found)
+        below = _joined(path, name)
+        if below not in blocks:
+            _visit(below, child, paths, blocks)
+
+
+def _repeated(path: str, module: nn.Module) -> dict[str, nn.Module]:
+    """Return the elements of a list of modules whose class occurs there at least twice."""
+    if not isinstance(module, nn.ModuleList | nn.Sequential):
+        return {}
+    elements = [(name, child) for name, child in module.named_children() if _has_parameters(child)]
+    times = Counter(type(child) for _, child in elements)
+    repeated: dict[str, nn.Module] = {}
+    for name, child in elements:
+        if times[type(child)] > 1:
+            repeated.update(_callable(_joined(path, name), child))
+    return repeated
 
 
 def _callable(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The module, or where nobody can call it, what is in it."""
+    """Yield the module, or where nobody can call it, what is in it."""
     if not is_uncallable(module):
         yield path, module
         return
@@ -103,7 +122,7 @@ def _callable(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def is_uncallable(module: nn.Module) -> bool:
-    """Whether the module has no forward of its own, as a list of modules has none."""
+    """True if the module has no forward of its own, as a list of modules has none."""
     return type(module).forward is nn.Module.forward
 
 
@@ -112,9 +131,18 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _is_block(path: str, module: nn.Module, paths: dict[int, list[str]]) -> bool:
-    held = sum(parameter.nbytes for parameter in module.parameters())
-    if not held or (next(module.children(), None) is None and held < LEAF_BYTES):
+    """True if a module is worth a message of its own and shares nothing with the rest of the model."""
+    num_bytes = sum(parameter.nbytes for parameter in module.parameters())
+    is_layer = next(module.children(), None) is None
+    if not num_bytes or (is_layer and num_bytes < LEAF_BYTES):
         return False
-    inside = [*module.modules(), *module.parameters()]
-    is_alone = all(name == path or name.startswith(f"{path}.") for part in inside for name in paths[id(part)])
-    return is_alone and paths[id(module)] == [path]
+    if paths[id(module)] != [path]:
+        return False
+    for part in (*module.modules(), *module.parameters()):
+        if not all(_is_inside(name, path) for name in paths[id(part)]):
+            return False
+    return True
+
+
+def _is_inside(name: str, path: str) -> bool:
+    return name == path or name.startswith(f"{path}.")

@@ -20,7 +20,8 @@ from paceline.parallel.shard.strategy import Shard
 class FsdpAdapter(OwnCode):
     """The sharded model on this rank; its parameters wait for `fill`."""
 
-    is_plain, finishes_later = False, True
+    is_plain = False
+    finishes_later = True
     keeps_pace = True  # FSDP2's collectives want every rank there
 
     def __init__(
@@ -32,7 +33,9 @@ class FsdpAdapter(OwnCode):
         run: tuple[Autocast, Any, SharedStatistics | None],
     ) -> None:
         autocast, example, self.shared = run
-        self.model, self.axes, self.autocast = model, axes, autocast
+        self.model = model
+        self.axes = axes
+        self.autocast = autocast
         self.mesh = Mesh.parse(plan.mesh)
         self.shard = Shard(model, axes["shard"], plan, device)
         self.parameters = dict(model.named_parameters())
@@ -46,11 +49,11 @@ class FsdpAdapter(OwnCode):
             dict(self.model.named_buffers())[name].copy_(full)
 
     def updated(self) -> Mapping[str, torch.nn.Parameter]:
-        """This rank's rows, as DTensors."""
+        """Return this rank's rows, as DTensors."""
         return self.parameters
 
     def sparse(self) -> set[str]:
-        """None: refused."""
+        """Return nothing: sparse gradients are refused."""
         return set()
 
     def begin_step(self) -> None:
@@ -58,11 +61,11 @@ class FsdpAdapter(OwnCode):
         self.shard.begin_step()
 
     def before_backward(self, is_last: bool, is_padding: bool = False) -> None:
-        """FSDP2 sums in this backward pass, or waits for the last."""
+        """Have FSDP2 sum in this backward pass, or wait for the last."""
         self.shard.begin_backward(is_last, is_padding)
 
     def call(self, function: Any, batch: Any) -> Any:
-        """The person's function; parameters are gathered as it runs."""
+        """Call the person's function; parameters are gathered as it runs."""
         return self.shard.forward(function, batch)
 
     def finish_backward(self) -> None:
@@ -70,27 +73,30 @@ class FsdpAdapter(OwnCode):
         self.shard.finish_backward()
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
-        """On this rank's rows."""
+        """Run the optimizer's step on this rank's rows."""
         step_on_rows(optimizer)
 
     def counted(self) -> Mapping[torch.nn.Parameter, bool]:
-        """Parts are all counted; what stays whole on the axis' first rank."""
-        first = self.axes["shard"].rank == 0
+        """Return whether this rank counts each parameter: parts always, what stays whole on the axis' first rank."""
+        is_first = self.axes["shard"].rank == 0
         shard_specs = self.shard.shard_specs()
-        return {p: bool(shard_specs[name].cuts) or first for name, p in self.parameters.items()}
+        counts = {}
+        for name, parameter in self.parameters.items():
+            counts[parameter] = bool(shard_specs[name].cuts) or is_first
+        return counts
 
     def evaluate(self, name: str, score: Any, batch: Any) -> Any:
-        """As in training."""
+        """Call the score as in training."""
         return self.call(score, batch)
 
     def held(self) -> dict[str, LocalShard]:
-        """Rows, and the replicas that hold the same."""
-        peers = self.axes["replicate"].peers
-        return {
-            name: LocalShard(shard_spec, tuple(sorted(peers)))
-            for name, shard_spec in self.shard.shard_specs().items()
-            if shard_spec.cuts
-        }
+        """Return the rows, and the replicas that hold the same."""
+        replicas = tuple(sorted(self.axes["replicate"].peers))
+        shards = {}
+        for name, shard_spec in self.shard.shard_specs().items():
+            if shard_spec.cuts:
+                shards[name] = LocalShard(shard_spec, replicas)
+        return shards
 
     def close(self) -> None:
         """Let go of the other ranks."""

@@ -1,4 +1,4 @@
-"""Who used which parameter in a step, and whether all ranks sent the same messages in the same order.
+"""Find out who used which parameter in a step, and check that all ranks sent the same messages in the same order.
 
 A gradient of zeros and no gradient are two things to an optimizer: AdamW shrinks the parameter in the
 first case. FSDP2 fills in zeros where a rank has none, so each rank notes what its backward passes
@@ -19,7 +19,7 @@ from paceline.nouns.errors import WorkloadError
 
 
 class GradUsage:
-    """This rank's notes.
+    """This rank's notes of which parameters its backward passes reached.
 
     Args:
         names: the trained parameters, in an order that is the same on every rank.
@@ -33,7 +33,10 @@ class GradUsage:
         self, names: list[str], whole: set[str], comm: AxisComm, collective_order: CollectiveOrder, device: torch.device
     ) -> None:
         self.number = {name: index for index, name in enumerate(names)}
-        self.whole, self.comm, self.collective_order, self.device = whole, comm, collective_order, device
+        self.whole = whole
+        self.comm = comm
+        self.collective_order = collective_order
+        self.device = device
         self.used = [False] * len(names)
         self.is_counting = True  # not in a micro-batch that is there only to keep step with other ranks
         self.watched: dict[str, nn.Parameter] = {}
@@ -51,7 +54,7 @@ class GradUsage:
                 parameter.register_post_accumulate_grad_hook(partial(self._reached, self.number[name]))
 
     def find_unused(self) -> list[str]:
-        """What no rank used. Collective.
+        """Return the parameters that no rank used. Collective.
 
         Raises:
             WorkloadError: the ranks did not gather and reduce the same groups in the same order, or a gradient
@@ -59,7 +62,9 @@ class GradUsage:
         """
         flags = torch.zeros(len(self.used) + 1 + self.comm.size, dtype=torch.int64)
         flags[: len(self.used)] = torch.tensor(self.used)
-        flags[len(self.used)] = any(p.grad is not None for name, p in self.watched.items() if name not in self.whole)
+        # FSDP2 has taken the gradients of gathered parameters; one that is still there came after its group's sum.
+        gathered = [parameter for name, parameter in self.watched.items() if name not in self.whole]
+        flags[len(self.used)] = any(parameter.grad is not None for parameter in gathered)
         flags[len(self.used) + 1 + self.comm.rank] = self.collective_order.crc
         flags = flags.to(self.device)
         self.comm.all_reduce(flags)

@@ -11,19 +11,25 @@ Traffic: none.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from paceline.comm.fully_shard import is_part, local
 
 
 def step_on_rows(optimizer: torch.optim.Optimizer) -> None:
-    """`optimizer.step()`, with rows in the place of DTensors while it runs."""
+    """Run `optimizer.step()`, with rows in the place of DTensors while it runs."""
     groups = optimizer.param_groups
     before = [group["params"] for group in groups]
-    rows = {parameter: _rows(parameter) for group in before for parameter in group if is_part(parameter)}
+    rows: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+    for parameter in itertools.chain.from_iterable(before):
+        if is_part(parameter):
+            rows[parameter] = _rows(parameter)
     for parameter, row in rows.items():
         if parameter in optimizer.state:
-            optimizer.state[row] = {key: local(value) for key, value in optimizer.state.pop(parameter).items()}
+            state = optimizer.state.pop(parameter)
+            optimizer.state[row] = {key: local(value) for key, value in state.items()}
     for group, parameters in zip(groups, before, strict=True):
         group["params"] = [rows.get(parameter, parameter) for parameter in parameters]
     try:
@@ -37,6 +43,7 @@ def step_on_rows(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _rows(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+    """Return this rank's rows of a parameter, and of its gradient, as plain tensors of the same memory."""
     row = torch.nn.Parameter(local(parameter), parameter.requires_grad)
     row.grad = None if parameter.grad is None else local(parameter.grad)
     return row

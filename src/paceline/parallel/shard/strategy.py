@@ -69,12 +69,20 @@ class Shard:
     """
 
     def __init__(self, model: nn.Module, comm: AxisComm, plan: Plan, device: torch.device) -> None:
-        self.model, self.comm, self.plan, self.device = model, comm, plan, device
+        self.model = model
+        self.comm = comm
+        self.plan = plan
+        self.device = device
+        self.blocks: dict[str, nn.Module] = {}
         # With zero=1 nothing comes or goes before the end of the step, so one group does.
-        self.blocks = find_blocks(model) if comm.size > 1 and plan.zero > 1 else {}
-        self.whole = set(kept_whole(model, self.blocks)) if comm.size > 1 else set(dict(model.named_parameters()))
-        self.shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-        self.trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        if comm.size > 1 and plan.zero > 1:
+            self.blocks = find_blocks(model)
+        parameters = dict(model.named_parameters())
+        self.whole = set(parameters)
+        if comm.size > 1:
+            self.whole = set(kept_whole(model, self.blocks))
+        self.shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+        self.trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
         self.called: set[str] = set()  # blocks, in this forward pass
         self.watched: set[str] = set()
         self.is_inside = False  # a forward pass
@@ -86,10 +94,10 @@ class Shard:
             self.groups = self._split()
         collective_order = self.groups.collective_order if self.groups else CollectiveOrder(comm)
         self.grad_usage = GradUsage(self.trained, self.whole, comm, collective_order, device)
-        self.parameters = dict(model.named_parameters())
+        self.parameters = dict(model.named_parameters())  # anew: `fully_shard` puts DTensors in their places
 
     def forward(self, function: Callable[[Any, Any], Any], batch: Any) -> Any:
-        """`function(model, batch)`: a loss, a score. The root's parameters are whole while it runs.
+        """Call `function(model, batch)`, a loss or a score; the root's parameters are whole while it runs.
 
         Raises:
             WorkloadError: it uses a parameter of which this rank holds only a part.
@@ -114,7 +122,7 @@ class Shard:
         self.is_open = True
 
     def begin_backward(self, is_last: bool, is_padding: bool = False) -> None:
-        """Before each micro-batch's backward pass.
+        """Prepare for a micro-batch's backward pass.
 
         Args:
             is_last: it is the step's last one.
@@ -123,9 +131,11 @@ class Shard:
         if self.groups is None:
             return
         self.grad_usage.is_counting = not is_padding
+        sums_gradients = is_last or self.plan.zero > 1
         # With zero=2 a parameter may be used outside its block, so its values are kept to the end. So does the graph
         # of a gradient that the loss took.
-        phase = (is_last or self.plan.zero > 1, self.plan.zero == 3 and not self.groups.took_gradient, is_last)
+        drops_blocks = self.plan.zero == 3 and not self.groups.took_gradient
+        phase = (sums_gradients, drops_blocks, is_last)
         if self.groups.took_gradient:
             self.groups.gather()
         if phase != self.phase:
@@ -133,7 +143,7 @@ class Shard:
             self.phase = phase
 
     def finish_backward(self) -> None:
-        """After the last backward pass: gradients are the sum over the axis, and None where no rank had one.
+        """Make gradients the sum over the axis, and None where no rank had one, after the last backward pass.
 
         Raises:
             WorkloadError: ranks called the blocks in different orders, or a block's gradient came too late.
@@ -153,7 +163,7 @@ class Shard:
             self.groups.drop()
 
     def shard_specs(self) -> dict[str, ShardSpec]:
-        """What this rank holds of each parameter, by its name in `model.named_parameters()`."""
+        """Return what this rank holds of each parameter, by its name in `model.named_parameters()`."""
         return {name: self._placement(name, shape) for name, shape in self.shapes.items()}
 
     def fill(self, name: str, full: torch.Tensor) -> None:
@@ -173,6 +183,7 @@ class Shard:
         self.reshard()
 
     def _split(self) -> Groups:
+        """Split the model in place: `fully_shard` groups, and hooks that see what is called."""
         self._broadcast()
         for parameter in self.model.parameters():
             if not parameter.is_contiguous():  # channels_last, say; rows of it would lie scattered
@@ -185,8 +196,9 @@ class Shard:
             self.plan.offload == "on",
             _NARROW[self.plan.compression],
         )
-        for block in self.blocks.values() if self.plan.zero == 3 else ():
-            block.register_forward_hook(_without_views)
+        if self.plan.zero == 3:  # before FSDP2's own hooks on the output
+            for block in self.blocks.values():
+                block.register_forward_hook(_without_views)
         groups = fully_shard.split(self.model, self.comm, self.device, grouping)
         self.model.forward = self._outside_too(self.model.forward)
         for name, block in self.blocks.items():
@@ -202,13 +214,16 @@ class Shard:
                 tensor.data.copy_(start)
 
     def _materialize(self, groups: Groups) -> None:
+        """Give parameters on the meta device memory for this rank's part; tied ones stay tied."""
         if not any(parameter.is_meta for parameter in self.model.parameters()):
             return
         places = owners(self.model)
         device = torch.device("cpu") if self.plan.offload == "on" else self.device
-        groups.root._apply(  # type: ignore[no-untyped-call]
-            lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
-        )
+
+        def allocated(tensor: torch.Tensor) -> torch.Tensor:
+            return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
+
+        groups.root._apply(allocated)  # type: ignore[no-untyped-call]
         for (module, name), *others in places.values():
             for other, other_name in others:  # `_apply` gave each place a parameter of its own
                 other._parameters[other_name] = module._parameters[name]
@@ -224,7 +239,8 @@ class Shard:
             raise
         finally:
             self.is_inside = False
-        if any(is_part(value) for value in (result if isinstance(result, tuple) else (result,))):
+        results = result if isinstance(result, tuple) else (result,)
+        if any(is_part(value) for value in results):
             raise self._used_in_part("the result is spread over the ranks")
         if not torch.is_grad_enabled():
             self.reshard()  # no backward pass will
@@ -242,13 +258,17 @@ class Shard:
 
     def _watch(self, prefix: str, module: nn.Module) -> None:
         """Note the uses of what is whole in `module`; FSDP2 keeps these tensors, so once is enough."""
-        if prefix not in self.watched:
-            self.watched.add(prefix)
-            own = {f"{prefix}{name}": parameter for name, parameter in module.named_parameters()}
-            self.grad_usage.watch({name: parameter for name, parameter in own.items() if not is_part(parameter)})
+        if prefix in self.watched:
+            return
+        self.watched.add(prefix)
+        unsplit = {}
+        for name, parameter in module.named_parameters():
+            if not is_part(parameter):
+                unsplit[f"{prefix}{name}"] = parameter
+        self.grad_usage.watch(unsplit)
 
     def _outside_too(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """The model's own forward, right as well where a person calls it: then it is a forward pass too."""
+        """Return the model's own forward, right as well where a person calls it: then it is a forward pass too."""
 
         @functools.wraps(forward)
         def either(*arguments: Any, **named: Any) -> Any:
@@ -263,24 +283,26 @@ class Shard:
         by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
         for name in self.trained:
             if name in self.whole and name not in unused:
-                by_dtype.setdefault(self.parameters[name].dtype, []).append(self.parameters[name])
+                parameter = self.parameters[name]
+                by_dtype.setdefault(parameter.dtype, []).append(parameter)
         for parameters in by_dtype.values():
             flat = torch.cat([_or_zeros(parameter).reshape(-1) for parameter in parameters])
             self.comm.all_reduce(flat)
-            for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
-                parameter.grad = part.view_as(parameter)
+            gradients = flat.split([parameter.numel() for parameter in parameters])
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient.view_as(parameter)
 
     def _placement(self, name: str, shape: tuple[int, ...]) -> ShardSpec:
         if name in self.whole:
             return ShardSpec(shape)
         return ShardSpec(shape, (Cut(0, (shape[0],), self.comm.rank, self.comm.size),))
 
-    def _used_in_part(self, found: str) -> WorkloadError:
+    def _used_in_part(self, reason: str) -> WorkloadError:
         missed = [name for name in self.blocks if name not in self.called]
         what = f"{', '.join(missed[:3])} was never called" if missed else "every block was called"
         return WorkloadError(
             "a parameter should be whole where it is used: with zero=3 a block's are in its own forward only",
-            f"{what}, and a parameter was used in part ({found})",
+            f"{what}, and a parameter was used in part ({reason})",
             "call the block itself, block(x); or write zero=2, or zero=1 if it is used before its block",
         )
 
@@ -309,17 +331,19 @@ def check_can_split(model: nn.Module, plan: Plan) -> None:
 
 
 def _or_zeros(parameter: nn.Parameter) -> torch.Tensor:
+    """Return a parameter's gradient; zeros where this rank has none and another one has."""
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
 def _without_views(module: nn.Module, inputs: Any, output: Any) -> Any:
-    """A block's output as a tensor of its own.
+    """Return a block's output as a tensor of its own.
 
     FSDP2 fetches a block's parameters for the backward pass by a hook on its output. A later in-place
     change of a view loses that hook, and the gradient with it.
     """
     if isinstance(output, torch.Tensor):
-        return output.clone() if output._base is not None and output.requires_grad else output
+        is_view = output._base is not None
+        return output.clone() if is_view and output.requires_grad else output
     if type(output) in (tuple, list):
         return type(output)(_without_views(module, inputs, part) for part in output)
     return output

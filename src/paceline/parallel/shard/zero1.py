@@ -43,8 +43,8 @@ class FlatShard:
                 self.rows[name] = parameter
                 continue
             start, stop = chunk_range(parameter.shape[0], self.comm.rank, self.comm.size)
-            own = parameter.detach()[start:stop].clone()
-            self.rows[name] = torch.nn.Parameter(own, parameter.requires_grad)
+            rows = parameter.detach()[start:stop].clone()
+            self.rows[name] = torch.nn.Parameter(rows, parameter.requires_grad)
             _empty(parameter)
 
     def gather(self) -> None:
@@ -52,36 +52,47 @@ class FlatShard:
         with torch.no_grad():
             for names in self._by_dtype():
                 mine = torch.cat([self._padded(name).reshape(-1) for name in names])
-                parts = self.comm.all_gather_along(mine, [mine.numel()] * self.comm.size, 0)
-                at = 0
+                by_rank = self.comm.all_gather_along(mine, [mine.numel()] * self.comm.size, 0)
+                start = 0
                 for name in names:
                     shape = self.shapes[name]
-                    size = self._padded_rows(name) * _row_numel(shape)
-                    whole = torch.cat([part[at : at + size] for part in parts])[: shape.numel()]
-                    self.whole[name].data = whole.view(shape)
-                    at += size
+                    stop = start + self._padded_rows(name) * _row_numel(shape)
+                    padded = torch.cat([values[start:stop] for values in by_rank])
+                    self.whole[name].data = padded[: shape.numel()].view(shape)
+                    start = stop
 
     def scatter(self) -> None:
         """Sum the gradients and keep this rank's rows of them; let the whole parameters go."""
         for names in self._by_dtype(trained_only=True):
             used = self._used(names)
-            parts = [
-                torch.cat([self._gradient_rows(name, rank).reshape(-1) for name in names])
-                for rank in range(self.comm.size)
-            ]
-            mine = self.comm.reduce_scatter_parts(parts)
-            at = 0
+            by_rank = [self._flat_gradients(names, rank) for rank in range(self.comm.size)]
+            mine = self.comm.reduce_scatter_parts(by_rank)
+            start = 0
             for name, is_used in zip(names, used, strict=True):
                 rows = self.rows[name]
-                rows.grad = mine[at : at + rows.numel()].view_as(rows) if is_used else None
-                at += rows.numel()
+                stop = start + rows.numel()
+                rows.grad = mine[start:stop].view_as(rows) if is_used else None
+                start = stop
                 self.whole[name].grad = None
         self.release()
-        scalars = [p for p in self.whole.values() if p.dim() == 0 and p.requires_grad]
-        for scalar in scalars:
+        self._sum_scalars()
+
+    def _flat_gradients(self, names: list[str], rank: int) -> torch.Tensor:
+        """Return the gradients of another rank's rows, in one row."""
+        return torch.cat([self._gradient_rows(name, rank).reshape(-1) for name in names])
+
+    def _sum_scalars(self) -> None:
+        """Sum the gradients of parameters without dimensions, which every rank holds.
+
+        A second number counts the ranks that have one: where none has, there is none afterwards.
+        """
+        for scalar in self.whole.values():
+            if scalar.dim() > 0 or not scalar.requires_grad:
+                continue
             both = torch.stack([torch.zeros_like(scalar.detach()), torch.zeros_like(scalar.detach())])
             if scalar.grad is not None:
-                both[0], both[1] = scalar.grad, 1
+                both[0] = scalar.grad
+                both[1] = 1
             self.comm.all_reduce(both)
             scalar.grad = both[0] if float(both[1]) else None
 
@@ -99,17 +110,22 @@ class FlatShard:
         return list(groups.values())
 
     def _used(self, names: list[str]) -> list[bool]:
+        """Return whether any rank has a gradient of each parameter."""
         flags = torch.tensor([self.whole[name].grad is not None for name in names], dtype=torch.int32)
         self.comm.all_reduce(flags, "max")
         return [bool(flag) for flag in flags.tolist()]
 
     def _padded_rows(self, name: str) -> int:
+        """Return how many rows each rank sends: those of the rank with the most."""
         return -(-self.shapes[name][0] // self.comm.size)
 
     def _padded(self, name: str) -> torch.Tensor:
+        """Return this rank's rows, with zeros up to as many as each rank sends."""
         rows = self.rows[name].detach()
         missing = self._padded_rows(name) - rows.shape[0]
-        return torch.cat([rows, rows.new_zeros((missing, *rows.shape[1:]))]) if missing else rows
+        if not missing:
+            return rows
+        return torch.cat([rows, rows.new_zeros((missing, *rows.shape[1:]))])
 
     def _gradient_rows(self, name: str, rank: int) -> torch.Tensor:
         start, stop = chunk_range(self.shapes[name][0], rank, self.comm.size)
