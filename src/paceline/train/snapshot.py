@@ -291,7 +291,7 @@ def _as_state_of(parameter: torch.nn.Parameter, value: Any) -> Any:
     return from_local(
         value.to(local_part(parameter).device),
         dtensor.device_mesh,
-        dtensor.shard_specs,
+        dtensor.placements,
         run_check=False,
         shape=dtensor.shape,
         stride=dtensor.stride(),
