@@ -1,6 +1,6 @@
-"""How one flat tensor is summed over an axis: by the process group, through shared memory, or smaller.
+"""Sum one flat tensor over an axis: by the process group, or through shared memory.
 
-A wire has one or two *inboxes*, filled in turn, and gives back an *outbox*. `begin` and `finish` are
+A reducer has one or two *inboxes*, filled in turn, and gives back an *outbox*. `begin` and `finish` are
 apart so that the sum runs while the backward pass goes on.
 """
 
@@ -16,7 +16,7 @@ from paceline.comm.shared_memory import SharedMemory, Slot, open_slot
 
 
 class Reducer(Protocol):
-    """One flat tensor's way to its sum."""
+    """An object that sums one flat tensor over an axis, once for each step."""
 
     @property
     def inboxes(self) -> list[torch.Tensor]:
@@ -38,15 +38,15 @@ class Reducer(Protocol):
 
     @property
     def is_scaled_first(self) -> bool:
-        """Whether the inbox must be filled with numbers times the scale already, to stay in range."""
+        """True if the inbox must be filled with numbers times the scale already, to stay in range."""
 
     def state(self) -> dict[str, torch.Tensor]:
-        """What the next sums depend on, such as the error that compression left."""
+        """Return what the next sums depend on, such as the error that compression left."""
 
 
 @dataclass(slots=True)
 class GroupReducer:
-    """Summed in place by the process group (NCCL, Gloo). Exact."""
+    """Sums in place by the process group (NCCL, Gloo). Exact."""
 
     comm: AxisComm
     outbox: torch.Tensor
@@ -83,7 +83,7 @@ class GroupReducer:
 
 @dataclass(slots=True)
 class SharedMemoryReducer:
-    """Summed through memory that the ranks of one host share. Exact."""
+    """Sums through memory that the ranks of one host share. Exact."""
 
     slot: Slot
     outbox: torch.Tensor
@@ -121,7 +121,7 @@ class SharedMemoryReducer:
 def exact_reducer(
     comm: AxisComm, shared: SharedMemory | None, numel: int, dtype: torch.dtype, device: torch.device
 ) -> Reducer:
-    """The wire without compression: shared memory where it is open and the tensor is on the CPU."""
+    """Make the reducer without compression: shared memory where it is open and the tensor is on the CPU."""
     outbox = torch.zeros(numel, dtype=dtype, device=device)
     if shared is not None and device.type == "cpu":
         return SharedMemoryReducer(open_slot(shared, numel, dtype), outbox)
