@@ -163,8 +163,10 @@ def find_good(
             report(f"{candidate.name} is passed over: {error.found}")
         else:
             return candidate
-    found = f"none of the {len(candidates)} there is whole" if candidates else "there is none"
-    raise CheckpointError(f"a checkpoint in {path}", found, fix)
+    finding = "there is none"
+    if candidates:
+        finding = f"none of the {len(candidates)} there is whole"
+    raise CheckpointError(f"a checkpoint in {path}", finding, fix)
 
 
 def list_checkpoints(folder: Path) -> list[Path]:

@@ -283,7 +283,10 @@ def _wait_for_notes(partial: Path, size: int) -> list[dict[str, Any]]:
 def _let_others_finish(partial: Path, size: int) -> None:
     """Wait until the other ranks have written their notes or marks, or long enough: slower ones write into nothing."""
     deadline_s = time.monotonic() + _LAST_WORDS_S
-    while time.monotonic() < deadline_s and len(list(partial.glob("note-*.[jf]*"))) < size - 1:
+    while time.monotonic() < deadline_s:
+        finished = list(partial.glob("note-*.[jf]*"))  # .json and .failed; a .draft is still being written
+        if len(finished) >= size - 1:
+            break
         time.sleep(_POLL_S)
 
 

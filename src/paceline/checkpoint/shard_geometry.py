@@ -20,7 +20,7 @@ from paceline.nouns.shard_spec import FLAT, ShardSpec
 Range = tuple[int, int]  # start, stop
 _CACHE_SIZE = 2**16  # shard specs: a model's layers, and each parameter's optimizer state, share theirs
 
-_PRIME = 2**61 - 1
+_PRIME = 2**61 - 1  # a Mersenne prime: the weights of `fault_of_cover` are numbers modulo it
 _SECRET = secrets.token_bytes(16)  # nobody can write parts that overlap and still have the right sum
 
 

@@ -18,6 +18,7 @@ from paceline.nouns.errors import CollectiveError, PeerLostError, UsageError
 from paceline.nouns.mesh import AXES, Mesh
 
 OPS = ("sum", "mean", "min", "max", "product")
+# A mean is a sum that is divided: torch's ReduceOp.AVG is for NCCL alone.
 _REDUCE = {"min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX, "product": dist.ReduceOp.PRODUCT}
 # What Gloo and NCCL say when the other end of a connection has gone.
 _LOST = ("closed by peer", "reset by peer", "broken pipe", "connection refused", "remote process exited", "aborted")
@@ -39,6 +40,8 @@ class Done:
 
 @dataclass(slots=True)
 class _Work:
+    """A collective of torch that is under way; its errors name the collective and the axis."""
+
     work: dist.Work
     axis: str
     collective: str = "all_reduce"
@@ -227,10 +230,12 @@ def open_product(name: str, axes: Sequence[str], comms: dict[str, AxisComm], mes
 
     Every rank must call this, in the same order.
     """
-    used = [axis for axis in axes if mesh.size(axis) > 1] or [axes[0]]
-    if len(used) == 1:
-        return comms[used[0]]
-    return _open(name, used, mesh, rank, comms[used[0]].ledger)
+    split_axes = [axis for axis in axes if mesh.size(axis) > 1]
+    if not split_axes:
+        return comms[axes[0]]
+    if len(split_axes) == 1:
+        return comms[split_axes[0]]
+    return _open(name, split_axes, mesh, rank, comms[split_axes[0]].ledger)
 
 
 def _open(name: str, axes: Sequence[str], mesh: Mesh, rank: int, ledger: Ledger) -> AxisComm:

@@ -44,7 +44,7 @@ class CastReducer:
 
     @property
     def is_scaled_first(self) -> bool:
-        """A sum over a batch can leave float16's range; a mean does not."""
+        """True: a sum over a batch can leave float16's range, a mean does not."""
         return True
 
     def finish(self, scale: torch.Tensor) -> None:
@@ -87,7 +87,7 @@ class TopKReducer:
 
     @property
     def is_scaled_first(self) -> bool:
-        """What one step leaves out is sent in the next, so both must have the same scale."""
+        """True: what one step leaves out is sent in the next, so both must have the same scale."""
         return True
 
     def finish(self, scale: torch.Tensor) -> None:
@@ -156,7 +156,7 @@ class PowerSGDReducer:
 
     @property
     def is_scaled_first(self) -> bool:
-        """What one step leaves out is sent in the next, so both must have the same scale."""
+        """True: what one step leaves out is sent in the next, so both must have the same scale."""
         return True
 
     def finish(self, scale: torch.Tensor) -> None:

@@ -24,14 +24,14 @@ class Reducer(Protocol):
 
     @property
     def outbox(self) -> torch.Tensor:
-        """Where the sum will stand."""
+        """The flat tensor in which the sum will stand."""
 
     @property
     def turn(self) -> int:
-        """Which inbox is filled next."""
+        """The index of the inbox that is filled next."""
 
     def begin(self) -> None:
-        """The inbox is filled: start."""
+        """Start the sum; the inbox is filled."""
 
     def finish(self, scale: torch.Tensor) -> None:
         """Wait until the sum, times `scale` (a scalar), stands in the outbox."""
@@ -73,11 +73,11 @@ class GroupReducer:
 
     @property
     def is_scaled_first(self) -> bool:
-        """Exact, so afterwards will do."""
+        """False: the sum is exact, so it can be scaled afterwards."""
         return False
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Nothing is carried over."""
+        """Return nothing: no sum depends on an earlier one."""
         return {}
 
 
@@ -95,7 +95,7 @@ class SharedMemoryReducer:
 
     @property
     def turn(self) -> int:
-        """Which half is filled next."""
+        """The index of the half that is filled next."""
         return self.slot.turn % 2
 
     def begin(self) -> None:
@@ -110,11 +110,11 @@ class SharedMemoryReducer:
 
     @property
     def is_scaled_first(self) -> bool:
-        """Exact, so afterwards will do."""
+        """False: the sum is exact, so it can be scaled afterwards."""
         return False
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Nothing is carried over."""
+        """Return nothing: no sum depends on an earlier one."""
         return {}
 
 

@@ -374,7 +374,7 @@ class _CopyFactory:
         """Make a copy that draws nothing and whose batch norms look at no batch."""
         # deepcopy takes from the memo what is in it: so parameters and buffers get the trial's dtype.
         memo: dict[int, Any] = {id(self.shared): self.shared}
-        noise = torch.Generator().manual_seed(1)
+        noise = torch.Generator().manual_seed(1)  # a new one for each copy: all are moved alike
         nudges = torch.Generator().manual_seed(self.nudge)
         for parameter in self.model.parameters():
             memo[id(parameter)] = nn.Parameter(self._moved(parameter, noise, nudges), parameter.requires_grad)
@@ -430,7 +430,7 @@ def _evaluate_all(make: _CopyFactory, loss: Loss, batches: Sequence[Any], seed: 
     results = []
     with _default_dtype(make.mode.dtype):
         for batch in batches:
-            state.put_back()
+            state.put_back()  # each batch begins with the same buffers and the same random numbers
             seed_sample(seed)
             with make.bystanders.watching(model), torch.enable_grad(), SameDraws(make.mode.is_float64):
                 results.append(_evaluate(model, loss, batch))
@@ -490,7 +490,7 @@ def _projected(gradient: torch.Tensor) -> tuple[float, float]:
 
 @contextlib.contextmanager
 def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """What the code makes of plain numbers is as wide as the copy."""
+    """Set the dtype of tensors that the code makes of plain numbers: that of the copy."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -19,7 +19,7 @@ from paceline.nouns.errors import CheckpointError
 from paceline.nouns.reading import parse_whole, shown
 
 _FIX = "make it as it was when the checkpoint was saved, or start without the checkpoint"
-_LEAST = -(2**63)
+_LEAST = -(2**63)  # of an int64
 _NO_LONGER = {"verbose"}  # torch 2.6 and older have it in a scheduler's state
 _RATES = {"lr", "initial_lr"}  # of every optimizer's groups
 _OF_EVERY_SCHEDULER = {"base_lrs", "last_epoch", "_last_lr", "_step_count"}  # torch's base class has them

@@ -114,7 +114,9 @@ class Bystanders:
         try:
             yield
         finally:
-            is_reached = self.is_reached or any(parameter.grad is not None for parameter in self.parameters)
+            # Code may compute with the parameters without calling a module: then they have gradients.
+            has_gradients = any(parameter.grad is not None for parameter in self.parameters)
+            is_reached = self.is_reached or has_gradients
             self._put_back()
         if is_reached:
             raise ReachedError

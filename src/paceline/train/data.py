@@ -122,7 +122,7 @@ class RankLoader:
         if count >= sum(_TRIED) and self._smallest_piece(first) >= _TRIED[0]:
             starts = [0]
             sizes = _TRIED
-        else:  # small micro-batches: perhaps no more fit into memory
+        else:  # small micro-batches: perhaps no more fit into memory. Up to three pairs of samples
             starts = list(range(0, min(count, 6) - 1, 2))
             sizes = (1, 1)
         data = _Positioned(self.data, self.order(self.workload.batch_size))
@@ -287,8 +287,8 @@ def moved(batch: Any, device: torch.device, to_float64: bool) -> Any:
     """Return `batch` with its tensors on `device`; floating ones in float64 if `to_float64`."""
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
-        dtype = torch.float64 if to_float64 and tensor.is_floating_point() else None
-        return tensor.to(device, dtype, non_blocking=True)
+        is_widened = to_float64 and tensor.is_floating_point()
+        return tensor.to(device, torch.float64 if is_widened else None, non_blocking=True)
 
     return map_tensors(batch, move)
 

@@ -132,8 +132,8 @@ def gather_rows(tensor: torch.Tensor, comm: AxisComm) -> list[torch.Tensor]:
                 shapes[rank] = (0, *row_shape)
     # As bytes: Gloo and NCCL do not carry every dtype.
     sent = tensor.detach().to(dtype).reshape(-1).view(torch.uint8)
-    parts = comm.all_gather(sent)
-    return [part.view(dtype).view(shape) for part, shape in zip(parts, shapes, strict=True)]
+    gathered = comm.all_gather(sent)
+    return [received.view(dtype).view(shape) for received, shape in zip(gathered, shapes, strict=True)]
 
 
 def _checked(result: Any) -> dict[str, Any]:

@@ -131,7 +131,7 @@ class Job:
         example = None
         if self.size > 1 and len(self.loader.data):
             example = self.loader.example()
-        seed_everything(workload.seed)
+        seed_everything(workload.seed)  # every rank draws the same initial values
         placed = parallelize_model(workload, self.comms, plan, self.device, example)
         for notice in placed.notices:
             self.notice(notice)
@@ -238,9 +238,10 @@ class Job:
         """
         self.board.meet("job.evaluate", self.step_number)
         opened = prepare.evaluation_data(self.workload, data)
-        # Workers of servers may be at different steps, so each evaluates on all of it.
-        parts = (0, 1) if self.plan.server else (self.data_part, Mesh.parse(self.plan.mesh).data_size)
-        loader = self._make_loader(opened, parts)
+        if self.plan.server:  # workers may be at different steps, so each evaluates on all of it
+            loader = self._make_loader(opened, (0, 1))
+        else:
+            loader = self._make_loader(opened, (self.data_part, Mesh.parse(self.plan.mesh).data_size))
         score = score or self.workload.score or self._score
         prepare.check_can_score(self.parallel.placed, metrics)
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.workload.precision == "bf16"):
@@ -452,6 +453,7 @@ class Job:
         if self.run_dir is None:
             return
         every = self.plan.checkpoint_every
+        # The last step of a job that stops is saved below: that waits until the checkpoint is on the disk.
         if every and self.step_number % every == 0 and not is_stopping:
             self._begin_save(self.checkpoint_folder(), self.plan.keep)
             self.saved_step = self.step_number

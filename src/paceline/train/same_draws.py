@@ -61,7 +61,8 @@ def _run_without_draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     if not is_tagged and name not in _UNTAGGED:
         return func(*args, **kwargs)
     if name == "native_dropout":
-        return args[0] / max(1 - args[1], 1e-6), torch.ones_like(args[0], dtype=torch.bool)
+        kept_share = max(1 - args[1], 1e-6)  # with p = 1 it would be a division by zero
+        return args[0] / kept_share, torch.ones_like(args[0], dtype=torch.bool)
     if name == "multinomial":
         return _most_likely(args[0], args[1])
     if name in ("rrelu_with_noise", "rrelu_with_noise_"):

@@ -80,7 +80,7 @@ def restore_random_state(state: dict[str, torch.Tensor], device: torch.device) -
 
 def _restore(state: dict[str, torch.Tensor], device: torch.device) -> None:
     torch.set_rng_state(state["torch"])
-    random.setstate((3, tuple(state["python"].tolist()), None))
+    random.setstate((3, tuple(state["python"].tolist()), None))  # 3: the version of Python's format
     if "cuda" in state and device.type == "cuda":
         torch.cuda.set_rng_state(state["cuda"], device)
     if "numpy" in state:

@@ -224,8 +224,11 @@ def restore_optimizer(
         CheckpointError: the optimizer is of another class or groups parameters otherwise, or its state is not whole.
     """
     names = parameter_names(model, optimizer)
-    groups = [[names[parameter] for parameter in group["params"]] for group in groups_of(optimizer)]
+    groups = []
+    for group in groups_of(optimizer):
+        groups.append([names[parameter] for parameter in group["params"]])
     _check_groups(model, type(optimizer).__name__, groups, saved)
+    # A person's own class may keep in its groups what grows while it runs; torch's classes don't.
     is_torchs = type(optimizer).__module__.startswith("torch.")
     check_groups(saved["groups"], groups_of(optimizer), may_grow=not is_torchs)
     if len(parts_of(optimizer)) > 1:
