@@ -256,7 +256,8 @@ def accumulation_overwrites():
     def job_parameters():
         from paceline.train import job
 
-        return list(job._made[-1].model.parameters()) if job._made else []
+        newest = job.newest()
+        return list(newest.model.parameters()) if newest is not None else []
 
     wrap(local, "checked_loss", checked)
 

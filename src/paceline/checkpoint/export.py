@@ -1,10 +1,10 @@
-"""A checkpoint's model as plain safetensors under its own names, as `from_pretrained` reads it. No torch.
+"""Export a checkpoint's model as plain safetensors under its own names, as `from_pretrained` reads it. No torch.
 
     DIR/model.safetensors                       all tensors, where they fit in one file
     DIR/model-00001-of-00002.safetensors ...    else, with model.safetensors.index.json: which tensor is where
     DIR/config.json  generation_config.json     of a transformers model, for the form "hf"
 
-One tensor is in memory at a time. The folder appears when it is whole.
+One tensor is in memory at a time. The folder appears when it is complete.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """What is to be written: the names of each file's tensors, and the other files as JSON."""
+    """A plan of what to write: the names of each file's tensors, and the other files as JSON."""
 
     source: Path
     step: int
@@ -51,7 +51,7 @@ class Export:
         return sum(form.nbytes for form in self.tensors.values())
 
     def to_json(self) -> dict[str, Any]:
-        """What was or would be written, for programs."""
+        """Return what was or would be written, for programs."""
         return {
             "checkpoint": str(self.source),
             "step": self.step,
@@ -62,7 +62,7 @@ class Export:
 
 
 def plan_export(path: Path, form: str, report: Callable[[str], None], shard_bytes: int = SHARD_BYTES) -> Export:
-    """Find the checkpoint at `path` and say what its model's files will be.
+    """Find the checkpoint at `path` and plan its model's files.
 
     Args:
         path: a checkpoint, a folder of checkpoints, or a run; of several the newest whole one is taken.
@@ -79,22 +79,25 @@ def plan_export(path: Path, form: str, report: Callable[[str], None], shard_byte
     inside = path / "checkpoints"
     source = find_good(inside if inside.is_dir() else path, report, fix=_NONE)
     manifest = read_manifest(source)
-    tensors = {
-        name.removeprefix(MODEL): TensorFormat(tuple(entry["shape"]), entry["dtype"])
-        for name, entry in manifest["tensors"].items()
-        if name.startswith(MODEL)
-    }
+    tensors = {}
+    for name, entry in manifest["tensors"].items():
+        if name.startswith(MODEL):
+            tensors[name.removeprefix(MODEL)] = TensorFormat(tuple(entry["shape"]), entry["dtype"])
     texts = {}
     if form == "hf":
-        texts = {f"{key}.json": _json(manifest[key]) for key in CONFIGS if key in manifest}
+        for key in CONFIGS:
+            if key in manifest:
+                texts[f"{key}.json"] = _json(manifest[key])
         if "config" not in manifest:
             report("the model that was trained has no transformers config: no config.json is written")
     shards = _shards(tensors, shard_bytes)
     files = {"model.safetensors": shards[0]} if len(shards) == 1 else _numbered(shards)
     export = Export(source, manifest["step"], tensors, files, texts)
     if len(files) > 1:
-        where = {name: file for file, names in files.items() for name in names}
-        texts[_INDEX] = _json({"metadata": {"total_size": export.nbytes}, "weight_map": where})
+        weight_map = {}
+        for file, names in files.items():
+            weight_map.update(dict.fromkeys(names, file))
+        texts[_INDEX] = _json({"metadata": {"total_size": export.nbytes}, "weight_map": weight_map})
     return export
 
 
@@ -107,7 +110,7 @@ def check_may_export(folder: Path) -> None:
 
 
 def write_export(export: Export, folder: Path) -> None:
-    """Write the files of `export` to `folder`, which appears when they are whole.
+    """Write the files of `export` to `folder`, which appears when they are complete.
 
     Raises:
         UsageError: `folder` is not empty, or can't be written.
@@ -142,7 +145,7 @@ def write_export(export: Export, folder: Path) -> None:
 def _contents(
     source: Path, manifest: Mapping[str, Any], forms: Mapping[str, TensorFormat]
 ) -> Iterator[tuple[str, Any]]:
-    """The tensors of one file as arrays of bits, each put together from its parts."""
+    """Yield the tensors of one file as arrays of bits, each put together from its parts."""
     opened: dict[str, TensorFile] = {}
     for name in written_order(forms):
         form = forms[name]
@@ -160,7 +163,7 @@ def _contents(
 
 
 def _shards(tensors: Mapping[str, TensorFormat], shard_bytes: int) -> list[list[str]]:
-    """The names of each file's tensors, in the model's order."""
+    """Return the names of each file's tensors, in the model's order."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, form in tensors.items():
@@ -174,7 +177,10 @@ def _shards(tensors: Mapping[str, TensorFormat], shard_bytes: int) -> list[list[
 
 def _numbered(shards: Sequence[Sequence[str]]) -> dict[str, Sequence[str]]:
     count = len(shards)
-    return {f"model-{n:05d}-of-{count:05d}.safetensors": names for n, names in enumerate(shards, 1)}
+    files = {}
+    for number, names in enumerate(shards, 1):
+        files[f"model-{number:05d}-of-{count:05d}.safetensors"] = names
+    return files
 
 
 def _json(content: Mapping[str, Any]) -> str:

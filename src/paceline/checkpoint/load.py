@@ -23,7 +23,7 @@ from paceline.nouns.shard_spec import ShardSpec
 def read_checkpoint(
     folder: Path, rank: int, wanted: Mapping[str, ShardSpec | None]
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """The manifest, the parts that are wanted, and the tensors of `rank` alone (none if it did not exist then).
+    """Read the manifest, the parts that are wanted, and the tensors of `rank` alone (none if it did not exist then).
 
     Args:
         folder: the checkpoint.
@@ -41,9 +41,12 @@ def read_checkpoint(
 def read_parts(
     folder: Path, manifest: Mapping[str, Any], wanted: Mapping[str, ShardSpec | None]
 ) -> dict[str, torch.Tensor]:
-    """The wanted parts, on the CPU. Only they are held, and of the files only what they need is read."""
+    """Read the wanted parts to the CPU. Only they are held, and of the files only what they need is read."""
     files: dict[str, TensorFile] = {}
-    return {name: _read_part(folder, manifest, files, name, shard_spec) for name, shard_spec in wanted.items()}
+    parts = {}
+    for name, shard_spec in wanted.items():
+        parts[name] = _read_part(folder, manifest, files, name, shard_spec)
+    return parts
 
 
 def _read_part(
@@ -61,10 +64,11 @@ def _read_part(
     if shard_spec.shape != shape:
         raise _other(folder, f"{name} has the shape {shape} in it, not {shard_spec.shape}")
     part = torch.empty(shard_spec.local_shape, dtype=getattr(torch, entry["dtype"]))
-    for saved, place in zip(entry["parts"], shard_specs_of(entry), strict=True):
-        if is_needed(shard_spec, place):
+    for saved, saved_spec in zip(entry["parts"], shard_specs_of(entry), strict=True):
+        if is_needed(shard_spec, saved_spec):
             file = _opened(folder, files, saved["file"])
-            move(bits_of(part), shard_spec, bits_of(_mapped(file, saved["key"], place.local_shape, part.dtype)), place)
+            saved_part = _mapped(file, saved["key"], saved_spec.local_shape, part.dtype)
+            move(bits_of(part), shard_spec, bits_of(saved_part), saved_spec)
     return part
 
 
@@ -75,13 +79,13 @@ def _opened(folder: Path, files: dict[str, TensorFile], name: str) -> TensorFile
 
 
 def _mapped(file: TensorFile, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of the file, not read yet: the kernel reads what is copied from it."""
+    """Return a tensor of the file, not read yet: the kernel reads what is copied from it."""
     offset, numel = file.place(key, TensorFormat(shape, str(dtype).removeprefix("torch.")))
     return torch.frombuffer(file.content, dtype=dtype, count=numel, offset=offset).view(shape)
 
 
 def read_own(folder: Path, manifest: Mapping[str, Any], rank: int) -> dict[str, torch.Tensor]:
-    """The tensors that `rank` alone had; none if there was no such rank.
+    """Read the tensors that `rank` alone had; none if there was no such rank.
 
     Raises:
         CheckpointError: its file is no file of tensors.
@@ -89,24 +93,30 @@ def read_own(folder: Path, manifest: Mapping[str, Any], rank: int) -> dict[str, 
     if rank >= manifest["world_size"]:
         return {}
     file = TensorFile.open(folder / file_name(rank))
-    own = {}
+    tensors = {}
     for key, form in file.forms().items():
-        if key.startswith(OWN):
-            dtype = getattr(torch, form.dtype)
-            is_empty = form.nbytes == 0
-            made = torch.empty(form.shape, dtype=dtype) if is_empty else _mapped(file, key, form.shape, dtype).clone()
-            own[key.removeprefix(OWN)] = made
-    return own
+        if not key.startswith(OWN):
+            continue
+        dtype = getattr(torch, form.dtype)
+        if form.nbytes == 0:  # torch.frombuffer takes no empty stretch
+            tensor = torch.empty(form.shape, dtype=dtype)
+        else:
+            tensor = _mapped(file, key, form.shape, dtype).clone()
+        tensors[key.removeprefix(OWN)] = tensor
+    return tensors
 
 
 def check_files_together(folder: Path, manifest: Mapping[str, Any], comm: AxisComm) -> None:
     """Raise CheckpointError on every rank unless all files are as the manifest says; each rank reads some of them."""
-    failure, faults = None, torch.zeros(len(manifest["files"]), dtype=torch.int64)
+    failure = None
+    faults = torch.zeros(len(manifest["files"]), dtype=torch.int64)
     for number in range(comm.rank, len(faults), comm.size):
         try:
             check_files(folder, {"files": [manifest["files"][number]]})
         except CheckpointError as error:
-            failure, faults[number] = failure or error, 1
+            faults[number] = 1
+            if failure is None:
+                failure = error
     comm.all_reduce(faults)
     if faults.any():
         name = manifest["files"][int(faults.nonzero()[0])]["name"]
@@ -128,17 +138,20 @@ def verify_hashes(
     Args:
         folder: the checkpoint, for errors.
         manifest: its manifest.
-        parts: what this rank has loaded; a part whose copy another rank answers for may be left out.
+        parts: what this rank has loaded; a part whose copy another rank verifies may be left out.
         comm: all ranks.
         failure: why this rank could load nothing: it then says so to the others, and raises it.
     """
     names = sorted(manifest["tensors"])
-    row = {name: number for number, name in enumerate(names)}
+    rows = {name: number for number, name in enumerate(names)}
     table = torch.zeros(len(names) + 1, 3, dtype=torch.int64)  # two sums and a count each; last: ranks that failed
-    table[-1, 0] = int(failure is not None)
-    for name in assigned(parts, comm.rank) if failure is None else ():
-        part = parts[name]
-        table[row[name]] = torch.tensor([*hash_of(part.tensor, part.held.shard_spec), part.tensor.numel()])
+    if failure is None:
+        for name in assigned(parts, comm.rank):
+            part = parts[name]
+            first, second = hash_of(part.tensor, part.held.shard_spec)
+            table[rows[name]] = torch.tensor([first, second, part.tensor.numel()])
+    else:
+        table[-1, 0] = 1
     comm.all_reduce(table)
     if failure is not None or table[-1, 0]:
         raise failure or _damaged(folder, "another rank could not load its part")
@@ -151,8 +164,8 @@ def verify_hashes(
         if count != numel:
             raise _other(folder, f"the ranks hold {count} of the {numel} elements of {_bare(name)}")
         if (first, second) != of_hex(entry["hash"]):
-            said = as_hex((first, second))
-            raise _damaged(folder, f"{_bare(name)} was loaded with the hash {said}, not the {entry['hash']} saved")
+            loaded = as_hex((first, second))
+            raise _damaged(folder, f"{_bare(name)} was loaded with the hash {loaded}, not the {entry['hash']} saved")
 
 
 def check_same_model(folder: Path, saved: Mapping[str, Mapping[str, Any]], model: Mapping[str, LocalTensor]) -> None:
@@ -161,7 +174,8 @@ def check_same_model(folder: Path, saved: Mapping[str, Mapping[str, Any]], model
     A tensor that only the checkpoint has is found by `verify_hashes`: another rank may hold it.
     """
     for name, part in model.items():
-        shape, bare = part.held.shard_spec.shape, _bare(name)
+        shape = part.held.shard_spec.shape
+        bare = _bare(name)
         if name not in saved:
             raise _other(folder, f"the model's {bare} of shape {shape} is not in it")
         if tuple(saved[name]["shape"]) != shape:

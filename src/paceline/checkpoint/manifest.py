@@ -1,4 +1,4 @@
-"""The manifest: what a checkpoint holds, and the hashes that prove it, of itself too. No torch: commands read it too.
+"""The manifest of a checkpoint: what the checkpoint holds, and the hashes of it. No torch: commands read it too.
 
 checkpoints/
   step-00000020/
@@ -25,48 +25,54 @@ from paceline.checkpoint.manifest_schema import fault_of_files, fault_of_form, f
 from paceline.nouns.errors import CheckpointError, ReadError
 from paceline.nouns.reading import parse_whole, read_json, shown
 
-FORMAT, VERSION = "paceline-checkpoint", 3  # 2: the manifest has a hash of itself; 3: tensors lie in parts
+FORMAT = "paceline-checkpoint"
+VERSION = 3  # 2: the manifest has a hash of itself; 3: tensors lie in parts
 MANIFEST = "manifest.json"
 CHECKPOINTS = "checkpoints"  # of a run directory: the folder of its checkpoints
 MODEL, OPTIMIZER, OWN = "model/", "optimizer/", "own/"  # how names of tensors begin; OWN: of a rank's alone
-_PARTIAL, REPLACED, _LEFT, _PROBE = ".partial-", ".replaced-", ".left-", ".probe-"
+_PARTIAL = ".partial-"
+REPLACED = ".replaced-"
+_LEFT = ".left-"
+_PROBE = ".probe-"
 _CHUNK_BYTES = 2**22
 _MOST_BYTES = 2**30  # of a manifest: 10,000 tensors on 1,000 ranks
 
 
 def file_name(rank: int) -> str:
-    """The file of one rank's tensors."""
+    """Return the name of the file of one rank's tensors."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def folder_name(step: int) -> str:
-    """The folder of the checkpoint after `step` steps."""
+    """Return the name of the folder of the checkpoint after `step` steps."""
     return f"step-{step:08d}"
 
 
 def step_of(name: str) -> int | None:
-    """The step of a checkpoint's folder; None where it is another folder, such as a copy that somebody named."""
+    """Return the step of a checkpoint's folder; None for another folder, such as a copy that somebody named."""
     step = parse_whole(name.removeprefix("step-"))
-    return step if step is not None and name == folder_name(step) else None
+    if step is None or name != folder_name(step):
+        return None
+    return step
 
 
 def partial_of(folder: Path) -> Path:
-    """Where the checkpoint `folder` is written before it is whole."""
+    """Return where the checkpoint `folder` is written before it is complete."""
     return folder.parent / (_PARTIAL + folder.name)
 
 
 def replaced_by(folder: Path) -> Path:
-    """Where the checkpoint lies that `folder` is about to replace."""
+    """Return where the checkpoint lies that `folder` is about to replace."""
     return folder.parent / (REPLACED + folder.name)
 
 
 def left_of(folder: Path) -> Path:
-    """Where the state of a step waits that is in no checkpoint of the run, while the job is at an earlier step."""
+    """Return where a step that the job went back from is kept, while it is in no checkpoint of the run."""
     return folder.parent / (_LEFT + folder.name)
 
 
 def file_hash(path: Path) -> str:
-    """SHA-256 of a file, as hex."""
+    """Return the SHA-256 of a file, as hex."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
@@ -75,14 +81,15 @@ def file_hash(path: Path) -> str:
 
 
 def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
-    """The manifest as JSON keeps it, with the hash of all that it says."""
-    content = json.loads(json.dumps(manifest))
+    """Return the manifest as JSON keeps it, with a hash of its content."""
+    content = json.loads(json.dumps(manifest))  # the hash is of what a reader will see: lists for tuples, text keys
     return {**content, "sha256": _own_hash(content)}
 
 
 def _own_hash(manifest: dict[str, Any]) -> str:
     content = {key: value for key, value in manifest.items() if key != "sha256"}
-    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -118,10 +125,10 @@ def check_files(folder: Path, manifest: dict[str, Any]) -> None:
         if path.stat().st_size != entry["bytes"]:
             raise _bad(folder, f"{path.name} has {path.stat().st_size} bytes, not the {entry['bytes']} written")
         try:
-            found = file_hash(path)
+            digest = file_hash(path)
         except OSError as error:
             raise _bad(folder, f"{path.name} can't be read ({error.strerror})") from None
-        if found != entry["sha256"]:
+        if digest != entry["sha256"]:
             raise _bad(folder, f"{path.name} was altered: its SHA-256 is not the manifest's")
 
 
@@ -131,7 +138,7 @@ def find_good(
     check: Callable[[Path, dict[str, Any]], None] = check_files,
     fix: str = "name another run or checkpoint",
 ) -> Path:
-    """The checkpoint to read at `path`: itself, or the newest good one in the folder.
+    """Return the checkpoint to read at `path`: itself, or the newest good one in the folder.
 
     Args:
         path: a checkpoint, or a folder of checkpoints such as `runs/JOB/checkpoints`.
@@ -156,24 +163,27 @@ def find_good(
             report(f"{candidate.name} is passed over: {error.found}")
         else:
             return candidate
-    found = f"none of the {len(candidates)} there is whole" if candidates else "there is none"
-    raise CheckpointError(f"a checkpoint in {path}", found, fix)
+    finding = "there is none"
+    if candidates:
+        finding = f"none of the {len(candidates)} there is whole"
+    raise CheckpointError(f"a checkpoint in {path}", finding, fix)
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in `folder`, newest first, good or not; of one that was being replaced, the copy that is left."""
-    found: dict[int, Path] = {}
-    for prefix in (REPLACED, ""):
+    """Return the checkpoints in `folder`, newest first, good or not; of one that was being replaced, what is left."""
+    by_step: dict[int, Path] = {}
+    for prefix in (REPLACED, ""):  # where both are there, the newer one counts
         for path in folder.glob(f"{prefix}step-*"):
             step = step_of(path.name.removeprefix(prefix))
             if step is not None and path.is_dir():
-                found[step] = path
-    return [found[step] for step in sorted(found, reverse=True)]
+                by_step[step] = path
+    return [by_step[step] for step in sorted(by_step, reverse=True)]
 
 
 def list_left(folder: Path) -> list[Path]:
-    """The states in `folder` of steps that a job went back from, newest first, whole or not."""
-    return sorted((path for path in folder.glob(_LEFT + "*") if step_of(step_name(path)) is not None), reverse=True)
+    """Return the states in `folder` of steps that a job went back from, newest first, complete or not."""
+    states = [path for path in folder.glob(_LEFT + "*") if step_of(step_name(path)) is not None]
+    return sorted(states, reverse=True)
 
 
 def publish_left(folder: Path) -> Path | None:
@@ -187,7 +197,7 @@ def publish_left(folder: Path) -> Path | None:
     Raises:
         OSError: it can't be written.
     """
-    newest = max((step_of(step_name(path)) or 0 for path in list_checkpoints(folder)), default=-1)
+    newest = max((_step(path) for path in list_checkpoints(folder)), default=-1)
     published = None
     for left in list_left(folder):
         try:
@@ -195,25 +205,31 @@ def publish_left(folder: Path) -> Path | None:
         except CheckpointError:
             shutil.rmtree(left, ignore_errors=True)
             continue
-        if published is None and (step_of(step_name(left)) or 0) > newest:
+        if published is None and _step(left) > newest:
             published = folder / step_name(left)
             put_in_place(left, published)
     return published
 
 
 def has_resume_point(folder: Path) -> bool:
-    """Whether a job can go on from `folder`: from a checkpoint, or a state that `publish_left` makes one."""
-    return bool(list_checkpoints(folder)) or any((left / MANIFEST).exists() for left in list_left(folder))
+    """True if a job can go on from `folder`: from a checkpoint, or a state that `publish_left` makes one."""
+    if list_checkpoints(folder):
+        return True
+    return any((left / MANIFEST).exists() for left in list_left(folder))
 
 
 def later_than(step: int, folder: Path) -> list[Path]:
-    """The checkpoints in `folder` of steps after `step`."""
-    return [other for other in list_checkpoints(folder) if (step_of(step_name(other)) or 0) > step]
+    """Return the checkpoints in `folder` of steps after `step`."""
+    return [checkpoint for checkpoint in list_checkpoints(folder) if _step(checkpoint) > step]
 
 
 def step_name(checkpoint: Path) -> str:
-    """The name of the folder, also of a copy that was being replaced and of a state that was left."""
+    """Return the name of the folder, also of a copy that was being replaced and of a state that was left."""
     return checkpoint.name.removeprefix(REPLACED).removeprefix(_LEFT)
+
+
+def _step(checkpoint: Path) -> int:
+    return step_of(step_name(checkpoint)) or 0
 
 
 def remove_others(newest: Path, keep: int, stale: Iterable[Path] = (), used: Iterable[Path] = ()) -> list[str]:
@@ -228,13 +244,15 @@ def remove_others(newest: Path, keep: int, stale: Iterable[Path] = (), used: Ite
     Returns:
         The names of the stale ones that were removed.
     """
-    removed, kept = set(), {newest.resolve(), *(path.resolve() for path in used)}
+    staying = {newest.resolve()}
+    staying.update(path.resolve() for path in used)
+    removed = set()
     for path in stale:
-        if path.resolve() not in kept and path.is_dir():
+        if path.resolve() not in staying and path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
             removed.add(step_name(path))
     for old in list_checkpoints(newest.parent)[keep:]:
-        if old.resolve() not in kept:  # the newest is beyond the limit only where a later one could not be removed
+        if old.resolve() not in staying:  # the newest is beyond the limit only where a later one could not be removed
             shutil.rmtree(old, ignore_errors=True)
     return sorted(removed - {newest.name})
 
@@ -259,22 +277,22 @@ def try_writing(folder: Path, name: str) -> None:
 
 
 def remove_partial(folder: Path) -> None:
-    """Remove what a killed job left of its writing to the checkpoint `folder`, but never the last whole copy."""
+    """Remove what a killed job left of its writing to the checkpoint `folder`, but never the last complete copy."""
     shutil.rmtree(partial_of(folder), ignore_errors=True)
     if (folder / MANIFEST).exists():
         shutil.rmtree(replaced_by(folder), ignore_errors=True)
 
 
 def remove_partial_in(folder: Path) -> None:
-    """Do so for every checkpoint of `folder`, which is one job's own; a step that it went back from is published."""
+    """Call `remove_partial` for every checkpoint of `folder`, a run's; publish a step that its job went back from."""
     for prefix in (_PARTIAL, REPLACED):
-        for left in folder.glob(prefix + "*"):
-            remove_partial(folder / left.name.removeprefix(prefix))
+        for remainder in folder.glob(prefix + "*"):
+            remove_partial(folder / remainder.name.removeprefix(prefix))
     publish_left(folder)
 
 
-def put_in_place(whole: Path, folder: Path) -> None:
-    """Give `whole`, a checkpoint that is on the disk, the name `folder`; what has that name is removed after."""
+def put_in_place(complete: Path, folder: Path) -> None:
+    """Give `complete`, a checkpoint that is on the disk, the name `folder`; what has that name is removed after."""
     replaced = replaced_by(folder)
     with contextlib.suppress(OSError):
         folder.rmdir()  # an empty folder replaces nothing
@@ -283,7 +301,7 @@ def put_in_place(whole: Path, folder: Path) -> None:
     if folder.exists():
         shutil.rmtree(replaced, ignore_errors=True)
         folder.rename(replaced)
-    whole.rename(folder)
+    complete.rename(folder)
     sync_folder(folder.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 

@@ -1,4 +1,4 @@
-"""What every rank notes of the parts it wrote, joined to what the manifest says of whole tensors. No torch."""
+"""Merge the notes of all ranks about the parts that they wrote into the manifest's entries of tensors. No torch."""
 
 from __future__ import annotations
 
@@ -13,14 +13,19 @@ Hash = tuple[int, int]  # of a tensor or part: two sums modulo 2^64, as signed n
 
 
 def sum_of(hashes: Iterable[Hash]) -> Hash:
-    """The hash of a tensor, of those of its parts."""
-    first, second = (signed(sum(lane)) for lane in zip((0, 0), *hashes, strict=True))
-    return first, second
+    """Return the hash of a tensor from those of its parts."""
+    first_sum = 0
+    second_sum = 0
+    for first, second in hashes:
+        first_sum += first
+        second_sum += second
+    return signed(first_sum), signed(second_sum)
 
 
 def as_hex(value: Hash) -> str:
-    """The hash as 32 digits."""
-    return "".join(f"{lane % 2**64:016x}" for lane in value)
+    """Return the hash as 32 digits."""
+    first, second = value
+    return f"{first % 2**64:016x}{second % 2**64:016x}"
 
 
 def of_hex(text: str) -> Hash:
@@ -29,12 +34,12 @@ def of_hex(text: str) -> Hash:
 
 
 def signed(number: int) -> int:
-    """`number` modulo 2^64, as an int64 has it."""
+    """Return `number` modulo 2^64, in the range of an int64."""
     return (number + 2**63) % 2**64 - 2**63
 
 
 def merged_tensors(notes: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The manifest's tensors, of all ranks' notes.
+    """Return the manifest's entries of tensors, from all ranks' notes.
 
     A note's tensors have "shape", "dtype", "hash" and "placement"; they lie in the file "name" under their
     own names.
@@ -62,8 +67,9 @@ def merged_tensors(notes: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, An
 
 
 def merged_optimizer(optimizer: Mapping[str, Any], notes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The optimizer's facts with the members of its groups, and its plain numbers, of all ranks: a rank may know
-    only those of its own stage.
+    """Return the optimizer's entry with its groups' members and its plain numbers of all ranks.
+
+    A rank may know only those of its own pipeline stage.
 
     Raises:
         CheckpointError: the ranks' optimizers have not equally many groups.
@@ -77,10 +83,12 @@ def merged_optimizer(optimizer: Mapping[str, Any], notes: Sequence[Mapping[str, 
                 f"{note['name']} is of a rank with {len(note['groups'])}",
                 "make the same groups on every rank, empty ones too",
             )
-        for group, names in zip(members, note["groups"], strict=True):
-            group.update(dict.fromkeys(names))
+        for group_members, names in zip(members, note["groups"], strict=True):
+            group_members.update(dict.fromkeys(names))
         numbers.update(note["numbers"])
-    groups = [{**group, "parameters": list(names)} for group, names in zip(optimizer["groups"], members, strict=True)]
+    groups = []
+    for group, names in zip(optimizer["groups"], members, strict=True):
+        groups.append({**group, "parameters": list(names)})
     return {**optimizer, "groups": groups, "numbers": numbers}
 
 

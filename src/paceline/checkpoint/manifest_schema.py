@@ -1,4 +1,4 @@
-"""The form of a manifest: what it must say, checked before a word of it is believed. No torch, no I/O."""
+"""Check the form of a manifest that was read, before anything in it is used. No torch, no I/O."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from paceline.checkpoint.tensor_file import DTYPES, METADATA
 from paceline.nouns.reading import COUNT, LARGEST, fault_of, is_shape, shown
 from paceline.nouns.shard_spec import ShardSpec
 
-_HASH, _TENSOR_HASH = re.compile("[0-9a-f]{64}"), re.compile("[0-9a-f]{32}")
+_HASH = re.compile("[0-9a-f]{64}")
+_TENSOR_HASH = re.compile("[0-9a-f]{32}")
 CONFIGS = ("config", "generation_config")  # of a transformers model, where the job's is one
 # How many boxes the parts of all tensors may have: for each part, and where there are few. A part of a matrix that
 # `tensor` and `shard` have cut has up to 20 (three blocks, and a stretch of each).
-_BOXES_OF_A_PART, _BOXES = 64, 2**16
+_BOXES_OF_A_PART = 64
+_BOXES = 2**16
 
 
 def fault_of_form(manifest: Mapping[str, Any]) -> str | None:
-    """The first key that is missing or whose value has the wrong form, as the end of a sentence."""
+    """Return the first key that is missing or whose value has the wrong form, as the end of a sentence."""
     for key, is_right in _FORM.items():
         if key not in manifest:
             return f"lacks {key}"
@@ -36,16 +38,18 @@ def fault_of_form(manifest: Mapping[str, Any]) -> str | None:
 
 
 def fault_of_files(manifest: Mapping[str, Any], file_name: Callable[[int], str]) -> str | None:
-    """What is wrong with the names of the files: there is one for each rank, and no name leaves the folder."""
+    """Return what is wrong with the names of the files; None if there is one for each rank and no other."""
     names = [entry["name"] for entry in manifest["files"]]
     # First their number: a list for as many ranks as somebody wrote could fill the memory.
-    if len(names) == manifest["world_size"] and names == [file_name(rank) for rank in range(len(names))]:
-        return None
+    if len(names) == manifest["world_size"]:
+        expected = [file_name(rank) for rank in range(len(names))]
+        if names == expected:
+            return None
     return f"names the files {shown(names)} of {manifest['world_size']} ranks"
 
 
 def fault_of_tensors(manifest: Mapping[str, Any]) -> str | None:
-    """The first tensor whose parts can't lie in the files, or can't be put together to all of it.
+    """Return the first tensor whose parts can't lie in the files, or can't be put together to all of it.
 
     The time and memory that this takes grow with the manifest's length, whatever is in it.
     """
@@ -54,13 +58,15 @@ def fault_of_tensors(manifest: Mapping[str, Any]) -> str | None:
     for name, entry in manifest["tensors"].items():
         if not _is_name(name) or not _is_tensor(entry):
             return f"has the tensor {shown(name)} in the wrong form"
-        if fault := _fault_of_parts(entry, left, boxes):
+        fault = _fault_of_parts(entry, left, boxes)
+        if fault is not None:
             return f"has the tensor {shown(name)}, but it can't be put together: {fault}"
     return None
 
 
 def _fault_of_parts(entry: Mapping[str, Any], left: dict[str, int], boxes: _Boxes) -> str | None:
-    shape, shard_specs = tuple(entry["shape"]), shard_specs_of(entry)
+    shape = tuple(entry["shape"])
+    shard_specs = shard_specs_of(entry)
     item_bytes = DTYPES[entry["dtype"]][1]
     for part, shard_spec in zip(entry["parts"], shard_specs, strict=True):
         file = part["file"]
@@ -77,23 +83,26 @@ def _fault_of_parts(entry: Mapping[str, Any], left: dict[str, int], boxes: _Boxe
 
 
 class _Boxes:
-    """Counts the boxes of the parts that were looked at, of each placement once."""
+    """A budget of boxes for the parts of all tensors. Parts with the same shard spec count once, as they are cached."""
 
     def __init__(self, tensors: Mapping[str, Any]) -> None:
-        parts = sum(len(entry["parts"]) for entry in tensors.values() if _is_tensor(entry))
+        parts = 0
+        for entry in tensors.values():
+            if _is_tensor(entry):
+                parts += len(entry["parts"])
         self.left = max(_BOXES, _BOXES_OF_A_PART * parts)
-        self.seen: set[ShardSpec] = set()
+        self.counted: set[ShardSpec] = set()
 
     def may_have(self, shard_spec: ShardSpec) -> bool:
-        """Count this one in; whether there are few enough."""
-        if shard_spec not in self.seen:
-            self.seen.add(shard_spec)
+        """Count this shard spec in; return True if there are few enough boxes."""
+        if shard_spec not in self.counted:
+            self.counted.add(shard_spec)
             self.left -= most_pieces(shard_spec)
         return self.left >= 0
 
 
 def shard_specs_of(entry: Mapping[str, Any]) -> list[ShardSpec]:
-    """Which parts of a manifest's tensor lie in the files."""
+    """Return the shard specs of the parts of a manifest's tensor."""
     return [ShardSpec.of_json(part["placement"]) for part in entry["parts"]]
 
 
@@ -110,7 +119,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _is_name(name: str) -> bool:
-    """Whether a file of tensors can have it as a key, and an exported one what follows the first slash."""
+    """True if a file of tensors can have it as a key, and an exported one what follows the first slash."""
     is_unicode = not any("\ud800" <= letter <= "\udfff" for letter in name)
     return is_unicode and name.partition("/")[2] not in ("", METADATA)
 
@@ -160,7 +169,7 @@ def _is_cut(cut: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether every whole number in it fits in 64 bits, as torch wants them."""
+    """True if every whole number in it fits in 64 bits, as torch wants them."""
     if isinstance(value, dict):
         return all(map(_is_plain, value.values()))
     if isinstance(value, list):
@@ -174,15 +183,19 @@ def _fault_of_optimizer(value: Any) -> str | None:
         return fault
     if not _is_plain(value):
         return "it has a whole number of more than 64 bits"
-    wrong = [name for name, one in value["numbers"].items() if not _is_number(name, one)]
-    return f"its number {shown(wrong[0])} is {shown(value['numbers'][wrong[0]])}" if wrong else None
+    for name, number in value["numbers"].items():
+        if not _is_number(name, number):
+            return f"its number {shown(name)} is {shown(number)}"
+    return None
 
 
 def _is_number(name: str, value: Any) -> bool:
-    """Whether it is `optimizer/KEY/NAME` and a value that this key can have: a count of steps is a number."""
-    _, key, parameter = (*name.split("/", 2), "", "")[:3]
-    is_named = name.startswith("optimizer/") and bool(key) and bool(parameter)
-    return is_named and (key != "step" or fault_of(value, float) is None)
+    """True if it is `optimizer/KEY/NAME` and a value that this key can have: a count of steps is a number."""
+    prefix, _, rest = name.partition("/")
+    key, _, parameter = rest.partition("/")
+    if prefix != "optimizer" or not key or not parameter:
+        return False
+    return key != "step" or fault_of(value, float) is None
 
 
 def _is_scheduler(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Parts of tensors by placement: take one, put one back, and a hash that no cut can change.
+"""Parts of tensors: take one, put one back, and a hash that does not depend on how a tensor is cut.
 
 The hash of a tensor is a sum over its elements of a number that depends on the element's position in the
 full tensor and on its bits. So the hashes of parts that make up a tensor add up to the tensor's, however
@@ -8,7 +8,6 @@ It finds accidents (a lost or exchanged part, a flipped bit), it is no signature
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -35,7 +34,7 @@ _THIRD = 0xBF58476D1CE4E5B9 - 2**64
 
 @dataclass(frozen=True, slots=True)
 class LocalTensor:
-    """What this rank holds of one tensor. `tensor` is the local part itself, of the placement's local shape."""
+    """The part of one tensor that this rank holds. `tensor` is the part itself, of the shard spec's local shape."""
 
     tensor: torch.Tensor
     held: LocalShard
@@ -49,17 +48,17 @@ class LocalTensor:
 
 
 def dtype_of(tensor: torch.Tensor) -> str:
-    """The dtype's name, without `torch.`."""
+    """Return the dtype's name, without `torch.`."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as whole numbers: they can be copied and compared whatever the dtype."""
+    """Return a view of the same memory as integers: they can be copied and compared whatever the dtype."""
     return tensor.detach().view(_BITS[tensor.element_size()])
 
 
 def take(full: torch.Tensor, shard_spec: ShardSpec) -> torch.Tensor:
-    """The part of `full` that `shard_spec` says, as a new tensor."""
+    """Return the part of `full` that `shard_spec` describes, as a new tensor."""
     local = torch.empty(shard_spec.local_shape, dtype=full.dtype, device=full.device)
     move(bits_of(local), shard_spec, bits_of(full), ShardSpec(shard_spec.shape))
     return local
@@ -71,36 +70,40 @@ def put(full: torch.Tensor, shard_spec: ShardSpec, local: torch.Tensor) -> None:
 
 
 def hash_of(local: torch.Tensor, shard_spec: ShardSpec) -> Hash:
-    """The hash of a part; those of all parts of a tensor add up to `hash_of(tensor, ShardSpec(shape))`."""
+    """Return the hash of a part; those of all parts of a tensor add up to `hash_of(tensor, ShardSpec(shape))`."""
     bits = bits_of(local)
     sums = torch.zeros(2, dtype=torch.int64, device=bits.device)
+    strides = _strides(shard_spec.shape)
     for piece in pieces(shard_spec):
-        sizes, strides = shard_spec.shape, _strides(shard_spec.shape)
-        starts = [start for start, _ in piece.box]
-        at = sum(start * stride for start, stride in zip(starts, strides, strict=True))
-        window = piece.of(bits, piece.inside)
-        for chunk, position, steps in _chunks(*_merged(window, sizes, strides), at):
-            _add_chunk(sums, chunk, position, steps)
+        first_position = 0  # of the piece in the full tensor, flattened
+        for (start, _), stride in zip(piece.box, strides, strict=True):
+            first_position += start * stride
+        window, steps = _merged(piece.of(bits, piece.inside), shard_spec.shape, strides)
+        for chunk, position, chunk_steps in _chunks(window, steps, first_position):
+            _add_chunk(sums, chunk, position, chunk_steps)
     first, second = sums.tolist()
     return first, second
 
 
 def _strides(shape: Sequence[int]) -> list[int]:
-    return list(itertools.accumulate(reversed(shape[1:]), lambda a, b: a * b, initial=1))[::-1] if shape else []
+    """Return the strides of a contiguous tensor of this shape, in elements."""
+    return [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
 
 
 def _merged(window: torch.Tensor, sizes: Sequence[int], strides: Sequence[int]) -> tuple[torch.Tensor, list[int]]:
-    """The window with as few dims as can be, and how far apart in the full tensor neighbours along each are.
+    """Return the window with as few dims as can be, and the strides of its dims in the full tensor.
 
     A dim that the window has whole continues the one before: they are one, if memory allows it.
     """
     shape: list[int] = []
     steps: list[int] = []
-    for have, size, stride in zip(window.shape, sizes, strides, strict=True):
-        if shape and have == size:
-            shape[-1], steps[-1] = shape[-1] * have, stride
+    for length, size, stride in zip(window.shape, sizes, strides, strict=True):
+        if shape and length == size:
+            shape[-1] *= length
+            steps[-1] = stride
         else:
-            shape, steps = [*shape, have], [*steps, stride]
+            shape.append(length)
+            steps.append(stride)
     try:
         return window.view(shape), steps
     except RuntimeError:
@@ -108,7 +111,7 @@ def _merged(window: torch.Tensor, sizes: Sequence[int], strides: Sequence[int]) 
 
 
 def _chunks(window: torch.Tensor, steps: list[int], at: int) -> Iterator[tuple[torch.Tensor, int, list[int]]]:
-    """The window in chunks that fit the cache, each with its first position; no memory is copied."""
+    """Yield the window in chunks that fit the cache, each with its first position; no memory is copied."""
     limit = _CHUNK.get(window.device.type, _CHUNK["cpu"])
     if window.numel() <= limit:
         yield window, at, steps
@@ -132,7 +135,8 @@ def _add_chunk(sums: torch.Tensor, chunk: torch.Tensor, position: int, steps: Se
     x = torch.full((), signed(position * _STEP), dtype=torch.int64, device=chunk.device)
     for dim, (size, step) in enumerate(zip(chunk.shape, steps, strict=True)):
         along = _ramp(chunk.device)[:size]
-        along = along * step if step > 1 else along
+        if step > 1:
+            along = along * step
         x = x + along.view(size, *[1] * (chunk.dim() - dim - 1))
     # Then its bits, and MurmurHash3's finalizer: for one position a bijection of the bits in either lane,
     # so one changed element always changes both sums.

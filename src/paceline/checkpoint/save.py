@@ -73,16 +73,16 @@ class CheckpointWriter:
         folder: Path,
         parts: Mapping[str, LocalTensor],
         own: Mapping[str, torch.Tensor],
-        facts: dict[str, Any],
+        metadata: dict[str, Any],
         keep: int,
     ) -> None:
-        """Copy the state and write it to `folder` behind the training's back.
+        """Copy the state and write it to `folder` in a thread, while training goes on.
 
         Args:
             folder: the checkpoint's folder.
             parts: what this rank holds of each tensor; one of a part's holders writes it.
             own: tensors of this rank alone.
-            facts: the rest of the manifest, equal on all ranks but for the members of the optimizer's groups
+            metadata: the rest of the manifest, equal on all ranks but for the members of the optimizer's groups
                 and its numbers.
             keep: how many checkpoints of its run may stay, itself included; those that are stale are removed. 0: it
                 is of no run, and nothing beside it is removed.
@@ -91,22 +91,23 @@ class CheckpointWriter:
             CheckpointError: a tensor is of a dtype that no file can keep.
         """
         self.wait()
-        mine = {name: parts[name] for name in assigned(parts, self.rank)}
-        for name, part in mine.items():
+        tensors: dict[str, torch.Tensor] = {}
+        shard_specs: dict[str, ShardSpec] = {}
+        for name in assigned(parts, self.rank):
+            part = parts[name]
             _check_dtype(name, part.tensor)
-        tensors = {name: part.tensor for name, part in mine.items()}
-        copies = {
-            name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in {**tensors, **own}.items()
-        }
-        shard_specs = {name: part.held.shard_spec for name, part in mine.items()}
-        manifest = {"format": FORMAT, "version": VERSION, **facts}
+            tensors[name] = part.tensor
+            shard_specs[name] = part.held.shard_spec
+        tensors.update(own)
+        copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+        manifest = {"format": FORMAT, "version": VERSION, **metadata}
         self.thread = threading.Thread(
             target=self._write, args=(folder, copies, shard_specs, manifest, keep), name="checkpoint", daemon=True
         )
         self.thread.start()
 
     def wait(self) -> CheckpointError | None:
-        """Wait for the save under way; its error, if it failed."""
+        """Wait for the save under way; return its error, if it failed."""
         if self.thread is not None:
             self.thread.join()
             self.thread = None
@@ -125,12 +126,11 @@ class CheckpointWriter:
         partial = partial_of(folder)
         try:
             partial.mkdir(parents=True, exist_ok=True)
-            _leave_note(
-                partial, self.rank, _write_rank(partial, self.rank, tensors, shard_specs, manifest["optimizer"])
-            )
+            note = _write_rank(partial, self.rank, tensors, shard_specs, manifest["optimizer"])
+            _leave_note(partial, self.rank, note)
             if self.rank == 0:
                 notes = _wait_for_notes(partial, self.size)
-                manifest["files"] = [{key: note[key] for key in ("name", "bytes", "sha256")} for note in notes]
+                manifest["files"] = [_file_entry(note) for note in notes]
                 manifest["tensors"] = merged_tensors(notes)
                 manifest["optimizer"] = merged_optimizer(manifest["optimizer"], notes)
                 _publish(partial, folder, manifest)
@@ -141,53 +141,61 @@ class CheckpointWriter:
             self._fail(folder, partial, error)
         else:
             if self.rank == 0:
-                seconds = round(time.monotonic() - began_s, 3)
-                kind = "checkpoint" if keep else "saved"  # --resume finds those of the run alone
-                event = {"event": kind, "path": str(folder), "step": manifest["step"], "seconds": seconds}
-                self.report({**event, "removed": removed} if removed else event)
+                event: dict[str, Any] = {
+                    "event": "checkpoint" if keep else "saved",  # --resume finds those of the run alone
+                    "path": str(folder),
+                    "step": manifest["step"],
+                    "seconds": round(time.monotonic() - began_s, 3),
+                }
+                if removed:
+                    event["removed"] = removed
+                self.report(event)
 
     def _fail(self, folder: Path, partial: Path, error: Exception) -> None:
-        found = str(error) or type(error).__name__
+        """Keep the error for `wait`, and let the other ranks know of it by this rank's note."""
+        reason = str(error) or type(error).__name__
         fix = _FIX
         if isinstance(error, CheckpointError):
-            found, fix = error.found, error.fix
+            reason = error.found
+            fix = error.fix
         elif isinstance(error, OSError):
-            found, fix = error.strerror or found, f"{how_to_write(error)}; older checkpoints are untouched"
+            reason = error.strerror or reason
+            fix = f"{how_to_write(error)}; older checkpoints are untouched"
         failure = CheckpointError(
             f"rank {self.rank} should write its part of the checkpoint {folder}",
-            f"it could not be written: {found}",
+            f"it could not be written: {reason}",
             fix,
         )
         self.failure.append(failure)
         if self.rank == 0:
-            self.report({"event": "checkpoint_failed", "path": str(folder), "found": found})
+            self.report({"event": "checkpoint_failed", "path": str(folder), "found": reason})
             _let_others_finish(partial, self.size)
             shutil.rmtree(partial, ignore_errors=True)
         else:
             with contextlib.suppress(OSError):  # on a full disk this makes room for the note
                 (partial / file_name(self.rank)).unlink(missing_ok=True)
-            _leave_note(partial, self.rank, {"error": found})
+            _leave_note(partial, self.rank, {"error": reason})
 
 
 def assigned(parts: Mapping[str, LocalTensor], rank: int) -> list[str]:
-    """The tensors whose part here `rank` is to write, or to answer for: each part falls to one of its holders.
+    """Return the tensors whose part here `rank` is to write, or to verify: each part falls to one of its holders.
 
-    Those who hold the same parts see the same tensors, so they agree without a word: the largest first, each
+    Those who hold the same parts see the same tensors, so they agree without a message: the largest first, each
     to the holder that has least. A part without elements falls to nobody, but for a tensor that has none.
     """
-    load: dict[tuple[int, ...], list[int]] = {}
-    mine = []
+    bytes_of_holders: dict[tuple[int, ...], list[int]] = {}
+    names = []
     for name in sorted(parts, key=lambda name: (-parts[name].tensor.nbytes, name)):
         part = parts[name]
         if part.tensor.numel() == 0 and part.held.shard_spec.numel > 0:
             continue
         holders = part.held.holders
-        held = load.setdefault(holders, [0] * len(holders))
-        index = held.index(min(held))
-        held[index] += part.tensor.nbytes
+        load = bytes_of_holders.setdefault(holders, [0] * len(holders))
+        index = load.index(min(load))
+        load[index] += part.tensor.nbytes
         if holders[index] == rank:
-            mine.append(name)
-    return mine
+            names.append(name)
+    return names
 
 
 def _check_dtype(name: str, tensor: torch.Tensor) -> None:
@@ -206,28 +214,33 @@ def _write_rank(
     shard_specs: Mapping[str, ShardSpec],
     optimizer: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Write a rank's file; the note that rank 0 makes the manifest of."""
+    """Write a rank's file; return the note that rank 0 makes the manifest of."""
     content = safetensors.torch.save(tensors)
     write_durably(partial / file_name(rank), content)
+    entries = {}
+    for name, shard_spec in shard_specs.items():
+        entries[name] = {
+            "shape": list(shard_spec.shape),
+            "dtype": dtype_of(tensors[name]),
+            "hash": as_hex(hash_of(tensors[name], shard_spec)),
+            "placement": shard_spec.to_json(),
+        }
     return {
         "name": file_name(rank),
         "bytes": len(content),
         "sha256": hashlib.sha256(content).hexdigest(),
-        "tensors": {
-            name: {
-                "shape": list(shard_spec.shape),
-                "dtype": dtype_of(tensors[name]),
-                "hash": as_hex(hash_of(tensors[name], shard_spec)),
-                "placement": shard_spec.to_json(),
-            }
-            for name, shard_spec in shard_specs.items()
-        },
+        "tensors": entries,
         "groups": [group["parameters"] for group in optimizer["groups"]],
         "numbers": optimizer["numbers"],
     }
 
 
+def _file_entry(note: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: note[key] for key in ("name", "bytes", "sha256")}
+
+
 def _leave_note(partial: Path, rank: int, note: dict[str, Any]) -> None:
+    """Leave a rank's note for rank 0, which waits for a file of that name: it is there once it is all written."""
     draft = partial / f"note-{rank:05d}.draft"
     try:
         draft.write_text(json.dumps(note))
@@ -239,11 +252,12 @@ def _leave_note(partial: Path, rank: int, note: dict[str, Any]) -> None:
 
 
 def _failure_mark(partial: Path, rank: int) -> Path:
-    """An empty file: this rank could write neither its part nor a note."""
+    """Return the path of an empty file that says: this rank could write neither its part nor a note."""
     return partial / f"note-{rank:05d}.failed"
 
 
 def _wait_for_notes(partial: Path, size: int) -> list[dict[str, Any]]:
+    """Return the notes of all ranks; raise CheckpointError if one failed or does not answer in time."""
     deadline_s = time.monotonic() + NOTES_TIMEOUT_S
     notes = []
     for rank in range(size):
@@ -269,7 +283,10 @@ def _wait_for_notes(partial: Path, size: int) -> list[dict[str, Any]]:
 def _let_others_finish(partial: Path, size: int) -> None:
     """Wait until the other ranks have written their notes or marks, or long enough: slower ones write into nothing."""
     deadline_s = time.monotonic() + _LAST_WORDS_S
-    while time.monotonic() < deadline_s and len(list(partial.glob("note-*.[jf]*"))) < size - 1:
+    while time.monotonic() < deadline_s:
+        finished = list(partial.glob("note-*.[jf]*"))  # .json and .failed; a .draft is still being written
+        if len(finished) >= size - 1:
+            break
         time.sleep(_POLL_S)
 
 
@@ -282,8 +299,10 @@ def _failed(found: str) -> CheckpointError:
 
 
 def _publish(partial: Path, folder: Path, manifest: dict[str, Any]) -> None:
+    """Write the manifest and make the folder a checkpoint, which it is from the rename on."""
     content = sealed(manifest)
-    if (fault := fault_of_form(content)) is not None:
+    fault = fault_of_form(content)
+    if fault is not None:
         fix = "use numbers of 64 bits in the optimizer's and the scheduler's settings; older checkpoints are untouched"
         raise CheckpointError(f"the checkpoint {folder} should be one that can be read back", f"it {fault}", fix)
     for note in partial.glob("note-*"):

@@ -1,4 +1,4 @@
-"""Placements as boxes: which part of a tensor fills which place of another. Pure geometry, no torch.
+"""Shard specs as boxes: which part of a tensor fills which place of another. Pure geometry, no torch.
 
 Every part is a few boxes of the full tensor. Moving elements from the parts that one mesh wrote to the
 part that a rank of another mesh wants is then the intersection of boxes.
@@ -18,9 +18,9 @@ from typing import Any
 from paceline.nouns.shard_spec import FLAT, ShardSpec
 
 Range = tuple[int, int]  # start, stop
-_REMEMBERED = 2**16  # placements: a model's layers, and each parameter's optimizer state, share theirs
+_CACHE_SIZE = 2**16  # shard specs: a model's layers, and each parameter's optimizer state, share theirs
 
-_PRIME = 2**61 - 1
+_PRIME = 2**61 - 1  # a Mersenne prime: the weights of `fault_of_cover` are numbers modulo it
 _SECRET = secrets.token_bytes(16)  # nobody can write parts that overlap and still have the right sum
 
 
@@ -40,17 +40,20 @@ class Box:
         return math.prod(stop - start for start, stop in self.box)
 
     def of(self, part: Any, inside: Sequence[Range]) -> Any:
-        """The stretch `inside` of this piece's window, as a view of `part`: a torch tensor or a numpy array."""
+        """Return the stretch `inside` of this piece's window as a view of `part`, a torch tensor or a numpy array."""
         if self.is_flat:
             part = part[self.offset : self.offset + math.prod(self.window)].reshape(self.window)
-        return part[(..., *(slice(start, stop) for start, stop in inside))]  # `...`: numpy's view of a scalar too
+        slices = [slice(start, stop) for start, stop in inside]
+        return part[(..., *slices)]  # `...`: numpy's view of a scalar too
 
 
-@lru_cache(_REMEMBERED)
+@lru_cache(_CACHE_SIZE)
 def pieces(shard_spec: ShardSpec) -> tuple[Box, ...]:
-    """The boxes of which a part is made, in its own order; none of them is empty."""
-    grid = [[(0, size)] if size else [] for size in shard_spec.shape]  # of each dim, the ranges that are kept
-    flat: list[Range] | None = None  # after a FLAT cut: what is kept of the grid, flattened
+    """Return the boxes of which a part is made, in its own order; none of them is empty."""
+    grid: list[list[Range]] = []  # of each dim, the ranges that stay
+    for size in shard_spec.shape:
+        grid.append([(0, size)] if size else [])
+    flat: list[Range] | None = None  # after a FLAT cut: what stays of the grid, flattened
     for cut in shard_spec.cuts:
         if flat is not None:
             flat = _select(flat, cut.ranges)
@@ -61,38 +64,47 @@ def pieces(shard_spec: ShardSpec) -> tuple[Box, ...]:
     shape = tuple(map(_length, grid))
     if flat is None:
         return tuple(_pieces_of_window(grid, [(0, size) for size in shape], shape, 0, False))
-    found: list[Box] = []
+    boxes: list[Box] = []
     offset = 0
     for start, stop in flat:
         for box in _boxes_of_stretch(shape, start, stop):
             window = tuple(end - begin for begin, end in box)
-            found += _pieces_of_window(grid, box, window, offset, True)
+            boxes += _pieces_of_window(grid, box, window, offset, True)
             offset += math.prod(window)
-    return tuple(found)
+    return tuple(boxes)
 
 
 def _length(ranges: Sequence[Range]) -> int:
     return sum(stop - start for start, stop in ranges)
 
 
-def _select(ranges: Sequence[Range], kept: Sequence[Range]) -> list[Range]:
-    """What is left of `ranges`, laid end to end, when only `kept` stays of them."""
+def _select(ranges: Sequence[Range], selection: Sequence[Range]) -> list[Range]:
+    """Return what is left of `ranges`, laid end to end, when only `selection` stays of them."""
     left: list[Range] = []
-    at = 0
-    for start, stop in ranges:
-        for first, last in kept:
-            low, high = max(first, at), min(last, at + stop - start)
-            if low < high:
-                low, high = low - at + start, high - at + start
-                if left and left[-1][1] == low:
-                    low = left.pop()[0]
-                left.append((low, high))
-        at += stop - start
+    for start, stop, offset in _laid_out(ranges):
+        for first, last in selection:
+            low = max(first, offset)
+            high = min(last, offset + stop - start)
+            if low >= high:
+                continue
+            low += start - offset
+            high += start - offset
+            if left and left[-1][1] == low:  # two ranges that touch become one
+                low = left.pop()[0]
+            left.append((low, high))
     return left
 
 
+def _laid_out(ranges: Sequence[Range]) -> Iterator[tuple[int, int, int]]:
+    """Yield every range's start and stop, and its offset when the ranges are laid end to end."""
+    offset = 0
+    for start, stop in ranges:
+        yield start, stop, offset
+        offset += stop - start
+
+
 def _boxes_of_stretch(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[Range, ...]]:
-    """Elements start..stop of a flattened tensor as boxes, in order: a ragged head, whole rows, a ragged tail."""
+    """Yield elements start..stop of a flattened tensor as boxes: a ragged head, whole rows, a ragged tail."""
     if start >= stop:
         return
     if not shape:
@@ -106,7 +118,8 @@ def _boxes_of_stretch(shape: tuple[int, ...], start: int, stop: int) -> Iterator
             yield ((first, first + 1), *box)
         start = end
     if start // row < stop // row:
-        yield ((start // row, stop // row), *((0, size) for size in shape[1:]))
+        full_dims = [(0, size) for size in shape[1:]]
+        yield ((start // row, stop // row), *full_dims)
     if start < stop:
         last = stop // row
         for box in _boxes_of_stretch(shape[1:], max(start - last * row, 0), stop - last * row):
@@ -116,18 +129,22 @@ def _boxes_of_stretch(shape: tuple[int, ...], start: int, stop: int) -> Iterator
 def _pieces_of_window(
     grid: Sequence[Sequence[Range]], box: Sequence[Range], window: tuple[int, ...], offset: int, is_flat: bool
 ) -> Iterator[Box]:
-    """A box of what the grid keeps, split where the grid has gaps in the full tensor."""
+    """Yield a box of what the grid keeps, split where the grid has gaps in the full tensor."""
     sides: list[list[tuple[Range, Range]]] = []  # of each dim: (in the full tensor, in the window)
     for ranges, (first, last) in zip(grid, box, strict=True):
-        side, at = [], 0
-        for start, stop in ranges:
-            low, high = max(first, at), min(last, at + stop - start)
+        side = []
+        for start, stop, at in _laid_out(ranges):
+            low = max(first, at)
+            high = min(last, at + stop - start)
             if low < high:
-                side.append(((low - at + start, high - at + start), (low - first, high - first)))
-            at += stop - start
+                in_tensor = (low - at + start, high - at + start)
+                in_window = (low - first, high - first)
+                side.append((in_tensor, in_window))
         sides.append(side)
-    for choice in itertools.product(*sides):
-        yield Box(tuple(full for full, _ in choice), tuple(own for _, own in choice), window, offset, is_flat)
+    for combination in itertools.product(*sides):
+        in_tensor_ranges = tuple(in_tensor for in_tensor, _ in combination)
+        in_window_ranges = tuple(in_window for _, in_window in combination)
+        yield Box(in_tensor_ranges, in_window_ranges, window, offset, is_flat)
 
 
 def move(target: Any, wanted: ShardSpec, source: Any, held: ShardSpec) -> None:
@@ -135,45 +152,61 @@ def move(target: Any, wanted: ShardSpec, source: Any, held: ShardSpec) -> None:
 
     Both are arrays of one kind and dtype (torch or numpy), of their placements' local shapes.
     """
-    for to in pieces(wanted):
-        for come in pieces(held):
-            box = _intersection(to.box, come.box)
+    for target_piece in pieces(wanted):
+        for source_piece in pieces(held):
+            box = _intersection(target_piece.box, source_piece.box)
             if box is not None:
-                to.of(target, _within(to, box))[...] = come.of(source, _within(come, box))
+                elements = source_piece.of(source, _within(source_piece, box))
+                target_piece.of(target, _within(target_piece, box))[...] = elements
 
 
 def is_needed(wanted: ShardSpec, held: ShardSpec) -> bool:
-    """Whether the part `held` has any element of the part `wanted`."""
-    return any(_intersection(a.box, b.box) is not None for a in pieces(wanted) for b in pieces(held))
+    """True if the part `held` has any element of the part `wanted`."""
+    for wanted_piece in pieces(wanted):
+        for held_piece in pieces(held):
+            if _intersection(wanted_piece.box, held_piece.box) is not None:
+                return True
+    return False
 
 
-def _intersection(one: Sequence[Range], other: Sequence[Range]) -> tuple[Range, ...] | None:
-    box = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
-    return box if all(start < stop for start, stop in box) else None
+def _intersection(first: Sequence[Range], second: Sequence[Range]) -> tuple[Range, ...] | None:
+    """Return the box that both have; None if they have no element in common."""
+    box = []
+    for (first_start, first_stop), (second_start, second_stop) in zip(first, second, strict=True):
+        start = max(first_start, second_start)
+        stop = min(first_stop, second_stop)
+        if start >= stop:
+            return None
+        box.append((start, stop))
+    return tuple(box)
 
 
 def _within(piece: Box, box: Sequence[Range]) -> list[Range]:
-    """Where in the piece's window a box of the full tensor lies."""
-    return [
-        (low - start + inside, high - start + inside)
-        for (low, high), (start, _), (inside, _) in zip(box, piece.box, piece.inside, strict=True)
-    ]
+    """Return where in the piece's window a box of the full tensor lies."""
+    ranges = []
+    for (low, high), (start, _), (inside, _) in zip(box, piece.box, piece.inside, strict=True):
+        ranges.append((low - start + inside, high - start + inside))
+    return ranges
 
 
-@lru_cache(_REMEMBERED)
+@lru_cache(_CACHE_SIZE)
 def fault_of_cover(shape: tuple[int, ...], parts: tuple[ShardSpec, ...]) -> str | None:
-    """What is wrong with `parts` as all of a tensor: None if they have each element once.
+    """Return what is wrong with `parts` as all of a tensor; None if they have each element once.
 
     The time grows with the number of boxes, not with that of pairs of them. Every index along a dimension has a random
     weight, an element the product of its indices' weights, and a box the sum of its elements' weights: a product of
     differences. If the boxes' sum is the tensor's, each element is there once. By the Schwartz-Zippel lemma another
     cover has that sum in one case of 2^61 for each dimension.
     """
-    found = [piece for part in parts for piece in pieces(part)]
-    numel, held = math.prod(shape), sum(piece.numel for piece in found)
+    boxes: list[Box] = []
+    for part in parts:
+        boxes += pieces(part)
+    numel = math.prod(shape)
+    held = sum(box.numel for box in boxes)
     if held < numel:
         return f"its parts have {held} of {numel} elements"
-    if sum(_weight(piece.box) for piece in found) % _PRIME != _weight([(0, size) for size in shape]):
+    full_box = [(0, size) for size in shape]
+    if sum(_weight(box.box) for box in boxes) % _PRIME != _weight(full_box):
         return "two of its parts overlap"
     return None
 
@@ -185,9 +218,9 @@ def _weight(box: Sequence[Range]) -> int:
     return weight
 
 
-@lru_cache(_REMEMBERED)
+@lru_cache(_CACHE_SIZE)
 def _weight_below(dim: int, index: int) -> int:
-    """The sum of the weights of a dimension's first `index` indices."""
+    """Return the sum of the weights of a dimension's first `index` indices."""
     if index == 0:
         return 0
     digest = hashlib.blake2b(f"{dim} {index}".encode(), key=_SECRET, digest_size=8).digest()
@@ -195,7 +228,7 @@ def _weight_below(dim: int, index: int) -> int:
 
 
 def most_pieces(shard_spec: ShardSpec) -> int:
-    """At least as many as `pieces` would find, and its work; known without finding them."""
+    """Return an upper bound of the number of `pieces`, and so of their work, without making them."""
     counts = [1] * len(shard_spec.shape)
     flat = 0
     for cut in shard_spec.cuts:
@@ -203,17 +236,21 @@ def most_pieces(shard_spec: ShardSpec) -> int:
             flat = max(flat, 1) * max(1, len(cut.blocks))
         else:
             counts[cut.dim] *= max(1, len(cut.blocks))
-    # A stretch of a flattened box is a ragged head, whole rows and a ragged tail along each dimension.
-    return math.prod(counts) * (flat * (2 * len(counts) + 1) if flat else 1)
+    bound = math.prod(counts)
+    if flat:
+        # A stretch of a flattened box is a ragged head, whole rows and a ragged tail along each dimension.
+        bound *= flat * (2 * len(counts) + 1)
+    return bound
 
 
 def is_sound(shard_spec: ShardSpec) -> bool:
-    """Whether every cut fits what the one before left, as one that was read from a file may not."""
+    """True if every cut fits what the one before left; one that was read from a file may not."""
     shape = shard_spec.shape
     for cut in shard_spec.cuts:
         if not (FLAT <= cut.dim < len(shape) and 0 <= cut.part < cut.parts):
             return False
-        if sum(cut.blocks) != (math.prod(shape) if cut.dim == FLAT else shape[cut.dim]):
+        length = math.prod(shape) if cut.dim == FLAT else shape[cut.dim]
+        if sum(cut.blocks) != length:
             return False
         shape = ShardSpec(shape, (cut,)).local_shape
     return True

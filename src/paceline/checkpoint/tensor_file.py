@@ -1,4 +1,4 @@
-"""Safetensors files piece by piece, without torch: mapped into memory to be read, streamed to be written.
+"""Read and write safetensors files piece by piece, without torch: mapped to be read, streamed to be written.
 
 The format is eight bytes of the header's length, a header of JSON, and the tensors' raw bytes
 (huggingface.co/docs/safetensors). The library would make tensors of one framework of it, and wants all
@@ -90,24 +90,24 @@ class TensorFile:
         return cls(path, content, 8 + length, header)
 
     def forms(self) -> dict[str, TensorFormat]:
-        """The shape and dtype of every tensor in the file.
+        """Return the shape and dtype of every tensor in the file.
 
         Raises:
             CheckpointError: the header says something else of one.
         """
         names = {code: name for name, (code, _) in DTYPES.items()}
-        found = {}
+        forms = {}
         for key, entry in self.header.items():
             if key == METADATA:
                 continue
             dtype = names.get(str(entry.get("dtype")))
             if dtype is None or not is_shape(entry.get("shape"), DTYPES[dtype][1]):
                 raise _bad(self.path, f"its {shown(key)} is no tensor")
-            found[key] = TensorFormat(tuple(entry["shape"]), dtype)
-        return found
+            forms[key] = TensorFormat(tuple(entry["shape"]), dtype)
+        return forms
 
     def place(self, key: str, form: TensorFormat) -> tuple[int, int]:
-        """The offset in the file and the elements of the tensor `key`, which must be of this form.
+        """Return the offset in the file and the elements of the tensor `key`, which must be of this form.
 
         Raises:
             CheckpointError: it is not there, or is something else.
@@ -120,11 +120,14 @@ class TensorFile:
             there = f"{shown(entry.get('dtype'))} of shape {shown(entry.get('shape'))}"
             raise _bad(self.path, f"its {name} is {there}, not {form.dtype} of shape {shown(list(form.shape))}")
         offsets: Any = entry.get("data_offsets")
-        if fault_of(offsets, [COUNT]) or len(offsets) != 2 or offsets[1] > len(self.content) - self.begin:
+        if fault_of(offsets, [COUNT]) or len(offsets) != 2:
             raise _bad(self.path, f"its {name} lies outside of it")
-        if offsets[1] - offsets[0] != form.nbytes:
-            raise _bad(self.path, f"its {name} has {offsets[1] - offsets[0]} bytes, not {form.nbytes}")
-        return self.begin + int(offsets[0]), math.prod(form.shape)
+        start, stop = offsets
+        if stop > len(self.content) - self.begin:
+            raise _bad(self.path, f"its {name} lies outside of it")
+        if stop - start != form.nbytes:
+            raise _bad(self.path, f"its {name} has {stop - start} bytes, not {form.nbytes}")
+        return self.begin + int(start), math.prod(form.shape)
 
 
 def write_tensors(
@@ -132,24 +135,24 @@ def write_tensors(
 ) -> None:
     """Write a whole file; `tensors` yields names and contiguous buffers in the order of `written_order(forms)`."""
     header: dict[str, Any] = {METADATA: dict(metadata)}
-    at = 0
+    offset = 0
     for name in written_order(forms):
         form = forms[name]
         header[name] = {
             "dtype": DTYPES[form.dtype][0],
             "shape": list(form.shape),
-            "data_offsets": [at, at + form.nbytes],
+            "data_offsets": [offset, offset + form.nbytes],
         }
-        at += form.nbytes
+        offset += form.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # the format allows spaces; the tensors then begin at a multiple of 8 bytes
     file.write(len(text).to_bytes(8, "little") + text)
     for _, content in tensors:
         file.write(content)
 
 
 def written_order(forms: Mapping[str, TensorFormat]) -> Iterator[str]:
-    """Wide elements first, so that every tensor begins at a multiple of its element's size; then by name."""
+    """Yield names, wide elements first, so that every tensor begins at a multiple of its element's size."""
     yield from sorted(forms, key=lambda name: (-forms[name].item_bytes, name))
 
 

@@ -1,6 +1,6 @@
-"""The MPI words on all ranks: what `paceline.init`, `paceline.rank`, `paceline.all_reduce` ... are.
+"""The functions of MPI on all ranks: `paceline.init`, `paceline.rank`, `paceline.all_reduce` and the others.
 
-They are Horovod's ideas under torch's spelling. Tensors are not changed in place: each call returns its
+They are Horovod's, spelled as torch spells them. Tensors are not changed in place: each call returns its
 result. Every rank must make the same calls in the same order, with equal shapes but for first dims.
 """
 
@@ -30,14 +30,14 @@ class World:
         rank_info: this rank's.
         comm: all ranks.
         has_servers: the ranks are workers of parameter servers: there is nothing between them.
-        found: the place that the environment named.
+        launcher_info: the place that the environment names, without a computed `cross_rank`.
         process: the id of the process that joined; one that is forked from it has other connections: none.
     """
 
     rank_info: RankInfo
     comm: AxisComm
     has_servers: bool = False
-    found: RankInfo | None = None
+    launcher_info: RankInfo | None = None
     process: int = field(default_factory=os.getpid)
 
 
@@ -55,7 +55,8 @@ def init() -> None:
     """
     if _world and not _may_join_anew():
         return
-    rank_info = found = find_rank_info(os.environ)
+    launcher_info = find_rank_info(os.environ)
+    rank_info = launcher_info
     has_servers = COORDINATOR in os.environ
     if has_servers:
         comm = AxisComm("world", 0, (rank_info.rank,), None, Ledger())
@@ -64,22 +65,26 @@ def init() -> None:
         comm = AxisComm("world", rank_info.rank, tuple(range(rank_info.size)), None, Ledger())
         if rank_info.is_cross_computed:
             rank_info = _with_cross_rank(rank_info, comm)
-    _world.append(World(rank_info, comm, has_servers, found))
+    _world.append(World(rank_info, comm, has_servers, launcher_info))
     atexit.register(shutdown)
 
 
 def _is_inherited() -> bool:
-    """Whether this process is forked from the one that joined."""
+    """True if this process is forked from the one that joined."""
     return _world[0].process != os.getpid()
 
 
 def _is_elsewhere() -> bool:
-    """Whether this process is forked from the one that joined, and its environment names another place."""
-    return _is_inherited() and find_rank_info(os.environ) != _world[0].found
+    """True if this process is forked from the one that joined, and its environment names another place."""
+    return _is_inherited() and find_rank_info(os.environ) != _world[0].launcher_info
 
 
 def _may_join_anew() -> bool:
-    """Forget a world of one that the process had from which this one is forked, and which is not its own."""
+    """Forget the world that this process has from the one it is forked from, if its environment names another place.
+
+    Raises:
+        UsageError: that world has several ranks.
+    """
     if not _is_elsewhere():
         return False
     check_own_process()
@@ -89,8 +94,10 @@ def _may_join_anew() -> bool:
 
 def check_own_process() -> None:
     """Raise UsageError in a process that is forked from a rank of several: the connections are that rank's."""
-    if _world and _is_inherited() and (_world[0].rank_info.size > 1 or _world[0].has_servers):
-        rank_info = _world[0].rank_info
+    if not _world or not _is_inherited():
+        return
+    rank_info = _world[0].rank_info
+    if rank_info.size > 1 or _world[0].has_servers:
         raise UsageError(
             "this process can't take part in training",
             f"it is forked from rank {rank_info.rank} of {rank_info.size}, whose connections can't be shared",
@@ -99,11 +106,12 @@ def check_own_process() -> None:
 
 
 def _with_cross_rank(rank_info: RankInfo, comm: AxisComm) -> RankInfo:
-    """Hosts are numbered in the order of their lowest ranks. What this sends is no part of a job's ledger."""
+    """Number the hosts in the order of their lowest ranks. What this sends is no part of a job's ledger."""
     name = hashlib.sha256(socket.gethostname().encode()).digest()
-    own = torch.tensor([int.from_bytes(name[:8], "little", signed=True)])
-    known = [int(one) for one in AxisComm("hosts", comm.rank, comm.peers, None, Ledger()).all_gather(own)]
-    return dataclasses.replace(rank_info, cross_rank=sorted(set(known), key=known.index).index(int(own)))
+    number = int.from_bytes(name[:8], "little", signed=True)
+    rows = AxisComm("hosts", comm.rank, comm.peers, None, Ledger()).all_gather(torch.tensor([number]))
+    hosts = list(dict.fromkeys(int(row) for row in rows))  # each once, in the order of ranks
+    return dataclasses.replace(rank_info, cross_rank=hosts.index(number))
 
 
 def shutdown() -> None:
@@ -116,12 +124,12 @@ def shutdown() -> None:
 
 
 def is_initialized() -> bool:
-    """Whether `init` has been called."""
+    """Return True if `init` has been called."""
     return bool(_world) and not _is_elsewhere()
 
 
 def world() -> World:
-    """The world that `init` joined.
+    """Return the world that `init` joined.
 
     Raises:
         UsageError: `init` has not been called.
@@ -140,32 +148,32 @@ def world() -> World:
 
 
 def rank() -> int:
-    """This process's number among all ranks, from 0."""
+    """Return this process's number among all ranks, from 0."""
     return world().rank_info.rank
 
 
 def size() -> int:
-    """How many ranks there are."""
+    """Return the number of ranks."""
     return world().rank_info.size
 
 
 def local_rank() -> int:
-    """This process's number among the ranks of its host, from 0."""
+    """Return this process's number among the ranks of its host, from 0."""
     return world().rank_info.local_rank
 
 
 def local_size() -> int:
-    """How many ranks this host has."""
+    """Return the number of ranks on this host."""
     return world().rank_info.local_size
 
 
 def cross_rank() -> int:
-    """The number of this host among the hosts, from 0."""
+    """Return the number of this host among the hosts, from 0."""
     return world().rank_info.cross_rank
 
 
 def all_reduce(tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
-    """The sum, mean, min, max or product of every rank's `tensor` (equal shapes).
+    """Return the sum, mean, min, max or product of every rank's `tensor` (equal shapes).
 
     Raises:
         UsageError: `op` is unknown.
@@ -178,13 +186,13 @@ def all_reduce(tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
 
 
 def all_gather(tensor: torch.Tensor) -> torch.Tensor:
-    """Every rank's rows, joined on dim 0 in rank order; ranks may hold different numbers of rows."""
+    """Return every rank's rows, joined on dim 0 in rank order; ranks may hold different numbers of rows."""
     _check_rows("all_gather", tensor)
     return torch.cat(_comm().all_gather(tensor.detach()))
 
 
 def broadcast(tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
-    """The `tensor` of rank `root`, on every rank (equal shapes).
+    """Return the `tensor` of rank `root`, on every rank (equal shapes).
 
     Raises:
         UsageError: there is no rank `root`.
@@ -197,7 +205,7 @@ def broadcast(tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
 
 
 def reduce_scatter(tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
-    """This rank's rows of the sum or mean over ranks; the first `rows % size` ranks get one row more."""
+    """Return this rank's rows of the sum or mean over ranks; the first `rows % size` ranks get one row more."""
     check_op(op, ("sum", "mean"))
     _check_rows("reduce_scatter", tensor)
     return _comm().reduce_scatter(tensor.detach(), op)
@@ -214,11 +222,16 @@ def all_to_all(tensor: torch.Tensor, splits: Sequence[int] | None = None) -> tup
         UsageError: `splits` has not one count per rank, or does not add up to the rows.
     """
     _check_rows("all_to_all", tensor)
-    counts = list(splits) if splits is not None else split_rows(tensor.shape[0], size())
-    uneven = splits is None and tensor.shape[0] % size()
-    if len(counts) != size() or sum(counts) != tensor.shape[0] or min(counts) < 0 or uneven:
+    rows = tensor.shape[0]
+    if splits is None:
+        counts = split_rows(rows, size())
+        is_valid = rows % size() == 0
+    else:
+        counts = list(splits)
+        is_valid = len(counts) == size() and sum(counts) == rows and min(counts) >= 0
+    if not is_valid:
         raise UsageError(
-            f"can't send {tensor.shape[0]} rows to {size()} ranks by all_to_all",
+            f"all_to_all of {rows} rows over {size()} ranks",
             f"the splits are {splits}",
             "give one count per rank that add up to the rows",
         )

@@ -1,4 +1,4 @@
-"""Batch norm over the samples of all ranks, so that splitting a batch does not change its statistics.
+"""Compute batch norm over the samples of all ranks, so that splitting a batch does not change its statistics.
 
 torch's SyncBatchNorm needs GPUs; this is the same computation on any device. Each rank gives its count, mean and
 sum of squared differences; they are merged as Chan, Golub and LeVeque (1983) merge them, so nothing is lost to
@@ -65,15 +65,17 @@ class _BatchNorm(torch.autograd.Function):
         dims = [dim for dim in range(images.dim()) if dim != 1]
         wide = images.to(torch.promote_types(images.dtype, torch.float32))
         count = float(wide.numel() // wide.shape[1]) if shared.counts else 0.0
-        own_mean = wide.mean(dims)
-        squares = (wide - _along(own_mean, wide)).square().sum(dims)
-        mine = torch.stack([torch.full_like(own_mean, count), own_mean, squares * (count > 0)])
-        statistics = _merged(mine, shared.comm)
+        local_mean = wide.mean(dims)
+        squares = (wide - _along(local_mean, wide)).square().sum(dims)
+        local_statistics = torch.stack([torch.full_like(local_mean, count), local_mean, squares * (count > 0)])
+        statistics = _merged(local_statistics, shared.comm)
         total, mean, variance = statistics.unbind()
         scale = (variance + eps).rsqrt()
         normed = (wide - _along(mean, wide)) * _along(scale, wide)
         ctx.save_for_backward(normed, weight, scale, total)
-        ctx.shared, ctx.dims, ctx.counts = shared, dims, shared.counts
+        ctx.shared = shared
+        ctx.dims = dims
+        ctx.counts = shared.counts
         result = normed * _along(weight.to(wide.dtype), wide) + _along(bias.to(wide.dtype), wide)
         ctx.mark_non_differentiable(statistics)
         return result.to(images.dtype), statistics
@@ -89,29 +91,32 @@ class _BatchNorm(torch.autograd.Function):
         normed, weight, scale, total = ctx.saved_tensors
         gradient = gradients[0].to(normed.dtype)
         sums = torch.stack([gradient.sum(ctx.dims), (gradient * normed).sum(ctx.dims)])
-        everybody = sums.clone()
-        _all_reduce(everybody, ctx.shared.comm)
-        mean_gradient, mean_product = (everybody / total).unbind()
+        global_sums = sums.clone()
+        _all_reduce(global_sums, ctx.shared.comm)
+        mean_gradient, mean_product = (global_sums / total).unbind()
         inner = gradient - _along(mean_gradient, normed) - normed * _along(mean_product, normed)
         if not ctx.counts:  # samples that are not of the batch: the statistics don't depend on them
             inner = torch.zeros_like(inner)
         images = inner * _along(scale * weight.to(normed.dtype), normed)
+        # This rank's own sums: gradients of weight and bias are added up with all others, after the backward pass.
         return images.to(gradients[0].dtype), sums[1].to(weight.dtype), sums[0].to(weight.dtype), None, None
 
 
-def _merged(mine: torch.Tensor, comm: AxisComm) -> torch.Tensor:
-    """Count, mean and variance over all ranks: (3, channels)."""
-    if isinstance(mine, FakeTensor):
-        comm.ledger.add("all_gather", comm.axis, mine.nbytes)
-        return mine.clone()
-    parts = comm.all_gather_along(mine, [mine.shape[0]] * comm.size, 0) if comm.size > 1 else [mine]
-    count, mean, squares = parts[0].unbind()
-    for part in parts[1:]:
-        other_count, other_mean, other_squares = part.unbind()
-        both = (count + other_count).clamp(min=1)
-        apart = other_mean - mean
-        squares = squares + other_squares + apart.square() * count * other_count / both
-        mean = mean + apart * other_count / both
+def _merged(local: torch.Tensor, comm: AxisComm) -> torch.Tensor:
+    """Return count, mean and variance over all ranks, (3, channels), from this rank's count, mean and squares."""
+    if isinstance(local, FakeTensor):
+        comm.ledger.add("all_gather", comm.axis, local.nbytes)
+        return local.clone()
+    gathered = [local]
+    if comm.size > 1:
+        gathered = comm.all_gather_along(local, [local.shape[0]] * comm.size, 0)
+    count, mean, squares = gathered[0].unbind()
+    for statistics in gathered[1:]:
+        other_count, other_mean, other_squares = statistics.unbind()
+        total = (count + other_count).clamp(min=1)
+        difference = other_mean - mean
+        squares = squares + other_squares + difference.square() * count * other_count / total
+        mean = mean + difference * other_count / total
         count = count + other_count
     return torch.stack([count, mean, squares / count.clamp(min=1)])
 
@@ -129,11 +134,11 @@ def _along(values: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
 
 def share_statistics(model: torch.nn.Module, comm: AxisComm) -> SharedStatistics | None:
     """Make every batch norm of `model` take its statistics over `comm`; None where there is nothing to do."""
-    norms = [
-        module
-        for module in model.modules()
-        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and not isinstance(module, torch.nn.SyncBatchNorm)
-    ]
+    norms = []
+    for module in model.modules():
+        is_batch_norm = isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
+        if is_batch_norm and not isinstance(module, torch.nn.SyncBatchNorm):  # that one shares by itself
+            norms.append(module)
     if comm.size == 1 or not norms:
         return None
     shared = SharedStatistics(comm)
@@ -144,7 +149,7 @@ def share_statistics(model: torch.nn.Module, comm: AxisComm) -> SharedStatistics
 
 @dataclass(frozen=True, slots=True)
 class SharedForward:
-    """What a batch norm's `forward` is replaced by."""
+    """The replacement of a batch norm's `forward`."""
 
     module: Any
     shared: SharedStatistics

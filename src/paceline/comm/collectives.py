@@ -1,4 +1,4 @@
-"""all_reduce and its kin on one mesh axis, each entered in the ledger.
+"""Collectives and point-to-point messages on one mesh axis, each entered in the ledger.
 
 A rank talks only through an `AxisComm`. An axis of one rank sends nothing and enters nothing.
 """
@@ -18,6 +18,7 @@ from paceline.nouns.errors import CollectiveError, PeerLostError, UsageError
 from paceline.nouns.mesh import AXES, Mesh
 
 OPS = ("sum", "mean", "min", "max", "product")
+# A mean is a sum that is divided: torch's ReduceOp.AVG is for NCCL alone.
 _REDUCE = {"min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX, "product": dist.ReduceOp.PRODUCT}
 # What Gloo and NCCL say when the other end of a connection has gone.
 _LOST = ("closed by peer", "reset by peer", "broken pipe", "connection refused", "remote process exited", "aborted")
@@ -39,6 +40,8 @@ class Done:
 
 @dataclass(slots=True)
 class _Work:
+    """A collective of torch that is under way; its errors name the collective and the axis."""
+
     work: dist.Work
     axis: str
     collective: str = "all_reduce"
@@ -87,20 +90,20 @@ class AxisComm:
         return _Work(work, self.axis)
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's `tensor`, in axis order. First dims may differ, the others must be equal."""
+        """Return every rank's `tensor`, in axis order. First dims may differ, the others must be equal."""
         if self.size == 1:
             return [tensor]
         rows = self._gather_even(torch.tensor([tensor.shape[0]], dtype=torch.int64, device=tensor.device))
         lengths = [int(row) for row in rows]
         padded = tensor.contiguous()
-        if max(lengths) > tensor.shape[0]:
+        if max(lengths) > tensor.shape[0]:  # torch's all_gather wants equal shapes
             padded = tensor.new_zeros((max(lengths), *tensor.shape[1:]))
             padded[: tensor.shape[0]] = tensor
         parts = self._gather_even(padded)
         return [part[:length] for part, length in zip(parts, lengths, strict=True)]
 
     def all_gather_along(self, tensor: torch.Tensor, lengths: Sequence[int], dim: int) -> list[torch.Tensor]:
-        """Every rank's `tensor`, whose sizes along `dim` are `lengths`, known everywhere: one call."""
+        """Return every rank's `tensor`, by one call: its sizes along `dim` are `lengths`, which all ranks know."""
         longest = max(lengths)
         padded = tensor.contiguous()
         if tensor.shape[dim] < longest:
@@ -114,7 +117,7 @@ class AxisComm:
         return [part.narrow(dim, 0, length) for part, length in zip(parts, lengths, strict=True)]
 
     def reduce_scatter_parts(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The sum over the ranks of their piece for this rank; `parts[i]` is for rank i."""
+        """Return the sum over the ranks of their piece for this rank; `parts[i]` is for rank i."""
         flat = torch.cat([part.reshape(-1) for part in parts])
         self._enter("reduce_scatter", flat)
         numel = parts[self.rank].numel()
@@ -130,26 +133,29 @@ class AxisComm:
                 dist.broadcast(tensor, self.peers[root], group=self.group)
 
     def reduce_scatter(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
-        """This rank's rows of the sum or mean of `tensor`; the first ranks get the rows left over."""
+        """Return this rank's rows of the sum or mean of `tensor`; the first ranks get the rows left over."""
         if self.size == 1:
             return tensor.clone()
         rows = split_rows(tensor.shape[0], self.size)
         self._enter("reduce_scatter", tensor)
         with named_failure("reduce_scatter", self.axis):
             parts = self._exchange(tensor, rows, [rows[self.rank]] * self.size)
-        mine = parts.view(self.size, rows[self.rank], *tensor.shape[1:]).sum(0, dtype=tensor.dtype)
-        return mine / self.size if op == "mean" else mine
+        total = parts.view(self.size, rows[self.rank], *tensor.shape[1:]).sum(0, dtype=tensor.dtype)
+        if op == "mean":
+            return total / self.size
+        return total
 
     def all_to_all(self, tensor: torch.Tensor, splits: Sequence[int]) -> tuple[torch.Tensor, list[int]]:
-        """Send `splits[i]` rows to rank i; the rows received, in rank order, and how many from each."""
+        """Send `splits[i]` rows to rank i; return the rows received, in rank order, and how many from each."""
         if self.size == 1:
             return tensor.clone(), list(splits)
-        sent = torch.tensor(list(splits), dtype=torch.int64, device=tensor.device)
-        self._enter("all_to_all", sent)
+        send_counts = torch.tensor(list(splits), dtype=torch.int64, device=tensor.device)
+        self._enter("all_to_all", send_counts)
         self._enter("all_to_all", tensor)
         with named_failure("all_to_all", self.axis):
-            received = self._exchange(sent, [1] * self.size, [1] * self.size).tolist()
-            return self._exchange(tensor, list(splits), received), received
+            # First how many rows come from each rank, then the rows.
+            receive_counts = self._exchange(send_counts, [1] * self.size, [1] * self.size).tolist()
+            return self._exchange(tensor, list(splits), receive_counts), receive_counts
 
     def begin_send(self, tensor: torch.Tensor, to: int, tag: int) -> Pending:
         """Start sending `tensor` to the rank with index `to`; it must not change before `wait`."""
@@ -193,21 +199,22 @@ class AxisComm:
 
 
 def split_rows(rows: int, parts: int) -> list[int]:
-    """`rows` over `parts`, as evenly as can be; the first parts take the rest (as Horovod splits)."""
-    return [rows // parts + (part < rows % parts) for part in range(parts)]
+    """Split `rows` over `parts`, as evenly as can be; the first parts take the rest (as Horovod splits)."""
+    share, rest = divmod(rows, parts)
+    return [share + 1] * rest + [share] * (parts - rest)
 
 
 def check_op(op: str, choices: Sequence[str] = OPS) -> None:
     """Raise UsageError unless `op` is one of `choices`."""
     if op not in choices:
-        word = str(op).rpartition(".")[2].lower()  # torch's own are such as ReduceOp.SUM
-        meant = _SAME.get(word, word)
-        fix = f"write {meant!r}" if meant in choices else "write one of these"
-        raise UsageError(f"the reduction {op!r} is unknown", f"there are {', '.join(choices)}", fix)
+        name = str(op).rpartition(".")[2].lower()  # torch's own are such as ReduceOp.SUM
+        synonym = _SYNONYMS.get(name, name)
+        fix = f"write {synonym!r}" if synonym in choices else "write one of these"
+        raise UsageError(f"a reduction by {op!r}", f"there are {', '.join(choices)}", fix)
 
 
-# Other words for the same. What is only spelt alike is not advised: a median is no mean.
-_SAME = {
+# Names of the same in other libraries. What is only spelt alike is not advised: a median is no mean.
+_SYNONYMS = {
     "average": "mean", "avg": "mean", "total": "sum", "add": "sum", "minimum": "min", "maximum": "max",
     "prod": "product", "mul": "product",
 }  # fmt: skip
@@ -219,24 +226,27 @@ def open_axes(mesh: Mesh, rank: int, ledger: Ledger) -> dict[str, AxisComm]:
 
 
 def open_product(name: str, axes: Sequence[str], comms: dict[str, AxisComm], mesh: Mesh, rank: int) -> AxisComm:
-    """The ranks that differ from this one on any of `axes`: the one axis among them that has ranks, or a new group.
+    """Open the ranks that differ from this one on any of `axes`: the one axis that has several, or a new group.
 
     Every rank must call this, in the same order.
     """
-    used = [axis for axis in axes if mesh.size(axis) > 1] or [axes[0]]
-    if len(used) == 1:
-        return comms[used[0]]
-    return _open(name, used, mesh, rank, comms[used[0]].ledger)
+    split_axes = [axis for axis in axes if mesh.size(axis) > 1]
+    if not split_axes:
+        return comms[axes[0]]
+    if len(split_axes) == 1:
+        return comms[split_axes[0]]
+    return _open(name, split_axes, mesh, rank, comms[split_axes[0]].ledger)
 
 
 def _open(name: str, axes: Sequence[str], mesh: Mesh, rank: int, ledger: Ledger) -> AxisComm:
-    groups = sorted({mesh.peers_on(other, axes) for other in range(mesh.world_size)})
-    mine = mesh.peers_on(rank, axes)
-    group = None
-    if len(groups) > 1 and len(mine) > 1:
-        opened = {peers: dist.new_group(list(peers)) for peers in groups}
-        group = opened[mine]
-    return AxisComm(name, mine.index(rank), mine, group, ledger)
+    peers = mesh.peers_on(rank, axes)
+    peers_of_groups = {mesh.peers_on(other, axes) for other in range(mesh.world_size)}
+    group = None  # the whole world, or one rank alone
+    if len(peers_of_groups) > 1 and len(peers) > 1:
+        # torch wants every rank to open every group, in the same order, also those that it is not in.
+        groups = {members: dist.new_group(list(members)) for members in sorted(peers_of_groups)}
+        group = groups[peers]
+    return AxisComm(name, peers.index(rank), peers, group, ledger)
 
 
 @contextmanager
@@ -245,15 +255,15 @@ def named_failure(collective: str, axis: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        said = str(error).splitlines()[0] if str(error) else type(error).__name__
-        if any(mark in said.lower() for mark in _LOST):
+        message = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if any(mark in message.lower() for mark in _LOST):
             raise PeerLostError(
                 f"{collective} on the axis {axis} waits for its peers",
-                f"one of them has gone ({said})",
+                f"one of them has gone ({message})",
                 "look for the rank that failed first; start again with --resume",
             ) from error
         raise CollectiveError(
             f"{collective} on the axis {axis} should run on all its ranks",
-            f"the transport failed: {said}",
+            f"the transport failed: {message}",
             "check that every rank makes the same calls with the same shapes and dtypes",
         ) from error

@@ -1,8 +1,8 @@
-"""Smaller wires: half precision, the largest entries, or low-rank factors of each gradient.
+"""Reducers that compress gradients: half precision, the largest entries, or low-rank factors of each gradient.
 
 They trade exactness for bytes: replicas stay equal bit for bit, but no longer equal one process. What
 top-k and PowerSGD leave out is kept and added to the next step's gradient (error feedback). The last
-`tail` entries of a wire are bookkeeping and always travel exactly.
+`tail` entries of a reducer's tensor are bookkeeping and always travel exactly.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ POWER_SGD_RANK = 4  # Vogels et al. 2019, table 3: rank 4 keeps the accuracy of 
 
 @dataclass(slots=True)
 class CastReducer:
-    """Summed in a narrower dtype (bf16, fp16) by the wire inside; half the bytes of float32."""
+    """Sums in a narrower dtype (bf16, fp16) by the reducer inside; half the bytes of float32."""
 
     outbox: torch.Tensor
     inside: Reducer
@@ -44,7 +44,7 @@ class CastReducer:
 
     @property
     def is_scaled_first(self) -> bool:
-        """A sum over a batch can leave float16's range; a mean does not."""
+        """True: a sum over a batch can leave float16's range, a mean does not."""
         return True
 
     def finish(self, scale: torch.Tensor) -> None:
@@ -59,7 +59,7 @@ class CastReducer:
 
 @dataclass(slots=True)
 class TopKReducer:
-    """The largest entries of each rank, by all_gather of indices and values, with error feedback.
+    """Sums the largest entries of each rank, by all_gather of indices and values, with error feedback.
 
     Source: Stich, Cordonnier and Jaggi 2018, Sparsified SGD with memory.
     """
@@ -87,7 +87,7 @@ class TopKReducer:
 
     @property
     def is_scaled_first(self) -> bool:
-        """What one step leaves out is sent in the next, so both must have the same scale."""
+        """True: what one step leaves out is sent in the next, so both must have the same scale."""
         return True
 
     def finish(self, scale: torch.Tensor) -> None:
@@ -98,21 +98,21 @@ class TopKReducer:
         places = self.error.abs().topk(count).indices.sort().values
         values = self.error[places]
         self.error[places] = 0
-        all_places = self.comm.all_gather(places.to(torch.int32))
-        all_values = self.comm.all_gather(values)
+        places_by_rank = self.comm.all_gather(places.to(torch.int32))
+        values_by_rank = self.comm.all_gather(values)
         body.zero_()
-        for there, value in zip(all_places, all_values, strict=True):
-            body.index_add_(0, there.to(torch.int64), value)
+        for rank_places, rank_values in zip(places_by_rank, values_by_rank, strict=True):
+            body.index_add_(0, rank_places.to(torch.int64), rank_values)
         _exact(self.comm, [self.outbox[self.error.numel() :]])
 
     def state(self) -> dict[str, torch.Tensor]:
-        """The entries not sent yet."""
+        """Return the entries not sent yet."""
         return {"error": self.error}
 
 
 @dataclass(slots=True)
 class PowerSGDReducer:
-    """Each matrix as two thin factors, warm-started, with error feedback; vectors travel exactly.
+    """Sums each matrix as two thin factors, warm-started, with error feedback; vectors travel exactly.
 
     Source: Vogels, Karimireddy and Jaggi 2019, PowerSGD: Practical low-rank gradient compression.
     """
@@ -126,10 +126,15 @@ class PowerSGDReducer:
 
     def __post_init__(self) -> None:
         self.error = torch.zeros_like(self.outbox)
-        self.bases, self.places, offset = [], [], 0
-        random = torch.Generator().manual_seed(0)
+        self.bases = []
+        self.places = []
+        offset = 0
+        random = torch.Generator().manual_seed(0)  # the same bases on every rank
         for shape in self.shapes:
-            rows, columns = (shape[0], shape.numel() // max(shape[0], 1)) if len(shape) > 1 else (1, 1)
+            rows, columns = 1, 1  # a vector, which is sent as it is
+            if len(shape) > 1:
+                rows = shape[0]
+                columns = shape.numel() // max(rows, 1)
             if POWER_SGD_RANK * (rows + columns) < rows * columns:
                 self.places.append((offset, torch.Size((rows, columns))))
                 basis = torch.randn(columns, POWER_SGD_RANK, generator=random, dtype=torch.float32)
@@ -151,35 +156,48 @@ class PowerSGDReducer:
 
     @property
     def is_scaled_first(self) -> bool:
-        """What one step leaves out is sent in the next, so both must have the same scale."""
+        """True: what one step leaves out is sent in the next, so both must have the same scale."""
         return True
 
     def finish(self, scale: torch.Tensor) -> None:
-        """One step of subspace iteration on every matrix at once: two all_reduces of thin factors."""
-        matrices = [self.outbox[at : at + shape.numel()].view(shape) for at, shape in self.places]
-        errors = [self.error[at : at + shape.numel()].view(shape) for at, shape in self.places]
+        """Take one step of subspace iteration on every matrix at once: two all_reduces of thin factors."""
+        matrices = self._matrices(self.outbox)
+        errors = self._matrices(self.error)
         for matrix, error in zip(matrices, errors, strict=True):
             error += matrix  # from here `error` holds what should be sent
         lefts = [error @ basis for error, basis in zip(errors, self.bases, strict=True)]
         _exact(self.comm, [*lefts, *self._rest()])
         lefts = [torch.linalg.qr(left)[0] for left in lefts]
         rights = [error.T @ left for error, left in zip(errors, lefts, strict=True)]
-        own = [right.clone() for right in rights]
+        local_rights = [right.clone() for right in rights]  # `_exact` sums in place
         _exact(self.comm, rights)
         for number, (matrix, error, left) in enumerate(zip(matrices, errors, lefts, strict=True)):
-            error -= left @ own[number].T
+            error -= left @ local_rights[number].T
             torch.matmul(left, rights[number].T, out=matrix)
             self.bases[number].copy_(rights[number])
 
+    def _matrices(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return the matrices in a flat tensor, as views."""
+        return [flat[offset : offset + shape.numel()].view(shape) for offset, shape in self.places]
+
     def _rest(self) -> list[torch.Tensor]:
-        """The stretches of the outbox that no matrix covers."""
-        ends = [0, *(at + shape.numel() for at, shape in self.places)]
-        starts = [*(at for at, _ in self.places), self.outbox.numel()]
-        return [self.outbox[end:start] for end, start in zip(ends, starts, strict=True) if end < start]
+        """Return the stretches of the outbox that no matrix covers."""
+        stretches = []
+        end = 0  # of the matrix before
+        for offset, shape in self.places:
+            if end < offset:
+                stretches.append(self.outbox[end:offset])
+            end = offset + shape.numel()
+        if end < self.outbox.numel():
+            stretches.append(self.outbox[end:])
+        return stretches
 
     def state(self) -> dict[str, torch.Tensor]:
-        """The error not sent yet and the warm start."""
-        return {"error": self.error, **{f"basis{number}": basis for number, basis in enumerate(self.bases)}}
+        """Return the error not sent yet and the warm start."""
+        state = {"error": self.error}
+        for number, basis in enumerate(self.bases):
+            state[f"basis{number}"] = basis
+        return state
 
 
 def _exact(comm: AxisComm, tensors: list[torch.Tensor]) -> None:
@@ -188,5 +206,6 @@ def _exact(comm: AxisComm, tensors: list[torch.Tensor]) -> None:
         return
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     comm.all_reduce(flat)
-    for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
-        tensor.copy_(part.view_as(tensor))
+    sums = flat.split([tensor.numel() for tensor in tensors])
+    for tensor, total in zip(tensors, sums, strict=True):
+        tensor.copy_(total.view_as(tensor))

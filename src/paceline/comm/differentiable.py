@@ -9,7 +9,7 @@
     keep_piece     nothing            all_gather        a whole value split, gradient whole
     keep_of_parts  nothing            zeros elsewhere   the same where the gradient is in parts anyway
 
-Source: f and g of Shoeybi et al. 2019 (Megatron-LM), and their sequence-split kin, Korthikanti et al. 2022.
+Source: f and g of Shoeybi et al. 2019 (Megatron-LM), and those of sequence parallelism, Korthikanti et al. 2022.
 All functions work on fake tensors too, where they only compute shapes.
 """
 
@@ -30,25 +30,31 @@ Pieces = tuple[int, tuple[int, ...]]  # the dimension that is split and its bloc
 
 
 def _is_dry(tensor: torch.Tensor) -> bool:
-    """Whether only shapes are wanted. In a rehearsal the other ranks are fake too, and all is done as it will be."""
-    return isinstance(tensor, FakeTensor) and not (dist.is_initialized() and dist.get_backend() == "fake")
+    """True if only shapes are wanted. In a rehearsal the other ranks are fake too, and all is done as it will be."""
+    if not isinstance(tensor, FakeTensor):
+        return False
+    is_rehearsal = dist.is_initialized() and dist.get_backend() == "fake"
+    return not is_rehearsal
 
 
 def piece_ranges(blocks: tuple[int, ...], part: int, parts: int) -> list[tuple[int, int]]:
-    """Where in the whole dimension a rank's piece lies: (start, stop) per block."""
-    ranges, at = [], 0
+    """Return where in the whole dimension a rank's piece lies: (start, stop) per block."""
+    ranges = []
+    block_start = 0
     for block in blocks:
         start, stop = chunk_range(block, part, parts)
-        ranges.append((at + start, at + stop))
-        at += block
+        ranges.append((block_start + start, block_start + stop))
+        block_start += block
     return ranges
 
 
 def take_piece(whole: torch.Tensor, pieces: Pieces, part: int, parts: int) -> torch.Tensor:
-    """A rank's piece of a whole tensor, a copy."""
+    """Return a copy of a rank's piece of a full tensor; a view where it is one contiguous block."""
     dim, blocks = pieces
-    cut = [whole.narrow(dim, start, stop - start) for start, stop in piece_ranges(blocks, part, parts)]
-    return cut[0].contiguous() if len(cut) == 1 else torch.cat(cut, dim)
+    views = [whole.narrow(dim, start, stop - start) for start, stop in piece_ranges(blocks, part, parts)]
+    if len(views) == 1:
+        return views[0].contiguous()
+    return torch.cat(views, dim)
 
 
 def _all_gather(piece: torch.Tensor, pieces: Pieces, comm: AxisComm) -> torch.Tensor:
@@ -58,16 +64,17 @@ def _all_gather(piece: torch.Tensor, pieces: Pieces, comm: AxisComm) -> torch.Te
     if _is_dry(piece):
         comm.ledger.add("all_gather", comm.axis, piece.nbytes)
         return piece.new_empty(shape)
-    parts = comm.all_gather_along(piece, [_length(blocks, part, comm.size) for part in range(comm.size)], dim)
+    lengths = [_length(blocks, part, comm.size) for part in range(comm.size)]
+    gathered = comm.all_gather_along(piece, lengths, dim)
     if len(blocks) == 1:
-        return torch.cat(parts, dim)
-    whole = piece.new_empty(shape)
-    for part, values in enumerate(parts):
-        at = 0
+        return torch.cat(gathered, dim)
+    full = piece.new_empty(shape)  # each rank has a piece of every block, so they can't just be joined
+    for part, values in enumerate(gathered):
+        offset = 0
         for start, stop in piece_ranges(blocks, part, comm.size):
-            whole.narrow(dim, start, stop - start).copy_(values.narrow(dim, at, stop - start))
-            at += stop - start
-    return whole
+            full.narrow(dim, start, stop - start).copy_(values.narrow(dim, offset, stop - start))
+            offset += stop - start
+    return full
 
 
 def _reduce_scatter(parts: torch.Tensor, pieces: Pieces, comm: AxisComm) -> torch.Tensor:
@@ -77,7 +84,8 @@ def _reduce_scatter(parts: torch.Tensor, pieces: Pieces, comm: AxisComm) -> torc
         shape = list(parts.shape)
         shape[dim] = _length(blocks, comm.rank, comm.size)
         return parts.new_empty(shape)
-    return comm.reduce_scatter_parts([take_piece(parts, pieces, part, comm.size) for part in range(comm.size)])
+    pieces_by_rank = [take_piece(parts, pieces, part, comm.size) for part in range(comm.size)]
+    return comm.reduce_scatter_parts(pieces_by_rank)
 
 
 def _all_reduce(tensor: torch.Tensor, comm: AxisComm) -> torch.Tensor:
@@ -112,38 +120,38 @@ class Exchanges:
     comm: AxisComm
 
     def share_whole(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Nothing; its gradients are added up over the ranks."""
+        """Return the tensor; its gradients are added up over the ranks."""
         return self._exchange(tensor, lambda x: x.view_as(x), lambda g: _all_reduce(g, self.comm))
 
     def add_parts(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks."""
+        """Return the sum over the ranks."""
         return self._exchange(tensor, lambda x: _all_reduce(x, self.comm), lambda g: g)
 
     def gather(self, tensor: torch.Tensor, pieces: Pieces) -> torch.Tensor:
-        """The whole of a split tensor; every rank goes on alike."""
-        return self._exchange(tensor, lambda x: _all_gather(x, pieces, self.comm), lambda g: self._own(g, pieces))
+        """Return the full tensor of a split one; every rank computes the same from it."""
+        return self._exchange(tensor, lambda x: _all_gather(x, pieces, self.comm), lambda g: self._local(g, pieces))
 
     def gather_parts(self, tensor: torch.Tensor, pieces: Pieces) -> torch.Tensor:
-        """The whole of a split tensor; ranks go on differently, so gradients are added up."""
+        """Return the full tensor of a split one; ranks compute different things from it, so gradients are added up."""
         return self._exchange(
             tensor, lambda x: _all_gather(x, pieces, self.comm), lambda g: _reduce_scatter(g, pieces, self.comm)
         )
 
     def scatter_parts(self, tensor: torch.Tensor, pieces: Pieces) -> torch.Tensor:
-        """This rank's piece of the sum over the ranks."""
+        """Return this rank's piece of the sum over the ranks."""
         return self._exchange(
             tensor, lambda x: _reduce_scatter(x, pieces, self.comm), lambda g: _all_gather(g, pieces, self.comm)
         )
 
     def keep_piece(self, tensor: torch.Tensor, pieces: Pieces) -> torch.Tensor:
-        """This rank's piece of a tensor that all ranks have."""
-        return self._exchange(tensor, lambda x: self._own(x, pieces), lambda g: _all_gather(g, pieces, self.comm))
+        """Return this rank's piece of a tensor that all ranks have."""
+        return self._exchange(tensor, lambda x: self._local(x, pieces), lambda g: _all_gather(g, pieces, self.comm))
 
     def keep_of_parts(self, tensor: torch.Tensor, pieces: Pieces) -> torch.Tensor:
-        """This rank's piece of a tensor whose gradients are in parts."""
+        """Return this rank's piece of a tensor whose gradients are in parts."""
         return take_piece(tensor, pieces, self.comm.rank, self.comm.size)
 
-    def _own(self, tensor: torch.Tensor, pieces: Pieces) -> torch.Tensor:
+    def _local(self, tensor: torch.Tensor, pieces: Pieces) -> torch.Tensor:
         return take_piece(tensor, pieces, self.comm.rank, self.comm.size)
 
     @staticmethod
@@ -157,28 +165,30 @@ class Exchanges:
     def split_embedding(
         self, weight: torch.Tensor, indices: torch.Tensor, rows: int, padding: int = -1
     ) -> torch.Tensor:
-        """Rows of a table whose rows are split: this rank's, zeros for the others'; to be summed."""
+        """Look up rows of a table whose rows are split: this rank's, zeros for the others'; to be summed."""
         start, stop = chunk_range(rows, self.comm.rank, self.comm.size)
-        is_own = (indices >= start) & (indices < stop)
-        local = torch.where(is_own, indices - start, 0)
-        found = torch.nn.functional.embedding(local, weight)
+        is_local = (indices >= start) & (indices < stop)
+        local_indices = torch.where(is_local, indices - start, 0)
+        vectors = torch.nn.functional.embedding(local_indices, weight)
         if 0 <= padding < rows:  # its row gets no gradient
-            found = torch.where((indices == padding).unsqueeze(-1), found.detach(), found)
-        return torch.where(is_own.unsqueeze(-1), found, found.new_zeros(()))
+            vectors = torch.where((indices == padding).unsqueeze(-1), vectors.detach(), vectors)
+        return torch.where(is_local.unsqueeze(-1), vectors, vectors.new_zeros(()))
 
     def split_cross_entropy(
         self, scores: torch.Tensor, labels: torch.Tensor, classes: int, reduction: int, ignored: int
     ) -> torch.Tensor:
-        """Cross entropy of rows of scores whose classes are split; the same on every rank."""
+        """Compute the cross entropy of rows of scores whose classes are split; the same on every rank."""
         losses: torch.Tensor = _SplitCrossEntropy.apply(scores, labels, classes, ignored, self.comm)  # type: ignore[no-untyped-call]
-        if reduction == 0:
+        if reduction == 0:  # torch's numbers: none, mean, sum
             return losses
         total = losses.sum()
-        return total / (labels != ignored).sum() if reduction == 1 else total
+        if reduction == 1:
+            return total / (labels != ignored).sum()
+        return total
 
 
 class _SplitCrossEntropy(torch.autograd.Function):
-    """Shoeybi et al. 2019, section 3: two small sums instead of all scores."""
+    """Cross entropy over split classes by two small sums instead of all scores (Shoeybi et al. 2019, section 3)."""
 
     @staticmethod
     def forward(
@@ -187,7 +197,8 @@ class _SplitCrossEntropy(torch.autograd.Function):
         start, stop = chunk_range(classes, comm.rank, comm.size)
         wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
         if _is_dry(scores):
-            largest, sums = wide.new_empty(len(labels)), wide.new_empty(2, len(labels))
+            largest = wide.new_empty(len(labels))
+            sums = wide.new_empty(2, len(labels))
             comm.ledger.add("all_reduce", comm.axis, largest.nbytes)
             comm.ledger.add("all_reduce", comm.axis, sums.nbytes)
             ctx.save_for_backward(wide, labels, labels)
@@ -195,26 +206,29 @@ class _SplitCrossEntropy(torch.autograd.Function):
             return wide.new_empty(len(labels))
         largest = wide.amax(1) if wide.shape[1] else wide.new_full((len(labels),), -torch.inf)
         comm.all_reduce(largest, "max")
-        is_own = (labels >= start) & (labels < stop)
-        local = torch.where(is_own, labels - start, 0)
+        is_local = (labels >= start) & (labels < stop)
+        local_labels = torch.where(is_local, labels - start, 0)
         exponentials = torch.exp(wide - largest[:, None])
-        picked = wide.gather(1, local[:, None])[:, 0] - largest if wide.shape[1] else torch.zeros_like(largest)
-        sums = torch.stack([exponentials.sum(1), torch.where(is_own, picked, 0.0)])
+        if wide.shape[1]:
+            label_scores = wide.gather(1, local_labels[:, None])[:, 0] - largest
+        else:  # more ranks than classes: this one has none
+            label_scores = torch.zeros_like(largest)
+        sums = torch.stack([exponentials.sum(1), torch.where(is_local, label_scores, 0.0)])
         comm.all_reduce(sums)
         counts = labels != ignored
-        ctx.save_for_backward(exponentials.div_(sums[0][:, None]), local, is_own)
+        ctx.save_for_backward(exponentials.div_(sums[0][:, None]), local_labels, is_local)
         ctx.dtype, ctx.counts = scores.dtype, counts
         return torch.where(counts, sums[0].log() - sums[1], 0.0)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        probabilities, local, is_own = ctx.saved_tensors
+        probabilities, local_labels, is_local = ctx.saved_tensors
         (gradient,) = gradients
         if _is_dry(gradient):
             return probabilities.to(ctx.dtype), None, None, None, None
         result = probabilities.clone()
         if result.shape[1]:
-            result.scatter_add_(1, local[:, None], -is_own.to(result.dtype)[:, None])
+            result.scatter_add_(1, local_labels[:, None], -is_local.to(result.dtype)[:, None])
         result *= (gradient * ctx.counts)[:, None]
         return result.to(ctx.dtype), None, None, None, None
 
@@ -222,7 +236,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
 def split_dropout(
     tensor: torch.Tensor, share: float, is_training: bool, shape: tuple[int, ...], place: tuple[Pieces, int, int]
 ) -> torch.Tensor:
-    """Dropout of a split tensor: draws for the whole `shape`, as one rank would, and uses its own piece."""
+    """Apply dropout to a split tensor: draw for the full `shape`, as one rank would, and use this rank's piece."""
     if not is_training or share == 0:
         return tensor
     if share == 1:
@@ -235,27 +249,31 @@ def split_dropout(
 def attention_weights(
     query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, is_causal: bool, scale: float | None
 ) -> torch.Tensor:
-    """The weights of `scaled_dot_product_attention` before dropout: (..., queries, keys).
+    """Compute the weights of `scaled_dot_product_attention` before dropout: (..., queries, keys).
 
     torch's fused attention draws its mask inside, where no rank can draw for the heads of others.
     """
     scores = query @ _for_every_head(key, query).transpose(-2, -1)
-    scores = scores * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if scale is None:
+        scale = query.shape[-1] ** -0.5
+    scores = scores * scale
     if is_causal:
-        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-        scores = scores.masked_fill(~seen, float("-inf"))
-    if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+        causal_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores = scores.masked_fill(~causal_mask, float("-inf"))
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    elif mask is not None:
+        scores = scores + mask
     return torch.ops.aten._safe_softmax.default(scores, -1)  # type: ignore[no-any-return]
 
 
 def attention_values(weights: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """What attention with such weights makes of the values."""
+    """Return the values weighted by attention weights."""
     return weights.to(value.dtype) @ _for_every_head(value, weights)
 
 
 def _for_every_head(tensor: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """Keys or values of a group of heads, repeated for each of its heads."""
+    """Repeat the keys or values of a group of heads for each of its heads."""
     if tensor.dim() < 3 or tensor.shape[-3] == query.shape[-3]:
         return tensor
     return tensor.repeat_interleave(query.shape[-3] // tensor.shape[-3], -3)

@@ -1,4 +1,4 @@
-"""DTensors, as FSDP2 makes parameters of: this rank's part in and out.
+"""Take this rank's part out of a DTensor, and make a DTensor of a part, as FSDP2's parameters are.
 
 torch.distributed.tensor takes over a second to import, so it is left alone until a plan shards.
 """
@@ -9,18 +9,20 @@ import torch
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor; any other tensor itself."""
-    part: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    """Return this rank's part of a DTensor; any other tensor itself."""
+    if not hasattr(tensor, "to_local"):
+        return tensor
+    part: torch.Tensor = tensor.to_local()
     return part
 
 
 def like_parameter(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """`part` as this rank's part of a DTensor that lies as `parameter` does."""
+    """Return `part` as this rank's part of a DTensor with the mesh and placements of `parameter`."""
     if not hasattr(parameter, "to_local"):
         return part
     from torch.distributed.tensor import DTensor
 
-    whole: DTensor = parameter  # type: ignore[assignment]
+    like: DTensor = parameter  # type: ignore[assignment]
     return DTensor.from_local(
-        part, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )

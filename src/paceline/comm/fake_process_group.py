@@ -1,4 +1,4 @@
-"""Ranks that are not there: process groups of any size in one process, whose collectives leave tensors as they are.
+"""Make process groups of any size in one process, whose collectives leave tensors as they are.
 
 For trying a step out on fake tensors: what is allocated and what is entered in the ledger is as it would
 be. The one file that imports torch's fake process group, which is not public.

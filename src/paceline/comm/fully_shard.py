@@ -1,4 +1,4 @@
-"""torch's `fully_shard` (FSDP2) on one axis, with every collective in our ledger: the one file that imports it.
+"""Apply torch's `fully_shard` (FSDP2) on one axis, with its collectives in our ledger: the one file that imports it.
 
 On CPUs a reduce_scatter is an all_to_all and a sum in rank order: the same bits on every run, in about half
 the time of Gloo's own (16 MB on 2 cores: 10.4 against 17.5 ms on 2 ranks, 17 against 33 ms on 4).
@@ -32,31 +32,35 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 @dataclass(slots=True)
 class CollectiveOrder:
-    """What this rank's groups sent, in what order: ranks that differ here have mixed up their tensors."""
+    """A checksum of the order in which this rank's groups sent: ranks that differ here have mixed up their tensors."""
 
     comm: AxisComm
     crc: int = 0
     sums_on_cpu: bool = True  # False: on the CPU too, do as on a GPU, to try a step out
 
     def enter(self, collective: str, group: int, tensor: torch.Tensor) -> None:
-        """Count one call and remember its place in the order."""
+        """Enter one call in the ledger and in the checksum of the order."""
         self.comm.ledger.add(collective, self.comm.axis, tensor.nbytes)
         self.crc = zlib.crc32(f"{collective} {group} {tensor.numel()}".encode(), self.crc)
 
 
 class _Counted:
-    """What is counted, and the `narrow` numbers in which floats are sent, where given."""
+    """A collective of FSDP2's group `number` that is counted, and sends floats in the dtype `narrow` where given."""
 
     def __init__(self, collective_order: CollectiveOrder, number: int, narrow: torch.dtype | None) -> None:
-        self.collective_order, self.number, self.narrow = collective_order, number, narrow
+        self.collective_order = collective_order
+        self.number = number
+        self.narrow = narrow
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A buffer, as FSDP2 asks for it."""
+        """Return a buffer, as FSDP2 asks for it."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def narrowed(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What is sent for `tensor`."""
-        return tensor.to(self.narrow) if self.narrow is not None and tensor.is_floating_point() else tensor
+        """Return `tensor` as it is sent."""
+        if self.narrow is None or not tensor.is_floating_point():
+            return tensor
+        return tensor.to(self.narrow)
 
 
 class CountedAllGather(_Counted, AllGather):  # type: ignore[misc]
@@ -72,12 +76,14 @@ class CountedAllGather(_Counted, AllGather):  # type: ignore[misc]
         """Gather; narrow numbers are widened again before anybody sees them."""
         sent = self.narrowed(input_tensor)
         is_narrow = sent is not input_tensor
-        got = torch.empty_like(output_tensor, dtype=sent.dtype) if is_narrow else output_tensor
+        received = torch.empty_like(output_tensor, dtype=sent.dtype) if is_narrow else output_tensor
+        # What is narrow must be here before it can be widened, so it is waited for.
+        async_op = async_op and not is_narrow
         self.collective_order.enter("all_gather", self.number, sent)
         with named_failure("all_gather", self.collective_order.comm.axis):
-            work: dist.Work | None = _all_gather(got, sent, group=group, async_op=async_op and not is_narrow)
+            work: dist.Work | None = _all_gather(received, sent, group=group, async_op=async_op)
         if is_narrow:
-            output_tensor.copy_(got)
+            output_tensor.copy_(received)
         return work
 
 
@@ -101,24 +107,26 @@ class CountedReduceScatter(_Counted, ReduceScatter):  # type: ignore[misc]
                 return None
             if sent is input_tensor:
                 return _reduce_scatter(output_tensor, sent, group=group, async_op=async_op)  # type: ignore[no-any-return]
-            got = torch.empty_like(output_tensor, dtype=sent.dtype)
-            _reduce_scatter(got, sent, group=group)
-            output_tensor.copy_(got)
+            received = torch.empty_like(output_tensor, dtype=sent.dtype)
+            _reduce_scatter(received, sent, group=group)
+            output_tensor.copy_(received)
             return None
 
 
 def _sum_parts(out: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup, ranks: int) -> None:
+    """Sum the ranks' parts in rank order, in the dtype of `out`."""
     parts = torch.empty_like(tensor)
     dist.all_to_all_single(parts, tensor, group=group)
     first, second, *others = parts.view(ranks, -1).unbind()
-    wide = (first, second) if first.dtype == out.dtype else (first.to(out.dtype), second)
-    torch.add(*wide, out=out)
+    if first.dtype != out.dtype:
+        first = first.to(out.dtype)  # one wide operand makes torch add in that dtype
+    torch.add(first, second, out=out)
     for other in others:
         out += other
 
 
 class Root(nn.Module):
-    """Holds a model and calls what it is handed: a loss is as good a forward pass as the model's own.
+    """A module that holds a model and calls a function as its forward pass, such as a loss.
 
     FSDP2 makes a module's own parameters whole while its forward runs. A loss may use the model's outside
     the model's forward, call other methods of it, or call it twice; inside this one all of it is right.
@@ -151,46 +159,47 @@ class Groups:
     took_gradient: bool = False
 
     def forward(self, call: Callable[[], Any]) -> Any:
-        """`call()` as a forward pass."""
-        self.has_run = self.is_forward = True
+        """Run `call()` as a forward pass."""
+        self.has_run = True
+        self.is_forward = True
         try:
             return self.root(call)
         finally:
             self.is_forward = False
 
     def set_phase(self, reduces: bool, drops: bool, is_last: bool) -> None:
-        """What the next backward pass does: reduce gradients, drop whole parameters, end the step."""
+        """Set what the next backward pass does: reduce gradients, drop full parameters, end the step."""
         root = self.modules[-1]
         root.set_requires_gradient_sync(reduces)
         root.set_reshard_after_backward(drops)
         root.set_is_last_backward(is_last)
 
     def gather(self) -> None:
-        """Make every group's parameters whole now."""
+        """Gather every group's parameters now."""
         handles = [module.unshard(async_op=True) for module in self.modules]
         for handle in handles:
             if handle is not None:
                 handle.wait()
 
     def drop(self) -> None:
-        """Keep this rank's parts only."""
+        """Free the gathered parameters and keep this rank's parts."""
         for module in self.modules:
             module.reshard()
 
     def forget_failed_step(self) -> None:
-        """After a forward or backward pass that raised; its gradients are lost."""
+        """Reset FSDP2 after a forward or backward pass that raised; its gradients are lost."""
         if self.has_run:
             self.modules[-1].reset_iter_state()
 
 
 def can_reduce_unused() -> bool:
-    """Whether this torch can sum a gradient that some ranks have and others have not (2.13 can)."""
+    """True if this torch can sum a gradient that some ranks have and others have not (2.13 can)."""
     return hasattr(FSDPModule, "set_reduce_scatter_unused_params") and hasattr(FSDPModule, "reset_iter_state")
 
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """How parameters are held: which modules are groups of their own, what stays whole, and for how long."""
+    """The way parameters are held: which modules are groups, which parameters stay replicated, and for how long."""
 
     blocks: Sequence[nn.Module]
     whole: set[nn.Parameter]  # on every rank; not FSDP2's business
@@ -243,14 +252,14 @@ def _keep_through_forward(groups: Groups, group: FSDPModule) -> None:
         if not groups.is_forward:
             return begin(gradient)  # type: ignore[no-any-return]
         groups.took_gradient = True
-        for own in state._fsdp_param_groups:
-            own.unshard()
-            own.wait_for_unshard()
+        for param_group in state._fsdp_param_groups:
+            param_group.unshard()
+            param_group.wait_for_unshard()
         return gradient
 
     state._pre_backward = before_backward
-    for own in state._fsdp_param_groups:
-        own.post_backward = _unless_forward(groups, own.post_backward)
+    for param_group in state._fsdp_param_groups:
+        param_group.post_backward = _unless_forward(groups, param_group.post_backward)
 
 
 def _unless_forward(groups: Groups, after_backward: Callable[..., None]) -> Callable[..., None]:
@@ -263,28 +272,28 @@ def _unless_forward(groups: Groups, after_backward: Callable[..., None]) -> Call
 
 @contextmanager
 def copies_from_host() -> Iterator[None]:
-    """Where there is no GPU that parts in the host's memory could be copied to, copy them all the same."""
+    """Copy parts in the host's memory before they are gathered, also where there is no GPU to copy them to."""
     read = FSDPParam.all_gather_inputs.fget  # type: ignore[attr-defined]
 
-    def copied(own: FSDPParam) -> list[torch.Tensor]:
-        return [one.clone() for one in read(own)]
+    def copied(parameter: FSDPParam) -> list[torch.Tensor]:
+        return [part.clone() for part in read(parameter)]
 
     with mock.patch.object(FSDPParam, "all_gather_inputs", property(copied)):
         yield
 
 
 def is_part(tensor: Any) -> bool:
-    """Whether `tensor` is spread over ranks."""
+    """True if `tensor` is spread over ranks."""
     return isinstance(tensor, DTensor)
 
 
 def has_parts(types: Sequence[type]) -> bool:
-    """Whether an operation on tensors of these types is one on parts, which will be taken apart."""
-    return any(issubclass(one, DTensor) for one in types)
+    """True if an operation on tensors of these types is one on DTensors, which dispatches on their parts again."""
+    return any(issubclass(kind, DTensor) for kind in types)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor that is spread over ranks, sharing its memory; any other tensor itself."""
+    """Return this rank's part of a tensor that is spread over ranks, sharing its memory; any other tensor itself."""
     if not isinstance(tensor, DTensor):
         return tensor
     with torch.no_grad():  # else autograd would hand out a copy of the part's identity, not the part

@@ -1,4 +1,4 @@
-"""Counts what a rank gave to collectives, so that the plan's promise can be held against it."""
+"""Count what a rank hands to collectives, so that it can be compared with what the plan predicts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Ledger:
-    """Calls and payload bytes by (collective, axis), e.g. ("all_reduce", "replicate").
+    """Counts of calls and payload bytes by (collective, axis), e.g. ("all_reduce", "replicate").
 
     Payload is what this rank hands to the collective, whatever the transport makes of it on the wire.
     """
@@ -27,8 +27,9 @@ class Ledger:
         return self.payload_bytes.total()
 
     def rows(self) -> list[dict[str, int | str]]:
-        """The ledger as rows of collective, axis, calls and bytes, sorted."""
-        return [
-            {"collective": key[0], "axis": key[1], "calls": calls, "bytes": self.payload_bytes[key]}
-            for key, calls in sorted(self.calls.items())
-        ]
+        """Return the ledger as rows of collective, axis, calls and bytes, sorted."""
+        rows: list[dict[str, int | str]] = []
+        for (collective, axis), calls in sorted(self.calls.items()):
+            payload_bytes = self.payload_bytes[collective, axis]
+            rows.append({"collective": collective, "axis": axis, "calls": calls, "bytes": payload_bytes})
+        return rows

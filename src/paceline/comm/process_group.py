@@ -1,4 +1,4 @@
-"""A process's place among the ranks, and the process groups that join them.
+"""Find this process's rank, and open the process group that joins all ranks.
 
 This process's rank and the store's address are read from its environment (`rendezvous/launcher_env.py`). On one host
 the store is a file in a folder that only this user can open, and Gloo's and NCCL's
@@ -36,7 +36,7 @@ COORDINATOR = "PACELINE_COORDINATOR"  # where the parameter servers' coordinator
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
-    """This process among the ranks. `cross_rank` is the host's index, as Horovod has it.
+    """The place of this process among the ranks. `cross_rank` is the host's index, as Horovod has it.
 
     Args:
         rendezvous: a file to meet at.
@@ -69,10 +69,18 @@ def find_rank_info(environment: Mapping[str, str]) -> RankInfo:
     Raises:
         UsageError: the launcher's variables are incomplete, not numbers, or contradict each other or another's.
     """
-    at = find_position(environment)
-    master = None if at.has_own_store else at.master
-    own = (at.rank, at.size, at.local_rank, at.local_size, at.cross_rank)
-    return RankInfo(*own, at.file, master, at.interface, at.is_cross_computed)
+    position = find_position(environment)
+    return RankInfo(
+        rank=position.rank,
+        size=position.size,
+        local_rank=position.local_rank,
+        local_size=position.local_size,
+        cross_rank=position.cross_rank,
+        rendezvous=position.file,
+        master=None if position.has_own_store else position.master,
+        interface=position.interface,
+        is_cross_computed=position.is_cross_computed,
+    )
 
 
 def open_world(rank_info: RankInfo) -> None:
@@ -90,21 +98,18 @@ def open_world(rank_info: RankInfo) -> None:
         torch.cuda.set_device(rank_info.device)
         backend = "cpu:gloo,cuda:nccl"
     timeout = datetime.timedelta(seconds=TIMEOUT_S)
-    store = (
-        _file_store(rank_info)
-        if rank_info.rendezvous is not None
-        else _tcp_store(rank_info)
-        if rank_info.master
-        else None
-    )
-    if store is None:
+    if rank_info.rendezvous is not None:
+        store = _file_store(rank_info)
+    elif rank_info.master:
+        store = _tcp_store(rank_info)
+    else:  # torchrun's own store, which torch finds by itself
         dist.init_process_group(backend, timeout=timeout)
         return
     dist.init_process_group(backend, store=store, rank=rank_info.rank, world_size=rank_info.size, timeout=timeout)
 
 
 def _bind_sockets(rank_info: RankInfo) -> None:
-    """Gloo and NCCL open their sockets on this interface, unless the person said which."""
+    """Have Gloo and NCCL open their sockets on this rank's interface, unless the environment names one."""
     interface = rank_info.interface
     if interface is None and rank_info.size == rank_info.local_size:
         interface = "lo0" if sys.platform == "darwin" else "lo"
@@ -116,17 +121,20 @@ def _bind_sockets(rank_info: RankInfo) -> None:
 
 
 def _own_address(rank_info: RankInfo) -> str:
-    """Where the other ranks reach this one."""
+    """Return the address at which the other ranks reach this one."""
     assert rank_info.master is not None
-    return address_of(rank_info.interface) if rank_info.interface else address_towards(rank_info.master[0])
+    if rank_info.interface:
+        return address_of(rank_info.interface)
+    return address_towards(rank_info.master[0])
 
 
 def _file_store(rank_info: RankInfo) -> Any:
     path = Path(str(rank_info.rendezvous))
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     is_shared = path.parent.name == f"paceline-{os.getuid()}"  # by this user's jobs, in a folder where all may write
-    own = path.parent.lstat() if is_shared else path.parent.stat()  # a link there may be another user's
-    if own.st_uid != os.getuid() or own.st_mode & 0o022 or not stat.S_ISDIR(own.st_mode):
+    status = path.parent.lstat() if is_shared else path.parent.stat()  # a link there may be another user's
+    is_own = status.st_uid == os.getuid() and stat.S_ISDIR(status.st_mode)
+    if not is_own or status.st_mode & 0o022:
         raise UsageError(
             f"can't meet at {path}",
             "its folder is a link, or another user's, or others may write to it",
@@ -142,10 +150,10 @@ def _sweep(folder: Path) -> None:
 
     No rank may do so at its end: torch's store opens its file once more when it is taken down, and would wait for it.
     """
-    for left in folder.iterdir():
+    for file in folder.iterdir():
         with contextlib.suppress(OSError):
-            if time.time_ns() / 1e9 - left.lstat().st_mtime > STALE_S:
-                left.unlink()
+            if time.time_ns() / 1e9 - file.lstat().st_mtime > STALE_S:
+                file.unlink()
 
 
 def _tcp_store(rank_info: RankInfo) -> Any:
@@ -168,7 +176,7 @@ def _tcp_store(rank_info: RankInfo) -> Any:
 
 
 def _listener(rank_info: RankInfo) -> int:
-    """The socket of rank 0's store: handed down by who started this process, or opened at its own address."""
+    """Return the socket of rank 0's store: inherited from the launcher, or opened at this rank's own address."""
     assert rank_info.master is not None
     if "PACELINE_LISTENER" in os.environ:
         return int(os.environ.pop("PACELINE_LISTENER"))

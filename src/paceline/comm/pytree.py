@@ -1,4 +1,4 @@
-"""A batch as a list of tensors and the shape of what held them: dicts, lists, tuples and their kin."""
+"""Visit the tensors of a batch: in dicts, lists, tuples, named tuples and dataclasses."""
 
 from __future__ import annotations
 
@@ -10,35 +10,39 @@ import torch
 
 
 def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
-    """`value` with `function` applied to every tensor in it."""
+    """Return `value` with `function` applied to every tensor in it."""
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, Mapping):
-        items = {key: map_tensors(one, function) for key, one in value.items()}
-        return type(value)(items) if type(value) is not dict else items  # type: ignore[call-arg]
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(one, function) for one in value))
+        items = {key: map_tensors(item, function) for key, item in value.items()}
+        if type(value) is dict:
+            return items
+        return type(value)(items)  # type: ignore[call-arg]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple takes its items as arguments
+        return type(value)(*(map_tensors(item, function) for item in value))
     if isinstance(value, list | tuple):
-        return type(value)(map_tensors(one, function) for one in value)
+        return type(value)(map_tensors(item, function) for item in value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        parts = {field.name: map_tensors(getattr(value, field.name), function) for field in dataclasses.fields(value)}
-        return dataclasses.replace(value, **parts)
+        changes = {}
+        for field in dataclasses.fields(value):
+            changes[field.name] = map_tensors(getattr(value, field.name), function)
+        return dataclasses.replace(value, **changes)
     return value
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Every tensor in `value`, in the order in which `map_tensors` meets them."""
-    found: list[torch.Tensor] = []
-    map_tensors(value, found.append)
-    return found
+    """Return every tensor in `value`, in the order in which `map_tensors` visits them."""
+    tensors: list[torch.Tensor] = []
+    map_tensors(value, tensors.append)
+    return tensors
 
 
 def signature(value: Any) -> Hashable:
-    """Equal for two batches that one graph can serve: the same shapes, dtypes and plain values."""
+    """Return a key that is equal for two batches that one graph can serve: same shapes, dtypes and plain values."""
     shapes = tuple((tuple(t.shape), t.dtype, t.device) for t in tensors_in(value))
     return shapes, plain_values(value)
 
 
 def plain_values(value: Any) -> str:
-    """What `value` holds besides tensors, and where it holds tensors."""
+    """Return what `value` holds besides tensors, and where it holds tensors, as text."""
     return repr(map_tensors(value, lambda tensor: "T"))

@@ -1,6 +1,6 @@
-"""How one flat tensor is summed over an axis: by the process group, through shared memory, or smaller.
+"""Sum one flat tensor over an axis: by the process group, or through shared memory.
 
-A wire has one or two *inboxes*, filled in turn, and gives back an *outbox*. `begin` and `finish` are
+A reducer has one or two *inboxes*, filled in turn, and gives back an *outbox*. `begin` and `finish` are
 apart so that the sum runs while the backward pass goes on.
 """
 
@@ -16,7 +16,7 @@ from paceline.comm.shared_memory import SharedMemory, Slot, open_slot
 
 
 class Reducer(Protocol):
-    """One flat tensor's way to its sum."""
+    """An object that sums one flat tensor over an axis, once for each step."""
 
     @property
     def inboxes(self) -> list[torch.Tensor]:
@@ -24,29 +24,29 @@ class Reducer(Protocol):
 
     @property
     def outbox(self) -> torch.Tensor:
-        """Where the sum will stand."""
+        """The flat tensor in which the sum will stand."""
 
     @property
     def turn(self) -> int:
-        """Which inbox is filled next."""
+        """The index of the inbox that is filled next."""
 
     def begin(self) -> None:
-        """The inbox is filled: start."""
+        """Start the sum; the inbox is filled."""
 
     def finish(self, scale: torch.Tensor) -> None:
         """Wait until the sum, times `scale` (a scalar), stands in the outbox."""
 
     @property
     def is_scaled_first(self) -> bool:
-        """Whether the inbox must be filled with numbers times the scale already, to stay in range."""
+        """True if the inbox must be filled with numbers times the scale already, to stay in range."""
 
     def state(self) -> dict[str, torch.Tensor]:
-        """What the next sums depend on, such as the error that compression left."""
+        """Return what the next sums depend on, such as the error that compression left."""
 
 
 @dataclass(slots=True)
 class GroupReducer:
-    """Summed in place by the process group (NCCL, Gloo). Exact."""
+    """Sums in place by the process group (NCCL, Gloo). Exact."""
 
     comm: AxisComm
     outbox: torch.Tensor
@@ -73,17 +73,17 @@ class GroupReducer:
 
     @property
     def is_scaled_first(self) -> bool:
-        """Exact, so afterwards will do."""
+        """False: the sum is exact, so it can be scaled afterwards."""
         return False
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Nothing is carried over."""
+        """Return nothing: no sum depends on an earlier one."""
         return {}
 
 
 @dataclass(slots=True)
 class SharedMemoryReducer:
-    """Summed through memory that the ranks of one host share. Exact."""
+    """Sums through memory that the ranks of one host share. Exact."""
 
     slot: Slot
     outbox: torch.Tensor
@@ -95,7 +95,7 @@ class SharedMemoryReducer:
 
     @property
     def turn(self) -> int:
-        """Which half is filled next."""
+        """The index of the half that is filled next."""
         return self.slot.turn % 2
 
     def begin(self) -> None:
@@ -110,18 +110,18 @@ class SharedMemoryReducer:
 
     @property
     def is_scaled_first(self) -> bool:
-        """Exact, so afterwards will do."""
+        """False: the sum is exact, so it can be scaled afterwards."""
         return False
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Nothing is carried over."""
+        """Return nothing: no sum depends on an earlier one."""
         return {}
 
 
 def exact_reducer(
     comm: AxisComm, shared: SharedMemory | None, numel: int, dtype: torch.dtype, device: torch.device
 ) -> Reducer:
-    """The wire without compression: shared memory where it is open and the tensor is on the CPU."""
+    """Make the reducer without compression: shared memory where it is open and the tensor is on the CPU."""
     outbox = torch.zeros(numel, dtype=dtype, device=device)
     if shared is not None and device.type == "cpu":
         return SharedMemoryReducer(open_slot(shared, numel, dtype), outbox)

@@ -1,4 +1,4 @@
-"""Sums between ranks of one host, through memory that they share.
+"""Sum tensors between ranks of one host, through memory that they share.
 
 Every rank writes its numbers straight into its own shared region, tells the others by a token in a pipe,
 waits for theirs, and adds all regions up in rank order: the result has the same bits on every rank and
@@ -60,13 +60,13 @@ class SharedMemory:
                 raise _lost(self.comm, peer) from None
 
     def hear(self, size: int) -> dict[int, bytes]:
-        """The next `size` bytes of every peer."""
-        heard = {}
+        """Return the next `size` bytes of every peer."""
+        tokens = {}
         for peer, end in self.from_peer.items():
-            heard[peer] = _read(end, size, TIMEOUT_S)
-            if len(heard[peer]) < size:
+            tokens[peer] = _read(end, size, TIMEOUT_S)
+            if len(tokens[peer]) < size:
                 raise _lost(self.comm, peer)
-        return heard
+        return tokens
 
 
 def open_shared_memory(comm: AxisComm) -> SharedMemory | None:
@@ -74,46 +74,54 @@ def open_shared_memory(comm: AxisComm) -> SharedMemory | None:
 
     Collective. Needs Linux, one host and one user; ranks in containers of their own fall back.
     """
-    if comm.size == 1 or comm.size > MAX_RANKS or not hasattr(os, "memfd_create") or sys.byteorder != "little":
+    is_supported = hasattr(os, "memfd_create") and sys.byteorder == "little"
+    if comm.size == 1 or comm.size > MAX_RANKS or not is_supported:
         return None
     nonce = secrets.randbits(62)
+    # A pipe to each peer. It opens the reading end by its path in /proc, so every rank sends its process's number, the
+    # nonce, and the reading end for each index on the axis.
     pipes = {peer: os.pipe() for peer in range(comm.size) if peer != comm.rank}
-    ends = [pipes[peer][0] if peer in pipes else -1 for peer in range(comm.size)]
-    cards = [card.tolist() for card in comm.all_gather(torch.tensor([[os.getpid(), nonce, *ends]]))]
-    shared = SharedMemory(comm, [card[0][0] for card in cards])
-    shared.to_peer = {peer: pipe[1] for peer, pipe in pipes.items()}
-    met = True
+    reading_ends = [-1] * comm.size
+    for peer, (reading_end, _) in pipes.items():
+        reading_ends[peer] = reading_end
+    rows = comm.all_gather(torch.tensor([[os.getpid(), nonce, *reading_ends]]))
+    introductions = [row.flatten().tolist() for row in rows]
+    shared = SharedMemory(comm, [pid for pid, *_ in introductions])
+    shared.to_peer = {peer: writing_end for peer, (_, writing_end) in pipes.items()}
+    is_connected = True
     for peer in pipes:
-        pid, _, *their_ends = cards[peer][0]
+        pid, _, *peer_ends = introductions[peer]
         try:
-            shared.from_peer[peer] = os.open(f"/proc/{pid}/fd/{their_ends[comm.rank]}", os.O_RDONLY | os.O_NONBLOCK)
+            shared.from_peer[peer] = os.open(f"/proc/{pid}/fd/{peer_ends[comm.rank]}", os.O_RDONLY | os.O_NONBLOCK)
         except OSError:
-            met = False
+            is_connected = False
     # Whoever can't open a pipe closes its end of it: the others must know before they write into it.
-    met = _everybody(met, comm)
-    for reading, _ in pipes.values():
-        os.close(reading)
-    if met:
+    is_connected = _on_all_ranks(is_connected, comm)
+    for reading_end, _ in pipes.values():
+        os.close(reading_end)
+    if is_connected:
         shared.tell(_NONCE.pack(nonce))
         # A process of another container could have the same number: it would not know the nonce.
         for peer, end in shared.from_peer.items():
-            met &= _read(end, _NONCE.size, _GREETING_S) == _NONCE.pack(cards[peer][0][1])
-        met = _everybody(met, comm)
-    if not met:
+            _, peer_nonce, *_ = introductions[peer]
+            is_connected &= _read(end, _NONCE.size, _GREETING_S) == _NONCE.pack(peer_nonce)
+        is_connected = _on_all_ranks(is_connected, comm)
+    if not is_connected:
         shared.close()
         return None
     return shared
 
 
-def _everybody(is_so: bool, comm: AxisComm) -> bool:
-    flag = torch.tensor([int(is_so)])
+def _on_all_ranks(condition: bool, comm: AxisComm) -> bool:
+    """Return True if the condition holds on every rank. Collective."""
+    flag = torch.tensor([int(condition)])
     comm.all_reduce(flag, "min")
     return bool(int(flag))
 
 
 @dataclass(slots=True)
 class Slot:
-    """One sum that is taken again and again: two halves of input per rank, in turn."""
+    """The memory of one sum that is taken again and again: two halves of input per rank, in turn."""
 
     shared: SharedMemory
     number: int
@@ -122,11 +130,11 @@ class Slot:
 
     @property
     def inboxes(self) -> list[torch.Tensor]:
-        """This rank's two halves; fill the one of `turn % 2`, then `begin`."""
+        """This rank's two halves; fill half `turn % 2`, then call `begin`."""
         return [half[self.shared.comm.rank] for half in self.halves]
 
     def begin(self) -> None:
-        """Say that this rank's half is filled."""
+        """Tell the others that this rank's half is filled."""
         self.shared.tell(_TOKEN.pack(self.number, self.turn))
 
     def finish(self, out: torch.Tensor, scale: torch.Tensor) -> None:
@@ -138,10 +146,10 @@ class Slot:
         """
         for peer, token in self.shared.hear(_TOKEN.size).items():
             if token != _TOKEN.pack(self.number, self.turn):
-                there = _TOKEN.unpack(token)
+                number, turn = _TOKEN.unpack(token)
                 raise CollectiveError(
                     f"sum {self.number} of turn {self.turn} through shared memory",
-                    f"index {peer} on the axis {self.shared.comm.axis} is at sum {there[0]} of turn {there[1]}",
+                    f"index {peer} on the axis {self.shared.comm.axis} is at sum {number} of turn {turn}",
                     "let every rank take the same steps: does the model or the loop depend on the rank?",
                 )
         parts = [half.split(_CHUNK) for half in self.halves[self.turn % 2]]
@@ -158,31 +166,31 @@ def open_slot(shared: SharedMemory, numel: int, dtype: torch.dtype) -> Slot:
     bytes_ = max(numel, 1) * dtype.itemsize
     descriptor = os.memfd_create("paceline")
     os.ftruncate(descriptor, 2 * bytes_)
-    published = shared.comm.all_gather(torch.tensor([descriptor]))
+    descriptors = shared.comm.all_gather(torch.tensor([descriptor]))
     halves: list[list[torch.Tensor]] = [[], []]
-    for pid, theirs in zip(shared.pids, published, strict=True):
-        opened = os.open(f"/proc/{pid}/fd/{int(theirs)}", os.O_RDWR)
+    for pid, peer_descriptor in zip(shared.pids, descriptors, strict=True):
+        opened = os.open(f"/proc/{pid}/fd/{int(peer_descriptor)}", os.O_RDWR)
         region = mmap.mmap(opened, 2 * bytes_)
-        os.close(opened)
+        os.close(opened)  # the mapping keeps the memory
         for half in range(2):
             halves[half].append(torch.frombuffer(region, dtype=dtype, count=numel, offset=half * bytes_))
-    shared.comm.barrier()
+    shared.comm.barrier()  # the others open it by this process's descriptor
     os.close(descriptor)
     shared.slots += 1
     return Slot(shared, shared.slots, halves)
 
 
 def _read(end: int, size: int, timeout_s: float) -> bytes:
-    """`size` bytes, or fewer when the writer has gone or is silent for `timeout_s`."""
-    got = b""
+    """Read `size` bytes, or fewer when the writer has gone or is silent for `timeout_s`."""
+    content = b""
     poll = select.poll()
     poll.register(end, select.POLLIN)
-    while len(got) < size and poll.poll(timeout_s * 1000):
-        part = os.read(end, size - len(got))
-        if not part:
+    while len(content) < size and poll.poll(timeout_s * 1000):
+        chunk = os.read(end, size - len(content))
+        if not chunk:  # the writer has closed its end
             break
-        got += part
-    return got
+        content += chunk
+    return content
 
 
 def _lost(comm: AxisComm, peer: int) -> PeerLostError:

@@ -61,48 +61,61 @@ _OTHER_SEEDS = (3, 4, 5)
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
-    """How the copy computes, and how far from the sum its results may be, relative to the parts' sizes."""
+class _TrialMode:
+    """The precision of a trial, and its tolerances.
+
+    Attributes:
+        dtype: of the copy's parameters.
+        step: how far the copy's parameters are moved, relative to their size.
+        value_tolerance: of loss and weight, relative to the sizes of the parts'.
+        gradient_tolerance: of each parameter's gradient, likewise.
+    """
 
     dtype: torch.dtype
     step: float
-    value: float
-    gradient: float
+    value_tolerance: float
+    gradient_tolerance: float
+
+    @property
+    def is_float64(self) -> bool:
+        return self.dtype == torch.float64
 
 
-# float32: its rounding in a deep model.
-_WAYS = (
-    _Way(torch.float64, _STEP, 1e-8, 1e-6),
-    _Way(torch.float64, 0.0, 1e-8, 1e-6),
-    _Way(torch.float32, 0.0, 5e-5, 1e-3),
+# In the order in which they are tried. The second is for a loss that fails or is not finite where the parameters are
+# moved, the third for kernels without float64. Its tolerances are float32's rounding in a deep model.
+_MODES = (
+    _TrialMode(torch.float64, _STEP, value_tolerance=1e-8, gradient_tolerance=1e-6),
+    _TrialMode(torch.float64, 0.0, value_tolerance=1e-8, gradient_tolerance=1e-6),
+    _TrialMode(torch.float32, 0.0, value_tolerance=5e-5, gradient_tolerance=1e-3),
 )
-_AS_IT_IS = {torch.float64: 1e-8, torch.float32: 5e-4}
-_NARROW = 0.02  # bf16 and the like
+_VALUE_TOLERANCES = {torch.float64: 1e-8, torch.float32: 5e-4}  # where the model itself is tried, not a copy
+_NARROW_TOLERANCE = 0.02  # bf16 and the like
 
 
 @dataclass(slots=True)
-class _Found:
-    """What one evaluation gave.
+class _Evaluation:
+    """The result of one forward and backward pass.
 
     Attributes:
         total, weight: what the loss returned.
-        slopes: of every parameter a projection of its gradient. It is linear: those of parts add up.
-        digits: the relative rounding of both, where the code computed one of them in narrower numbers.
-        sizes: of every parameter its gradient's norm.
+        rounding: the relative rounding of both, where the code computed one of them in narrower numbers.
+        projections: a projection of each parameter's gradient. It is linear: those of parts add up.
+        norms: the norm of each parameter's gradient.
     """
 
     total: float
     weight: float
-    digits: tuple[float, float] = (0.0, 0.0)
-    slopes: dict[str, float] = field(default_factory=dict)
-    sizes: dict[str, float] = field(default_factory=dict)
+    rounding: tuple[float, float] = (0.0, 0.0)
+    projections: dict[str, float] = field(default_factory=dict)
+    norms: dict[str, float] = field(default_factory=dict)
 
     @property
     def is_finite(self) -> bool:
-        return all(map(math.isfinite, (self.total, self.weight, *self.slopes.values())))
+        numbers = (self.total, self.weight, *self.projections.values())
+        return all(map(math.isfinite, numbers))
 
 
-_NOTHING = _Found(0.0, 0.0)
+_NO_SLACK = _Evaluation(0.0, 0.0)
 
 
 class _UndecidableError(Exception):
@@ -110,7 +123,7 @@ class _UndecidableError(Exception):
 
 
 def check_loss_adds_up(placed: ModelAdapter, workload: Workload, loader: RankLoader, notice: Notice) -> None:
-    """Raise LossError where the loss of some samples is not the sum of their losses: then no batch can be split.
+    """Raise LossError if the loss of some samples is not the sum of their losses: then no batch can be split.
 
     Collective where the model is split and too large for a copy.
 
@@ -146,118 +159,172 @@ def check_loss_adds_up(placed: ModelAdapter, workload: Workload, loader: RankLoa
 def _is_tried(
     placed: ModelAdapter, workload: Workload, loader: RankLoader, trials: Sequence[Trial], notice: Notice
 ) -> bool:
-    """Raise LossError where the loss does not add up; False where nothing could tell."""
-    model, given = _model_to_copy(placed, workload, loader.device), (trials, loader.device, notice)
+    """Raise LossError if the loss does not add up; return False if nothing could tell."""
+    model = _model_to_copy(placed, workload, loader.device)
     answer = None
     if model is not None:
-        with Bystanders(placed.model, *([] if model is placed.model else [model])) as bystanders:
-            answer = _try_copies(_Maker(model, getattr(placed, "shared", None), bystanders), workload.loss, given)
-    if answer or (placed.is_captured and _is_proven(placed)):
+        models = [placed.model]
+        if model is not placed.model:
+            models.append(model)
+        with Bystanders(*models) as bystanders:
+            factory = _CopyFactory(model, getattr(placed, "shared", None), bystanders)
+            answer = _try_copies(factory, workload.loss, (trials, loader.device, notice))
+    if answer:
+        return True
+    if placed.is_captured and _is_proven(placed):
         return True
     if answer is None and (model is None or isinstance(placed, EagerAdapter)):
-        return _try_as_it_is(placed, workload, loader, trials)
+        return _try_without_copy(placed, workload, loader, trials)
     return False  # trying the split model is collective, and a copy may have failed on this rank alone
 
 
 def _is_proven(placed: ModelAdapter) -> bool:
-    """The graph's operations show it; batch norm's statistics are shared."""
+    """True if the graph's operations show that the loss adds up; batch norm's statistics are shared."""
     return not placed.couples_samples or "batch_norm" in placed.couples_samples
 
 
-def _try_copies(maker: _Maker, loss: Loss, given: tuple[Sequence[Trial], torch.device, Notice]) -> bool | None:
-    """Try the loss on copies of the model, one way after another; whether one gave an answer, None if none ran."""
+def _try_copies(factory: _CopyFactory, loss: Loss, given: tuple[Sequence[Trial], torch.device, Notice]) -> bool | None:
+    """Try the loss on copies of the model, in one mode after another.
+
+    Returns:
+        True if a mode gave an answer, False if copies ran and none did, None if none ran.
+    """
     trials, device, notice = given
     has_run = None
-    for way in _WAYS:
-        make = dataclasses.replace(maker, way=way)
+    for mode in _MODES:
+        make = dataclasses.replace(factory, mode=mode)
         try:
-            if not all([_is_answered(make, loss, trial.batches, trial.sizes, device) for trial in trials]):
+            if not _are_answered(make, loss, trials, device):
                 has_run = False
                 continue
-            if any(_feels_padding(make, loss, trial, device) for trial in trials if trial.unpadded):
+            if _is_padding_counted(make, loss, trials, device):
                 notice(_PADDING)
             return True
         except ReachedError:
             return None  # the copies took no part in what was computed
         except (PacelineError, _UndecidableError):
             raise
-        except Exception:  # the next way may do; the first step shows what does not run at all
+        except Exception:  # the next mode may do; the first step shows what does not run at all
             continue
     return has_run
 
 
-def _feels_padding(make: _Maker, loss: Loss, trial: Trial, device: torch.device) -> bool:
-    batches = [moved(batch, device, make.way.dtype == torch.float64) for batch in [trial.batches[0], *trial.unpadded]]
-    found = _evaluate_all(make, loss, batches)
-    if not _difference(found, make.way, trial.sizes):
+def _are_answered(make: _CopyFactory, loss: Loss, trials: Sequence[Trial], device: torch.device) -> bool:
+    """Raise LossError if the loss does not add up in a trial; return False if one of them gave no answer."""
+    are_answered = True
+    for trial in trials:  # every one, also after one without an answer: a later one may show that the loss is wrong
+        if not _is_answered(make, loss, trial.batches, trial.sizes, device):
+            are_answered = False
+    return are_answered
+
+
+def _is_padding_counted(make: _CopyFactory, loss: Loss, trials: Sequence[Trial], device: torch.device) -> bool:
+    """True if the loss does not add up once each part of a batch is padded to its own longest sample."""
+    for trial in trials:
+        if not trial.unpadded:
+            continue
+        batches = _moved_all([trial.batches[0], *trial.unpadded], device, make.mode)
+        results = _evaluate_all(make, loss, batches)
+        if not _difference(results, make.mode, trial.sizes):
+            continue
+        try:
+            _check_draws(make, loss, (batches, results, trial.sizes), _NO_SLACK)
+        except _UndecidableError:
+            continue
+        return True
+    return False
+
+
+def _is_answered(
+    make: _CopyFactory, loss: Loss, given: Sequence[Any], sizes: tuple[int, int], device: torch.device
+) -> bool:
+    """Raise LossError if the loss does not add up; return False if it is not finite."""
+    batches = _moved_all(given, device, make.mode)
+    results = _evaluate_all(make, loss, batches)
+    if not all(result.is_finite for result in results):
         return False
-    try:
-        _check_draws(make, loss, (batches, found, trial.sizes), _NOTHING)
-    except _UndecidableError:
-        return False
-    return True
+    if not _difference(results, make.mode, sizes):
+        return True
+    # Code that counts its calls gives other values each time: on fresh copies it does not.
+    results = _evaluate_on_fresh_copies(make, loss, batches)
+    (again,) = _evaluate_all(make, loss, [batches[0]])
+    _check_repeats(results[0], again, make.mode)
+    slack = _rounding_slack(make, loss, batches[0])
+    if difference := _difference(results, make.mode, sizes, slack):
+        _check_draws(make, loss, (batches, results, sizes), slack)
+        raise _does_not_add_up(difference)
+    return make.mode.is_float64  # in float32 a term may be hidden in the rounding
 
 
-def _is_answered(make: _Maker, loss: Loss, given: Sequence[Any], sizes: tuple[int, int], device: torch.device) -> bool:
-    """Raise LossError where the loss does not add up; False where it is not finite."""
-    batches = [moved(batch, device, make.way.dtype == torch.float64) for batch in given]
-    found = _evaluate_all(make, loss, batches)
-    if not all(one.is_finite for one in found):
-        return False
-    if _difference(found, make.way, sizes):
-        # Code that counts its calls gives other values each time: on fresh copies it does not.
-        found = [_evaluate_all(make, loss, [batch])[0] for batch in [*batches, batches[0]]]
-        _check_repeats(found[0], found.pop(), make.way)
-        slack = _rounding(make, loss, batches[0])
-        if difference := _difference(found, make.way, sizes, slack):
-            _check_draws(make, loss, (batches, found, sizes), slack)
-            raise _does_not_add_up(difference)
-        return make.way.dtype == torch.float64  # in float32 a term may be hidden in the rounding
-    return True
+def _moved_all(batches: Sequence[Any], device: torch.device, mode: _TrialMode) -> list[Any]:
+    return [moved(batch, device, mode.is_float64) for batch in batches]
 
 
-def _rounding(make: _Maker, loss: Loss, batch: Any) -> _Found:
-    """How far rounding may change each number: as much as parameters do that are a little more than rounding apart."""
-    makers = [dataclasses.replace(make, nudge=nudge) for nudge in range(1, 1 + _NUDGED)]
-    found = [_evaluate_all(nudged, loss, [batch])[0] for nudged in makers]
-    slopes = {name: _spread([one.slopes.get(name, 0.0) for one in found]) for name in found[0].slopes}
-    return _Found(_spread([one.total for one in found]), 0.0, slopes=slopes)
+def _evaluate_on_fresh_copies(make: _CopyFactory, loss: Loss, batches: Sequence[Any]) -> list[_Evaluation]:
+    """Evaluate the loss of each batch on a copy of its own."""
+    results = []
+    for batch in batches:
+        results += _evaluate_all(make, loss, [batch])
+    return results
+
+
+def _rounding_slack(make: _CopyFactory, loss: Loss, batch: Any) -> _Evaluation:
+    """Estimate how far rounding may change each number.
+
+    It is as much as the numbers differ between copies whose parameters are a little more than rounding apart.
+    """
+    results = []
+    for nudge in range(1, 1 + _NUDGED):
+        nudged = dataclasses.replace(make, nudge=nudge)
+        results += _evaluate_all(nudged, loss, [batch])
+    projections = {}
+    for name in results[0].projections:
+        projections[name] = _spread([result.projections.get(name, 0.0) for result in results])
+    total = _spread([result.total for result in results])
+    return _Evaluation(total, 0.0, projections=projections)
 
 
 def _check_draws(
-    make: _Maker, loss: Loss, given: tuple[Sequence[Any], Sequence[_Found], tuple[int, int]], slack: _Found
+    make: _CopyFactory,
+    loss: Loss,
+    given: tuple[Sequence[Any], Sequence[_Evaluation], tuple[int, int]],
+    slack: _Evaluation,
 ) -> None:
-    """Raise _UndecidableError where what does not add up depends on draws that are not the same for all samples.
+    """Raise _UndecidableError if what does not add up depends on draws that are not the same for all samples.
 
     `SameDraws` sees torch's; numpy's and Python's are others for a part than for the same samples in the whole.
 
     Args:
         make, loss: what is tried.
-        given: the whole and its parts, what was found for each, and the parts' sizes.
+        given: the batch and its parts, the result for each, and the parts' sizes.
         slack: what rounding may do.
     """
-    batches, found, sizes = given
-    wholes, parts = found[0], [part.weight for part in found[1:]]
-    is_weight = _are_apart(wholes.weight, parts, max(make.way.value, wholes.digits[1]))
+    batches, results, sizes = given
+    together = results[0]
+    part_weights = [part.weight for part in results[1:]]
+    weight_tolerance = max(make.mode.value_tolerance, together.rounding[1])
+    is_weight = _are_apart(together.weight, part_weights, weight_tolerance)
     for seed in _OTHER_SEEDS:
-        for batch, before in zip(batches, found, strict=True):
+        for batch, before in zip(batches, results, strict=True):
             (now,) = _evaluate_all(make, loss, [batch], seed)
             if is_weight:
-                is_other = _are_apart(before.weight, [now.weight], max(make.way.value, before.digits[1]))
+                tolerance = max(make.mode.value_tolerance, before.rounding[1])
+                is_other = _are_apart(before.weight, [now.weight], tolerance)
             else:
-                is_other = bool(_difference([before, now], make.way, sizes, slack))
+                is_other = bool(_difference([before, now], make.mode, sizes, slack))
             if is_other:
                 raise _UndecidableError("it draws random numbers that the trial can't hold fixed")
 
 
 def _seed_own_generators(model: nn.Module, seed: int) -> None:
     """Seed the random generators of Python and numpy that modules hold."""
-    numpy: Any = sys.modules.get("numpy")
-    for value in [value for module in model.modules() for value in vars(module).values()]:
-        if isinstance(value, random.Random) or (numpy and isinstance(value, numpy.random.RandomState)):
-            value.seed(seed)
-        elif numpy and isinstance(value, numpy.random.Generator):
-            value.bit_generator.state = type(value.bit_generator)(seed).state
+    numpy: Any = sys.modules.get("numpy")  # where nothing has imported it, no module holds a generator of it
+    for module in model.modules():
+        for value in list(vars(module).values()):
+            if isinstance(value, random.Random) or (numpy and isinstance(value, numpy.random.RandomState)):
+                value.seed(seed)
+            elif numpy and isinstance(value, numpy.random.Generator):
+                value.bit_generator.state = type(value.bit_generator)(seed).state
 
 
 def _spread(values: Sequence[float]) -> float:
@@ -265,12 +332,11 @@ def _spread(values: Sequence[float]) -> float:
 
 
 def _model_to_copy(placed: ModelAdapter, workload: Workload, device: torch.device) -> nn.Module | None:
-    """The model to copy; None where the copy would be too large, or a second model can't be made."""
+    """Return the model to copy; None where the copy would be too large, or a second model can't be made."""
     if isinstance(placed, EagerAdapter):
-        numel = sum(parameter.numel() for parameter in placed.model.parameters())
-        return placed.model if numel * 8 <= _COPIED_BYTES else None
+        return placed.model if _float64_bytes(placed.model) <= _COPIED_BYTES else None
     form = placed.split.form if placed.is_captured else placed.model  # type: ignore[attr-defined]
-    if sum(parameter.numel() for parameter in form.parameters()) * 8 > _MADE_BYTES:
+    if _float64_bytes(form) > _MADE_BYTES:
         return None
     seed_sample(workload.seed)
     try:
@@ -282,28 +348,33 @@ def _model_to_copy(placed: ModelAdapter, workload: Workload, device: torch.devic
     return model.to(device).train()
 
 
+def _float64_bytes(model: nn.Module) -> int:
+    return 8 * sum(parameter.numel() for parameter in model.parameters())
+
+
 @dataclass(frozen=True, slots=True)
-class _Maker:
+class _CopyFactory:
     """Makes copies of a model, all alike.
 
     Attributes:
         model: what is copied; it is left as it is.
         shared: what its batch norms share, which is not copied.
         bystanders: keeps what the code reaches besides a copy.
-        way: the copy's dtype, and how far its parameters are moved.
+        mode: the copy's dtype, and how far its parameters are moved.
         nudge: above 0, the number of a further move that is little more than rounding.
     """
 
     model: nn.Module
     shared: Any
     bystanders: Bystanders
-    way: _Way = _WAYS[0]
+    mode: _TrialMode = _MODES[0]
     nudge: int = 0
 
     def __call__(self) -> nn.Module:
-        """A copy to be tried: one that draws nothing and whose batch norms look at no batch."""
+        """Make a copy that draws nothing and whose batch norms look at no batch."""
+        # deepcopy takes from the memo what is in it: so parameters and buffers get the trial's dtype.
         memo: dict[int, Any] = {id(self.shared): self.shared}
-        noise = torch.Generator().manual_seed(1)
+        noise = torch.Generator().manual_seed(1)  # a new one for each copy: all are moved alike
         nudges = torch.Generator().manual_seed(self.nudge)
         for parameter in self.model.parameters():
             memo[id(parameter)] = nn.Parameter(self._moved(parameter, noise, nudges), parameter.requires_grad)
@@ -311,22 +382,24 @@ class _Maker:
             for value in [*module._buffers.values(), *vars(module).values()]:
                 if isinstance(value, torch.Tensor):  # also what a hook computes before each forward pass
                     memo.setdefault(id(value), self._value(value))
-        made = copy.deepcopy(self.model, memo)
-        for module in made.modules():
-            _make_still(module, next(made.parameters()))
-        return made
+        replica = copy.deepcopy(self.model, memo)
+        for module in replica.modules():
+            _make_still(module, next(replica.parameters()))
+        return replica
 
     def _value(self, tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_floating_point():
             return tensor.detach().clone()
-        return tensor.detach().to(self.way.dtype, copy=True)
+        return tensor.detach().to(self.mode.dtype, copy=True)
 
     def _moved(self, tensor: torch.Tensor, steps: torch.Generator, nudges: torch.Generator) -> torch.Tensor:
         value = self._value(tensor)
-        if self.way.step and value.is_floating_point():
+        if not value.is_floating_point():
+            return value
+        if self.mode.step:
             noise = torch.randn(value.shape, dtype=value.dtype, generator=steps).to(value.device)
-            value += noise * self.way.step * (value.square().mean().sqrt() + _LEAST_STEP)
-        if self.nudge and value.is_floating_point():
+            value += noise * self.mode.step * (value.square().mean().sqrt() + _LEAST_STEP)
+        if self.nudge:
             noise = torch.randn(value.shape, dtype=value.dtype, generator=nudges).to(value.device)
             value *= 1 + noise * _NUDGES * torch.finfo(value.dtype).eps
         return value
@@ -348,38 +421,38 @@ def _make_still(module: nn.Module, like: torch.Tensor) -> None:
             module.running_var = like.new_ones(module.num_features)
 
 
-def _evaluate_all(make: _Maker, loss: Loss, batches: Sequence[Any], seed: int = _SEED) -> list[_Found]:
-    """The loss of each batch on one copy, whose buffers and attributes are set back each time."""
+def _evaluate_all(make: _CopyFactory, loss: Loss, batches: Sequence[Any], seed: int = _SEED) -> list[_Evaluation]:
+    """Evaluate the loss of each batch on one copy, whose buffers and attributes are set back each time."""
     model = make()
     if seed != _SEED:
         _seed_own_generators(model, seed)
-    kept = ModuleState(model)
-    found = []
-    with _default_dtype(make.way.dtype):
+    state = ModuleState(model)
+    results = []
+    with _default_dtype(make.mode.dtype):
         for batch in batches:
-            kept.put_back()
+            state.put_back()  # each batch begins with the same buffers and the same random numbers
             seed_sample(seed)
-            with make.bystanders.watching(model), torch.enable_grad(), SameDraws(make.way.dtype == torch.float64):
-                found.append(_evaluate(model, loss, batch))
-    return found
+            with make.bystanders.watching(model), torch.enable_grad(), SameDraws(make.mode.is_float64):
+                results.append(_evaluate(model, loss, batch))
+    return results
 
 
-def _evaluate(model: nn.Module, loss: Loss, batch: Any) -> _Found:
-    slopes: dict[str, float] = {}
-    sizes: dict[str, float] = {}
+def _evaluate(model: nn.Module, loss: Loss, batch: Any) -> _Evaluation:
+    """Run a forward and a backward pass, and project each gradient as soon as it is complete."""
+    projections: dict[str, float] = {}
+    norms: dict[str, float] = {}
 
     def note(name: str, parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
-        slope, size = _projected(parameter.grad)
-        slopes[name] = slopes.get(name, 0.0) + slope
-        sizes[name] = sizes.get(name, 0.0) + size
+        projection, norm = _projected(parameter.grad)
+        projections[name] = projections.get(name, 0.0) + projection
+        norms[name] = norms.get(name, 0.0) + norm
         parameter.grad = None  # never more than one is held
 
-    hooks = [
-        parameter.register_post_accumulate_grad_hook(lambda parameter, name=name: note(name, parameter))
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    ]
+    hooks = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            hooks.append(parameter.register_post_accumulate_grad_hook(functools.partial(note, name)))
     try:
         total, weight = checked_loss(loss(model, batch))
         if total.requires_grad:
@@ -387,21 +460,28 @@ def _evaluate(model: nn.Module, loss: Loss, batch: Any) -> _Found:
     finally:
         for hook in hooks:
             hook.remove()
-    return _Found(float(total.detach()), float(weight), (_digits(total), _digits(weight)), slopes, sizes)
+    rounding = (_relative_rounding(total), _relative_rounding(weight))
+    return _Evaluation(float(total.detach()), float(weight), rounding, projections, norms)
 
 
-def _digits(value: Any) -> float:
-    is_narrow = isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != torch.float64
-    return _ROUNDINGS * torch.finfo(value.dtype).eps if is_narrow else 0.0
+def _relative_rounding(value: Any) -> float:
+    """Return what rounding may do to a sum in the dtype of `value`, relative to it; 0 for float64 and plain numbers."""
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return 0.0
+    if value.dtype == torch.float64:
+        return 0.0
+    return _ROUNDINGS * torch.finfo(value.dtype).eps
 
 
 def _projected(gradient: torch.Tensor) -> tuple[float, float]:
-    """The gradient's product with a fixed tensor, and its norm."""
+    """Return the gradient's product with a fixed tensor, and its norm."""
     wide = gradient.to_dense() if gradient.is_sparse else gradient
     flat = wide.detach().double().reshape(-1)
+    # The fixed tensor is the outer product of `along` and `across`, so that it never has to be held whole.
     rows, rest = divmod(len(flat), _WIDTH)
     places = torch.arange(max(rows, _WIDTH), device=flat.device, dtype=torch.float64)
-    across, along = torch.cos(1.3 * places[:_WIDTH] + 0.4), torch.cos(0.7 * places[:rows] + 0.1)
+    across = torch.cos(1.3 * places[:_WIDTH] + 0.4)
+    along = torch.cos(0.7 * places[:rows] + 0.1)
     product = flat[len(flat) - rest :] @ across[:rest]
     if rows:
         product = product + along @ (flat[: rows * _WIDTH].view(rows, _WIDTH) @ across)
@@ -410,7 +490,7 @@ def _projected(gradient: torch.Tensor) -> tuple[float, float]:
 
 @contextlib.contextmanager
 def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """What the code makes of plain numbers is as wide as the copy."""
+    """Set the dtype of tensors that the code makes of plain numbers: that of the copy."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -419,80 +499,101 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _difference(found: Sequence[_Found], way: _Way, sizes: tuple[int, int], slack: _Found = _NOTHING) -> str:
-    """What of the first is not the sum of the others, in words; "" where all of it is.
+def _difference(
+    results: Sequence[_Evaluation], mode: _TrialMode, sizes: tuple[int, int], slack: _Evaluation = _NO_SLACK
+) -> str:
+    """Describe what of the first result is not the sum of the others; return "" if all of it is.
 
     Args:
-        found: of the whole and of its parts.
-        way: its tolerances.
+        results: of the batch and of its parts.
+        mode: its tolerances.
         sizes: of the parts.
         slack: what rounding may do beyond that.
     """
-    whole, parts = found[0], found[1:]
+    joint, parts = results[0], results[1:]
     together = f"for {sum(sizes)} samples together"
     apart = f"for {' and '.join(map(str, sizes))} of them"
-    weights, totals = [part.weight for part in parts], [part.total for part in parts]
-    if _are_apart(whole.weight, weights, max(way.value, whole.digits[1])):
-        return f"{together} its weight is {whole.weight:.7g}, {apart} {_sum(weights)}"
-    if _are_apart(whole.total, totals, max(way.value, whole.digits[0]), slack.total):
-        return f"{together} it is {whole.total:.7g}, {apart} {_sum(totals)}"
-    size_of_all = math.hypot(*(one.sizes.get(name, 0.0) for one in found for name in one.sizes))
-    for name in whole.sizes | {name: 0.0 for part in parts for name in part.sizes}:
-        rest = abs(whole.slopes.get(name, 0.0) - sum(part.slopes.get(name, 0.0) for part in parts))
-        size = sum(one.sizes.get(name, 0.0) for one in found)
-        if rest > way.gradient * (size + _FLOOR * size_of_all) + slack.slopes.get(name, 0.0):
-            return f"its gradient with respect to {name} {together} is not the sum of those {apart}"
+    weights = [part.weight for part in parts]
+    if _are_apart(joint.weight, weights, max(mode.value_tolerance, joint.rounding[1])):
+        return f"{together} its weight is {joint.weight:.7g}, {apart} {_sum(weights)}"
+    totals = [part.total for part in parts]
+    if _are_apart(joint.total, totals, max(mode.value_tolerance, joint.rounding[0]), slack.total):
+        return f"{together} it is {joint.total:.7g}, {apart} {_sum(totals)}"
+    if name := _differing_gradient(results, mode, slack):
+        return f"its gradient with respect to {name} {together} is not the sum of those {apart}"
     return ""
 
 
-def _are_apart(whole: float, parts: Sequence[float], share: float, slack: float = 0.0) -> bool:
-    """Whether the sum of `parts` is further from `whole` than a share of their sizes, and `slack`."""
-    size = max(sum(map(abs, parts)), abs(whole), 1e-12)
-    return abs(whole - sum(parts)) > share * size + slack
+def _differing_gradient(results: Sequence[_Evaluation], mode: _TrialMode, slack: _Evaluation) -> str | None:
+    """Return the first parameter whose gradient is not the sum of the parts'; None if there is none."""
+    joint, parts = results[0], results[1:]
+    all_norms: list[float] = []
+    names: dict[str, float] = {}  # a dict keeps the order, so that the message is the same each time
+    for result in results:
+        all_norms += result.norms.values()
+        names.update(result.norms)
+    norm_of_all = math.hypot(*all_norms)
+    for name in names:
+        part_sum = sum(part.projections.get(name, 0.0) for part in parts)
+        remainder = abs(joint.projections.get(name, 0.0) - part_sum)
+        norm = sum(result.norms.get(name, 0.0) for result in results)
+        tolerance = mode.gradient_tolerance * (norm + _FLOOR * norm_of_all)
+        if remainder > tolerance + slack.projections.get(name, 0.0):
+            return name
+    return None
+
+
+def _are_apart(joint: float, parts: Sequence[float], tolerance: float, slack: float = 0.0) -> bool:
+    """True if the sum of `parts` is further from `joint` than `slack` and `tolerance`, which is of their sizes."""
+    size = max(sum(map(abs, parts)), abs(joint), 1e-12)
+    return abs(joint - sum(parts)) > tolerance * size + slack
 
 
 def _sum(values: Sequence[float]) -> str:
     return " + ".join(f"{value:.7g}" for value in values)
 
 
-def _check_repeats(first: _Found, again: _Found, way: _Way) -> None:
+def _check_repeats(first: _Evaluation, again: _Evaluation, mode: _TrialMode) -> None:
     """Raise _UndecidableError unless the same batch gave the same twice."""
     scale = max(abs(first.total), abs(again.total), 1e-12)
-    values = max(way.value, first.digits[0]), max(way.value, first.digits[1])
-    if abs(first.total - again.total) > values[0] * scale or abs(first.weight - again.weight) > values[1] * scale:
+    total_tolerance = max(mode.value_tolerance, first.rounding[0]) * scale
+    weight_tolerance = max(mode.value_tolerance, first.rounding[1]) * scale
+    if abs(first.total - again.total) > total_tolerance or abs(first.weight - again.weight) > weight_tolerance:
         raise _UndecidableError("two runs of one batch gave different losses")
 
 
-def _does_not_add_up(found: str) -> LossError:
+def _does_not_add_up(difference: str) -> LossError:
     return LossError(
         "the loss of a batch should be the sum of its samples' losses, so that the batch can be split",
-        found,
+        difference,
         "multiply a mean, or a penalty on the weights, by the weight that you return; a term that compares samples (a "
         "contrastive loss, a router's load balance, your own batch norm) trains on one rank without micro_batch_size",
     )
 
 
-def _try_as_it_is(placed: ModelAdapter, workload: Workload, loader: RankLoader, trials: Sequence[Trial]) -> bool:
-    """Try the value alone, on the model that will train, in evaluation mode; whether that gave an answer.
+def _try_without_copy(placed: ModelAdapter, workload: Workload, loader: RankLoader, trials: Sequence[Trial]) -> bool:
+    """Try the value alone, on the model that will train, in evaluation mode; return True if that gave an answer.
 
     Collective where the model is split.
     """
     dtype = next(iter(placed.updated().values())).dtype
-    is_narrow = workload.precision == "bf16" and placed.is_captured  # such a graph has its casts in it
-    way = _Way(dtype, 0.0, _NARROW if is_narrow else _AS_IT_IS.get(dtype, _NARROW), math.inf)
+    tolerance = _VALUE_TOLERANCES.get(dtype, _NARROW_TOLERANCE)
+    if workload.precision == "bf16" and placed.is_captured:  # such a graph has its casts in it
+        tolerance = _NARROW_TOLERANCE
+    mode = _TrialMode(dtype, 0.0, tolerance, gradient_tolerance=math.inf)
+    to_float64 = workload.precision == "float64"
     was_training = placed.model.training
     placed.model.eval()
-    is_wide = workload.precision == "float64"
     try:
         with Bystanders() as bystanders:
-            evaluate = functools.partial(_value_as_it_is, placed, workload, (ModuleState(placed.model), bystanders))
+            evaluate = functools.partial(_evaluate_value, placed, workload, (ModuleState(placed.model), bystanders))
             for trial in trials:
-                batches = [moved(batch, loader.device, is_wide) for batch in trial.batches]
-                found = [evaluate(batch) for batch in batches]
-                if not all(one.is_finite for one in found):
+                batches = [moved(batch, loader.device, to_float64) for batch in trial.batches]
+                results = [evaluate(batch) for batch in batches]
+                if not all(result.is_finite for result in results):
                     return False
-                if difference := _difference(found, way, trial.sizes):
-                    _check_repeats(found[0], evaluate(batches[0]), way)
+                if difference := _difference(results, mode, trial.sizes):
+                    _check_repeats(results[0], evaluate(batches[0]), mode)
                     raise _does_not_add_up(difference)
     except (PacelineError, _UndecidableError):
         raise
@@ -503,14 +604,15 @@ def _try_as_it_is(placed: ModelAdapter, workload: Workload, loader: RankLoader, 
     return True
 
 
-def _value_as_it_is(
-    placed: ModelAdapter, workload: Workload, kept: tuple[ModuleState, Bystanders], batch: Any
-) -> _Found:
-    state, bystanders = kept
+def _evaluate_value(
+    placed: ModelAdapter, workload: Workload, given: tuple[ModuleState, Bystanders], batch: Any
+) -> _Evaluation:
+    """Compute loss and weight of a batch on the model that will train, and leave the model as it was."""
+    state, bystanders = given
     try:
         with bystanders.watching(placed.model), torch.enable_grad():
             total, weight = checked_loss(placed.evaluate("loss", workload.loss, batch))
     finally:
         placed.begin_step()  # no backward pass follows, also where the code raised
         state.put_back()  # what forward writes counts neither in the next trial nor in training
-    return _Found(float(total.detach()), float(weight))
+    return _Evaluation(float(total.detach()), float(weight))

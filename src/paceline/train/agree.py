@@ -1,9 +1,10 @@
-"""Before the first step: do all ranks have the same model, data and checkpoint? If not, say where they differ."""
+"""Check before the first step that all ranks have the same model, data and checkpoint, and say where they differ."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,23 +22,44 @@ def check_same_model_everywhere(model: torch.nn.Module, comm: AxisComm) -> None:
     """
     if comm.size == 1:
         return
-    lines = [f"{name} {tuple(t.shape)} {t.dtype}" for name, t in [*model.named_parameters(), *model.named_buffers()]]
+    lines = []
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        lines.append(f"{name} {tuple(tensor.shape)} {tensor.dtype}")
     text = "\n".join(lines).encode()
-    digest = int.from_bytes(hashlib.sha256(text).digest()[:7], "big")
-    digests = [int(one) for one in comm.all_gather(torch.tensor([digest]))]
-    if len(set(digests)) == 1:
+    # The texts are sent only where their digests differ.
+    digests = [int(row) for row in comm.all_gather(torch.tensor([_seven_bytes(hashlib.sha256(text))]))]
+    other = _first_other(digests)
+    if other is None:
         return
-    other = next(index for index, one in enumerate(digests) if one != digests[0])
     texts = comm.all_gather(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-    first, second = (bytes(texts[index].tolist()).decode().split("\n") for index in (0, other))
-    longest = max(len(first), len(second))
-    pairs = zip([*first, *["nothing"] * longest], [*second, *["nothing"] * longest], strict=False)
-    here, there = next(pair for pair in pairs if pair[0] != pair[1])
+    first = bytes(texts[0].tolist()).decode().split("\n")
+    second = bytes(texts[other].tolist()).decode().split("\n")
+    here, there = _first_difference(first, second)
     raise WorkloadError(
         "all ranks should make the same model",
         f"rank {comm.peers[0]} has {here} where rank {comm.peers[other]} has {there}",
         "make the model without looking at the rank, the host or the time",
     )
+
+
+def _seven_bytes(digest: Any) -> int:
+    """Return the first seven bytes of a digest as a number that fits an int64, which has a sign."""
+    return int.from_bytes(digest.digest()[:7], "big")
+
+
+def _first_other(values: Sequence[int]) -> int | None:
+    """Return the index of the first value that is not the first one; None if all are equal."""
+    for index, value in enumerate(values):
+        if value != values[0]:
+            return index
+    return None
+
+
+def _first_difference(first: list[str], second: list[str]) -> tuple[str, str]:
+    for line, other_line in itertools.zip_longest(first, second, fillvalue="nothing"):
+        if line != other_line:
+            return line, other_line
+    raise AssertionError("the digests differ, so the texts do")
 
 
 def check_same_data_everywhere(samples: int, first: Any, comm: AxisComm, warn: Callable[[str], None]) -> None:
@@ -55,16 +77,16 @@ def check_same_data_everywhere(samples: int, first: Any, comm: AxisComm, warn: C
         return
     digest = hashlib.sha256()
     _digest(first, digest.update)
-    mine = torch.tensor([samples, int.from_bytes(digest.digest()[:7], "big")])
-    everybody = [tuple(one.tolist()) for one in comm.all_gather(mine)]
-    lengths = [length for length, _ in everybody]
+    rows = comm.all_gather(torch.tensor([samples, _seven_bytes(digest)]))
+    lengths = [int(row[0]) for row in rows]
     if len(set(lengths)) > 1:
         raise WorkloadError(
             "all ranks should make the same data set",
             f"theirs hold {', '.join(map(str, lengths))} samples",
             "make it without looking at the rank, the host or the time",
         )
-    if len(set(everybody)) > 1:
+    digests = {int(row[1]) for row in rows}
+    if len(digests) > 1:
         warn(
             "the ranks' data sets begin with different samples: is the data made of random numbers "
             "without a seed? Then no two ranks train on the same data"
@@ -83,25 +105,31 @@ def check_same_start(resume: str | None, comm: AxisComm) -> None:
     if comm.size == 1:
         return
     comm.barrier()  # no rank still writes what an earlier job of the same file saves
-    seen = [int(one) for one in comm.all_gather(torch.tensor([_newest_step(resume)]))]
-    other = next((index for index, one in enumerate(seen) if one != seen[0]), None)
+    steps = [int(row) for row in comm.all_gather(torch.tensor([_newest_step(resume)]))]
+    other = _first_other(steps)
     if other is not None:
-        words = {-1: "was told of no checkpoint", 0: "finds no checkpoint"}
-        first, second = (words.get(step, f"finds step {step}") for step in (seen[0], seen[other]))
         raise CheckpointError(
             "all ranks should go on from the same checkpoint",
-            f"rank {comm.peers[0]} {first}, rank {comm.peers[other]} {second}",
+            f"rank {comm.peers[0]} {_step_in_words(steps[0])}, rank {comm.peers[other]} {_step_in_words(steps[other])}",
             "see that the run directory is one file system on all hosts, and start again",
         )
 
 
+def _step_in_words(step: int) -> str:
+    if step == -1:
+        return "was told of no checkpoint"
+    if step == 0:
+        return "finds no checkpoint"
+    return f"finds step {step}"
+
+
 def _newest_step(resume: str | None) -> int:
-    """The step of the newest checkpoint there; 0: there is none; -1: there need be none."""
+    """Return the step of the newest checkpoint there; 0 if there is none, -1 if there need be none."""
     if resume is None:
         return -1
     path = Path(resume)
-    names = [path.name] if (path / MANIFEST).exists() else [one.name for one in list_checkpoints(path)]
-    steps = [step_of(name.removeprefix(REPLACED)) for name in names]
+    checkpoints = [path] if (path / MANIFEST).exists() else list_checkpoints(path)
+    steps = [step_of(checkpoint.name.removeprefix(REPLACED)) for checkpoint in checkpoints]
     return max((step for step in steps if step is not None), default=0)
 
 

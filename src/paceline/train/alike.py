@@ -1,4 +1,4 @@
-"""State that was read, held against the state of the object that takes it: of one form, and in its types.
+"""Check that state that was read fits the optimizer or scheduler that takes it, and give it the types it has there.
 
 JSON keeps neither tuples nor keys that are numbers, and a file can hold any values. What an optimizer or a scheduler of
 torch is handed here has the types that its own state has, or is refused before anything is changed.
@@ -19,7 +19,7 @@ from paceline.nouns.errors import CheckpointError
 from paceline.nouns.reading import parse_whole, shown
 
 _FIX = "make it as it was when the checkpoint was saved, or start without the checkpoint"
-_LEAST = -(2**63)
+_LEAST = -(2**63)  # of an int64
 _NO_LONGER = {"verbose"}  # torch 2.6 and older have it in a scheduler's state
 _RATES = {"lr", "initial_lr"}  # of every optimizer's groups
 _OF_EVERY_SCHEDULER = {"base_lrs", "last_epoch", "_last_lr", "_step_count"}  # torch's base class has them
@@ -37,26 +37,26 @@ def check_groups(saved: Sequence[Mapping[str, Any]], here: Sequence[Mapping[str,
         here: the optimizer's.
         may_grow: whether it is of a person's own class, which may keep in its groups what grows.
     """
-    for number, (group, own) in enumerate(zip(saved, here, strict=True)):
-        for key in (group.keys() & own.keys()) - {"params", "parameters"}:
-            if not is_like(group[key], own[key], may_grow and key not in _RATES):
+    for number, (saved_group, group) in enumerate(zip(saved, here, strict=True)):
+        for key in (saved_group.keys() & group.keys()) - {"params", "parameters"}:
+            if not is_like(saved_group[key], group[key], may_grow and key not in _RATES):
                 raise CheckpointError(
                     f"the checkpoint's optimizer should have settings as the workload's, in group {number}",
-                    f"its {shown(key)} is {shown(group[key])}, here it is {shown(own[key])}",
+                    f"its {shown(key)} is {shown(saved_group[key])}, here it is {shown(group[key])}",
                     _FIX,
                 )
 
 
 class StateCheck:
-    """Holds the saved state of parameters against what an optimizer of torch makes of one.
+    """Compares the saved state of parameters with the state that an optimizer of torch makes.
 
     Args:
-        optimizer: the workload's; of another class than torch's, nothing is known.
+        optimizer: the workload's; of one that is not torch's, nothing is checked.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
-        self.known: dict[tuple[int, int], dict[str, bool]] = {}  # by group and dimensions
+        self.expected: dict[tuple[int, int], dict[str, bool]] = {}  # by group and dimensions
 
     def check(
         self, group: int, settings: Mapping[str, Any], name: str, local: torch.Tensor, state: Mapping[str, Any]
@@ -71,37 +71,42 @@ class StateCheck:
             state: what was read, by key.
         """
         kind = (group, local.dim())
-        if kind not in self.known:
-            self.known[kind] = _keys_of_state(self.optimizer, settings, local.dim())
-        for key, has_its_shape in self.known[kind].items():
+        if kind not in self.expected:
+            self.expected[kind] = _expected_state(self.optimizer, settings, local.dim())
+        for key, has_its_shape in self.expected[kind].items():
             if key not in state:
                 raise _other_state(name, f"it lacks {key}")
             numel = state[key].numel() if isinstance(state[key], torch.Tensor) else 1
-            if numel != (local.numel() if has_its_shape else 1):
+            expected_numel = local.numel() if has_its_shape else 1
+            if numel != expected_numel:
                 raise _other_state(name, f"its {key} has {numel} elements for the parameter's {local.numel()}")
 
 
-def _keys_of_state(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], dims: int) -> dict[str, bool]:
-    """By key of a parameter's state, whether it has the parameter's shape or is one number: of a step on a small one.
+def _expected_state(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], dims: int) -> dict[str, bool]:
+    """Return the keys of a parameter's state, and if their values have its shape (True) or are one number (False).
 
-    State of other shapes, as Adafactor's rows and columns, is left out; where no step can be taken, so is everything.
+    A step on a small parameter shows it. State of other shapes, as Adafactor's rows and columns, is left out; where no
+    step can be taken, so is everything.
     """
     kind: Any = type(optimizer)
     if not kind.__module__.startswith("torch.optim"):
         return {}
-    known = inspect.signature(kind).parameters
-    own = {key: value for key, value in settings.items() if key in known and key != "params"}
+    accepted = inspect.signature(kind).parameters
+    arguments = {key: value for key, value in settings.items() if key in accepted and key != "params"}
     small = torch.nn.Parameter(torch.zeros((2,) * dims))
     small.grad = torch.zeros_like(small)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            made = kind([small], **own)
-            made.step()
+            sample = kind([small], **arguments)
+            sample.step()
     except Exception:  # such as of settings that only a GPU can have
         return {}
-    tensors = {key: value for key, value in made.state[small].items() if isinstance(value, torch.Tensor)}
-    return {key: value.numel() > 1 for key, value in tensors.items() if value.numel() in (1, small.numel())}
+    expected = {}
+    for key, value in sample.state[small].items():
+        if isinstance(value, torch.Tensor) and value.numel() in (1, small.numel()):
+            expected[key] = value.numel() > 1
+    return expected
 
 
 def _other_state(name: str, found: str) -> CheckpointError:
@@ -109,7 +114,7 @@ def _other_state(name: str, found: str) -> CheckpointError:
 
 
 def scheduler_state(scheduler: Any, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """What `scheduler.load_state_dict` is to be handed of a checkpoint's state.
+    """Return a checkpoint's state as `scheduler.load_state_dict` takes it.
 
     The state of one of torch's classes has a fixed form. What a person's own class adds to it may grow while it runs.
 
@@ -122,7 +127,8 @@ def scheduler_state(scheduler: Any, saved: Mapping[str, Any]) -> dict[str, Any]:
     is_torchs = type(scheduler).__module__.startswith("torch.")
     if is_torchs:
         public = {key for key in {*here, *saved} - _NO_LONGER if not key.startswith("_")}
-        if other := sorted(public - (here.keys() & saved.keys())):
+        other = sorted(public - (here.keys() & saved.keys()))
+        if other:
             which = "the checkpoint's" if other[0] in saved else "the workload's"
             raise _other_scheduler(scheduler, f"only {which} has {shown(other[0])}")
     for key in here.keys() & saved.keys():
@@ -130,17 +136,18 @@ def scheduler_state(scheduler: Any, saved: Mapping[str, Any]) -> dict[str, Any]:
             raise _other_scheduler(scheduler, f"its {shown(key)} is {shown(saved[key])}, here it is {shown(here[key])}")
     state = {key: in_types_of(value, here.get(key)) for key, value in saved.items()}
     if is_torchs and _INNER in here.keys() & saved.keys():
-        state[_INNER] = [
-            scheduler_state(one, own) for one, own in zip(scheduler._schedulers, saved[_INNER], strict=True)
-        ]
+        inner_pairs = zip(scheduler._schedulers, saved[_INNER], strict=True)
+        state[_INNER] = [scheduler_state(inner, inner_state) for inner, inner_state in inner_pairs]
     return state
 
 
 def _is_part_like(scheduler: Any, key: str, saved: Any, here: Any) -> bool:
-    """Whether what is saved under `key` can be a part of the scheduler's state."""
+    """True if what is saved under `key` can be a part of the scheduler's state."""
     if type(scheduler).__module__.startswith("torch."):
         if key == _INNER:  # each is looked at by itself
-            return isinstance(saved, list) and len(saved) == len(here) and all(isinstance(one, dict) for one in saved)
+            if not isinstance(saved, list) or len(saved) != len(here):
+                return False
+            return all(isinstance(state, dict) for state in saved)
         return is_like(saved, here, may_grow=key in _PERSONS_OWN)
     is_base = isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler) and key in _OF_EVERY_SCHEDULER
     return is_like(saved, here, may_grow=not is_base)
@@ -159,7 +166,7 @@ def load_scheduler(scheduler: Any, state: dict[str, Any]) -> None:
 
 
 def is_like(saved: Any, here: Any, may_grow: bool = False) -> bool:
-    """Whether decoded JSON has the form of the value that it would replace.
+    """True if decoded JSON has the form of the value that it would replace.
 
     Args:
         saved: decoded JSON.
@@ -189,8 +196,9 @@ def is_like(saved: Any, here: Any, may_grow: bool = False) -> bool:
 def _are_like(saved: list[Any], here: Sequence[Any], may_grow: bool) -> bool:
     if not here:
         return True  # something that is filled later
-    is_long_enough = may_grow or len(saved) == len(here)
-    return is_long_enough and all(is_like(one, own, may_grow) for one, own in zip(saved, here, strict=False))
+    if not may_grow and len(saved) != len(here):
+        return False
+    return all(is_like(saved_item, item, may_grow) for saved_item, item in zip(saved, here, strict=False))
 
 
 def _are_entries_like(saved: dict[str, Any], here: Mapping[Any, Any], may_grow: bool) -> bool:
@@ -204,7 +212,7 @@ def _has_numbers_as_keys(value: Mapping[Any, Any]) -> bool:
 
 
 def in_types_of(saved: Any, here: Any) -> Any:
-    """Decoded JSON in the types of the value that it replaces: tuples, keys that are numbers, tensors of one number.
+    """Return decoded JSON in the types of the value that it replaces: tuples, integer keys, tensors of one number.
 
     Args:
         saved: as `as_json` made it.
@@ -213,9 +221,12 @@ def in_types_of(saved: Any, here: Any) -> Any:
     if isinstance(here, torch.Tensor) and here.numel() == 1 and isinstance(saved, int | float):
         return torch.full_like(here, saved)
     if isinstance(here, list | tuple) and isinstance(saved, list):
-        own = [*here, *[here[-1] if here else None] * len(saved)]  # a list that has grown has more of the same
-        made = [in_types_of(one, before) for one, before in zip(saved, own, strict=False)]
-        return tuple(made) if isinstance(here, tuple) else made
+        last = here[-1] if here else None
+        items = []
+        for index, saved_item in enumerate(saved):
+            item = here[index] if index < len(here) else last  # a list that has grown has more of the same
+            items.append(in_types_of(saved_item, item))
+        return tuple(items) if isinstance(here, tuple) else items
     if isinstance(here, dict) and isinstance(saved, dict):
         has_numbers = _has_numbers_as_keys(here)
         content = {}

@@ -1,4 +1,4 @@
-"""What a trial's code does to modules other than the copy that is tried: found, and undone."""
+"""Keep a trial of the loss from changing modules other than the copy that is tried: a teacher, the model itself."""
 
 from __future__ import annotations
 
@@ -14,45 +14,43 @@ _OF_TORCH = frozenset(vars(nn.Module()))  # attributes that torch keeps in a mod
 
 
 class ModuleState:
-    """A model's buffers and plain attributes as they are now.
+    """A snapshot of a model's buffers and plain attributes.
 
     Forward may write into buffers, replace them, and count in attributes (`self.longest = n`): a cache and the number
     that says how long it is must be put back together.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.buffers = [
-            (module._buffers, name, buffer, buffer.detach().clone())
-            for module in model.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None and not buffer.is_meta
-        ]
-        self.attributes = [
-            (vars(module), {name: (value, _content_of(value)) for name, value in _own_attributes(module)})
-            for module in model.modules()
-        ]
+        self.buffers: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]] = []
+        self.attributes: list[tuple[dict[str, Any], dict[str, tuple[Any, Any]]]] = []
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and not buffer.is_meta:
+                    self.buffers.append((module._buffers, name, buffer, buffer.detach().clone()))
+            saved = {name: (value, _content_of(value)) for name, value in _plain_attributes(module)}
+            self.attributes.append((vars(module), saved))
 
     def put_back(self) -> None:
         """Make buffers and attributes what they were."""
         for slots, name, buffer, before in self.buffers:
             buffer.data.copy_(before)
             slots[name] = buffer
-        for now, kept in self.attributes:
-            added = [name for name in now if name not in kept and name not in _OF_TORCH]
+        for attributes, saved in self.attributes:
+            added = [name for name in attributes if name not in saved and name not in _OF_TORCH]
             for name in added:
                 if not name.startswith("_"):  # torch's own wrappers keep theirs under such names
-                    del now[name]
-            for name, (value, content) in kept.items():
+                    del attributes[name]
+            for name, (value, content) in saved.items():
                 _fill(value, content)
-                now[name] = value
+                attributes[name] = value
 
 
-def _own_attributes(module: nn.Module) -> list[tuple[str, Any]]:
+def _plain_attributes(module: nn.Module) -> list[tuple[str, Any]]:
     return [(name, value) for name, value in vars(module).items() if name not in _OF_TORCH]
 
 
 def _content_of(value: Any) -> Any:
-    """A copy of what a list, dict or set holds; None for anything else."""
+    """Return a copy of what a list, dict or set holds; None for anything else."""
     return value.copy() if type(value) in (list, dict, set) else None
 
 
@@ -80,10 +78,14 @@ class Bystanders:
     """
 
     def __init__(self, *trained: nn.Module) -> None:
-        self.trained = {id(part): part for model in trained for part in model.modules()}
-        self.parameters = [parameter for model in trained for parameter in model.parameters()]
-        self.known: dict[int, nn.Module] = {}
-        self.own: set[int] = set()
+        # By `id`; the modules are kept too, so that no other object gets the id of one that is gone.
+        self.trained: dict[int, nn.Module] = {}
+        self.visited: dict[int, nn.Module] = {}  # modules that the code has called
+        self.parameters: list[nn.Parameter] = []
+        for model in trained:
+            self.trained.update((id(module), module) for module in model.modules())
+            self.parameters += model.parameters()
+        self.tried: set[int] = set()  # ids of the modules of the copy that is tried
         self.states = [ModuleState(model) for model in trained]
         self.gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self.is_reached = False
@@ -108,22 +110,24 @@ class Bystanders:
         Raises:
             ReachedError: the code reached a model that will train.
         """
-        self.own = {id(part) for part in model.modules()}
+        self.tried = {id(module) for module in model.modules()}
         try:
             yield
         finally:
-            is_reached = self.is_reached or any(parameter.grad is not None for parameter in self.parameters)
+            # Code may compute with the parameters without calling a module: then they have gradients.
+            has_gradients = any(parameter.grad is not None for parameter in self.parameters)
+            is_reached = self.is_reached or has_gradients
             self._put_back()
         if is_reached:
             raise ReachedError
 
     def _look(self, module: nn.Module, arguments: Any) -> None:
-        if id(module) in self.own or id(module) in self.known:
+        if id(module) in self.tried or id(module) in self.visited:
             return
         if id(module) in self.trained:
             self.is_reached = True  # also where the code goes on after the error
             raise ReachedError
-        self.known.update((id(part), part) for part in module.modules())
+        self.visited.update((id(part), part) for part in module.modules())
         self.states.append(ModuleState(module))
         self._take_gradients(list(module.parameters()))
 

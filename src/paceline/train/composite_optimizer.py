@@ -1,11 +1,11 @@
-"""An optimizer made of others, such as Muon with an AdamW inside: its parts keep state of their own.
+"""Save and restore an optimizer made of others, such as Muon with an AdamW inside: its parts keep their own state.
 
 Checkpoints hold the state of every part under its parameter's name, and say which part has it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,38 +14,49 @@ from paceline.nouns.errors import PlanError, WorkloadError
 from paceline.nouns.mesh import Mesh
 from paceline.train.alike import StateCheck
 
-_OWN = ("state", "param_groups", "defaults")
+_OF_TORCH = ("state", "param_groups", "defaults")  # attributes of every optimizer
 
 
 def parts_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """The optimizer, and the optimizers in its attributes, in lists, tuples and dicts of them too; each once."""
+    """Return the optimizer and the optimizers in its attributes, in lists, tuples and dicts of them too; each once."""
     parts = [optimizer]
     for part in parts:  # it grows: a part may have parts
         for name, value in vars(part).items():
-            inside = () if name in _OWN else _optimizers_in(value)
-            parts += [one for one in inside if all(one is not known for known in parts)]
+            if name in _OF_TORCH:
+                continue
+            for inner in _optimizers_in(value):
+                if not _contains(parts, inner):
+                    parts.append(inner)
     return parts
 
 
-def _optimizers_in(value: Any) -> Iterator[torch.optim.Optimizer]:
-    if isinstance(value, torch.optim.Optimizer):
-        yield value
-    elif isinstance(value, dict):
-        yield from (one for one in value.values() if isinstance(one, torch.optim.Optimizer))
+def _optimizers_in(value: Any) -> list[torch.optim.Optimizer]:
+    if isinstance(value, dict):
+        values = list(value.values())
     elif isinstance(value, list | tuple):
-        yield from (one for one in value if isinstance(one, torch.optim.Optimizer))
+        values = list(value)
+    else:
+        values = [value]
+    return [item for item in values if isinstance(item, torch.optim.Optimizer)]
+
+
+def _contains(items: Sequence[Any], item: Any) -> bool:
+    """True if `item` itself is among the items: groups are dicts of tensors, which can't be compared by `==`."""
+    return any(item is other for other in items)
 
 
 def groups_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The parameter groups of all parts; one that several parts share is there once."""
+    """Return the parameter groups of all parts; one that several parts share is there once."""
     groups: list[dict[str, Any]] = []
     for part in parts_of(optimizer):
-        groups += [group for group in part.param_groups if all(group is not known for known in groups)]
+        for group in part.param_groups:
+            if not _contains(groups, group):
+                groups.append(group)
     return groups
 
 
 def check_parts(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
-    """Raise where an optimizer is made of others and can't be run or saved as it is.
+    """Raise if an optimizer is made of others and can't be run or saved as it is.
 
     Raises:
         PlanError: the plan cuts parameters, or the list of them.
@@ -54,7 +65,8 @@ def check_parts(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
     parts = parts_of(optimizer)
     if len(parts) == 1:
         return
-    names = f"{type(optimizer).__name__} with {', '.join(type(part).__name__ for part in parts[1:])} inside"
+    inner_names = ", ".join(type(part).__name__ for part in parts[1:])
+    names = f"{type(optimizer).__name__} with {inner_names} inside"
     cuts = [axis for axis in ("shard", "tensor", "pipeline") if mesh.size(axis) > 1]
     if cuts:
         raise PlanError(
@@ -96,7 +108,8 @@ def restore_parts(
         part.state.clear()
     for number, part in enumerate(parts):
         for parameter, values in state.get(number, {}).items():
-            part.state[parameter] = {key: _placed(part, parameter, key, value) for key, value in values.items()}
+            restored = {key: _placed(part, parameter, key, value) for key, value in values.items()}
+            part.state[parameter] = restored
 
 
 def _check_state(
@@ -112,18 +125,23 @@ def _check_state(
         owners = [number for number, other in enumerate(parts) if other.state is part.state]
         check = StateCheck(part)
         for group_number, group in enumerate(part.param_groups):
-            known = {**group, **settings[id(group)]}
+            group_settings = {**group, **settings[id(group)]}
             for parameter in group["params"]:
-                own = [state.get(owner, {}).get(parameter, {}) for owner in owners]
-                if read := {key: value for one in own for key, value in one.items()}:
-                    check.check(group_number, known, names[parameter], parameter.detach(), read)
+                values: dict[str, Any] = {}
+                for owner in owners:
+                    values.update(state.get(owner, {}).get(parameter, {}))
+                if values:
+                    check.check(group_number, group_settings, names[parameter], parameter.detach(), values)
 
 
 def _placed(part: torch.optim.Optimizer, parameter: torch.nn.Parameter, key: str, value: Any) -> Any:
-    """A value of the state where torch's own `load_state_dict` would put it: a count of steps may stay on the CPU."""
+    """Move a value of the state where torch's `load_state_dict` would put it: a count of steps may stay on the CPU."""
     if not isinstance(value, torch.Tensor):
         return value
     if key != "step":
         return value.to(parameter.device)
-    group = next((one for one in part.param_groups if any(parameter is member for member in one["params"])), {})
-    return value.to(parameter.device) if group.get("capturable") or group.get("fused") else value
+    for group in part.param_groups:
+        if _contains(group["params"], parameter):
+            is_on_device = group.get("capturable") or group.get("fused")
+            return value.to(parameter.device) if is_on_device else value
+    return value

@@ -1,4 +1,4 @@
-"""From the data order to this rank's micro-batches.
+"""Load this rank's micro-batches of each global batch, in the order of the data that all ranks share.
 
 A sample is loaded with the random generators seeded by (seed, position): masks and augmentations drawn in
 the data set's `[]` are the same whichever rank or loader worker makes them.
@@ -92,24 +92,25 @@ class RankLoader:
     pieces_wanted: int = 0
 
     def order(self, batch_size: int, shuffle: bool = True) -> DataOrder:
-        """The global order of the data set."""
+        """Return the global order of the data set."""
         return DataOrder(self.workload.seed, len(self.data), batch_size, shuffle)
 
     def length(self) -> tuple[int, int]:
-        """Optimizer steps of the whole training, 0 where nobody has said, and the position after the last."""
+        """Return the optimizer steps of the training, 0 if unknown, and the position after the last."""
         if not len(self.data):
             return self.workload.steps or 0, 0  # the loop makes the batches
         order = self.order(self.workload.batch_size)
-        steps = self.workload.steps or self.workload.epochs * -(-order.samples // order.batch_size)
+        steps_per_epoch = -(-order.samples // order.batch_size)  # rounded up: the last batch may be short
+        steps = self.workload.steps or self.workload.epochs * steps_per_epoch
         return steps, order.position_after(steps)
 
     def first_sample(self) -> Any:
-        """The sample at position 0, as every rank should find it."""
+        """Return the sample at position 0, which should be the same on every rank."""
         with kept_random_state():
             return _Positioned(self.data, self.order(self.workload.batch_size))[0]
 
     def trials(self) -> list[Trial] | None:
-        """Samples of the first global batch, together and in two parts, to try the loss on. Not on the device yet.
+        """Return samples of the first global batch, together and in two parts, to try the loss on; not on the device.
 
         Empty where a batch has one sample; None where the samples have no common shape, so that none can be taken
         out of a batch.
@@ -118,50 +119,70 @@ class RankLoader:
         if count < 2:
             return []
         first = self.order(self.workload.batch_size).batch_at(0)
-        smallest = min(len(piece) for part in range(self.size) for piece in self.pieces(first, part))
-        if count >= sum(_TRIED) and smallest >= _TRIED[0]:
-            starts, sizes = [0], _TRIED
-        else:  # small micro-batches: perhaps no more fit into memory
-            starts, sizes = list(range(0, min(count, 6) - 1, 2)), (1, 1)
+        if count >= sum(_TRIED) and self._smallest_piece(first) >= _TRIED[0]:
+            starts = [0]
+            sizes = _TRIED
+        else:  # small micro-batches: perhaps no more fit into memory. Up to three pairs of samples
+            starts = list(range(0, min(count, 6) - 1, 2))
+            sizes = (1, 1)
         data = _Positioned(self.data, self.order(self.workload.batch_size))
+        trials = []
         with kept_random_state():
-            made = [self._trial([data[start + at] for at in range(sum(sizes))], sizes) for start in starts]
-        found = [trial for trial in made if trial is not None]
-        return found or None
+            for start in starts:
+                samples = [data[start + offset] for offset in range(sum(sizes))]
+                trial = self._trial(samples, sizes)
+                if trial is not None:
+                    trials.append(trial)
+        return trials or None
+
+    def _smallest_piece(self, batch: range) -> int:
+        """Return the samples of the smallest micro-batch that any part has of a global batch."""
+        sizes: list[int] = []
+        for part in range(self.size):
+            sizes += [len(piece) for piece in self.pieces(batch, part)]
+        return min(sizes)
 
     def _trial(self, samples: list[Any], sizes: tuple[int, int]) -> Trial | None:
-        """None where padding, or something else, gives the parts other shapes and they can't be cut out."""
+        """Make a batch and its two parts.
+
+        None where padding, or something else, gives the parts other shapes and they can't be cut out of the batch.
+        """
         collate = self.workload.collate or _default_collate
+        boundary = sizes[0]
         try:
-            whole, is_drawn = _whole_batch(collate, samples)
-            batches = [whole, *(collate(piece) for piece in (samples[: sizes[0]], samples[sizes[0] :]))]
+            batch, is_drawn = _collate_twice(collate, samples)
+            parts = [collate(samples[:boundary]), collate(samples[boundary:])]
         except Exception:  # micro-batches of one sample, say, of which each has another shape
             return None
-        shapes = [[tuple(tensor.shape[1:]) for tensor in tensors_in(batch)] for batch in batches]
-        if shapes[0] == shapes[1] == shapes[2] and not is_drawn:
-            return Trial(sizes, batches)
-        if any(not tensor.dim() or len(tensor) != sum(sizes) for tensor in tensors_in(whole)):
+        shapes = _sample_shapes(batch)
+        has_same_shapes = all(_sample_shapes(part) == shapes for part in parts)
+        if has_same_shapes and not is_drawn:
+            return Trial(sizes, [batch, *parts])
+        # Padding, or something drawn for each batch, differs: cut the parts out of the batch, along dimension 0.
+        for tensor in tensors_in(batch):
+            if not tensor.dim() or len(tensor) != sum(sizes):
+                return None
+        plain = plain_values(batch)
+        if any(plain_values(part) != plain for part in parts):  # a number of samples, their names
             return None
-        if len({plain_values(batch) for batch in batches}) > 1:  # a number of samples, their names
-            return None
-        first = map_tensors(whole, lambda tensor: tensor[: sizes[0]])
-        cut_out = [whole, first, map_tensors(whole, lambda tensor: tensor[sizes[0] :])]
-        return Trial(sizes, cut_out, [] if is_drawn else batches[1:])
+        first = map_tensors(batch, lambda tensor: tensor[:boundary])
+        second = map_tensors(batch, lambda tensor: tensor[boundary:])
+        return Trial(sizes, [batch, first, second], [] if is_drawn else parts)
 
     def example(self) -> Any:
-        """The first micro-batch of the first part, not cut for a pipeline: what every rank can make, to learn from."""
+        """Return the first micro-batch of the first part, not cut for a pipeline: every rank can make it."""
         first = dataclasses.replace(self, rank=0, pieces_wanted=0)
         order = self.order(self.workload.batch_size)
         with kept_random_state():
             return next(first._load(order, 0, order.batch_at(0).stop)).microbatches[0]
 
     def training(self, position: int, end: int) -> Iterator[Batch]:
-        """Every global batch from `position` up to `end`: this rank's part of it."""
+        """Yield this rank's part of every global batch from `position` up to `end`."""
         order = self.order(self.workload.batch_size)
         yield from self._load(order, position, end)
 
     def evaluation(self) -> Iterator[Batch]:
-        """Each sample once, in the data set's own order."""
+        """Yield each sample once, in the data set's own order."""
         order = self.order(self.workload.batch_size, shuffle=False)
         yield from self._load(order, 0, len(self.data), _EVALUATION)
 
@@ -175,29 +196,32 @@ class RankLoader:
             generator=torch.Generator(),  # its own, so that making a loader leaves the model's random numbers alone
             pin_memory=self.device.type == "cuda",
         )
-        ready = _started(loader)
-        for batch in order.batches(position, end):
-            parts = self.pieces(batch)
+        batches = _started(loader)
+        to_float64 = self.workload.precision == "float64"
+        for positions in order.batches(position, end):
+            pieces = self.pieces(positions)
             if workers:
-                loaded = [next(ready) for _ in parts]
-            else:
+                loaded = [next(batches) for _ in pieces]
+            else:  # the data set's code runs in this process, and is not to touch the model's random numbers
                 with kept_random_state():
-                    loaded = [next(ready) for _ in parts]
-            double = self.workload.precision == "float64"
-            yield Batch([moved(one, self.device, double) for one in loaded], batch, len(self.pieces(batch, 0)))
+                    loaded = [next(batches) for _ in pieces]
+            microbatches = [moved(batch, self.device, to_float64) for batch in loaded]
+            longest = len(self.pieces(positions, 0))  # part 0 is never smaller than another
+            yield Batch(microbatches, positions, longest)
 
     def pieces(self, batch: range, part: int | None = None) -> list[range]:
-        """The positions of a part's micro-batches of a global batch; this rank's where `part` is None."""
-        mine = share(batch, self.rank if part is None else part, self.size)
-        size = self.workload.micro_batch_size or max(len(mine), 1)
+        """Return the positions of a part's micro-batches of a global batch; this rank's if `part` is None."""
+        positions = share(batch, self.rank if part is None else part, self.size)
         if self.pieces_wanted:
-            size = max(-(-len(mine) // self.pieces_wanted), 1)
-        return cut(mine, size)
+            size = -(-len(positions) // self.pieces_wanted)  # rounded up
+        else:
+            size = self.workload.micro_batch_size or len(positions)
+        return cut(positions, max(size, 1))
 
 
 @dataclass(frozen=True, slots=True)
 class _Pieces:
-    """What the loader is to load next, made as it asks: a run may be a million steps long."""
+    """The batch sampler of a loader. It makes positions as they are asked for: a run may be a million steps long."""
 
     loader: RankLoader
     order: DataOrder
@@ -210,20 +234,32 @@ class _Pieces:
                 yield list(piece)
 
 
-def _whole_batch(collate: Callable[[list[Any]], Any], samples: list[Any]) -> tuple[Any, bool]:
-    """A batch, and whether one of the same samples may differ: a mask, or what they are mixed with, may be drawn."""
+def _sample_shapes(batch: Any) -> list[tuple[int, ...]]:
+    """Return the shape of one sample in each of the batch's tensors."""
+    return [tuple(tensor.shape[1:]) for tensor in tensors_in(batch)]
+
+
+def _collate_twice(collate: Callable[[list[Any]], Any], samples: list[Any]) -> tuple[Any, bool]:
+    """Return a batch, and True if one of the same samples may differ: a mask, or what they are mixed with, is drawn."""
     cpu = torch.device("cpu")
-    state = random_state(cpu)
+    before = random_state(cpu)
     batch = collate(samples)
-    if any(not torch.equal(state[name], now) for name, now in random_state(cpu).items() if name in state):
-        return batch, True
+    for name, state in random_state(cpu).items():
+        if name in before and not torch.equal(before[name], state):
+            return batch, True
     again = collate(samples)  # it may have a random generator of its own
-    tensors = zip(tensors_in(batch), tensors_in(again), strict=True)
-    return batch, signature(batch) != signature(again) or not all(torch.equal(*pair) for pair in tensors)
+    return batch, not _is_equal(batch, again)
+
+
+def _is_equal(batch: Any, other: Any) -> bool:
+    if signature(batch) != signature(other):
+        return False
+    pairs = zip(tensors_in(batch), tensors_in(other), strict=True)
+    return all(torch.equal(tensor, counterpart) for tensor, counterpart in pairs)
 
 
 def _default_collate(samples: list[Any]) -> Any:
-    """torch's, whose errors don't say what to do.
+    """Make a batch as torch does, whose errors don't say what to do.
 
     Raises:
         WorkloadError: the samples make no batch so.
@@ -239,7 +275,7 @@ def _default_collate(samples: list[Any]) -> Any:
 
 
 def cut_into(plan: Plan, mesh: Mesh, workload: Workload) -> int:
-    """How many micro-batches a pipeline wants of a rank's part of a batch; 0 where there is none."""
+    """Return how many micro-batches a pipeline wants of a rank's part of a batch; 0 if there is no pipeline."""
     if mesh.size("pipeline") == 1:
         return 0
     if plan.micro_batches or workload.micro_batch_size:
@@ -248,17 +284,17 @@ def cut_into(plan: Plan, mesh: Mesh, workload: Workload) -> int:
 
 
 def moved(batch: Any, device: torch.device, to_float64: bool) -> Any:
-    """`batch` with its tensors on `device`; floating ones in float64 where asked."""
+    """Return `batch` with its tensors on `device`; floating ones in float64 if `to_float64`."""
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
-        dtype = torch.float64 if to_float64 and tensor.is_floating_point() else None
-        return tensor.to(device, dtype, non_blocking=True)
+        is_widened = to_float64 and tensor.is_floating_point()
+        return tensor.to(device, torch.float64 if is_widened else None, non_blocking=True)
 
     return map_tensors(batch, move)
 
 
 def open_data(name: str, value: Any) -> Any:
-    """The workload's data set: itself, or made by its function.
+    """Return the workload's data set: `value` itself, or made by it if it is a function.
 
     Raises:
         WorkloadError: there is none, or it has no length or no items, or it is empty.
@@ -276,7 +312,7 @@ def open_data(name: str, value: Any) -> Any:
 
 
 def no_data(name: str = "data") -> WorkloadError:
-    """The error of what needs a data set, for a workload whose loop makes the batches."""
+    """Return the error for what needs a data set, of a workload whose loop makes the batches."""
     return WorkloadError(
         f"the workload's {name} is needed here",
         "it is None: the batches are those that your own loop hands to job.step",

@@ -1,4 +1,4 @@
-"""Evaluation over all ranks: each sample once, sums added up, divided at the end.
+"""Evaluate over all ranks: each sample once, sums added up, divided at the end.
 
 A ratio such as accuracy is `(sum, weight)` like the loss, so it is exact however the data is split.
 Measures that are no ratio (F1, Matthews correlation) come from torchmetrics objects, whose counts are
@@ -40,7 +40,7 @@ Score = Callable[[Any, Any], dict[str, tuple[Any, Any]]]
 
 
 def evaluate(parallel: Parallel, batches: Iterable[Batch], score: Score, comm: AxisComm) -> dict[str, float]:
-    """The global ratio of every name that `score` returns; NaN where nothing counted.
+    """Return the global ratio of every name that `score` returns; NaN where nothing counted.
 
     Args:
         parallel: the model as this rank holds it; put into evaluation mode for the duration.
@@ -58,8 +58,9 @@ def evaluate(parallel: Parallel, batches: Iterable[Batch], score: Score, comm: A
     try:
         with torch.no_grad():
             for batch in batches:
-                for number, micro in enumerate(parallel.in_step(batch.microbatches, batch.longest)):
-                    scores = _checked(parallel.evaluate("score", score, micro))
+                for number, microbatch in enumerate(parallel.in_step(batch.microbatches, batch.longest)):
+                    scores = _checked(parallel.evaluate("score", score, microbatch))
+                    # `in_step` fills up where every rank must run as many; what it adds does not count.
                     if number < len(batch.microbatches):
                         _add(scores, totals, parallel.device)
     finally:
@@ -70,10 +71,10 @@ def evaluate(parallel: Parallel, batches: Iterable[Batch], score: Score, comm: A
         return {}
     table = torch.stack([totals.get(name, zero) for name in names])
     comm.all_reduce(table)
-    return {
-        name: total / weight if weight else float("nan")
-        for name, (total, weight) in zip(names, table.tolist(), strict=True)
-    }
+    ratios = {}
+    for name, (total, weight) in zip(names, table.tolist(), strict=True):
+        ratios[name] = total / weight if weight else float("nan")
+    return ratios
 
 
 def _add(scores: dict[str, Any], totals: dict[str, torch.Tensor], device: torch.device) -> None:
@@ -85,42 +86,54 @@ def _add(scores: dict[str, Any], totals: dict[str, torch.Tensor], device: torch.
 
 
 def _as_float(pair: Any) -> Any:
-    """A count is as good a sum as a loss."""
-    is_count = isinstance(pair, tuple) and len(pair) == 2 and getattr(pair[0], "dtype", None) in _COUNTS
-    return (pair[0].double(), pair[1]) if is_count else pair
+    """Return a pair whose sum is a tensor of counts with the sum as a float, which `checked_loss` wants."""
+    if not isinstance(pair, tuple) or len(pair) != 2:
+        return pair
+    if getattr(pair[0], "dtype", None) not in _COUNTS:
+        return pair
+    return pair[0].double(), pair[1]
 
 
 def reduce_metric(metric: Any, comm: AxisComm) -> Any:
     """Compute a torchmetrics Metric or MetricCollection from the counts of all ranks, and reset it."""
     metrics = list(metric.values()) if hasattr(metric, "items") else [metric]
-    for one in metrics:
-        one.distributed_available_fn = lambda: comm.size > 1
-        one.dist_sync_fn = lambda tensor, group=None: gather_rows(tensor, comm)
-        one._to_sync = True
+    for member in metrics:
+        member.distributed_available_fn = lambda: comm.size > 1
+        member.dist_sync_fn = lambda tensor, group=None: gather_rows(tensor, comm)
+        member._to_sync = True
     value = metric.compute()
     metric.reset()
     return value
 
 
 def gather_rows(tensor: torch.Tensor, comm: AxisComm) -> list[torch.Tensor]:
-    """Every rank's tensor, scalars too: what torchmetrics wants of its gather function.
+    """Return every rank's tensor, scalars too, as torchmetrics' gather function does.
 
     A rank that saw no sample can't know the dtype and shape of the rows that others have (torchmetrics gives
-    it an empty vector of floats), so each rank says its form first; an empty one takes the others'.
+    it an empty vector of floats), so each rank sends its form first; an empty one takes the others'.
     """
     if comm.size == 1:
         return [tensor]
-    form = [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape, *[0] * (_MAX_DIMS - tensor.dim())]
-    forms = [row.tolist() for row in comm.all_gather(torch.tensor([form], device=tensor.device))]
-    shapes = [tuple(row[0][2 : 2 + row[0][1]]) for row in forms]
-    full = [rank for rank, shape in enumerate(shapes) if 0 not in shape]
-    dtype = functools.reduce(torch.promote_types, [_DTYPES[forms[rank][0][0]] for rank in full] or [tensor.dtype])
-    if full:
-        shapes = [shape if rank in full else (0, *shapes[full[0]][1:]) for rank, shape in enumerate(shapes)]
+    padding = [0] * (_MAX_DIMS - tensor.dim())
+    form = [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape, *padding]
+    dtypes: list[torch.dtype] = []  # of each rank
+    shapes: list[tuple[int, ...]] = []
+    for row in comm.all_gather(torch.tensor([form], device=tensor.device)):
+        number, dims, *sizes = row.flatten().tolist()
+        dtypes.append(_DTYPES[number])
+        shapes.append(tuple(sizes[:dims]))
+    filled = [rank for rank, shape in enumerate(shapes) if 0 not in shape]
+    dtype = tensor.dtype
+    if filled:
+        dtype = functools.reduce(torch.promote_types, [dtypes[rank] for rank in filled])
+        row_shape = shapes[filled[0]][1:]
+        for rank in range(len(shapes)):
+            if rank not in filled:
+                shapes[rank] = (0, *row_shape)
     # As bytes: Gloo and NCCL do not carry every dtype.
     sent = tensor.detach().to(dtype).reshape(-1).view(torch.uint8)
-    parts = comm.all_gather(sent)
-    return [part.view(dtype).view(shape) for part, shape in zip(parts, shapes, strict=True)]
+    gathered = comm.all_gather(sent)
+    return [received.view(dtype).view(shape) for received, shape in zip(gathered, shapes, strict=True)]
 
 
 def _checked(result: Any) -> dict[str, Any]:
@@ -134,7 +147,11 @@ def _checked(result: Any) -> dict[str, Any]:
 
 
 def _names_everywhere(names: list[str], comm: AxisComm) -> list[str]:
-    """The names that any rank has: a rank without a batch has none."""
-    packed = torch.frombuffer(bytearray("\n".join(["", *names]).encode() or b"\n"), dtype=torch.uint8)
-    gathered = comm.all_gather(packed)
-    return sorted({name for part in gathered for name in bytes(part.tolist()).decode().split("\n") if name})
+    """Return the names that any rank has: a rank without a batch has none."""
+    text = "\n".join(["", *names]) or "\n"  # torch.frombuffer takes no empty buffer
+    gathered = comm.all_gather(torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8))
+    everywhere: set[str] = set()
+    for row in gathered:
+        everywhere.update(bytes(row.tolist()).decode().split("\n"))
+    everywhere.discard("")
+    return sorted(everywhere)

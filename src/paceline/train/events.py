@@ -1,4 +1,4 @@
-"""What a job writes down while it runs: one line of JSON per event in `events.jsonl`. Rank 0 writes."""
+"""Record what a job does while it runs: one line of JSON per event in `events.jsonl`. Rank 0 writes."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Events:
         # not fit on the disk is not kept to be written later, in the middle of another.
         self.file = (run_dir / "events.jsonl").open("ab+", buffering=0) if run_dir else None
         self.is_torn = self._ends_torn()
-        self.has_told = False
+        self.has_warned = False
 
     def write(self, event: dict[str, Any]) -> None:
-        """Append one event, with the wall-clock time. Where that can't be, say so once and go on."""
+        """Append one event, with the wall-clock time. Where that can't be, warn once and go on."""
         if self.file is None:
             return
         if self.takes_over and event["event"] in ("start", "resumed"):
@@ -43,13 +43,13 @@ class Events:
         try:
             self.is_torn = self.file.write(line) < len(line)
         except OSError as error:
-            self._tell(error.strerror)
+            self._warn(error.strerror)
         else:
             if self.is_torn:
-                self._tell("only part of a line was taken")
+                self._warn("only part of a line was taken")
 
     def last_step(self) -> int:
-        """The last step of this attempt that is written down, whoever wrote it; 0 for none."""
+        """Return the last step of this attempt that is written down, whoever wrote it; 0 for none."""
         for line in self._lines_backwards():
             try:
                 event = json.loads(line)
@@ -64,16 +64,18 @@ class Events:
         return 0
 
     def _lines_backwards(self) -> Iterator[bytes]:
-        """The file's lines, the last one first."""
+        """Yield the file's lines, the last one first. It is read in blocks from its end."""
         if self.file is None:
             return
-        end, rest = self.file.seek(0, os.SEEK_END), b""
+        end = self.file.seek(0, os.SEEK_END)
+        rest = b""  # the end of a line that begins in an earlier block
         while end > 0:
             begin = max(0, end - _BLOCK_BYTES)
             self.file.seek(begin)
             first, *lines = (self.file.read(end - begin) + rest).split(b"\n")
             yield from reversed(lines)
-            end, rest = begin, first
+            end = begin
+            rest = first
         yield rest
 
     def close(self) -> None:
@@ -83,20 +85,20 @@ class Events:
             self.file = None
 
     def _ends_torn(self) -> bool:
-        """Whether the last line has no end, as a full disk leaves it."""
+        """True if the last line has no end, as a full disk leaves it."""
         if self.file is None or self.file.seek(0, os.SEEK_END) == 0:
             return False
         self.file.seek(-1, os.SEEK_END)
         return self.file.read(1) != b"\n"
 
-    def _tell(self, found: str | None) -> None:
-        if not self.has_told and self.file is not None:
-            self.has_told = True
-            text = f"events can't be written to {self.file.name} ({found}); training goes on, its record has gaps"
+    def _warn(self, reason: str | None) -> None:
+        if not self.has_warned and self.file is not None:
+            self.has_warned = True
+            text = f"events can't be written to {self.file.name} ({reason}); training goes on, its record has gaps"
             print(f"paceline: {text}", file=sys.stderr, flush=True)
 
 
 def peak_memory_bytes() -> int:
-    """The largest resident set that this process has had."""
-    unit = 1 if sys.platform == "darwin" else 1024
+    """Return the largest resident set that this process has had."""
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts bytes on macOS, KiB on Linux
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

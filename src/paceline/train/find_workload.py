@@ -21,7 +21,7 @@ class _Reached(BaseException):
 
 
 def find_workload(script: str) -> Workload:
-    """The `workload` that the file declares at its top level, or hands to `paceline.distribute`.
+    """Return the `workload` that the file declares at its top level, or hands to `paceline.distribute`.
 
     Raises:
         WorkloadError: it declares none, or fails when it is loaded.
@@ -48,7 +48,7 @@ def find_workload(script: str) -> Workload:
 
 @contextmanager
 def _stopped_at_the_loop() -> Iterator[None]:
-    """A loop that does not wait for `if __name__ == "__main__"` must not run here."""
+    """End the file at `paceline.distribute`: a loop outside of `if __name__ == "__main__"` is not to run here."""
     plain = paceline.distribute
 
     def reached(workload: Any) -> NoReturn:

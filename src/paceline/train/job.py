@@ -1,4 +1,4 @@
-"""The Job: what `paceline.distribute(workload)` returns, and what a person's own loop drives."""
+"""The Job, one rank of a training job: `paceline.distribute(workload)` makes it, a training loop calls its methods."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ def distribute(workload: Workload) -> Job:
         _check_is_first(prepare.run_dir(os.environ))
         return Job(workload, prepare.read_plan(os.environ, api.size()))
     except PacelineError as error:
-        raise error.at(rank=error.rank if error.rank is not None else api.rank()) from error.__cause__
+        rank = api.rank() if error.rank is None else error.rank  # an error may speak of another rank
+        raise error.at(rank=rank) from error.__cause__
 
 
 class Job:
@@ -89,25 +90,48 @@ class Job:
     def __init__(self, workload: Workload, plan: Plan, clock: Clock | None = None) -> None:
         api.check_own_process()
         world = api.world()
-        self.workload, self.plan, self.clock = workload, plan, clock or WallClock()
-        self.rank, self.size, self.device = world.rank_info.rank, world.rank_info.size, world.rank_info.device
-        self.world, self.ledger = world.comm, world.comm.ledger
+        self.workload = workload
+        self.plan = plan
+        self.clock = clock or WallClock()
+        self.rank = world.rank_info.rank
+        self.size = world.rank_info.size
+        self.device = world.rank_info.device
+        self.world = world.comm
+        self.ledger = world.comm.ledger
         mesh = Mesh.parse(plan.mesh)
         mesh.check_fits(self.size)
         workload.check_ranks(mesh.data_size)
-        alone = Mesh.parse("replicate=1")
-        self.comms = open_comms(alone, 0, self.ledger) if plan.server else open_comms(mesh, self.rank, self.ledger)
+        if plan.server:  # workers exchange gradients with the servers, not with each other
+            self.comms = open_comms(Mesh.parse("replicate=1"), 0, self.ledger)
+        else:
+            self.comms = open_comms(mesh, self.rank, self.ledger)
         self.comm = self.comms.data
         self.run_dir = prepare.run_dir(os.environ)
         self.stop_file = prepare.stop_file(os.environ) if self.rank == 0 else None
         if workload.deterministic:
             prepare.be_deterministic()
-        self.data_part, self.random_stream = mesh.data_part(self.rank), mesh.random_stream(self.rank)
+        self.data_part = mesh.data_part(self.rank)
+        self.random_stream = mesh.random_stream(self.rank)
         prepare.check_plan_without_data(workload, plan, mesh)
-        data = open_data("data", workload.data) if workload.data is not None else ()
+        data = () if workload.data is None else open_data("data", workload.data)
         self.loader = self._make_loader(data, (self.data_part, mesh.data_size))
-        example = self.loader.example() if self.size > 1 and len(data) else None
-        seed_everything(workload.seed)
+        self._make_parallel(mesh)
+        self.optimizer = prepare.make_optimizer(workload, self.model)
+        prepare.keep_own(self.optimizer, mesh)
+        self.scheduler = prepare.make_scheduler(workload, self.optimizer)
+        seed_everything(workload.seed, 1 + self.random_stream)  # dropout draws from here on
+        if self.size > 1 and len(data):
+            first = self.loader.first_sample()
+            check_same_data_everywhere(len(data), first, self.comms.step, self.notice)
+        self._begin_run()
+
+    def _make_parallel(self, mesh: Mesh) -> None:
+        """Split the model over the ranks as the plan says, and check that its batches can be split."""
+        workload, plan = self.workload, self.plan
+        example = None
+        if self.size > 1 and len(self.loader.data):
+            example = self.loader.example()
+        seed_everything(workload.seed)  # every rank draws the same initial values
         placed = parallelize_model(workload, self.comms, plan, self.device, example)
         for notice in placed.notices:
             self.notice(notice)
@@ -119,17 +143,9 @@ class Job:
         prepare.check_may_cut(placed, workload, self.loader, mesh, self.notice)
         self.parallel = make_parallel(placed, workload, self.comms, plan, (self.device, self.rank))
         self.model = self.parallel.model
-        self.optimizer = prepare.make_optimizer(workload, self.model)
-        prepare.keep_own(self.optimizer, mesh)
-        self.scheduler = prepare.make_scheduler(workload, self.optimizer)
-        seed_everything(workload.seed, 1 + self.random_stream)  # dropout draws from here on
-        if self.size > 1 and len(data):
-            first = self.loader.first_sample()
-            check_same_data_everywhere(len(self.loader.data), first, self.comms.step, self.notice)
-        self._begin_run()
 
     def batches(self) -> Iterator[Batch]:
-        """This rank's part of every global batch from here to the last step; hand each to `step`.
+        """Yield this rank's part of every global batch from here to the last step; hand each to `step`.
 
         Raises:
             WorkloadError: the workload's data is None.
@@ -143,7 +159,7 @@ class Job:
             yield from self.loader.training(self.position, self.end)
 
     def step(self, batch: Any) -> float:
-        """One optimizer step; the mean loss of the global batch, the same on every rank.
+        """Take one optimizer step; return the mean loss of the global batch, the same on every rank.
 
         Args:
             batch: from `batches`; or this rank's part of a batch of your own. Then the data order is yours too, after
@@ -160,39 +176,41 @@ class Job:
         self._check_may_step()
         if self.plan.server:
             servers.begin_step(self)
-        began_s, sent_before = self.clock.now_s(), self.ledger.total_bytes
+        began_s = self.clock.now_s()
+        sent_before = self.ledger.total_bytes
         self.is_stepping = True
-        own = isinstance(batch, Batch)
-        if not own:
-            self._take_own_batch()
+        is_own = not isinstance(batch, Batch)
+        if is_own:
+            self._check_own_batch()
         self.board.begin_step()
-        double = self.workload.precision == "float64"
-        microbatches = batch.microbatches if own else [moved(batch, self.device, double)]
+        if is_own:
+            tensors = moved(batch, self.device, self.workload.precision == "float64")
+            batch = Batch([tensors], range(self.position, self.position))  # the position in the data order stays
+        clip_norm = None if self.plan.server else self.workload.clip_norm  # the servers clip, they have the gradients
         try:
             stats, norm = train_step(
-                microbatches,
+                batch.microbatches,
                 self.parallel,
                 self.optimizer,
-                None if self.plan.server else self.workload.clip_norm,
-                (self._is_asked_to_stop(), batch.longest if own else 1),
+                clip_norm,
+                (self._is_asked_to_stop(), batch.longest),
             )
         except PacelineError as error:
-            raise error.at(
-                rank=self.rank if error.rank is None else error.rank, step=self.step_number + 1
-            ) from error.__cause__
+            rank = self.rank if error.rank is None else error.rank
+            raise error.at(rank=rank, step=self.step_number + 1) from error.__cause__
         if self.plan.server:
             servers.end_step(self)
         else:
             if self.scheduler is not None:
                 self.scheduler.step()
             self.step_number += 1
-            self.position = batch.positions.stop if own else self.position
+            self.position = batch.positions.stop
         self.last = StepRecord(
             self.step_number,
             self.position,
             stats.mean,
             stats.weight,
-            len(batch.positions) if own else 0,
+            len(batch.positions),
             round(self.clock.now_s() - began_s, 6),
             self.ledger.total_bytes - sent_before,
             norm,
@@ -220,9 +238,10 @@ class Job:
         """
         self.board.meet("job.evaluate", self.step_number)
         opened = prepare.evaluation_data(self.workload, data)
-        # Workers of servers may be at different steps, so each evaluates on all of it.
-        parts = (0, 1) if self.plan.server else (self.data_part, Mesh.parse(self.plan.mesh).data_size)
-        loader = self._make_loader(opened, parts)
+        if self.plan.server:  # workers may be at different steps, so each evaluates on all of it
+            loader = self._make_loader(opened, (0, 1))
+        else:
+            loader = self._make_loader(opened, (self.data_part, Mesh.parse(self.plan.mesh).data_size))
         score = score or self.workload.score or self._score
         prepare.check_can_score(self.parallel.placed, metrics)
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.workload.precision == "bf16"):
@@ -244,7 +263,8 @@ class Job:
         prepare.check_may_write(folder)
         if self.plan.server and self.rank != 0:
             return  # the servers' state is the same for all
-        if (failure := self.write_checkpoint(folder)) is not None:
+        failure = self.write_checkpoint(folder)
+        if failure is not None:
             raise failure
 
     def load(self, path: str | Path) -> None:
@@ -274,24 +294,34 @@ class Job:
         if self.scheduler is not None and state is not None:
             load_scheduler(self.scheduler, state)
         elif self.scheduler is not None or state is not None:
-            has, lacks = ("checkpoint", "workload") if self.scheduler is None else ("workload", "checkpoint")
+            if self.scheduler is None:
+                has, lacks = "checkpoint", "workload"
+            else:
+                has, lacks = "workload", "checkpoint"
             self.notice(f"the {has} has a learning-rate scheduler, the {lacks} has none: the rate may jump")
-        self.step_number, self.position = manifest["step"], manifest["position"]
+        self.step_number = manifest["step"]
+        self.position = manifest["position"]
         last_checkpoint.go_back(self, folder)
-        if self.plan.server:
-            pass  # random numbers are drawn anew for every step
-        elif (manifest["world_size"], manifest.get("mesh")) == (self.size, self._mesh()):
-            own = read_own(folder, manifest, self.rank)
-            restore_random_state(snapshot.part(own, "random/"), self.device)
-            if not snapshot.restore_wire(self.parallel.state(), own):
+        if not self.plan.server:  # there, random numbers are drawn anew for every step
+            self._restore_own_state(folder, manifest)
+        self.events.write(
+            {"event": "resumed", "step": self.step_number, "position": self.position, "path": str(folder)}
+        )
+
+    def _restore_own_state(self, folder: Path, manifest: dict[str, Any]) -> None:
+        """Restore what belongs to this rank alone, if the checkpoint is of the same mesh: random states, compression.
+
+        Under another mesh no rank of now is one of then, so each draws from a new random stream.
+        """
+        if (manifest["world_size"], manifest.get("mesh")) == (self.size, self._mesh()):
+            rank_tensors = read_own(folder, manifest, self.rank)
+            restore_random_state(snapshot.part(rank_tensors, "random/"), self.device)
+            if not snapshot.restore_wire(self.parallel.state(), rank_tensors):
                 self.notice(f"{folder.name} was saved with other compression: what compression left out so far is lost")
         else:
             seed_everything(self.workload.seed, 1 + self.random_stream, self.position)
             ranks = f"{manifest['world_size']} ranks ({manifest.get('mesh')})"
             self.notice(f"{ranks} saved {folder.name}, {self.size} ({self._mesh()}) go on: dropout draws other numbers")
-        self.events.write(
-            {"event": "resumed", "step": self.step_number, "position": self.position, "path": str(folder)}
-        )
 
     def close(self, save: bool = True) -> None:
         """End the job: save the last step that it trained if it runs under `paceline run`, and finish writing.
@@ -330,8 +360,8 @@ class Job:
                 "save on the way, write job.save(FOLDER)",
             ).at(rank=self.rank, step=self.step_number + 1)
 
-    def _take_own_batch(self) -> None:
-        """Check a batch of the person's own; with the first, say what it changes."""
+    def _check_own_batch(self) -> None:
+        """Check a batch that the training loop made itself; with the first, say what it changes."""
         prepare.check_own_batch(self.workload, self.plan, self.step_number)
         if self.has_own_batches:
             return
@@ -349,20 +379,36 @@ class Job:
 
     def _begin_run(self) -> None:
         self.total_steps, self.end = self.loader.length()
-        self.step_number, self.position = 0, 0
-        self.saved_step, self.closed_step, self.last = None, None, None
-        self.loaded_step, self.loaded_folder, self.left = 0, None, None
+        self.step_number = 0
+        self.position = 0
+        self.last = None
+        self.saved_step = None
+        self.loaded_step = 0
+        self.loaded_folder = None
+        self.left = None
+        self.closed_step = None
         self.has_own_batches = False
         self.is_stopping = threading.Event()
         self.is_stepping = False  # stays set when a step fails
         self.process = os.getpid()
-        _made[:] = [self]
-        place = api.world().rank_info
-        self.board = StepBoard(dataclasses.replace(place, size=1) if self.plan.server else place)
+        _newest_job[:] = [self]
+        rank_info = api.world().rank_info
+        if self.plan.server:  # workers may be at different steps, and rank 0 alone saves
+            self.board = StepBoard(dataclasses.replace(rank_info, size=1))
+            self.writer = CheckpointWriter(0, 1, self._report_save)
+        else:
+            self.board = StepBoard(rank_info)
+            self.writer = CheckpointWriter(self.rank, self.size, self._report_save)
         self.events = Events(self.run_dir if self.rank == 0 else None, bool(os.environ.get(TAKES_OVER)))
-        self.writer = CheckpointWriter(*((0, 1) if self.plan.server else (self.rank, self.size)), self._report_save)
-        start = {"event": "start", "total_steps": self.total_steps, "samples": len(self.loader.data)}
-        self.events.write({**start, "batch_size": self.workload.batch_size, "world_size": self.size})
+        self.events.write(
+            {
+                "event": "start",
+                "total_steps": self.total_steps,
+                "samples": len(self.loader.data),
+                "batch_size": self.workload.batch_size,
+                "world_size": self.size,
+            }
+        )
         if self.run_dir is None:
             return
         before = signal.signal(signal.SIGTERM, self._asked_to_stop)
@@ -388,18 +434,26 @@ class Job:
         self.is_stopping.set()
 
     def _is_asked_to_stop(self) -> bool:
-        """By a signal; or, where the launcher can't hand one on, by a file in the run directory."""
-        return self.is_stopping.is_set() or (self.stop_file is not None and self.stop_file.exists())
+        """True if a signal came; or, where the launcher can't hand one on, a file in the run directory."""
+        if self.is_stopping.is_set():
+            return True
+        return self.stop_file is not None and self.stop_file.exists()
 
     def _ranks_asked_to_stop(self) -> list[int]:
-        """Collective."""
+        """Return the ranks that were asked to stop. Collective."""
         flags = self.world.all_gather(torch.tensor([int(self._is_asked_to_stop())]))
         return [rank for rank, flag in zip(self.world.peers, flags, strict=True) if int(flag)]
 
     def _save_if_due(self, is_stopping: bool) -> None:
+        """Begin the checkpoint of this step if the plan has one; where the job stops, save the last step and end.
+
+        Raises:
+            Stopped: the job was asked to stop, and is saved.
+        """
         if self.run_dir is None:
             return
         every = self.plan.checkpoint_every
+        # The last step of a job that stops is saved below: that waits until the checkpoint is on the disk.
         if every and self.step_number % every == 0 and not is_stopping:
             self._begin_save(self.checkpoint_folder(), self.plan.keep)
             self.saved_step = self.step_number
@@ -412,7 +466,7 @@ class Job:
             raise Stopped(0)
 
     def checkpoint_folder(self) -> Path:
-        """The run's checkpoint of this step."""
+        """Return the folder of the run's checkpoint of this step."""
         return Path(str(self.run_dir), CHECKPOINTS, folder_name(self.step_number))
 
     def write_checkpoint(self, folder: Path, keep: int = 0) -> CheckpointError | None:
@@ -443,10 +497,13 @@ class Job:
             if self.rank != 0:
                 return
             servers.take_state(self)
-        held, size = self._held(), self.world.size
-        parts, optimizer = snapshot.optimizer_state(self.model, self.optimizer, held, size)
-        scheduler = self.scheduler.state_dict() if self.scheduler is not None else None
-        facts = {
+        held = self._held()
+        size = self.world.size
+        optimizer_parts, optimizer = snapshot.optimizer_state(self.model, self.optimizer, held, size)
+        scheduler = None
+        if self.scheduler is not None:
+            scheduler = self.scheduler.state_dict()
+        metadata = {
             "step": self.step_number,
             "position": self.position,
             "seed": self.workload.seed,
@@ -459,12 +516,12 @@ class Job:
             "torch": torch.__version__,
             **snapshot.config_facts(self.model),
         }
-        parts = {**snapshot.model_parts(self.model, held, size), **parts}
-        own = snapshot.own_tensors(random_state(self.device), self.parallel.state())
-        self.writer.begin(folder, parts, own, facts, keep)
+        parts = {**snapshot.model_parts(self.model, held, size), **optimizer_parts}
+        rank_tensors = snapshot.own_tensors(random_state(self.device), self.parallel.state())
+        self.writer.begin(folder, parts, rank_tensors, metadata, keep)
 
     def _held(self) -> dict[str, LocalShard]:
-        """What of the model's state the strategies have cut; they may change it, so it is asked for each time."""
+        """Return what of the model's state the strategies have cut; ask each time, they may change it."""
         return self.parallel.held()
 
     def _mesh(self) -> str:
@@ -472,13 +529,15 @@ class Job:
 
     def finish_save(self) -> None:
         """Wait for the run's checkpoint that is being written; where it fails, say so."""
-        if (failure := self.writer.wait()) is not None:
+        failure = self.writer.wait()
+        if failure is not None:
             self.saved_step = None
             self.notice(str(failure), everywhere=True)
 
     def _report_save(self, event: dict[str, Any]) -> None:
         self.events.write(event)
-        if removed := event.get("removed"):
+        removed = event.get("removed")
+        if removed:
             self.notice(
                 f"{Path(event['path']).name} is saved, so the checkpoints that the job went back from are removed: "
                 f"{', '.join(removed)}"
@@ -491,7 +550,7 @@ class Job:
 
 
 _run_jobs: list[Job] = []  # those that write to a run directory, until the worker ends them: one for each directory
-_made: list[Job] = []
+_newest_job: list[Job] = []  # one, or none
 
 
 def _check_is_first(run_dir: Path | None) -> None:
@@ -512,22 +571,25 @@ def _check_is_first(run_dir: Path | None) -> None:
 
 
 def was_any_made() -> bool:
-    """Whether this process has made a job."""
-    return bool(_made)
+    """True if this process has made a job."""
+    return bool(_newest_job)
 
 
 def newest() -> Job | None:
-    """The job that this process made last; None: it has made none."""
-    return _made[-1] if _made else None
+    """Return the job that this process made last; None if it has made none."""
+    return _newest_job[0] if _newest_job else None
 
 
 def current_step() -> int | None:
-    """The step that this process's newest job is in, or failed in; None between steps."""
-    return _made[-1].step_number + 1 if _made and _made[-1].is_stepping else None
+    """Return the step that this process's newest job is in, or failed in; None between steps."""
+    job = newest()
+    if job is None or not job.is_stepping:
+        return None
+    return job.step_number + 1
 
 
 def close_open_jobs() -> None:
-    """End the jobs that the person's file left open; the worker calls this after it."""
+    """End the jobs that the workload's file left open; the worker calls this after it."""
     while _run_jobs:
         job = _run_jobs.pop()
         if job.process == os.getpid():  # not in a process that the file forked

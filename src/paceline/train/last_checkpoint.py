@@ -8,7 +8,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -50,13 +50,16 @@ class Left:
 
 
 def set_aside(job: Job) -> None:
-    """Before the job goes back, write its last step beside the run's checkpoints, unless it is in one. Collective."""
-    if job.run_dir is None or job.closed_step is not None or job.step_number == job.loaded_step:
+    """Write the last step of a job that goes back beside the run's checkpoints, unless it is in one. Collective."""
+    if job.run_dir is None or job.closed_step is not None:
         return
+    if job.step_number == job.loaded_step:
+        return  # no step was taken since
     job.left = None
     if _is_saved(job):
         return
-    folder, stale = job.checkpoint_folder(), tuple(job.writer.stale)
+    folder = job.checkpoint_folder()
+    stale = tuple(job.writer.stale)
     failure = job.write_checkpoint(left_of(folder))
     if failure is not None:
         job.notice(str(failure))
@@ -77,7 +80,9 @@ def go_back(job: Job, folder: Path) -> None:
     Checkpoints of later steps stay until a step from here on is saved: a job may load its best state to evaluate it,
     and end.
     """
-    job.loaded_step, job.loaded_folder, job.saved_step = job.step_number, folder.resolve(), None
+    job.loaded_step = job.step_number
+    job.loaded_folder = folder.resolve()
+    job.saved_step = None
     if job.run_dir is not None and job.rank == 0 and not job.events.takes_over:
         # One that takes a lost process's place loads what the job began with, and joins the others after it.
         checkpoints = job.run_dir / CHECKPOINTS
@@ -85,26 +90,30 @@ def go_back(job: Job, folder: Path) -> None:
 
 
 def first_failure(failure: CheckpointError | None, folder: Path, comm: AxisComm) -> CheckpointError | None:
-    """The failure of the first rank that has one, on every rank; None where no rank has one. Collective.
+    """Return the failure of the first rank that has one, on every rank; None if no rank has one. Collective.
 
     Args:
         failure: this rank's.
         folder: the checkpoint that was to be written.
         comm: all ranks.
     """
-    found = failure.found if failure is not None else ""
-    text = f"{int(failure is not None)}{found}".encode()
-    texts = [bytes(row.tolist()).decode() for row in comm.all_gather(torch.tensor(list(text), dtype=torch.uint8))]
-    failed = [(rank, text[1:]) for rank, text in zip(comm.peers, texts, strict=True) if text.startswith("1")]
-    if not failed:
-        return None
-    rank, found = failed[0]
-    fix = failure.fix if failure is not None else "see that every rank can write to that folder"
-    return CheckpointError(f"rank {rank} should write its part of the checkpoint {folder}", found, fix)
+    # One text of each rank: a digit, whether it failed, and why.
+    if failure is None:
+        text = "0"
+        fix = "see that every rank can write to that folder"
+    else:
+        text = f"1{failure.found}"
+        fix = failure.fix
+    rows = comm.all_gather(torch.tensor(list(text.encode()), dtype=torch.uint8))
+    for rank, row in zip(comm.peers, rows, strict=True):
+        answer = bytes(row.tolist()).decode()
+        if answer.startswith("1"):
+            return CheckpointError(f"rank {rank} should write its part of the checkpoint {folder}", answer[1:], fix)
+    return None
 
 
 def save_last_step(job: Job) -> None:
-    """Have the run's newest checkpoint be that of the last step trained. Collective, but for workers of servers.
+    """Make the last step trained the run's newest checkpoint. Collective, but for workers of servers.
 
     A job that went back to an earlier step and took none from there leaves the one that it went back from. Writing is
     tried twice. Where both fail, the state is saved to another folder, and the job fails all the same:
@@ -129,14 +138,15 @@ def save_last_step(job: Job) -> None:
 
 
 def _ends_as_loaded(job: Job) -> bool:
-    """Whether no step was taken since the job began or went back, and the run has its last step on the disk."""
+    """True if no step was taken since the job began or went back, and the run has its last step on the disk."""
     if job.step_number != job.loaded_step:
         return False
     assert job.run_dir is not None
-    if job.left is not None and _loaded_what_left_replaces(job, job.left):
-        _drop(job, job.left)
-    elif job.left is not None:
-        _publish(job, job.left)
+    if job.left is not None:
+        if _has_loaded_stale(job, job.left):
+            _drop(job, job.left)
+        else:
+            _publish(job, job.left)
     newest = list_checkpoints(job.run_dir / CHECKPOINTS)[:1] if job.rank == 0 else []
     has_any = torch.tensor([len(newest)])
     job.world.all_reduce(has_any, "max")
@@ -148,15 +158,14 @@ def _ends_as_loaded(job: Job) -> bool:
     return bool(int(has_any))
 
 
-def _loaded_what_left_replaces(job: Job, left: Left) -> bool:
-    """Whether the job loaded, last, a checkpoint that would be removed if `left` became one. Collective."""
-    is_loaded = torch.tensor([int(job.rank == 0 and any(_is_loaded(job, path) for path in left.stale))])
-    job.world.all_reduce(is_loaded, "max")
-    return bool(int(is_loaded))
-
-
-def _is_loaded(job: Job, checkpoint: Path) -> bool:
-    return job.loaded_folder == checkpoint.resolve()
+def _has_loaded_stale(job: Job, left: Left) -> bool:
+    """True if the job loaded, last, a checkpoint that would be removed if `left` became one. Collective."""
+    is_stale = False
+    if job.rank == 0:  # it alone knows what is stale
+        is_stale = any(job.loaded_folder == checkpoint.resolve() for checkpoint in left.stale)
+    flag = torch.tensor([int(is_stale)])
+    job.world.all_reduce(flag, "max")
+    return bool(int(flag))
 
 
 def _drop(job: Job, left: Left) -> None:
@@ -169,7 +178,8 @@ def _drop(job: Job, left: Left) -> None:
         return
     _remove(job, [left_of(left.folder)])
     with contextlib.suppress(OSError):  # then it stays where it is, and the next start tries it again
-        if (published := publish_left(left.folder.parent)) is not None:
+        published = publish_left(left.folder.parent)
+        if published is not None:
             _report(job, published, [])
         _remove(job, list_left(left.folder.parent))
 
@@ -184,8 +194,15 @@ def _remove(job: Job, states: list[Path]) -> None:
 
 
 def _report(job: Job, saved: Path, removed: list[str]) -> None:
-    event = {"event": "checkpoint", "path": str(saved), "step": step_of(saved.name), "seconds": 0.0}
-    job.writer.report({**event, "removed": removed} if removed else event)
+    event: dict[str, Any] = {
+        "event": "checkpoint",
+        "path": str(saved),
+        "step": step_of(saved.name),
+        "seconds": 0.0,
+    }
+    if removed:
+        event["removed"] = removed
+    job.writer.report(event)
 
 
 def _publish(job: Job, left: Left) -> None:
@@ -197,39 +214,47 @@ def _publish(job: Job, left: Left) -> None:
             loaded = [] if job.loaded_folder is None else [job.loaded_folder]
             removed = remove_others(left.folder, job.plan.keep, left.stale, loaded)
         except OSError as error:
-            found, fix = f"it can't be written ({error.strerror})", how_to_write(error)
-            failure = CheckpointError(f"the job's last checkpoint {left.folder} should be written", found, fix)
+            failure = CheckpointError(
+                f"the job's last checkpoint {left.folder} should be written",
+                f"it can't be written ({error.strerror})",
+                how_to_write(error),
+            )
         else:
             _report(job, left.folder, removed)
-    if (failure := first_failure(failure, left.folder, job.world)) is not None:
+    failure = first_failure(failure, left.folder, job.world)
+    if failure is not None:
         raise failure
     job.left = None
 
 
 def _is_saved(job: Job) -> bool:
-    """Whether the checkpoint of the job's step is on the disk, as all ranks know it, and is still there."""
-    is_missing = job.rank == 0 and not job.checkpoint_folder().is_dir()
-    behind = torch.tensor([int(job.saved_step != job.step_number or is_missing)])
-    job.world.all_reduce(behind, "max")
-    return not int(behind)
+    """True if every rank has saved the job's step and its checkpoint is still there. Collective."""
+    is_missing = job.saved_step != job.step_number
+    if job.rank == 0 and not job.checkpoint_folder().is_dir():
+        is_missing = True
+    flag = torch.tensor([int(is_missing)])
+    job.world.all_reduce(flag, "max")
+    return not int(flag)
 
 
 def _save_elsewhere(job: Job) -> Path | None:
-    """Save to the run directory itself, or to the folder for temporary files; where it is, or None."""
+    """Save to the run directory itself, or to the folder for temporary files; return the checkpoint, or None."""
     assert job.run_dir is not None
     for parent in (job.run_dir, Path(tempfile.gettempdir())):
         folder = _new_folder(job, parent)
         if folder is None:
             continue
-        if job.write_checkpoint(folder / job.checkpoint_folder().name) is None:
-            return folder / job.checkpoint_folder().name
+        checkpoint = folder / job.checkpoint_folder().name
+        failure = job.write_checkpoint(checkpoint)
+        if failure is None:
+            return checkpoint
         if job.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
     return None
 
 
 def _new_folder(job: Job, parent: Path) -> Path | None:
-    """A new folder in `parent` that all ranks see, or None. Collective."""
+    """Make a folder in `parent` that all ranks see; return None if that fails. Collective."""
     assert job.run_dir is not None
     name = ""
     if job.rank == 0:
@@ -237,14 +262,16 @@ def _new_folder(job: Job, parent: Path) -> Path | None:
             name = tempfile.mkdtemp(prefix=f"paceline-{job.run_dir.name}-", dir=parent)
         except OSError:
             name = ""
+    # Rank 0 sends the name, which is empty where it could make no folder.
     row = torch.zeros(_LONGEST_PATH, dtype=torch.uint8)
     content = name.encode()[:_LONGEST_PATH]
     row[: len(content)] = torch.tensor(list(content), dtype=torch.uint8)
     job.world.broadcast(row)
     name = bytes(row.tolist()).rstrip(b"\0").decode()
-    is_unseen = torch.tensor([int(not name or not Path(name).is_dir())])
-    job.world.all_reduce(is_unseen, "max")
-    if not int(is_unseen):
+    is_unseen = not name or not Path(name).is_dir()  # ranks on other hosts may have other disks
+    flag = torch.tensor([int(is_unseen)])
+    job.world.all_reduce(flag, "max")
+    if not int(flag):
         return Path(name)
     if job.rank == 0 and name:
         shutil.rmtree(name, ignore_errors=True)

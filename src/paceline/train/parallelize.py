@@ -1,4 +1,4 @@
-"""Make the person's model as this rank is to hold it: whole, sharded, or in pieces and stages.
+"""Make the workload's model as this rank holds it: replicated, sharded, or split into pieces and stages.
 
 What splits a model imports much of torch, seconds of it; plans that only replicate never come to that.
 """
@@ -29,14 +29,13 @@ from paceline.train import prepare
 _MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
 _LARGE_BYTES = 4 * 2**20
 
-
 Fake = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 def parallelize_model(
     workload: Workload, comms: Comms, plan: Plan, device: torch.device, example: Any, fake: Fake | None = None
 ) -> ModelAdapter:
-    """The model as the plan wants it on this rank.
+    """Make the model as the plan wants it on this rank.
 
     Args:
         workload: makes the model.
@@ -53,9 +52,10 @@ def parallelize_model(
     autocast = functools.partial(
         torch.autocast, device.type, dtype=torch.bfloat16, enabled=workload.precision == "bf16"
     )
-    if mesh.size("tensor") * mesh.size("pipeline") * mesh.size("shard") > 1:
+    is_split = mesh.size("tensor") > 1 or mesh.size("pipeline") > 1
+    if is_split or mesh.size("shard") > 1:
         _return_freed_memory()
-    if mesh.size("tensor") * mesh.size("pipeline") > 1:
+    if is_split:
         return _split(workload, comms, plan, device, (autocast, example, fake))  # type: ignore[no-any-return]
     if mesh.size("shard") > 1:
         return _sharded(workload, comms, plan, device, (autocast, example, fake))  # type: ignore[no-any-return]
@@ -74,7 +74,7 @@ def parallelize_model(
 def make_parallel(
     placed: ModelAdapter, workload: Workload, comms: Comms, plan: Plan, here: tuple[torch.device, int]
 ) -> Parallel:
-    """A step's moments under the plan.
+    """Make the object that runs the parts of a step under the plan.
 
     Args:
         placed: the model as this rank holds it.
@@ -84,7 +84,8 @@ def make_parallel(
         here: this rank's device and number.
     """
     if not plan.server:
-        return Parallel(placed, workload, comms, plan, here[0])
+        device, _ = here
+        return Parallel(placed, workload, comms, plan, device)
     from paceline.parallel.server import ServerParallel
 
     return ServerParallel(placed, workload, comms, plan, here)
@@ -109,10 +110,11 @@ def _split(workload: Workload, comms: Comms, plan: Plan, device: torch.device, r
         )
     autocast, example, fake = run
     pipeline = comms.axes["pipeline"]
-    stages = pipeline.size * (STAGES_PER_RANK[plan.schedule] if pipeline.size > 1 else 1)
-    values, made = _values(workload) if fake is None else (iter(()), _form(workload))
-    prepare.check_model(made)
-    model = skeleton(made, _dtype(workload))
+    stages = 1
+    if pipeline.size > 1:
+        stages = pipeline.size * STAGES_PER_RANK[plan.schedule]
+    values, form = _values_and_form(workload, fake)
+    model = skeleton(form, _dtype(workload))
     split = SplitModel(model, comms.axes["tensor"], pipeline, plan, device, stages)
     split.precision = torch.bfloat16 if workload.precision == "bf16" else None
     model.train()
@@ -149,9 +151,8 @@ def _sharded(workload: Workload, comms: Comms, plan: Plan, device: torch.device,
     from paceline.parallel.shard.fsdp_adapter import FsdpAdapter
 
     autocast, example, fake = run
-    values, made = _values(workload) if fake is None else (iter(()), _form(workload))
-    prepare.check_model(made)
-    model = skeleton(made, _dtype(workload)).train()
+    values, form = _values_and_form(workload, fake)
+    model = skeleton(form, _dtype(workload)).train()
     shared = _statistics(workload, model, comms)
     notices = recompute_and_compile(model, plan)
     with contextlib.nullcontext() if fake is None else fake():
@@ -167,7 +168,7 @@ def _sharded(workload: Workload, comms: Comms, plan: Plan, device: torch.device,
 
 
 def recompute_and_compile(model: torch.nn.Module, plan: Plan) -> list[str]:
-    """Activation checkpointing and torch.compile for a model that runs by its own code; what a person should know."""
+    """Apply activation checkpointing and torch.compile to a model that runs by its own code; return notices."""
     notices = []
     if plan.checkpointing != "none":
         from paceline.parallel.recompute import nothing_recomputed, recompute_blocks
@@ -180,8 +181,10 @@ def recompute_and_compile(model: torch.nn.Module, plan: Plan) -> list[str]:
 
 
 def _statistics(workload: Workload, model: torch.nn.Module, comms: Comms) -> SharedStatistics | None:
-    """Batch norm over the whole batch, as one rank would have it, unless it is asked for per micro-batch."""
-    return share_statistics(model, comms.data) if workload.micro_batch_size is None else None
+    """Have batch norm use the whole batch, as one rank would, unless the workload asks for it per micro-batch."""
+    if workload.micro_batch_size is not None:
+        return None
+    return share_statistics(model, comms.data)
 
 
 def _return_freed_memory() -> None:
@@ -195,8 +198,21 @@ def _return_freed_memory() -> None:
             ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, _LARGE_BYTES)
 
 
+def _values_and_form(
+    workload: Workload, fake: Fake | None
+) -> tuple[Iterator[tuple[str, torch.Tensor]], torch.nn.Module]:
+    """Return the model's tensors, none where they have no values, and the model that shows their form."""
+    values: Iterator[tuple[str, torch.Tensor]]
+    if fake is None:
+        values, form = _values(workload)
+    else:
+        values, form = iter(()), _form(workload)
+    prepare.check_model(form)
+    return values, form
+
+
 def _values(workload: Workload) -> tuple[Iterator[tuple[str, torch.Tensor]], torch.nn.Module]:
-    """The model's tensors, one at a time where its factory can be deferred, and its form."""
+    """Return the model's tensors, one at a time where its factory can be deferred, and its form."""
     from paceline.deferred_init.defer import CantDefer, defer
 
     state = torch.get_rng_state()
@@ -206,8 +222,10 @@ def _values(workload: Workload) -> tuple[Iterator[tuple[str, torch.Tensor]], tor
         torch.set_rng_state(state)
         model = workload.model()
         prepare.check_model(model)
-        tensors = [*model.named_parameters(), *model.named_buffers()]
-        return iter([(name, tensor.detach()) for name, tensor in tensors]), model
+        tensors = []
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            tensors.append((name, tensor.detach()))
+        return iter(tensors), model
     prepare.check_model(deferred.model)
     if deferred.has_plain_tensors:  # the copy without values that runs or is captured needs theirs
         list(deferred.tensors([]))
@@ -217,7 +235,7 @@ def _values(workload: Workload) -> tuple[Iterator[tuple[str, torch.Tensor]], tor
 
 
 def _form(workload: Workload) -> torch.nn.Module:
-    """The model on the meta device."""
+    """Make the model on the meta device; or without values, where its factory can't be deferred."""
     from paceline.deferred_init.defer import CantDefer, defer
 
     try:
@@ -236,10 +254,10 @@ def _digest(tensor: torch.Tensor) -> float:
 
 def _check_same_everywhere(digests: list[float], comm: AxisComm) -> None:
     """Raise WorkloadError unless the factory made the same values on every rank: nobody has all of them to send."""
-    mine = torch.tensor(digests, dtype=torch.float64).nan_to_num(0.5)
-    everybody = comm.all_gather(mine)
-    for rank, other in enumerate(everybody):
-        if len(other) != len(everybody[0]) or not torch.equal(other, everybody[0]):
+    # A NaN is not equal to itself.
+    rows = comm.all_gather(torch.tensor(digests, dtype=torch.float64).nan_to_num(0.5))
+    for rank, row in enumerate(rows):
+        if len(row) != len(rows[0]) or not torch.equal(row, rows[0]):
             raise WorkloadError(
                 "every rank should make the same initial parameters, of which it keeps its part",
                 f"those of rank {comm.peers[rank]} are not those of rank {comm.peers[0]}",

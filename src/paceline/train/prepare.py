@@ -1,4 +1,4 @@
-"""What a job needs before its first step, each part checked as it is made."""
+"""Make and check what a job needs before its first step: plan, model, optimizer, scheduler, folders."""
 
 from __future__ import annotations
 
@@ -31,54 +31,55 @@ _STATES = 3  # a parameter and Adam's two moments: what a checkpoint holds at mo
 
 
 def run_dir(environment: Mapping[str, str]) -> Path | None:
-    """The folder of this run, when `paceline run` started it."""
+    """Return the folder of this run; None if `paceline run` did not start it."""
     text = environment.get("PACELINE_RUN_DIR")
     return Path(text) if text else None
 
 
 def stop_file(environment: Mapping[str, str]) -> Path | None:
-    """A file that says "stop" once it is there, where the launcher can't hand on a signal."""
+    """Return the file whose existence asks the job to stop; None where the launcher sends a signal instead."""
     text = environment.get("PACELINE_STOP_FILE")
     return Path(text) if text else None
 
 
 def check_generation(environment: Mapping[str, str]) -> None:
-    """Raise PeerLostError where the job has gone on without this rank: it must not write into the run directory."""
-    folder, own = run_dir(environment), environment.get("PACELINE_GENERATION")
-    if folder is None or own is None:
+    """Raise PeerLostError if the job has gone on without this rank: it must not write into the run directory."""
+    folder = run_dir(environment)
+    generation = environment.get("PACELINE_GENERATION")
+    if folder is None or generation is None:
         return
-    now = read_text(folder / "generation", 100).strip()
-    if now != own:
+    current = read_text(folder / "generation", 100).strip()
+    if current != generation:
         raise PeerLostError(
-            "can't save a checkpoint",
-            f"this rank is of generation {own}, and the job is at {now} on other hosts",
+            "to save a checkpoint",
+            f"this rank is of generation {generation}, and the job is at {current} on other hosts",
             "nothing: the others go on without it",
         )
 
 
 def read_plan(environment: Mapping[str, str], size: int) -> Plan:
-    """The launcher's plan, from the run directory or, under torchrun, the environment; or replication over all ranks.
+    """Return the launcher's plan, from the run directory or, under torchrun, the environment; else plain replication.
 
     Raises:
         PlanError: it can't be read, or has what a plan does not have.
     """
+    if "PACELINE_PLAN" in environment:
+        return Plan.of_variable(environment["PACELINE_PLAN"])
     folder = run_dir(environment)
-    if folder and "PACELINE_PLAN" not in environment:
+    if folder:
         return Plan.read(folder / "plan.json")
-    if "PACELINE_PLAN" not in environment:
-        return Plan(mesh=f"replicate={size}")
-    return Plan.of_variable(environment["PACELINE_PLAN"])
+    return Plan(mesh=f"replicate={size}")
 
 
 def be_deterministic() -> None:
     """Ask torch for deterministic algorithms on every device."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it, torch refuses cuBLAS in this mode
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
 
 
 def make_model(workload: Workload, device: torch.device, comm: AxisComm) -> torch.nn.Module:
-    """The model on its device and in its precision, the same on every rank.
+    """Make the model on its device and in its precision, the same on every rank.
 
     Raises:
         WorkloadError: the factory returns no module, one without parameters, or not the same everywhere.
@@ -93,7 +94,7 @@ def make_model(workload: Workload, device: torch.device, comm: AxisComm) -> torc
 
 
 def make_model_without_values(workload: Workload) -> torch.nn.Module:
-    """The model as its factory makes it where tensors are fake, in the workload's precision.
+    """Make the model where tensors are fake (FakeTensorMode), in the workload's precision.
 
     Raises:
         WorkloadError: the factory returns no module, or one without parameters.
@@ -101,23 +102,29 @@ def make_model_without_values(workload: Workload) -> torch.nn.Module:
     model = workload.model()
     check_model(model)
     if workload.precision == "float64":
-        wide = {id(tensor): _widened(tensor) for tensor in [*model.parameters(), *model.buffers()]}
-        for module in model.modules():
-            for slots in (module._parameters, module._buffers):
-                for name, tensor in slots.items():
-                    if tensor is not None:
-                        slots[name] = wide[id(tensor)]
+        _widen(model)
     return model.train()  # type: ignore[no-any-return]
 
 
+def _widen(model: Any) -> None:
+    """Do what `Module.double` does: that can't put another tensor in a fake one's place."""
+    wide = {id(tensor): _widened(tensor) for tensor in [*model.parameters(), *model.buffers()]}  # tied tensors: once
+    for module in model.modules():
+        for slots in (module._parameters, module._buffers):
+            for name, tensor in slots.items():
+                if tensor is not None:
+                    slots[name] = wide[id(tensor)]
+
+
 def _widened(tensor: torch.Tensor) -> torch.Tensor:
-    """`Module.double` can't put another tensor in a fake one's place."""
-    made = tensor.detach().double() if tensor.is_floating_point() else tensor
-    return torch.nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else made
+    value = tensor.detach().double() if tensor.is_floating_point() else tensor
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(value, tensor.requires_grad)
+    return value
 
 
 def check_model(model: Any) -> None:
-    """Raise WorkloadError unless `model` is a module with something to train, all of it made."""
+    """Raise WorkloadError unless `model` is a module with something to train and without lazy parameters."""
     if not isinstance(model, torch.nn.Module):
         raise WorkloadError(
             "the workload's model should make a torch.nn.Module",
@@ -140,7 +147,7 @@ def check_model(model: Any) -> None:
 
 
 def make_optimizer(workload: Workload, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """The optimizer, over parameters of the model only.
+    """Make the optimizer, over parameters of the model only.
 
     Raises:
         WorkloadError: it is none, is one that needs a closure, or holds other parameters.
@@ -164,21 +171,23 @@ def make_optimizer(workload: Workload, model: torch.nn.Module) -> torch.optim.Op
 
 
 def keep_own(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
-    """Leave in the optimizer what this rank updates: parameters of other pipeline stages have no values here.
+    """Remove from the optimizer the parameters of other pipeline stages, which have no values here.
 
     Raises:
         PlanError: it can't update parts of parameters.
         WorkloadError: it is made of others, and a checkpoint would not find their state.
     """
     check_parts(optimizer, mesh)
-    if cuts := [axis for axis in ("shard", "tensor") if mesh.size(axis) > 1]:
+    cutting_axes = [axis for axis in ("shard", "tensor") if mesh.size(axis) > 1]
+    if cutting_axes:
         from paceline.parallel.elementwise import check_optimizer
 
-        check_optimizer(optimizer, cuts[0])
+        check_optimizer(optimizer, cutting_axes[0])
     for group in optimizer.param_groups:
         group["params"] = [parameter for parameter in group["params"] if not parameter.is_meta]
-    for parameter in [p for p in optimizer.state if isinstance(p, torch.Tensor) and p.is_meta]:
-        del optimizer.state[parameter]
+    for parameter in list(optimizer.state):
+        if isinstance(parameter, torch.Tensor) and parameter.is_meta:
+            del optimizer.state[parameter]
 
 
 def check_may_cut(
@@ -212,7 +221,7 @@ def check_can_score(placed: ModelAdapter, metrics: Any) -> None:
 
 
 def make_scheduler(workload: Workload, optimizer: torch.optim.Optimizer) -> Any:
-    """The learning-rate scheduler, or None.
+    """Make the learning-rate scheduler; return None if the workload has none.
 
     Raises:
         WorkloadError: it has no `step`, or one that wants an argument.
@@ -226,10 +235,11 @@ def make_scheduler(workload: Workload, optimizer: torch.optim.Optimizer) -> Any:
             f"it made a {type(scheduler).__name__}",
             "return one of torch.optim.lr_scheduler",
         )
-    if wanted := _wanted(scheduler.step):
+    argument = _required_argument(scheduler.step)
+    if argument:
         raise WorkloadError(
             "the workload's scheduler steps after every update, and is handed nothing",
-            f"{type(scheduler).__name__}.step wants {wanted}",
+            f"{type(scheduler).__name__}.step wants {argument}",
             "leave scheduler out of the Workload and step it in your loop, after an evaluation: scheduler = "
             f"{type(scheduler).__name__}(job.optimizer), then scheduler.step(job.evaluate()['loss']); its state is not "
             "in checkpoints then, only the learning rate is",
@@ -237,14 +247,17 @@ def make_scheduler(workload: Workload, optimizer: torch.optim.Optimizer) -> Any:
     return scheduler
 
 
-def _wanted(function: Any) -> str | None:
-    """The first argument that `function` can't be called without."""
+def _required_argument(function: Any) -> str | None:
+    """Return the first argument that `function` can't be called without; None if there is none."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
-        return None  # it does not say; then it is called
-    fixed = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return next((p.name for p in parameters if p.kind in fixed and p.default is inspect.Parameter.empty), None)
+        return None  # a callable without a signature: the first step shows whether it can be called
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    for parameter in parameters:
+        if parameter.kind not in variadic and parameter.default is inspect.Parameter.empty:
+            return parameter.name
+    return None
 
 
 def check_can_save(optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
@@ -258,7 +271,7 @@ def check_can_save(optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
 
 
 def evaluation_data(workload: Workload, data: Any) -> Any:
-    """The data set to evaluate on.
+    """Return the data set to evaluate on: `data`, or the workload's if it is None.
 
     Raises:
         WorkloadError: neither the call nor the workload names one.
@@ -286,18 +299,22 @@ def check_plan_without_data(workload: Workload, plan: Plan, mesh: Mesh) -> None:
     """
     if workload.data is not None:
         return
-    needs = [axis for axis in ("tensor", "pipeline") if mesh.size(axis) > 1] + ["server"] * bool(plan.server)
+    needs = [axis for axis in ("tensor", "pipeline") if mesh.size(axis) > 1]
+    if plan.server:
+        needs.append("server")
     if needs:
-        found = "shows every worker its samples" if plan.server else "splits the model by what the loss does to a batch"
+        reason = (
+            "shows every worker its samples" if plan.server else "splits the model by what the loss does to a batch"
+        )
         raise PlanError(
-            f"can't run a plan with {needs[0]}, which {found}",
+            f"a plan with {needs[0]}, which {reason}",
             "the workload's data is None",
             "write replicate or shard, or hand in data=... with samples like those of your batches",
         )
 
 
 def check_own_batch(workload: Workload, plan: Plan, step_number: int) -> None:
-    """Raise WorkloadError when a batch of the person's own loop is at odds with the workload or the plan.
+    """Raise WorkloadError when a batch that the training loop made itself is at odds with the workload or the plan.
 
     Args:
         workload: its micro_batch_size cuts batches of its data alone.
@@ -351,7 +368,10 @@ def check_space(folder: Path, model: torch.nn.Module) -> None:
 
 def check_may_write(folder: Path) -> None:
     """Raise CheckpointError when `folder` holds something that is no checkpoint."""
-    if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not (folder / MANIFEST).exists()):
+    is_other = folder.is_file()
+    if folder.is_dir():
+        is_other = any(folder.iterdir()) and not (folder / MANIFEST).exists()
+    if is_other:
         raise CheckpointError(
             f"a checkpoint in {folder}", "there is something else", "name a new folder; nothing was written"
         )

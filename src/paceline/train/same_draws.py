@@ -1,4 +1,4 @@
-"""Random numbers that are the same for every sample, so that a batch and its parts can be compared; and float64."""
+"""Make random draws the same for every sample and compute in float64, so that a batch and its parts can be compared."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _UNTAGGED = ("_sample_dirichlet", "binomial")  # they draw, and torch does not s
 
 
 class SameDraws(TorchDispatchMode):
-    """While entered, every operation that draws gives one and the same number for all elements.
+    """A dispatch mode in which every operation that draws gives one and the same number for all elements.
 
     Dropout keeps every element. `randperm` reverses: what pairs samples at random still pairs them.
 
@@ -48,19 +48,21 @@ class SameDraws(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.is_wide:
             args, kwargs = _widened(func, args, kwargs)
-        return _drawn_alike(func, args, kwargs)
+        return _run_without_draws(func, args, kwargs)
 
 
-def _drawn_alike(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_without_draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = func.overloadpacket.__name__
     names = [argument.name for argument in func._schema.arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     if "dropout_p" in given:  # attention, forwards and backwards
         return _run(func, {**given, "dropout_p": 0.0})
-    if torch.Tag.nondeterministic_seeded not in func.tags and not name.startswith("random") and name not in _UNTAGGED:
+    is_tagged = torch.Tag.nondeterministic_seeded in func.tags or name.startswith("random")
+    if not is_tagged and name not in _UNTAGGED:
         return func(*args, **kwargs)
     if name == "native_dropout":
-        return args[0] / max(1 - args[1], 1e-6), torch.ones_like(args[0], dtype=torch.bool)
+        kept_share = max(1 - args[1], 1e-6)  # with p = 1 it would be a division by zero
+        return args[0] / kept_share, torch.ones_like(args[0], dtype=torch.bool)
     if name == "multinomial":
         return _most_likely(args[0], args[1])
     if name in ("rrelu_with_noise", "rrelu_with_noise_"):
@@ -69,7 +71,7 @@ def _drawn_alike(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def _constant(name: str, given: dict[str, Any], result: Any) -> Any:
-    """What an operation drew, all of it set to one value."""
+    """Set all that an operation drew to one value."""
     if name == "randperm":
         return result.copy_(torch.arange(len(result) - 1, -1, -1))
     if isinstance(given.get("mean"), torch.Tensor):
@@ -82,51 +84,65 @@ def _constant(name: str, given: dict[str, Any], result: Any) -> Any:
         return result.copy_((given["count"] * given["prob"]).round())
     constant = _CONSTANTS.get(name.rstrip("_").removesuffix("_like"))
     if constant is not None:
-        result.fill_(constant({part: value for part, value in given.items() if value is not None}))
+        parameters = {parameter: value for parameter, value in given.items() if value is not None}
+        result.fill_(constant(parameters))
     return result
 
 
 def _widened(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with narrower floats as float64; where a tensor is written into, as that one has them."""
+    """Return the arguments with narrower floats as float64; where a tensor is written into, in its dtype."""
     if kwargs.get("dtype") in _NARROW:
         kwargs = {**kwargs, "dtype": torch.float64}
-    dtypes = {one.dtype for one in _tensors(args) if one.is_floating_point()}
+    dtypes = {tensor.dtype for tensor in _tensors(args) if tensor.is_floating_point()}
     if len(dtypes) < 2 or torch.float64 not in dtypes or func is torch.ops.aten.copy_.default:
         return args, kwargs
-    target = args[0].dtype if func._schema.is_mutable and isinstance(args[0], torch.Tensor) else torch.float64
+    target = torch.float64
+    if func._schema.is_mutable and isinstance(args[0], torch.Tensor):
+        target = args[0].dtype
     if not target.is_floating_point:
         return args, kwargs
-    return tuple(_cast(one, target) for one in args), kwargs
+    return tuple(_cast(argument, target) for argument in args), kwargs
 
 
 def _tensors(args: tuple[Any, ...]) -> list[torch.Tensor]:
-    flat = [part for one in args for part in (one if isinstance(one, list | tuple) else [one])]
-    return [one for one in flat if isinstance(one, torch.Tensor)]
+    tensors = []
+    for argument in args:
+        values = argument if isinstance(argument, list | tuple) else [argument]
+        tensors += [value for value in values if isinstance(value, torch.Tensor)]
+    return tensors
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, list | tuple):
-        return type(value)(_cast(one, dtype) for one in value)
-    is_other = isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != dtype
-    return value.to(dtype) if is_other else value
+        return type(value)(_cast(item, dtype) for item in value)
+    if isinstance(value, torch.Tensor) and value.is_floating_point():
+        return value.to(dtype)
+    return value
 
 
 def _run(func: Any, values: dict[str, Any]) -> Any:
-    """`func` with arguments by name; those that must come by position do so."""
-    arguments = [argument for argument in func._schema.arguments if argument.name in values]
-    by_place = [values[argument.name] for argument in arguments if not argument.kwarg_only]
-    return func(*by_place, **{argument.name: values[argument.name] for argument in arguments if argument.kwarg_only})
+    """Call `func` with arguments by name; those that must come by position do so."""
+    positional = []
+    keywords = {}
+    for argument in func._schema.arguments:
+        if argument.name not in values:
+            continue
+        if argument.kwarg_only:
+            keywords[argument.name] = values[argument.name]
+        else:
+            positional.append(values[argument.name])
+    return func(*positional, **keywords)
 
 
 def _mean_slope(values: torch.Tensor, given: dict[str, Any], is_in_place: bool) -> torch.Tensor:
-    """A rectifier of random slope with the slope in the middle; `noise` is what its backward pass multiplies by."""
+    """Compute a rectifier of random slope with the slope in the middle; its backward pass multiplies by `noise`."""
     slope = (given.get("lower", 1 / 8) + given.get("upper", 1 / 3)) / 2
     given["noise"].copy_(torch.where(values > 0, 1.0, slope))
     return values.mul_(given["noise"]) if is_in_place else values * given["noise"]
 
 
 def _most_likely(weights: torch.Tensor, draws: int) -> torch.Tensor:
-    """The indices of the largest weights, as often again as are wanted."""
+    """Return the indices of the largest weights, as often again as are wanted."""
     order = torch.argsort(weights, dim=-1, descending=True)
     times = -(-draws // order.shape[-1])
     return torch.cat([order] * times, -1)[..., :draws]

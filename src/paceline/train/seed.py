@@ -1,4 +1,4 @@
-"""Random numbers: set for the start, set for each sample, kept for a checkpoint."""
+"""Seed random numbers for the start and for each sample, and save their state for a checkpoint."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def seed_sample(*numbers: int) -> None:
 def kept_random_state() -> Iterator[None]:
     """Leave the CPU's random generators as they were found."""
     numpy: Any = sys.modules.get("numpy")
-    torch_state, python_state = torch.get_rng_state(), random.getstate()
+    torch_state = torch.get_rng_state()
+    python_state = random.getstate()
     numpy_state = numpy.random.get_state() if numpy else None
     try:
         yield
@@ -51,7 +52,7 @@ def kept_random_state() -> Iterator[None]:
 
 
 def random_state(device: torch.device) -> dict[str, torch.Tensor]:
-    """The random generators' states as tensors, for a checkpoint."""
+    """Return the random generators' states as tensors, for a checkpoint."""
     state = {"torch": torch.get_rng_state().clone(), "python": torch.tensor(random.getstate()[1])}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
@@ -79,7 +80,7 @@ def restore_random_state(state: dict[str, torch.Tensor], device: torch.device) -
 
 def _restore(state: dict[str, torch.Tensor], device: torch.device) -> None:
     torch.set_rng_state(state["torch"])
-    random.setstate((3, tuple(state["python"].tolist()), None))
+    random.setstate((3, tuple(state["python"].tolist()), None))  # 3: the version of Python's format
     if "cuda" in state and device.type == "cuda":
         torch.cuda.set_rng_state(state["cuda"], device)
     if "numpy" in state:

@@ -1,4 +1,4 @@
-"""What a job does otherwise when parameter servers update its model."""
+"""The parts of a job that differ when parameter servers update its model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def batches(job: Job) -> Iterator[Batch]:
-    """This worker's part of every global batch, from the step that the others have come to."""
+    """Yield this worker's part of every global batch, from the step that the others have come to."""
     _join(job)
     is_behind = True
     while is_behind:
@@ -31,7 +31,7 @@ def batches(job: Job) -> Iterator[Batch]:
 
 
 def begin_step(job: Job) -> None:
-    """Random numbers of the step: one that takes a lost worker's place draws what that one would have drawn."""
+    """Seed the step's random numbers: a worker that takes a lost one's place draws what that would have drawn."""
     _join(job)
     seed_everything(job.workload.seed, 1 + job.data_part, job.position)
 
@@ -91,8 +91,9 @@ def _catch_up(job: Job) -> None:
 def _go_to(job: Job, step: int) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*optimizer.step.*")  # the servers call it
-        for _ in range(step - job.step_number if job.scheduler is not None else 0):
-            job.scheduler.step()
+        if job.scheduler is not None:
+            for _ in range(step - job.step_number):
+                job.scheduler.step()
     job.step_number = step
     job.position = job.loader.order(job.workload.batch_size).position_after(step)
 

@@ -1,13 +1,14 @@
-"""A job's state as named tensors and a JSON object, and back.
+"""Turn a job's state into named tensors and a JSON object, which a checkpoint holds, and back.
 
 Names never depend on the plan: `model/NAME`, `optimizer/KEY/NAME`, and a rank's own `own/random/...` and
-`own/wire/...`. What of a tensor this rank holds, and who else, the strategies say by `held`: a `LocalShard` for
-every name of the model's state that is not whole on all ranks. What is whole everywhere needs no entry.
+`own/wire/...`. The strategies describe by `held` what of a tensor this rank has, and which ranks have the same: a
+`LocalShard` for every name of the model's state that is not whole on all ranks. A replicated tensor needs no entry.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -28,7 +29,7 @@ from paceline.train.composite_optimizer import groups_of, parts_of, restore_part
 
 
 def model_parts(model: torch.nn.Module, held: Mapping[str, LocalShard], size: int) -> dict[str, LocalTensor]:
-    """What this rank holds of parameters and persistent buffers, by name; a tied tensor once, under its first name.
+    """Return this rank's parts of parameters and persistent buffers, by name; a tied tensor once, by its first name.
 
     A tensor on the meta device is another rank's. The parts are the model's own memory: write them to load.
 
@@ -41,34 +42,35 @@ def model_parts(model: torch.nn.Module, held: Mapping[str, LocalShard], size: in
         WorkloadError: a module keeps state that is not a tensor.
     """
     parts: dict[str, LocalTensor] = {}
-    seen: set[int] = set()
-    for name, value in model.state_dict(keep_vars=True).items():
+    ids: set[int] = set()  # of the tensors that have a name already
+    for name, value in model.state_dict(keep_vars=True).items():  # keep_vars: a tied tensor is one and the same object
         if not isinstance(value, torch.Tensor):
             raise WorkloadError(
                 f"the model's state {name!r} should be a tensor",
                 f"it is a {type(value).__name__}",
                 "keep it in a buffer; checkpoints hold no pickled objects",
             )
-        if id(value) not in seen and not value.is_meta:
-            seen.add(id(value))
-            parts[MODEL + name] = LocalTensor(local_part(value), held.get(name) or _whole(value, size))
+        if id(value) not in ids and not value.is_meta:
+            ids.add(id(value))
+            shard = held.get(name) or _replicated(value, size)
+            parts[MODEL + name] = LocalTensor(local_part(value), shard)
     return parts
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What of a tensor is in this rank's memory: a DTensor's own part, all of any other."""
+    """Return what of a tensor is in this rank's memory: a DTensor's local tensor, all of any other."""
     tensor = tensor.detach()
     return cast(torch.Tensor, tensor.to_local()) if hasattr(tensor, "to_local") else tensor
 
 
-def _whole(tensor: torch.Tensor, size: int) -> LocalShard:
+def _replicated(tensor: torch.Tensor, size: int) -> LocalShard:
     return LocalShard(ShardSpec(tuple(tensor.shape)), tuple(range(size)))
 
 
 def optimizer_state(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, held: Mapping[str, LocalShard], size: int
 ) -> tuple[dict[str, LocalTensor], dict[str, Any]]:
-    """The parts of the optimizer's tensors by name, and its groups and plain numbers as JSON.
+    """Return the parts of the optimizer's tensors by name, and its groups and plain numbers as JSON.
 
     A tensor that other ranks hold too, and save, is left out.
 
@@ -82,41 +84,44 @@ def optimizer_state(
     for parameter, key, value, owner in _state_of(optimizer):
         name = f"{OPTIMIZER}{key}/{names[parameter]}"
         if owners.setdefault(name, owner) != owner:
-            raise _kept_twice(optimizer, name)
+            raise _duplicate_state(optimizer, name)
         if not isinstance(value, torch.Tensor):
             numbers[name] = as_json(f"the optimizer's {key}", value, with_tensors=False)
             continue
-        of_parameter = _held_of(names[parameter], parameter, held, size)
+        parameter_shard = _shard_of_parameter(names[parameter], parameter, held, size)
+        spec = parameter_shard.shard_spec
         local = local_part(value)
-        is_cut = tuple(local.shape) == of_parameter.shard_spec.local_shape
-        if not is_cut and of_parameter.shard_spec.cuts and local.numel() != 1:
-            raise _no_shard_spec(name, local, of_parameter.shard_spec)
-        full = of_parameter.shard_spec.shape if is_cut else tuple(local.shape)
-        if (answered := _held_of_state(full, of_parameter)) is not None:
-            parts[name] = LocalTensor(local, answered)
-    groups = [
-        {
-            "parameters": [names[parameter] for parameter in group["params"]],
-            **{k: as_json(f"the optimizer's {k}", v) for k, v in group.items() if k != "params"},
-        }
-        for group in groups_of(optimizer)
-    ]
-    facts = {"class": type(optimizer).__name__, "groups": groups, "numbers": numbers}
-    return parts, {**facts, "owners": owners} if len(parts_of(optimizer)) > 1 else facts
+        is_cut = tuple(local.shape) == spec.local_shape  # as the parameter is
+        if not is_cut and spec.cuts and local.numel() != 1:
+            raise _no_shard_spec(name, local, spec)
+        global_shape = spec.shape if is_cut else tuple(local.shape)
+        shard = _shard_of_state(global_shape, parameter_shard)
+        if shard is not None:
+            parts[name] = LocalTensor(local, shard)
+    groups = [_group_as_json(group, names) for group in groups_of(optimizer)]
+    description = {"class": type(optimizer).__name__, "groups": groups, "numbers": numbers}
+    if len(parts_of(optimizer)) > 1:
+        description["owners"] = owners
+    return parts, description
+
+
+def _group_as_json(group: Mapping[str, Any], names: Mapping[torch.nn.Parameter, str]) -> dict[str, Any]:
+    settings = {key: as_json(f"the optimizer's {key}", value) for key, value in group.items() if key != "params"}
+    return {"parameters": [names[parameter] for parameter in group["params"]], **settings}
 
 
 def _state_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.nn.Parameter, str, Any, int]]:
-    """Every value of the state: its parameter, its key, itself, and the number of the optimizer's part that has it."""
-    seen: set[tuple[int, str]] = set()
+    """Yield every value of the state: its parameter, its key, itself, and the number of the part that has it."""
+    visited: set[tuple[int, str]] = set()
     for owner, part in enumerate(parts_of(optimizer)):
         for parameter, state in part.state.items():
             for key, value in state.items():
-                if (id(state), key) not in seen:  # parts may share it
-                    seen.add((id(state), key))
+                if (id(state), key) not in visited:  # parts may share it
+                    visited.add((id(state), key))
                     yield cast(torch.nn.Parameter, parameter), key, value, owner
 
 
-def _kept_twice(optimizer: torch.optim.Optimizer, name: str) -> WorkloadError:
+def _duplicate_state(optimizer: torch.optim.Optimizer, name: str) -> WorkloadError:
     return WorkloadError(
         f"the optimizer's state {name} should be kept once",
         f"two of the optimizers in {type(optimizer).__name__} keep it for the same parameter",
@@ -124,21 +129,25 @@ def _kept_twice(optimizer: torch.optim.Optimizer, name: str) -> WorkloadError:
     )
 
 
-def _held_of(name: str, parameter: torch.nn.Parameter, held: Mapping[str, LocalShard], size: int) -> LocalShard:
-    """The part of a parameter's optimizer state that is here: the parameter's, unless a strategy says otherwise."""
-    return held.get(OPTIMIZER + name) or held.get(name) or _whole(parameter, size)
+def _shard_of_parameter(
+    name: str, parameter: torch.nn.Parameter, held: Mapping[str, LocalShard], size: int
+) -> LocalShard:
+    """Return the shard of a parameter's optimizer state: the parameter's, unless a strategy has another for it."""
+    return held.get(OPTIMIZER + name) or held.get(name) or _replicated(parameter, size)
 
 
-def _held_of_state(full: tuple[int, ...], of_parameter: LocalShard) -> LocalShard | None:
-    """Who answers for a state tensor of shape `full`; None: others do.
+def _shard_of_state(global_shape: tuple[int, ...], parameter_shard: LocalShard) -> LocalShard | None:
+    """Return what this rank saves of a state tensor, and which ranks have the same; None if only others save it.
 
     One of the parameter's shape is cut as the parameter. Any other (a count of steps) is the same wherever
-    there is a part of the parameter: those with the first part answer for it.
+    there is a part of the parameter: those with the first part save it.
     """
-    if full == of_parameter.shard_spec.shape:
-        return of_parameter
-    is_first = all(cut.part == 0 for cut in of_parameter.shard_spec.cuts)
-    return LocalShard(ShardSpec(full), of_parameter.holders) if is_first else None
+    spec = parameter_shard.shard_spec
+    if global_shape == spec.shape:
+        return parameter_shard
+    if any(cut.part != 0 for cut in spec.cuts):
+        return None
+    return LocalShard(ShardSpec(global_shape), parameter_shard.holders)
 
 
 def _no_shard_spec(name: str, local: torch.Tensor, shard_spec: ShardSpec) -> WorkloadError:
@@ -156,40 +165,47 @@ def read_state(
     held: Mapping[str, LocalShard],
     comm: AxisComm,
 ) -> dict[str, torch.Tensor]:
-    """This rank's parts of the model's and the optimizer's tensors, as any mesh saved them, verified bit for bit.
+    """Read this rank's parts of the model's and the optimizer's tensors, as any mesh saved them; verify each bit.
 
     Nothing is written to the model yet. All ranks call this, and all raise if one of them can't go on.
 
     Raises:
         CheckpointError: the checkpoint is of another model, or damaged.
     """
-    model_here = model_parts(model, held, comm.size)
-    answered = {name: part.held for name, part in model_here.items()}
-    wanted: dict[str, ShardSpec | None] = {name: one.shard_spec for name, one in answered.items()}
+    local_model = model_parts(model, held, comm.size)
+    shards = {name: part.held for name, part in local_model.items()}  # what this rank verifies
+    wanted: dict[str, ShardSpec | None] = {name: shard.shard_spec for name, shard in shards.items()}  # and reads
     parameters = {name: p for name, p in model.named_parameters() if not p.is_meta}
     for name, entry in manifest["tensors"].items():
         parameter = _parameter_of(name)
         if parameter not in parameters:
             continue
-        of_parameter = _held_of(parameter, parameters[parameter], held, comm.size)
-        full = tuple(entry["shape"])
-        wanted[name] = of_parameter.shard_spec if full == of_parameter.shard_spec.shape else None
-        if (one := _held_of_state(full, of_parameter)) is not None:
-            answered[name] = one
-    failure, tensors = None, {}
+        parameter_shard = _shard_of_parameter(parameter, parameters[parameter], held, comm.size)
+        spec = parameter_shard.shard_spec
+        global_shape = tuple(entry["shape"])
+        wanted[name] = spec if global_shape == spec.shape else None
+        shard = _shard_of_state(global_shape, parameter_shard)
+        if shard is not None:
+            shards[name] = shard
+    failure = None
+    tensors: dict[str, torch.Tensor] = {}
+    restored: dict[str, LocalTensor] = {}
     try:
-        check_same_model(folder, manifest["tensors"], model_here)
+        check_same_model(folder, manifest["tensors"], local_model)
         tensors = read_parts(folder, manifest, wanted)
+        restored = {name: LocalTensor(tensors[name], shard) for name, shard in shards.items()}
     except CheckpointError as error:
         failure = error
-    read = {name: LocalTensor(tensors[name], one) for name, one in answered.items()} if failure is None else {}
-    verify_hashes(folder, manifest, read, comm, failure)
+    # Collective, so a rank that failed calls it too: it hands on its error, and every rank raises.
+    verify_hashes(folder, manifest, restored, comm, failure)
     return tensors
 
 
 def _parameter_of(name: str) -> str | None:
-    """The parameter whose optimizer state `optimizer/KEY/NAME` is."""
-    return name.removeprefix(OPTIMIZER).partition("/")[2] if name.startswith(OPTIMIZER) else None
+    """Return the parameter whose optimizer state `optimizer/KEY/NAME` is; None for another name."""
+    if not name.startswith(OPTIMIZER):
+        return None
+    return name.removeprefix(OPTIMIZER).partition("/")[2]
 
 
 def restore_model(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], held: Mapping[str, LocalShard]) -> None:
@@ -208,32 +224,51 @@ def restore_optimizer(
         CheckpointError: the optimizer is of another class or groups parameters otherwise, or its state is not whole.
     """
     names = parameter_names(model, optimizer)
-    groups = [[names[parameter] for parameter in group["params"]] for group in groups_of(optimizer)]
+    groups = []
+    for group in groups_of(optimizer):
+        groups.append([names[parameter] for parameter in group["params"]])
     _check_groups(model, type(optimizer).__name__, groups, saved)
+    # A person's own class may keep in its groups what grows while it runs; torch's classes don't.
     is_torchs = type(optimizer).__module__.startswith("torch.")
     check_groups(saved["groups"], groups_of(optimizer), may_grow=not is_torchs)
     if len(parts_of(optimizer)) > 1:
         _restore_parts(optimizer, names, tensors, saved)
         return
-    here = {name: parameter for parameter, name in names.items() if not parameter.is_meta}
-    numbers = {name: index for index, name in enumerate(name for group in groups for name in group)}
+    local_parameters = {name: parameter for parameter, name in names.items() if not parameter.is_meta}
+    # torch's `load_state_dict` knows parameters by their number, counted through all groups.
+    numbers = {name: number for number, name in enumerate(itertools.chain.from_iterable(groups))}
     state: dict[int, dict[str, Any]] = {}
     for name, value in [*tensors.items(), *saved["numbers"].items()]:
         key, _, parameter = name.removeprefix(OPTIMIZER).partition("/")
-        if name.startswith(OPTIMIZER) and parameter in here and parameter in numbers:
-            state.setdefault(numbers[parameter], {})[key] = _as_state_of(here[parameter], value)
+        if name.startswith(OPTIMIZER) and parameter in local_parameters and parameter in numbers:
+            state.setdefault(numbers[parameter], {})[key] = _as_state_of(local_parameters[parameter], value)
     packed = []
-    for group, before, own in zip(saved["groups"], optimizer.param_groups, groups, strict=True):
+    for saved_group, group, members in zip(saved["groups"], optimizer.param_groups, groups, strict=True):
         # What the checkpoint does not know stays: a scheduler that is new keeps its own numbers in the groups.
-        values = {key: in_types_of(value, before.get(key)) for key, value in group.items() if key != "parameters"}
-        packed.append({**before, **values, "params": [numbers[name] for name in own]})
-    states = StateCheck(optimizer)
-    for group_number, own in enumerate(groups):
-        for name in own:
+        packed.append({**group, **_settings_of(saved_group, group), "params": [numbers[name] for name in members]})
+    check = StateCheck(optimizer)
+    for group_number, members in enumerate(groups):
+        for name in members:
             if numbers[name] in state:
-                read = {k: local_part(v) if isinstance(v, torch.Tensor) else v for k, v in state[numbers[name]].items()}
-                states.check(group_number, packed[group_number], name, local_part(here[name]), read)
+                local_state = _local_values(state[numbers[name]])
+                check.check(group_number, packed[group_number], name, local_part(local_parameters[name]), local_state)
     optimizer.load_state_dict({"state": state, "param_groups": packed})
+
+
+def _settings_of(saved_group: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a saved group, in the types that they have in the optimizer's group."""
+    settings = {}
+    for key, value in saved_group.items():
+        if key != "parameters":
+            settings[key] = in_types_of(value, group.get(key))
+    return settings
+
+
+def _local_values(state: Mapping[str, Any]) -> dict[str, Any]:
+    values = {}
+    for key, value in state.items():
+        values[key] = local_part(value) if isinstance(value, torch.Tensor) else value
+    return values
 
 
 def _restore_parts(
@@ -243,18 +278,21 @@ def _restore_parts(
     saved: dict[str, Any],
 ) -> None:
     """Put back the state of an optimizer made of several."""
-    here = {name: parameter for parameter, name in names.items() if not parameter.is_meta}
+    local_parameters = {name: parameter for parameter, name in names.items() if not parameter.is_meta}
+    part_numbers = range(len(parts_of(optimizer)))
     owners = saved.get("owners", {})
     state: dict[int, dict[torch.nn.Parameter, dict[str, Any]]] = {}
     for name, value in [*tensors.items(), *saved["numbers"].items()]:
         key, _, parameter = name.removeprefix(OPTIMIZER).partition("/")
-        if name.startswith(OPTIMIZER) and parameter in here:
-            if owners.get(name) not in range(len(parts_of(optimizer))):
-                raise _other_parts(optimizer)
-            state.setdefault(owners[name], {}).setdefault(here[parameter], {})[key] = value
+        if not name.startswith(OPTIMIZER) or parameter not in local_parameters:
+            continue
+        if owners.get(name) not in part_numbers:
+            raise _other_parts(optimizer)
+        states_of_part = state.setdefault(owners[name], {})
+        states_of_part.setdefault(local_parameters[parameter], {})[key] = value
     groups = []
-    for group, before in zip(saved["groups"], groups_of(optimizer), strict=True):
-        groups.append({k: in_types_of(value, before.get(k)) for k, value in group.items() if k != "parameters"})
+    for saved_group, group in zip(saved["groups"], groups_of(optimizer), strict=True):
+        groups.append(_settings_of(saved_group, group))
     restore_parts(optimizer, groups, state, names)
 
 
@@ -268,11 +306,14 @@ def _other_parts(optimizer: torch.optim.Optimizer) -> CheckpointError:
 
 def _check_groups(model: torch.nn.Module, kind: str, groups: list[list[str]], saved: dict[str, Any]) -> None:
     """Raise CheckpointError unless every parameter that is here is in the group in which it was saved."""
-    here = {name for name, parameter in model.named_parameters() if not parameter.is_meta}
+    local_names = {name for name, parameter in model.named_parameters() if not parameter.is_meta}
     is_same = kind == saved["class"] and len(groups) == len(saved["groups"])
-    for group, before in zip(groups, saved["groups"], strict=False):
+    for members, saved_group in zip(groups, saved["groups"], strict=False):
+        if not is_same:
+            break
         # A stage knows its own members only, so names that are saved but not here may be another rank's.
-        is_same = is_same and set(group) <= set(before["parameters"]) and here & set(before["parameters"]) <= set(group)
+        saved_members = set(saved_group["parameters"])
+        is_same = saved_members & local_names <= set(members) <= saved_members
     if not is_same:
         raise CheckpointError(
             f"the checkpoint's optimizer is a {saved['class']} with {len(saved['groups'])} parameter groups",
@@ -282,14 +323,16 @@ def _check_groups(model: torch.nn.Module, kind: str, groups: list[list[str]], sa
 
 
 def _as_state_of(parameter: torch.nn.Parameter, value: Any) -> Any:
-    """A part that was read, as the optimizer keeps state of `parameter`: a DTensor's is a DTensor on its mesh."""
+    """Return a part that was read, as the optimizer keeps state of `parameter`: a DTensor's is one on its mesh."""
     from_local = getattr(type(parameter), "from_local", None)
-    is_cut = isinstance(value, torch.Tensor) and value.shape == local_part(parameter).shape
-    if from_local is None or not is_cut:
+    if from_local is None or not isinstance(value, torch.Tensor):
+        return value
+    local = local_part(parameter)
+    if value.shape != local.shape:  # a count of steps is a plain tensor
         return value
     dtensor: Any = parameter
     return from_local(
-        value.to(local_part(parameter).device),
+        value.to(local.device),
         dtensor.device_mesh,
         dtensor.placements,
         run_check=False,
@@ -299,53 +342,62 @@ def _as_state_of(parameter: torch.nn.Parameter, value: Any) -> Any:
 
 
 def config_facts(model: torch.nn.Module) -> dict[str, dict[str, Any]]:
-    """What a transformers model says of itself, for `paceline export`; nothing of any other model.
+    """Return the configs of a transformers model, for `paceline export`; nothing for any other model.
 
     As `save_pretrained` does, the class and the dtype of the parameters are put in.
     """
-    facts: dict[str, dict[str, Any]] = {}
+    configs: dict[str, dict[str, Any]] = {}
     for key in CONFIGS:
         to_json = getattr(getattr(model, key, None), "to_json_string", None)
         if not callable(to_json):
             continue
-        with contextlib.suppress(
-            ValueError, TypeError, RecursionError
-        ):  # somebody else's config, and none of ours to judge
-            said = parse_json(to_json(), "a config")
-            facts.update({key: said} if isinstance(said, dict) else {})
-    if "config" in facts:
+        # The config is another library's: one that can't be read is left out, and does not fail the checkpoint.
+        with contextlib.suppress(ValueError, TypeError, RecursionError):
+            config = parse_json(to_json(), "a config")
+            if isinstance(config, dict):
+                configs[key] = config
+    if "config" in configs:
         kind = type(model).__name__.removeprefix("FSDP")  # fully_shard gives the class another name
-        dtype = next((dtype_of(p) for p in model.parameters() if p.is_floating_point()), "float32")
-        facts["config"] = {**facts["config"], "architectures": [kind], "dtype": dtype}
-    return facts
+        configs["config"] = {**configs["config"], "architectures": [kind], "dtype": _model_dtype(model)}
+    return configs
+
+
+def _model_dtype(model: torch.nn.Module) -> str:
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            return dtype_of(parameter)
+    return "float32"
 
 
 def own_tensors(random: Mapping[str, torch.Tensor], wire: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """This rank's own tensors under their checkpoint names."""
-    return {
-        **{f"{OWN}random/{name}": tensor for name, tensor in random.items()},
-        **{f"{OWN}wire/{name}": tensor for name, tensor in wire.items()},
-    }
+    """Return this rank's own tensors under their checkpoint names."""
+    tensors = {f"{OWN}random/{name}": tensor for name, tensor in random.items()}
+    for name, tensor in wire.items():
+        tensors[f"{OWN}wire/{name}"] = tensor
+    return tensors
 
 
 def restore_wire(state: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> bool:
-    """Put back what compression carries over; False, and nothing is, where other compression was saved."""
+    """Put back what compression carries over; change nothing and return False if other compression was saved."""
     saved = part(own, "wire/")
-    form = {name: (tensor.shape, tensor.dtype) for name, tensor in state.items()}
-    if form != {name: (tensor.shape, tensor.dtype) for name, tensor in saved.items()}:
+    if _layout(state) != _layout(saved):
         return False
     for name, tensor in state.items():
         tensor.copy_(saved[name])
     return True
 
 
+def _layout(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+
+
 def part(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
-    """The tensors whose names begin with `prefix`, without it."""
+    """Return the tensors whose names begin with `prefix`, without it."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def parameter_names(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[torch.nn.Parameter, str]:
-    """The name of each of the optimizer's parameters.
+    """Return the name of each parameter of the model; the optimizer's are among them.
 
     Raises:
         WorkloadError: one of them is not the model's.
@@ -363,7 +415,7 @@ def parameter_names(model: torch.nn.Module, optimizer: torch.optim.Optimizer) ->
 
 
 def as_json(what: str, value: Any, with_tensors: bool = True) -> Any:
-    """`value` as JSON keeps it: tuples become lists, whole numbers as keys text, tensors of one number that number.
+    """Return `value` as JSON keeps it: tuples as lists, whole numbers as keys as text, tensors of one number as that.
 
     `alike.in_types_of` undoes all three where a value of the same form is at hand.
 

@@ -1,4 +1,4 @@
-"""One training step, top to bottom. Read this first; `parallel/apply.py` says what each moment is."""
+"""One training step, top to bottom. Read this first; `parallel/apply.py` has what each part of it does."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.parallel.step_stats import StepStats
 
 
 class Outcome(NamedTuple):
-    """What a step found."""
+    """The result of a step."""
 
     stats: StepStats
     gradient_norm: float | None
@@ -25,16 +25,16 @@ def train_step(
     parallel: Parallel,
     optimizer: torch.optim.Optimizer,
     clip_norm: float | None,
-    facts: tuple[bool, int],
+    control: tuple[bool, int],
 ) -> Outcome:
-    """Forward, backward, reduce, check, clip, update. Nothing is updated when the loss is not finite.
+    """Run forward, backward, reduce, check, clip, update. Update nothing if the loss is not finite.
 
     Args:
         microbatches: this rank's.
         parallel: the strategies.
         optimizer: over this rank's parameters.
         clip_norm: largest norm of the whole gradient.
-        facts: whether this rank was asked to stop; the most micro-batches that any rank has.
+        control: whether this rank was asked to stop; the most micro-batches that any rank has.
 
     Raises:
         LossError: the loss has the wrong form or is not finite, or nothing counted; or the gradient's norm is
@@ -42,7 +42,8 @@ def train_step(
     """
     optimizer.zero_grad(set_to_none=True)
     parallel.model.zero_grad(set_to_none=True)  # parameters that the optimizer does not have count in the norm too
-    parallel.forward_backward(microbatches, *facts)
+    is_stopping, longest = control
+    parallel.forward_backward(microbatches, is_stopping, longest)
     stats = parallel.reduce_gradients()
     check_finite(stats)
     norm = parallel.norm
@@ -55,10 +56,11 @@ def train_step(
 def check_finite(stats: StepStats) -> None:
     """Raise LossError when some rank's loss is NaN or infinite, or the whole batch weighs nothing."""
     if stats.bad_ranks:
+        plural = "s" if len(stats.bad_ranks) > 1 else ""
         error = LossError(
             "the loss should be a finite number",
-            f"it is NaN or infinite on rank{'s' if len(stats.bad_ranks) > 1 else ''} "
-            f"{', '.join(map(str, stats.bad_ranks))}; the parameters were left as they were",
+            f"it is NaN or infinite on rank{plural} {', '.join(map(str, stats.bad_ranks))}; "
+            "the parameters were left as they were",
             "lower the learning rate, set clip_norm, or look for bad samples in this batch",
         )
         raise error.at(rank=stats.bad_ranks[0])
@@ -86,5 +88,7 @@ def clip(parallel: Parallel, clip_norm: float) -> float:
             f"it is {float(norm)} although the loss is finite; the parameters were left as they were",
             "lower the learning rate, use precision float32, or look for samples at which the loss has no gradient",
         )
-    scale_gradients(parallel.placed.updated().values(), (clip_norm / (norm + 1e-6)).clamp(max=1.0))
+    # The factor is that of torch's clip_grad_norm_, with its 1e-6.
+    factor = (clip_norm / (norm + 1e-6)).clamp(max=1.0)
+    scale_gradients(parallel.placed.updated().values(), factor)
     return float(norm)

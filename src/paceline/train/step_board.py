@@ -1,4 +1,4 @@
-"""How many steps every rank of this host has begun, in memory that they share.
+"""Find ranks that are not at the same step, by memory in which every rank of this host counts its steps.
 
 A rank that ends its loop, or saves alone, waits for the others in a collective, and they wait for it in their next
 step. The board shows that at once, so that the job ends with an error instead of a hang.
@@ -34,8 +34,11 @@ class StepBoard:
     def __init__(self, place: RankInfo) -> None:
         global _boards
         _boards += 1
-        self.rank, self.size = place.rank, place.size
-        self.begun, self.calls, self.call = 0, 0, 0
+        self.rank = place.rank
+        self.size = place.size
+        self.begun = 0  # steps
+        self.calls = 0  # of `meet`
+        self.call = 0  # the index in CALLS of the last one
         self.memory: mmap.mmap | None = None
         if place.size > 1 and place.rendezvous is not None and place.size == place.local_size:
             self.path = Path(f"{place.rendezvous}.steps-{_boards}")
@@ -59,7 +62,8 @@ class StepBoard:
         """
         if self.memory is None:
             return
-        self.calls, self.call = self.calls + 1, CALLS.index(call)
+        self.calls += 1
+        self.call = CALLS.index(call)
         self._write()
         deadline_s = time.monotonic() + WAIT_S
         waits_for = [rank for rank in range(self.size) if rank != self.rank]
@@ -103,13 +107,16 @@ class StepBoard:
 
 
 def _shared_memory(path: Path, size: int) -> mmap.mmap:
-    """A file of `size` bytes, zero at first, mapped by all ranks."""
+    """Map a file of `size` bytes, zero at first, that all ranks map."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         if os.fstat(descriptor).st_size < size:
             # On a full disk this fails; a write to the memory would be a SIGBUS. macOS has no such call.
             reserve = getattr(os, "posix_fallocate", None)
-            reserve(descriptor, 0, size) if reserve else os.ftruncate(descriptor, size)
+            if reserve is not None:
+                reserve(descriptor, 0, size)
+            else:
+                os.ftruncate(descriptor, size)
         return mmap.mmap(descriptor, size)
     finally:
         os.close(descriptor)
