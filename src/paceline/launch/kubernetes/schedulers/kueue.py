@@ -26,9 +26,10 @@ def attach(job: KubernetesJob, manifests: list[Manifest]) -> list[Manifest]:
 def _suspending(manifest: Manifest) -> Manifest:
     """Return the part of a job's manifest that says whether it is suspended."""
     spec: Manifest = manifest["spec"]
-    if manifest["kind"] == "MPIJob":
-        return spec.setdefault("runPolicy", {})
-    return spec
+    if manifest["kind"] != "MPIJob":
+        return spec
+    policy: Manifest = spec.setdefault("runPolicy", {})
+    return policy
 
 
 def reasons(manifests: Sequence[Manifest]) -> Iterator[str]:
