@@ -134,7 +134,7 @@ def given(parser: argparse.ArgumentParser, command_line: Sequence[str]) -> dict[
     actions = list(_actions(parser))
     flags = {action.dest: action.option_strings[0] for action in actions if action.option_strings}
     for action in actions:
-        action.default = argparse.SUPPRESS
+        action.default = argparse.SUPPRESS  # so that a flag which is not written leaves no value
     written, _ = parser.parse_known_args(list(command_line))
     return {name: flags[name] for name in vars(written) if name in flags}
 

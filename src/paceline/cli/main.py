@@ -154,7 +154,9 @@ def _parse(command_line: Sequence[str], verb: str | None, module: Any) -> argpar
     parser.add_argument("--version", action="version", version=_version())
     verbs = parser.add_subparsers(required=True, metavar="COMMAND")
     # Of the others only the name and the summary: their arguments would cost their imports.
-    parsers = {name: verbs.add_parser(name, help=summary, allow_abbrev=False) for name, summary in VERBS.items()}
+    parsers = {}
+    for name, summary in VERBS.items():
+        parsers[name] = verbs.add_parser(name, help=summary, allow_abbrev=False)
     if verb is None or module is None:
         return parser.parse_args(command_line)
     verb_parser = parsers[verb]

@@ -54,9 +54,11 @@ def explain(
     Raises:
         WorkloadError, PlanError: no step of it can be tried out.
     """
-    requests = [ProfileRequest(asdict(plan), rank, device.kind) for rank in ranks_to_profile(plan)]
+    fields = asdict(plan)
+    requests = [ProfileRequest(fields, rank, device.kind) for rank in ranks_to_profile(plan)]
     profiles = _without_errors(profile_workload(requests, command_line, _progress(len(requests), "rehearsing")))
-    memories = [memory_of(profile, device.capacity(communicators(plan))) for profile in profiles]
+    capacity = device.capacity(communicators(plan))
+    memories = [memory_of(profile, capacity) for profile in profiles]
     largest = max(range(len(memories)), key=lambda index: memories[index].peak)
     lines = [
         *table(memories, device, communicators(plan)), "",

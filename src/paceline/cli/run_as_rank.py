@@ -66,7 +66,7 @@ def be_rank(
         os.environ["PACELINE_RUN_DIR"] = str(run_dir.resolve())
         program = [sys.executable, "-m", module_names.EXTERNAL_RANK, arguments.workload]
         os.environ.update(said(position))
-    sys.stdout.flush()
+    sys.stdout.flush()  # what Python still holds would be lost with this program
     os.execv(sys.executable, [*program, *arguments.arguments])
 
 

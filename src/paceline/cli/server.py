@@ -98,7 +98,7 @@ def _coordinate(arguments: argparse.Namespace) -> int:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    from paceline.server.node import serve
+    from paceline.server.node import serve  # imports torch
 
     asyncio.run(serve(arguments.listen, arguments.coordinator, _credentials(arguments)))
     return 0

@@ -14,7 +14,7 @@ from paceline.nouns.reading import parse_whole, read_text, shown
 # A name or an address that ssh takes, and no option of it: `-oProxyCommand=...` as a host would be a command.
 _NAME = re.compile(r"(?!-)[A-Za-z0-9_.:%@-]+")
 _LONGEST_NAME = 255  # with a user before it; a name of the Domain Name System has up to 253 characters
-_SLOT_WORDS = ("slots", "max_slots", "max-slots")
+_SLOT_WORDS = ("slots", "max_slots", "max-slots")  # Open MPI's bound on oversubscribing is read, not used
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,7 +82,8 @@ def _openmpi(ranks: int, hosts: Sequence[Host], variables: Sequence[str]) -> lis
     if hosts:
         flags += ["-H", _host_list(hosts)]
     else:
-        flags += ["--oversubscribe"]
+        flags += ["--oversubscribe"]  # else it starts no more ranks than this host has cores
+    # The tag names the rank whose line it is: see run/supervise/command_backend.py.
     flags += ["--bind-to", "none", "--tag-output"]
     for name in variables:
         flags += ["-x", name]
@@ -93,7 +94,7 @@ def _mpich(ranks: int, hosts: Sequence[Host], variables: Sequence[str]) -> list[
     flags = ["-n", str(ranks)]
     if hosts:
         flags += ["-hosts", _host_list(hosts)]
-    flags += ["-prepend-rank"]
+    flags += ["-prepend-rank"]  # as --tag-output
     if variables:
         flags += ["-genvlist", ",".join(variables)]
     return flags

@@ -74,6 +74,7 @@ def profile_workload(
         requests_file = folder / "requests.json"
         requests_file.write_text(json.dumps([asdict(request) for request in requests]))
         command = [sys.executable, "-m", module_names.PROFILE_WORKLOAD, str(requests_file), name, *command_line]
+        # A file, not a pipe: one that nobody reads would stop the child as soon as it is full.
         with (folder / "errors.txt").open("w+", errors="replace") as errors:
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, errors="replace")
             assert process.stdout is not None

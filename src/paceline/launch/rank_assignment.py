@@ -107,6 +107,7 @@ def with_servers(host_ranks: Sequence[HostRanks], servers: int) -> tuple[HostRan
         numbers[server % len(host_ranks)].append(world_size + server)
     if servers:
         numbers[0].append(world_size + servers)
-    return tuple(
-        replace(ranks, servers=tuple(servers_here)) for ranks, servers_here in zip(host_ranks, numbers, strict=True)
-    )
+    assigned = []
+    for ranks, servers_here in zip(host_ranks, numbers, strict=True):
+        assigned.append(replace(ranks, servers=tuple(servers_here)))
+    return tuple(assigned)

@@ -60,7 +60,7 @@ def sbatch_script(rank: RankCommand, options: SlurmOptions) -> str:
         f"--nodes={rank.nodes}",
         f"--ntasks-per-node={rank.ranks_per_node}",
         f"--output={rank.run_dir.resolve()}/slurm-%j.log",
-        "--open-mode=append",
+        "--open-mode=append",  # a job that goes back to the queue goes on in its log
         "--requeue",
         f"--signal=TERM@{options.signal_s}",
     ]
@@ -77,6 +77,7 @@ def sbatch_script(rank: RankCommand, options: SlurmOptions) -> str:
             lines.append(f"--{name}={_one_line(str(value))}")
     lines += options.more
     directives = "\n".join(f"#SBATCH {line}" for line in lines)
+    # Since Slurm 22.05 srun does not take this over from sbatch.
     cpus = " --cpus-per-task=$SLURM_CPUS_PER_TASK" if options.cpus_per_task else ""
     return f"""#!/bin/bash
 {directives}

@@ -86,6 +86,7 @@ def _check_call(call: ast.Call, path: Path, ranks: int) -> None:
             check_part_names([name for name in keywords if name], has_data=not _has_none(call, "data"))
         for keyword in call.keywords:
             value = keyword.value.value if isinstance(keyword.value, ast.Constant) else None
+            # Not isinstance: True is an int, too.
             if keyword.arg == "batch_size" and type(value) is int and 0 < value < ranks:
                 raise too_small_batch(value, ranks)
     except WorkloadError as error:
@@ -115,6 +116,6 @@ def _imports(tree: ast.Module) -> list[str]:
     for node in tree.body:
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:  # a level is a relative import
             names.append(node.module)
     return names

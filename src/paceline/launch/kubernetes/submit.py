@@ -76,6 +76,7 @@ def check(manifests: Sequence[Manifest]) -> None:
         sets = pod_sets(manifests)
         reasons = [*_shape_reasons(manifests, sets), *_plan_reasons(manifests, sets), *gangs.reasons(manifests)]
     except (AttributeError, TypeError, LookupError, ValueError, RecursionError, ArithmeticError) as error:
+        # A person may have edited them: whatever is expected to be a table or a number can be something else.
         raise UsageError(
             "to check manifests", f"one has a part of the wrong form ({reason_of(error)})", "print them again"
         ) from None

@@ -117,7 +117,7 @@ class JoinedRank:
             if "PACELINE_LISTENER" in os.environ:
                 os.close(int(os.environ["PACELINE_LISTENER"]))  # of rank 0's store: it ends with the rank
             return finished
-        signal.set_wakeup_fd(-1)
+        signal.set_wakeup_fd(-1)  # the pipe is the parent's
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.close(finished)
         die_with_parent()

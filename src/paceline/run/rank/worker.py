@@ -42,7 +42,7 @@ def run_rank(script: str, arguments: list[str], stopped_code: int = 0) -> int:
 
 def _run_to_end(script: str, arguments: list[str], stopped_code: int) -> int:
     sys.argv = [script, *arguments]
-    sys.path.insert(0, str(Path(script).parent))
+    sys.path.insert(0, str(Path(script).parent))  # as `python FILE` does
     try:
         was_stopped = _run_file(script)
         jobs.close_open_jobs()
@@ -63,7 +63,7 @@ def _run_file(script: str) -> bool:
     except jobs.Stopped:
         return True
     except SystemExit as exit_:
-        if exit_.code not in (None, 0):
+        if exit_.code not in (None, 0):  # sys.exit() and sys.exit(0) are an end like any other
             raise
     return False
 

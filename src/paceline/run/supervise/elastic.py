@@ -129,7 +129,11 @@ class Elastic:
             listed = self.discover()
             in_generation = {host.name for host in members.hosts}
             doubtful = members.failures.keys() - in_generation
-            return [host for host in listed if host.name not in doubtful or self._answers(host)]
+            hosts = []
+            for host in listed:
+                if host.name not in doubtful or self._answers(host):
+                    hosts.append(host)
+            return hosts
         except PacelineError as error:
             if not members.known:
                 raise
@@ -143,6 +147,7 @@ class Elastic:
 
     def _answers(self, host: Host) -> bool:
         """True if a host can be reached over ssh at all."""
+        # Of an option that is there twice ssh takes the first: this one stands before those of launch/ssh.py.
         quick = dataclasses.replace(self.fleet.ssh, more=(*self.fleet.ssh.more, "-oConnectTimeout=5"))
         command = ssh_command(host.name, ["true"], quick)
         try:

@@ -31,10 +31,12 @@ def interruptible() -> Iterator[list[int]]:
         if len(signals) == 1:
             raise Interrupted(number)
 
-    if threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread():  # Python sets signal handlers in the main one alone
         yield signals
         return
-    before = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {}
+    for stopping in (signal.SIGINT, signal.SIGTERM):
+        before[stopping] = signal.signal(stopping, leave)
     try:
         with contextlib.suppress(Interrupted):
             yield signals

@@ -148,7 +148,7 @@ def _run(ray: Any, job: dict[str, Any]) -> int:
 def _start(ray: Any, host_ranks: Sequence[Any], job: dict[str, Any]) -> None:
     """Tell every rank its place: ranks of one node follow each other, in the order in which nodes come."""
     where = ray.get([seat.where.remote() for seat in host_ranks])
-    nodes = sorted(set(where), key=where.index)
+    nodes = list(dict.fromkeys(where))  # in the order in which they come first
     order = sorted(range(len(host_ranks)), key=lambda number: (nodes.index(where[number]), number))
     master = ray.get(host_ranks[order[0]].listen.remote(nodes))
     calls = []

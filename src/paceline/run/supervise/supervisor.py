@@ -158,7 +158,8 @@ class Supervisor:
                 self._turn(progress)
         finally:
             self._kill()
-            statuses = {assignment.backend: assignment.backend.close() for assignment in assignments}
+            for assignment in assignments:
+                statuses[assignment.backend] = assignment.backend.close()
             self._outwait_lost_coordinator()
             if private:
                 private.remove()
@@ -427,7 +428,9 @@ class Supervisor:
         caught = [signal.SIGINT, signal.SIGTERM]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
             caught.append(signal.SIGHUP)
-        self.signals_before = {number: signal.signal(number, note) for number in caught}
+        self.signals_before = {}
+        for number in caught:
+            self.signals_before[number] = signal.signal(number, note)
 
     def restore_signals(self) -> None:
         """Set the signal handlers that were there before `run`."""
@@ -500,6 +503,7 @@ class Supervisor:
             if progress.has_stopped:
                 return Ending("stopped", 128 + signal.SIGTERM, stop_sent_to=_named(progress.asked_to_stop))
             return Ending("done", 0)  # also when the signal came too late to stop anything
+        # What a rank wrote down of its end says more than what its process's status does.
         failures = list({**self.deaths, **read_failures(self.request.run_dir)}.values())
         host_failures = {backend: backend.failure(statuses[backend], at) for backend, at in self.lost}
         for backend, failure in host_failures.items():

@@ -35,6 +35,11 @@ def attach(job: KubernetesJob, manifests: list[Manifest]) -> list[Manifest]:
     return []
 
 
+def _annotated_owners(manifests: Sequence[Manifest]) -> list[Manifest]:
+    """Return the jobs whose pods KAI counts by an annotation; of the others it knows the pods."""
+    return [manifest for manifest in job_manifests(manifests) if manifest.get("kind") not in ("MPIJob", "RayJob")]
+
+
 def reasons(manifests: Sequence[Manifest], sets: Sequence[PodSet]) -> Iterator[str]:
     """Yield why KAI would not place these pods as one gang."""
     if not any(field_of(pod_set.template, "spec", "schedulerName") == SCHEDULER for pod_set in sets):
@@ -44,7 +49,7 @@ def reasons(manifests: Sequence[Manifest], sets: Sequence[PodSet]) -> Iterator[s
             yield f"{pod_set.where}: its schedulerName is not {SCHEDULER}, and that of others is"
         if not field_of(pod_set.template, "metadata", "labels", QUEUE):
             yield f"{pod_set.where}: the label {QUEUE} is missing: no queue is named"
-    owners = [manifest for manifest in job_manifests(manifests) if manifest.get("kind") not in ("MPIJob", "RayJob")]
+    owners = _annotated_owners(manifests)
     if len(owners) > 1:
         yield "KAI makes a gang of each Job by itself: write one JobSet"
     count = str(sum(pod_set.count for pod_set in sets))
