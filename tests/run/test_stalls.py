@@ -93,7 +93,7 @@ def test_a_rank_that_writes_nothing_is_looked_at_from_outside(stalls):
         os.kill(pid, signal.SIGSTOP)
         assert wait_for(lambda: process_state(pid) == "T")
         made = stalls(waiting(0))
-        made.told.clear()
+        made.notices.clear()
         assert "rank 1: its process is stopped" in "\n".join(made.look(1001.0, {1: pid}))
     finally:
         os.kill(pid, signal.SIGKILL)

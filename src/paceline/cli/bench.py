@@ -30,7 +30,7 @@ SUBJECTS = ("step", "jobs", "strategies", "planner")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
+    """Add the command's arguments."""
     subjects = ", ".join(SUBJECTS)
     parser.add_argument("subject", choices=SUBJECTS, metavar="SUBJECT", help=f"what to measure: {subjects}")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each contestant (default 5; not of planner)")
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result of `bench step` as aligned lines."""
+    """Return the result of `bench step` as aligned lines."""
     lines = [f"{'':<24}{'ranks':>6}{'samples/s':>12}{'min':>10}{'max':>10}"]
     for row in result["rows"]:
         lines.append(

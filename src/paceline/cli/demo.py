@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
+    """Add the command's arguments."""
     parser.add_argument("-n", type=int, default=2, metavar="N", help="processes to train with (default 2)")
     parser.add_argument("--steps", type=int, default=256, help="optimizer steps (default 256)")
     parser.add_argument("--batch-size", type=int, default=32, help="samples per step over all processes (default 32)")

@@ -35,7 +35,7 @@ _WIDTH = 120
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
+    """Add the command's arguments."""
     where = parser.add_mutually_exclusive_group()
     where.add_argument("-H", "--hosts", metavar="H1:N,H2:N", help="look at these hosts and between them")
     where.add_argument("--hostfile", type=Path, metavar="FILE", help="the same, a host a line")
@@ -57,9 +57,9 @@ def run(arguments: argparse.Namespace) -> int:
     asker = SshAsker(arguments.python)
     if any(asker.needs_ssh(host.name) for host in hosts):
         check_ssh(SshOptions())
-    facts, findings = examine(hosts, _question(arguments, hosts), asker, has_runs=arguments.runs is not None)
+    host_facts, findings = examine(hosts, _question(arguments, hosts), asker, has_runs=arguments.runs is not None)
     if arguments.json:
-        print(json.dumps(as_json(facts, findings)))
+        print(json.dumps(as_json(host_facts, findings)))
     else:
         width = min(_WIDTH, shutil.get_terminal_size((_WIDTH, 24)).columns)
         print("\n".join([*table(findings, width), "", summary_line(findings, len(hosts) or 1)]))
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
 def examine(
     hosts: tuple[Host, ...], question: Question, asker: Asker, has_runs: bool
 ) -> tuple[dict[str, HostFacts], list[Finding]]:
-    """The facts of every host, and all findings.
+    """Return the facts of every host, and all findings.
 
     Args:
         hosts: those of the fleet; none is this host alone.
@@ -78,30 +78,35 @@ def examine(
         has_runs: whether the person named a run directory.
     """
     if not hosts:
-        facts = look(question)
-        name = facts.network.hostname or "this host"
-        return {name: facts}, check_host(facts, name)
+        host_facts = look(question)
+        name = host_facts.network.hostname or "this host"
+        return {name: host_facts}, check_host(host_facts, name)
     names = [host.name for host in hosts]
     fleet = ask_fleet(names, question, asker, lambda text: print(text, file=sys.stderr, flush=True))
     findings = check_fleet(fleet, {host.name: host.slots for host in hosts}, has_runs)
-    for name, facts in fleet.hosts.items():
-        findings += check_host(facts, name, is_fleet=len(names) > 1)
+    for name, host_facts in fleet.hosts.items():
+        findings += check_host(host_facts, name, is_fleet=len(names) > 1)
     return fleet.hosts, findings
 
 
 def _hosts(arguments: argparse.Namespace) -> tuple[Host, ...]:
     if arguments.hosts is not None:
         return parse_hosts(arguments.hosts)
-    return read_hostfile(arguments.hostfile) if arguments.hostfile else ()
+    if arguments.hostfile:
+        return read_hostfile(arguments.hostfile)
+    return ()
 
 
 def _question(arguments: argparse.Namespace, hosts: tuple[Host, ...]) -> Question:
-    text = os.environ.get("MASTER_PORT", "")
-    port = arguments.port if arguments.port is not None else parse_whole(text, most=65535) or _PORT
+    port = arguments.port
+    if port is None:
+        port = parse_whole(os.environ.get("MASTER_PORT", ""), most=65535) or _PORT
     if not 0 < port < 65536:
         if arguments.port is not None:
             raise UsageError(f"the port {port}", "ports go from 1 to 65535", "write such as --port 29400")
         port = _PORT  # what MASTER_PORT says is a finding of its own
     runs = (arguments.runs or Path("runs")).absolute()
-    marker = secrets.token_hex(16) if len(hosts) > 1 and arguments.runs else ""
+    marker = ""
+    if len(hosts) > 1 and arguments.runs:
+        marker = secrets.token_hex(16)
     return Question(tuple(host.name for host in hosts), str(runs), (port,), arguments.quick, marker)

@@ -29,7 +29,7 @@ _WIDEST = 60  # letters of a value in the table; --json has all of them
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
+    """Add the command's arguments."""
     add_plan_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print the settings as JSON")
 
@@ -38,18 +38,22 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the settings."""
     rows = settings(arguments, os.environ)
     if arguments.json:
-        print(json.dumps({"settings": [dict(zip(("setting", "value", "from"), row, strict=True)) for row in rows]}))
+        listed = [{"setting": name, "value": value, "from": origin} for name, value, origin in rows]
+        print(json.dumps({"settings": listed}))
         return 0
-    cells = [("setting", "value", "from"), *((name, _shortened(value), origin) for name, value, origin in rows)]
-    widths = [max(len(row[column]) for row in cells) for column in (0, 1)]
+    cells = [("setting", "value", "from")]
+    for name, value, origin in rows:
+        cells.append((name, _shortened(value), origin))
+    name_width = max(len(name) for name, _, _ in cells)
+    value_width = max(len(value) for _, value, _ in cells)
     for name, value, origin in cells:
-        print(f"{name:<{widths[0]}}  {value:<{widths[1]}}  {origin}".rstrip())
+        print(f"{name:<{name_width}}  {value:<{value_width}}  {origin}".rstrip())
     print(f"\n{NO_FILE}")
     return 0
 
 
 def settings(arguments: argparse.Namespace, environment: Mapping[str, str]) -> list[Row]:
-    """Every setting of a job that is started here.
+    """Return every setting of a job that is started here.
 
     Raises:
         UsageError: the launcher's variables contradict each other.
@@ -76,32 +80,41 @@ def settings(arguments: argparse.Namespace, environment: Mapping[str, str]) -> l
         _variable("coordinator", "PACELINE_COORDINATOR", "none", environment),
         _threads(position, node, plan, environment),
     ]
-    rows += [(name, _shown(name, text), "environment") for name, text in sorted(environment.items()) if _changes(name)]
+    for name, text in sorted(environment.items()):
+        if _changes(name):
+            rows.append((name, _shown(name, text), "environment"))
     return rows
 
 
 def _position_rows(position: LauncherPosition) -> list[Row]:
+    """Return the rows of a rank that some launcher started, or of one process alone."""
     origins = position.origins
     meeting = "nowhere" if position.master is None else f"{position.master[0]} port {position.master[1]}"
     host = f"{position.cross_rank} of {position.cross_size}"
+    host_origins = dict.fromkeys((origins["cross_rank"], origins["cross_size"]))  # once where they are the same
+    launcher_origin = "default: no launcher" if position.source == ALONE else "its variables, below"
     return [
-        ("launcher", position.source, "default: no launcher" if position.source == ALONE else "its variables, below"),
-        *(
-            (field.replace("_", " "), str(getattr(position, field)), origins[field])
-            for field in ("rank", "size", "local_rank", "local_size")
-        ),
-        ("host", host, ", ".join(dict.fromkeys((origins["cross_rank"], origins["cross_size"])))),
+        ("launcher", position.source, launcher_origin),
+        ("rank", str(position.rank), origins["rank"]),
+        ("size", str(position.size), origins["size"]),
+        ("local rank", str(position.local_rank), origins["local_rank"]),
+        ("local size", str(position.local_size), origins["local_size"]),
+        ("host", host, ", ".join(host_origins)),
         ("ranks meet at", position.file or meeting, origins.get("meeting", "not needed by one rank")),
         ("interface", position.interface or "any", origins["interface"]),
     ]
 
 
 def _started_rows(plan: Plan, origin: str, position: LauncherPosition) -> list[Row]:
-    """The rows of a job whose ranks `paceline run` would start on this host."""
-    size, ranks = str(plan.world_size), f"0 to {plan.world_size - 1}"
+    """Return the rows of a job whose ranks `paceline run` would start on this host."""
+    size = str(plan.world_size)
+    ranks = f"0 to {plan.world_size - 1}"
     return [
         ("launcher", "paceline run", "default: no other launcher"),
-        *(("rank", ranks, origin), ("size", size, origin), ("local rank", ranks, origin), ("local size", size, origin)),
+        ("rank", ranks, origin),
+        ("size", size, origin),
+        ("local rank", ranks, origin),
+        ("local size", size, origin),
         ("host", "0 of 1", "default: this host"),
         ("ranks meet at", "a file of the job's", "default: one host"),
         ("interface", position.interface or "any", position.origins["interface"]),
@@ -109,7 +122,7 @@ def _started_rows(plan: Plan, origin: str, position: LauncherPosition) -> list[R
 
 
 def _node_rows(node: NodeInfo, environment: Mapping[str, str]) -> list[Row]:
-    """The rows of a host that is to start its own ranks."""
+    """Return the rows of a host that is to start its own ranks."""
     origins = node.origins
     meeting = "this host" if node.master is None else f"{node.master[0]} port {node.master[1]}"
     return [
@@ -124,27 +137,26 @@ def _node_rows(node: NodeInfo, environment: Mapping[str, str]) -> list[Row]:
 def _plan(
     arguments: argparse.Namespace, environment: Mapping[str, str], position: LauncherPosition
 ) -> tuple[Plan, str]:
-    """The plan, and where it comes from; a rank's plan is its launcher's, as the rank itself reads it."""
-    folder, text = environment.get("PACELINE_RUN_DIR"), environment.get("PACELINE_PLAN")
+    """Return the plan, and where it comes from; a rank's plan is its launcher's, as the rank itself reads it."""
     if arguments.plan or arguments.n is not None:
         plan = decide_plan(arguments)
         flag = f"--plan {arguments.plan}" if arguments.plan else f"-n {arguments.n}"
-        origin = f"flag {flag}"
-    elif folder:
-        plan, origin = Plan.read(Path(folder, "plan.json")), f"PACELINE_RUN_DIR={folder}: plan.json"
-    elif text:
-        plan, origin = Plan.of_variable(text), "PACELINE_PLAN"
-    else:
-        arguments.n = position.size
-        plan, origin = decide_plan(arguments), f"default: replicate over {position.size}"
-    return plan, origin
+        return plan, f"flag {flag}"
+    if folder := environment.get("PACELINE_RUN_DIR"):
+        return Plan.read(Path(folder, "plan.json")), f"PACELINE_RUN_DIR={folder}: plan.json"
+    if text := environment.get("PACELINE_PLAN"):
+        return Plan.of_variable(text), "PACELINE_PLAN"
+    arguments.n = position.size
+    return decide_plan(arguments), f"default: replicate over {position.size}"
 
 
-def _flag(arguments: argparse.Namespace, name: str, otherwise: str) -> str:
-    """Where an option of the plan comes from: its own flag, else what the plan comes from."""
+def _flag(arguments: argparse.Namespace, name: str, plan_origin: str) -> str:
+    """Return where an option of the plan comes from: its own flag, else what the plan comes from."""
     if getattr(arguments, name) is not None:
         return f"flag --{name.replace('_', '-')}"
-    return "default" if otherwise.startswith(("default", "flag")) and not otherwise.endswith(".json") else otherwise
+    # A plan.json has every option; axes on the command line have none of them.
+    is_of_axes = plan_origin.startswith(("default", "flag")) and not plan_origin.endswith(".json")
+    return "default" if is_of_axes else plan_origin
 
 
 def _threads(
@@ -154,13 +166,16 @@ def _threads(
         return _variable("threads of a rank", "OMP_NUM_THREADS", "", environment)
     if position.source != ALONE or (node is not None and not node.ranks_per_node):
         return "threads of a rank", "torch's choice", "default"
-    ranks, cores = node.ranks_per_node if node is not None else plan.world_size, os.cpu_count() or 1
+    ranks = plan.world_size if node is None else node.ranks_per_node
+    cores = os.cpu_count() or 1
     return "threads of a rank", str(max(1, cores // ranks)), f"computed: {cores} cores for {ranks} ranks"
 
 
 def _variable(setting: str, name: str, otherwise: str, environment: Mapping[str, str]) -> Row:
     text = environment.get(name)
-    return (setting, _shown(name, text), name) if text else (setting, otherwise, "default")
+    if not text:
+        return setting, otherwise, "default"
+    return setting, _shown(name, text), name
 
 
 def _changes(name: str) -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
+    """Add the command's arguments."""
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a checkpoint, or a run: its newest")
     parser.add_argument("--to", metavar="FORM", default="hf", help="hf (default), or safetensors: no config.json")
     parser.add_argument("folder", type=Path, metavar="DIR", help="the folder to write; new or empty")

@@ -16,7 +16,11 @@ OWN_ARGUMENTS = "arguments of the file; after `--` where this command has a flag
 # What starts a job's ranks. The last five: hosts that come and go; manifests that are checked; a launcher that
 # started this process as one of its nodes, or as a rank, whose job has a name and a run directory or has none.
 PLACES = ("local", "ssh", "mpi", "slurm", "kubernetes", "ray")
-ELASTIC, CHECK, NODE, NAMED_RANK, RANK = "elastic", "check", "node", "named rank", "rank"
+ELASTIC = "elastic"
+CHECK = "check"
+NODE = "node"
+NAMED_RANK = "named rank"
+RANK = "rank"
 _JOBS = frozenset({*PLACES, ELASTIC, NODE, NAMED_RANK, RANK})
 _SUPERVISED = frozenset({"local", "ssh", "mpi", "ray", ELASTIC, NODE})  # `paceline run` itself ends the ranks
 _WITH_HOSTS = frozenset({"ssh", "mpi", ELASTIC})
@@ -79,14 +83,17 @@ _BENCH = {
 
 
 def _leaves_host(arguments: argparse.Namespace) -> bool:
-    """Whether a server's command has an address other than a unix socket; what a run's is, only its folder says."""
-    addresses = [getattr(arguments, name, None) for name in ("listen", "coordinator", "job")]
-    return any(address is not None and not address.startswith("unix:") for address in addresses)
+    """True if a server's command has an address other than a unix socket; what a run's is, only its folder says."""
+    for name in ("listen", "coordinator", "job"):
+        address = getattr(arguments, name, None)
+        if address is not None and not address.startswith("unix:"):
+            return True
+    return False
 
 
 def _bench_rule(name: str, subjects: tuple[str, ...]) -> Rule:
-    found = f"--{name.replace('_', '-')} is for bench {' and '.join(subjects)}"
-    return Rule((name,), lambda a: a.subject in subjects, found, f"write {subjects[0]}")
+    reason = f"--{name.replace('_', '-')} is for bench {' and '.join(subjects)}"
+    return Rule((name,), lambda a: a.subject in subjects, reason, f"write {subjects[0]}")
 
 
 # Of every command, the flags that do not always apply.
@@ -117,23 +124,23 @@ RULES: dict[str, tuple[Rule, ...]] = {
 }
 
 
-def given(parser: argparse.ArgumentParser, words: Sequence[str]) -> dict[str, str]:
-    """The flags that `words` give, also where a value is the default's: by the name of the value, as it is written.
+def given(parser: argparse.ArgumentParser, command_line: Sequence[str]) -> dict[str, str]:
+    """Return the flags that a command line has, also with a default's value: by the name of the value, as written.
 
     Args:
         parser: of one command; it is changed, so hand over one that nobody else needs.
-        words: what `parser` has read before without an error.
+        command_line: what `parser` has read before without an error.
     """
     actions = list(_actions(parser))
     flags = {action.dest: action.option_strings[0] for action in actions if action.option_strings}
     for action in actions:
-        action.default = argparse.SUPPRESS
-    found, _ = parser.parse_known_args(list(words))
-    return {name: flags[name] for name in vars(found) if name in flags}
+        action.default = argparse.SUPPRESS  # so that a flag which is not written leaves no value
+    written, _ = parser.parse_known_args(list(command_line))
+    return {name: flags[name] for name in vars(written) if name in flags}
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """The arguments of a parser and of the parsers of its own commands."""
+    """Yield the arguments of a parser and of the parsers of its own commands."""
     for action in parser._actions:
         yield action
         if isinstance(action, argparse._SubParsersAction):
@@ -168,16 +175,16 @@ def check_place(arguments: argparse.Namespace, place: str, launcher: str = "") -
                 f"leave {flag} out, or start the job with `paceline run -n N` in its place",
             )
         here = {"local": "on this host", ELASTIC: "on hosts that come and go", CHECK: "with --check"}
-        found, fix = "it changes nothing there", f"leave {flag} out"
-        if "local" not in RUN_FLAGS[name]:
-            wanted = _written(RUN_FLAGS[name])
-            found, fix = f"it belongs to {' or '.join(wanted)}", f"write {wanted[0]}, or leave {flag} out"
-        raise UsageError(f"{flag} for a job {here.get(place, f'--on {place}')}", found, fix)
+        asked = f"{flag} for a job {here.get(place, f'--on {place}')}"
+        if "local" in RUN_FLAGS[name]:
+            raise UsageError(asked, "it changes nothing there", f"leave {flag} out")
+        wanted = _written(RUN_FLAGS[name])
+        raise UsageError(asked, f"it belongs to {' or '.join(wanted)}", f"write {wanted[0]}, or leave {flag} out")
     check_rules("run", arguments)
 
 
 def _written(places: frozenset[str]) -> list[str]:
-    """How a job in one of these places is asked for; hosts that come and go are reached over ssh."""
+    """Return how a job in one of these places is asked for; hosts that come and go are reached over ssh."""
     if places == {ELASTIC}:
         return ["--on ssh with --min-hosts N"]
     if places == {CHECK}:
@@ -185,10 +192,13 @@ def _written(places: frozenset[str]) -> list[str]:
     return [f"--on {place}" for place in PLACES if place in places]
 
 
-def misplaced(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[str]:
-    """Those of the words after FILE that are flags of the command; --help is not, for a file has its own."""
-    flags = {flag for action in parser._actions for flag in action.option_strings} - {"-h", "--help"}
-    return [word for word in words if _flag_of(word) in flags]
+def misplaced(parser: argparse.ArgumentParser, after_file: Sequence[str]) -> list[str]:
+    """Return those of the words after FILE that are flags of the command; --help is not, for a file has its own."""
+    flags: set[str] = set()
+    for action in parser._actions:
+        flags.update(action.option_strings)
+    flags -= {"-h", "--help"}
+    return [word for word in after_file if _flag_of(word) in flags]
 
 
 def check_after_file(file: str, words: Sequence[str], command: str, arguments: Sequence[str]) -> None:
@@ -202,10 +212,10 @@ def check_after_file(file: str, words: Sequence[str], command: str, arguments: S
         command: its name.
         arguments: all that stands after it.
     """
-    known = _strings(Path(file)) if words else set()
+    strings = _strings(Path(file)) if words else set()
     line = shlex.join([file, "--", *arguments])
     for word in words:
-        if _flag_of(word) not in known:
+        if _flag_of(word) not in strings:
             raise UsageError(
                 f"{word} after {file}",
                 f"that is the file's own argument, and this is a flag of `{command}`",
@@ -214,13 +224,13 @@ def check_after_file(file: str, words: Sequence[str], command: str, arguments: S
 
 
 def _flag_of(word: str) -> str:
-    """The flag in a word such as --plan=shard=2 or -n2."""
+    """Return the flag in a word such as --plan=shard=2 or -n2."""
     joined = re.fullmatch(r"(-[nj])\d[\dx]*", word)
     return joined[1] if joined else word.partition("=")[0]
 
 
 def _strings(file: Path) -> set[str]:
-    """Every string in the file's source; none where it can't be read: another check says so."""
+    """Return every string in the file's source; none where it can't be read: another check says so."""
     try:
         tree = ast.parse(file.read_text())
     except (OSError, ValueError, SyntaxError, RecursionError):

@@ -1,4 +1,4 @@
-"""The `paceline` command: hands the arguments to one verb, and turns a PacelineError into two lines."""
+"""Run the `paceline` command: hand the arguments to one verb, and turn a PacelineError into two lines."""
 
 from __future__ import annotations
 
@@ -46,16 +46,24 @@ class Parser(argparse.ArgumentParser):
         print(f"{self.prog}: error: {self._explained(message)}", file=sys.stderr)
         sys.exit(MEETS_NOT)
 
-    def _explained(self, message: str) -> UsageError:
-        flags = [flag for parser in (self, *self.verbs) for action in parser._actions for flag in action.option_strings]
+    def _explained(self, message: str) -> str:
+        flags: list[str] = []
+        for parser in (self, *self.verbs):
+            for action in parser._actions:
+                flags += action.option_strings
         marker = "unrecognized arguments: "
         if marker in message:
-            word = (message.split(marker)[1].split() or ["''"])[0]
+            unrecognized = message.split(marker)[1].split() or ["''"]
+            word = unrecognized[0]
             fix = did_you_mean(word.split("=")[0], flags, f"see `{self.prog} --help`")
-            if any(action.dest == "arguments" for parser in self.verbs for action in parser._actions):
+            if any(_takes_file_arguments(parser) for parser in self.verbs):
                 fix += "; a flag of the file's own stands after it"
             return UsageError(f"can't read the argument {word}", "this command has no such argument", fix)
         return UsageError("can't read the arguments", message, f"see `{self.prog} --help`")
+
+
+def _takes_file_arguments(parser: argparse.ArgumentParser) -> bool:
+    return any(action.dest == "arguments" for action in parser._actions)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -77,7 +85,7 @@ def _uninterrupted(argv: list[str] | None) -> int:
 
 
 def _open_missing_streams() -> None:
-    """Where the shell has closed standard input, output or error, a pipe or socket of ours would take its number."""
+    """Open what the shell has closed of standard input, output and error: a pipe or socket would take its number."""
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(descriptor)
@@ -94,15 +102,17 @@ def _accept_any_text() -> None:
 
 
 def _main(argv: list[str] | None) -> int:
-    words = list(sys.argv[1:] if argv is None else argv)
-    verb = next((word for word in words if not word.startswith("-")), None)
-    if verb is not None and verb not in VERBS and words[0] == verb:
+    command_line = list(sys.argv[1:] if argv is None else argv)
+    verb = next((word for word in command_line if not word.startswith("-")), None)
+    if verb is not None and verb not in VERBS and command_line[0] == verb:
         fix = did_you_mean(verb, VERBS, "see `paceline --help`")
         error = UsageError(f"there is no command {verb!r}", f"the commands are {', '.join(VERBS)}", fix)
         print(f"paceline: error: {error}", file=sys.stderr)
         return MEETS_NOT
-    module = importlib.import_module(f"paceline.cli.{verb}") if verb in VERBS else None
-    parsed = _parse(words, verb, module)
+    module = None
+    if verb in VERBS:  # only this one: others' imports would cost time
+        module = importlib.import_module(f"paceline.cli.{verb}")
+    parsed = _parse(command_line, verb, module)
     try:
         if verb in WITH_FILE:
             check_after_file(parsed.workload, parsed.misplaced, f"paceline {verb}", parsed.arguments)
@@ -129,11 +139,11 @@ def _run(parsed: argparse.Namespace) -> int:
         ) from None
 
 
-def _parse(words: Sequence[str], verb: str | None, module: Any) -> argparse.Namespace:
-    """The arguments; `given` are the flags that were written, whatever their values.
+def _parse(command_line: Sequence[str], verb: str | None, module: Any) -> argparse.Namespace:
+    """Read the arguments; `given` are the flags that were written, whatever their values.
 
     Args:
-        words: of the command line.
+        command_line: its words.
         verb: the command among them, if any.
         module: its file.
     """
@@ -144,26 +154,35 @@ def _parse(words: Sequence[str], verb: str | None, module: Any) -> argparse.Name
     )
     parser.add_argument("--version", action="version", version=_version())
     verbs = parser.add_subparsers(required=True, metavar="COMMAND")
-    parsers = {name: verbs.add_parser(name, help=summary, allow_abbrev=False) for name, summary in VERBS.items()}
+    # Of the others only the name and the summary: their arguments would cost their imports.
+    parsers = {}
+    for name, summary in VERBS.items():
+        parsers[name] = verbs.add_parser(name, help=summary, allow_abbrev=False)
     if verb is None or module is None:
-        return parser.parse_args(words)
-    own = parsers[verb]
-    own.description = module.__doc__
-    own.formatter_class = argparse.RawDescriptionHelpFormatter
-    module.add_arguments(own)
-    own.set_defaults(run=module.run)
-    parser.verbs = (own,)
-    rest: list[str] | None = None
-    if verb in WITH_FILE and "--" in words:  # argparse hands it to whichever argument comes first
-        at = words.index("--")
-        words, rest = words[:at], list(words[at + 1 :])
-        if _lacks_file(module, words[words.index(verb) + 1 :]):  # it ends this command's flags, and FILE follows
-            return _parse([*words, *rest], verb, module)
-    parsed = parser.parse_args(words, argparse.Namespace(arguments=[]) if verb == "verify" else None)
-    parsed.given = given(_fresh(module), words[words.index(verb) + 1 :])
+        return parser.parse_args(command_line)
+    verb_parser = parsers[verb]
+    verb_parser.description = module.__doc__
+    verb_parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    module.add_arguments(verb_parser)
+    verb_parser.set_defaults(run=module.run)
+    parser.verbs = (verb_parser,)
+    rest: list[str] = []
+    if verb in WITH_FILE and "--" in command_line:  # argparse hands it to whichever argument comes first
+        at = command_line.index("--")
+        rest = list(command_line[at + 1 :])
+        command_line = command_line[:at]
+        # Without FILE before it, it ends this command's flags, and FILE follows.
+        if _lacks_file(module, command_line[command_line.index(verb) + 1 :]):
+            return _parse([*command_line, *rest], verb, module)
+    # `verify` declares no argument for what stands after `--`: the parser would not make the list.
+    namespace = argparse.Namespace(arguments=[]) if verb == "verify" else None
+    parsed = parser.parse_args(command_line, namespace)
+    parsed.given = given(_fresh(module), command_line[command_line.index(verb) + 1 :])
     if verb in WITH_FILE:
-        parsed.misplaced = misplaced(own, parsed.arguments)
-        parsed.arguments = [*parsed.arguments, *(["--"] if rest and parsed.arguments else []), *(rest or [])]
+        parsed.misplaced = misplaced(verb_parser, parsed.arguments)
+        if rest and parsed.arguments:
+            rest = ["--", *rest]
+        parsed.arguments = [*parsed.arguments, *rest]
     return parsed
 
 
@@ -171,18 +190,18 @@ class _UnreadableError(Exception):
     """argparse's message."""
 
 
-def _lacks_file(module: Any, words: Sequence[str]) -> bool:
-    """Whether `words` are a command's flags without its FILE."""
+def _lacks_file(module: Any, command_line: Sequence[str]) -> bool:
+    """True if a command line has a command's flags without its FILE."""
 
     def note(message: str) -> NoReturn:
         raise _UnreadableError(message)
 
-    if {"-h", "--help"} & {*words}:
+    if "-h" in command_line or "--help" in command_line:
         return False
     parser = _fresh(module)
     parser.error = note  # type: ignore[method-assign]
     try:
-        parser.parse_args(words)
+        parser.parse_args(command_line)
     except _UnreadableError as error:
         return "required: FILE" in str(error)
     return False

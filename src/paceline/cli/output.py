@@ -1,4 +1,4 @@
-"""A command whose output nobody takes any more ends as other commands do: by `| head` quietly, by a full disk in words.
+"""End a command whose output nobody takes any more as other commands do: `| head` quietly, a full disk with an error.
 
 Python ignores SIGPIPE, so that a closed pipe is an exception in whatever prints next.
 """
@@ -30,7 +30,7 @@ class OutputLost(OSError):
 
 
 def guarded(command: Callable[[], int]) -> int:
-    """Run `command` and write out what it printed; its exit code, or that of a command without its output."""
+    """Run `command` and write out what it printed. Return its exit code, or that of a command without its output."""
     streams = sys.stdout, sys.stderr
     watched = _Watched(sys.stdout, "standard output"), _Watched(sys.stderr, "standard error")
     sys.stdout, sys.stderr = watched  # type: ignore[assignment]
@@ -38,8 +38,8 @@ def guarded(command: Callable[[], int]) -> int:
         try:
             return command()
         finally:  # also where argparse leaves by SystemExit
-            for one in watched:
-                one.flush()
+            for watched_stream in watched:
+                watched_stream.flush()
     except OutputLost as lost:
         for stream in streams:
             _discard(stream)
@@ -61,13 +61,14 @@ class _Watched:
     """
 
     def __init__(self, stream: TextIO | None, name: str) -> None:
-        self._stream, self._name = stream, name
+        self._stream = stream
+        self._name = name
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """As the stream does."""
+        """Write as the stream does."""
         if self._stream is None:
             return len(text)
         try:
@@ -76,7 +77,7 @@ class _Watched:
             raise OutputLost(self._name, error) from None
 
     def flush(self) -> None:
-        """As the stream does."""
+        """Flush as the stream does."""
         if self._stream is None or self._stream.closed:
             return
         try:

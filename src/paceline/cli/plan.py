@@ -26,7 +26,7 @@ from paceline.plan.step_traffic import step_traffic
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments; those after the file are the file's own."""
+    """Add the command's arguments; those after the file are the file's own."""
     add_plan_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument("--explain-layout", action="store_true", help="how tensor splits each weight, and why")
@@ -43,25 +43,25 @@ def run(arguments: argparse.Namespace) -> int:
     _check_wanted(arguments, mesh)
     file = read_workload_file(arguments.workload, plan.data_size)
     device = check_memory_arguments(arguments)
-    words = [str(file.path), *arguments.arguments]
-    facts = facts_of(plan, describe_workload(plan, words))
+    command_line = [str(file.path), *arguments.arguments]
+    description = facts_of(plan, describe_workload(plan, command_line))
     schedule = None
     if mesh.size("pipeline") > 1:
-        schedule = make_schedule(plan.schedule, mesh.size("pipeline"), facts["micro_batches"])
-        facts["schedule_bubble"] = round(schedule.bubble, 4)
+        schedule = make_schedule(plan.schedule, mesh.size("pipeline"), description["micro_batches"])
+        description["schedule_bubble"] = round(schedule.bubble, 4)
     lines: list[str] = []
     if arguments.explain_memory or arguments.explain_oom:
-        facts["memory"], lines, notices = explain(plan, words, device, arguments.explain_oom)
+        description["memory"], lines, notices = explain(plan, command_line, device, arguments.explain_oom)
         for notice in notices:
             print(f"note: {notice}", file=sys.stderr)
     if arguments.json:
-        print(json.dumps(facts))
+        print(json.dumps(description))
         return 0
-    print_facts(plan, facts, schedule)
+    print_facts(plan, description, schedule)
     if lines:
         print("\n" + "\n".join(lines))
     if arguments.explain_layout:
-        print_layout(facts["layout"])
+        print_layout(description["layout"])
     if arguments.schedule_picture and schedule is not None:
         print(f"\n{picture(schedule)}\n\nF forward, B backward, W weights' gradients, . waiting; one column a tick")
     return 0
@@ -75,45 +75,52 @@ def _check_wanted(arguments: argparse.Namespace, mesh: Mesh) -> None:
         raise UsageError("can't draw the schedule", f"the plan {mesh} has no pipeline", "write pipeline=2")
 
 
-def print_facts(plan: Plan, facts: dict[str, Any], schedule: Schedule | None) -> None:
-    """The plan as aligned lines."""
+def print_facts(plan: Plan, description: dict[str, Any], schedule: Schedule | None) -> None:
+    """Print the plan as aligned lines."""
     mib = 2**20
-    size = facts["parameter_bytes"] / mib
-    batch = f"{facts['batch_size']} samples, {facts['samples_per_rank']} on a rank"
+    size = description["parameter_bytes"] / mib
+    batch = f"{description['batch_size']} samples, {description['samples_per_rank']} on a rank"
+    noun = "workers" if plan.server else "ranks"
     rows = [
-        ("mesh", f"{facts['mesh']} ({plan.world_size} {'workers' if plan.server else 'ranks'})"),
-        ("batch", f"{batch}, micro-batches of {facts['micro_batch_size']}"),
-        ("parameters", f"{facts['parameters']:,} in {size:.1f} MiB, as much again for gradients"),
-        ("buffers", f"{facts['buffer_bytes'] / mib:.1f} MiB"),
+        ("mesh", f"{description['mesh']} ({plan.world_size} {noun})"),
+        ("batch", f"{batch}, micro-batches of {description['micro_batch_size']}"),
+        ("parameters", f"{description['parameters']:,} in {size:.1f} MiB, as much again for gradients"),
+        ("buffers", f"{description['buffer_bytes'] / mib:.1f} MiB"),
     ]
-    if facts["parameter_bytes_per_rank"]:
-        held = ", ".join(f"{held / mib:.1f}" for held in facts["parameter_bytes_per_rank"])
-        rows.append(("per rank", f"{held} MiB of parameters"))
+    if description["parameter_bytes_per_rank"]:
+        sizes = ", ".join(f"{nbytes / mib:.1f}" for nbytes in description["parameter_bytes_per_rank"])
+        rows.append(("per rank", f"{sizes} MiB of parameters"))
     if plan.server:
-        idle: list[list[int]] = [[]] * (plan.server - len(facts["ranges"]))  # those of a small model
-        held = ", ".join(f"{sum(own) / mib:.1f}" for own in [*facts["ranges"], *idle])
-        rows.append(
-            ("servers", f"{plan.server} with {held} MiB, {min(plan.replicas, plan.server)} replicas, {plan.mode}")
-        )
+        server_bytes = [sum(ranges) for ranges in description["ranges"]]
+        server_bytes += [0] * (plan.server - len(server_bytes))  # a small model leaves servers without a range
+        sizes = ", ".join(f"{nbytes / mib:.1f}" for nbytes in server_bytes)
+        replicas = min(plan.replicas, plan.server)
+        rows.append(("servers", f"{plan.server} with {sizes} MiB, {replicas} replicas, {plan.mode}"))
     if schedule is not None:
-        rows.append(("stages", " ".join(f"{share:.0%}" for share in facts["share"]) + " of the work"))
+        shares = " ".join(f"{share:.0%}" for share in description["share"])
+        rows.append(("stages", f"{shares} of the work"))
         rows.append(
             ("schedule", f"{schedule.name}, {schedule.micro_batches} micro-batches, {schedule.bubble:.0%} waiting")
         )
-    if facts["coupled"]:
-        rows.append(("samples", f"meet in {facts['coupled']}: a batch can't be cut without changing the result"))
-    if facts["traffic"] is None:
+    if description["coupled"]:
+        rows.append(("samples", f"meet in {description['coupled']}: a batch can't be cut without changing the result"))
+    if description["traffic"] is None:
         rows.append(("traffic", "depends on the data (sparse gradients, top-k or PowerSGD)"))
-    for row in facts["traffic"] or []:
-        calls = f"{row['calls']} call{'s' * (row['calls'] != 1)}"
-        sent = f"{row['collective']:<15}{row['axis']:<11}{calls:>10}{row['payload_bytes'] / mib:>12.3f} MiB a step"
-        rows.append((f"on stage {row['stage']}" if facts["share"] and len(facts["share"]) > 1 else "traffic", sent))
+    has_stages = len(description["share"]) > 1
+    for row in description["traffic"] or []:
+        rows.append((f"on stage {row['stage']}" if has_stages else "traffic", _traffic_line(row)))
     for name, text in rows:
         print(f"{name:<12}{text}")
 
 
+def _traffic_line(row: dict[str, Any]) -> str:
+    calls = "1 call" if row["calls"] == 1 else f"{row['calls']} calls"
+    mib = row["payload_bytes"] / 2**20
+    return f"{row['collective']:<15}{row['axis']:<11}{calls:>10}{mib:>12.3f} MiB a step"
+
+
 def print_layout(lines: list[dict[str, Any]]) -> None:
-    """What `tensor` makes of each weight, and why."""
+    """Print what `tensor` makes of each weight, and why."""
     width = max(len(line["name"]) for line in lines)
     print()
     for line in lines:
@@ -122,7 +129,7 @@ def print_layout(lines: list[dict[str, Any]]) -> None:
 
 
 def facts_of(plan: Plan, model: dict[str, Any]) -> dict[str, Any]:
-    """What is known of `plan` for a model of these sizes.
+    """Return what is known of `plan` for a model of these sizes.
 
     Raises:
         WorkloadError: the batch gives some rank no sample.
@@ -131,8 +138,14 @@ def facts_of(plan: Plan, model: dict[str, Any]) -> dict[str, Any]:
     batch_size = model["batch_size"]
     if batch_size < mesh.data_size:
         raise too_small_batch(batch_size, mesh.data_size)
-    held = [*model["parameters"], *model["frozen"]]
+    tensors = [*model["parameters"], *model["frozen"]]
     traffic = step_traffic(plan, model)
+    traffic_rows = None  # it depends on the data
+    if traffic is not None:
+        traffic_rows = []
+        for stage, rows in enumerate(traffic):
+            for row in rows:
+                traffic_rows.append({**asdict(row), "stage": stage})
     samples = len(share(range(batch_size), 0, mesh.data_size))
     split = model.get("split", {})
     micro_batch_size = min(model["micro_batch_size"] or samples, samples)
@@ -143,17 +156,15 @@ def facts_of(plan: Plan, model: dict[str, Any]) -> dict[str, Any]:
         "samples_per_rank": samples,
         "micro_batches": micro_batches,
         "micro_batch_size": -(-samples // micro_batches),
-        "parameters": sum(tensor["numel"] for tensor in held),
-        "parameter_bytes": _bytes(held),
+        "parameters": sum(tensor["numel"] for tensor in tensors),
+        "parameter_bytes": _bytes(tensors),
         "parameter_bytes_per_rank": _bytes_per_rank(mesh, model),
         "buffer_bytes": _bytes(model["buffers"]),
         "ranges": model.get("ranges", []),
         "layout": split.get("layout", []),
         "share": split.get("share", []),
         "coupled": split.get("coupled", ""),
-        "traffic": None
-        if traffic is None
-        else [{**asdict(row), "stage": stage} for stage, rows in enumerate(traffic) for row in rows],
+        "traffic": traffic_rows,
     }
 
 
@@ -162,6 +173,14 @@ def _bytes(tensors: list[dict[str, Any]]) -> int:
 
 
 def _bytes_per_rank(mesh: Mesh, model: dict[str, Any]) -> list[int]:
-    """By pipeline rank, what is held between steps; empty where every rank holds everything."""
-    held = model["split"]["ranks"] if "split" in model else [model] if "shards" in model else []
-    return [-(-_bytes([*rank["parameters"], *rank["frozen"]]) // mesh.size("shard")) for rank in held]
+    """Return, by pipeline rank, what is held between steps; empty where every rank holds everything."""
+    stages = []
+    if "split" in model:
+        stages = model["split"]["ranks"]
+    elif "shards" in model:
+        stages = [model]
+    sizes = []
+    for stage in stages:
+        stage_bytes = _bytes([*stage["parameters"], *stage["frozen"]])
+        sizes.append(-(-stage_bytes // mesh.size("shard")))  # rounded up
+    return sizes

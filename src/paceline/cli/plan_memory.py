@@ -1,10 +1,10 @@
-"""`paceline plan --explain-memory` and `--explain-oom`: where memory goes, and what to do where it is too much."""
+"""Explain a plan's memory for `paceline plan`: where it goes, and what to do where it is too much."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -19,7 +19,7 @@ from paceline.plan.oom_advice import FREE, WANTED, Change, Suggestion, cheapest,
 
 
 def add_memory_arguments(parser: argparse.ArgumentParser) -> None:
-    """What to explain, and for which device."""
+    """Add the arguments that say what to explain, and for which device."""
     parser.add_argument("--explain-memory", action="store_true", help="where each rank's memory goes, and when")
     parser.add_argument(
         "--explain-oom", action="store_true", help="the same, and the cheapest ways out where it does not fit --device"
@@ -30,7 +30,7 @@ def add_memory_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_memory_arguments(arguments: argparse.Namespace) -> Device:
-    """The device.
+    """Return the device.
 
     Raises:
         UsageError: ways out are asked for, and not out of what.
@@ -47,16 +47,18 @@ def check_memory_arguments(arguments: argparse.Namespace) -> Device:
 
 
 def explain(
-    plan: Plan, words: Sequence[str], device: Device, with_ways_out: bool
+    plan: Plan, command_line: Sequence[str], device: Device, with_ways_out: bool
 ) -> tuple[dict[str, Any], list[str], list[str]]:
-    """A plan's memory: for programs, for people, and what people should know of how it was found.
+    """Return a plan's memory for programs and for people, and what people should know of how it was found.
 
     Raises:
         WorkloadError, PlanError: no step of it can be tried out.
     """
-    requests = [ProfileRequest(asdict(plan), rank, device.kind) for rank in ranks_to_profile(plan)]
-    profiles = _whole(profile_workload(requests, words, _told(len(requests), "rehearsing")))
-    memories = [memory_of(profile, device.capacity(communicators(plan))) for profile in profiles]
+    fields = asdict(plan)
+    requests = [ProfileRequest(fields, rank, device.kind) for rank in ranks_to_profile(plan)]
+    profiles = _without_errors(profile_workload(requests, command_line, _progress(len(requests), "rehearsing")))
+    capacity = device.capacity(communicators(plan))
+    memories = [memory_of(profile, capacity) for profile in profiles]
     largest = max(range(len(memories)), key=lambda index: memories[index].peak)
     lines = [
         *table(memories, device, communicators(plan)), "",
@@ -64,28 +66,32 @@ def explain(
         *holders(memories[largest]), "",
         *picture(profiles[largest]),
     ]  # fmt: skip
-    facts: dict[str, Any] = {"device": device.name, "ranks": [memory.to_json() for memory in memories]}
+    report: dict[str, Any] = {"device": device.name, "ranks": [memory.to_json() for memory in memories]}
     if profiles[largest].servers:
-        facts["servers"] = profiles[largest].servers
-    notices = list(dict.fromkeys(notice for profile in profiles for notice in notices_of(profile, device)))
+        report["servers"] = profiles[largest].servers
+    notices: list[str] = []
+    for profile in profiles:
+        notices += notices_of(profile, device)
+    notices = list(dict.fromkeys(notices))  # several ranks have the same
     if with_ways_out:
         is_too_large = any(memory.is_too_large for memory in memories)
-        outs = _ways_out(plan, words, device, profiles) if is_too_large else []
-        lines += ["", *_told_ways(outs, is_too_large, device)]
-        facts["ways_out"] = [
-            {
-                "change": out.way.text,
-                "needs_bytes": out.needed,
-                "more_devices": out.devices,
-                "flops": round(out.flops, 4),
-            }
-            for out in outs
-        ]
-    return facts, lines, notices
+        suggestions = _ways_out(plan, command_line, device, profiles) if is_too_large else []
+        lines += ["", *_suggestion_lines(suggestions, is_too_large, device)]
+        report["ways_out"] = [_suggestion_json(suggestion) for suggestion in suggestions]
+    return report, lines, notices
+
+
+def _suggestion_json(suggestion: Suggestion) -> dict[str, Any]:
+    return {
+        "change": suggestion.way.text,
+        "needs_bytes": suggestion.needed,
+        "more_devices": suggestion.devices,
+        "flops": round(suggestion.flops, 4),
+    }
 
 
 def notices_of(profile: Profile, device: Device) -> list[str]:
-    """What people should know of how a profile was found, and of what it asks of the device."""
+    """Return what people should know of how a profile was found, and of what it asks of the device."""
     notices = list(profile.notices)
     if profile.precision == "bf16" and device.has_bf16 is False:
         notices.append(
@@ -95,39 +101,46 @@ def notices_of(profile: Profile, device: Device) -> list[str]:
     return notices
 
 
-def _ways_out(plan: Plan, words: Sequence[str], device: Device, profiles: Sequence[Profile]) -> list[Suggestion]:
-    """Of each kind the mildest way first; the next one where that was not enough."""
+def _ways_out(plan: Plan, command_line: Sequence[str], device: Device, profiles: Sequence[Profile]) -> list[Suggestion]:
+    """Try of each kind the mildest way first, and the next one where that was not enough. Return the cheapest."""
     waiting: dict[str, list[Change]] = {}
     for way in ways(plan, profiles[0].micro_batch, profiles[0].precision, device.has_bf16):
         waiting.setdefault(way.kind, []).append(way)
-    found: list[tuple[Change, int, float]] = []
-    while waiting and (len(found) < WANTED or FREE in waiting):
-        found += _tried([rest.pop(0) for rest in waiting.values()], words, device)
-        done = {way.kind for way, _, _ in found}
-        waiting = {kind: rest for kind, rest in waiting.items() if rest and kind not in done}
-    return cheapest(found, plan, _flops(plan, profiles))
+    fitting: list[tuple[Change, int, float]] = []
+    while waiting and (len(fitting) < WANTED or FREE in waiting):
+        mildest = [ways_of_kind.pop(0) for ways_of_kind in waiting.values()]
+        fitting += _tried(mildest, command_line, device)
+        done = {way.kind for way, _, _ in fitting}
+        for kind in list(waiting):
+            if kind in done or not waiting[kind]:
+                del waiting[kind]
+    return cheapest(fitting, plan, _flops(plan, profiles))
 
 
-def _tried(candidates: Sequence[Change], words: Sequence[str], device: Device) -> list[tuple[Change, int, float]]:
-    """Those that fit, with the bytes that they need and the operations of all their ranks."""
-    requests = [
-        ProfileRequest(asdict(way.plan), rank, device.kind, way.micro_batch_size, way.precision, is_brief=True)
-        for way in candidates
-        for rank in ranks_to_profile(way.plan)
-    ]
-    answers = iter(profile_workload(requests, words, _told(len(requests), "trying other plans")))
-    found: list[tuple[Change, int, float]] = []
+def _tried(
+    candidates: Sequence[Change], command_line: Sequence[str], device: Device
+) -> list[tuple[Change, int, float]]:
+    """Return those that fit, with the bytes that they need and the operations of all their ranks."""
+    requests = []
     for way in candidates:
-        own = [next(answers) for _ in ranks_to_profile(way.plan)]
-        known = [profile for profile in own if isinstance(profile, Profile)]
-        if len(known) < len(own) or any(_changes_nothing(profile) for profile in known):
+        plan = asdict(way.plan)
+        for rank in ranks_to_profile(way.plan):
+            requests.append(ProfileRequest(plan, rank, device.kind, way.micro_batch_size, way.precision, is_brief=True))
+    # One child process for all: it imports torch and the person's file once.
+    answers = iter(profile_workload(requests, command_line, _progress(len(requests), "trying other plans")))
+    fitting: list[tuple[Change, int, float]] = []
+    for way in candidates:
+        rank_answers = [next(answers) for _ in ranks_to_profile(way.plan)]
+        profiles = [answer for answer in rank_answers if isinstance(answer, Profile)]
+        if len(profiles) < len(rank_answers) or any(_changes_nothing(profile) for profile in profiles):
             continue  # this workload can't be changed so: too few samples, no blocks to recompute
         capacity = device.capacity(communicators(way.plan))
-        memories = [memory_of(profile, capacity) for profile in known]
+        memories = [memory_of(profile, capacity) for profile in profiles]
         if not any(memory.is_too_large for memory in memories):
-            needed = max(memory.reserved or 0 for memory in memories) + device.beside(communicators(way.plan))
-            found.append((way, min(needed, device.memory or needed), _flops(way.plan, known)))
-    return found
+            largest = max(memory.reserved or 0 for memory in memories)
+            needed = largest + device.beside(communicators(way.plan))
+            fitting.append((way, min(needed, device.memory or needed), _flops(way.plan, profiles)))
+    return fitting
 
 
 def _changes_nothing(profile: Profile) -> bool:
@@ -135,28 +148,36 @@ def _changes_nothing(profile: Profile) -> bool:
 
 
 def _flops(plan: Plan, profiles: Sequence[Profile]) -> float:
-    """Of all ranks: those that were not rehearsed do as much as the one of their stage that was."""
+    """Return the operations of all ranks: those not rehearsed do as much as the one of their stage that was."""
     return sum(profile.flops for profile in profiles) * plan.world_size / len(profiles)
 
 
-def _told_ways(outs: Sequence[Suggestion], is_too_large: bool, device: Device) -> list[str]:
+def _suggestion_lines(suggestions: Sequence[Suggestion], is_too_large: bool, device: Device) -> list[str]:
     if not is_too_large:
         return [f"It fits {device.name}: nothing needs to change."]
-    if not outs:
+    if not suggestions:
         return [f"It does not fit {device.name}, and none of the changes that were tried makes it fit."]
-    width = max(len(out.way.text) for out in outs)
-    lines = [f"{out.way.text:<{width}}  needs {size(out.needed):>12}  cost: {out.cost}" for out in outs]
-    return [f"It does not fit {device.name}. The cheapest ways out:", *lines]
+    width = max(len(suggestion.way.text) for suggestion in suggestions)
+    lines = [f"It does not fit {device.name}. The cheapest ways out:"]
+    for suggestion in suggestions:
+        needed = size(suggestion.needed)
+        lines.append(f"{suggestion.way.text:<{width}}  needs {needed:>12}  cost: {suggestion.cost}")
+    return lines
 
 
-def _whole(answers: Sequence[Profile | WorkloadError]) -> list[Profile]:
+def _without_errors(answers: Sequence[Profile | WorkloadError]) -> list[Profile]:
+    """Return the profiles; raise the first error among them."""
+    profiles = []
     for answer in answers:
         if isinstance(answer, WorkloadError):
             raise answer
-    return [answer for answer in answers if isinstance(answer, Profile)]
+        profiles.append(answer)
+    return profiles
 
 
-def _told(total: int, what: str) -> Any:
+def _progress(total: int, what: str) -> Callable[[int], None]:
+    """Return a function that shows on a terminal how many of `total` steps are done."""
+
     def done(number: int) -> None:
         if sys.stderr.isatty():
             end = "\n" if number + 1 == total else ""

@@ -27,7 +27,7 @@ MODULES = 12
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments; those after the file are the file's own."""
+    """Add the command's arguments; those after the file are the file's own."""
     add_plan_arguments(parser)
     parser.add_argument("--rank", type=int, default=0, metavar="R", help="whose step (default 0)")
     parser.add_argument("--device", default="cpu", metavar="WORD", help="cpu, cuda, 16GB or a name such as V100-16GB")
@@ -39,7 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Profile one rank's step."""
-    plan, device = decide_plan(arguments), Device.parse(arguments.device)
+    plan = decide_plan(arguments)
+    device = Device.parse(arguments.device)
     if not 0 <= arguments.rank < plan.world_size:
         raise UsageError(
             f"rank {arguments.rank} of the plan {plan.mesh}",
@@ -55,8 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
         _write(profile, arguments.output)
     memory = memory_of(profile, device.capacity(communicators(plan)))
     if arguments.json:
-        facts = {"flops": profile.flops, "traffic": profile.traffic, "notices": notices_of(profile, device)}
-        print(json.dumps({"plan": profile.plan, "device": device.name, **facts, "memory": memory.to_json()}))
+        sums = {"flops": profile.flops, "traffic": profile.traffic, "notices": notices_of(profile, device)}
+        print(json.dumps({"plan": profile.plan, "device": device.name, **sums, "memory": memory.to_json()}))
         return 0
     lines = [*table([memory], device, communicators(plan)), "", *holders(memory), "", *picture(profile), ""]
     print("\n".join([*lines, *_work(profile)]))
@@ -73,15 +74,14 @@ def _write(profile: Profile, path: Path) -> None:
 
 
 def _work(profile: Profile) -> list[str]:
-    """The modules that compute most."""
-    rows = sorted(profile.modules.items(), key=lambda item: -item[1].flops)[:MODULES]
-    rows = [(name, work) for name, work in rows if work.flops]
+    """Return a table of the modules that compute most."""
+    largest = sorted(profile.modules.items(), key=lambda item: -item[1].flops)[:MODULES]
+    rows = [(name or "(the loss)", work) for name, work in largest if work.flops]
     total = max(profile.flops, 1)
-    width = max((len(name or "(the loss)") for name, _ in rows), default=0)
-    lines = [
-        f"{name or '(the loss)':<{width}}  {work.flops / 1e9:>12,.3f} GFLOP {work.flops / total:>6.1%}"
-        f" {work.nbytes / 2**20:>12,.1f} MiB moved"
-        for name, work in rows
-    ]
     count = sum(work.count for work in profile.operations.values())
-    return [f"{count:,} operations, {profile.flops / 1e9:,.3f} GFLOP on this rank; the most of them in", *lines]
+    lines = [f"{count:,} operations, {profile.flops / 1e9:,.3f} GFLOP on this rank; the most of them in"]
+    width = max((len(name) for name, _ in rows), default=0)
+    for name, work in rows:
+        computed = f"{work.flops / 1e9:>12,.3f} GFLOP {work.flops / total:>6.1%}"
+        lines.append(f"{name:<{width}}  {computed} {work.nbytes / 2**20:>12,.1f} MiB moved")
+    return lines

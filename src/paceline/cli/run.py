@@ -28,7 +28,7 @@ from paceline.cli import run_as_rank, run_on, run_on_kubernetes
 from paceline.cli.flags import CHECK, ELASTIC, NAMED_RANK, NODE, OWN_ARGUMENTS, RANK, check_place
 from paceline.launch.rank_assignment import HostRanks, Rendezvous
 from paceline.launch.ssh import check_ssh
-from paceline.launch.workload_file import read_workload_file
+from paceline.launch.workload_file import WorkloadFile, read_workload_file
 from paceline.nouns.errors import PacelineError, UsageError
 from paceline.nouns.mesh import AXES, SHORT, Mesh
 from paceline.nouns.options import without_effect
@@ -52,7 +52,7 @@ PLAN_FLAGS = ("transport", "compression", "bucket_bytes", "checkpoint_every", "k
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments; those after the file are the file's own."""
+    """Add the command's arguments; those after the file are the file's own."""
     add_plan_arguments(parser)
     default = Plan()
     parser.add_argument(
@@ -93,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
-    """What decides a plan."""
+    """Add the arguments that decide a plan."""
     parser.add_argument("-n", type=int, metavar="N", help="ranks to start (default: as many as --plan covers, else 1)")
     parser.add_argument(
         "--plan",
@@ -115,7 +115,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def decide_plan(arguments: argparse.Namespace, grows: bool = False) -> Plan:
-    """The plan that the arguments ask for.
+    """Return the plan that the arguments ask for.
 
     Args:
         arguments: of the command.
@@ -132,25 +132,32 @@ def decide_plan(arguments: argparse.Namespace, grows: bool = False) -> Plan:
     if not may_be_axes and os.path.isdir(arguments.plan):  # False, not an error, for what is longer than a path can be
         fix = "name the plan.json in it, or axes with sizes such as replicate=2"
         raise UsageError(f"the plan {arguments.plan}", "it is a folder", fix)
-    text = _with_ranks(arguments.plan or "", 1 if grows else arguments.n)
-    plan = Plan.read(Path(text)) if text.endswith(".json") else Plan.parse(text or "replicate=1")
+    ranks = 1 if grows else arguments.n
+    text = _with_ranks(arguments.plan or "", ranks)
+    is_file = text.endswith(".json")
+    plan = Plan.read(Path(text)) if is_file else Plan.parse(text or "replicate=1")
     mesh = Mesh.parse(plan.mesh)
     mesh.check_fits(arguments.n or mesh.world_size)
-    given = {name: getattr(arguments, name, None) for name in PLAN_FLAGS}
-    changes = {name: value for name, value in given.items() if value is not None}
+    changes = {}
+    for name in PLAN_FLAGS:
+        value = getattr(arguments, name, None)  # not every command has all of them
+        if value is not None:
+            changes[name] = value
     plan = dataclasses.replace(plan, **changes, mesh=str(mesh))
-    plan.check_effect(changes, plan.mesh if text.endswith(".json") else text)
-    words = dict(item.strip().partition("=")[::2] for item in text.split(","))
-    for name in without_effect({**words, **changes}, mesh) if not grows else ():
-        print(f"paceline: {name} changes nothing here: the axis it is about has size 1", file=sys.stderr)
+    plan.check_effect(changes, plan.mesh if is_file else text)
+    if not grows:
+        options = dict(item.strip().partition("=")[::2] for item in text.split(","))
+        for name in without_effect({**options, **changes}, mesh):
+            print(f"paceline: {name} changes nothing here: the axis it is about has size 1", file=sys.stderr)
     return plan.settled()
 
 
 def _with_ranks(text: str, ranks: int | None) -> str:
-    """A plan that names no axis: -n says how many ranks, or workers of servers, it has."""
+    """Return a plan that names no axis with the ranks, or workers of servers, that -n says."""
     names = {item.partition("=")[0].strip() for item in text.split(",")}
     is_unknown = bool(names - {"", *OPTIONS, *SHORT_OPTIONS})  # an error then quotes what was written
-    if not ranks or text.endswith(".json") or names & {*AXES, *SHORT} or is_unknown:
+    has_axis = not names.isdisjoint({*AXES, *SHORT})
+    if not ranks or text.endswith(".json") or has_axis or is_unknown:
         return text
     return f"replicate={ranks},{text}" if text else f"replicate={ranks}"
 
@@ -191,6 +198,11 @@ def _run(arguments: argparse.Namespace) -> int:
         name = arguments.job or directory.new_name(file.path)
         print(run_on.rendered(arguments, plan, arguments.runs / name, file.path))
         return 0
+    return _start(arguments, plan, file)
+
+
+def _start(arguments: argparse.Namespace, plan: Plan, file: WorkloadFile) -> int:
+    """Send the job to a scheduler, or start its ranks and supervise them."""
     run_on.check_programs(arguments, plan)
     screen = Screen(sys.stderr if arguments.json else sys.stdout, sys.stderr)
     if arguments.on in (None, "local") and plan.world_size > (os.cpu_count() or 1):
@@ -203,39 +215,57 @@ def _run(arguments: argparse.Namespace) -> int:
     except BaseException:
         directory.remove_unbegun(folder)
         raise
-    given = {} if arguments.on in ("mpi", "ray", "ssh") else run_on.environment_of(arguments.env)
-    parts = (file.path, arguments.arguments, plan.world_size, folder, resume, file.imports, arguments.grace)
-    request = JobRequest(*parts, plan.server, assignments, environment=given, stall_notice_s=arguments.stall_notice)
+    environment = {}
+    if arguments.on not in ("mpi", "ray", "ssh"):  # there -x is in what starts the ranks
+        environment = run_on.environment_of(arguments.env)
+    request = JobRequest(
+        file.path,
+        arguments.arguments,
+        plan.world_size,
+        folder,
+        resume,
+        file.imports,
+        arguments.grace,
+        servers=plan.server,
+        assignments=assignments,
+        environment=environment,
+        stall_notice_s=arguments.stall_notice,
+    )
     return _supervise(arguments, plan, request, screen)
 
 
 def _check_stall_notice(arguments: argparse.Namespace) -> None:
     """Put what the ranks' environment says in the place of a missing --stall-notice; UsageError where it is no time."""
     # This variable alone: whether -x applies here, and is well formed, is told later.
-    words = [word.partition("=") for word in arguments.env]
-    given = {name: value for name, equals, value in words if name == VARIABLE and equals}
+    stall_variable = {}
+    for definition in arguments.env:
+        name, equals, value = definition.partition("=")
+        if name == VARIABLE and equals:
+            stall_variable[name] = value
     if arguments.stall_notice is None:
-        arguments.stall_notice = notice_time({**os.environ, **given})
+        arguments.stall_notice = notice_time({**os.environ, **stall_variable})
         return
-    notice_time(given)  # the ranks read it, beside the flag too
+    notice_time(stall_variable)  # the ranks read it, beside the flag too
     asked = f"--stall-notice {arguments.stall_notice:g}"
     if not 0 <= arguments.stall_notice < float("inf"):
         raise UsageError(asked, "it is no number of seconds", "write seconds, or 0 for no notice")
 
 
 def _folder(arguments: argparse.Namespace, script: Path, screen: Screen) -> tuple[Path, Path | None]:
-    """The run directory, and the checkpoint to go on from."""
-    may_start = (
-        arguments.resume_or_start and arguments.job and not (arguments.runs / arguments.job / "job.json").exists()
-    )
-    if not (arguments.resume or arguments.resume_or_start) or may_start:
+    """Make or find the run directory, and return it with the checkpoint to go on from."""
+    may_start = False
+    if arguments.resume_or_start and arguments.job:
+        may_start = not (arguments.runs / arguments.job / "job.json").exists()
+    must_go_on = arguments.resume or arguments.resume_or_start
+    if may_start or not must_go_on:
         return directory.new_run(arguments.runs, arguments.job, script), None
     if arguments.job is None and not arguments.resume:
         raise UsageError("--resume-or-start", "no job is named", "write --job NAME")
     folder = directory.find_run(arguments.runs, arguments.job, script)
     directory.check_writable(folder)
     resume = directory.find_resume_point(folder, lambda text: screen.say(f"paceline: {text}"))
-    screen.say(f"paceline: {folder.name} goes on" + (f" at {resume.name}" if resume else ""))
+    place = f" at {resume.name}" if resume else ""
+    screen.say(f"paceline: {folder.name} goes on{place}")
     return folder, resume
 
 
@@ -258,8 +288,16 @@ def _run_elastic(arguments: argparse.Namespace) -> int:
         return 0
     screen = Screen(sys.stderr if arguments.json else sys.stdout, sys.stderr)
     folder, _ = _folder(arguments, file.path, screen)
-    parts = (file.path, arguments.arguments, plan.world_size, folder, None, file.imports, arguments.grace)
-    job = Elastic(rules, discover, options, plan, JobRequest(*parts, stall_notice_s=arguments.stall_notice), screen)
+    request = JobRequest(
+        file.path,
+        arguments.arguments,
+        plan.world_size,
+        folder,
+        preload=file.imports,
+        grace_s=arguments.grace,
+        stall_notice_s=arguments.stall_notice,
+    )
+    job = Elastic(rules, discover, options, plan, request, screen)
     try:
         ending, progress, result = job.run()
     except BaseException:
@@ -303,7 +341,9 @@ def _send(arguments: argparse.Namespace, plan: Plan, folder: Path, script: Path)
 def _run_node(arguments: argparse.Namespace, node: NodeInfo) -> int:
     """Start this node's ranks of a job that has other nodes; rank 0's node keeps the run directory."""
     shape = run_on.shape_of(arguments.shape)
-    per_node = node.ranks_per_node or (shape[1] if shape else 0)
+    per_node = node.ranks_per_node
+    if not per_node and shape is not None:
+        _, per_node = shape
     if not per_node:
         raise UsageError(
             f"can't tell how many ranks a node of {node.source} has",
@@ -327,21 +367,30 @@ def _run_node(arguments: argparse.Namespace, node: NodeInfo) -> int:
         print(f"# {per_node} ranks from {node.node_rank * per_node} of {world} on this node")
         return 0
     screen = Screen(sys.stderr if arguments.json else sys.stdout, sys.stderr)
-    folder, resume = arguments.runs / arguments.job, None
+    folder = arguments.runs / arguments.job
     if node.node_rank == 0:
         folder, _ = _folder(arguments, file.path, screen)
         directory.write_start(folder, plan, file.path, arguments.arguments)
     else:
         (folder / "failures").mkdir(parents=True, exist_ok=True)
-    if arguments.resume or arguments.resume_or_start:
-        resume = folder / "checkpoints" if has_resume_point(folder / "checkpoints") else None
-    master = joined_address(*node.master) if node.master else ""
-    host_ranks = HostRanks("", node.node_rank * per_node, per_node, node.node_rank, node.nodes)
-    assignment = HostAssignment(LocalBackend(), host_ranks, Rendezvous(master=master, interface=arguments.interface))
-    parts = (file.path, arguments.arguments, per_node, folder, resume, file.imports, arguments.grace)
-    told = {**run_on.environment_of(arguments.env), "PACELINE_PLAN": json.dumps(asdict(plan))}
-    assignments = [assignment] if node.nodes > 1 else []  # a node alone has a file to meet at
-    request = JobRequest(*parts, 0, assignments, world, told, arguments.stall_notice)
+    resume = None
+    checkpoints = folder / "checkpoints"
+    must_go_on = arguments.resume or arguments.resume_or_start
+    if must_go_on and has_resume_point(checkpoints):
+        resume = checkpoints
+    request = JobRequest(
+        file.path,
+        arguments.arguments,
+        per_node,
+        folder,
+        resume,
+        file.imports,
+        arguments.grace,
+        assignments=_node_assignments(arguments, node, per_node),
+        world_size=world,
+        environment={**run_on.environment_of(arguments.env), "PACELINE_PLAN": json.dumps(asdict(plan))},
+        stall_notice_s=arguments.stall_notice,
+    )
     if node.node_rank == 0:
         return _supervise(arguments, plan, request, screen)
     supervisor = Supervisor(request, screen)
@@ -353,8 +402,18 @@ def _run_node(arguments: argparse.Namespace, node: NodeInfo) -> int:
     return ending.exit_code
 
 
-def _kept(folder: Path, progress: Progress) -> str:
-    """What of a stopped job is on the disk, and how to go on."""
+def _node_assignments(arguments: argparse.Namespace, node: NodeInfo, per_node: int) -> list[HostAssignment]:
+    """Return this node's assignment, in a job of several; none for a node alone, which has a file to meet at."""
+    if node.nodes <= 1:
+        return []
+    master = joined_address(*node.master) if node.master else ""
+    rendezvous = Rendezvous(master=master, interface=arguments.interface)
+    host_ranks = HostRanks("", node.node_rank * per_node, per_node, node.node_rank, node.nodes)
+    return [HostAssignment(LocalBackend(), host_ranks, rendezvous)]
+
+
+def _saved_part(folder: Path, progress: Progress) -> str:
+    """Return what of a stopped job is on the disk, and how to go on."""
     go_on = f"go on with --resume --job {folder.name}"
     if progress.has_stopped and progress.saved_step == progress.stopped_step:
         return f"saved as {progress.checkpoint}; {go_on}"
@@ -370,8 +429,10 @@ def _tell(folder: Path, ending: Ending, progress: Progress) -> None:
         if newest := list_checkpoints(folder / "checkpoints")[:1]:
             print(f"  Last checkpoint: {newest[0]}; go on with --resume --job {folder.name}", file=sys.stderr)
     elif ending.status == "stopped":
-        who = "" if ending.stop_sent_to in ("", THE_COMMAND) else f", since {ending.stop_sent_to} was sent SIGTERM"
-        print(f"paceline run: stopped{who}; {_kept(folder, progress)}", file=sys.stderr)
+        reason = ""
+        if ending.stop_sent_to not in ("", THE_COMMAND):
+            reason = f", since {ending.stop_sent_to} was sent SIGTERM"
+        print(f"paceline run: stopped{reason}; {_saved_part(folder, progress)}", file=sys.stderr)
     elif ending.status == "failed":
         print("paceline run: the ranks had to be killed: they did not end by themselves", file=sys.stderr)
     else:

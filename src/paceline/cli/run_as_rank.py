@@ -23,7 +23,7 @@ TORCHRUN = "torchrun"
 
 
 def find_rank_info(arguments: argparse.Namespace) -> LauncherPosition | NodeInfo | None:
-    """What the environment says that this process is: a rank, or a node of a job; None: neither.
+    """Return what the environment says that this process is: a rank, or a node of a job; None: neither.
 
     `--on` says that a job is started from here, whatever the environment has.
 
@@ -36,7 +36,9 @@ def find_rank_info(arguments: argparse.Namespace) -> LauncherPosition | NodeInfo
     if node is not None:
         return node
     position = find_position(os.environ)
-    return position if position.size > 1 or position.source == TORCHRUN else None
+    if position.size > 1 or position.source == TORCHRUN:
+        return position
+    return None
 
 
 def be_rank(
@@ -58,17 +60,19 @@ def be_rank(
         run_dir = arguments.runs / arguments.job
         if position.rank == 0:
             _write_start(arguments, plan, file.path)
-        if (arguments.resume or arguments.resume_or_start) and has_resume_point(run_dir / "checkpoints"):
+        must_go_on = arguments.resume or arguments.resume_or_start
+        if must_go_on and has_resume_point(run_dir / "checkpoints"):
             os.environ["PACELINE_RESUME"] = str(run_dir.resolve() / "checkpoints")
         os.environ["PACELINE_RUN_DIR"] = str(run_dir.resolve())
         program = [sys.executable, "-m", module_names.EXTERNAL_RANK, arguments.workload]
         os.environ.update(said(position))
-    sys.stdout.flush()
+    sys.stdout.flush()  # what Python still holds would be lost with this program
     os.execv(sys.executable, [*program, *arguments.arguments])
 
 
 def _write_start(arguments: argparse.Namespace, plan: Plan, script: Path) -> None:
     run_dir = arguments.runs / arguments.job
-    if not (arguments.resume or arguments.resume_or_start) or not (run_dir / "plan.json").exists():
+    must_go_on = arguments.resume or arguments.resume_or_start
+    if not must_go_on or not (run_dir / "plan.json").exists():
         directory.new_run(arguments.runs, arguments.job, script)
     directory.write_start(run_dir, plan, script, arguments.arguments)

@@ -1,4 +1,4 @@
-"""Where a job runs: the arguments of `paceline run` about hosts and schedulers, and sending it there."""
+"""Read the arguments of `paceline run` about hosts and schedulers, and send a job there."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _PORTS = range(20000, 40000)  # for rank 0's store under somebody else's mpirun;
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments about hosts."""
+    """Add the arguments about hosts."""
     where = parser.add_argument_group("hosts")
     where.add_argument("--on", choices=PLACES, help="what starts the ranks (default local)")
     where.add_argument("-j", metavar="NODESxRANKS", dest="shape", help="hosts and ranks on each, such as 2x8")
@@ -97,7 +97,7 @@ def _add_slurm(slurm: argparse._ArgumentGroup) -> None:
 
 
 def hosts_of(arguments: argparse.Namespace) -> tuple[Host, ...]:
-    """The hosts that were named.
+    """Return the hosts that were named.
 
     Raises:
         UsageError: they can't be read, or are given twice.
@@ -106,83 +106,85 @@ def hosts_of(arguments: argparse.Namespace) -> tuple[Host, ...]:
         raise UsageError("the job's hosts should be named once", "there is -H and --hostfile", "leave one out")
     if arguments.hosts:
         return _shaped(parse_hosts(arguments.hosts), arguments.shape)
-    return _shaped(read_hostfile(arguments.hostfile), arguments.shape) if arguments.hostfile else ()
+    if arguments.hostfile:
+        return _shaped(read_hostfile(arguments.hostfile), arguments.shape)
+    return ()
 
 
 def _shaped(hosts: tuple[Host, ...], text: str | None) -> tuple[Host, ...]:
-    """With -j: so many of the hosts, with so many slots each."""
+    """Return, with -j, so many of the hosts, with so many slots each."""
     shape = shape_of(text)
     if shape is None:
         return hosts
     nodes, ranks = shape
     fit = [dataclasses.replace(host, slots=ranks) for host in hosts if host.slots >= ranks]
     if len(fit) < nodes:
-        found = f"{len(fit)} of the {len(hosts)} hosts have {ranks} slots"
-        raise UsageError(f"-j {text} on these hosts", found, "name more, or write fewer")
+        reason = f"{len(fit)} of the {len(hosts)} hosts have {ranks} slots"
+        raise UsageError(f"-j {text} on these hosts", reason, "name more, or write fewer")
     return tuple(fit[:nodes])
 
 
 def shape_of(text: str | None) -> tuple[int, int] | None:
-    """Hosts and ranks on each, of `2x8`.
+    """Read `2x8`: the number of hosts, and of ranks on each.
 
     Raises:
         UsageError: it can't be read.
     """
     if text is None:
         return None
-    nodes, _, ranks = text.partition("x")
-    shape = parse_whole(nodes, 1, MOST_RANKS), parse_whole(ranks, 1, MOST_RANKS)
-    if shape[0] is None or shape[1] is None:
+    before, _, after = text.partition("x")
+    nodes = parse_whole(before, 1, MOST_RANKS)
+    ranks = parse_whole(after, 1, MOST_RANKS)
+    if nodes is None or ranks is None:
         fix = "write such as -j 2x8: 2 hosts with 8 ranks each"
         raise UsageError(f"-j {text[:100]}", "it is not NODESxRANKS", fix)
-    return shape[0], shape[1]
+    return nodes, ranks
 
 
 def ranks_asked(arguments: argparse.Namespace) -> int | None:
-    """How many ranks the arguments ask for; None: they leave it to the plan.
+    """Return how many ranks the arguments ask for; None: they leave it to the plan.
 
     Raises:
         UsageError: they contradict each other.
     """
-    shape, hosts = shape_of(arguments.shape), hosts_of(arguments)
+    shape = shape_of(arguments.shape)
+    hosts = hosts_of(arguments)
     asked: int | None = arguments.n
     if shape is not None:
-        if asked not in (None, shape[0] * shape[1]):
-            raise UsageError(
-                f"-n {asked} and -j {arguments.shape} should agree",
-                f"-j is {shape[0] * shape[1]} ranks",
-                "leave one out",
-            )
-        asked = shape[0] * shape[1]
+        nodes, per_node = shape
+        if asked not in (None, nodes * per_node):
+            raise UsageError(f"-n {asked} and -j {arguments.shape}", f"-j is {nodes * per_node} ranks", "leave one out")
+        asked = nodes * per_node
     if asked is None and hosts and not arguments.plan:
         asked = sum(host.slots for host in hosts)
     return asked
 
 
-def environment_of(words: Sequence[str]) -> dict[str, str]:
-    """The variables that -x names, with the values given or those of this process.
+def environment_of(definitions: Sequence[str]) -> dict[str, str]:
+    """Return the variables that -x names, with the values given or those of this process.
 
     Raises:
         UsageError: a name is none, or it is not set here.
     """
-    found = {}
-    for word in words:
-        name, equals, value = word.partition("=")
+    environment = {}
+    for definition in definitions:
+        name, equals, value = definition.partition("=")
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise UsageError(f"-x {word}", "that is no variable's name", "write -x NAME or -x NAME=VALUE")
+            raise UsageError(f"-x {definition}", "that is no variable's name", "write -x NAME or -x NAME=VALUE")
         if not equals and name not in os.environ:
             raise UsageError(f"-x {name}", "it is not set here", f"write -x {name}=VALUE, or set it")
         if equals and is_secret(name):
             raise UsageError(
                 f"-x {name}=...", "a secret on a command line is read by others", f"set it, then write -x {name}"
             )
-        found[name] = value if equals else os.environ[name]
-    return found
+        environment[name] = value if equals else os.environ[name]
+    return environment
 
 
 def check_place(arguments: argparse.Namespace, plan: Plan) -> None:
     """Raise UsageError unless what is said of hosts fits the place and the plan."""
-    place, hosts = arguments.on or "local", hosts_of(arguments)
+    place = arguments.on or "local"
+    hosts = hosts_of(arguments)
     shape = shape_of(arguments.shape)
     if shape is not None and shape[0] > 1 and not hosts and place in ("local", "mpi"):
         ranks = shape[0] * shape[1]
@@ -222,12 +224,12 @@ def check_programs(arguments: argparse.Namespace, plan: Plan) -> None:
 
 
 def ray_options(arguments: argparse.Namespace) -> RayOptions:
-    """What Ray is asked for."""
+    """Return what Ray is asked for."""
     return RayOptions(arguments.ray_address, arguments.cpus_per_rank, arguments.gpus_per_rank, arguments.strategy)
 
 
 def posts_of(arguments: argparse.Namespace, plan: Plan, run_dir: Path, file: Path) -> list[HostAssignment]:
-    """The hosts of the job, ready to start ranks; none: this host alone.
+    """Return the hosts of the job, ready to start ranks; none: this host alone.
 
     Raises:
         UsageError: a host is not ready, or there is no such program.
@@ -235,11 +237,8 @@ def posts_of(arguments: argparse.Namespace, plan: Plan, run_dir: Path, file: Pat
     if arguments.on == "ssh":
         return open_posts(_seats(arguments, plan), file, run_dir, fleet_options(arguments))
     if arguments.on in ("mpi", "ray"):
-        backend = (
-            _mpi_station(arguments, plan, run_dir, file)
-            if arguments.on == "mpi"
-            else _ray_station(arguments, plan, run_dir, file)
-        )
+        backend_of = _mpi_station if arguments.on == "mpi" else _ray_station
+        backend = backend_of(arguments, plan, run_dir, file)
         return [HostAssignment(backend, HostRanks(arguments.on, 0, plan.world_size), Rendezvous())]
     return []
 
@@ -249,16 +248,17 @@ def _seats(arguments: argparse.Namespace, plan: Plan) -> tuple[HostRanks, ...]:
 
 
 def kind_of(arguments: argparse.Namespace) -> str:
-    """What starts the ranks, as cli/flags.py calls it, where nobody else's launcher did."""
+    """Return what starts the ranks, as cli/flags.py calls it, where nobody else's launcher did."""
     place: str = arguments.on or "local"
     if place == "kubernetes" and arguments.check:
         return CHECK
-    asked = (arguments.min_hosts, arguments.max_hosts, arguments.host_discovery_script)
-    return ELASTIC if place in ("local", "ssh") and any(one is not None for one in asked) else place
+    elastic_flags = (arguments.min_hosts, arguments.max_hosts, arguments.host_discovery_script)
+    is_elastic = any(value is not None for value in elastic_flags)
+    return ELASTIC if is_elastic and place in ("local", "ssh") else place
 
 
 def elastic_rules(arguments: argparse.Namespace) -> tuple[Rules, Callable[[], Sequence[Host]]]:
-    """How many hosts the job wants, and what tells which there are.
+    """Return how many hosts the job wants, and what tells which there are.
 
     Raises:
         UsageError: the numbers contradict each other, or nothing names hosts.
@@ -275,35 +275,38 @@ def elastic_rules(arguments: argparse.Namespace) -> tuple[Rules, Callable[[], Se
             "write -H, --hostfile or --host-discovery-script",
         )
     least = 1 if arguments.min_hosts is None else arguments.min_hosts
-    most = max(least, len(hosts) or sys.maxsize) if arguments.max_hosts is None else arguments.max_hosts
+    most = arguments.max_hosts
+    if most is None:
+        most = max(least, len(hosts) or sys.maxsize)  # a script may name any number of hosts
     if arguments.n is not None or arguments.shape is not None:
         raise UsageError(
             "-n and -j do not apply to hosts that come and go", "the ranks are as many as their slots", "leave it out"
         )
     if not 1 <= least <= most:
-        raise UsageError(
-            f"can't take between {least} and {most} hosts", "there is no such number", "let 1 <= min <= max"
-        )
-    return Rules(least, most), script_hosts(arguments.host_discovery_script) if not hosts else lambda: hosts
+        raise UsageError(f"between {least} and {most} hosts", "there is no such number", "let 1 <= min <= max")
+    rules = Rules(least, most)
+    if hosts:
+        return rules, lambda: hosts
+    return rules, script_hosts(arguments.host_discovery_script)
 
 
 def fleet_options(arguments: argparse.Namespace) -> FleetOptions:
-    """How other hosts are reached."""
+    """Return how other hosts are reached."""
     ssh = SshOptions(arguments.ssh_program, tuple(arguments.ssh_option))
     return FleetOptions(ssh, arguments.python, arguments.interface, environment_of(arguments.env))
 
 
 def _supervised(arguments: argparse.Namespace, run_dir: Path) -> dict[str, str]:
-    """What ranks under somebody else's launcher, with our supervisor above it, must know."""
+    """Return the variables of ranks under somebody else's launcher, with our supervisor above it."""
     interface = {"PACELINE_INTERFACE": arguments.interface} if arguments.interface else {}
     checkpoints = run_dir.resolve() / "checkpoints"
     resume = {"PACELINE_RESUME": str(checkpoints)} if list_checkpoints(checkpoints) else {}
-    told = {"PACELINE_RUN_DIR": str(run_dir.resolve()), "PACELINE_SUPERVISED": "1"}
-    return {STALL_NOTICE: str(arguments.stall_notice), **environment_of(arguments.env), **interface, **resume, **told}
+    job = {"PACELINE_RUN_DIR": str(run_dir.resolve()), "PACELINE_SUPERVISED": "1"}
+    return {STALL_NOTICE: str(arguments.stall_notice), **environment_of(arguments.env), **interface, **resume, **job}
 
 
 def mpi_words(arguments: argparse.Namespace, plan: Plan, run_dir: Path, file: Path) -> tuple[list[str], dict[str, str]]:
-    """mpirun's command line, and the variables that it takes from its environment."""
+    """Return mpirun's command line, and the variables that it takes from its environment."""
     hosts = hosts_of(arguments)
     environment = _supervised(arguments, run_dir)
     if len(hosts) > 1:
@@ -316,8 +319,8 @@ def mpi_words(arguments: argparse.Namespace, plan: Plan, run_dir: Path, file: Pa
 
 
 def _mpi_station(arguments: argparse.Namespace, plan: Plan, run_dir: Path, file: Path) -> CommandBackend:
-    words, environment = mpi_words(arguments, plan, run_dir, file)
-    return CommandBackend(words, environment)
+    command, environment = mpi_words(arguments, plan, run_dir, file)
+    return CommandBackend(command, environment)
 
 
 def _ray_job(arguments: argparse.Namespace, plan: Plan, run_dir: Path, file: Path) -> RayJob:
@@ -334,16 +337,26 @@ def _ray_station(arguments: argparse.Namespace, plan: Plan, run_dir: Path, file:
 
 
 def rank_command(arguments: argparse.Namespace, plan: Plan, run_dir: Path, file: Path) -> RankCommand:
-    """What a scheduler's task runs."""
+    """Return what a scheduler's task runs."""
     nodes, per_node = shape_of(arguments.shape) or (1, plan.world_size)
-    interface = {"PACELINE_INTERFACE": arguments.interface} if arguments.interface else {}
-    given = {**environment_of(arguments.env), **interface}
-    more = (nodes, per_node, given, arguments.python)
-    return RankCommand(file, arguments.arguments, plan, run_dir.parent, run_dir.name, *more)
+    environment = environment_of(arguments.env)
+    if arguments.interface:
+        environment["PACELINE_INTERFACE"] = arguments.interface
+    return RankCommand(
+        file,
+        arguments.arguments,
+        plan,
+        run_dir.parent,
+        run_dir.name,
+        nodes=nodes,
+        ranks_per_node=per_node,
+        environment=environment,
+        python=arguments.python,
+    )
 
 
 def slurm_options(arguments: argparse.Namespace) -> SlurmOptions:
-    """What sbatch is asked for."""
+    """Return what sbatch is asked for."""
     return SlurmOptions(
         arguments.partition,
         arguments.account,
@@ -357,33 +370,41 @@ def slurm_options(arguments: argparse.Namespace) -> SlurmOptions:
 
 
 def rendered(arguments: argparse.Namespace, plan: Plan, run_dir: Path, file: Path) -> str:
-    """What would be sent, as text."""
+    """Return what would be sent, as text."""
     if arguments.on == "ssh":
-        host_ranks, options = _seats(arguments, plan), fleet_options(arguments)
-        lines, who = [], Replaced(plan.world_size, plan.server)
-        for number, own in enumerate(host_ranks):
-            request = agent_request(host_ranks, number, file, run_dir, options)
-            request["environment"] = shown(request["environment"])
-            ranks = f"ranks {own.first} to {own.ranks[-1]}" if own.count > 1 else f"rank {own.first}"
-            servers = "".join(f", {who.name(number)}" for number in own.servers)
-            lines += [f"# {own.host}: {ranks}{servers}", shlex.join(agent_command(own.host, options))]
-            lines += [f"# on its standard input: {json.dumps(request)}"]
-        return "\n".join(lines)
+        return _rendered_ssh(arguments, plan, run_dir, file)
     if arguments.on == "mpi":
-        words, environment = mpi_words(arguments, plan, run_dir, file)
-        return "\n".join(
-            [*(f"{name}={shlex.quote(value)}" for name, value in shown(environment).items()), shlex.join(words)]
-        )
+        command, environment = mpi_words(arguments, plan, run_dir, file)
+        lines = [f"{name}={shlex.quote(value)}" for name, value in shown(environment).items()]
+        return "\n".join([*lines, shlex.join(command)])
     if arguments.on == "ray":
         return _ray_job(arguments, plan, run_dir, file).text()
     if arguments.on == "slurm":
         return sbatch_script(rank_command(arguments, plan, run_dir, file), slurm_options(arguments))
-    ranks = f"{plan.world_size} rank{'s' * (plan.world_size > 1)}"
-    return f"# {ranks} on this host\n{shlex.join([sys.executable, str(file), *arguments.arguments])}"
+    noun = "ranks" if plan.world_size > 1 else "rank"
+    command_line = shlex.join([sys.executable, str(file), *arguments.arguments])
+    return f"# {plan.world_size} {noun} on this host\n{command_line}"
+
+
+def _rendered_ssh(arguments: argparse.Namespace, plan: Plan, run_dir: Path, file: Path) -> str:
+    host_ranks = _seats(arguments, plan)
+    options = fleet_options(arguments)
+    replaced = Replaced(plan.world_size, plan.server)  # has the servers' names
+    lines = []
+    for at, host in enumerate(host_ranks):
+        request = agent_request(host_ranks, at, file, run_dir, options)
+        request["environment"] = shown(request["environment"])
+        processes = f"ranks {host.first} to {host.ranks[-1]}" if host.count > 1 else f"rank {host.first}"
+        for server in host.servers:
+            processes += f", {replaced.name(server)}"
+        lines.append(f"# {host.host}: {processes}")
+        lines.append(shlex.join(agent_command(host.host, options)))
+        lines.append(f"# on its standard input: {json.dumps(request)}")
+    return "\n".join(lines)
 
 
 def send_to_slurm(arguments: argparse.Namespace, plan: Plan, run_dir: Path, file: Path) -> str:
-    """Hand the job to Slurm; its number.
+    """Hand the job to Slurm, and return its number.
 
     Raises:
         UsageError: there is no Slurm here, or it refuses.

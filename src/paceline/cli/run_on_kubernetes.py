@@ -26,7 +26,7 @@ _DEFAULTS = {"cpu": "", "memory": "", "shm": "1Gi", "namespace": "default"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments about Kubernetes."""
+    """Add the arguments about Kubernetes."""
     group = parser.add_argument_group("Kubernetes", "see docs/kubernetes.md")
     group.add_argument("--image", default="", metavar="IMAGE", help="that has Paceline and FILE")
     group.add_argument("--kind", choices=KINDS, default="jobset", help="of job (default jobset)")
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def job_of(arguments: argparse.Namespace, plan: Plan) -> KubernetesJob:
-    """The job that the arguments ask for.
+    """Return the job that the arguments ask for.
 
     Raises:
         UsageError: they leave out what a cluster must know, or contradict each other.
@@ -71,8 +71,9 @@ def job_of(arguments: argparse.Namespace, plan: Plan) -> KubernetesJob:
                 f"-x {name} on Kubernetes", "a manifest is plain text", "put it into a Secret of the cluster's"
             )
     nodes, ranks = shape_of(arguments.shape) or (1, plan.world_size)
+    name_of_file = Path(arguments.workload).stem.replace("_", "-").lower()  # Kubernetes' names have no underscore
     return KubernetesJob(
-        name=arguments.job or Path(arguments.workload).stem.replace("_", "-").lower(),
+        name=arguments.job or name_of_file,
         command=[arguments.workload, *own_arguments(arguments.arguments)],
         plan=plan,
         nodes=nodes,
@@ -98,7 +99,8 @@ def job_of(arguments: argparse.Namespace, plan: Plan) -> KubernetesJob:
 def run(arguments: argparse.Namespace, plan: Plan) -> int:
     """Print the manifests, or send them."""
     job = job_of(arguments, plan)
-    manifests, remarks = kubernetes.render(job), kubernetes.notes(job)
+    manifests = kubernetes.render(job)
+    remarks = kubernetes.notes(job)
     if arguments.dry_run:
         print(kubernetes.to_text(manifests, remarks), end="")
         return 0
@@ -133,5 +135,9 @@ def _toleration(text: str) -> dict[str, Any]:
     key, equals, value = key.partition("=")
     if not key:
         raise UsageError(f"--toleration {text}", "it has no key", "write such as --toleration gpu=yes:NoSchedule")
-    told = {"key": key, "operator": "Equal" if equals else "Exists"}
-    return {**told, **({"value": value} if equals else {}), **({"effect": effect} if effect else {})}
+    toleration = {"key": key, "operator": "Equal" if equals else "Exists"}
+    if equals:
+        toleration["value"] = value
+    if effect:
+        toleration["effect"] = effect
+    return toleration

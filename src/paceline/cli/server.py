@@ -33,7 +33,7 @@ REFRESH_S = 1.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
+    """Add the command's arguments."""
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     credentials = verbs.add_parser("credentials", help="make a job's certificates")
     credentials.add_argument("folder", type=Path, metavar="FOLDER", help="a new folder")
@@ -50,8 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for looking in (top, why):
         looking.add_argument("job", metavar="JOB", help="a run directory, or the coordinator's address")
         looking.add_argument("--json", action="store_true", help="print what is known as JSON")
-    for one in (coordinate, serve, top, why):
-        one.add_argument(
+    for verb_parser in (coordinate, serve, top, why):
+        verb_parser.add_argument(
             "--credentials", type=Path, metavar="FOLDER", help="this role's, for addresses that leave the host"
         )
 
@@ -98,7 +98,7 @@ def _coordinate(arguments: argparse.Namespace) -> int:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    from paceline.server.node import serve
+    from paceline.server.node import serve  # imports torch
 
     asyncio.run(serve(arguments.listen, arguments.coordinator, _credentials(arguments)))
     return 0
@@ -109,11 +109,12 @@ def _top(arguments: argparse.Namespace) -> int:
 
     is_live = sys.stdout.isatty() and not arguments.once and not arguments.json
     while True:
-        facts = _look(arguments)
+        answers = _look(arguments)
         if arguments.json:
-            print(json.dumps(facts))
+            print(json.dumps(answers))
             return 0
-        print(("\x1b[H\x1b[2J" if is_live else "") + table(facts), flush=True)
+        clear = "\x1b[H\x1b[2J" if is_live else ""  # the cursor home, and an empty screen
+        print(clear + table(answers), flush=True)
         if not is_live:
             return 0
         time.sleep(REFRESH_S)
@@ -122,25 +123,27 @@ def _top(arguments: argparse.Namespace) -> int:
 def _why_waiting(arguments: argparse.Namespace) -> int:
     from paceline.server.status_table import why_waiting
 
-    facts = _look(arguments)
-    print(json.dumps({"why": why_waiting(facts)}) if arguments.json else why_waiting(facts))
+    answers = _look(arguments)
+    why = why_waiting(answers)
+    print(json.dumps({"why": why}) if arguments.json else why)
     return 0
 
 
 def _look(arguments: argparse.Namespace) -> dict[str, Any]:
     from paceline.server.status import look
 
-    at, credentials = _coordinator(arguments.job), _credentials(arguments)
-    if credentials is None and not at.is_unix and Path(arguments.job).is_dir():  # a run on several hosts
-        kept = credentials_folder(Path(arguments.job), "watcher")
-        if not kept.is_dir():
+    address = _coordinator(arguments.job)
+    credentials = _credentials(arguments)
+    if credentials is None and not address.is_unix and Path(arguments.job).is_dir():  # a run on several hosts
+        watcher = credentials_folder(Path(arguments.job), "watcher")
+        if not watcher.is_dir():
             raise UsageError(f"the servers of the run {arguments.job}", "it has ended", "name a run that goes on")
-        credentials = Credentials(kept)
-    return asyncio.run(look(at, credentials))
+        credentials = Credentials(watcher)
+    return asyncio.run(look(address, credentials))
 
 
 def _coordinator(job: str) -> Address:
-    """Where the coordinator of a run, or at an address, is."""
+    """Return where the coordinator of a run is; an address is taken as it is."""
     folder = Path(job)
     if not folder.is_dir() and ":" not in job:
         raise UsageError(
@@ -151,9 +154,9 @@ def _coordinator(job: str) -> Address:
     try:
         return Address.parse(read_json(folder / SERVERS, {"coordinator": str})["coordinator"])
     except ReadError as error:
-        found = f"it has no {SERVERS} that can be read: {error.found}"
+        reason = f"it has no {SERVERS} that can be read: {error.found}"
         raise UsageError(
-            f"the servers of the run {job}", found, "name a run whose plan has servers, or an address"
+            f"the servers of the run {job}", reason, "name a run whose plan has servers, or an address"
         ) from None
 
 

@@ -25,7 +25,7 @@ from paceline.verify.prove import STEPS, USUAL, WHAT, VerifyRequest, as_json, ch
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments, on either side of the file; the file's own come after `--`."""
+    """Add the command's arguments, on either side of the file; the file's own come after `--`."""
     add_plan_arguments(parser)
     parser.add_argument(
         "--steps", type=int, default=STEPS, metavar="K", help=f"optimizer steps to compare (default {STEPS})"

@@ -1,4 +1,4 @@
-"""What a launcher that is not ours starts: one process for each rank, which finds its place in its environment."""
+"""The command that somebody else's launcher starts for each rank, which finds its place in its environment."""
 
 from __future__ import annotations
 
@@ -56,15 +56,21 @@ class RankCommand:
 
 
 def own_arguments(arguments: Sequence[str]) -> list[str]:
-    """A file's arguments as `paceline run` takes them: after `--` where one could be taken for a flag of its own."""
-    return ["--", *arguments] if any(word.startswith("-") for word in arguments) else list(arguments)
+    """Return a file's arguments as `paceline run` takes them: after `--` where one could be taken for its own flag."""
+    if any(argument.startswith("-") for argument in arguments):
+        return ["--", *arguments]
+    return list(arguments)
 
 
 def is_secret(name: str) -> bool:
-    """Whether a variable's name says that its value is nobody else's."""
-    return any(word in name.upper().replace(_HARMLESS, "") for word in _SECRETS)
+    """True if a variable's name says that its value is nobody else's."""
+    upper_name = name.upper().replace(_HARMLESS, "")
+    return any(word in upper_name for word in _SECRETS)
 
 
 def shown(environment: dict[str, str]) -> dict[str, str]:
-    """Variables as they may be printed."""
-    return {name: HIDDEN if is_secret(name) else value for name, value in environment.items()}
+    """Return variables as they may be printed."""
+    printable = {}
+    for name, value in environment.items():
+        printable[name] = HIDDEN if is_secret(name) else value
+    return printable

@@ -15,13 +15,13 @@ from paceline.nouns.reading import parse_json
 _ANSWER = ({"error": {"asked": str, "found": str, "fix": str}}, {"model": dict})
 
 
-def describe_workload(plan: Plan, words: list[str]) -> dict[str, Any]:
-    """What `profile/describe.py` says of the file and arguments in `words` under a plan.
+def describe_workload(plan: Plan, command_line: list[str]) -> dict[str, Any]:
+    """Return what `profile/describe.py` says of a file and its arguments under a plan.
 
     Raises:
         WorkloadError: the file can't be loaded, or its model can't be split so.
     """
-    command = [sys.executable, "-m", module_names.DESCRIBE, "--plan", plan.line(), *words]
+    command = [sys.executable, "-m", module_names.DESCRIBE, "--plan", plan.line(), *command_line]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace")
     lines = done.stdout.strip().splitlines()
     answer = None
@@ -29,8 +29,9 @@ def describe_workload(plan: Plan, words: list[str]) -> dict[str, Any]:
         with contextlib.suppress(ReadError):  # the person's code wrote something at its end
             answer = parse_json(lines[-1], "the answer", _ANSWER)
     if answer is None:
-        last = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
-        raise WorkloadError(f"can't load {words[0]}", f"its process failed: {last}", "run it alone with python first")
+        errors = done.stderr.strip().splitlines() or ["it printed nothing"]
+        reason = f"its process failed: {errors[-1]}"
+        raise WorkloadError(f"to load {command_line[0]}", reason, "run it alone with python first")
     if "error" in answer:
         raise WorkloadError(**answer["error"])
     return dict(answer["model"])

@@ -1,4 +1,4 @@
-"""Hosts and their slots, as people already write them: Horovod's, DeepSpeed's and Open MPI's words and files."""
+"""Read hosts and their slots as people write them for Horovod, DeepSpeed and Open MPI: in arguments and in files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.nouns.reading import parse_whole, read_text, shown
 # A name or an address that ssh takes, and no option of it: `-oProxyCommand=...` as a host would be a command.
 _NAME = re.compile(r"(?!-)[A-Za-z0-9_.:%@-]+")
 _LONGEST_NAME = 255  # with a user before it; a name of the Domain Name System has up to 253 characters
-_SLOT_WORDS = ("slots", "max_slots", "max-slots")
+_SLOT_WORDS = ("slots", "max_slots", "max-slots")  # Open MPI's bound on oversubscribing is read, not used
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,16 +26,17 @@ class Host:
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
-    """The hosts of `h1:4,h2:4`; `h1` alone has one slot, and an IPv6 address stands in brackets.
+    """Read the hosts of `h1:4,h2:4`; `h1` alone has one slot, and an IPv6 address stands in brackets.
 
     Raises:
         UsageError: a host has no name, its slots are no number, or it is named twice.
     """
-    return _checked([_of_word(word.strip(), text) for word in text.split(",")], f"-H {text[:_LONGEST_NAME]}")
+    hosts = [_of_word(word.strip(), text) for word in text.split(",")]
+    return _checked(hosts, f"-H {text[:_LONGEST_NAME]}")
 
 
 def read_hostfile(path: Path) -> tuple[Host, ...]:
-    """The hosts of a file, one in a line: `h1:4` (Horovod), `h1 slots=4` (DeepSpeed, Open MPI), or `h1`.
+    """Read the hosts of a file, one in a line: `h1:4` (Horovod), `h1 slots=4` (DeepSpeed, Open MPI), or `h1`.
 
     `#` begins a comment. Open MPI counts a host that stands in several lines without slots once a line.
 
@@ -48,13 +49,13 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
         raise UsageError(f"the hosts of {path}", error.found, "name a file with a host a line") from None
     hosts = []
     for number, line in enumerate(lines, 1):
-        words = line.split("#")[0].split()
-        if words:
-            hosts.append(_of_line(words, f"{path}, line {number}"))
-    counted = {host.name for host, has_slots in hosts if has_slots}
+        fields = line.split("#")[0].split()
+        if fields:
+            hosts.append(_of_line(fields, f"{path}, line {number}"))
+    with_slots = {host.name for host, has_slots in hosts if has_slots}
     merged: dict[str, int] = {}
     for host, _ in hosts:
-        if host.name in merged and host.name in counted:
+        if host.name in merged and host.name in with_slots:
             raise _twice(host.name, str(path))
         merged[host.name] = merged.get(host.name, 0) + host.slots
     if not merged:
@@ -63,7 +64,8 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
 
 
 def _of_word(word: str, text: str) -> Host:
-    name, slots = word, "1"
+    name = word
+    slots = "1"
     if word.startswith("["):
         name, _, rest = word[1:].partition("]")
         slots = rest.removeprefix(":") if rest else "1"
@@ -72,15 +74,16 @@ def _of_word(word: str, text: str) -> Host:
     return Host(_name(name, text), _slots(slots, word, text))
 
 
-def _of_line(words: Sequence[str], where: str) -> tuple[Host, bool]:
-    host = _of_word(words[0], where)
-    has_slots = ":" in words[0]
-    for word in words[1:]:
+def _of_line(fields: Sequence[str], where: str) -> tuple[Host, bool]:
+    host = _of_word(fields[0], where)
+    has_slots = ":" in fields[0]
+    for word in fields[1:]:
         key, _, value = word.partition("=")
         if key not in _SLOT_WORDS:
             raise UsageError(f"a host in {where}", f"it says {shown(word)}", "write `h1 slots=4` or `h1:4`")
         if key == "slots":
-            host, has_slots = Host(host.name, _slots(value, word, where)), True
+            host = Host(host.name, _slots(value, word, where))
+            has_slots = True
     return host, has_slots
 
 
@@ -93,19 +96,19 @@ def _name(name: str, text: str) -> str:
 def _slots(value: str, word: str, text: str) -> int:
     slots = parse_whole(value, 1, MOST_RANKS)
     if slots is None:
-        found = f"{shown(word)} has no number of slots from 1 to {MOST_RANKS}"
-        raise UsageError(f"the hosts {shown(text)}", found, "write such as h1:4,h2:4")
+        reason = f"{shown(word)} has no number of slots from 1 to {MOST_RANKS}"
+        raise UsageError(f"the hosts {shown(text)}", reason, "write such as h1:4,h2:4")
     return slots
 
 
 def _checked(hosts: Iterable[Host], text: str) -> tuple[Host, ...]:
-    seen: set[str] = set()
-    known = tuple(hosts)
-    for host in known:
-        if host.name in seen:
+    names: set[str] = set()
+    checked_hosts = tuple(hosts)
+    for host in checked_hosts:
+        if host.name in names:
             raise _twice(host.name, text)
-        seen.add(host.name)
-    return known
+        names.add(host.name)
+    return checked_hosts
 
 
 def _twice(name: str, text: str) -> UsageError:

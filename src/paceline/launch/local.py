@@ -1,4 +1,4 @@
-"""Starts a host's ranks of a job, through a fork server that imports torch once.
+"""Start a host's ranks of a job, through a fork server that imports torch once.
 
 Who supervises does not import torch; the fork server does, and each rank is a copy of it, ready in some
 milliseconds. Where forking is not safe (macOS, Windows) the same server starts fresh interpreters.
@@ -25,7 +25,8 @@ from paceline.nouns.reading import parse_json
 # faults go (570,000 to 71,000 in 12 steps of a small BERT): 12 % of a step with large tensors, less with small.
 _ALLOCATOR = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 # Pipes, sockets and libraries: measured, two ranks end at a limit of 16 files and train at 20, without data loaders.
-_FILES, _FILES_OF_RANK = 64, 8
+_FILES = 64
+_FILES_OF_RANK = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,20 +69,21 @@ class RankSettings:
         return self.host_ranks.processes
 
     def to_json(self) -> str:
-        """All of it, in a line."""
+        """Return the settings as one line."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> RankSettings:
-        """What `to_json` wrote.
+        """Read what `to_json` wrote.
 
         Raises:
             ReadError: it is something else.
         """
         values = parse_json(text, "a rank's settings", {"host_ranks": {"servers": [int]}, "rendezvous": dict})
         try:
-            host_ranks, rendezvous = values.pop("host_ranks"), Rendezvous(**values.pop("rendezvous"))
-            host_ranks = HostRanks(**{**host_ranks, "servers": tuple(host_ranks["servers"])})
+            rendezvous = Rendezvous(**values.pop("rendezvous"))
+            fields = values.pop("host_ranks")
+            host_ranks = HostRanks(**{**fields, "servers": tuple(fields["servers"])})  # JSON has lists alone
             return cls(host_ranks=host_ranks, rendezvous=rendezvous, **values)
         except TypeError as error:
             fix = "use one version of Paceline on all hosts"
@@ -98,7 +100,7 @@ class ForkServer:
 
 
 def can_fork() -> bool:
-    """Whether a rank may be a fork of a process that has imported torch."""
+    """True if a rank may be a fork of a process that has imported torch."""
     return sys.platform.startswith("linux")
 
 
@@ -109,9 +111,12 @@ def start_ranks(settings: RankSettings) -> ForkServer:
         UsageError: a process may not open as many files as it will need.
     """
     allow_open_files(_FILES + _FILES_OF_RANK * len(settings.processes))
-    pipes = [os.pipe() for _ in settings.processes]
+    outputs: dict[int, int] = {}
+    writing = []
+    for rank in settings.processes:
+        outputs[rank], write_end = os.pipe()
+        writing.append(write_end)
     ours, theirs = socket.socketpair()
-    writing = [pipe[1] for pipe in pipes]
     listener = [settings.rendezvous.listener] if settings.rendezvous.listener >= 0 else []
     lock = [settings.lock] if settings.lock >= 0 else []
     command = [sys.executable, "-m", module_names.FORKSERVER, str(theirs.fileno())]
@@ -129,11 +134,11 @@ def start_ranks(settings: RankSettings) -> ForkServer:
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     theirs.close()
-    for end in [*writing, *listener]:
-        os.close(end)
-    whole = dataclasses.replace(settings, outputs=writing, is_forking=can_fork())
-    ours.sendall(whole.to_json().encode() + b"\n")
-    return ForkServer(process, ours, dict(zip(settings.processes, [pipe[0] for pipe in pipes], strict=True)))
+    for descriptor in [*writing, *listener]:  # the fork server has them now; an output ends when its rank does
+        os.close(descriptor)
+    complete = dataclasses.replace(settings, outputs=writing, is_forking=can_fork())
+    ours.sendall(complete.to_json().encode() + b"\n")
+    return ForkServer(process, ours, outputs)
 
 
 def allow_open_files(needed: int) -> None:
@@ -162,9 +167,11 @@ def _environment(settings: RankSettings) -> dict[str, str]:
 
 
 def rank_environment(ranks: int) -> dict[str, str]:
-    """The environment of the ranks: this one's, with the cores shared out and the allocator set, unless they are."""
-    own = {name: value for name, value in os.environ.items() if name != "PACELINE_PLAN"}  # theirs is in a file
-    own.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+    """Return this process's environment for ranks, with the cores shared out and the allocator set, unless they are."""
+    environment = dict(os.environ)
+    environment.pop("PACELINE_PLAN", None)  # the ranks' plan is in a file
+    cores = os.cpu_count() or 1
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))
     for name, value in _ALLOCATOR.items():
-        own.setdefault(name, value)
-    return own
+        environment.setdefault(name, value)
+    return environment

@@ -1,4 +1,4 @@
-"""Ranks under mpirun: Open MPI's and MPICH's (and Intel MPI's, which is MPICH's).
+"""Write the command that starts ranks under mpirun: Open MPI's and MPICH's (and Intel MPI's, which is MPICH's).
 
 Variables go by name, so that no value stands on a command line: the launcher reads them from its own environment.
 """
@@ -31,7 +31,7 @@ class Mpirun:
 
 
 def find_mpirun(program: str = "", more: Sequence[str] = ()) -> Mpirun:
-    """The mpirun to call, and whose it is.
+    """Find the mpirun to call, and whose it is.
 
     Args:
         program: which; "": the first of mpirun and mpiexec in PATH.
@@ -40,52 +40,65 @@ def find_mpirun(program: str = "", more: Sequence[str] = ()) -> Mpirun:
     Raises:
         UsageError: there is none, or it is nobody's that is known.
     """
-    known = [program] if program else ["mpirun", "mpiexec"]
-    found = next((path for path in map(shutil.which, known) if path), None)
-    if found is None:
+    programs = [program] if program else ["mpirun", "mpiexec"]
+    path = None
+    for name in programs:
+        path = path or shutil.which(name)
+    if path is None:
         raise UsageError(
-            f"can't start ranks by {' or '.join(known)}", "there is no such program", "install Open MPI or MPICH"
+            f"{' or '.join(programs)} to start ranks", "there is no such program", "install Open MPI or MPICH"
         )
     try:
-        done = subprocess.run([found, "--version"], capture_output=True, text=True, errors="replace", timeout=30)
-        told = done.stdout + done.stderr
+        done = subprocess.run([path, "--version"], capture_output=True, text=True, errors="replace", timeout=30)
+        answer = done.stdout + done.stderr
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise UsageError(
-            f"can't tell which MPI {found} is of", f"`{found} --version` did not end well ({error})", "name another"
-        ) from None
-    if re.search(r"Open ?MPI|OpenRTE|PRRTE", told, re.IGNORECASE):
-        return Mpirun(found, "openmpi", tuple(more))
-    if re.search(r"HYDRA|MPICH|Intel\(R\) MPI", told, re.IGNORECASE):
-        return Mpirun(found, "mpich", tuple(more))
-    first = (told.strip().splitlines() or ["nothing"])[0]
-    raise UsageError(
-        f"can't tell which MPI {found} is of", f"it says {first!r}", "name Open MPI's or MPICH's with --mpirun"
-    )
+        raise UsageError(f"what {path} is", f"`{path} --version` did not end well ({error})", "name another") from None
+    if re.search(r"Open ?MPI|OpenRTE|PRRTE", answer, re.IGNORECASE):
+        return Mpirun(path, "openmpi", tuple(more))
+    if re.search(r"HYDRA|MPICH|Intel\(R\) MPI", answer, re.IGNORECASE):
+        return Mpirun(path, "mpich", tuple(more))
+    lines = answer.strip().splitlines() or ["nothing"]
+    raise UsageError(f"what {path} is", f"it says {lines[0]!r}", "name Open MPI's or MPICH's with --mpirun")
 
 
 def mpi_command(
-    mpirun: Mpirun, ranks: int, hosts: Sequence[Host], variables: Sequence[str], words: Sequence[str]
+    mpirun: Mpirun, ranks: int, hosts: Sequence[Host], variables: Sequence[str], command: Sequence[str]
 ) -> list[str]:
-    """What starts the ranks.
+    """Return the command that starts the ranks.
 
     Args:
         mpirun: by which.
         ranks: of the job.
         hosts: where; none: this host, or where a scheduler says.
         variables: names that go to the ranks.
-        words: a rank's command.
+        command: a rank's.
     """
-    own = _openmpi(ranks, hosts, variables) if mpirun.flavor == "openmpi" else _mpich(ranks, hosts, variables)
-    return [mpirun.program, *own, *mpirun.more, *words]
+    flags_of = _openmpi if mpirun.flavor == "openmpi" else _mpich
+    return [mpirun.program, *flags_of(ranks, hosts, variables), *mpirun.more, *command]
 
 
 def _openmpi(ranks: int, hosts: Sequence[Host], variables: Sequence[str]) -> list[str]:
-    places = ["-H", ",".join(f"{host.name}:{host.slots}" for host in hosts)] if hosts else ["--oversubscribe"]
-    given = [word for name in variables for word in ("-x", name)]
-    return ["-np", str(ranks), *places, "--bind-to", "none", "--tag-output", *given]
+    flags = ["-np", str(ranks)]
+    if hosts:
+        flags += ["-H", _host_list(hosts)]
+    else:
+        flags += ["--oversubscribe"]  # else it starts no more ranks than this host has cores
+    # The tag names the rank whose line it is: see run/supervise/command_backend.py.
+    flags += ["--bind-to", "none", "--tag-output"]
+    for name in variables:
+        flags += ["-x", name]
+    return flags
 
 
 def _mpich(ranks: int, hosts: Sequence[Host], variables: Sequence[str]) -> list[str]:
-    places = ["-hosts", ",".join(f"{host.name}:{host.slots}" for host in hosts)] if hosts else []
-    given = ["-genvlist", ",".join(variables)] if variables else []
-    return ["-n", str(ranks), *places, "-prepend-rank", *given]
+    flags = ["-n", str(ranks)]
+    if hosts:
+        flags += ["-hosts", _host_list(hosts)]
+    flags += ["-prepend-rank"]  # as --tag-output
+    if variables:
+        flags += ["-genvlist", ",".join(variables)]
+    return flags
+
+
+def _host_list(hosts: Sequence[Host]) -> str:
+    return ",".join(f"{host.name}:{host.slots}" for host in hosts)

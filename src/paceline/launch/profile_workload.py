@@ -46,20 +46,24 @@ class ProfileRequest:
 
 
 def ranks_to_profile(plan: Plan) -> list[int]:
-    """One rank of each stage of the pipeline: where sizes don't divide, the first along an axis has most."""
+    """Return one rank of each stage of the pipeline: where sizes don't divide, the first along an axis has most."""
     mesh = Mesh.parse(plan.mesh)
-    others = ("replicate", "shard", "tensor")
-    return [r for r in range(mesh.world_size) if not any(mesh.coordinate(r)[axis] for axis in others)]
+    ranks = []
+    for rank in range(mesh.world_size):
+        coordinate = mesh.coordinate(rank)
+        if not any(coordinate[axis] for axis in ("replicate", "shard", "tensor")):
+            ranks.append(rank)
+    return ranks
 
 
 def profile_workload(
-    requests: Sequence[ProfileRequest], words: Sequence[str], done: Callable[[int], None] = lambda number: None
+    requests: Sequence[ProfileRequest], command_line: Sequence[str], done: Callable[[int], None] = lambda number: None
 ) -> list[Profile | WorkloadError]:
-    """The profile of each request, or why there is none.
+    """Return the profile of each request, or why there is none.
 
     Args:
         requests: what to rehearse.
-        words: the person's file and its arguments.
+        command_line: the person's file and its arguments.
         done: told the number of each request as it is done.
 
     Raises:
@@ -67,15 +71,10 @@ def profile_workload(
     """
     with tempfile.TemporaryDirectory(prefix="paceline-profile-") as name:
         folder = Path(name)
-        (folder / "requests.json").write_text(json.dumps([asdict(one) for one in requests]))
-        command = [
-            sys.executable,
-            "-m",
-            module_names.PROFILE_WORKLOAD,
-            str(folder / "requests.json"),
-            name,
-            *words,
-        ]
+        requests_file = folder / "requests.json"
+        requests_file.write_text(json.dumps([asdict(request) for request in requests]))
+        command = [sys.executable, "-m", module_names.PROFILE_WORKLOAD, str(requests_file), name, *command_line]
+        # A file, not a pipe: one that nobody reads would stop the child as soon as it is full.
         with (folder / "errors.txt").open("w+", errors="replace") as errors:
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, errors="replace")
             assert process.stdout is not None
@@ -85,8 +84,10 @@ def profile_workload(
                     answer = _read_answer(line)
                     if answer is None:
                         continue
-                    error = answer.get("error")
-                    answers.append(WorkloadError(**error) if error else Profile.read(Path(answer["path"])))
+                    if error := answer.get("error"):
+                        answers.append(WorkloadError(**error))
+                    else:
+                        answers.append(Profile.read(Path(answer["path"])))
                     done(answer["number"])
                 status = process.wait()
             finally:
@@ -94,17 +95,17 @@ def profile_workload(
                 process.wait()
             if status or not answers:
                 errors.seek(0)
-                last = (errors.read().strip().splitlines() or ["it printed nothing"])[-1]
+                lines = errors.read().strip().splitlines() or ["it printed nothing"]
                 raise WorkloadError(
-                    f"can't simulate a step of {words[0]}",
-                    f"its process failed: {last}",
+                    f"to rehearse a step of {command_line[0]}",
+                    f"its process failed: {lines[-1]}",
                     "run it alone with python first",
                 )
     return answers
 
 
 def _read_answer(line: str) -> dict[str, Any] | None:
-    """The child's answer; None where it is a line that the person's code wrote below Python, as a library may."""
+    """Read the child's answer; None where it is a line that the person's code wrote below Python, as a library may."""
     try:
         return dict(parse_json(line, "an answer", _ANSWER))
     except ReadError:

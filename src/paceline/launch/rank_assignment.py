@@ -1,4 +1,4 @@
-"""Which ranks a host has, and where all ranks of a job meet."""
+"""Assign a job's ranks and parameter servers to hosts, and say where all of them meet."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class HostRanks:
 
     @property
     def ranks(self) -> range:
-        """The ranks themselves."""
+        """The numbers of the ranks."""
         return range(self.first, self.first + self.count)
 
     @property
     def processes(self) -> tuple[int, ...]:
-        """The ranks, and then the servers."""
+        """The numbers of the ranks, and then of the servers."""
         return (*self.ranks, *self.servers)
 
 
@@ -62,7 +62,7 @@ class Rendezvous:
 
 
 def seat(hosts: Sequence[Host], ranks: int | None) -> tuple[HostRanks, ...]:
-    """Ranks onto hosts, in order: each host is filled before the next has any.
+    """Assign ranks to hosts, in order: each host is filled before the next has any.
 
     Args:
         hosts: with their slots.
@@ -74,33 +74,40 @@ def seat(hosts: Sequence[Host], ranks: int | None) -> tuple[HostRanks, ...]:
     slots = sum(host.slots for host in hosts)
     wanted = slots if ranks is None else ranks
     if wanted > slots:
-        found = f"they have {slots} slots: {', '.join(f'{host.name}:{host.slots}' for host in hosts)}"
-        raise UsageError(
-            f"can't place {wanted} ranks on {len(hosts)} hosts", found, "add hosts, or slots to those that are there"
-        )
+        listed = ", ".join(f"{host.name}:{host.slots}" for host in hosts)
+        reason = f"they have {slots} slots: {listed}"
+        raise UsageError(f"{wanted} ranks on {len(hosts)} hosts", reason, "add hosts, or slots to those that are there")
     counts: list[tuple[str, int]] = []
+    left = wanted
     for host in hosts:
-        count = min(host.slots, wanted - sum(count for _, count in counts))
+        count = min(host.slots, left)
         if count > 0:
             counts.append((host.name, count))
-    firsts = [sum(count for _, count in counts[:number]) for number in range(len(counts))]
-    return tuple(
-        HostRanks(name, first, count, number, len(counts))
-        for number, ((name, count), first) in enumerate(zip(counts, firsts, strict=True))
-    )
+            left -= count
+    host_ranks = []
+    first = 0
+    for cross_rank, (name, count) in enumerate(counts):
+        host_ranks.append(HostRanks(name, first, count, cross_rank, len(counts)))
+        first += count
+    return tuple(host_ranks)
 
 
 def with_servers(host_ranks: Sequence[HostRanks], servers: int) -> tuple[HostRanks, ...]:
-    """Parameter servers onto the hosts in turn, so that the two that keep a range are on two; the coordinator is first.
+    """Assign parameter servers to the hosts in turn, and the coordinator to the first.
+
+    So the two servers that keep a range are on two hosts.
 
     Args:
         host_ranks: of all ranks of the job.
         servers: how many; 0: there are none, and no coordinator.
     """
-    ranks = sum(one.count for one in host_ranks)
+    world_size = sum(ranks.count for ranks in host_ranks)
     numbers: list[list[int]] = [[] for _ in host_ranks]
     for server in range(servers):
-        numbers[server % len(host_ranks)].append(ranks + server)
+        numbers[server % len(host_ranks)].append(world_size + server)
     if servers:
-        numbers[0].append(ranks + servers)
-    return tuple(replace(one, servers=tuple(own)) for one, own in zip(host_ranks, numbers, strict=True))
+        numbers[0].append(world_size + servers)
+    assigned = []
+    for ranks, servers_here in zip(host_ranks, numbers, strict=True):
+        assigned.append(replace(ranks, servers=tuple(servers_here)))
+    return tuple(assigned)

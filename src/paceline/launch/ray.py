@@ -1,4 +1,4 @@
-"""Ranks as Ray's actors in one placement group: what is asked of Ray, as an object that can be printed first."""
+"""Describe a job as Ray's actors in one placement group, as an object that can be printed before it is sent."""
 
 from __future__ import annotations
 
@@ -51,24 +51,24 @@ class RayJob:
     working_folder: str
 
     def request(self) -> bytes:
-        """For the driver's standard input."""
+        """Return it for the driver's standard input."""
         return json.dumps(asdict(self)).encode()
 
     def text(self) -> str:
-        """For people."""
+        """Return it for people, without secrets."""
         return json.dumps({**asdict(self), "environment": shown(self.environment)}, indent=1)
 
 
 def ray_job(rank: RankCommand, options: RayOptions, folder: str) -> RayJob:
-    """What the driver asks of Ray.
+    """Return what the driver asks of Ray.
 
     Args:
         rank: a rank's command.
         options: of Ray.
         folder: where it runs.
     """
-    whole = {"CPU": float(options.cpus_per_rank), "GPU": float(options.gpus_per_rank)}
-    bundle = {name: amount for name, amount in whole.items() if amount}
+    resources = {"CPU": float(options.cpus_per_rank), "GPU": float(options.gpus_per_rank)}
+    bundle = {name: amount for name, amount in resources.items() if amount}
     bundles = [dict(bundle) for _ in range(rank.plan.world_size)]
     program = [rank.python, "-m", module_names.EXTERNAL_RANK, str(rank.file.resolve()), *rank.arguments]
     return RayJob(options.address, bundles, options.strategy, options.wait_s, program, dict(rank.environment), folder)

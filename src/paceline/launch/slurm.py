@@ -1,4 +1,4 @@
-"""Jobs for Slurm: the text of an sbatch script that starts a rank a task, and sending it.
+"""Write an sbatch script for Slurm that starts a rank a task, and send it.
 
 The script asks for a signal before the time limit, so that the ranks save, and goes back to the queue by itself: after
 such a stop always, after a rank's death by a signal a few times. A rank's own error ends the job.
@@ -54,23 +54,33 @@ class SlurmOptions:
 
 
 def sbatch_script(rank: RankCommand, options: SlurmOptions) -> str:
-    """The script. Shell variables of a rank stand nowhere in it: srun gives each its own."""
-    asked = [
+    """Write the script. Shell variables of a rank stand nowhere in it: srun gives each its own."""
+    lines = [
         f"--job-name={_one_line(rank.job)}",
         f"--nodes={rank.nodes}",
         f"--ntasks-per-node={rank.ranks_per_node}",
         f"--output={rank.run_dir.resolve()}/slurm-%j.log",
-        "--open-mode=append",
+        "--open-mode=append",  # a job that goes back to the queue goes on in its log
         "--requeue",
         f"--signal=TERM@{options.signal_s}",
     ]
-    named = {"partition": options.partition, "account": options.account, "qos": options.qos, "time": options.time}
-    counted = {"gpus-per-node": options.gpus_per_node, "cpus-per-task": options.cpus_per_task}
-    asked += [f"--{name}={_one_line(str(value))}" for name, value in {**named, **counted}.items() if value]
-    lines = "\n".join(f"#SBATCH {line}" for line in [*asked, *options.more])
+    optional: dict[str, str | int] = {
+        "partition": options.partition,
+        "account": options.account,
+        "qos": options.qos,
+        "time": options.time,
+        "gpus-per-node": options.gpus_per_node,
+        "cpus-per-task": options.cpus_per_task,
+    }
+    for name, value in optional.items():
+        if value:
+            lines.append(f"--{name}={_one_line(str(value))}")
+    lines += options.more
+    directives = "\n".join(f"#SBATCH {line}" for line in lines)
+    # Since Slurm 22.05 srun does not take this over from sbatch.
     cpus = " --cpus-per-task=$SLURM_CPUS_PER_TASK" if options.cpus_per_task else ""
     return f"""#!/bin/bash
-{lines}
+{directives}
 
 srun --kill-on-bad-exit=1 --export=ALL{cpus} {shlex.join(rank.words())}
 code=$?
@@ -87,12 +97,12 @@ exit "$code"
 def check_sbatch(options: SlurmOptions) -> None:
     """Raise UsageError unless there is an sbatch to call."""
     if shutil.which(options.program) is None:
-        found = "there is no such program here"
-        raise UsageError(f"can't send the job by {options.program}", found, "go to a login node, or use --dry-run")
+        reason = "there is no such program here"
+        raise UsageError(f"{options.program} to send the job", reason, "go to a login node, or use --dry-run")
 
 
 def submit(script: str, options: SlurmOptions, environment: dict[str, str]) -> str:
-    """Hand the script to sbatch; the job's number.
+    """Hand the script to sbatch, and return the job's number.
 
     Args:
         script: from `sbatch_script`.
@@ -112,8 +122,9 @@ def submit(script: str, options: SlurmOptions, environment: dict[str, str]) -> s
         env=environment,
     )
     if done.returncode:
-        told = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
-        raise UsageError("Slurm should take the job", told, "mend the option that it names; --dry-run shows the script")
+        errors = done.stderr.strip().splitlines() or ["it printed nothing"]
+        fix = "mend the option that it names; --dry-run shows the script"
+        raise UsageError("Slurm to take the job", errors[-1], fix)
     return done.stdout.strip().split(";")[0]
 
 

@@ -39,7 +39,7 @@ class SshOptions:
 
 
 def ssh_command(host: str, command: Sequence[str], options: SshOptions | None = None) -> list[str]:
-    """What starts `command` on `host`: ssh hands it to that host's shell, so each word is quoted."""
+    """Return the command that starts `command` on `host`: ssh hands it to that host's shell, so each word is quoted."""
     options = options or SshOptions()
     return [options.program, *options.more, *_ALWAYS, "--", host, shlex.join(command)]
 
@@ -53,14 +53,13 @@ def check_ssh(options: SshOptions) -> None:
 
 
 def why_lost(host: str, last_words: str) -> UsageError:
-    """What ssh's last words mean, and what to do about it.
+    """Return the error that ssh's last words mean, with what to do about it.
 
     Args:
         host: that it should have reached.
         last_words: what it wrote to its standard error.
     """
-    words = last_words.lower()
-    told = last_words.strip().splitlines()[-1] if last_words.strip() else "ssh said nothing"
+    lines = last_words.strip().splitlines() or ["ssh said nothing"]
     fixes = (
         (
             "host key verification failed",
@@ -81,5 +80,8 @@ def why_lost(host: str, last_words: str) -> UsageError:
         ("no module named", f"install Paceline on {host} in the same place as here, or name its Python with --python"),
         ("no such file", f"{host} needs the same Python and folder as this host, or --python"),
     )
-    fix = next((fix for sign, fix in fixes if sign in words), f"see that `ssh {host} true` works")
-    return UsageError(f"can't reach {host} over ssh", told, fix)
+    asked = f"to reach {host} over ssh"
+    for sign, fix in fixes:
+        if sign in last_words.lower():
+            return UsageError(asked, lines[-1], fix)
+    return UsageError(asked, lines[-1], f"see that `ssh {host} true` works")

@@ -1,4 +1,4 @@
-"""Reads a workload file without running it, to say before any process starts what is wrong with it."""
+"""Read a workload file without running it, to say before any process starts what is wrong with it."""
 
 from __future__ import annotations
 
@@ -41,15 +41,14 @@ def read_workload_file(text: str, ranks: int) -> WorkloadFile:
     try:
         tree = ast.parse(read_text(path), str(path))
     except (SyntaxError, ReadError, ValueError, RecursionError, MemoryError) as error:
-        line = f", line {error.lineno}: {error.msg}" if isinstance(error, SyntaxError) else f": {reason_of(error)}"
-        raise UsageError(f"the workload file {path} should be Python", f"it is not{line}", "mend that line") from None
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    for call in calls:
-        if _name(call.func) == "Workload":
-            _check_call(call, path, ranks)
-    if not any(node.id == "paceline" for node in ast.walk(tree) if isinstance(node, ast.Name)) and not any(
-        name.startswith("paceline") for name in _imports(tree)
-    ):
+        reason = f": {reason_of(error)}"
+        if isinstance(error, SyntaxError):
+            reason = f", line {error.lineno}: {error.msg}"
+        raise UsageError(f"the workload file {path} should be Python", f"it is not{reason}", "mend that line") from None
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and _name(node.func) == "Workload":
+            _check_call(node, path, ranks)
+    if not _uses_paceline(tree):
         raise WorkloadError(
             f"the workload file {path} should train with Paceline",
             "it does not import paceline",
@@ -59,12 +58,23 @@ def read_workload_file(text: str, ranks: int) -> WorkloadFile:
     return WorkloadFile(path, safe)
 
 
+def _uses_paceline(tree: ast.Module) -> bool:
+    names = (node.id for node in ast.walk(tree) if isinstance(node, ast.Name))
+    if any(name == "paceline" for name in names):
+        return True
+    return any(name.startswith("paceline") for name in _imports(tree))
+
+
 def _no_file(path: Path) -> PacelineError:
-    siblings = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
+    siblings = []
+    if path.parent.is_dir():
+        siblings = [file.name for file in path.parent.glob("*.py")]
     near = difflib.get_close_matches(path.name, siblings, n=1)
-    found = "that is a folder" if path.is_dir() else "there is no such file"
-    fix = f"did you mean {path.parent / near[0]}? Name the file" if near else "name the Python file that declares it"
-    return UsageError(f"the workload file {path}", found, fix)
+    reason = "that is a folder" if path.is_dir() else "there is no such file"
+    fix = "name the Python file that declares it"
+    if near:
+        fix = f"did you mean {path.parent / near[0]}? Name the file"
+    return UsageError(f"the workload file {path}", reason, fix)
 
 
 def _check_call(call: ast.Call, path: Path, ranks: int) -> None:
@@ -76,6 +86,7 @@ def _check_call(call: ast.Call, path: Path, ranks: int) -> None:
             check_part_names([name for name in keywords if name], has_data=not _has_none(call, "data"))
         for keyword in call.keywords:
             value = keyword.value.value if isinstance(keyword.value, ast.Constant) else None
+            # Not isinstance: True is an int, too.
             if keyword.arg == "batch_size" and type(value) is int and 0 < value < ranks:
                 raise too_small_batch(value, ranks)
     except WorkloadError as error:
@@ -83,13 +94,21 @@ def _check_call(call: ast.Call, path: Path, ranks: int) -> None:
 
 
 def _has_none(call: ast.Call, name: str) -> bool:
-    """Whether the call hands in None by that name."""
-    values = [keyword.value for keyword in call.keywords if keyword.arg == name]
-    return any(isinstance(value, ast.Constant) and value.value is None for value in values)
+    """True if the call hands in None by that name."""
+    for keyword in call.keywords:
+        value = keyword.value
+        if keyword.arg == name and isinstance(value, ast.Constant) and value.value is None:
+            return True
+    return False
 
 
 def _name(node: ast.expr) -> str:
-    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+    """Return the last name of what is called: `Workload` for `paceline.Workload`."""
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    if isinstance(node, ast.Name):
+        return node.id
+    return ""
 
 
 def _imports(tree: ast.Module) -> list[str]:
@@ -97,6 +116,6 @@ def _imports(tree: ast.Module) -> list[str]:
     for node in tree.body:
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:  # a level is a relative import
             names.append(node.module)
     return names

@@ -23,7 +23,7 @@ SERVERS = "servers.json"  # of a job with parameter servers: where their coordin
 
 
 def new_run(runs: Path, job: str | None, script: Path) -> Path:
-    """A new run directory; named after the file and the time unless `job` says how.
+    """Make a new run directory; named after the file and the time unless `job` says how.
 
     Raises:
         UsageError: the job exists, or the folder can't be made.
@@ -73,12 +73,12 @@ def remove_unbegun(folder: Path) -> None:
 
 
 def new_name(script: Path) -> str:
-    """A run's name: of the file and the time."""
+    """Return a name for a run, of the file and the time."""
     return f"{script.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def find_run(runs: Path, job: str | None, script: Path) -> Path:
-    """The run to resume: `job`, or the newest of this workload file.
+    """Find the run to resume: `job`, or the newest of this workload file.
 
     Raises:
         UsageError: there is none.
@@ -89,8 +89,8 @@ def find_run(runs: Path, job: str | None, script: Path) -> Path:
         raise UsageError(
             f"can't resume the job {job!r} in {runs}", "there is no such job", "look at the names in that folder"
         )
-    known = sorted(runs.glob("*/job.json"), key=lambda path: path.stat().st_mtime, reverse=True)
-    for path in known:
+    newest_first = sorted(runs.glob("*/job.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in newest_first:
         try:
             known_job = read_json(path, dict)
         except ReadError:
@@ -101,7 +101,7 @@ def find_run(runs: Path, job: str | None, script: Path) -> Path:
 
 
 def find_resume_point(folder: Path, report: Callable[[str], None]) -> Path | None:
-    """The checkpoint to go on from; None when the job ended before its first.
+    """Find the checkpoint to go on from; None when the job ended before its first.
 
     Raises:
         CheckpointError: there are checkpoints, but none is whole.
@@ -142,7 +142,9 @@ def write_start(folder: Path, plan: Plan, script: Path, arguments: Sequence[str]
 
 def _write_start(folder: Path, plan: Plan, script: Path, arguments: Sequence[str]) -> None:
     plan.write(folder / "plan.json")
-    for old in [*(folder / "failures").glob("*.json"), *(folder / "stalls").glob("*"), folder / "result.json"]:
+    failures = (folder / "failures").glob("*.json")
+    stalls = (folder / "stalls").glob("*")
+    for old in [*failures, *stalls, folder / "result.json"]:
         old.unlink(missing_ok=True)
     job = {"script": str(script.resolve()), "arguments": list(arguments), "ranks": plan.world_size}
     write_json(folder / "job.json", job)

@@ -1,4 +1,4 @@
-"""How each rank of a job ended that nobody of ours supervises: `ended/RANK` in the run directory.
+"""Record how each rank ended in a job that we don't supervise: `ended/RANK` in the run directory.
 
 A rank's file is blank while it runs, and has its exit status afterwards. Rank 0 reads them before it writes the result.
 While a rank runs, the process above it touches the file: one that no longer changes is of a rank that nobody waits for.
@@ -33,12 +33,13 @@ class Ends:
     """
 
     def __init__(self, run_dir: Path, size: int) -> None:
-        self.folder, self.size = run_dir / FOLDER, size
+        self.folder = run_dir / FOLDER
+        self.size = size
         self._seen: dict[int, tuple[int | None, float]] = {}  # by rank: its file's time, seconds without a change of it
         self._looked_s = time.monotonic()
 
     def begin(self, rank: int) -> bool:
-        """The rank starts: what an earlier attempt has left counts no longer. False: that could not be written."""
+        """Record that the rank starts: what an earlier attempt left counts no longer. False: it can't be written."""
         with contextlib.suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)  # rank 0 may not have made the run directory yet
             self._put(rank, "")
@@ -46,12 +47,12 @@ class Ends:
         return False
 
     def heartbeat(self, rank: int) -> None:
-        """The rank still runs."""
+        """Record that the rank still runs."""
         with contextlib.suppress(OSError):
             os.utime(self.folder / str(rank))
 
     def write(self, rank: int, status: int) -> None:
-        """The rank has ended, with an exit code, or LEFT, or below 0 the signal."""
+        """Record that the rank has ended, with an exit code, or LEFT, or below 0 the signal."""
         with contextlib.suppress(OSError):
             self._put(rank, str(status))
 
@@ -64,33 +65,34 @@ class Ends:
             os.close(descriptor)
 
     def read(self, ranks: Iterable[int]) -> dict[int, int]:
-        """The status of those of `ranks` that have ended."""
-        found = {}
+        """Return the status of those of `ranks` that have ended."""
+        statuses = {}
         for rank in ranks:
             with contextlib.suppress(OSError, ValueError):
-                found[rank] = int((self.folder / str(rank)).read_text())
-        return found
+                statuses[rank] = int((self.folder / str(rank)).read_text())
+        return statuses
 
     def silent(self, ended: Collection[int]) -> list[int]:
-        """Ranks beside those of which nothing more is to come.
+        """Return the ranks, beside those that have ended, of which nothing more is to come.
 
         They have left nothing here: their host does not see this folder, or they never began. Or what they left has
         not changed for SILENT_S, as this process looked on: the clocks of hosts differ.
         """
         now_s = time.monotonic()
-        passed_s, self._looked_s = min(now_s - self._looked_s, _LOOK_S), now_s
-        found = []
+        passed_s = min(now_s - self._looked_s, _LOOK_S)
+        self._looked_s = now_s
+        silent = []
         for rank in set(range(1, self.size)) - set(ended):
             touched = self._touched(rank)
             before, quiet_s = self._seen.get(rank, (None, 0.0))
             quiet_s = quiet_s + passed_s if touched == before else 0.0
             self._seen[rank] = (touched, quiet_s)
             if touched is None or quiet_s >= SILENT_S:
-                found.append(rank)
-        return sorted(found)
+                silent.append(rank)
+        return sorted(silent)
 
     def _touched(self, rank: int) -> int | None:
-        """When a rank's file was touched; None: there is none."""
+        """Return when a rank's file was touched, in nanoseconds; None: there is none."""
         try:
             with (self.folder / str(rank)).open() as file:  # over NFS, opening it asks the server
                 return os.fstat(file.fileno()).st_mtime_ns
@@ -105,7 +107,7 @@ class Ends:
 
 
 def first_of(run_dir: Path, ended: Mapping[int, int], size: int, last: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The failure that a job's end follows from.
+    """Return the failure that a job's end follows from.
 
     Args:
         run_dir: of the job, with what the ranks wrote down.

@@ -1,4 +1,4 @@
-"""Which failure came first, and how it is told: once, with its traceback, the others as a count."""
+"""Find the failure that came first, and tell it once, with its traceback, the others as a count."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FORM = {
 
 
 def signal_name(number: int) -> str:
-    """A signal's name; of one without a name, its number, as a status from another host may have."""
+    """Return a signal's name; of one without a name, its number, as a status from another host may have."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -38,7 +38,7 @@ LEFT = 256  # a status beside the exit codes: the process ended with 0 in the mi
 
 
 def silent_death(rank: int, status: int, at: float, who: str = "") -> dict[str, Any]:
-    """The failure of a rank whose process ended without a word.
+    """Return the failure of a rank whose process ended without a word.
 
     Args:
         rank: which.
@@ -62,7 +62,7 @@ def silent_death(rank: int, status: int, at: float, who: str = "") -> dict[str, 
 
 
 def left_early(rank: int, at: float, found: str = "its process ended with exit code 0") -> dict[str, Any]:
-    """The failure of a rank that ended well while the others were still training, and lost it.
+    """Return the failure of a rank that ended well while the others were still training, and lost it.
 
     Args:
         rank: which.
@@ -78,7 +78,7 @@ def left_early(rank: int, at: float, found: str = "its process ended with exit c
 
 
 def never_ended(rank: int, at: float, run_dir: Path) -> dict[str, Any]:
-    """The failure of a job whose rank 0 has ended well, where nothing says how another rank did.
+    """Return the failure of a job whose rank 0 has ended well, where nothing says how another rank did.
 
     Args:
         rank: the other.
@@ -94,24 +94,24 @@ def never_ended(rank: int, at: float, run_dir: Path) -> dict[str, Any]:
 
 
 def lost_server(status: int, at: float) -> dict[str, Any]:
-    """The failure of a fork server that ended before its ranks, which the kernel then ends with it.
+    """Return the failure of a fork server that ended before its ranks, which the kernel then ends with it.
 
     Args:
         status: its exit code; below 0 the signal that ended it.
         at: when the supervisor heard of it, seconds since the epoch.
     """
     if status < 0:
-        found = f"it was ended by {signal_name(-status)}"
+        reason = f"it was ended by {signal_name(-status)}"
         fix = "see `dmesg` whether the kernel ended it for want of memory, and go on with --resume"
     else:
-        found = f"it ended with exit code {status}"
+        reason = f"it ended with exit code {status}"
         fix = "look at its output above"
-    message = str(PacelineError("the fork server should live as long as its ranks", found, fix))
+    message = str(PacelineError("the fork server should live as long as its ranks", reason, fix))
     return {**_died(None, at, message), "is_paceline": True}
 
 
 def failed_launcher(program: str, status: int, last_words: str, at: float) -> dict[str, Any]:
-    """The failure of a program that had started the ranks, where no rank wrote down its own.
+    """Return the failure of a program that had started the ranks, where no rank wrote down its own.
 
     Args:
         program: its name.
@@ -119,34 +119,38 @@ def failed_launcher(program: str, status: int, last_words: str, at: float) -> di
         last_words: its last line.
         at: when the supervisor heard of it, seconds since the epoch.
     """
-    found = f"it ended with exit code {status}" + (f": {last_words}" if last_words else "")
+    reason = f"it ended with exit code {status}"
+    if last_words:
+        reason += f": {last_words}"
     fix = "look at its output above; go on with --resume once that is mended"
-    message = str(PacelineError(f"{program} should run the ranks to their end", found, fix))
+    message = str(PacelineError(f"{program} should run the ranks to their end", reason, fix))
     return {**_died(None, at, message), "is_paceline": True}
 
 
 def lost_host(host: str, why: str, at: float) -> dict[str, Any]:
-    """The failure of a host to which the connection ended, and whose ranks end with it.
+    """Return the failure of a host to which the connection ended, and whose ranks end with it.
 
     Args:
         host: its name.
         why: the last words of what held the connection.
         at: when the supervisor heard of it, seconds since the epoch.
     """
-    found = f"the connection to {host} ended" + (f" ({why})" if why else "")
-    message = str(PacelineError(f"the host {host} should be there to the end", found, "go on with --resume"))
+    reason = f"the connection to {host} ended"
+    if why:
+        reason += f" ({why})"
+    message = str(PacelineError(f"the host {host} should be there to the end", reason, "go on with --resume"))
     return {**_died(None, at, message), "is_paceline": True, "host": host}
 
 
 def refusal(error: PacelineError, at: float) -> dict[str, Any]:
-    """The failure of a job that the supervisor itself could not go on with.
+    """Return the failure of a job that the supervisor itself could not go on with.
 
     Args:
         error: why.
         at: when, seconds since the epoch.
     """
-    own = {"type": type(error).__name__, "is_paceline": True, "exit_code": error.exit_code}
-    return {**_died(None, at, str(error)), **own}
+    fields = {"type": type(error).__name__, "is_paceline": True, "exit_code": error.exit_code}
+    return {**_died(None, at, str(error)), **fields}
 
 
 def _died(rank: int | None, at: float, message: str) -> dict[str, Any]:
@@ -165,13 +169,13 @@ def _died(rank: int | None, at: float, message: str) -> dict[str, Any]:
 
 
 def read_failures(folder: Path) -> dict[int, dict[str, Any]]:
-    """What the ranks wrote down before they ended, by the rank whose file it is."""
-    found = {}
+    """Return what the ranks wrote down before they ended, by the rank whose file it is."""
+    failures = {}
     for path in (folder / "failures").glob("*.json"):
         rank = parse_whole(path.stem)
         if rank is not None:
-            found[rank] = _read_failure(path, rank)
-    return found
+            failures[rank] = _read_failure(path, rank)
+    return failures
 
 
 def _read_failure(path: Path, rank: int) -> dict[str, Any]:
@@ -183,20 +187,18 @@ def _read_failure(path: Path, rank: int) -> dict[str, Any]:
 
 
 def first_cause(failures: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """The failure that the others follow from: the earliest that is not the loss of a peer."""
+    """Return the failure that the others follow from: the earliest that is not the loss of a peer."""
     return min(failures, key=lambda failure: (failure["is_peer_loss"], failure["at"]))
 
 
 def first_line(cause: Mapping[str, Any]) -> str:
-    """A failure's message in one line; "" where it has none, as of a bare `assert`."""
-    if cause.get("parts"):
-        asked, found, _ = cause["parts"]
-        return f"{asked}: {found}"
-    return str((cause["message"].splitlines() or [""])[0])
+    """Return the first line of a failure's message; "" where it has none, as of a bare `assert`."""
+    lines = cause["message"].splitlines() or [""]
+    return str(lines[0])
 
 
 def format_failure(cause: Mapping[str, Any], others: int, word: str = "failed first") -> str:
-    """The failure as people read it. An error that says what to do needs no traceback of ours.
+    """Return the failure as people read it. An error that says what to do needs no traceback of ours.
 
     Args:
         cause: the failure.
@@ -213,19 +215,17 @@ def format_failure(cause: Mapping[str, Any], others: int, word: str = "failed fi
     elif cause["traceback"]:
         lines.append(format_failure_briefly(cause, word))
     else:
-        step = _step(cause)
-        lines.append(cause["message"] + (step and f" ({step[2:]})"))
+        step = "" if cause["step"] is None else f" (step {cause['step']})"
+        lines.append(f"{cause['message']}{step}")
     if others:
-        lines.append(f"  (and {others} {'rank' if others == 1 else 'ranks'} that ended with it)")
+        noun = "rank" if others == 1 else "ranks"
+        lines.append(f"  (and {others} {noun} that ended with it)")
     return "\n".join(lines)
 
 
 def format_failure_briefly(cause: Mapping[str, Any], word: str) -> str:
-    """The failure in a line."""
+    """Return the failure in a line."""
     kind = cause["type"] if cause["traceback"] else ""
-    said = ": ".join(part for part in (kind, first_line(cause)) if part)
-    return f"rank {cause['rank']}{_step(cause)} {word}: {said}"
-
-
-def _step(cause: Mapping[str, Any]) -> str:
-    return f", step {cause['step']}" if cause["step"] is not None else ""
+    description = ": ".join(part for part in (kind, first_line(cause)) if part)
+    step = "" if cause["step"] is None else f", step {cause['step']}"
+    return f"rank {cause['rank']}{step} {word}: {description}"

@@ -1,4 +1,4 @@
-"""The folder of a job that only this user can enter: where ranks meet, their sockets, credentials.
+"""Make a folder for a job that only this user can enter: where ranks meet, their sockets, credentials.
 
 It is removed at the job's end, or by the fork server when the supervisor was killed. When both were killed at once, the
 next job removes it: every process of a job holds a lock in its folder, and a lock that nobody holds says that the job
@@ -23,7 +23,7 @@ _UNFINISHED = f".{PREFIX}"  # a folder whose lock is not taken yet
 
 @dataclass(frozen=True, slots=True)
 class PrivateFolder:
-    """The folder, and the descriptor of its lock: who inherits that holds the lock too; -1: there is none."""
+    """A job's folder, and the descriptor of its lock: who inherits that holds the lock too; -1: there is none."""
 
     path: Path
     lock: int
@@ -36,24 +36,25 @@ class PrivateFolder:
 
 
 def make_private(parent: str | None = None) -> PrivateFolder:
-    """A new folder in `parent`, or where temporary files are kept; those of jobs that were killed are removed.
+    """Make a folder in `parent`, or where temporary files are kept, and remove those of jobs that were killed.
 
     Raises:
         OSError: it can't be made.
     """
     parent = parent or tempfile.gettempdir()
     sweep(Path(parent))
-    made = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=parent))
+    folder = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=parent))
     try:
-        lock = _locked(made / _LOCK)
-        return PrivateFolder(made.rename(made.with_name(made.name[1:])), lock)
+        lock = _locked(folder / _LOCK)
+        visible = folder.with_name(folder.name.removeprefix("."))  # its lock is taken: others may look at it now
+        return PrivateFolder(folder.rename(visible), lock)
     except OSError:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
         raise
 
 
 def _locked(path: Path) -> int:
-    """Make a file and lock it; its descriptor, or -1 where the file system has no locks, and then no file."""
+    """Make a file and lock it. Return its descriptor, or -1 where the file system has no locks, and then no file."""
     lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -66,7 +67,7 @@ def _locked(path: Path) -> int:
 
 def sweep(parent: Path) -> None:
     """Remove this user's folders in `parent` whose jobs have no process left."""
-    for folder in _own(parent):
+    for folder in _folders_of_user(parent):
         with contextlib.suppress(OSError):
             lock = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW)  # a folder without one is not of this kind
             try:
@@ -76,7 +77,7 @@ def sweep(parent: Path) -> None:
                 os.close(lock)
 
 
-def _own(parent: Path) -> Iterator[Path]:
+def _folders_of_user(parent: Path) -> Iterator[Path]:
     for folder in parent.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
             if folder.lstat().st_uid == os.getuid() and folder.is_dir() and not folder.is_symlink():

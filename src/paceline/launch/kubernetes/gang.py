@@ -47,8 +47,8 @@ def attach(job: KubernetesJob, manifests: list[Manifest]) -> list[Manifest]:
     """Add what the job's gang scheduler wants to the manifests, and put its own objects before them."""
     before = _ATTACH[job.gang](job, manifests)
     if job.scheduler:
-        for one in pod_sets(manifests):
-            one.template["spec"]["schedulerName"] = job.scheduler
+        for pod_set in pod_sets(manifests):
+            pod_set.template["spec"]["schedulerName"] = job.scheduler
     return [*before, *manifests]
 
 
@@ -56,8 +56,11 @@ def reasons(manifests: Sequence[Manifest]) -> Iterator[str]:
     """Yield why a gang scheduler would not place these pods as a whole."""
     sets = pod_sets(manifests)
     if yunikorn.is_used(sets):
-        is_ray = any(one.get("kind") == "RayJob" for one in manifests)
-        yield from yunikorn_ray.reasons(manifests, sets) if is_ray else yunikorn.reasons(sets)
+        is_ray = any(manifest.get("kind") == "RayJob" for manifest in manifests)
+        if is_ray:
+            yield from yunikorn_ray.reasons(manifests, sets)
+        else:
+            yield from yunikorn.reasons(sets)
     yield from kueue.reasons(manifests)
     yield from kai.reasons(manifests, sets)
     for kind in (volcano.VOLCANO, coscheduling.COSCHEDULING, native.NATIVE):

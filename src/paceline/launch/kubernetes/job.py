@@ -111,13 +111,15 @@ class KubernetesJob:
 
     @property
     def resources(self) -> dict[str, str]:
-        """What a worker's pod asks for."""
-        own = {"cpu": self.cpu, "memory": self.memory}
-        return {**own, self.accelerator: str(self.accelerators)} if self.accelerators else own
+        """The resources that a worker's pod asks for."""
+        resources = {"cpu": self.cpu, "memory": self.memory}
+        if self.accelerators:
+            resources[self.accelerator] = str(self.accelerators)
+        return resources
 
     @property
     def server_resources(self) -> dict[str, str]:
-        """What a server's pod asks for, and the coordinator's, which is in the same gang."""
+        """The resources that a server's pod asks for, and the coordinator's, which is in the same gang."""
         return {"cpu": self.server_cpu or self.cpu, "memory": self.server_memory or self.memory}
 
     def _check_words(self) -> None:
@@ -144,8 +146,9 @@ class KubernetesJob:
     def _check_surroundings(self) -> None:
         for name in self.environment:
             if not _VARIABLE.fullmatch(name) or name.startswith("PET_"):
-                found = "its name is none" if not name.startswith("PET_") else "PET_ is for how ranks meet"
-                raise UsageError(f"the variable {name!r} of the pods", found, "take another name")
+                is_reserved = name.startswith("PET_")
+                reason = "PET_ is for how ranks meet" if is_reserved else "its name is none"
+                raise UsageError(f"the variable {name!r} of the pods", reason, "take another name")
         for network in self.egress:
             _check_network(network)
 
@@ -163,7 +166,8 @@ class KubernetesJob:
                 raise UsageError(
                     f"the job's {what}", f"it is {count!r} and not a whole number of at least {least}", f"write {least}"
                 )
-        ranks, world = self.nodes * self.ranks_per_node, self.plan.world_size
+        ranks = self.nodes * self.ranks_per_node
+        world = self.plan.world_size
         if ranks != world:
             raise PlanError(
                 f"{self.nodes} nodes with {self.ranks_per_node} ranks each are {ranks} ranks",
@@ -232,18 +236,26 @@ class KubernetesJob:
             raise UsageError(
                 f"gang={self.gang}", "no queue is named", "write the queue that the cluster's administrator names"
             )
-        good = {
-            "yunikorn": bool(_YUNIKORN_QUEUE.fullmatch(self.queue) and _LABEL_VALUE.fullmatch(self.queue)),
-            "kueue": bool(_LABEL.fullmatch(self.queue)),
-            "kai": bool(_LABEL_VALUE.fullmatch(self.queue)),
-            "volcano": not self.queue or bool(_LABEL.fullmatch(self.queue)),
-        }.get(self.gang, not self.queue)
-        if good and len(self.queue) <= LABEL_LENGTH:
+        if self._has_valid_queue() and len(self.queue) <= LABEL_LENGTH:
             return
         if self.gang not in (*WANTS_QUEUE, "volcano"):
             raise UsageError(f"the queue {self.queue!r}", f"gang={self.gang} has none", "leave it out")
         example = "root.ml" if self.gang == "yunikorn" else "ml"
         raise UsageError(f"the queue {self.queue!r}", f"{self.gang} has no such names", f"write such as {example}")
+
+    def _has_valid_queue(self) -> bool:
+        """True if the queue's name is one for the gang's scheduler; schedulers without queues want none."""
+        is_label = bool(_LABEL.fullmatch(self.queue))
+        is_label_value = bool(_LABEL_VALUE.fullmatch(self.queue))
+        if self.gang == "yunikorn":
+            return is_label_value and bool(_YUNIKORN_QUEUE.fullmatch(self.queue))
+        if self.gang == "kueue":
+            return is_label
+        if self.gang == "kai":
+            return is_label_value
+        if self.gang == "volcano":
+            return is_label or not self.queue
+        return not self.queue
 
     def _check_name(self) -> None:
         if not _LABEL.fullmatch(self.name):
@@ -252,25 +264,28 @@ class KubernetesJob:
                 "Kubernetes wants small letters, digits and hyphens, a letter first and no hyphen last",
                 "write such as bert-1",
             )
-        longest, most = max((len(name), name) for name in self._names())[1], LABEL_LENGTH
+        _, longest_name = max((len(name), name) for name in self._names())
+        most = LABEL_LENGTH
         if self.kind == "rayjob":
-            longest, most = self.name, RAY_NAME_LENGTH
-        if len(longest) > most:
+            longest_name = self.name
+            most = RAY_NAME_LENGTH
+        if len(longest_name) > most:
             raise UsageError(
                 f"the job's name {self.name!r}",
-                f"it leads to the name {longest} of {len(longest)} characters, and {most} are allowed",
-                f"write a name of at most {len(self.name) - len(longest) + most}",
+                f"it leads to the name {longest_name} of {len(longest_name)} characters, and {most} are allowed",
+                f"write a name of at most {len(self.name) - len(longest_name) + most}",
             )
 
     def _names(self) -> Iterator[str]:
-        """The longest names that controllers make of this job's."""
+        """Yield the longest names that controllers make of this job's."""
         last = self.nodes - 1
         if self.kind == "mpijob":
             yield from (f"{self.name}-launcher{_SUFFIX}", f"{self.name}-worker-{last}")
         elif self.kind == "job":
             yield f"{self.name}-{last}{_SUFFIX}"
         else:
-            yield f"{self.name}-{'node' if self.kind == 'trainjob' else 'worker'}-0-{last}{_SUFFIX}"
+            role = "node" if self.kind == "trainjob" else "worker"
+            yield f"{self.name}-{role}-0-{last}{_SUFFIX}"
         if self.servers:
             between = "-0" if self.kind == "jobset" else ""
             yield f"{self.name}-coordinator{between}-0{_SUFFIX}"

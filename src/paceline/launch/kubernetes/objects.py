@@ -1,4 +1,4 @@
-"""The kinds of object that a job can be on Kubernetes, and how the pods in each are found again."""
+"""Render a job as the kinds of object that Kubernetes has for jobs, and find the pods in such manifests again."""
 
 from __future__ import annotations
 
@@ -34,50 +34,60 @@ class PodSet:
 
     @property
     def role(self) -> str:
-        """What the pods do: worker unless their label says otherwise."""
+        """The role of the pods: worker unless their label says otherwise."""
         return str(field_of(self.template, "metadata", "labels", pods.ROLE_LABEL) or WORKER)
 
 
 def field_of(node: Any, *path: str) -> Any:
-    """What stands at a path in a manifest that a person may have edited; None where there is nothing."""
+    """Return what stands at a path in a manifest that a person may have edited; None where there is nothing."""
     for key in path:
         node = node.get(key) if isinstance(node, dict) else None
     return node
 
 
 def job_manifests(manifests: Sequence[Manifest]) -> list[Manifest]:
-    """Those that start something, not what goes with them."""
-    return [one for one in manifests if one.get("kind") in _JOBS]
+    """Return the manifests that start pods, without those that only go with them."""
+    return [manifest for manifest in manifests if manifest.get("kind") in _JOBS]
 
 
 def pod_sets(manifests: Sequence[Manifest]) -> list[PodSet]:
-    """All pods that controllers will make of these manifests; those of a foreign runtime are not among them."""
-    return [found for one in manifests for found in _sets_of(one, manifests) if isinstance(found.template, dict)]
+    """Return all pods that controllers will make of these manifests, without those of a foreign runtime."""
+    sets = []
+    for manifest in manifests:
+        for pod_set in _sets_of(manifest, manifests):
+            if isinstance(pod_set.template, dict):
+                sets.append(pod_set)
+    return sets
 
 
-def _sets_of(one: Manifest, manifests: Sequence[Manifest]) -> Iterator[PodSet]:
-    kind, spec = one.get("kind"), one.get("spec") or {}
-    name = f"{kind} {field_of(one, 'metadata', 'name')}"
+def _sets_of(manifest: Manifest, manifests: Sequence[Manifest]) -> Iterator[PodSet]:
+    kind = manifest.get("kind")
+    spec = manifest.get("spec") or {}
+    name = f"{kind} {field_of(manifest, 'metadata', 'name')}"
     if kind == "Job":
-        yield PodSet(name, _number(spec.get("parallelism")), spec.get("template") or {}, one)
+        yield PodSet(name, _number(spec.get("parallelism")), spec.get("template") or {}, manifest)
     elif kind == "JobSet":
         for part in spec.get("replicatedJobs") or []:
             inner = field_of(part, "template", "spec") or {}
             count = _number(part.get("replicas")) * _number(inner.get("parallelism"))
-            yield PodSet(f"{name}, {part.get('name')}", count, inner.get("template") or {}, one)
+            yield PodSet(f"{name}, {part.get('name')}", count, inner.get("template") or {}, manifest)
     elif kind == "TrainingRuntime":
-        nodes = [field_of(job, "spec", "trainer", "numNodes") for job in manifests if job.get("kind") == "TrainJob"]
+        trainers = [other for other in manifests if other.get("kind") == "TrainJob"]
+        # The runtime's own manifest does not say how many nodes there are: its TrainJob does.
+        nodes = field_of(trainers[0], "spec", "trainer", "numNodes") if trainers else None
         for part in field_of(spec, "template", "spec", "replicatedJobs") or []:
             template = field_of(part, "template", "spec", "template") or {}
-            yield PodSet(f"{name}, {part.get('name')}", _number(nodes[0] if nodes else None), template, one)
+            yield PodSet(f"{name}, {part.get('name')}", _number(nodes), template, manifest)
     elif kind == "MPIJob":
         for role, part in (spec.get("mpiReplicaSpecs") or {}).items():
-            yield PodSet(f"{name}, {role}", _number(part.get("replicas")), part.get("template") or {}, one)
+            yield PodSet(f"{name}, {role}", _number(part.get("replicas")), part.get("template") or {}, manifest)
     elif kind == "RayJob":
         cluster = spec.get("rayClusterSpec") or {}
-        yield PodSet(f"{name}, head", 1, field_of(cluster, "headGroupSpec", "template") or {}, one)
+        yield PodSet(f"{name}, head", 1, field_of(cluster, "headGroupSpec", "template") or {}, manifest)
         for part in cluster.get("workerGroupSpecs") or []:
-            yield PodSet(f"{name}, {part.get('groupName')}", _number(part.get("replicas")), part.get("template"), one)
+            yield PodSet(
+                f"{name}, {part.get('groupName')}", _number(part.get("replicas")), part.get("template"), manifest
+            )
 
 
 def _number(value: Any) -> int:
@@ -85,23 +95,31 @@ def _number(value: Any) -> int:
 
 
 def jobset(job: KubernetesJob) -> list[Manifest]:
-    """A JobSet: when a worker fails, the whole set starts again and goes on from the last checkpoint."""
+    """Render a JobSet: when a worker fails, the whole set starts again and goes on from the last checkpoint."""
     coordinator = f"{job.name}-{COORDINATOR}-0-0.{job.name}:{pods.COORDINATOR_PORT}"
     workers = pods.worker_pod(job, f"{job.name}-{WORKER}-0-0.{job.name}")
-    parts = []
+    replicated_jobs = []
     if job.servers:
-        server, one = pods.server_pods(job, coordinator)
+        server, coordinator_pod = pods.server_pods(job, coordinator)
         workers = pods.with_coordinator(workers, coordinator)
-        parts = [_replicated(job, COORDINATOR, 1, one), _replicated(job, SERVER, job.servers, server)]
-    parts += [_replicated(job, WORKER, job.nodes, workers)]
+        replicated_jobs = [
+            _replicated(job, COORDINATOR, 1, coordinator_pod),
+            _replicated(job, SERVER, job.servers, server),
+        ]
+    replicated_jobs += [_replicated(job, WORKER, job.nodes, workers)]
     spec = {
         "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
         "successPolicy": {"operator": "All", "targetReplicatedJobs": [WORKER]},
         "failurePolicy": _failure_policy(job),
-        "replicatedJobs": parts,
+        "replicatedJobs": replicated_jobs,
     }
-    own = {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": pods.metadata(job), "spec": spec}
-    return [own]
+    manifest = {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": pods.metadata(job),
+        "spec": spec,
+    }
+    return [manifest]
 
 
 def _failure_policy(job: KubernetesJob) -> Manifest:
@@ -114,7 +132,7 @@ def _replicated(job: KubernetesJob, role: str, count: int, template: Manifest) -
 
 
 def _indexed(job: KubernetesJob, role: str, count: int, template: Manifest) -> Manifest:
-    """The spec of an indexed Job, whose pods know their number."""
+    """Render the spec of an indexed Job, whose pods know their number."""
     # Workers of a JobSet start again all together; a server is replaced by itself, its replica goes on meanwhile.
     alone = job.kind == "job" or role != WORKER
     return {
@@ -131,33 +149,33 @@ def _indexed(job: KubernetesJob, role: str, count: int, template: Manifest) -> M
 
 
 def indexed_job(job: KubernetesJob) -> list[Manifest]:
-    """Plain indexed Jobs, one for each role, and the Service that names their pods."""
+    """Render plain indexed Jobs, one for each role, and the Service that names their pods."""
     coordinator = f"{job.name}-{COORDINATOR}-0.{job.name}:{pods.COORDINATOR_PORT}"
     workers = pods.worker_pod(job, f"{job.name}-0.{job.name}")
     roles = [("", WORKER, job.nodes, workers)]
     if job.servers:
-        server, one = pods.server_pods(job, coordinator)
+        server, coordinator_pod = pods.server_pods(job, coordinator)
         pods.with_coordinator(workers, coordinator)
         roles = [
-            (f"{job.name}-{COORDINATOR}", COORDINATOR, 1, one),
+            (f"{job.name}-{COORDINATOR}", COORDINATOR, 1, coordinator_pod),
             (f"{job.name}-{SERVER}", SERVER, job.servers, server),
             *roles,
         ]
-    made = [pods.headless_service(job)]
+    manifests = [pods.headless_service(job)]
     for name, role, count, template in roles:
         template["spec"]["subdomain"] = job.name
         spec = _indexed(job, role, count, template)
-        head = pods.metadata(job, name, role)
-        made += [{"apiVersion": "batch/v1", "kind": "Job", "metadata": head, "spec": spec}]
-    return made
+        metadata = pods.metadata(job, name, role)
+        manifests += [{"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec}]
+    return manifests
 
 
 def train_job(job: KubernetesJob) -> list[Manifest]:
-    """A TrainJob of Kubeflow's Trainer, with the runtime that has its pods unless one is named."""
+    """Render a TrainJob of Kubeflow's Trainer, with the runtime that has its pods unless one is named."""
     trainer: Manifest = {"numNodes": job.nodes, "numProcPerNode": job.ranks_per_node}
     reference = {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": job.name}
     spec: Manifest = {"runtimeRef": reference, "trainer": trainer}
-    made = []
+    before = []
     template = pods.worker_pod(job, head="")  # the Trainer says PET_*, and refuses them from others
     if job.runtime:
         reference |= {"kind": "ClusterTrainingRuntime", "name": job.runtime}
@@ -167,9 +185,9 @@ def train_job(job: KubernetesJob) -> list[Manifest]:
         spec["runtimePatches"] = [_patch(template)]
     else:
         template["spec"]["containers"][0]["name"] = TRAINER_JOB
-        made = [_runtime(job, template)]
-    own = {"apiVersion": "trainer.kubeflow.org/v1alpha1", "kind": "TrainJob", "metadata": pods.metadata(job)}
-    return [*made, {**own, "spec": spec}]
+        before = [_runtime(job, template)]
+    manifest = {"apiVersion": "trainer.kubeflow.org/v1alpha1", "kind": "TrainJob", "metadata": pods.metadata(job)}
+    return [*before, {**manifest, "spec": spec}]
 
 
 def _runtime(job: KubernetesJob, template: Manifest) -> Manifest:
@@ -191,22 +209,27 @@ def _runtime(job: KubernetesJob, template: Manifest) -> Manifest:
 
 
 def _patch(template: Manifest) -> Manifest:
-    """What a TrainJob may change of a foreign runtime's pods."""
+    """Render what a TrainJob may change of a foreign runtime's pods."""
     spec = template["spec"]
     allowed = [
         *("terminationGracePeriodSeconds", "securityContext", "affinity", "nodeSelector", "tolerations"),
         *("serviceAccountName", "imagePullSecrets", "volumes"),
     ]
     container = spec["containers"][0]
-    inner = {"name": TRAINER_JOB, **{key: container[key] for key in ("securityContext", "volumeMounts")}}
-    patched = {key: spec[key] for key in allowed if key in spec} | {"containers": [inner]}
+    inner = {
+        "name": TRAINER_JOB,
+        "securityContext": container["securityContext"],
+        "volumeMounts": container["volumeMounts"],
+    }
+    patched = {key: spec[key] for key in allowed if key in spec}
+    patched["containers"] = [inner]
     pod = {"metadata": template["metadata"], "spec": patched}
     node = {"name": TRAINER_JOB, "template": {"spec": {"template": pod}}}
     return {"manager": "paceline", "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [node]}}}}
 
 
 def mpi_job(job: KubernetesJob) -> list[Manifest]:
-    """An MPIJob: the launcher's pod is the first node, the others wait for it with sshd."""
+    """Render an MPIJob: the launcher's pod is the first node, the others wait for it with sshd."""
     launcher = pods.pod(job, WORKER, pods.mpi_command(job))
     waiting = pods.pod(job, WORKER, ["/usr/sbin/sshd", "-De", "-f", f"{SSH_HOME}/.sshd_config"])
     waiting["spec"]["containers"][0]["readinessProbe"] = {"tcpSocket": {"port": pods.SSH_PORT}}
@@ -231,7 +254,7 @@ SSH_HOME = pods.SSH_FOLDER.rpartition("/")[0]
 
 
 def ray_job(job: KubernetesJob) -> list[Manifest]:
-    """A RayJob: the head's pod is the first node; the operator asks it to start the job, no pod has to."""
+    """Render a RayJob: the head's pod is the first node; the operator asks it to start the job, no pod has to."""
     cluster: Manifest = {
         "headGroupSpec": {"rayStartParams": {}, "template": pods.pod(job, WORKER, [])},
     }

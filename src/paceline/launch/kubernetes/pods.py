@@ -1,4 +1,4 @@
-"""Pods of a job: what runs in them, what they may do, whom they may speak with."""
+"""Render a job's pods: what runs in them, what they may do, and which connections they may have."""
 
 from __future__ import annotations
 
@@ -9,10 +9,16 @@ from typing import Any
 from paceline.launch.kubernetes.job import KubernetesJob
 from paceline.nouns.plan import Plan
 
-WORKER, SERVER, COORDINATOR = "worker", "server", "coordinator"
-NAME_LABEL, JOB_LABEL, ROLE_LABEL = (f"app.kubernetes.io/{word}" for word in ("name", "instance", "component"))
+WORKER = "worker"
+SERVER = "server"
+COORDINATOR = "coordinator"
+NAME_LABEL = "app.kubernetes.io/name"
+JOB_LABEL = "app.kubernetes.io/instance"
+ROLE_LABEL = "app.kubernetes.io/component"
 CONTAINER = "paceline"
-RANKS_PORT, COORDINATOR_PORT, SERVER_PORT = 29400, 7070, 7071
+RANKS_PORT = 29400
+COORDINATOR_PORT = 7070
+SERVER_PORT = 7071
 SSH_PORT = 2222  # of an sshd that is not root's
 SSH_FOLDER = "/home/mpiuser/.ssh"  # where images of the MPI Operator have it
 DASHBOARD_PORT = 8265  # of Ray
@@ -24,18 +30,20 @@ Manifest = dict[str, Any]
 
 
 def labels(job: KubernetesJob, role: str = "") -> dict[str, str]:
-    """Labels by which the job's things are found."""
-    own = {NAME_LABEL: "paceline", JOB_LABEL: job.name}
-    return {**own, ROLE_LABEL: role} if role else own
+    """Return the labels by which the job's objects are found."""
+    common = {NAME_LABEL: "paceline", JOB_LABEL: job.name}
+    if not role:
+        return common
+    return {**common, ROLE_LABEL: role}
 
 
 def metadata(job: KubernetesJob, name: str = "", role: str = "") -> Manifest:
-    """The head of a manifest."""
+    """Render a manifest's metadata."""
     return {"name": name or job.name, "namespace": job.namespace, "labels": labels(job, role)}
 
 
 def pod(job: KubernetesJob, role: str, command: Sequence[str], environment: Sequence[Manifest] = ()) -> Manifest:
-    """A pod template that passes the namespace standard `restricted`.
+    """Render a pod template that passes the namespace standard `restricted`.
 
     Args:
         job: whose.
@@ -46,10 +54,12 @@ def pod(job: KubernetesJob, role: str, command: Sequence[str], environment: Sequ
     container: Manifest = {"name": CONTAINER, "image": job.image}
     if command:
         container["command"] = [_literal(word) for word in command]
-    own = {"HOME": "/tmp", "USER": "paceline"}  # the image may know no user of this number
+    user_variables = {"HOME": "/tmp", "USER": "paceline"}  # the image may know no user of this number
+    variables = []
+    for name, value in {**user_variables, **job.environment}.items():
+        variables.append({"name": name, "value": _literal(value)})
     container |= {
-        "env": [{"name": name, "value": _literal(value)} for name, value in {**own, **job.environment}.items()]
-        + list(environment),
+        "env": [*variables, *environment],
         "resources": _both(job.resources if role == WORKER else job.server_resources),
         "securityContext": container_security(),
         "volumeMounts": mounts(job, role),
@@ -71,7 +81,7 @@ def pod(job: KubernetesJob, role: str, command: Sequence[str], environment: Sequ
 
 
 def worker_pod(job: KubernetesJob, head: str) -> Manifest:
-    """A node of the job: starts its ranks, which meet at the pod `head`; empty: the controller says where."""
+    """Render a node of the job: it starts its ranks, which meet at the pod `head`; empty: the controller says where."""
     environment: list[Manifest] = []
     if head:
         rendezvous = {
@@ -85,12 +95,14 @@ def worker_pod(job: KubernetesJob, head: str) -> Manifest:
 
 
 def server_pods(job: KubernetesJob, coordinator: str) -> tuple[Manifest, Manifest]:
-    """Of a parameter server, and of the coordinator that is at `coordinator`.
+    """Render the pod of a parameter server, and that of the coordinator, whose address is `coordinator`.
 
     Both ask for the same, for they are one gang.
     """
-    known = {"POD_IP": "status.podIP", "JOB_UID": f"metadata.labels['{JOB_UID_LABEL}']"}
-    told = [{"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in known.items()]
+    paths = {"POD_IP": "status.podIP", "JOB_UID": f"metadata.labels['{JOB_UID_LABEL}']"}
+    environment = []
+    for name, path in paths.items():
+        environment.append({"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}})
     serve = ["paceline", "server", "serve", "--coordinator", coordinator]
     coordinate = ["paceline", "server", "coordinate", "--plan", job.plan.line()]
     # A pod that takes another's place goes on with its log. When all starts again, under a new Job, the servers are
@@ -98,7 +110,7 @@ def server_pods(job: KubernetesJob, coordinator: str) -> tuple[Manifest, Manifes
     coordinate += ["--log", f"{job.runs}/{job.name}-coordinator-$(JOB_UID).log"]
     templates = []
     for role, command, port in ((SERVER, serve, SERVER_PORT), (COORDINATOR, coordinate, COORDINATOR_PORT)):
-        template = pod(job, role, [], told)
+        template = pod(job, role, [], environment)
         # Kubernetes writes the pod's own address here, so that nothing listens at any other.
         command += ["--listen", f"$(POD_IP):{port}", "--credentials", f"/credentials/{role}"]
         template["spec"]["containers"][0]["command"] = command
@@ -107,47 +119,49 @@ def server_pods(job: KubernetesJob, coordinator: str) -> tuple[Manifest, Manifes
 
 
 def with_coordinator(template: Manifest, coordinator: str) -> Manifest:
-    """A worker's pod that finds its parameter servers."""
+    """Add to a worker's pod, and return it, what it needs to find its parameter servers."""
     container = template["spec"]["containers"][0]
-    found = {"PACELINE_COORDINATOR": coordinator, "PACELINE_CREDENTIALS": f"/credentials/{WORKER}"}
-    container["env"] += [{"name": name, "value": value} for name, value in found.items()]
+    variables = {"PACELINE_COORDINATOR": coordinator, "PACELINE_CREDENTIALS": f"/credentials/{WORKER}"}
+    container["env"] += [{"name": name, "value": value} for name, value in variables.items()]
     return template
 
 
 def run_command(job: KubernetesJob) -> list[str]:
-    """What each node runs: the same word for word on all, and again after a restart."""
+    """Return the command of each node: the same word for word on all, and again after a restart."""
     grace = ["--grace", str(job.grace_s - SAVE_MARGIN_S)]
     return [*_run(job), *grace, "-j", f"{job.nodes}x{job.ranks_per_node}", *job.command]
 
 
 def mpi_command(job: KubernetesJob) -> list[str]:
-    """What the launcher of an MPIJob runs: one process for each rank, which becomes that rank."""
-    names = [word for name in ("HOME", "USER", *job.environment) for word in ("-x", name)]
+    """Return the command of an MPIJob's launcher: one process for each rank, which becomes that rank."""
+    variables = []
+    for name in ("HOME", "USER", *job.environment):
+        variables += ["-x", name]
     per_node = f"ppr:{job.ranks_per_node}:node"
     # The other pods' sshd may come up later than the launcher: ssh asks once a second.
     patience = ["--mca", "plm_rsh_args", "-o ConnectionAttempts=120"]
-    mpirun = ["mpirun", "-np", str(job.plan.world_size), "--map-by", per_node, *patience, *names]
+    mpirun = ["mpirun", "-np", str(job.plan.world_size), "--map-by", per_node, *patience, *variables]
     return [*mpirun, *_run(job), *job.command]
 
 
 def ray_entrypoint(job: KubernetesJob) -> str:
-    """What the head of a Ray cluster runs: a line for a shell."""
+    """Return the command of a Ray cluster's head, as a line for a shell."""
     size = ["-j", f"{job.nodes}x{job.ranks_per_node}"]
-    words = [*_run(job), "--on", "ray", "--ray-address", "auto", *size, *job.command]
-    return shlex.join(words)
+    command = [*_run(job), "--on", "ray", "--ray-address", "auto", *size, *job.command]
+    return shlex.join(command)
 
 
 def _run(job: KubernetesJob) -> list[str]:
-    words = ["paceline", "run", "--runs", job.runs, "--job", job.name, "--resume-or-start", "--plan", job.plan.line()]
+    command = ["paceline", "run", "--runs", job.runs, "--job", job.name, "--resume-or-start", "--plan", job.plan.line()]
     default = Plan()
     for name in ("transport", "compression", "bucket_bytes", "checkpoint_every", "keep"):  # not of the plan's line
         if getattr(job.plan, name) != getattr(default, name):
-            words += [f"--{name.replace('_', '-')}", str(getattr(job.plan, name))]
-    return words
+            command += [f"--{name.replace('_', '-')}", str(getattr(job.plan, name))]
+    return command
 
 
 def _literal(word: str) -> str:
-    """A word that Kubernetes leaves as it is: it would put variables in place of $(NAME)."""
+    """Escape a word of a command or a variable: Kubernetes would put a variable's value in place of $(NAME)."""
     return word.replace("$(", "$$(")
 
 
@@ -156,7 +170,7 @@ def _both(resources: dict[str, str]) -> Manifest:
 
 
 def pod_security(job: KubernetesJob) -> Manifest:
-    """Nobody is root, and volumes belong to this user."""
+    """Render a security context in which nobody is root, and volumes belong to the job's user."""
     number = job.user
     return {
         "runAsNonRoot": True,
@@ -169,7 +183,7 @@ def pod_security(job: KubernetesJob) -> Manifest:
 
 
 def container_security() -> Manifest:
-    """No rights beyond the user's, and nothing in the image can be changed."""
+    """Render a security context without rights beyond the user's, in which the image can't be changed."""
     return {
         "allowPrivilegeEscalation": False,
         "readOnlyRootFilesystem": True,
@@ -178,7 +192,7 @@ def container_security() -> Manifest:
 
 
 def anti_affinity(job: KubernetesJob, role: str) -> Manifest:
-    """Workers on nodes of their own; servers apart where there is room.
+    """Render the affinity that puts workers on nodes of their own, and servers apart where there is room.
 
     Under YuniKorn it is a wish for workers too. A placeholder has the affinity of the pods that it stands in for, so
     a strict one would keep the real pod off the node of its own placeholder: YuniKorn asks the filter for affinity
@@ -195,12 +209,12 @@ def anti_affinity(job: KubernetesJob, role: str) -> Manifest:
 
 
 def placement(job: KubernetesJob) -> Manifest:
-    """On which nodes, and as whom."""
+    """Render on which nodes the pods may be placed, and as which account they run."""
     spec: Manifest = {}
     if job.node_selector:
         spec["nodeSelector"] = dict(job.node_selector)
     if job.tolerations:
-        spec["tolerations"] = [dict(one) for one in job.tolerations]
+        spec["tolerations"] = [dict(toleration) for toleration in job.tolerations]
     if job.service_account:
         spec["serviceAccountName"] = job.service_account
     if job.image_pull_secrets:
@@ -209,34 +223,38 @@ def placement(job: KubernetesJob) -> Manifest:
 
 
 def mounts(job: KubernetesJob, role: str) -> list[Manifest]:
-    """Where a container can write, and what it may read."""
-    found: list[Manifest] = [{"name": "shm", "mountPath": "/dev/shm"}] if role == WORKER else []
-    found += [{"name": "tmp", "mountPath": "/tmp"}]
+    """Render where a container can write, and what it may read."""
+    container_mounts: list[Manifest] = []
+    if role == WORKER:
+        container_mounts += [{"name": "shm", "mountPath": "/dev/shm"}]
+    container_mounts += [{"name": "tmp", "mountPath": "/tmp"}]
     if role != SERVER:
-        found += [{"name": "runs", "mountPath": job.runs}]
+        container_mounts += [{"name": "runs", "mountPath": job.runs}]
     if job.servers:
-        found += [{"name": "credentials", "mountPath": f"/credentials/{role}", "readOnly": True}]
-    return found
+        container_mounts += [{"name": "credentials", "mountPath": f"/credentials/{role}", "readOnly": True}]
+    return container_mounts
 
 
 def volumes(job: KubernetesJob, role: str) -> list[Manifest]:
-    """What `mounts` names. The credentials' secret is made beforehand: see docs/kubernetes.md."""
-    found: list[Manifest] = []
+    """Render the volumes that `mounts` names. The credentials' secret is made beforehand: see docs/kubernetes.md."""
+    pod_volumes: list[Manifest] = []
     if role == WORKER:
-        found += [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": job.shm}}]
-    found += [{"name": "tmp", "emptyDir": {}}]
+        pod_volumes += [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": job.shm}}]
+    pod_volumes += [{"name": "tmp", "emptyDir": {}}]
     if role != SERVER:
-        claim = {"persistentVolumeClaim": {"claimName": job.runs_claim}}
-        found += [{"name": "runs", **(claim if job.runs_claim else {"emptyDir": {}})}]
+        runs: Manifest = {"emptyDir": {}}
+        if job.runs_claim:
+            runs = {"persistentVolumeClaim": {"claimName": job.runs_claim}}
+        pod_volumes += [{"name": "runs", **runs}]
     if job.servers:
         secret = {"secretName": f"{job.name}-credentials-{role}", "defaultMode": 0o440}
-        found += [{"name": "credentials", "secret": secret}]
-    return found
+        pod_volumes += [{"name": "credentials", "secret": secret}]
+    return pod_volumes
 
 
 def network_policy(job: KubernetesJob) -> Manifest:
-    """The job's pods speak with each other and ask for names; nobody else reaches them."""
-    own = [{"podSelector": {"matchLabels": labels(job)}}]
+    """Render the policy that lets the job's pods reach each other and DNS, and nobody else reach them."""
+    job_pods = [{"podSelector": {"matchLabels": labels(job)}}]
     names = [
         {
             "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "kube-system"}},
@@ -245,11 +263,11 @@ def network_policy(job: KubernetesJob) -> Manifest:
         {"ipBlock": {"cidr": LOCAL_DNS}},
     ]
     ports = [{"protocol": protocol, "port": 53} for protocol in ("UDP", "TCP")]
-    into: list[Manifest] = [{"from": own}]
+    into: list[Manifest] = [{"from": job_pods}]
     if job.kind == "rayjob":
         operator = {"namespaceSelector": {}, "podSelector": {"matchLabels": {NAME_LABEL: "kuberay-operator"}}}
         into += [{"from": [operator], "ports": [{"protocol": "TCP", "port": DASHBOARD_PORT}]}]
-    out: list[Manifest] = [{"to": own}, {"to": names, "ports": ports}]
+    out: list[Manifest] = [{"to": job_pods}, {"to": names, "ports": ports}]
     if job.egress:
         out += [{"to": [{"ipBlock": {"cidr": network}} for network in job.egress]}]
     return {
@@ -266,7 +284,7 @@ def network_policy(job: KubernetesJob) -> Manifest:
 
 
 def headless_service(job: KubernetesJob) -> Manifest:
-    """Gives each pod of an indexed Job its name; JobSet and the operators make their own."""
+    """Render the Service that gives each pod of an indexed Job its name; JobSet and the operators make their own."""
     return {
         "apiVersion": "v1",
         "kind": "Service",

@@ -1,4 +1,4 @@
-"""Kubernetes quantities such as 500m, 16 and 200Gi: read exactly, added up, and written again."""
+"""Read Kubernetes quantities such as 500m, 16 and 200Gi exactly, add them up and write them again."""
 
 from __future__ import annotations
 
@@ -17,20 +17,25 @@ _QUANTITY = re.compile(
 
 
 def read_quantity(text: Any) -> Fraction | None:
-    """What a quantity is worth, exactly; None where it is none. A bare whole number is one too."""
+    """Return the exact value of a quantity; None where it is none. A bare whole number is one too."""
     if isinstance(text, int) and not isinstance(text, bool):
         return Fraction(text) if abs(text) < 10**_LONGEST else None
-    match = _QUANTITY.fullmatch(text) if isinstance(text, str) and len(text) <= _LONGEST else None
+    if not isinstance(text, str) or len(text) > _LONGEST:
+        return None
+    match = _QUANTITY.fullmatch(text)
     if match is None:
         return None
-    number, suffix = Fraction(match["number"]), match["suffix"] or ""
+    number = Fraction(match["number"])
     if match["exponent"]:
         return number * Fraction(10) ** int(match["exponent"])
-    return number * (_BINARY[suffix] if suffix in _BINARY else Fraction(10) ** _DECIMAL[suffix])
+    suffix = match["suffix"] or ""
+    if suffix in _BINARY:
+        return number * _BINARY[suffix]
+    return number * Fraction(10) ** _DECIMAL[suffix]
 
 
 def write_quantity(value: Fraction) -> str:
-    """A quantity as people write it: 800Gi, 64, 1500m."""
+    """Write a quantity as people do: 800Gi, 64, 1500m."""
     if value.denominator > 1:
         milli = value * 1000
         return f"{-(-milli.numerator // milli.denominator)}m"  # rounded up, as Kubernetes does
@@ -40,26 +45,26 @@ def write_quantity(value: Fraction) -> str:
     return str(value)
 
 
-def add_resources(parts: Iterable[tuple[int, Mapping[str, Any]]]) -> dict[str, Fraction]:
-    """The sum of so many times these resources; a quantity that can't be read counts as nothing."""
+def add_resources(amounts: Iterable[tuple[int, Mapping[str, Any]]]) -> dict[str, Fraction]:
+    """Sum resources, each so many times; a quantity that can't be read counts as nothing."""
     total: dict[str, Fraction] = {}
-    for times, resources in parts:
+    for times, resources in amounts:
         for name, text in resources.items():
             total[name] = total.get(name, Fraction(0)) + times * (read_quantity(text) or 0)
     return total
 
 
 def pod_resources(spec: Mapping[str, Any]) -> dict[str, Fraction]:
-    """What a scheduler reserves for a pod: the sum of all containers, or the largest init container if that is more.
+    """Return what a scheduler reserves for a pod: the sum of all containers, or the largest init container if larger.
 
     A request that is not written is the limit; an init container that never ends counts as a container.
     """
     containers = list(spec.get("containers") or [])
     initial = list(spec.get("initContainers") or [])
-    containers += [one for one in initial if one.get("restartPolicy") == "Always"]
-    total = add_resources((1, _requests(one)) for one in containers)
-    for one in initial:
-        for name, value in add_resources([(1, _requests(one))]).items():
+    containers += [container for container in initial if container.get("restartPolicy") == "Always"]
+    total = add_resources((1, _requests(container)) for container in containers)
+    for container in initial:
+        for name, value in add_resources([(1, _requests(container))]).items():
             total[name] = max(total.get(name, Fraction(0)), value)
     for name, value in add_resources([(1, spec.get("overhead") or {})]).items():
         total[name] = total.get(name, Fraction(0)) + value
@@ -68,4 +73,6 @@ def pod_resources(spec: Mapping[str, Any]) -> dict[str, Fraction]:
 
 def _requests(container: Mapping[str, Any]) -> dict[str, Any]:
     resources = container.get("resources") or {}
-    return {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
+    limits = resources.get("limits") or {}
+    requests = resources.get("requests") or {}
+    return {**limits, **requests}

@@ -51,7 +51,7 @@ _HANDED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, sign
 
 
 def main() -> int:
-    """Run the rank; its exit code."""
+    """Run the rank, and return its exit code."""
     die_with_parent()
     try:
         os.environ.update(said(find_position(os.environ)))
@@ -73,7 +73,8 @@ class JoinedRank:
 
     def __init__(self, run_dir: Path, notice_s: float) -> None:
         self.run_dir = run_dir
-        self.rank, self.size = int(os.environ["PACELINE_RANK"]), int(os.environ["PACELINE_WORLD_SIZE"])
+        self.rank = int(os.environ["PACELINE_RANK"])
+        self.size = int(os.environ["PACELINE_WORLD_SIZE"])
         # Our supervisor looks for itself, and mpirun takes STOPPED_CODE for a failure.
         self.is_supervised = "PACELINE_SUPERVISED" in os.environ
         self.is_telling = self.rank == 0 and not self.is_supervised
@@ -84,10 +85,10 @@ class JoinedRank:
         self.signals: list[int] = []  # that came, and were handed on to the rank while it ran
         self.pid = 0
         self.left: dict[str, Any] | None = None  # the failure of a rank that left, for which this one was ended
-        self.said = ""  # the message that stands on stderr in full
+        self.printed_message = ""  # the one that stands on stderr in full
 
     def run(self, script: str, arguments: list[str]) -> int:
-        """Run the rank to its end; the exit code. Where a signal ended it, the same ends this process."""
+        """Run the rank to its end, and return the exit code. Where a signal ended it, the same ends this process."""
         if not self.is_supervised:
             self.has_begun = self.ends.begin(self.rank)
         wake = _wake_at_signals()
@@ -107,16 +108,16 @@ class JoinedRank:
         return _end_as(status)
 
     def _fork(self, script: str, arguments: list[str]) -> int:
-        """Start the rank; the descriptor from which what it writes at its file's end can be read."""
-        finished, own = os.pipe()
+        """Start the rank. Return the descriptor from which what it writes at its file's end can be read."""
+        finished, rank_end = os.pipe()
         os.set_blocking(finished, False)
         self.pid = os.fork()
         if self.pid:
-            os.close(own)
+            os.close(rank_end)
             if "PACELINE_LISTENER" in os.environ:
                 os.close(int(os.environ["PACELINE_LISTENER"]))  # of rank 0's store: it ends with the rank
             return finished
-        signal.set_wakeup_fd(-1)
+        signal.set_wakeup_fd(-1)  # the pipe is the parent's
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.close(finished)
         die_with_parent()
@@ -124,7 +125,7 @@ class JoinedRank:
         from paceline.run.rank.worker import run_rank
 
         code = run_rank(script, arguments, 0 if self.is_supervised else STOPPED_CODE)
-        exit_process(code, partial(os.write, own, b"."))
+        exit_process(code, partial(os.write, rank_end, b"."))
 
     def _hand_on(self, number: int, _: object) -> None:
         self.signals.append(number)
@@ -133,14 +134,16 @@ class JoinedRank:
                 os.kill(self.pid, number)
 
     def _wait(self, wake: int) -> int:
-        """Wait for the rank's end; its exit code, below 0 the signal that ended it."""
+        """Wait for the rank's end. Return its exit code, below 0 the signal that ended it."""
         looked_s = beat_s = time.monotonic()
+        timeout_s = None if self.is_supervised else _LOOK_S  # supervised there is nothing to do between two signals
         while True:
-            if select.select([wake], [], [], None if self.is_supervised else _LOOK_S)[0]:
+            readable, _, _ = select.select([wake], [], [], timeout_s)
+            if readable:
                 os.read(wake, 4096)
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
-                self.pid = 0
+                self.pid = 0  # a signal that comes from now on must not go to a process that has this number next
                 return os.waitstatus_to_exitcode(status)
             if not self.is_supervised and time.monotonic() - looked_s >= _LOOK_S:
                 looked_s = time.monotonic()
@@ -153,9 +156,12 @@ class JoinedRank:
                     self._look_for_stalls()
 
     def _look_for_stalls(self) -> None:
+        """Tell people of ranks that make no progress; end this rank where another left before it."""
         for line in self.stalls.look(_time_stamp(), {self.rank: self.pid}):
             print(line, flush=True)
-        left = None if "PACELINE_COORDINATOR" in os.environ else self.stalls.who_left()
+        if "PACELINE_COORDINATOR" in os.environ:  # a job with parameter servers
+            return
+        left = self.stalls.who_left()
         if left is not None and not read_failures(self.run_dir):
             self.left = left_early(left, _time_stamp(), "it left its loop and closed the job")
             self._write(self.left)
@@ -174,7 +180,8 @@ class JoinedRank:
             return
         text = format_failure_briefly(failure, "failed")
         if first_cause([failure, *failures.values()]) is failure:  # as far as is known
-            text, self.said = format_failure(failure, 0, "failed"), failure["message"]
+            text = format_failure(failure, 0, "failed")
+            self.printed_message = failure["message"]
         print(f"paceline run: {text}", file=sys.stderr, flush=True)
 
     def _write(self, failure: dict[str, Any]) -> None:
@@ -183,32 +190,35 @@ class JoinedRank:
             write_json(self.run_dir / "failures" / f"{self.rank}.json", failure)
 
     def _write_result(self, status: int) -> int:
-        """Wait until all ranks have ended, and write how the job did; the status that this process ends with."""
+        """Wait until all ranks have ended, and write how the job did. Return the status to end this process with."""
         ended = {self.rank: status, **self._others(status)}
-        bad = [one for one in ended.values() if one not in (0, STOPPED_CODE)]
-        if status == 0 and len(ended) < self.size:
-            bad.append(LEFT)
+        has_failed = any(_is_error(rank_status) for rank_status in ended.values())
+        is_incomplete = status == 0 and len(ended) < self.size
         self.progress.read()
-        code = _exit_code(status) or _exit_code(bad[0] if bad else 0)
-        cause = first_of(self.run_dir, ended, self.size, self.progress.last) if bad else None
-        name = "failed" if bad else "stopped" if status == STOPPED_CODE else "done"
-        code = cause["exit_code"] if cause is not None and status in (0, STOPPED_CODE) else code
-        finish(self.run_dir, Ending(name, code, cause), self.progress, partial(print, file=sys.stderr))
+        cause = None
+        if has_failed or is_incomplete:
+            cause = first_of(self.run_dir, ended, self.size, self.progress.last)
+            exit_code = _exit_code(status) if _is_error(status) else cause["exit_code"]
+            ending = Ending("failed", exit_code, cause)
+        else:
+            ending = Ending("stopped" if status == STOPPED_CODE else "done", _exit_code(status))
+        finish(self.run_dir, ending, self.progress, partial(print, file=sys.stderr))
         self._tell(cause)
         self.ends.clear()
         self.stalls.clear()
-        return code if status in (0, STOPPED_CODE) else status
+        return status if _is_error(status) else ending.exit_code
 
     def _others(self, status: int) -> dict[int, int]:
-        """How the other ranks ended; those that are waited for no longer are left out."""
-        count = len(self.signals)
-        until_s, tell_s = time.monotonic() + SETTLE_S, time.monotonic() + TELL_S
+        """Return how the other ranks ended, without those that are waited for no longer."""
+        signals_before = len(self.signals)
+        until_s = time.monotonic() + SETTLE_S
+        tell_s = time.monotonic() + TELL_S
         while True:
             ended = self.ends.read(range(1, self.size))
-            is_known = len(ended) == self.size - 1 or any(one not in (0, STOPPED_CODE) for one in ended.values())
-            if is_known or time.monotonic() > until_s:
+            has_failed = any(_is_error(rank_status) for rank_status in ended.values())
+            if has_failed or len(ended) == self.size - 1 or time.monotonic() > until_s:
                 return ended
-            if status == 0 and len(self.signals) == count and not self.ends.silent(ended):
+            if status == 0 and len(self.signals) == signals_before and not self.ends.silent(ended):
                 until_s = time.monotonic() + SETTLE_S  # they may have much to do after the last step
             if time.monotonic() > tell_s:
                 tell_s = float("inf")
@@ -217,28 +227,29 @@ class JoinedRank:
             time.sleep(_POLL_S)
 
     def _tell(self, cause: dict[str, Any] | None) -> None:
-        """Say what no rank has said of itself, and which of several failed first."""
+        """Print what no rank has printed of itself, and which of several failed first."""
         if cause is None:
             return
         failures = read_failures(self.run_dir)
-        own = failures.get(cause["rank"]) if cause["rank"] is not None else None
-        if own is None or own["is_peer_loss"]:
-            if cause["message"] != self.said:
+        recorded = failures.get(cause["rank"]) if cause["rank"] is not None else None
+        if recorded is None or recorded["is_peer_loss"]:
+            if cause["message"] != self.printed_message:
                 print(f"paceline run: {format_failure(cause, 0)}", file=sys.stderr, flush=True)
-        elif sum(not one["is_peer_loss"] for one in failures.values()) > 1:
+        elif sum(not failure["is_peer_loss"] for failure in failures.values()) > 1:
             text = format_failure_briefly(cause, "failed first")
-            text = text.partition(":")[0] if cause["message"] == self.said else text
+            if cause["message"] == self.printed_message:
+                text = text.partition(":")[0]
             print(f"paceline run: {text}", file=sys.stderr, flush=True)
         if newest := list_checkpoints(self.run_dir / "checkpoints")[:1]:
             print(f"  Last checkpoint: {newest[0]}; go on with --resume --job {self.run_dir.name}", file=sys.stderr)
 
 
 def _wake_at_signals() -> int:
-    """The descriptor that can be read from after a signal, a child's end too."""
-    wake, written = os.pipe()
-    os.set_blocking(written, False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(written, warn_on_full_buffer=False)
+    """Return a descriptor that can be read from after a signal, a child's end too."""
+    wake, wake_write = os.pipe()
+    os.set_blocking(wake_write, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)  # Python writes to the descriptor for signals with a handler alone
+    signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     return wake
 
 
@@ -248,12 +259,18 @@ def _has_finished(finished: int) -> bool:
     return False
 
 
+def _is_error(status: int) -> bool:
+    return status not in (0, STOPPED_CODE)
+
+
 def _exit_code(status: int) -> int:
-    return 128 - status if status < 0 else 1 if status == LEFT else status
+    if status < 0:  # a signal, as shells number it
+        return 128 - status
+    return 1 if status == LEFT else status
 
 
 def _end_as(status: int) -> int:
-    """The exit code; by a signal that ended the rank this process ends too, which launchers tell from an error."""
+    """Return the exit code, or end this process by the signal that ended the rank: launchers tell it from an error."""
     if status < 0:
         with contextlib.suppress(ImportError, ValueError, OSError):
             import resource

@@ -66,18 +66,19 @@ class Pipes:
 
     @property
     def not_for_ranks(self) -> list[int]:
-        """What a rank closes after the fork."""
+        """The descriptors that a rank closes after the fork."""
         return [self.control.fileno(), self.wake_read, self.wake_write, self.finished_read]
 
     def has_finished(self, pid: int) -> bool:
-        """Whether a process that has ended had run its file to the end."""
+        """True if a process that has ended had run its file to the end."""
         with contextlib.suppress(BlockingIOError):
             while content := os.read(self.finished_read, 2**16):
-                self.finished.update(number for (number,) in _NUMBER.iter_unpack(content))
+                for (number,) in _NUMBER.iter_unpack(content):
+                    self.finished.add(number)
         return pid in self.finished
 
 
-_LONGEST = 89  # characters of a folder: with a data loader's socket they are 107, the most that Linux takes
+_LONGEST_FOLDER = 89  # characters: with a data loader's socket they are 107, the most that Linux takes
 _NUMBER = struct.Struct("<q")  # far below PIPE_BUF: each write is whole
 
 
@@ -89,8 +90,10 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # see launch/local.py
     settings = RankSettings.from_json(control.makefile().readline())
     if settings.is_forking:
-        servers = [module_names.PARALLEL_SERVER, module_names.SERVER_PROCESS] if settings.servers else []
-        preload([*servers, *settings.preload])
+        modules = list(settings.preload)
+        if settings.servers:
+            modules = [module_names.PARALLEL_SERVER, module_names.SERVER_PROCESS, *modules]
+        preload(modules)
     if _is_gone(control):
         _clear(settings)
         return
@@ -100,7 +103,7 @@ def main() -> None:
     pids = {}
     for rank in settings.processes:
         pids[_start(rank, settings, pipes)] = rank
-    if not settings.servers:
+    if not settings.servers:  # with servers each may be started again, and needs its output then
         for output in settings.outputs:
             os.close(output)
     if settings.rendezvous.listener >= 0:
@@ -123,8 +126,9 @@ def preload(modules: list[str]) -> None:
 
 
 def environment_of(rank: int, settings: RankSettings) -> dict[str, str]:
-    """What a rank must know, in its environment."""
-    host_ranks, rendezvous = settings.host_ranks, settings.rendezvous
+    """Return the environment variables that tell a rank its place in the job."""
+    host_ranks = settings.host_ranks
+    rendezvous = settings.rendezvous
     environment = {
         **settings.environment,
         "PACELINE_RANK": str(rank),
@@ -146,8 +150,8 @@ def environment_of(rank: int, settings: RankSettings) -> dict[str, str]:
     if rendezvous.listener >= 0 and rank == 0:
         environment["PACELINE_LISTENER"] = str(rendezvous.listener)
     if settings.servers:
-        own = f"unix:{Path(settings.private) / 'coordinator'}"
-        environment["PACELINE_COORDINATOR"] = rendezvous.coordinator or own
+        on_this_host = f"unix:{Path(settings.private) / 'coordinator'}"
+        environment["PACELINE_COORDINATOR"] = rendezvous.coordinator or on_this_host
         environment["PACELINE_CREDENTIALS"] = ""  # unset, too
         if rendezvous.coordinator:
             environment["PACELINE_CREDENTIALS"] = str(credentials_folder(Path(settings.private), "worker"))
@@ -157,26 +161,11 @@ def environment_of(rank: int, settings: RankSettings) -> dict[str, str]:
 
 
 def _start(rank: int, settings: RankSettings, pipes: Pipes, more: Mapping[str, str] = _NOTHING) -> int:
+    """Start a rank or a server, and return its process number."""
     environment = {**environment_of(rank, settings), **more}
     output = settings.outputs[settings.processes.index(rank)]
     if not settings.is_forking:
-        command = [sys.executable, "-m", module_names.WORKER, settings.script, *settings.arguments]
-        if _is_server(rank, settings):
-            words = _server_words(rank, settings)
-            command = [sys.executable, "-c", f"import {__spec__.name} as f; exit(f.be_server(*{words!r}))"]
-        kept = [settings.rendezvous.listener] if "PACELINE_LISTENER" in environment else []
-        if not _is_server(rank, settings):
-            kept.append(pipes.finished_write)
-            environment["PACELINE_FINISHED"] = str(pipes.finished_write)
-        process = subprocess.Popen(
-            command,
-            env={**os.environ, "PYTHONIOENCODING": "utf-8:backslashreplace", **environment},
-            stdout=output,
-            stderr=output,
-            start_new_session=True,  # see _become_rank
-            pass_fds=kept,
-        )
-        return process.pid
+        return _start_interpreter(rank, output, environment, settings, pipes)
     has_session, in_session = os.pipe()
     pid = os.fork()
     if pid:
@@ -189,12 +178,37 @@ def _start(rank: int, settings: RankSettings, pipes: Pipes, more: Mapping[str, s
     return 0  # not reached: the rank has ended
 
 
+def _start_interpreter(
+    rank: int, output: int, environment: dict[str, str], settings: RankSettings, pipes: Pipes
+) -> int:
+    """Start a rank or a server in a new interpreter: where a process that has imported torch can't be forked."""
+    passed = []
+    if "PACELINE_LISTENER" in environment:
+        passed.append(settings.rendezvous.listener)
+    if _is_server(rank, settings):
+        arguments = _server_arguments(rank, settings)
+        command = [sys.executable, "-c", f"import {__spec__.name} as f; exit(f.be_server(*{arguments!r}))"]
+    else:
+        command = [sys.executable, "-m", module_names.WORKER, settings.script, *settings.arguments]
+        passed.append(pipes.finished_write)
+        environment["PACELINE_FINISHED"] = str(pipes.finished_write)
+    process = subprocess.Popen(
+        command,
+        env={**os.environ, "PYTHONIOENCODING": "utf-8:backslashreplace", **environment},
+        stdout=output,
+        stderr=output,
+        start_new_session=True,  # see _become_rank
+        pass_fds=passed,
+    )
+    return process.pid
+
+
 def _is_server(rank: int, settings: RankSettings) -> bool:
     return rank in settings.host_ranks.servers
 
 
-def _server_words(number: int, settings: RankSettings) -> tuple[bool, str, str, str]:
-    """What `be_server` takes."""
+def _server_arguments(number: int, settings: RankSettings) -> tuple[bool, str, str, str]:
+    """Return the arguments of `be_server`."""
     is_coordinator = number == settings.world_size + settings.servers
     return is_coordinator, settings.private, settings.rendezvous.coordinator, settings.rendezvous.own
 
@@ -224,7 +238,7 @@ def _become_rank(
             setattr(sys, f"__{name}__", stream)
         os.environ.update(environment)
         if _is_server(rank, settings):
-            code = be_server(*_server_words(rank, settings))
+            code = be_server(*_server_arguments(rank, settings))
         else:
             from paceline.run.rank.worker import run_rank
 
@@ -242,17 +256,17 @@ def tell_finished(finished_write: int) -> None:
 
 def keep_temporary_files_in(private: str) -> None:
     """Have data loaders keep their sockets there: in a folder of their own they stay when they are killed."""
-    if private and len(private) <= _LONGEST:
+    if private and len(private) <= _LONGEST_FOLDER:
         multiprocessing.current_process()._config["tempdir"] = private  # type: ignore[attr-defined]
 
 
-def be_server(is_coordinator: bool, private: str, coordinator: str, own: str) -> int:
+def be_server(is_coordinator: bool, private: str, coordinator: str, address: str) -> int:
     """Be a parameter server, or their coordinator: see `run/rank/server_process.py`."""
     from paceline.run.rank.server_process import run_coordinator, run_server
 
     if is_coordinator:
         return run_coordinator(Path(private), coordinator)
-    return run_server(Path(private), coordinator, own)
+    return run_server(Path(private), coordinator, address)
 
 
 def _clear(settings: RankSettings) -> None:
@@ -262,13 +276,16 @@ def _clear(settings: RankSettings) -> None:
 
 
 def _is_gone(control: socket.socket) -> bool:
-    """Whether the supervisor ended while torch was being imported."""
-    return bool(select.select([control.fileno()], [], [], 0)[0])
+    """True if the supervisor ended while torch was being imported."""
+    readable, _, _ = select.select([control.fileno()], [], [], 0)
+    return bool(readable)  # before ranks have been started the supervisor says nothing: it is the socket's end
 
 
 def _watch(pipes: Pipes, pids: dict[int, int], settings: RankSettings) -> None:
+    """Report ranks that end, and start those anew that the supervisor names, until it goes or no rank is left."""
     rest = b""
-    control, wake_read = pipes.control, pipes.wake_read
+    control = pipes.control
+    wake_read = pipes.wake_read
     while True:
         _reap(pipes, pids, settings)
         if not pids and not settings.servers:  # of a server's job each may be started again
@@ -304,14 +321,16 @@ def _start_again(rank: int, pipes: Pipes, pids: dict[int, int], settings: RankSe
 
 
 def _reap(pipes: Pipes, pids: dict[int, int], settings: RankSettings) -> None:
+    """Report every rank that has ended by now, and take it out of `pids`."""
     while pids:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
             return
         if pid in pids:
             code = os.waitstatus_to_exitcode(status)
-            tells = settings.is_forking or not _is_server(pids[pid], settings)
-            if code == 0 and tells and not pipes.has_finished(pid):
+            # A server in an interpreter of its own has no pipe to say that it finished.
+            can_tell = settings.is_forking or not _is_server(pids[pid], settings)
+            if code == 0 and can_tell and not pipes.has_finished(pid):
                 code = LEFT
             _send(pipes.control, {"ended": pids.pop(pid), "status": code})
 

@@ -1,4 +1,4 @@
-"""What the process of a parameter server runs, and that of their coordinator."""
+"""Run the process of a parameter server, and that of their coordinator."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from paceline.train.compiler_import import defer_compiler_import
 RETURNS_S = 20.0  # for the worker that the supervisor starts in a lost one's place
 
 
-def run_server(private: Path, coordinator: str = "", own: str = "") -> int:
+def run_server(private: Path, coordinator: str = "", host_address: str = "") -> int:
     """Be a server.
 
     Args:
@@ -37,13 +37,15 @@ def run_server(private: Path, coordinator: str = "", own: str = "") -> int:
         The exit code.
     """
     defer_compiler_import()
-    at = f"{own}:0" if coordinator else f"{UNIX}{private / f'server-{os.getpid()}'}"
-    where = coordinator or coordinator_address(private)
-    return _exit_code(serve(at, where, _credentials(private, "server") if coordinator else None))
+    if coordinator:
+        work = serve(f"{host_address}:0", coordinator, _credentials(private, "server"))
+    else:
+        work = serve(f"{UNIX}{private / f'server-{os.getpid()}'}", coordinator_address(private), None)
+    return _exit_code(work)
 
 
 def run_coordinator(private: Path, coordinator: str = "") -> int:
-    """Be the coordinator; the exit code. Arguments as `run_server` has them."""
+    """Be the coordinator, and return the exit code. Arguments as `run_server` has them."""
     run_dir = Path(os.environ["PACELINE_RUN_DIR"])
     job = JobSettings.of(Plan.read(run_dir / "plan.json"))
     at = Address.parse(coordinator or coordinator_address(private))
@@ -73,7 +75,7 @@ def _exit_code(work: Coroutine[Any, Any, None]) -> int:
 
 
 def coordinator_address(private: Path) -> str:
-    """Where the coordinator of a job on this host listens."""
+    """Return where the coordinator of a job on this host listens."""
     return f"{UNIX}{private / 'coordinator'}"
 
 

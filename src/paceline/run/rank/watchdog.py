@@ -1,4 +1,4 @@
-"""A thread of each rank that notices when the rank makes no progress, and writes down where it stands.
+"""Watch a rank from a thread of its own: when it makes no progress, write down where it stands.
 
 Progress is a finished step or the begin of a collective. After a quarter of the notice time without any (at most of
 the default's), the thread writes `stalls/RANK.json` in the run directory, and again from time to time; with the next
@@ -49,7 +49,7 @@ Frame = tuple[str, int, str]  # file, line, function
 
 
 class Watchdog:
-    """The thread.
+    """The thread that watches one rank.
 
     Args:
         run_dir: of the job.
@@ -59,7 +59,8 @@ class Watchdog:
     """
 
     def __init__(self, run_dir: Path, rank: int, notice_s: float) -> None:
-        self.folder, self.rank = run_dir / FOLDER, rank
+        self.folder = run_dir / FOLDER
+        self.rank = rank
         self.pace_s = min(notice_s or DEFAULT_S, DEFAULT_S)
         self.path = self.folder / f"{rank}.json"
         self.over = threading.Event()
@@ -78,12 +79,18 @@ class Watchdog:
     def _watch(self) -> None:
         with contextlib.suppress(OSError):  # a full disk must not end the thread with a traceback
             self.path.unlink(missing_ok=True)
-        since_s, cpu_s, before = time.monotonic(), time.process_time(), progress()
-        next_s, is_written = _FIRST * self.pace_s, False
+        since_s = time.monotonic()
+        cpu_s = time.process_time()
+        before = progress()
+        next_s = _FIRST * self.pace_s
+        is_written = False
         while not self.over.wait(min(self.pace_s / _POLLS, _MOST_POLL_S)):
-            now, stalled_s = progress(), time.monotonic() - since_s
+            now = progress()
+            stalled_s = time.monotonic() - since_s
             if now != before:
-                since_s, cpu_s, before = time.monotonic(), time.process_time(), now
+                since_s = time.monotonic()
+                cpu_s = time.process_time()
+                before = now
                 next_s = _FIRST * self.pace_s
                 if is_written:
                     self.path.unlink(missing_ok=True)
@@ -110,11 +117,13 @@ def begin_watching(environment: Mapping[str, str], run_dir: Path) -> Watchdog:
 
 
 def progress() -> tuple[int, int]:
-    """Changes with every step and every collective."""
+    """Return two numbers that change with every step and every collective."""
     job = jobs.newest()
     if job is not None:
         return job.step_number, _calls(job.ledger)
-    return 0, _calls(api.world().comm.ledger) if api.is_initialized() else -1
+    if api.is_initialized():
+        return 0, _calls(api.world().comm.ledger)
+    return 0, -1
 
 
 def _calls(ledger: Any) -> int:
@@ -125,27 +134,32 @@ def _calls(ledger: Any) -> int:
 
 
 def standing() -> dict[str, Any]:
-    """Where this process stands: its step, its main thread's frames, innermost first, and what it waits in."""
+    """Return where this process stands: its step, its main thread's frames, innermost first, and what it waits in."""
     threads = stacks()
     frames = threads.get(threading.main_thread().ident or 0, [])
     job = jobs.newest()
-    own = next((frame for frame in frames if _is_user_code(frame[0])), None)
+    line = function = None
+    for file, number, name in frames:
+        if _is_user_code(file):
+            line = f"{file}:{number}"
+            function = name
+            break
     functions = {(name, file) for file, _, name in frames}
     return {
         "step": jobs.current_step(),
-        "steps_done": job.step_number if job is not None else 0,
+        "steps_done": 0 if job is None else job.step_number,
         "waits_in": waits_in(frames),
         "is_in_step": ("step", _JOB) in functions,
         "is_closing": ("close", _JOB) in functions,
-        "line": f"{own[0]}:{own[1]}" if own else None,
-        "function": own[2] if own else None,
+        "line": line,
+        "function": function,
         "stack": frames,
-        "threads": {hex(number): frames for number, frames in threads.items()},
+        "threads": {hex(identifier): stack for identifier, stack in threads.items()},
     }
 
 
 def stacks() -> dict[int, list[Frame]]:
-    """The frames of every thread, innermost first, by its identifier. No frame object is made."""
+    """Return the frames of every thread, innermost first, by its identifier. No frame object is made."""
     with _scratch_file() as file:
         faulthandler.dump_traceback(file.fileno())
         file.seek(0)
@@ -153,20 +167,22 @@ def stacks() -> dict[int, list[Frame]]:
     threads: dict[int, list[Frame]] = {}
     current: list[Frame] = []
     for line in text.splitlines():
-        if found := _THREAD.match(line):
-            current = threads.setdefault(int(found[1], 16), [])
-        elif found := _FRAME.fullmatch(line):
-            current.append((found[1], int(found[2]), found[3]))
+        if thread := _THREAD.match(line):
+            current = threads.setdefault(int(thread[1], 16), [])
+        elif frame := _FRAME.fullmatch(line):
+            current.append((frame[1], int(frame[2]), frame[3]))
     return threads
 
 
 def _scratch_file() -> IO[bytes]:
-    """In memory where that can be: a disk may be full."""
-    return open(os.memfd_create("stacks"), "w+b") if hasattr(os, "memfd_create") else tempfile.TemporaryFile()
+    """Open a file in memory where that can be: a disk may be full."""
+    if hasattr(os, "memfd_create"):
+        return open(os.memfd_create("stacks"), "w+b")
+    return tempfile.TemporaryFile()
 
 
 def waits_in(frames: list[Frame]) -> str | None:
-    """The collective that a thread waits in, or what else it waits for; None: nothing that is known of.
+    """Return the collective that a thread waits in, or what else it waits for; None: nothing that is known of.
 
     Only the innermost frames count: a thread may also compute, or import modules, on behalf of a collective.
     """
@@ -186,12 +202,12 @@ def waits_in(frames: list[Frame]) -> str | None:
 
 
 def _of_comm(stems: list[str]) -> str | None:
-    """What files of `comm/` wait for, innermost first; the outermost says it."""
+    """Return what files of `comm/`, innermost first, wait for: the outermost says it."""
     return _WAITS[stems[-1]] if stems else None
 
 
 def _otherwise(file: str, name: str) -> str | None:
-    """What else a thread may wait for, by its innermost frame outside Python's threading."""
+    """Return what else a thread may wait for, by its innermost frame outside Python's threading."""
     if file.startswith(f"{_PACELINE}server{os.sep}"):
         return "an answer of the parameter servers"
     if file == f"{_PACELINE}checkpoint{os.sep}save.py" and name == "wait":
@@ -202,6 +218,7 @@ def _otherwise(file: str, name: str) -> str | None:
 
 
 def _is_user_code(file: str) -> bool:
-    """Whether a source file is the person's own."""
+    """True if a source file is the person's own."""
     is_library = "site-packages" in file or f"{os.sep}lib{os.sep}python" in file
-    return not (is_library or file.startswith((_PACELINE, "<")))
+    is_paceline_or_no_file = file.startswith((_PACELINE, "<"))  # such as <string> and <frozen runpy>
+    return not is_library and not is_paceline_or_no_file

@@ -1,4 +1,4 @@
-"""What a rank's process runs: the person's file, then the end of its jobs. Failures go to the run directory."""
+"""Run a rank's process: the person's file, then the end of its jobs. Failures go to the run directory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from paceline.train import loop
 
 
 def run_rank(script: str, arguments: list[str], stopped_code: int = 0) -> int:
-    """Run `script` as `__main__`; the exit code. A file that only declares `workload` gets the plain loop.
+    """Run `script` as `__main__`, and return the exit code. A file that only declares `workload` gets the plain loop.
 
     Args:
         script, arguments: the person's.
@@ -42,7 +42,7 @@ def run_rank(script: str, arguments: list[str], stopped_code: int = 0) -> int:
 
 def _run_to_end(script: str, arguments: list[str], stopped_code: int) -> int:
     sys.argv = [script, *arguments]
-    sys.path.insert(0, str(Path(script).parent))
+    sys.path.insert(0, str(Path(script).parent))  # as `python FILE` does
     try:
         was_stopped = _run_file(script)
         jobs.close_open_jobs()
@@ -55,7 +55,7 @@ def _run_to_end(script: str, arguments: list[str], stopped_code: int) -> int:
 
 
 def _run_file(script: str) -> bool:
-    """Run `script`, and the plain loop where it made no job; whether the job was asked to stop."""
+    """Run `script`, and the plain loop where it made no job. True if the job was asked to stop."""
     try:
         names = runpy.run_path(script, run_name="__main__")
         if not jobs.was_any_made():
@@ -63,7 +63,7 @@ def _run_file(script: str) -> bool:
     except jobs.Stopped:
         return True
     except SystemExit as exit_:
-        if exit_.code not in (None, 0):
+        if exit_.code not in (None, 0):  # sys.exit() and sys.exit(0) are an end like any other
             raise
     return False
 
@@ -84,24 +84,10 @@ def _workload(script: str, names: dict[str, Any]) -> Any:
 
 
 def failed(error: BaseException) -> int:
-    """Write what happened where the supervisor looks; the exit code."""
+    """Write what happened where the supervisor looks, and return the exit code."""
     error = _explained(error)
-    code = error.exit_code if isinstance(error, PacelineError) else 1
     rank = int(os.environ.get("PACELINE_RANK", "0"))
-    own = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_user_code(frame.filename)]
-    failure = {
-        "rank": error.rank if isinstance(error, PacelineError) and error.rank is not None else rank,
-        "step": error.step if isinstance(error, PacelineError) else jobs.current_step(),
-        "at": time.time_ns() / 1e9,
-        "type": type(error).__name__,
-        "message": str(error),
-        "is_peer_loss": isinstance(error, PeerLostError),
-        "is_paceline": isinstance(error, PacelineError),
-        "where": f"{own[-1].filename}:{own[-1].lineno}" if own else None,
-        "traceback": "".join(traceback.format_exception(error)),
-        "exit_code": code,
-        "parts": [error.asked, error.found, error.fix] if isinstance(error, PacelineError) else None,
-    }
+    failure = _failure(error, rank)
     folder = Path(os.environ["PACELINE_RUN_DIR"], "failures")
     draft = folder / f".{rank}.draft"
     try:
@@ -110,16 +96,50 @@ def failed(error: BaseException) -> int:
         draft.rename(folder / f"{rank}.json")
     except OSError as full:
         # A full disk must not swallow the cause: it goes where the rank's output goes.
-        text = f"{error}\n" if isinstance(error, PacelineError) else str(failure["traceback"])
+        text = str(failure["traceback"])
+        if isinstance(error, PacelineError):
+            text = f"{error}\n"
         text += f"paceline: this could not be written to {folder} ({full.strerror})"
         print(text, file=sys.stderr)
-    return code
+    return int(failure["exit_code"])
+
+
+def _failure(error: BaseException, rank: int) -> dict[str, Any]:
+    """Return what is written down of an error; `run/failures.py` reads it."""
+    failure: dict[str, Any] = {
+        "rank": rank,
+        "step": None,
+        "at": time.time_ns() / 1e9,
+        "type": type(error).__name__,
+        "message": str(error),
+        "is_peer_loss": isinstance(error, PeerLostError),
+        "is_paceline": isinstance(error, PacelineError),
+        "where": None,
+        "traceback": "".join(traceback.format_exception(error)),
+        "exit_code": 1,
+        "parts": None,
+    }
+    if isinstance(error, PacelineError):
+        failure["step"] = error.step
+        failure["exit_code"] = error.exit_code
+        failure["parts"] = [error.asked, error.found, error.fix]
+        if error.rank is not None:
+            failure["rank"] = error.rank
+    else:
+        failure["step"] = jobs.current_step()
+    for frame in traceback.extract_tb(error.__traceback__):
+        if _is_user_code(frame.filename):
+            failure["where"] = f"{frame.filename}:{frame.lineno}"  # of several the innermost, which comes last
+    return failure
 
 
 def _explained(error: BaseException) -> BaseException:
-    """What torch raises wherever the main thread stands when a process of a data loader has died, in our words."""
+    """Return an error that says what to do where a process of a data loader has died, else `error` itself.
+
+    Torch raises its own wherever the main thread stands (torch/utils/data/_utils/signal_handling.py).
+    """
     text = str(error)
-    if not (isinstance(error, RuntimeError) and text.startswith("DataLoader worker (pid")):
+    if not isinstance(error, RuntimeError) or not text.startswith("DataLoader worker (pid"):
         return error
     explained = DataError(
         "a data loader's process should live as long as its rank",

@@ -1,4 +1,4 @@
-"""The ranks of one host for a supervisor on another. `python -m paceline.run.supervise.agent`, started over ssh.
+"""Serve the ranks of one host for a supervisor on another. `python -m paceline.run.supervise.agent`, over ssh.
 
 It hears lines of JSON on its standard input and answers on its standard output; it listens nowhere. When the input
 ends, the supervisor or the way to it has gone: the ranks are killed, and nothing is left behind.
@@ -126,7 +126,7 @@ class Agent:
         return 0
 
     def _end(self) -> None:
-        """Until nothing is left: ranks that are only about to start are killed too."""
+        """Kill all ranks until nothing is left: those that are only about to start, too."""
         deadline = None
         while self.listening.open - {sys.stdin.fileno()}:
             self.backend.kill()
@@ -141,7 +141,7 @@ class Agent:
         self.mouth.close(END_S)
 
     def _is_alone(self) -> bool:
-        """Whether the supervisor has not been heard for so long that it may have started others in these' place."""
+        """True if the supervisor has not been heard for so long that it may have started others in these' place."""
         return self.has_started and time.monotonic() - self.heard_s > LEASE_S
 
     def _hear(self) -> bool:
@@ -226,26 +226,27 @@ class Agent:
         self._say({"ended": rank, "status": status})
 
     def on_output(self, rank: int, text: str) -> None:
-        """Pass it on; a rank may write any bytes."""
+        """Pass it on, in base64: a rank may write any bytes."""
         self._say({"output": rank, "text": base64.b64encode(text.encode()).decode()})
 
     def on_lost(self, backend: HostBackend) -> None:
-        """The fork server has ended: so has the work here."""
+        """End: the fork server has ended, so there is nothing more to do here."""
         self.is_over = self.has_lost = True
         if self.backend.pids:
             self._say_error("the fork server should live as long as its ranks", "it has ended", "see `dmesg` there")
 
 
 def own_address(request: dict[str, Any]) -> str:
-    """The address at which the job's other hosts reach this one.
+    """Return the address at which the job's other hosts reach this one.
 
     It is the one of the interface that was asked for; else the one that ssh came to; where ssh came over loopback,
     the one on the way to another host.
     """
     if request["interface"]:
         return address_of(request["interface"])
-    words = os.environ.get("SSH_CONNECTION", "").split()
-    came_to = words[2] if len(words) == 4 else "127.0.0.1"
+    connection = os.environ.get("SSH_CONNECTION", "").split()
+    # The client's address and port, then the server's.
+    came_to = connection[2] if len(connection) == 4 else "127.0.0.1"
     if not came_to.startswith("127.") and ":" not in came_to:
         return came_to
     others = [other.rpartition("@")[2] for other in request["others"]]

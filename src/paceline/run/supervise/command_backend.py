@@ -1,4 +1,4 @@
-"""The ranks of a job that another program starts and ends: mpirun, or a driver of Ray's.
+"""Supervise ranks that another program starts and ends: mpirun, or a driver of Ray's.
 
 Each rank finds its place in what that program put into its environment. What it writes comes back through the
 program's output; a stop goes to the ranks through a file in the run directory, since not every program hands on a
@@ -41,7 +41,9 @@ class CommandBackend:
     def __init__(
         self, command: Sequence[str], environment: dict[str, str], request: bytes = b"", name: str = ""
     ) -> None:
-        self.command, self.environment, self.request = list(command), environment, request
+        self.command = list(command)
+        self.environment = environment
+        self.request = request
         self.host = name or Path(command[0]).name
         self.process: subprocess.Popen[bytes] | None = None
         self.last: deque[str] = deque(maxlen=1)
@@ -56,8 +58,8 @@ class CommandBackend:
         self.settings = settings
         self.stop_file = Path(settings.run_dir, STOP)
         self.stop_file.unlink(missing_ok=True)
-        told = {"PACELINE_STOP_FILE": str(self.stop_file)}
-        environment = {**os.environ, **settings.environment, **self.environment, **told}
+        stop_variable = {"PACELINE_STOP_FILE": str(self.stop_file)}
+        environment = {**os.environ, **settings.environment, **self.environment, **stop_variable}
         try:
             self.process = subprocess.Popen(
                 self.command,
@@ -80,15 +82,17 @@ class CommandBackend:
         """Register the program's output."""
         assert self.process is not None
         assert self.process.stdout is not None
-        self.events, self.lines = events, Lines(self.process.stdout.fileno())
+        self.events = events
+        self.lines = Lines(self.process.stdout.fileno())
         register(self.process.stdout.fileno(), self._read)
         events.on_started(dict.fromkeys(self.settings.host_ranks.ranks, self.process.pid))
 
     def _read(self) -> bool:
         assert self.process is not None
         for line in self.lines.read():
-            found = _TAGS.fullmatch(line)
-            rank, text = (int(found[1]), found[2]) if found else (0, line)
+            match = _TAGS.fullmatch(line)
+            rank = int(match[1]) if match else 0
+            text = match[2] if match else line
             if any(letter.isalnum() for letter in text):
                 self.last.append(text.strip())
             self.events.on_output(rank, text)
@@ -143,5 +147,6 @@ class CommandBackend:
             self.stop_file.unlink(missing_ok=True)
 
     def failure(self, status: int, at: float) -> dict[str, Any]:
-        """The program's end."""
-        return failed_launcher(self.host, status, self.last[0] if self.last else "", at)
+        """Return the failure that the program's end is."""
+        last_line = self.last[0] if self.last else ""
+        return failed_launcher(self.host, status, last_line, at)

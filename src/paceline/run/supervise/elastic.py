@@ -1,4 +1,4 @@
-"""Runs a job generation after generation, on the hosts that there are."""
+"""Run an elastic job: generation after generation, each on the hosts that there are when it begins."""
 
 from __future__ import annotations
 
@@ -68,7 +68,8 @@ class Elastic:
         except (PacelineError, Interrupted) as error:  # between two generations
             if self.progress is None:
                 raise
-            ending, progress = _ended_by(error), self.progress
+            ending = _ended_by(error)
+            progress = self.progress
         return ending, progress, finish(self.request.run_dir, ending, progress, self.screen.say)
 
     def _generations(self) -> tuple[Ending, Progress]:
@@ -91,8 +92,13 @@ class Elastic:
                 return ending, progress
 
     def _next(self, members: Membership) -> tuple[Membership, Start]:
-        """The next generation, as soon as there are hosts enough."""
-        began, told = time.monotonic(), ""
+        """Return the next generation, as soon as there are hosts enough.
+
+        Raises:
+            UsageError: there are not within `wait_s`.
+        """
+        began_s = time.monotonic()
+        shown = ""
         while True:
             members = self._listed(members)
             members, decision = members.discovered(self._discover(members))
@@ -100,28 +106,34 @@ class Elastic:
                 lacking = self._lacking(decision.hosts)
                 if lacking is None:
                     return members, decision
-                members, decision = replace(members, hosts=(), generation=members.generation - 1), Wait(lacking)
+                # It has not begun: its number stays free, and no host is in it.
+                members = replace(members, hosts=(), generation=members.generation - 1)
+                decision = Wait(lacking)
             assert isinstance(decision, Wait)
-            if decision.why != told:
-                told = decision.why
-                self.screen.say(f"paceline: waiting for hosts: {told}")
-            if time.monotonic() - began > self.wait_s:
-                raise UsageError(
-                    f"enough hosts should be there within {self.wait_s:g} s", told, "start hosts, or lower --min-hosts"
-                )
+            if decision.why != shown:
+                shown = decision.why
+                self.screen.say(f"paceline: waiting for hosts: {shown}")
+            if time.monotonic() - began_s > self.wait_s:
+                raise UsageError(f"hosts within {self.wait_s:g} s", shown, "start hosts, or lower --min-hosts")
             time.sleep(DISCOVER_S)
 
     def _discover(self, members: Membership) -> Sequence[Host]:
-        """The hosts now; those known when that can't be found out. One that failed before is looked at first.
+        """Return the hosts that there are now; those known before where that can't be found out.
+
+        A host on which a rank has failed before is asked over ssh first, unless it is in the present generation.
 
         Raises:
             UsageError: none is known yet.
         """
         try:
-            found = self.discover()
-            own = {host.name for host in members.hosts}
-            doubtful = members.failures.keys() - own
-            return [host for host in found if host.name not in doubtful or self._answers(host)]
+            listed = self.discover()
+            in_generation = {host.name for host in members.hosts}
+            doubtful = members.failures.keys() - in_generation
+            hosts = []
+            for host in listed:
+                if host.name not in doubtful or self._answers(host):
+                    hosts.append(host)
+            return hosts
         except PacelineError as error:
             if not members.known:
                 raise
@@ -134,7 +146,8 @@ class Elastic:
         return members
 
     def _answers(self, host: Host) -> bool:
-        """Whether a host can be reached at all."""
+        """True if a host can be reached over ssh at all."""
+        # Of an option that is there twice ssh takes the first: this one stands before those of launch/ssh.py.
         quick = dataclasses.replace(self.fleet.ssh, more=(*self.fleet.ssh.more, "-oConnectTimeout=5"))
         command = ssh_command(host.name, ["true"], quick)
         try:
@@ -144,7 +157,7 @@ class Elastic:
         return done.returncode == 0
 
     def _fitting(self, slots: int) -> Plan:
-        """The plan for so many slots, or for fewer where the file says that its batch has fewer samples."""
+        """Return the plan for so many slots, or for fewer where the file says that its batch has fewer samples."""
         least = fixed_size(self.plan)
         for ranks in range(slots, least, -1):
             plan = rescaled(self.plan, ranks)
@@ -154,27 +167,34 @@ class Elastic:
         return rescaled(self.plan, least)
 
     def _lacking(self, hosts: Sequence[Host]) -> str | None:
-        """What these hosts lack for one copy of the model."""
-        slots, least = sum(host.slots for host in hosts), fixed_size(self.plan)
-        return None if slots >= least else f"{slots} of at least {least} slots are there, for one copy of the model"
+        """Return what these hosts lack for one copy of the model; None: nothing."""
+        slots = sum(host.slots for host in hosts)
+        least = fixed_size(self.plan)
+        if slots >= least:
+            return None
+        return f"{slots} of at least {least} slots are there, for one copy of the model"
 
     def _generation(self, members: Membership, start: Start) -> tuple[Ending, Progress, Membership]:
+        """Run one generation to its end.
+
+        Raises:
+            HostError: a host is not ready; no rank has started.
+        """
         run_dir = self.request.run_dir
         plan = self._fitting(sum(host.slots for host in start.hosts))
         host_ranks = seat(start.hosts, plan.world_size)
         directory.write_start(run_dir, plan, self.request.script, self.request.arguments)
-        draft = run_dir / f".{GENERATION}"
+        draft = run_dir / f".{GENERATION}"  # renamed when it is complete: who reads it never sees half a number
         draft.write_text(f"{start.generation}\n")
         draft.replace(run_dir / GENERATION)
         resume = directory.find_resume_point(run_dir, lambda text: None)
-        where = ", ".join(f"{one.host}:{one.count}" for one in host_ranks)
-        self.screen.say(
-            f"paceline: generation {start.generation}: {where}" + (f", from {resume.name}" if resume else "")
-        )
+        hosts = ", ".join(f"{ranks.host}:{ranks.count}" for ranks in host_ranks)
+        origin = f", from {resume.name}" if resume else ""
+        self.screen.say(f"paceline: generation {start.generation}: {hosts}{origin}")
         assignments = open_posts(host_ranks, self.request.script, run_dir, self.fleet)
-        told = {**self.request.environment, "PACELINE_GENERATION": str(start.generation)}
+        environment = {**self.request.environment, "PACELINE_GENERATION": str(start.generation)}
         request = dataclasses.replace(
-            self.request, ranks=plan.world_size, assignments=assignments, resume=resume, environment=told
+            self.request, ranks=plan.world_size, assignments=assignments, resume=resume, environment=environment
         )
         with _Watch(members, self._discover) as watch:
             supervisor = Supervisor(request, self.screen, should_stop=watch.should_stop)
@@ -189,7 +209,7 @@ class Elastic:
 
 
 def last_generation(run_dir: Path) -> int:
-    """The newest generation of a run: ranks of an older one may still be somewhere."""
+    """Return the number of a run's newest generation: ranks of an older one may still be somewhere."""
     try:
         return parse_whole(read_text(run_dir / GENERATION, 100).strip()) or 0
     except ReadError:
@@ -197,20 +217,23 @@ def last_generation(run_dir: Path) -> int:
 
 
 def fixed_size(plan: Plan) -> int:
-    """Ranks that hold one copy of the model, and of the data axis that does not grow."""
+    """Return the number of ranks that hold one copy of the model, and of the data axis that does not grow."""
     mesh = Mesh.parse(plan.mesh)
     return mesh.world_size // mesh.size(_growing(mesh))
 
 
 def _growing(mesh: Mesh) -> str:
-    return "shard" if mesh.size("shard") > 1 and mesh.size("replicate") == 1 else "replicate"
+    """Return the data axis that grows and shrinks with the number of ranks."""
+    is_only_sharded = mesh.size("shard") > 1 and mesh.size("replicate") == 1
+    return "shard" if is_only_sharded else "replicate"
 
 
 class _Watch:
-    """Looks for hosts while a generation runs."""
+    """A thread that looks for hosts while a generation runs."""
 
     def __init__(self, members: Membership, discover: Callable[[Membership], Sequence[Host]]) -> None:
-        self.members, self.discover = members, discover
+        self.members = members
+        self.discover = discover
         self.regroup = threading.Event()
         self.over = threading.Event()
         self.thread = threading.Thread(target=self._look, daemon=True)
@@ -224,7 +247,7 @@ class _Watch:
         self.thread.join(SCRIPT_S)
 
     def should_stop(self) -> bool:
-        """Whether the ranks are to save and end."""
+        """True if the ranks are to save and end."""
         return self.regroup.is_set()
 
     def _look(self) -> None:
@@ -236,7 +259,7 @@ class _Watch:
 
 
 def _goes_on(ending: Ending) -> bool:
-    """Whether another generation may do better: the person's own error would come again."""
+    """True if another generation may do better: the person's own error would come again."""
     if ending.status == "failed":
         return ending.is_of_hosts
     return ending.status == "stopped" and ending.is_regroup
@@ -249,26 +272,30 @@ def _ended_by(error: PacelineError | Interrupted) -> Ending:
 
 
 def rescaled(plan: Plan, ranks: int) -> Plan:
-    """The plan for at most so many ranks: what is split by tensor and pipeline stays, the data axis takes the rest.
+    """Return the plan for at most so many ranks: tensor and pipeline keep their sizes, the data axis takes the rest.
 
     Raises:
         UsageError: there are too few for one copy of the model.
     """
     mesh = Mesh.parse(plan.mesh)
     sizes = {axis: mesh.size(axis) for axis in ("replicate", "shard", "tensor", "pipeline")}
-    grows, fixed = _growing(mesh), fixed_size(plan)
+    fixed = fixed_size(plan)
     if ranks < fixed:
         raise UsageError(
             f"can't run the plan {plan.mesh} on {ranks} ranks",
             f"{fixed} hold one copy of the model",
             "raise --min-hosts or the slots",
         )
-    line = ",".join(f"{axis}={size}" for axis, size in {**sizes, grows: ranks // fixed}.items() if size > 1)
-    return dataclasses.replace(plan, mesh=str(Mesh.parse(line or "replicate=1"))).settled()
+    sizes[_growing(mesh)] = ranks // fixed
+    line = ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
+    new_mesh = Mesh.parse(line or "replicate=1")
+    return dataclasses.replace(plan, mesh=str(new_mesh)).settled()
 
 
 def script_hosts(script: Path) -> Callable[[], tuple[Host, ...]]:
-    """Horovod's protocol: a program that prints a host a line, `h1:4` or `h1`, and ends with 0.
+    """Return a function that runs a program which prints a host a line, `h1:4` or `h1`, and ends with 0.
+
+    This is Horovod's protocol for host discovery.
 
     Raises:
         UsageError: it failed, or printed what is no host.
@@ -285,8 +312,8 @@ def script_hosts(script: Path) -> Callable[[], tuple[Host, ...]]:
                 asked, f"it did not run ({error})", "make it a program that prints a host a line"
             ) from None
         if done.returncode:
-            last = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
-            raise UsageError(asked, f"it ended with {done.returncode}: {last}", "run it by hand")
+            errors = done.stderr.strip().splitlines() or ["it printed nothing"]
+            raise UsageError(asked, f"it ended with {done.returncode}: {errors[-1]}", "run it by hand")
         lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
         return parse_hosts(",".join(lines)) if lines else ()
 

@@ -1,4 +1,4 @@
-"""Agents on a job's hosts: each is asked whether its host is ready before any rank starts anywhere."""
+"""Start agents on a job's hosts, and ask each whether its host is ready before any rank starts anywhere."""
 
 from __future__ import annotations
 
@@ -47,45 +47,49 @@ class FleetOptions:
 
 
 def agent_command(host: str, options: FleetOptions) -> list[str]:
-    """What starts an agent on a host; all else goes in on its standard input."""
+    """Return the command that starts an agent on a host; all else goes in on its standard input."""
     return ssh_command(host, [options.python, "-m", module_names.AGENT], options.ssh)
 
 
 def agent_request(
     host_ranks: Sequence[HostRanks], at: int, script: Path, run_dir: Path, options: FleetOptions
 ) -> dict[str, Any]:
-    """What the agent of host number `at` is told first, but for the token."""
-    kept = {name: value for name, value in os.environ.items() if name.startswith(_FAMILIES)}
+    """Return the first message for the agent of host number `at`, but for the token."""
+    inherited = {name: value for name, value in os.environ.items() if name.startswith(_FAMILIES)}
+    others = [ranks.host for number, ranks in enumerate(host_ranks) if number != at]
     return {
         "run_dir": str(run_dir.resolve()),
         "script": str(script.resolve()),
         "cwd": os.getcwd(),
-        "environment": {**kept, **options.environment},
+        "environment": {**inherited, **options.environment},
         "interface": options.interface,
-        "others": [one.host for number, one in enumerate(host_ranks) if number != at],
+        "others": others,
         "is_head": at == 0,
-        "has_servers": any(one.servers for one in host_ranks),
+        "has_servers": any(ranks.servers for ranks in host_ranks),
     }
 
 
 def open_posts(
     host_ranks: Sequence[HostRanks], script: Path, run_dir: Path, options: FleetOptions
 ) -> list[HostAssignment]:
-    """An agent on every host, ready to start its ranks.
+    """Start an agent on every host, ready to start its ranks.
 
     Raises:
         HostError: a host can't be reached, or does not see the job's files. No rank has started.
     """
-    credentials = new_credentials() if any(one.servers for one in host_ranks) else {}
+    has_servers = any(ranks.servers for ranks in host_ranks)
+    credentials = new_credentials() if has_servers else {}
     token = secrets.token_hex(16)
     path = run_dir / f".token-{token[:8]}"  # a name of its own: a network file system may remember an older one
     path.write_text(token)
     backends: list[RemoteBackend] = []
     try:
-        for number, one in enumerate(host_ranks):
+        for number, ranks in enumerate(host_ranks):
             request = {**agent_request(host_ranks, number, script, run_dir, options), "token": token}
-            backends.append(RemoteBackend(one.host, agent_command(one.host, options), request))
-            backends[-1].credentials = {role: credentials[role] for role in _roles(one) if credentials}
+            backend = RemoteBackend(ranks.host, agent_command(ranks.host, options), request)
+            backends.append(backend)  # at once: it is closed below whatever comes next
+            if credentials:
+                backend.credentials = {role: credentials[role] for role in _roles(ranks)}
         answers = _answers(backends)
         if credentials:
             let_watch(run_dir, credentials)
@@ -99,16 +103,23 @@ def open_posts(
         path.unlink(missing_ok=True)
     first = f"{answers[0]['address']}:{answers[0]['port']}"
     rendezvous = Rendezvous(coordinator=first) if credentials else Rendezvous(master=first)
-    return [
-        HostAssignment(backend, own, replace(rendezvous, interface=answer["interface"], own=answer["address"]))
-        for backend, own, answer in zip(backends, host_ranks, answers, strict=True)
-    ]
+    assignments = []
+    for backend, ranks, answer in zip(backends, host_ranks, answers, strict=True):
+        on_host = replace(rendezvous, interface=answer["interface"], own=answer["address"])
+        assignments.append(HostAssignment(backend, ranks, on_host))
+    return assignments
 
 
 def _roles(host_ranks: HostRanks) -> list[str]:
-    """Whose certificates a host of a job with parameter servers gets: those of what it has, and no more."""
-    last = ["coordinator"] if host_ranks.cross_rank == 0 else []
-    return ["worker", *(["server"] if len(host_ranks.servers) > len(last) else []), *last]
+    """Return whose certificates a host of a job with parameter servers gets: those of what it has, and no more."""
+    roles = ["worker"]
+    has_coordinator = host_ranks.cross_rank == 0
+    servers = len(host_ranks.servers) - has_coordinator  # the coordinator's number is among them
+    if servers > 0:
+        roles.append("server")
+    if has_coordinator:
+        roles.append("coordinator")
+    return roles
 
 
 def let_watch(run_dir: Path, credentials: Mapping[str, Mapping[str, str]]) -> None:
@@ -118,7 +129,7 @@ def let_watch(run_dir: Path, credentials: Mapping[str, Mapping[str, str]]) -> No
 
 
 def end_watch(run_dir: Path) -> None:
-    """The job has ended."""
+    """Remove what `let_watch` kept; the job has ended."""
     shutil.rmtree(run_dir / "credentials", ignore_errors=True)
 
 
@@ -138,9 +149,13 @@ class HostError(UsageError):
 
 
 def _answers(backends: Sequence[RemoteBackend]) -> list[dict[str, Any]]:
-    """What each agent says of its host; all are waited for at once."""
+    """Return what each agent says of its host; all are waited for at once.
+
+    Raises:
+        HostError: some are not ready, or have not answered within ANSWER_S.
+    """
     answers: dict[str, dict[str, Any]] = {}
-    errors = {one.host: _silent(one.host) for one in backends}
+    errors = {backend.host: _silent(backend.host) for backend in backends}
     deadline = time.monotonic() + ANSWER_S
     # No threads: a signal ends the wait anywhere, and the stations are closed while nobody reads them.
     with selectors.DefaultSelector() as waited:
@@ -163,7 +178,7 @@ def _answers(backends: Sequence[RemoteBackend]) -> list[dict[str, Any]]:
 
 
 def _outcome(backend: RemoteBackend) -> dict[str, Any] | PacelineError | None:
-    """What a host has answered, or why it never will; None: not yet."""
+    """Return what a host has answered, or why it never will; None: not yet."""
     try:
         answer = backend.answer()
     except PacelineError as error:
@@ -174,5 +189,5 @@ def _outcome(backend: RemoteBackend) -> dict[str, Any] | PacelineError | None:
 
 
 def _silent(host: str) -> PacelineError:
-    found = f"it has not answered for {ANSWER_S:g} s"
-    return UsageError(f"can't reach {host} over ssh", found, "see whether the host hangs")
+    reason = f"it has not answered for {ANSWER_S:g} s"
+    return UsageError(f"to reach {host} over ssh", reason, "see whether the host hangs")

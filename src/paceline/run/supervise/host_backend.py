@@ -1,4 +1,4 @@
-"""The hosts of a job as their supervisor has them: start ranks there, hear of them, signal them.
+"""Start ranks on a host for the supervisor, report what happens to them, and signal them.
 
 A `LocalBackend` has the fork server of this host. A `RemoteBackend` has an agent on another, reached over ssh's
 standard input and output: nothing listens for it, and when the connection ends the agent ends the ranks.
@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from paceline.launch.local import ForkServer, RankSettings, start_ranks
@@ -42,16 +43,16 @@ class HostEvents(Protocol):
     """Who is told what happens on a host."""
 
     def on_started(self, pids: dict[int, int]) -> None:
-        """Ranks have been started, by rank their processes."""
+        """Take in that ranks have been started, by rank their processes."""
 
     def on_ended(self, rank: int, status: int) -> None:
-        """A rank has ended with an exit code; below 0 the signal."""
+        """Take in that a rank has ended with an exit code; below 0 the signal."""
 
     def on_output(self, rank: int, text: str) -> None:
-        """A rank has written a line."""
+        """Take in a line that a rank has written."""
 
     def on_lost(self, backend: HostBackend) -> None:
-        """The fork server or the connection has ended; the ranks end with it."""
+        """Take in that the fork server or the connection has ended; the ranks end with it."""
 
 
 class HostBackend(Protocol):
@@ -77,16 +78,16 @@ class HostBackend(Protocol):
         """Start one again."""
 
     def finish(self) -> None:
-        """All have ended, and none will be started again."""
+        """Let the host's fork server end: all ranks have ended, and none will be started again."""
 
     def heartbeat(self, now_s: float) -> None:
         """Say now and then that the supervisor lives."""
 
     def close(self) -> int:
-        """Wait for its end; the fork server's or ssh's exit code."""
+        """Wait for its end, and return the fork server's or ssh's exit code."""
 
     def failure(self, status: int, at: float) -> dict[str, Any]:
-        """What to tell when it was lost.
+        """Return the failure to tell when it was lost.
 
         Args:
             status: what `close` gave.
@@ -111,7 +112,7 @@ class LocalBackend:
         assert self.server is not None
         self.events = events
         for rank, output in self.server.outputs.items():
-            register(output, _Reader(output, _saying(events, rank), lambda at=output: os.close(at)))  # type: ignore[misc]
+            register(output, _Reader(output, partial(events.on_output, rank), partial(os.close, output)))
         control = self.server.control.fileno()
         register(control, _Reader(control, self._told, lambda: events.on_lost(self)))
 
@@ -156,14 +157,14 @@ class LocalBackend:
         """Nothing: the fork server sees the supervisor's end by itself."""
 
     def close(self) -> int:
-        """Wait for the fork server's end; its exit code."""
+        """Wait for the fork server's end, and return its exit code."""
         if self.server is None:
             return 0
         self.server.control.close()
         return self.server.process.wait()
 
     def failure(self, status: int, at: float) -> dict[str, Any]:
-        """The fork server's end."""
+        """Return the failure that the fork server's end is."""
         return lost_server(status, at)
 
 
@@ -179,19 +180,19 @@ class RemoteBackend:
     def __init__(self, host: str, command: Sequence[str], request: dict[str, Any]) -> None:
         self.host = host
         self.processes: tuple[int, ...] = (0,)
-        self.credentials: dict[
-            str, dict[str, str]
-        ] = {}  # that go there before the start: see server/transport/credentials.py
+        # By role, what goes there before the start: see server/transport/credentials.py.
+        self.credentials: dict[str, dict[str, str]] = {}
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
         )
-        self.errors, self.beat_s = b"", float("-inf")
+        self.errors = b""
+        self.beat_s = float("-inf")
         assert self.process.stdout is not None
         self.lines = Lines(self.process.stdout.fileno(), MOST_TOLD_BYTES)
         self.tell(request)
 
     def answer(self) -> dict[str, Any] | None:
-        """The agent's first words, if they are in what it has written by now: waits for the first bytes alone.
+        """Read the agent's first message, if it is in what it has written by now: waits for the first bytes alone.
 
         None is "not yet", or, where `lines.is_over`, that ssh or the agent has ended.
 
@@ -210,7 +211,7 @@ class RemoteBackend:
         return None
 
     def last_words(self) -> str:
-        """What ssh or the agent wrote to its standard error, once it has ended."""
+        """Return what ssh or the agent wrote to its standard error, once it has ended."""
         assert self.process.stderr is not None
         descriptor = self.process.stderr.fileno()
         # Not `read`: what ssh started, such as a ProxyCommand, may live on and hold the other end.
@@ -219,8 +220,9 @@ class RemoteBackend:
         return self.errors.decode(errors="replace")
 
     def failure(self, status: int, at: float) -> dict[str, Any]:
-        """The connection's end, with the last line of ssh or the agent."""
-        return lost_host(self.host, (self.errors.decode(errors="replace").strip().splitlines() or [""])[-1], at)
+        """Return the failure that the connection's end is, with the last line of ssh or the agent."""
+        lines = self.errors.decode(errors="replace").strip().splitlines() or [""]
+        return lost_host(self.host, lines[-1], at)
 
     def start(self, settings: RankSettings) -> None:
         """Start its ranks."""
@@ -234,7 +236,8 @@ class RemoteBackend:
         self.events = events
         assert self.process.stdout is not None
         assert self.process.stderr is not None
-        out, err = self.process.stdout.fileno(), self.process.stderr.fileno()
+        out = self.process.stdout.fileno()
+        err = self.process.stderr.fileno()
         register(out, _Reader(out, self._told, lambda: events.on_lost(self), self.lines))
         register(err, _Reader(err, self._complained, lambda: None))
 
@@ -242,20 +245,22 @@ class RemoteBackend:
         try:
             message = parse_json(line, "an agent's line", _TOLD)
             if "started" in message:
-                pids = message["started"].items()
-                self.events.on_started({self._own(parse_whole(rank)): pid for rank, pid in pids})
+                pids = {}
+                for rank, pid in message["started"].items():
+                    pids[self._checked(parse_whole(rank))] = pid
+                self.events.on_started(pids)
             elif "output" in message:
                 text = base64.b64decode(message["text"]).decode(errors="replace")
-                self.events.on_output(self._own(message["output"]), text)
+                self.events.on_output(self._checked(message["output"]), text)
             elif "ended" in message:
-                self.events.on_ended(self._own(message["ended"]), message["status"])
+                self.events.on_ended(self._checked(message["ended"]), message["status"])
             elif "error" in message:
                 self._complained(": ".join(message["error"].values()))
-        except ValueError:
+        except ValueError:  # also a line that is no message: a login shell or ssh may write some
             self._complained(line)
 
-    def _own(self, rank: int | None) -> int:
-        """A host speaks of its own ranks alone."""
+    def _checked(self, rank: int | None) -> int:
+        """Return the rank; raise ValueError unless it is one of this host's."""
         if rank not in self.processes or rank is None:
             raise ValueError(rank)
         return rank
@@ -294,7 +299,7 @@ class RemoteBackend:
             self.process.stdin.flush()
 
     def close(self, patience_s: float = 10.0) -> int:
-        """Let the agent end what it has, and wait for it; ssh's exit code."""
+        """Let the agent end what it has, and wait for it. Return ssh's exit code."""
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
@@ -305,19 +310,22 @@ class RemoteBackend:
                 os.killpg(self.process.pid, signal.SIGKILL)
             return self.process.wait()
         finally:
-            for end in (self.process.stdout, self.process.stderr):
-                assert end is not None
-                end.close()
+            for pipe in (self.process.stdout, self.process.stderr):
+                assert pipe is not None
+                pipe.close()
 
 
 class Lines:
     """Splits what comes from a descriptor into lines; of a longer one the end is kept."""
 
     def __init__(self, descriptor: int, most_bytes: int = MOST_BYTES) -> None:
-        self.descriptor, self.most_bytes, self.rest, self.is_over = descriptor, most_bytes, b"", False
+        self.descriptor = descriptor
+        self.most_bytes = most_bytes
+        self.rest = b""  # what came after the last end of a line
+        self.is_over = False
 
     def read(self) -> list[str]:
-        """The lines that are there; waits for the first bytes."""
+        """Return the lines that are there; wait for the first bytes."""
         try:
             content = os.read(self.descriptor, 2**16)
         except (ConnectionResetError, OSError):
@@ -325,10 +333,12 @@ class Lines:
         *lines, self.rest = (self.rest + content).split(b"\n")
         if b"\r" in self.rest:  # a bar that is drawn anew: only its last state
             self.rest = self.rest[self.rest.rstrip(b"\r").rfind(b"\r") + 1 :]
-        lines, self.rest = [line[-self.most_bytes :] for line in lines], self.rest[-self.most_bytes :]
+        lines = [line[-self.most_bytes :] for line in lines]
+        self.rest = self.rest[-self.most_bytes :]
         self.is_over = not content
         if self.is_over and self.rest:
-            lines, self.rest = [self.rest], b""
+            lines = [self.rest]
+            self.rest = b""
         return [line.decode(errors="replace") for line in lines]
 
 
@@ -338,7 +348,9 @@ class _Reader:
     def __init__(
         self, descriptor: int, take: Callable[[str], None], over: Callable[[], None], lines: Lines | None = None
     ) -> None:
-        self.lines, self.take, self.over = lines or Lines(descriptor), take, over
+        self.lines = lines or Lines(descriptor)
+        self.take = take
+        self.over = over
 
     def __call__(self) -> bool:
         for line in self.lines.read():
@@ -346,10 +358,6 @@ class _Reader:
         if self.lines.is_over:
             self.over()
         return not self.lines.is_over
-
-
-def _saying(events: HostEvents, rank: int) -> Callable[[str], None]:
-    return lambda text: events.on_output(rank, text)
 
 
 class Listening:

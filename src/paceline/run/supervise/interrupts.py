@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM where no supervisor has taken them yet: hosts that are being asked, a wait for hosts."""
+"""Handle Ctrl-C and SIGTERM where no supervisor does yet: while hosts are asked, or waited for."""
 
 from __future__ import annotations
 
@@ -23,21 +23,23 @@ class Interrupted(BaseException):
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[list[int]]:
-    """The block is left at SIGINT or SIGTERM, through its own clearing up; the signals come in the list."""
-    seen: list[int] = []
+    """Leave the block at SIGINT or SIGTERM, through its own clearing up; the signals come in the list."""
+    signals: list[int] = []
 
     def leave(number: int, frame: FrameType | None) -> None:
-        seen.append(number)
-        if len(seen) == 1:
+        signals.append(number)
+        if len(signals) == 1:
             raise Interrupted(number)
 
-    if threading.current_thread() is not threading.main_thread():
-        yield seen
+    if threading.current_thread() is not threading.main_thread():  # Python sets signal handlers in the main one alone
+        yield signals
         return
-    before = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {}
+    for stopping in (signal.SIGINT, signal.SIGTERM):
+        before[stopping] = signal.signal(stopping, leave)
     try:
         with contextlib.suppress(Interrupted):
-            yield seen
+            yield signals
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -15,7 +15,7 @@ from paceline.run.supervise.supervisor import Ending, JobRequest, Supervisor
 
 
 def run_job(plan: Plan, request: JobRequest, screen: Screen) -> tuple[Ending, Progress, dict[str, Any]]:
-    """Run the job and write `result.json`: how it ended, what it did, and the result as JSON has it."""
+    """Run the job and write `result.json`. Return how it ended, what it did, and the result as JSON has it."""
     directory.write_start(request.run_dir, plan, request.script, request.arguments)
     supervisor = Supervisor(request, screen)
     try:
@@ -26,7 +26,7 @@ def run_job(plan: Plan, request: JobRequest, screen: Screen) -> tuple[Ending, Pr
 
 
 def finish(run_dir: Path, ending: Ending, progress: Progress, say: Callable[[str], None]) -> dict[str, Any]:
-    """Write `result.json`; its content. Where it can't be written, that is said, and the job ends as it did."""
+    """Write `result.json`, and return its content. Where it can't be written, say so: the job ends as it did."""
     published = directory.publish_last_left(run_dir)
     result = result_of(run_dir, ending, progress)
     if published is not None:
@@ -41,10 +41,16 @@ def finish(run_dir: Path, ending: Ending, progress: Progress, say: Callable[[str
 
 
 def result_of(folder: Path, ending: Ending, progress: Progress) -> dict[str, Any]:
-    """The job's end as a JSON object. A job that took no step is where its checkpoints are."""
-    last, first = progress.last, progress.first
-    checkpoints = {step_of(step_name(path)) or 0: path for path in list_checkpoints(folder / CHECKPOINTS)}
+    """Return the job's end as a JSON object. A job that took no step is where its checkpoints are."""
+    first = progress.first
+    last = progress.last
+    checkpoints = {}
+    for path in list_checkpoints(folder / CHECKPOINTS):
+        checkpoints[step_of(step_name(path)) or 0] = path
     saved = _last_saved(list(checkpoints), list(progress.loaded))
+    checkpoint = progress.checkpoint
+    if not checkpoint and saved in checkpoints:
+        checkpoint = str(checkpoints[saved].absolute())
     rate = speed(list(progress.records))
     return {
         "job": folder.name,
@@ -59,17 +65,18 @@ def result_of(folder: Path, ending: Ending, progress: Progress) -> dict[str, Any
         "samples_per_s": round(rate, 3) if rate else None,
         "evaluation": progress.evaluation,
         "left_out": progress.left_out,
-        "checkpoint": progress.checkpoint or (str(checkpoints[saved].absolute()) if saved in checkpoints else None),
+        "checkpoint": checkpoint,
         "failure": ending.cause,
     }
 
 
 def _last_saved(steps: list[int], loaded: list[int]) -> int:
-    """The last step of a job that took none.
+    """Return the last step of a job that took none.
 
     Args:
         steps: of the run's checkpoints, the newest first; it may be damaged.
         loaded: the steps that the job loaded, in order: the first was to go on from.
     """
-    is_whole = bool(steps) and (not loaded or steps[0] in loaded)
-    return steps[0] if is_whole else loaded[0] if loaded else 0
+    if steps and (not loaded or steps[0] in loaded):
+        return steps[0]
+    return loaded[0] if loaded else 0

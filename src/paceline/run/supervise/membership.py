@@ -1,4 +1,4 @@
-"""Which hosts a job runs on, generation after generation: values in, values out, nothing is read or started here.
+"""Decide which hosts a job runs on, generation after generation: values in, values out, no I/O.
 
 A generation is one set of hosts with the ranks on them. Whatever changes the set ends the generation, and the next one
 goes on from the newest checkpoint. Ranks of an older generation are out: their host's agent ends them when it no longer
@@ -85,7 +85,7 @@ class Membership:
     is_regrouping: bool = False
 
     def discovered(self, hosts: Sequence[Host]) -> tuple[Membership, Decision]:
-        """These hosts are there now, and no others."""
+        """Take in that these hosts are there now, and no others."""
         slots = {host.name: host for host in hosts}
         names = [host.name for host in self.known if host.name in slots]
         names += [host.name for host in hosts if host.name not in names]
@@ -97,23 +97,25 @@ class Membership:
             return now, None
         gone = [host.name for host in self.hosts if host not in wanted]
         come = [host.name for host in wanted if host not in self.hosts]
-        why = " and ".join(
-            f"{', '.join(names)} {word}" for names, word in ((gone, "went or changed"), (come, "came")) if names
-        )
-        return replace(now, is_regrouping=True), Regroup(why)
+        changes = []
+        if gone:
+            changes.append(f"{', '.join(gone)} went or changed")
+        if come:
+            changes.append(f"{', '.join(come)} came")
+        return replace(now, is_regrouping=True), Regroup(" and ".join(changes))
 
     def listed(self, names: Iterable[str]) -> Membership:
-        """What a host did is forgotten once it has gone from the list: it may have been mended."""
-        still = set(names)
-        kept = {name: count for name, count in self.failures.items() if name in still}
-        return replace(self, failures=MappingProxyType(kept))
+        """Forget the failures of hosts that have gone from the list: they may have been mended."""
+        listed_names = set(names)
+        failures = {name: count for name, count in self.failures.items() if name in listed_names}
+        return replace(self, failures=MappingProxyType(failures))
 
     def not_ready(self, names: Iterable[str]) -> Membership:
-        """The generation could not begin: these hosts can't be reached, or are not fit."""
+        """Take in that the generation could not begin: these hosts can't be reached, or are not fit."""
         return replace(self, hosts=(), failures=self._counted(names), is_regrouping=False)
 
     def ended(self, names: Iterable[str] = (), is_failure: bool = True) -> tuple[Membership, Decision]:
-        """The generation has ended before the job did; what hosts there are now is asked next.
+        """Take in that the generation has ended before the job did; what hosts there are now is asked next.
 
         Args:
             names: hosts that were lost, or on which a rank was killed.
@@ -135,18 +137,21 @@ class Membership:
         return tuple(host for host in self.known if self.failures.get(host.name, 0) < self.rules.patience)
 
     def _wanted(self) -> tuple[Host, ...]:
-        """Hosts that are in already come first: rank 0's stays, as long as it can."""
-        names = [host.name for host in self.hosts]
-        fit = sorted(
-            self._fit(), key=lambda host: (host.name not in names, names.index(host.name) if host.name in names else 0)
-        )
+        """Return the hosts for the next generation: those that are in already come first, in their order.
+
+        So rank 0's host stays, as long as it can.
+        """
+        order = {host.name: number for number, host in enumerate(self.hosts)}
+        fit = sorted(self._fit(), key=lambda host: order.get(host.name, len(order)))  # stable: the others as they came
         return tuple(fit[: self.rules.most])
 
     def _begin(self) -> tuple[Membership, Decision]:
         wanted = self._wanted()
         if len(wanted) < self.rules.least:
-            out = [name for name, count in self.failures.items() if count >= self.rules.patience]
-            told = f"; {', '.join(sorted(out))} failed {self.rules.patience} times" if out else ""
-            return self, Wait(f"{len(wanted)} of at least {self.rules.least} hosts are there{told}")
+            excluded = [name for name, count in self.failures.items() if count >= self.rules.patience]
+            suffix = ""
+            if excluded:
+                suffix = f"; {', '.join(sorted(excluded))} failed {self.rules.patience} times"
+            return self, Wait(f"{len(wanted)} of at least {self.rules.least} hosts are there{suffix}")
         number = self.generation + 1
         return replace(self, generation=number, hosts=wanted, is_regrouping=False), Start(number, wanted)

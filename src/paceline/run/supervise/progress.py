@@ -1,4 +1,4 @@
-"""The progress line: step, loss, samples per second, time left, memory; read from the job's events."""
+"""Read a job's events, and show its progress line: step, loss, samples per second, time left, memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ class Progress:
     def __init__(self, run_dir: Path) -> None:
         self.path = run_dir / "events.jsonl"
         self.offset = self.path.stat().st_size if self.path.exists() else 0
-        self.total_steps, self.samples = 0, 0
+        self.total_steps = 0
+        self.samples = 0
         self.records: deque[dict[str, Any]] = deque(maxlen=_WINDOW)
         self.first: dict[str, Any] | None = None
         self.started: dict[str, Any] = {}
@@ -47,23 +48,25 @@ class Progress:
         self.left_out: dict[str, int] | None = None  # of a job with parameter servers: gradients that did not count
 
     def read(self) -> bool:
-        """Take in what the job has written since; whether there was anything."""
+        """Take in what the job has written since; True if there was anything."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self.offset)
                 content = file.read()
         except OSError:
             return False  # it is not there yet
-        whole = content[: content.rfind(b"\n") + 1]
-        self.offset += len(whole)
-        for event in decoded(whole):
+        # The last line may still be being written: it is read the next time.
+        lines = content[: content.rfind(b"\n") + 1]
+        self.offset += len(lines)
+        for event in decoded(lines):
             self._take(event)
-        return bool(whole)
+        return bool(lines)
 
     def _take(self, event: dict[str, Any]) -> None:
         kind = event.get("event")
         if kind == "start":
-            self.started, self.total_steps = event, event["total_steps"]
+            self.started = event
+            self.total_steps = event["total_steps"]
         elif kind == "own_batches":
             self.total_steps = event["total_steps"]
         elif kind == "step":
@@ -77,7 +80,8 @@ class Progress:
         elif kind == "resumed":
             self.loaded[event["step"]] = event["position"]
         elif kind == "stopped":
-            self.has_stopped, self.stopped_step = True, event.get("step")
+            self.has_stopped = True
+            self.stopped_step = event.get("step")
             self.asked_to_stop = event.get("asked", [])
         elif kind == "evaluation":
             self.evaluation = event
@@ -85,7 +89,9 @@ class Progress:
     @property
     def checkpoint(self) -> str | None:
         """The run's newest checkpoint, unless somebody has removed it."""
-        return self.saved if self.saved and Path(self.saved).is_dir() else None
+        if self.saved and Path(self.saved).is_dir():
+            return self.saved
+        return None
 
     @property
     def last(self) -> dict[str, Any] | None:
@@ -93,52 +99,58 @@ class Progress:
         return self.records[-1] if self.records else None
 
     def samples_per_s(self) -> float | None:
-        """Speed over the last steps; None before the second."""
+        """Return the speed over the last steps; None before the second."""
         return speed(list(self.records))
 
     def line(self) -> str:
-        """The line, or what the job is doing before its first step."""
+        """Return the line, or what the job is doing before its first step."""
         last = self.last
         if last is None:
             return "starting" if not self.started else "first step"
         total = self.total_steps if self.total_steps >= last["step"] else 0  # a loop of one's own may have no end
-        parts = [f"step {last['step']}" + (f"/{total}" if total else ""), f"loss {last['loss']:.4f}"]
+        of_total = f"/{total}" if total else ""
+        fields = [f"step {last['step']}{of_total}", f"loss {last['loss']:.4f}"]
         rate = self.samples_per_s()
-        if rate and not total:
-            parts.append(f"{rate:.1f} samples/s")
-        elif rate:
-            left = max(0, self.total_steps - last["step"])
-            seconds = (self.records[-1]["at"] - self.records[0]["at"]) / (len(self.records) - 1) * left
-            parts += [f"{rate:.1f} samples/s", f"{duration(seconds)} left"]
-        return "  ".join([*parts, f"{last['memory_bytes'] / 2**20:.0f} MiB/rank"])
+        if rate:
+            fields.append(f"{rate:.1f} samples/s")
+        if rate and total:
+            step_s = (self.records[-1]["at"] - self.records[0]["at"]) / (len(self.records) - 1)
+            steps_left = max(0, self.total_steps - last["step"])
+            fields.append(f"{duration(step_s * steps_left)} left")
+        fields.append(f"{last['memory_bytes'] / 2**20:.0f} MiB/rank")
+        return "  ".join(fields)
 
 
 def decoded(content: bytes) -> Iterator[dict[str, Any]]:
-    """The events in lines of JSON; a line that is none, such as one that a full disk cut off, is passed over."""
+    """Yield the events in lines of JSON; a line that is none, such as one that a full disk cut off, is left out."""
     for line in content.splitlines():
         try:
             event = parse_json(line, "an event", dict)
         except ReadError:
             continue
         kind = event.get("event")
-        if fault_of(event, _FORMS.get(kind, {}) if isinstance(kind, str) else {}) is None:
+        form = _FORMS.get(kind, {}) if isinstance(kind, str) else {}
+        if fault_of(event, form) is None:
             yield event
 
 
 def speed(records: list[dict[str, Any]]) -> float | None:
-    """Samples per second between the first and the last of some step records."""
+    """Return the samples per second between the first and the last of some step records."""
     if len(records) < 2 or records[-1]["at"] <= records[0]["at"]:
         return None
-    return float(sum(r["samples"] for r in records[1:]) / (records[-1]["at"] - records[0]["at"]))
+    samples = sum(record["samples"] for record in records[1:])  # the first record's were done before its time
+    return float(samples / (records[-1]["at"] - records[0]["at"]))
 
 
 def duration(seconds: float) -> str:
-    """`73` as `1:13`; `?` where it is no time."""
+    """Write `73` as `1:13`; `?` where it is no time."""
     if not 0 <= seconds < _LONGEST_S:
         return "?"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+    if hours:
+        return f"{hours}:{minutes:02d}:{rest:02d}"
+    return f"{minutes}:{rest:02d}"
 
 
 class Screen:
@@ -154,9 +166,12 @@ class Screen:
     """
 
     def __init__(self, out: TextIO, status: TextIO, every_s: float = 10.0) -> None:
-        self.out, self.status, self.every_s = out, status, every_s
+        self.out = out
+        self.status = status
+        self.every_s = every_s
         self.is_live = status.isatty()
-        self.shown, self.printed_at_s = "", float("-inf")
+        self.shown = ""
+        self.printed_at_s = float("-inf")
         self.given_up: set[TextIO] = set()
 
     def show_output(self, rank: int | str, text: str) -> None:
@@ -178,14 +193,16 @@ class Screen:
             self.shown = line
             self._draw()
         elif now_s - self.printed_at_s >= self.every_s and line != self.shown:
-            self.shown, self.printed_at_s = line, now_s
+            self.shown = line
+            self.printed_at_s = now_s
             self._print(line + "\n", self.status)
 
     def end(self) -> None:
         """Leave the last progress line standing."""
         if self.is_live and self.shown:
             self._print("\n", self.status)
-        self.shown, self.printed_at_s = "", float("-inf")
+        self.shown = ""
+        self.printed_at_s = float("-inf")
 
     def _clear(self) -> None:
         if self.is_live and self.shown:
@@ -215,9 +232,10 @@ class Screen:
 
 
 def encodable(text: str, encoding: str | None) -> str:
-    """The text, with what the encoding lacks written as escapes."""
+    """Return the text with what the encoding lacks written as escapes."""
+    encoding = encoding or "utf-8"
     try:
-        text.encode(encoding or "utf-8")
+        text.encode(encoding)
     except UnicodeEncodeError:
-        return text.encode(encoding or "utf-8", "backslashreplace").decode(encoding or "utf-8")
+        return text.encode(encoding, "backslashreplace").decode(encoding)
     return text

@@ -1,4 +1,4 @@
-"""Asks Ray for a placement group, and runs a rank in an actor of each bundle.
+"""Ask Ray for a placement group, and run a rank in an actor of each bundle.
 
 Started as `python -m paceline.run.supervise.ray_driver`.
 
@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from paceline.launch.local import rank_environment
@@ -39,34 +39,34 @@ class HostActor:
         self.listener: socket.socket | None = None
 
     def where(self) -> str:
-        """The node that it is on."""
+        """Return the node that it is on."""
         import ray.util
 
         find: Any = ray.util.get_node_ip_address
         return str(find())
 
     def listen(self, others: Sequence[str]) -> str:
-        """Open the socket of the ranks' store, at the address that the others reach; HOST:PORT."""
-        own = self.where()
-        away = [other for other in others if other != own]
+        """Open the socket of the ranks' store, at the address that the others reach, and return HOST:PORT."""
+        node = self.where()
+        away = [other for other in others if other != node]
         address = address_towards(away[0]) if away else "127.0.0.1"
         self.listener = open_listener(address, 0)
         return f"{address}:{self.listener.getsockname()[1]}"
 
     def start(self, program: Sequence[str], folder: str, environment: dict[str, str], local_size: int) -> None:
         """Start the rank."""
-        own = {**rank_environment(local_size), **environment}
-        kept = []
+        full_environment = {**rank_environment(local_size), **environment}
+        passed = []
         if self.listener is not None:
-            kept = [self.listener.fileno()]
-            own["PACELINE_LISTENER"] = str(kept[0])
+            passed = [self.listener.fileno()]
+            full_environment["PACELINE_LISTENER"] = str(passed[0])
         self.process = subprocess.Popen(
             list(program),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
-            env=own,
-            pass_fds=kept,
+            env=full_environment,
+            pass_fds=passed,
             cwd=folder if os.path.isdir(folder) else None,
             preexec_fn=die_with_parent,
         )
@@ -83,18 +83,19 @@ class HostActor:
                 self.lines.append(line.decode(errors="replace").rstrip("\n"))
 
     def poll(self) -> tuple[list[str], int | None]:
-        """What was written since, and the exit code once it has ended."""
+        """Return what was written since, and the exit code once it has ended."""
         assert self.process is not None
         status = self.process.poll()
         if status is not None:
             self.reader.join(1.0)  # its last lines
         with self.lock:
-            lines, self.lines = self.lines, []
+            lines = self.lines
+            self.lines = []
         return lines, status
 
 
 def main() -> int:
-    """Run the job; the first exit code that is not 0."""
+    """Run the job, and return the first exit code that is not 0."""
     die_with_parent()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is below is cleared up
     job = json.loads(sys.stdin.read())
@@ -103,22 +104,22 @@ def main() -> int:
     except ModuleNotFoundError:
         print("to run on Ray, the package ray is needed, but it is not installed: pip install 'paceline[ray]'")
         return 2
-    told: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
+    options: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
     if job["address"] == "local":
         # One for this job alone: on loopback, with as many CPUs as its ranks take, and no dashboard.
         wanted = sum(bundle.get("CPU", 0) for bundle in job["bundles"])
         # A folder of its own: a socket's path has 107 characters at most.
-        own = tempfile.mkdtemp(prefix="paceline-ray-", dir="/tmp" if os.path.isdir("/tmp") else None)
-        told["_temp_dir"] = own
-        ray.init(num_cpus=max(1, int(wanted)), include_dashboard=False, _node_ip_address="127.0.0.1", **told)
+        folder = tempfile.mkdtemp(prefix="paceline-ray-", dir="/tmp" if os.path.isdir("/tmp") else None)
+        options["_temp_dir"] = folder
+        ray.init(num_cpus=max(1, int(wanted)), include_dashboard=False, _node_ip_address="127.0.0.1", **options)
     else:
-        ray.init(address=job["address"], **told)
+        ray.init(address=job["address"], **options)
     try:
         return _run(ray, job)
     finally:
         ray.shutdown()
-        if "_temp_dir" in told:
-            shutil.rmtree(told["_temp_dir"], ignore_errors=True)
+        if "_temp_dir" in options:
+            shutil.rmtree(options["_temp_dir"], ignore_errors=True)
 
 
 def _run(ray: Any, job: dict[str, Any]) -> int:
@@ -132,41 +133,39 @@ def _run(ray: Any, job: dict[str, Any]) -> int:
         )
         return 2
     kind = ray.remote(HostActor)
-    host_ranks = [
-        kind.options(
+    host_ranks = []
+    for number, bundle in enumerate(job["bundles"]):
+        configured = kind.options(
             num_cpus=bundle.get("CPU", 0),
             num_gpus=bundle.get("GPU", 0),
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number),
-        ).remote()
-        for number, bundle in enumerate(job["bundles"])
-    ]
+        )
+        host_ranks.append(configured.remote())
     _start(ray, host_ranks, job)
     return _watch(ray, host_ranks)
 
 
 def _start(ray: Any, host_ranks: Sequence[Any], job: dict[str, Any]) -> None:
-    """Every rank learns its place: ranks of one node follow each other, in the order in which nodes come."""
+    """Tell every rank its place: ranks of one node follow each other, in the order in which nodes come."""
     where = ray.get([seat.where.remote() for seat in host_ranks])
-    nodes = sorted(set(where), key=where.index)
+    nodes = list(dict.fromkeys(where))  # in the order in which they come first
     order = sorted(range(len(host_ranks)), key=lambda number: (nodes.index(where[number]), number))
     master = ray.get(host_ranks[order[0]].listen.remote(nodes))
     calls = []
     for rank, number in enumerate(order):
-        own = [at for at in order if where[at] == where[number]]
+        on_node = [at for at in order if where[at] == where[number]]
         place = {
             "PACELINE_RANK": str(rank),
             "PACELINE_WORLD_SIZE": str(len(host_ranks)),
-            "PACELINE_LOCAL_RANK": str(own.index(number)),
-            "PACELINE_LOCAL_SIZE": str(len(own)),
+            "PACELINE_LOCAL_RANK": str(on_node.index(number)),
+            "PACELINE_LOCAL_SIZE": str(len(on_node)),
             "PACELINE_CROSS_RANK": str(nodes.index(where[number])),
             "PACELINE_CROSS_SIZE": str(len(nodes)),
             "PACELINE_MASTER": master,
         }
-        calls.append(
-            host_ranks[number].start.remote(
-                job["program"], job["working_folder"], {**job["environment"], **place}, len(own)
-            )
-        )
+        environment = {**job["environment"], **place}
+        start = host_ranks[number].start
+        calls.append(start.remote(job["program"], job["working_folder"], environment, len(on_node)))
     ray.get(calls)
     host_ranks[:] = [host_ranks[number] for number in order]  # type: ignore[index]
 
@@ -185,7 +184,8 @@ def _watch(ray: Any, host_ranks: Sequence[Any]) -> int:
             try:
                 lines, status = ray.get(seat.poll.remote())
             except ray.exceptions.RayError as error:
-                lines, status = [f"its actor has gone: {str(error).splitlines()[0]}"], FAILED
+                lines = [f"its actor has gone: {str(error).splitlines()[0]}"]
+                status = FAILED
             for line in lines:
                 print(f"[{rank}] {line}", flush=True)
             if status is not None:
@@ -196,7 +196,15 @@ def _watch(ray: Any, host_ranks: Sequence[Any]) -> int:
             for seat in host_ranks:
                 ray.kill(seat)
             break
-    return next((status if status > 0 else 128 - status for status in statuses.values() if status), 0)
+    return _exit_code(statuses.values())
+
+
+def _exit_code(statuses: Iterable[int]) -> int:
+    """Return the first exit code that is not 0; of a signal, as shells number it."""
+    for status in statuses:
+        if status:
+            return status if status > 0 else 128 - status
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Whose place another process takes when it dies: those of a job with parameter servers."""
+"""Decide whether another process takes the place of one that died: only in a job with parameter servers."""
 
 from __future__ import annotations
 
@@ -24,17 +24,19 @@ class Replaced:
     short_lives: dict[int, int] = field(default_factory=dict)
 
     def name(self, rank: int) -> str:
-        """What people call a process."""
+        """Return what people call a process."""
         if rank < self.ranks:
             return f"worker {rank}"
-        return f"server {rank - self.ranks}" if rank < self.ranks + self.servers else "the coordinator"
+        if rank < self.ranks + self.servers:
+            return f"server {rank - self.ranks}"
+        return "the coordinator"
 
     def started(self, ranks: Iterable[int], now_s: float) -> None:
-        """These have been started."""
+        """Take in that these have been started."""
         self.since_s.update(dict.fromkeys(ranks, now_s))
 
     def should(self, rank: int, status: int, now_s: float) -> bool:
-        """Whether one that ended is to be started again: a signal ended it, and it had lived, or has tries left.
+        """True if one that ended is to be started again: a signal ended it, and it had lived, or has tries left.
 
         Args:
             rank: which.

@@ -1,4 +1,4 @@
-"""What the coordinator of a job's parameter servers tells the supervisor, in `servers.jsonl`."""
+"""Follow what the coordinator of a job's parameter servers tells the supervisor, in `servers.jsonl`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class ServerNews:
     def __init__(self, run_dir: Path, say: Callable[[str], None], end: End) -> None:
         self.path = run_dir / "servers.jsonl"
         self.offset = self.path.stat().st_size if self.path.exists() else 0
-        self.say, self.end = say, end
+        self.say = say
+        self.end = end
         self.mode = ""
         self.left_out: dict[str, int] | None = None
 
@@ -34,9 +35,9 @@ class ServerNews:
         with self.path.open("rb") as file:
             file.seek(self.offset)
             content = file.read()
-        whole = content[: content.rfind(b"\n") + 1]
-        self.offset += len(whole)
-        for event in decoded(whole):
+        lines = content[: content.rfind(b"\n") + 1]
+        self.offset += len(lines)
+        for event in decoded(lines):
             self._take(event)
 
     def tell_end(self) -> None:
@@ -44,7 +45,8 @@ class ServerNews:
         if self.left_out is None and self.mode not in ("", "sync"):
             self.say(f"paceline: it is not known how many gradients mode={self.mode} left out: no server reported it")
         elif self.left_out is not None and (self.left_out["gradients"] or self.mode != "sync"):
-            missing, of = self.left_out["gradients"], self.left_out["of"]
+            missing = self.left_out["gradients"]
+            of = self.left_out["of"]
             self.say(f"paceline: mode={self.mode} left out {missing} of {of} gradients")
 
     def _take(self, event: dict[str, Any]) -> None:
@@ -69,7 +71,9 @@ class ServerNews:
 
 
 def _waiting(event: dict[str, Any]) -> str:
-    name, step, silent_s = event["worker"], event["step"], event["silent_s"]
+    worker = event["worker"]
+    step = event["step"]
+    silent_s = event["silent_s"]
     if event["is_connected"]:
-        return f"paceline: step {step} waits for worker {name}, which has been silent for {silent_s:.0f} s"
-    return f"paceline: step {step} waits for another process to take the place of worker {name}"
+        return f"paceline: step {step} waits for worker {worker}, which has been silent for {silent_s:.0f} s"
+    return f"paceline: step {step} waits for another process to take the place of worker {worker}"

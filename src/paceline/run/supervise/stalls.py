@@ -1,6 +1,6 @@
-"""Says where the ranks of a job stand when none of them gets on: who waits in what, and what the missing ones do.
+"""Tell people where the ranks of a job stand when no rank makes progress: which wait in which call, which don't.
 
-Each rank writes down its own standing after some time without progress (`run/rank/watchdog.py`). A notice ends
+Each rank writes down where it stands after some time without progress (`run/rank/watchdog.py`). A notice ends
 nothing: a long first step, a compilation, an evaluation or a debugger looks alike. One thing is certain, and ends the
 job whether notices are wanted or not: a rank that has closed its job after step N while another waits for it in a
 later step.
@@ -21,8 +21,8 @@ from paceline.nouns.reading import COUNT, read_json
 FOLDER = "stalls"  # in the run directory
 VARIABLE = "PACELINE_STALL_NOTICE"
 DEFAULT_S = 60.0
-_TELL = 0.75  # of the notice time: reports come a little late, and the notice should not
-_AGAIN = 10  # times the notice time until the same is told again, and twice as long after each
+_EARLY = 0.75  # of the notice time: reports come a little late, and the notice should not
+_AGAIN = 10  # times the notice time until the same notice comes again, and twice as long after each
 _MINUTE_S = 60.0
 _FRAMES = 8  # of a stack that is shown
 _IDLE = 0.2  # cores: a rank that uses less is not computing
@@ -34,7 +34,7 @@ Report = dict[str, Any]
 
 @dataclass(slots=True)
 class Stalls:
-    """What the ranks of one job have written down.
+    """The reports that the ranks of one job have written, and the notices that people got of them.
 
     Args:
         run_dir: of the job.
@@ -45,12 +45,13 @@ class Stalls:
     run_dir: Path
     notice_s: float
     ranks: int = 1
-    told: dict[tuple[Any, ...], tuple[float, float]] = field(default_factory=dict)  # key: when, pause until the next
+    # By key: when the notice was given, and the pause until it may come again.
+    notices: dict[tuple[Any, ...], tuple[float, float]] = field(default_factory=dict)
     is_told: bool = False  # the present stall has been
     reports: list[Report] = field(default_factory=list)
 
     def look(self, now: float, pids: Mapping[int, int]) -> list[str]:
-        """Read what the ranks wrote; the lines to tell people now.
+        """Read what the ranks wrote, and return the lines to tell people now.
 
         Args:
             now: seconds since the epoch.
@@ -63,23 +64,38 @@ class Stalls:
         if not self.reports and self.is_told:
             self.is_told = False
             return ["paceline: the job goes on"]
-        if longest_s < _TELL * self.notice_s:
+        if longest_s < _EARLY * self.notice_s:
             return []
-        # Where none waits, their lines change, and it stays the same notice.
-        key = tuple((one["rank"], one["waits_in"], one["line"]) for one in self.reports if one["waits_in"])
-        when, pause_s = self.told.get(key, (0.0, 0.0))
-        if now - when < pause_s:
+        key = self._notice_key()
+        noticed_at, pause_s = self.notices.get(key, (0.0, 0.0))
+        if now - noticed_at < pause_s:
             return []
         pause_s = max(2 * pause_s, _AGAIN * self.notice_s)
-        self.told[key] = (now, pause_s)
+        self.notices[key] = (now, pause_s)
         self.is_told = True
-        return told(self.reports, longest_s, self._missing(pids), pause_s)
+        return _notice(self.reports, longest_s, self._missing(pids), pause_s)
+
+    def _notice_key(self) -> tuple[Any, ...]:
+        """Return what tells one notice from another: the ranks that wait, with their calls and lines.
+
+        Ranks that don't wait are no part of it: their lines change, and it stays the same notice.
+        """
+        waits = []
+        for report in self.reports:
+            if report["waits_in"]:
+                waits.append((report["rank"], report["waits_in"], report["line"]))
+        return tuple(waits)
 
     def _missing(self, pids: Mapping[int, int]) -> dict[int, str]:
-        """What is known of ranks that wrote nothing."""
+        """Return what is known of ranks that wrote nothing."""
         reported = {report["rank"] for report in self.reports}
-        missing = [rank for rank in range(self.ranks) if rank not in reported]
-        return {rank: _STATES.get(process_state(pids.get(rank, 0)), _GOES_ON) for rank in missing}
+        missing = {}
+        for rank in range(self.ranks):
+            if rank not in reported:
+                # A rank of another host has no process here: of process 0 nothing is known.
+                state = process_state(pids.get(rank, 0))
+                missing[rank] = _STATES.get(state, _GOES_ON)
+        return missing
 
     def clear(self) -> None:
         """Remove the folder where nothing is in it."""
@@ -87,15 +103,21 @@ class Stalls:
             (self.run_dir / FOLDER).rmdir()
 
     def who_left(self) -> int | None:
-        """A rank that has closed its job while another waits for it in a later step; None: there is none."""
-        closing = {report["rank"]: report["steps_done"] for report in self.reports if report["is_closing"]}
-        waiting = [report["step"] for report in self.reports if report["waits_in"] and report["is_in_step"]]
-        left = [rank for rank, done in closing.items() if any(step is not None and step > done for step in waiting)]
+        """Return a rank that has closed its job while another waits for it in a later step; None: there is none."""
+        awaited_steps = []
+        for report in self.reports:
+            if report["waits_in"] and report["is_in_step"] and report["step"] is not None:
+                awaited_steps.append(report["step"])
+        if not awaited_steps:
+            return None
+        latest_step = max(awaited_steps)
+        closing = [report for report in self.reports if report["is_closing"]]
+        left = [report["rank"] for report in closing if report["steps_done"] < latest_step]
         return min(left, default=None)
 
 
 def notice_time(environment: Mapping[str, str]) -> float:
-    """The seconds without progress after which people are told; 0: never.
+    """Return the seconds without progress after which people are told; 0: never.
 
     Raises:
         UsageError: the variable has something else.
@@ -112,7 +134,7 @@ def notice_time(environment: Mapping[str, str]) -> float:
 
 
 def read_reports(folder: Path) -> list[Report]:
-    """The reports there, by rank; one that can't be read, or has another form, is passed over."""
+    """Return the reports in a folder, ordered by rank; one that can't be read, or has another form, is left out."""
     reports = []
     for path in folder.glob("*.json"):
         try:
@@ -141,27 +163,30 @@ _FORM = {
 _FRAME_PARTS = 3
 
 
-def told(reports: Sequence[Report], longest_s: float, missing: Mapping[int, str], pause_s: float) -> list[str]:
-    """The notice, line by line.
+def _notice(reports: Sequence[Report], longest_s: float, missing: Mapping[int, str], pause_s: float) -> list[str]:
+    """Return the notice, line by line.
 
     Args:
         reports: of the ranks that wrote one.
         longest_s: seconds without progress, of the rank that has had none for longest.
         missing: what is known of the others.
-        pause_s: until the same is told again.
+        pause_s: until the same notice comes again.
     """
-    lines = [f"paceline: no progress for {longest_s:.0f} s"]
-    groups: dict[str, list[int]] = {}
+    ranks_by_standing: dict[str, list[int]] = {}
     for report in reports:
-        groups.setdefault(_standing(report), []).append(report["rank"])
+        ranks_by_standing.setdefault(_standing(report), []).append(report["rank"])
     for rank, text in missing.items():
-        groups.setdefault(text, []).append(rank)
-    lines += [f"  {_ranks(ranks)}: {text}" for text, ranks in groups.items()]
-    lines.append("  " + _meaning(reports, missing))
-    first = {text: ranks[0] for text, ranks in groups.items()}
-    shown = [report for report in reports if report["rank"] in first.values()]
-    waiting = [report for report in shown if report["waits_in"]][:2]
-    for report in [*waiting, *[report for report in shown if not report["waits_in"]][:2]]:
+        ranks_by_standing.setdefault(text, []).append(rank)
+    lines = [f"paceline: no progress for {longest_s:.0f} s"]
+    for text, ranks in ranks_by_standing.items():
+        lines.append(f"  {_ranks(ranks)}: {text}")
+    lines.append(f"  {_meaning(reports, missing)}")
+    # One stack for ranks that stand at the same place, and at most two of those that wait and two of the others.
+    first_ranks = {ranks[0] for ranks in ranks_by_standing.values()}
+    shown = [report for report in reports if report["rank"] in first_ranks]
+    waiting = [report for report in shown if report["waits_in"]]
+    running = [report for report in shown if not report["waits_in"]]
+    for report in [*waiting[:2], *running[:2]]:
         lines += _stack(report)
     again = f"{pause_s / 60:.0f} min" if pause_s >= _MINUTE_S else f"{pause_s:.0f} s"
     lines.append(f"  No process was ended; the next notice comes in {again} at the earliest (--stall-notice).")
@@ -169,17 +194,20 @@ def told(reports: Sequence[Report], longest_s: float, missing: Mapping[int, str]
 
 
 def _standing(report: Report) -> str:
-    step = f"step {report['step']}, " if report["step"] is not None else ""
-    at = report["line"] or _innermost(report)
+    """Return in a few words where a rank stands: equal for ranks at the same place."""
     if report["is_closing"]:
         return f"left its loop after step {report['steps_done']}, closing the job"
+    step = "" if report["step"] is None else f"step {report['step']}, "
+    line = report["line"] or _innermost(report)
     if report["waits_in"]:
-        return f"{step}waiting in {report['waits_in']}, called at {at}"
+        return f"{step}waiting in {report['waits_in']}, called at {line}"
     is_idle = report["cpu_s"] < _IDLE * report["stalled_s"]
-    return f"{step}at {at}, {'idle' if is_idle else 'computing'}"
+    activity = "idle" if is_idle else "computing"
+    return f"{step}at {line}, {activity}"
 
 
 def _meaning(reports: Sequence[Report], missing: Mapping[int, str]) -> str:
+    """Return what the reports may mean, in a sentence."""
     waiting = {report["waits_in"] for report in reports if report["waits_in"]}
     if not waiting:
         return "None waits for another: a long step, a compilation, an evaluation or slow data looks like this."
@@ -191,8 +219,10 @@ def _meaning(reports: Sequence[Report], missing: Mapping[int, str]) -> str:
 
 
 def _stack(report: Report) -> list[str]:
-    frames = report["stack"][:_FRAMES]
-    return [f"  rank {report['rank']}, innermost first:", *[f"    {file}:{line} {name}" for file, line, name in frames]]
+    lines = [f"  rank {report['rank']}, innermost first:"]
+    for file, line, name in report["stack"][:_FRAMES]:
+        lines.append(f"    {file}:{line} {name}")
+    return lines
 
 
 def _innermost(report: Report) -> str:
@@ -203,17 +233,24 @@ def _innermost(report: Report) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+    """Return ranks as they stand in a line: the first eight, and how many more."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    numbers = ", ".join(map(str, ranks[:8]))
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"ranks {numbers}{more}"
 
 
 def _stalled_s(report: Report, now: float) -> float:
-    return float(report["stalled_s"]) + max(0.0, now - float(report["at"]))
+    since_report_s = max(0.0, now - float(report["at"]))  # another host's clock may be ahead
+    return float(report["stalled_s"]) + since_report_s
 
 
 def process_state(pid: int) -> str:
-    """The kernel's letter for what a process does, such as S or T; "" where that can't be known."""
+    """Return the kernel's letter for what a process does, such as S or T; "" where that can't be known."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+        content = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+        # The state comes after the program's name in brackets, which may have spaces and brackets of its own.
+        return content.rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return ""

@@ -1,4 +1,4 @@
-"""Starts a job's ranks, shows what they say, ends them all when one fails, and tells the first cause."""
+"""Run one job from above its ranks: start them, show their output, kill all when one fails, report the first cause."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ GRACE_S = 30.0  # for a checkpoint after Ctrl-C or SIGTERM
 THE_COMMAND = "paceline run"  # as one who was asked to stop
 _LOOK_S = 1.0  # between two looks for ranks that make no progress
 _TICK_S = 0.1
-_LONG = 70  # characters: with the folder's name and a data loader's socket they are 107, the most that Linux takes
+# Characters of the folder for temporary files: with the private folder's name and a data loader's socket the path has
+# 107, the most that Linux takes.
+_LONGEST_FOLDER = 70
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,7 @@ class HostAssignment:
 
 @dataclass(frozen=True, slots=True)
 class JobRequest:
-    """A job to run: its file, its ranks, its folder.
+    """A job to run: its file, its ranks and its run directory.
 
     Args:
         ranks: that are started and supervised from here.
@@ -96,7 +98,7 @@ class Ending:
 
 @dataclass(slots=True)
 class Supervisor:
-    """One job, from its start to its end."""
+    """Starts one job's ranks, follows them to their end and decides how the job ended."""
 
     request: JobRequest
     screen: Screen
@@ -141,9 +143,12 @@ class Supervisor:
 
         Until `restore_signals`, signals that ask for a stop are noted, and after the job's end change nothing.
         """
-        private = None if self.request.assignments else _private_folder()
+        private = None
+        assignments = self.request.assignments
+        if not assignments:
+            private = _private_folder()
+            assignments = [self._local_assignment(private)]
         progress = self.progress
-        assignments = [self._here(private)] if private else self.request.assignments
         self._catch_signals()
         statuses: dict[HostBackend, int] = {}
         try:
@@ -153,7 +158,8 @@ class Supervisor:
                 self._turn(progress)
         finally:
             self._kill()
-            statuses = {assignment.backend: assignment.backend.close() for assignment in assignments}
+            for assignment in assignments:
+                statuses[assignment.backend] = assignment.backend.close()
             self._outwait_lost_coordinator()
             if private:
                 private.remove()
@@ -161,16 +167,17 @@ class Supervisor:
             self.stalls.clear()
         progress.read()
         if progress.last is not None:
-            self.screen.show_progress(progress.line(), float("inf"))
+            self.screen.show_progress(progress.line(), float("inf"))  # at once, however new the last line is
         self.screen.end()
-        ending = self._with_hosts(self._ending(progress, statuses))
+        ending = self._ending(progress, statuses)
+        self._add_hosts(ending)
         if self.news is not None and ending.status in ("done", "stopped"):
             self.news.read()
             self.news.tell_end()
             progress.left_out = self.news.left_out
         return ending, progress
 
-    def _here(self, private: PrivateFolder) -> HostAssignment:
+    def _local_assignment(self, private: PrivateFolder) -> HostAssignment:
         (host_ranks,) = with_servers([HostRanks("", 0, self.request.ranks)], self.request.servers)
         return HostAssignment(LocalBackend(), host_ranks, Rendezvous(str(private.path / "rendezvous")))
 
@@ -199,9 +206,11 @@ class Supervisor:
         now_s = self.clock.now_s()
         for backend in set(self.backends.values()):
             backend.heartbeat(now_s)
-        self.is_regroup = self.is_regroup or (not self.asked_to_stop and self.should_stop())
+        if not self.is_regroup and not self.asked_to_stop:
+            self.is_regroup = self.should_stop()
         self._pass_on_stop(now_s)
-        if (self.kill_at_s is not None and now_s >= self.kill_at_s) or self.is_hung():
+        is_time_up = self.kill_at_s is not None and now_s >= self.kill_at_s
+        if is_time_up or self.is_hung():
             self._kill()
         if progress.read():
             self.screen.show_progress(progress.line(), now_s)
@@ -212,18 +221,23 @@ class Supervisor:
             self._look_for_stalls()
 
     def _look_for_stalls(self) -> None:
-        here = {rank: pid for rank, pid in self.alive.items() if isinstance(self.backends[rank], LocalBackend)}
-        if self.news is not None and not self.news.mode:
-            self._end_stopped(here)
-        for line in self.stalls.look(_time_stamp(), here):
+        local_pids = {}
+        for rank, pid in self.alive.items():
+            if isinstance(self.backends[rank], LocalBackend):
+                local_pids[rank] = pid
+        if self.news is not None and not self.news.mode:  # the servers have not said yet that they started
+            self._end_stopped(local_pids)
+        for line in self.stalls.look(_time_stamp(), local_pids):
             self.screen.say(line)
-        left = None if self.request.servers else self.stalls.who_left()
+        if self.request.servers:
+            return
+        left = self.stalls.who_left()
         if left is not None and self.kill_at_s is None:
             self.deaths[left] = left_early(left, _time_stamp(), "it left its loop and closed the job")
             self._kill()
 
     def _is_held_open(self) -> bool:
-        """Whether all processes have ended, and only something that one of them has left behind holds its output."""
+        """True if all processes have ended, and only something that one of them has left behind holds its output."""
         if len(self.ended.keys() | self.gone) < len(self.backends):
             self.all_ended_s = None
         elif self.all_ended_s is None:
@@ -235,40 +249,45 @@ class Supervisor:
     # --- HostEvents
 
     def on_output(self, rank: int, text: str) -> None:
-        """A rank has written a line."""
-        self.screen.show_output(rank if self._is_worker(rank) else self.replaced.name(rank), text)
+        """Show a line that a rank has written."""
+        source = rank if self._is_worker(rank) else self.replaced.name(rank)
+        self.screen.show_output(source, text)
 
     def on_lost(self, backend: HostBackend) -> None:
-        """A fork server or a connection has ended: its ranks end with it, and then the others."""
-        left = {rank for rank, own in self.backends.items() if own is backend} - self.ended.keys()
-        self.gone |= left
-        for rank in left:
+        """Take in that a fork server or a connection has ended: its ranks end with it, and then the others."""
+        on_backend = {rank for rank, its_backend in self.backends.items() if its_backend is backend}
+        lost = on_backend - self.ended.keys()
+        self.gone |= lost
+        for rank in lost:
             self.alive.pop(rank, None)
-        if self._have_workers_ended() or not left:
+        if self._have_workers_ended() or not lost:
             return  # it has done its part; others may still be saving
         self.lost.append((backend, _time_stamp()))
-        if self._goes_on_without(left):
-            self._leave_out(backend, left)
+        if self._goes_on_without(lost):
+            self._leave_out(backend, lost)
             return
         self.kill_at_s = self.clock.now_s()  # also those that are only about to start
         self._kill()
 
     def _goes_on_without(self, lost: set[int]) -> bool:
-        """Whether a host's processes may be missing: training is under way, and servers have the parameters.
+        """True if a host's processes may be missing: training is under way, and servers have the parameters.
 
         Neither the coordinator's, nor rank 0's, which saves; under sync no worker's. When a stop has been asked for,
         others may be saving, whoever died.
         """
         request = self.request
-        others = set(range(request.ranks)) - lost
-        is_useful = any(self.ended.get(rank, 0) == 0 for rank in others)
+        other_workers = set(range(request.ranks)) - lost
+        is_useful = any(self.ended.get(rank, 0) == 0 for rank in other_workers)
         self.progress.read()
         if self.news is not None:
             self.news.read()
-        needs_all = self.news is not None and self.news.mode == "sync" and min(lost) < request.ranks
+        has_lost_worker = min(lost) < request.ranks
+        needs_all = self.news is not None and self.news.mode == "sync" and has_lost_worker
         has_begun = bool(request.servers) and not needs_all and self.progress.last is not None
         is_failing = bool(self.deaths) and not self.asked_to_stop
-        return has_begun and is_useful and not is_failing and not {0, request.ranks + request.servers} & lost
+        coordinator = request.ranks + request.servers
+        has_lost_indispensable = not lost.isdisjoint({0, coordinator})
+        return has_begun and is_useful and not is_failing and not has_lost_indispensable
 
     def _leave_out(self, backend: HostBackend, lost: set[int]) -> None:
         self.survived.add(backend)
@@ -279,31 +298,34 @@ class Supervisor:
         self._end_if_all_workers_have()
 
     def _outwait_lost_coordinator(self) -> None:
-        """Lost with the coordinator, a host may train on until its agent knows: none may take its place before."""
+        """Wait until the agent of a host that was lost with the coordinator has ended its ranks.
+
+        The host may train on until its agent knows that it was lost: nothing may take its place before.
+        """
         coordinator = self.request.ranks + self.request.servers
         if not (self.request.assignments and self.request.servers and coordinator in self.gone):
             return
-        times = [at for backend, at in self.lost if backend is self.backends[coordinator]]
-        if not times:
+        lost_at = [at for backend, at in self.lost if backend is self.backends[coordinator]]
+        if not lost_at:
             return
-        until = times[0] + OUTLIVED_S
+        until = lost_at[0] + OUTLIVED_S
         self.screen.say(
             f"paceline: waiting {OUTLIVED_S:g} s: a lost host that still runs ends its processes in that time"
         )
-        before = len(self.asked_to_stop)
-        while _time_stamp() < until and len(self.asked_to_stop) == before:
+        signals_before = len(self.asked_to_stop)
+        while _time_stamp() < until and len(self.asked_to_stop) == signals_before:  # a signal ends the wait
             time.sleep(_TICK_S)
 
     def _have_workers_ended(self) -> bool:
         return len(self._ended_workers()) == self.request.ranks
 
     def _end_if_all_workers_have(self) -> None:
-        """Servers end when they have nobody left to serve."""
+        """Kill the servers, and their coordinator, when they have nobody left to serve."""
         if self._have_workers_ended():
             self._kill()
 
     def on_started(self, pids: dict[int, int]) -> None:
-        """Ranks have been started."""
+        """Take in that ranks have been started, by rank their processes."""
         self.alive.update(pids)
         self.replaced.started(pids, self.clock.now_s())
         if self.has_told_ranks:  # the others were told before these were there
@@ -311,51 +333,65 @@ class Supervisor:
         self._end_if_all_workers_have()  # a server that comes back only now
 
     def on_ended(self, rank: int, status: int) -> None:
-        """A rank has ended."""
+        """Take in that a rank has ended: have another take its place, or end the others."""
         self.alive.pop(rank, None)
         if self._is_replaced(rank, status):
             return
-        self.ended[rank], self.ended_at[rank] = status, _time_stamp()
+        self.ended[rank] = status
+        self.ended_at[rank] = _time_stamp()
         self._end_servers(rank, status)
-        if self._is_own_doing(rank, status) and status == -signal.SIGTERM:
+        is_own_doing = self._is_own_doing(rank, status)
+        if is_own_doing and status == -signal.SIGTERM:
             if not self.request.servers:  # without it the others can't save; workers of servers can
-                self.kill_at_s = min(self.kill_at_s or float("inf"), self.clock.now_s() + SETTLE_S)
-        elif status != 0 and not self._is_own_doing(rank, status):
+                self._kill_after_settling()
+        elif status != 0 and not is_own_doing:
             name = f"rank {rank}" if self._is_worker(rank) else self.replaced.name(rank)
             self.deaths.setdefault(rank, silent_death(rank, status, _time_stamp(), name))
+            # After a request to stop others may be saving, whoever died: they keep the time that they have for it.
             if self.kill_at_s is None or not self.asked_to_stop:
-                self.kill_at_s = min(self.kill_at_s or float("inf"), self.clock.now_s() + SETTLE_S)
+                self._kill_after_settling()
+
+    def _kill_after_settling(self) -> None:
+        """Kill all ranks in SETTLE_S, or earlier where an earlier time is set."""
+        set_before_s = self.kill_at_s or float("inf")
+        self.kill_at_s = min(set_before_s, self.clock.now_s() + SETTLE_S)
 
     def _end_silent(self, rank: int | None, pid: int, silent_s: float) -> None:
         """Kill a process that the coordinator has given up, unless it has already ended; another takes its place.
 
         Two hosts may have processes of the same number: where the rank is unknown too, and both run, none is killed.
         """
-        found = [one for one, own in self.alive.items() if own == pid and rank in (None, one)]
-        if len(found) == 1:
-            rank = found[0]
-            self.screen.say(f"paceline: {self.replaced.name(rank)} has been silent for {silent_s:.0f} s: killing it")
-            self.backends[rank].signal([rank], signal.SIGKILL)
+        matching = []
+        for alive_rank, alive_pid in self.alive.items():
+            if alive_pid == pid and rank in (None, alive_rank):
+                matching.append(alive_rank)
+        if len(matching) != 1:
+            return
+        (silent_rank,) = matching
+        name = self.replaced.name(silent_rank)
+        self.screen.say(f"paceline: {name} has been silent for {silent_s:.0f} s: killing it")
+        self.backends[silent_rank].signal([silent_rank], signal.SIGKILL)
 
-    def _end_stopped(self, here: dict[int, int]) -> None:
-        """Kill what has long been stopped (SIGSTOP) before the servers start.
+    def _end_stopped(self, local_pids: dict[int, int]) -> None:
+        """Kill processes of this host that have long been stopped (SIGSTOP) before the servers start.
 
         Afterwards the coordinator gives up who is silent; before, it may not have heard of a process at all. One that
         runs, and takes long to load its data, is left alone.
         """
         now_s = self.clock.now_s()
-        stopped = [rank for rank, pid in here.items() if process_state(pid) == "T"]
+        stopped = [rank for rank, pid in local_pids.items() if process_state(pid) == "T"]
+        # A rank that runs again is no longer in it: its time begins anew when it is stopped again.
         self.stopped_s = {rank: self.stopped_s.get(rank, now_s) for rank in stopped}
         for rank, since_s in self.stopped_s.items():
             if now_s - since_s > silence_s(os.environ):
-                self._end_silent(rank, here[rank], now_s - since_s)
+                self._end_silent(rank, local_pids[rank], now_s - since_s)
 
     def _is_worker(self, rank: int) -> bool:
-        """Whether it is a rank, and no server."""
+        """True for a rank that trains, False for a parameter server or the coordinator."""
         return not self.request.servers or rank < self.request.ranks
 
     def _end_servers(self, rank: int, status: int) -> None:
-        """A worker that was left behind ends with the servers."""
+        """Kill the servers after the last worker; give workers little time once the coordinator has ended well."""
         request = self.request
         if self._have_workers_ended():
             self._kill()
@@ -364,9 +400,12 @@ class Supervisor:
             self.kill_at_s = self.clock.now_s() + LEFT_BEHIND_S
 
     def _is_replaced(self, rank: int, status: int) -> bool:
-        """Whether another process takes this one's place."""
-        is_ending = bool(self.asked_to_stop) or self.is_regroup or self.kill_at_s is not None or rank in self.killed
-        if is_ending or not self.replaced.should(rank, status, self.clock.now_s()):
+        """Start another process in this one's place, unless the job is ending; True if one was started."""
+        is_stopping = bool(self.asked_to_stop) or self.is_regroup
+        is_being_killed = self.kill_at_s is not None or rank in self.killed
+        if is_stopping or is_being_killed:
+            return False
+        if not self.replaced.should(rank, status, self.clock.now_s()):
             return False
         name = self.replaced.name(rank)
         self.screen.say(f"paceline: {name} was ended by {signal_name(-status)}; another takes its place")
@@ -377,9 +416,10 @@ class Supervisor:
         return {rank: status for rank, status in self.ended.items() if self._is_worker(rank)}
 
     def _is_own_doing(self, rank: int, status: int) -> bool:
-        """Whether the supervisor's signal ended the rank: the kill, or the stop before the rank could catch it."""
+        """True if the supervisor's signal ended the rank: the kill, or the stop before the rank could catch it."""
         was_asked = self.has_told_ranks and status == -signal.SIGTERM
-        return was_asked or (rank in self.killed and status == -signal.SIGKILL)
+        was_killed = rank in self.killed and status == -signal.SIGKILL
+        return was_asked or was_killed
 
     def _catch_signals(self) -> None:
         def note(number: int, _: object) -> None:
@@ -388,10 +428,12 @@ class Supervisor:
         caught = [signal.SIGINT, signal.SIGTERM]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
             caught.append(signal.SIGHUP)
-        self.signals_before = {number: signal.signal(number, note) for number in caught}
+        self.signals_before = {}
+        for number in caught:
+            self.signals_before[number] = signal.signal(number, note)
 
     def restore_signals(self) -> None:
-        """Let signals do what they did before `run`."""
+        """Set the signal handlers that were there before `run`."""
         for number, handler in self.signals_before.items():
             signal.signal(number, handler)
         self.signals_before = {}
@@ -404,63 +446,111 @@ class Supervisor:
         elif not self.has_told_ranks:
             self.has_told_ranks = True
             self.kill_at_s = now_s + self.request.grace_s
-            why = "stopping: " if self.asked_to_stop else "other hosts: "
-            self.screen.say(why + "finishing the step and saving" + ("; once more to kill" * bool(self.asked_to_stop)))
+            if self.asked_to_stop:
+                self.screen.say("stopping: finishing the step and saving; once more to kill")
+            else:
+                self.screen.say("other hosts: finishing the step and saving")
             self._tell_ranks(self.alive)
 
     def _tell_ranks(self, ranks: Iterable[int]) -> None:
-        """Ask them to save and stop."""
+        """Ask those of `ranks` that train to save and stop, with one call for each host."""
         for backend in set(self.backends.values()):
-            own = [rank for rank in ranks if self.backends[rank] is backend and self._is_worker(rank)]
-            if own:
-                backend.signal(own, signal.SIGTERM)
+            workers = [rank for rank in ranks if self.backends[rank] is backend and self._is_worker(rank)]
+            if workers:
+                backend.signal(workers, signal.SIGTERM)
 
     def _kill(self) -> None:
         self.killed |= self.alive.keys()
         for backend in {self.backends[rank] for rank in self.alive}:
             backend.kill()
 
-    def _with_hosts(self, ending: Ending) -> Ending:
+    def _add_hosts(self, ending: Ending) -> None:
+        """Add to an ending what it says of the job's hosts."""
         ending.is_regroup = self.is_regroup and not self.asked_to_stop and ending.status == "stopped"
         ending.lost_hosts = tuple(sorted({backend.host for backend, _ in self.lost}))
-        signalled = {self.backends[rank].host for rank, death in self.deaths.items() if self.ended.get(rank, 0) < 0}
-        ending.bad_hosts = tuple(sorted({*ending.lost_hosts, *signalled}))
-        cause = ending.cause or {}
-        is_signalled = cause.get("rank") is not None and self.ended.get(cause["rank"], 0) < 0
-        is_of_hosts = not cause or "host" in cause or is_signalled or bool(cause["is_peer_loss"])
-        ending.is_of_hosts = is_of_hosts and not self.asked_to_stop
-        return ending
+        bad_hosts = set(ending.lost_hosts)
+        for rank in self.deaths:
+            if self._was_signalled(rank):
+                bad_hosts.add(self.backends[rank].host)
+        ending.bad_hosts = tuple(sorted(bad_hosts))
+        ending.is_of_hosts = not self.asked_to_stop and self._is_of_hosts(ending.cause)
+
+    def _is_of_hosts(self, cause: dict[str, Any] | None) -> bool:
+        """True if a failure is none of the file's errors, so that other hosts may do better."""
+        if not cause or "host" in cause:
+            return True
+        if cause["rank"] is not None and self._was_signalled(cause["rank"]):
+            return True
+        return bool(cause["is_peer_loss"])
+
+    def _was_signalled(self, rank: int) -> bool:
+        return self.ended.get(rank, 0) < 0
 
     def _ending(self, progress: Progress, statuses: dict[HostBackend, int]) -> Ending:
-        stop = self.asked_to_stop[0] if self.asked_to_stop else signal.SIGTERM if self.is_regroup else None
+        """Decide how the job ended.
+
+        Args:
+            progress: read to the end of the job's events.
+            statuses: exit codes of the backends.
+        """
+        stop = self._stop_signal()
         if stop and progress.has_stopped:
             is_saved = progress.saved_step == progress.stopped_step
-            code = 0 if is_saved and stop == signal.SIGTERM else 128 + stop
-            return Ending("stopped", code, stop_sent_to=THE_COMMAND if self.asked_to_stop else "")
-        ended = self._ended_workers()
-        left_behind = (self.killed if self.is_over else set()) | self.left_out
-        if self._have_workers_ended() and not any(ended[rank] for rank in ended.keys() - left_behind):
+            # SIGTERM asks for a checkpoint and an end: where there are both, the job did what was asked.
+            exit_code = 0 if is_saved and stop == signal.SIGTERM else 128 + stop
+            return self._stopped(exit_code)
+        if self._have_workers_succeeded():
             if progress.has_stopped:
                 return Ending("stopped", 128 + signal.SIGTERM, stop_sent_to=_named(progress.asked_to_stop))
             return Ending("done", 0)  # also when the signal came too late to stop anything
-        failures = [*{**self.deaths, **read_failures(self.request.run_dir)}.values()]
-        told = {backend: backend.failure(statuses[backend], at) for backend, at in self.lost}
-        failures += [failure for backend, failure in told.items() if backend not in self.survived]
+        # What a rank wrote down of its end says more than what its process's status does.
+        failures = list({**self.deaths, **read_failures(self.request.run_dir)}.values())
+        host_failures = {backend: backend.failure(statuses[backend], at) for backend, at in self.lost}
+        for backend, failure in host_failures.items():
+            if backend not in self.survived:
+                failures.append(failure)
         # A stop before the first step, or one that had to be forced, kills ranks on purpose.
         if stop and all(failure["is_peer_loss"] for failure in failures):
-            return Ending("stopped", 128 + stop, stop_sent_to=THE_COMMAND if self.asked_to_stop else "")
+            return self._stopped(128 + stop)
         failures += self._left_early(failures)
+        if not failures:  # those that were survived: nothing else explains the end
+            return self._failed(list(host_failures.values()))
         for failure in failures:
             if failure["type"] == "ProcessDied" and progress.last is not None:
                 failure["step"] = progress.last["step"] + 1
-        failures = failures or [*told.values()]  # those that were survived: nothing else explains the end
+        return self._failed(failures)
+
+    def _stop_signal(self) -> int | None:
+        """Return the signal that asked for a stop; SIGTERM also where the hosts change."""
+        if self.asked_to_stop:
+            return self.asked_to_stop[0]
+        return signal.SIGTERM if self.is_regroup else None
+
+    def _stopped(self, exit_code: int) -> Ending:
+        return Ending("stopped", exit_code, stop_sent_to=THE_COMMAND if self.asked_to_stop else "")
+
+    def _failed(self, failures: Sequence[dict[str, Any]]) -> Ending:
         if not failures:  # all were killed on purpose: they hung
             return Ending("failed", 1, None, self.request.ranks)
         cause = first_cause(failures)
-        return Ending("failed", cause["exit_code"], cause, self.request.ranks - (cause["rank"] is not None))
+        is_of_rank = cause["rank"] is not None
+        return Ending("failed", cause["exit_code"], cause, self.request.ranks - is_of_rank)
+
+    def _have_workers_succeeded(self) -> bool:
+        """True if all workers ended with 0, except those that the others went on without."""
+        if not self._have_workers_ended():
+            return False
+        ended = self._ended_workers()
+        left_behind = set(self.left_out)
+        if self.is_over:  # the training went on to its end without those that were then killed
+            left_behind |= self.killed
+        return not any(ended[rank] for rank in ended.keys() - left_behind)
 
     def _left_early(self, failures: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The first rank that ended well, where all failures are of ranks that lost a peer: it is the peer."""
+        """Return the failure of the first rank that ended well, where all failures are of ranks that lost a peer.
+
+        It is the peer. Otherwise, and always with parameter servers, the list is empty.
+        """
         ended_well = [rank for rank, status in self._ended_workers().items() if status == 0]
         is_explained = bool(self.lost) or not all(failure["is_peer_loss"] for failure in failures)
         if self.request.servers or not failures or is_explained or not ended_well:
@@ -469,21 +559,22 @@ class Supervisor:
 
 
 def _named(ranks: Sequence[int]) -> str:
-    """Ranks, as a sentence has them."""
+    """Return ranks as they stand in a sentence."""
     if not ranks:
         return "a rank"
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+    noun = "rank" if len(ranks) == 1 else "ranks"
+    return f"{noun} {', '.join(map(str, ranks))}"
 
 
 def _private_folder() -> PrivateFolder:
-    """A folder that only this user can enter, with a path short enough for the sockets in it.
+    """Make a folder that only this user can enter, with a path short enough for the sockets in it.
 
     Raises:
         UsageError: it can't be made.
     """
     try:
         folder = tempfile.gettempdir()
-        return make_private("/tmp" if len(folder) > _LONG else folder)
+        return make_private("/tmp" if len(folder) > _LONGEST_FOLDER else folder)
     except OSError as error:
         raise UsageError(
             "can't make a temporary folder for the job's sockets",

@@ -1,4 +1,4 @@
-"""What the MPI operator hands on to a gang scheduler: the MPIJob's schedulingPolicy."""
+"""Check what the MPI operator hands on to a gang scheduler: the MPIJob's schedulingPolicy."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _POLICY = ("minAvailable", "queue", "minResources", "priorityClass", "scheduleTi
 
 def reasons(manifests: Sequence[Manifest], sets: Sequence[PodSet]) -> Iterator[str]:
     """Yield why the MPI operator would not ask for the whole gang."""
-    for own in manifests:
-        policy = field_of(own, "spec", "runPolicy", "schedulingPolicy")
-        if own.get("kind") != "MPIJob" or policy is None:
+    for manifest in manifests:
+        policy = field_of(manifest, "spec", "runPolicy", "schedulingPolicy")
+        if manifest.get("kind") != "MPIJob" or policy is None:
             continue
         called = "the MPIJob's schedulingPolicy"
         for key in policy:
@@ -25,5 +25,5 @@ def reasons(manifests: Sequence[Manifest], sets: Sequence[PodSet]) -> Iterator[s
                 yield f"{called} has {key!r}, which is left out ({fix})"
         yield from size_reasons(called, "minAvailable", policy.get("minAvailable"), sets)
         yield from sum_reasons(called, policy.get("minResources"), sets)
-        if field_of(own, "spec", "launcherCreationPolicy") == "WaitForWorkersReady":
+        if field_of(manifest, "spec", "launcherCreationPolicy") == "WaitForWorkersReady":
             yield "the MPIJob waits for its workers before it makes the launcher, so the gang is never whole"

@@ -20,7 +20,7 @@ NATIVE = PodGroups(
 def attach(job: KubernetesJob, manifests: list[Manifest]) -> list[Manifest]:
     """Make the pods one PodGroup of Kubernetes itself."""
     sets = pod_sets(manifests)
-    for one in sets:
-        one.template["spec"]["schedulingGroup"] = {"podGroupName": job.name}
-    spec = {"schedulingPolicy": {"gang": {"minCount": sum(one.count for one in sets)}}}
+    for pod_set in sets:
+        pod_set.template["spec"]["schedulingGroup"] = {"podGroupName": job.name}
+    spec = {"schedulingPolicy": {"gang": {"minCount": sum(pod_set.count for pod_set in sets)}}}
     return [pod_group(job, NATIVE.api, job.pod_group_api, spec)]

@@ -23,7 +23,7 @@ def attach(job: KubernetesJob, manifests: list[Manifest]) -> list[Manifest]:
     queue = job.queue or "default"
     if job.kind == "rayjob":
         manifests[-1]["metadata"]["labels"][RAY_QUEUE] = queue
-        for one in pod_sets(manifests):
-            one.template["spec"]["schedulerName"] = VOLCANO.scheduler
+        for pod_set in pod_sets(manifests):
+            pod_set.template["spec"]["schedulerName"] = VOLCANO.scheduler
         return []
     return attach_group(job, manifests, VOLCANO, {"queue": queue})

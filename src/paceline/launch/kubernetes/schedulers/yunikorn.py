@@ -25,14 +25,19 @@ from paceline.nouns.reading import parse_json, parse_whole
 
 SCHEDULER = "yunikorn"
 PREFIX = "yunikorn.apache.org/"
-APP, QUEUE = f"{PREFIX}app-id", f"{PREFIX}queue"
-GROUP, GROUPS, POLICY = f"{PREFIX}task-group-name", f"{PREFIX}task-groups", f"{PREFIX}schedulingPolicyParameters"
+APP = f"{PREFIX}app-id"
+QUEUE = f"{PREFIX}queue"
+GROUP = f"{PREFIX}task-group-name"
+GROUPS = f"{PREFIX}task-groups"
+POLICY = f"{PREFIX}schedulingPolicyParameters"
 OLD = {APP: "applicationId", QUEUE: "queue"}  # labels that YuniKorn also reads
 KNOWN = (APP, QUEUE, GROUP, GROUPS, POLICY, f"{PREFIX}allow-preemption", f"{PREFIX}user.info")
-TIMEOUT, STYLE = "placeholderTimeoutInSeconds", "gangSchedulingStyle"
+TIMEOUT = "placeholderTimeoutInSeconds"
+STYLE = "gangSchedulingStyle"
 CONSTRAINTS = ("nodeSelector", "tolerations", "affinity", "topologySpreadConstraints")
 KEYS = ("name", "minMember", "minResource", "labels", "annotations", *CONSTRAINTS)
-INT32, INT64 = 2**31 - 1, 2**63 - 1
+INT32 = 2**31 - 1
+INT64 = 2**63 - 1
 _POD_NAME = re.compile(r"[-a-z0-9.]*")
 _STRICT = ("podAntiAffinity", "requiredDuringSchedulingIgnoredDuringExecution")
 
@@ -40,40 +45,44 @@ _STRICT = ("podAntiAffinity", "requiredDuringSchedulingIgnoredDuringExecution")
 def attach(job: KubernetesJob, sets: Sequence[PodSet]) -> None:
     """Make these pods one application whose pods start all together or not at all."""
     text = _written_groups(task_groups(sets))
-    for one in sets:
-        head = one.template["metadata"]
+    for pod_set in sets:
+        head = pod_set.template["metadata"]
         head["labels"] |= {APP: job.name, QUEUE: job.queue}
         head["annotations"] = {
             **head.get("annotations", {}),
-            GROUP: group_name(one),
+            GROUP: group_name(pod_set),
             GROUPS: text,
             POLICY: f"{TIMEOUT}={job.placeholder_timeout_s} {STYLE}=Hard",
         }
-        one.template["spec"]["schedulerName"] = SCHEDULER
+        pod_set.template["spec"]["schedulerName"] = SCHEDULER
 
 
 def _written_groups(groups: Sequence[Manifest]) -> str:
-    """JSON that people can read: a line for each key of a group."""
-    written = [",\n".join(f" {json.dumps(key)}: {json.dumps(value)}" for key, value in one.items()) for one in groups]
-    return "[{\n" + "\n},{\n".join(written) + "\n}]"
+    """Write the groups as JSON that people can read: a line for each key of a group."""
+    texts = []
+    for group in groups:
+        lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in group.items()]
+        texts.append(",\n".join(lines))
+    return "[{\n" + "\n},{\n".join(texts) + "\n}]"
 
 
 def group_name(pods: PodSet) -> str:
-    """Workers are one group; servers and their coordinator, which ask for the same, are another."""
+    """Return the name of the pods' task group; servers and their coordinator, which ask for the same, are one."""
     return "worker" if pods.role == WORKER else "server"
 
 
 def task_groups(sets: Sequence[PodSet]) -> list[Manifest]:
-    """A group for each kind of pod: as many as there are, with what each of them asks for."""
+    """Return a group for each kind of pod: as many as there are, with what each of them asks for."""
     groups: dict[str, Manifest] = {}
-    for one in sets:
-        spec, name = one.template["spec"], group_name(one)
+    for pod_set in sets:
+        spec = pod_set.template["spec"]
+        name = group_name(pod_set)
         if name in groups:
-            groups[name]["minMember"] += one.count
+            groups[name]["minMember"] += pod_set.count
             continue
         groups[name] = {
             "name": name,
-            "minMember": one.count,
+            "minMember": pod_set.count,
             "minResource": dict(spec["containers"][0]["resources"]["requests"]),
             "labels": {},
             "annotations": {},
@@ -86,98 +95,112 @@ def task_groups(sets: Sequence[PodSet]) -> list[Manifest]:
 
 
 def is_used(sets: Sequence[PodSet]) -> bool:
-    """Whether YuniKorn is to start these pods."""
-    return any(
-        field_of(one.template, "spec", "schedulerName") == SCHEDULER or any(PREFIX in key for key in _marks(one))
-        for one in sets
-    )
+    """True if YuniKorn is to start these pods: they name it, or have a label or annotation of its own."""
+    for pod_set in sets:
+        if field_of(pod_set.template, "spec", "schedulerName") == SCHEDULER:
+            return True
+        if any(PREFIX in key for key in _marks(pod_set)):
+            return True
+    return False
 
 
 def reasons(sets: Sequence[PodSet]) -> Iterator[str]:
-    """Why YuniKorn would not start these pods as a gang; nothing when it would."""
-    for one in sets:
-        yield from pod_reasons(one)
+    """Yield why YuniKorn would not start these pods as a gang; nothing when it would."""
+    for pod_set in sets:
+        yield from pod_reasons(pod_set)
     for key in (APP, QUEUE):
-        values = {str(_label(one, key)) for one in sets if _label(one, key)}
+        values = {str(_label(pod_set, key)) for pod_set in sets if _label(pod_set, key)}
         if len(values) > 1:
             yield f"the pods' label {key} differs ({', '.join(sorted(values))}): they are one application in one queue"
-    texts = {_annotation(one, GROUPS) for one in sets}
+    texts = {_annotation(pod_set, GROUPS) for pod_set in sets}
     if len(texts) > 1:
         yield f"the annotation {GROUPS} is not the same on all pods: each one must state all groups"
     for text in texts - {None}:
         yield from _text_reasons(text, sets)
 
 
-def pod_reasons(one: PodSet) -> Iterator[str]:
-    """Why YuniKorn would not take these pods for what they are meant to be, whatever their groups say."""
-    if field_of(one.template, "spec", "schedulerName") != SCHEDULER:
-        yield f"{one.where}: its schedulerName is not {SCHEDULER}, so YuniKorn leaves it alone"
+def pod_reasons(pod_set: PodSet) -> Iterator[str]:
+    """Yield why YuniKorn would not take these pods for what they are meant to be, whatever their groups say."""
+    if field_of(pod_set.template, "spec", "schedulerName") != SCHEDULER:
+        yield f"{pod_set.where}: its schedulerName is not {SCHEDULER}, so YuniKorn leaves it alone"
     for key in (APP, QUEUE):
-        if not _label(one, key):
+        if not _label(pod_set, key):
             what = "queue" if key == QUEUE else "application"
-            yield f"{one.where}: the label {key} is missing: no {what} is named"
-        old = _label(one, OLD[key])
-        if old and old != _label(one, key):
-            yield f"{one.where}: the old label {OLD[key]}={old} says something else than {key}"
+            yield f"{pod_set.where}: the label {key} is missing: no {what} is named"
+        old = _label(pod_set, OLD[key])
+        if old and old != _label(pod_set, key):
+            yield f"{pod_set.where}: the old label {OLD[key]}={old} says something else than {key}"
     for key in (GROUP, GROUPS, POLICY):
-        if not _annotation(one, key):
-            yield f"{one.where}: the annotation {key} is missing"
-    for key in (key for key in _marks(one) if key.startswith(PREFIX) and key not in KNOWN):
-        yield f"{one.where}: YuniKorn knows no {key} ({did_you_mean(key, KNOWN, 'leave it out')})"
-    if not _POD_NAME.fullmatch(str(_label(one, APP) or "")[:28]):
-        yield f"{one.where}: {APP} must be of small letters, digits and hyphens, for placeholders are named after it"
-    policy = str(_annotation(one, POLICY) or f"{STYLE}=Hard")
-    yield from (f"{one.where}: {POLICY} {reason}" for reason in _policy_reasons(policy))
-    yield from _anti_affinity_reasons(one)
+        if not _annotation(pod_set, key):
+            yield f"{pod_set.where}: the annotation {key} is missing"
+    unknown = [key for key in _marks(pod_set) if key.startswith(PREFIX) and key not in KNOWN]
+    for key in unknown:
+        yield f"{pod_set.where}: YuniKorn knows no {key} ({did_you_mean(key, KNOWN, 'leave it out')})"
+    if not _POD_NAME.fullmatch(str(_label(pod_set, APP) or "")[:28]):
+        yield (
+            f"{pod_set.where}: {APP} must be of small letters, digits and hyphens, for placeholders are named after it"
+        )
+    policy = str(_annotation(pod_set, POLICY) or f"{STYLE}=Hard")
+    for reason in _policy_reasons(policy):
+        yield f"{pod_set.where}: {POLICY} {reason}"
+    yield from _anti_affinity_reasons(pod_set)
 
 
 def _policy_reasons(text: str) -> Iterator[str]:
-    """YuniKorn splits at single spaces and at `=`, and skips a part that it can't read."""
-    found: dict[str, str] = {}
+    """Yield what is wrong with a policy. YuniKorn splits at single spaces and at `=`, and skips what it can't read."""
+    settings: dict[str, str] = {}
     for part in text.split(" "):
         key, _, value = part.partition("=")
         if part.count("=") != 1:
             yield f"has the part {part!r}, which is skipped: write KEY=VALUE with single spaces between"
         elif key not in (TIMEOUT, STYLE):
             yield f"has {key!r}, which is skipped ({did_you_mean(key, (TIMEOUT, STYLE), 'leave it out')})"
-        elif key in found:
+        elif key in settings:
             yield f"has {key} twice"
         else:
-            found[key] = value
-    style = found.get(STYLE)
+            settings[key] = value
+    style = settings.get(STYLE)
     if style != "Hard":
-        said = "no style, which means Soft" if style is None else f"the style {style!r}"
+        style_text = "no style, which means Soft" if style is None else f"the style {style!r}"
         if style not in (None, "Soft"):
-            said += ", which is taken as Soft"
-        yield f"has {said}: after the timeout a part of the gang would start, and wait for the rest; write {STYLE}=Hard"
-    seconds = found.get(TIMEOUT)
+            style_text += ", which is taken as Soft"
+        yield (
+            f"has {style_text}: after the timeout a part of the gang would start, and wait for the rest; "
+            f"write {STYLE}=Hard"
+        )
+    seconds = settings.get(TIMEOUT)
     if seconds is not None and parse_whole(seconds, 1, INT64) is None:
         yield f"has {TIMEOUT}={seconds[:100]}, which is no number of seconds above 0"
 
 
-def _anti_affinity_reasons(one: PodSet) -> Iterator[str]:
-    """A placeholder has its pods' affinity: where that is strict against its own kind it bars the real pod."""
-    own = field_of(one.template, "metadata", "labels") or {}
-    for term in field_of(one.template, "spec", "affinity", *_STRICT) or []:
+def _anti_affinity_reasons(pod_set: PodSet) -> Iterator[str]:
+    """Yield where pods keep away from their own kind.
+
+    A placeholder has its pods' affinity: where that is strict against its own kind it bars the real pod.
+    """
+    pod_labels = field_of(pod_set.template, "metadata", "labels") or {}
+    for term in field_of(pod_set.template, "spec", "affinity", *_STRICT) or []:
         selector = field_of(term, "labelSelector")
-        if isinstance(selector, dict) and _selects(selector, own):
+        if isinstance(selector, dict) and _selects(selector, pod_labels):
             yield (
-                f"{one.where}: its required podAntiAffinity selects its own pods: YuniKorn would keep each real pod "
-                "off the node of its placeholder; write it as preferred, and ask for all accelerators of a node"
+                f"{pod_set.where}: its required podAntiAffinity selects its own pods: YuniKorn would keep each real "
+                "pod off the node of its placeholder; write it as preferred, and ask for all accelerators of a node"
             )
 
 
-def _selects(selector: Mapping[str, Any], own: Mapping[str, str]) -> bool:
+def _selects(selector: Mapping[str, Any], pod_labels: Mapping[str, str]) -> bool:
+    """True if a label selector matches the labels."""
     for key, value in (selector.get("matchLabels") or {}).items():
-        if own.get(key) != value:
+        if pod_labels.get(key) != value:
             return False
     for rule in selector.get("matchExpressions") or []:
-        key, values = rule.get("key"), rule.get("values") or []
+        key = rule.get("key")
+        values = rule.get("values") or []
         is_met = {
-            "In": own.get(key) in values,
-            "NotIn": own.get(key) not in values,  # codespell:ignore notin
-            "Exists": key in own,
-            "DoesNotExist": key not in own,
+            "In": pod_labels.get(key) in values,
+            "NotIn": pod_labels.get(key) not in values,  # codespell:ignore notin
+            "Exists": key in pod_labels,
+            "DoesNotExist": key not in pod_labels,
         }.get(rule.get("operator"), False)
         if not is_met:
             return False
@@ -185,6 +208,7 @@ def _selects(selector: Mapping[str, Any], own: Mapping[str, str]) -> bool:
 
 
 def _text_reasons(text: Any, sets: Sequence[PodSet]) -> Iterator[str]:
+    """Yield what is wrong with the annotation that states all groups."""
     twice: list[str] = []
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -199,19 +223,21 @@ def _text_reasons(text: Any, sets: Sequence[PodSet]) -> Iterator[str]:
         return
     if twice:
         yield f"{GROUPS} says {twice[0]!r} twice in one group"
-    if not isinstance(groups, list) or not groups or not all(isinstance(group, dict) for group in groups):
+    is_list = isinstance(groups, list) and bool(groups)
+    if not is_list or not all(isinstance(group, dict) for group in groups):
         yield f"{GROUPS} must be a list of groups"
         return
     names = [group.get("name") for group in groups]
     if len({str(name) for name in names}) < len(names):
         yield f"{GROUPS} has two groups of one name"
-    for one in sets:
-        name = _annotation(one, GROUP)
+    for pod_set in sets:
+        name = _annotation(pod_set, GROUP)
         if name and name not in names:
-            fix = did_you_mean(str(name), [str(found) for found in names], "name one of them")
-            yield f"{one.where}: its group {name!r} is not in {GROUPS} ({fix})"
+            fix = did_you_mean(str(name), [str(group_name) for group_name in names], "name one of them")
+            yield f"{pod_set.where}: its group {name!r} is not in {GROUPS} ({fix})"
     for group in groups:
-        yield from _group_reasons(group, [one for one in sets if _annotation(one, GROUP) == group.get("name")])
+        members = [pod_set for pod_set in sets if _annotation(pod_set, GROUP) == group.get("name")]
+        yield from _group_reasons(group, members)
     yield from _overflow_reasons(groups)
 
 
@@ -227,10 +253,10 @@ def _group_reasons(group: Mapping[str, Any], members: Sequence[PodSet]) -> Itera
         value = group.get(key) or {}
         if not isinstance(value, dict) or not all(isinstance(inner, str) for inner in value.values()):
             yield f"{called}: its {key} must be words by words"
-    yield from _member_reasons(called, group.get("minMember"), sum(one.count for one in members))
+    yield from _member_reasons(called, group.get("minMember"), sum(pod_set.count for pod_set in members))
     yield from _resource_reasons(called, group.get("minResource"))
-    for one in members:
-        yield from _difference_reasons(called, group, one)
+    for pod_set in members:
+        yield from _difference_reasons(called, group, pod_set)
 
 
 def _member_reasons(called: str, count: Any, pods: int) -> Iterator[str]:
@@ -262,48 +288,63 @@ def _resource_reasons(called: str, resources: Any) -> Iterator[str]:
         yield f"{called}: minResource has cpu and vcore, which are one resource"
 
 
-def _difference_reasons(called: str, group: Mapping[str, Any], one: PodSet) -> Iterator[str]:
-    """Placeholders stand in for pods: what differs is reserved where the pods can't go, or too small for them."""
-    spec = field_of(one.template, "spec") or {}
-    said = group.get("minResource")
+def _difference_reasons(called: str, group: Mapping[str, Any], pod_set: PodSet) -> Iterator[str]:
+    """Yield what a group and its pods ask for differently.
+
+    Placeholders stand in for pods: what differs is reserved where the pods can't go, or too small for them.
+    """
+    spec = field_of(pod_set.template, "spec") or {}
+    stated = group.get("minResource")
     asked = pod_resources(spec)
-    reserved = {key: read_quantity(text) or Fraction(0) for key, text in said.items()} if isinstance(said, dict) else {}
+    if not isinstance(stated, dict):
+        stated = {}
+    reserved = {key: read_quantity(text) or Fraction(0) for key, text in stated.items()}
     for key in sorted({*asked, *reserved} - {"pods"}):
         if asked.get(key, 0) != reserved.get(key, 0):
-            text = said.get(key, "nothing") if isinstance(said, dict) else "nothing"
-            yield f"{called} reserves {key}={text}, and a pod of {one.where} asks for {_written(spec, key)}"
+            text = stated.get(key, "nothing")
+            yield f"{called} reserves {key}={text}, and a pod of {pod_set.where} asks for {_written(spec, key)}"
     for key in CONSTRAINTS:
         if (group.get(key) or None) != (spec.get(key) or None):
-            yield f"{called}: its {key} differs from that of {one.where}, so its placeholders may stand elsewhere"
+            yield f"{called}: its {key} differs from that of {pod_set.where}, so its placeholders may stand elsewhere"
 
 
 def _written(spec: Mapping[str, Any], key: str) -> str:
-    found = [field_of(one, "resources", "requests", key) for one in spec.get("containers") or []]
-    return " + ".join(str(text) for text in found if text is not None) or "nothing"
+    """Return a resource that a pod asks for as it is written: the sum of its containers' requests."""
+    amounts = []
+    for container in spec.get("containers") or []:
+        amount = field_of(container, "resources", "requests", key)
+        if amount is not None:
+            amounts.append(str(amount))
+    return " + ".join(amounts) or "nothing"
 
 
 def _overflow_reasons(groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     totals: dict[str, Fraction] = {}
     for group in groups:
-        count, resources = group.get("minMember"), group.get("minResource")
+        count = group.get("minMember")
+        resources = group.get("minResource")
         if not isinstance(count, int) or not isinstance(resources, dict):
             continue
         for key, text in resources.items():
-            value = (read_quantity(text) or Fraction(0)) * count * (1000 if key == "cpu" else 1)
+            unit = 1000 if key == "cpu" else 1  # YuniKorn counts thousandths of a core
+            value = (read_quantity(text) or Fraction(0)) * count * unit
             totals[key] = totals.get(key, Fraction(0)) + value
     for key, total in totals.items():
         if total > INT64:
             yield f"all groups together ask for more {key} than a 64-bit number holds"
 
 
-def _label(one: PodSet, key: str) -> Any:
-    return field_of(one.template, "metadata", "labels", key)
+def _label(pod_set: PodSet, key: str) -> Any:
+    return field_of(pod_set.template, "metadata", "labels", key)
 
 
-def _annotation(one: PodSet, key: str) -> Any:
-    return field_of(one.template, "metadata", "annotations", key)
+def _annotation(pod_set: PodSet, key: str) -> Any:
+    return field_of(pod_set.template, "metadata", "annotations", key)
 
 
-def _marks(one: PodSet) -> list[str]:
-    head = field_of(one.template, "metadata") or {}
-    return [*(head.get("labels") or {}), *(head.get("annotations") or {})]
+def _marks(pod_set: PodSet) -> list[str]:
+    """Return the keys of all labels and annotations of pods."""
+    metadata = field_of(pod_set.template, "metadata") or {}
+    labels = metadata.get("labels") or {}
+    annotations = metadata.get("annotations") or {}
+    return [*labels, *annotations]

@@ -15,19 +15,20 @@ GANG = "ray.io/gang-scheduling-enabled"
 def attach(job: KubernetesJob, manifests: Sequence[Manifest], sets: Sequence[PodSet]) -> None:
     """Ask KubeRay for a gang; it writes the groups, and which pod is in which."""
     manifests[-1]["metadata"]["labels"] |= {GANG: "true", yunikorn.APP: job.name, yunikorn.QUEUE: job.queue}
-    for one in sets:
+    for pod_set in sets:
         for key in (yunikorn.GROUP, yunikorn.GROUPS):
-            del one.template["metadata"]["annotations"][key]
+            del pod_set.template["metadata"]["annotations"][key]
 
 
 def reasons(manifests: Sequence[Manifest], sets: Sequence[PodSet]) -> Iterator[str]:
     """Yield why KubeRay would not ask YuniKorn for a gang."""
-    for one in manifests:
-        if one.get("kind") != "RayJob":
+    for manifest in manifests:
+        if manifest.get("kind") != "RayJob":
             continue
         for key in (GANG, yunikorn.APP, yunikorn.QUEUE):
-            if not field_of(one, "metadata", "labels", key):
+            if not field_of(manifest, "metadata", "labels", key):
                 yield f"the RayJob has no label {key}, without which KubeRay asks for no gang"
-    for reason in (reason for one in sets for reason in yunikorn.pod_reasons(one)):
-        if not reason.endswith("is missing"):  # KubeRay writes these
-            yield reason
+    for pod_set in sets:
+        for reason in yunikorn.pod_reasons(pod_set):
+            if not reason.endswith("is missing"):  # KubeRay writes these
+                yield reason
