@@ -1,1 +1,1 @@
-"""What the verifier runs in processes of its own: the plain reference, and watched ranks of the plan."""
+"""The processes that the verifier runs: the plain reference, and watched ranks of the plan."""
