@@ -75,7 +75,7 @@ def judged(name: str, plan: Plan, number: int, folder: Path) -> tuple[str, str]:
     drawn = read_ranks(folder, f"draws-{number}", plan.world_size)
     check_traffic(verdict, plan, describe_all(kit.make(name), plan), drawn)
     if verdict.word == "bug":
-        return "**bug**", "; ".join(check.said for check in verdict.checks if not check.passed)
+        return "**bug**", "; ".join(check.message for check in verdict.checks if not check.passed)
     return f"{verdict.largest:.0e}", ""
 
 

@@ -26,10 +26,10 @@ def test_a_seeded_bug_is_caught_and_named(name):
     assert verdict.word == "bug", table
     if mutant.says:
         first = next(check for check in verdict.checks if not check.passed)
-        assert re.search(mutant.says, first.said), table
+        assert re.search(mutant.says, first.message), table
     if mutant.culprit:
         assert verdict.culprit is not None, table
-        assert re.search(mutant.culprit, verdict.culprit.said), table
+        assert re.search(mutant.culprit, verdict.culprit.message), table
     if mutant.module:
         assert verdict.culprit is not None, table
         named = verdict.culprit.module

@@ -1,4 +1,4 @@
-"""Which gradients travel together: pure arithmetic, so that the plan and the strategy can't disagree."""
+"""Group gradients into buckets that travel together: pure arithmetic, so that plan and strategy can't disagree."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ def group_parameters(sizes: Sequence[tuple[int, Hashable]], limit_bytes: int) ->
         The parameters' indices, bucket by bucket.
     """
     buckets: list[list[int]] = []
+    bucket_kind: Hashable = None  # of the last bucket
     held_bytes = 0
     for index in reversed(range(len(sizes))):
-        own_bytes, kind = sizes[index]
-        same_kind = bool(buckets) and sizes[buckets[-1][0]][1] == kind
-        if not same_kind or held_bytes + own_bytes > limit_bytes:
+        nbytes, kind = sizes[index]
+        if not buckets or kind != bucket_kind or held_bytes + nbytes > limit_bytes:
             buckets.append([])
+            bucket_kind = kind
             held_bytes = 0
         buckets[-1].append(index)
-        held_bytes += own_bytes
+        held_bytes += nbytes
     return buckets

@@ -1,4 +1,4 @@
-"""Time as something handed in, so that a test can set it."""
+"""Clocks that are passed as arguments, so that a test can set the time."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Seconds that only go forward; their zero means nothing."""
+    """A clock whose seconds only go forward, from an arbitrary zero."""
 
     def now_s(self) -> float:
-        """The time, in seconds."""
+        """Return the time, in seconds."""
 
 
 class WallClock:
     """The host's monotonic clock."""
 
     def now_s(self) -> float:
-        """Seconds since an arbitrary moment, never going back."""
+        """Return the seconds since an arbitrary moment."""
         return time.monotonic()

@@ -1,4 +1,4 @@
-"""A device by a short word: `cpu`, `16GB`, `V100-16GB`; how much memory a job has there."""
+"""Read a device such as `cpu`, `16GB` or `V100-16GB`, and say how much memory a job has there."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _WITH_BF16 = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What a rank computes on.
+    """A device that a rank computes on.
 
     Attributes:
         name: as it was asked for.
@@ -50,7 +50,7 @@ class Device:
         """
         if text in ("cpu", "cuda"):
             return cls(text, text, None)
-        size = text.rpartition("-")[2]
+        _, _, size = text.rpartition("-")
         number = size.upper().removesuffix("GB").removesuffix("GIB")
         gigabytes = parse_number(number) if number != size else None
         if gigabytes is None or not 0 < gigabytes <= _MOST_GIGABYTES:
@@ -63,21 +63,27 @@ class Device:
 
     @property
     def has_bf16(self) -> bool | None:
-        """Whether its matrix units compute in bf16; None where the name does not say.
+        """True if its matrix units compute in bf16; None where the name does not say.
 
         A GPU without it computes bf16 by other means, slowly, or refuses, and has no flash attention.
         """
         if self.kind == "cpu":
             return True
-        words = re.split(r"[-_ ]+", self.name.upper())
-        if any(_WITHOUT_BF16.fullmatch(word) for word in words):
+        name_parts = re.split(r"[-_ ]+", self.name.upper())
+        if any(_WITHOUT_BF16.fullmatch(part) for part in name_parts):
             return False
-        return True if any(_WITH_BF16.fullmatch(word) for word in words) else None
+        if any(_WITH_BF16.fullmatch(part) for part in name_parts):
+            return True
+        return None
 
     def beside(self, communicators: int) -> int:
-        """Bytes that a process takes beside torch's allocator."""
-        return CONTEXT_BYTES + communicators * COMMUNICATOR_BYTES if self.kind == "cuda" else 0
+        """Return the bytes that a process takes beside torch's allocator."""
+        if self.kind != "cuda":
+            return 0
+        return CONTEXT_BYTES + communicators * COMMUNICATOR_BYTES
 
     def capacity(self, communicators: int) -> int | None:
-        """Bytes that torch's allocator can have."""
-        return None if self.memory is None else self.memory - self.beside(communicators)
+        """Return the bytes that torch's allocator can have; None where that is not known."""
+        if self.memory is None:
+            return None
+        return self.memory - self.beside(communicators)

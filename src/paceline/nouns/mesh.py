@@ -36,9 +36,10 @@ class Mesh:
         """
         sizes: dict[str, int] = {}
         for item in text.split(","):
-            word, _, size = (part.strip() for part in item.partition("="))
-            axis = SHORT.get(word, word)
-            sizes[axis] = _checked_size(text, axis, size, sizes)
+            name, _, size = item.partition("=")
+            name = name.strip()
+            axis = SHORT.get(name, name)
+            sizes[axis] = _checked_size(text, axis, size.strip(), sizes)
         mesh = cls(tuple(sizes.get(axis, 1) for axis in AXES))
         if mesh.world_size > MOST_RANKS:
             raise MeshError(
@@ -54,31 +55,33 @@ class Mesh:
         return math.prod(self.sizes)
 
     def size(self, axis: str) -> int:
-        """Ranks along `axis`."""
+        """Return the number of ranks along `axis`."""
         return self.sizes[AXES.index(axis)]
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """Where `rank` stands: its index on every axis."""
+        """Return the index of `rank` on every axis."""
         at = {}
         for axis, size in zip(reversed(AXES), reversed(self.sizes), strict=True):
             rank, at[axis] = divmod(rank, size)
         return at
 
     def peers(self, rank: int, axis: str) -> tuple[int, ...]:
-        """The ranks that share every coordinate with `rank` but the one on `axis`, in axis order."""
+        """Return the ranks that share every coordinate with `rank` but the one on `axis`, in axis order."""
         at = self.coordinate(rank)
         stride = math.prod(self.sizes[AXES.index(axis) + 1 :])
         first = rank - at[axis] * stride
         return tuple(first + i * stride for i in range(self.size(axis)))
 
     def peers_on(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
-        """The ranks that share every coordinate with `rank` but those on `axes`, in rising order."""
+        """Return the ranks that share every coordinate with `rank` but those on `axes`, in rising order."""
         at = self.coordinate(rank)
-        return tuple(
-            other
-            for other in range(self.world_size)
-            if all(there == at[axis] for axis, there in self.coordinate(other).items() if axis not in axes)
-        )
+        shared_axes = [axis for axis in AXES if axis not in axes]
+        peers = []
+        for peer in range(self.world_size):
+            peer_at = self.coordinate(peer)
+            if all(peer_at[axis] == at[axis] for axis in shared_axes):
+                peers.append(peer)
+        return tuple(peers)
 
     @property
     def data_size(self) -> int:
@@ -86,14 +89,15 @@ class Mesh:
         return math.prod(self.size(axis) for axis in DATA_AXES)
 
     def data_part(self, rank: int) -> int:
-        """Which of the `data_size` parts of a batch is `rank`'s."""
-        at, part = self.coordinate(rank), 0
+        """Return which of the `data_size` parts of a batch is `rank`'s."""
+        at = self.coordinate(rank)
+        part = 0
         for axis in DATA_AXES:
             part = part * self.size(axis) + at[axis]
         return part
 
     def random_stream(self, rank: int) -> int:
-        """Number of the random stream that `rank` draws dropout masks from.
+        """Return the number of the random stream that `rank` draws dropout masks from.
 
         Ranks with other samples and ranks of other pipeline stages have streams of their own. The ranks of one
         `tensor` group share one: each draws the mask of the whole tensor and uses its piece.
@@ -110,15 +114,23 @@ class Mesh:
             )
 
     def __str__(self) -> str:
-        named = [f"{axis}={size}" for axis, size in zip(AXES, self.sizes, strict=True) if size > 1]
-        return ",".join(named) or "replicate=1"
+        used = [f"{axis}={size}" for axis, size in zip(AXES, self.sizes, strict=True) if size > 1]
+        return ",".join(used) or "replicate=1"
 
 
 def _ranks(count: int) -> str:
     return f"{count} rank" if count == 1 else f"{count} ranks"
 
 
-def _checked_size(text: str, axis: str, size: str, seen: dict[str, int]) -> int:
+def _checked_size(text: str, axis: str, size: str, sizes: dict[str, int]) -> int:
+    """Return the size of an axis as a number; raise MeshError for an item that a mesh can't have.
+
+    Args:
+        text: the whole mesh, for errors.
+        axis: of the item.
+        size: of the item.
+        sizes: those of the items before.
+    """
     if axis not in AXES:
         raise MeshError(
             f"the mesh {shown(text)} names the axis {shown(axis)}",
@@ -132,10 +144,10 @@ def _checked_size(text: str, axis: str, size: str, seen: dict[str, int]) -> int:
             f"a size is a whole number above 0, at most {MOST_RANKS}",
             f"write {axis}=1 to leave it unused",
         )
-    if axis in seen:
+    if axis in sizes:
         raise MeshError(
             f"the mesh {shown(text)} should give {axis} once",
             "it names it twice",
-            f"keep one of {axis}={seen[axis]} and {axis}={number}",
+            f"keep one of {axis}={sizes[axis]} and {axis}={number}",
         )
     return number

@@ -1,4 +1,4 @@
-"""Where each option of a plan has an effect: under which axes, or with parameter servers.
+"""Check that each option of a plan has an effect: under its axes, or with parameter servers.
 
 An option that has no effect is refused. Naming its axis with size 1 is enough, so that one line serves any number of
 ranks: then the option is left out of the plan, and the command says so.
@@ -18,13 +18,13 @@ SPLIT = ("tensor", "pipeline")  # the axes under which the model runs as graphs,
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """Where one option has an effect.
+    """The plans in which an option has an effect.
 
     Args:
         axes: it needs one of these; none: any plan will do.
         neutral: values that ask for nothing, and may stand in any plan.
         beside_split: the values that it can have where tensor or pipeline splits the model too; None: any.
-        of_servers: whether it needs parameter servers, and no axis.
+        of_servers: it needs parameter servers, and no axis.
     """
 
     axes: tuple[str, ...] = ()
@@ -111,7 +111,7 @@ def _check_beside_split(name: str, value: Any, mesh: Mesh) -> None:
 
 
 def without_effect(options: Mapping[str, Any], mesh: Mesh) -> Iterator[str]:
-    """The names of options that change nothing because their axes have size 1.
+    """Yield the names of options that change nothing because their axes have size 1.
 
     Args:
         options: values, or the words for them, by name; other names are passed over.
@@ -119,6 +119,7 @@ def without_effect(options: Mapping[str, Any], mesh: Mesh) -> Iterator[str]:
     """
     for name, value in options.items():
         scope = SCOPES.get(name, Scope())
-        asks = str(value) not in [str(one) for one in scope.neutral]
-        if scope.axes and asks and all(mesh.size(axis) == 1 for axis in scope.axes):
+        if not scope.axes or str(value) in [str(neutral) for neutral in scope.neutral]:
+            continue
+        if all(mesh.size(axis) == 1 for axis in scope.axes):
             yield name

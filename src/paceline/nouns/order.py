@@ -44,42 +44,45 @@ class DataOrder:
     shuffle: bool = True
 
     def index(self, position: int) -> int:
-        """The data set's index of the sample at `position`."""
+        """Return the data set's index of the sample at `position`."""
         epoch, place = divmod(position, self.samples)
-        return _permuted(place, self.samples, mix(self.seed, epoch)) if self.shuffle else place
+        if not self.shuffle:
+            return place
+        return _permuted(place, self.samples, mix(self.seed, epoch))
 
     def batch_at(self, position: int) -> range:
-        """The positions of the global batch that starts at `position`."""
+        """Return the positions of the global batch that starts at `position`."""
         end_of_epoch = (position // self.samples + 1) * self.samples
         return range(position, min(position + self.batch_size, end_of_epoch))
 
     def batches(self, position: int, end: int) -> Iterator[range]:
-        """The global batches from `position` up to `end`, in order."""
+        """Yield the global batches from `position` up to `end`, in order."""
         while position < end:
             batch = self.batch_at(position)
             yield batch
             position = batch.stop
 
     def position_after(self, steps: int) -> int:
-        """The position after `steps` steps from the start."""
+        """Return the position after `steps` steps from the start."""
         per_epoch = -(-self.samples // self.batch_size)
         epochs, rest = divmod(steps, per_epoch)
         return epochs * self.samples + min(rest * self.batch_size, self.samples)
 
 
 def share(batch: range, part: int, parts: int) -> range:
-    """The contiguous piece of `batch` that belongs to `part` of `parts`; the first pieces take the rest."""
+    """Return the contiguous piece of `batch` that belongs to `part` of `parts`; the first pieces take the rest."""
     small, rest = divmod(len(batch), parts)
     start = batch.start + part * small + min(part, rest)
     return range(start, start + small + (part < rest))
 
 
 def cut(piece: range, size: int) -> list[range]:
-    """`piece` in consecutive micro-batches of at most `size`."""
-    return [range(at, min(at + size, piece.stop)) for at in range(piece.start, piece.stop, size)]
+    """Cut `piece` into consecutive micro-batches of at most `size`."""
+    return [range(start, min(start + size, piece.stop)) for start in range(piece.start, piece.stop, size)]
 
 
 def _permuted(place: int, domain: int, key: int) -> int:
+    """Return where a keyed permutation of 0 to `domain` - 1 puts `place`."""
     half_bits = max(1, ((domain - 1).bit_length() + 1) // 2)
     while True:
         place = _feistel(place, half_bits, key)
@@ -88,6 +91,7 @@ def _permuted(place: int, domain: int, key: int) -> int:
 
 
 def _feistel(value: int, half_bits: int, key: int) -> int:
+    """Permute the numbers of twice `half_bits` bits: whatever the round function is, each round can be undone."""
     mask = (1 << half_bits) - 1
     left, right = value >> half_bits, value & mask
     for number in range(_ROUNDS):

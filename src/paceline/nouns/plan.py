@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ OPTIONS = ("zero", "offload", "sequence", "schedule", "micro_batches", "checkpoi
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How a job runs: ranks on a mesh, what is on the wire, how often it is saved."""
+    """The plan of a job: ranks on a mesh, what they send, how often the job is saved."""
 
     mesh: str = "replicate=1"
     transport: str = "auto"
@@ -55,38 +55,20 @@ class Plan:
     def __post_init__(self) -> None:
         self._check_kinds()
         Mesh.parse(self.mesh)
-        for name, value, choices in (
-            ("transport", self.transport, TRANSPORTS),
-            ("compression", self.compression, COMPRESSIONS),
-            ("schedule", self.schedule, SCHEDULES),
-            ("checkpointing", self.checkpointing, CHECKPOINTING),
-            ("mode", self.mode, MODES),
-            *((name, getattr(self, name), SWITCH) for name in ("offload", "sequence", "compile")),
-        ):
-            if value not in choices:
-                raise PlanError(
-                    f"the plan's {name} is {value!r}",
-                    f"there are {', '.join(choices)}",
-                    did_you_mean(value, choices, "write one of these", _SAME),
-                )
-        for name, number, least in (
-            ("bucket_bytes", self.bucket_bytes, 1),
-            ("checkpoint_every", self.checkpoint_every, 0),
-            ("keep", self.keep, 1),
-            ("zero", self.zero, 1),
-            ("micro_batches", self.micro_batches, 0),
-            ("server", self.server, 0),
-            ("quorum", self.quorum, 0),
-            ("staleness", self.staleness, 0),
-            ("replicas", self.replicas, 1),
-        ):
-            if number < least:
-                raise PlanError(
-                    f"the plan's {name} should be a whole number of at least {least}",
-                    f"it is {number!r}",
-                    f"write {name}={max(least, 1)} or more",
-                )
-
+        self._check_choice("transport", TRANSPORTS)
+        self._check_choice("compression", COMPRESSIONS)
+        self._check_choice("schedule", SCHEDULES)
+        self._check_choice("checkpointing", CHECKPOINTING)
+        self._check_choice("mode", MODES)
+        for name in ("offload", "sequence", "compile"):
+            self._check_choice(name, SWITCH)
+        self._check_least("bucket_bytes", 1)
+        self._check_least("checkpoint_every", 0)
+        self._check_least("keep", 1)
+        self._check_least("zero", 1)
+        for name in ("micro_batches", "server", "quorum", "staleness"):
+            self._check_least(name, 0)
+        self._check_least("replicas", 1)
         if self.server > MOST_RANKS:
             raise PlanError(f"the plan's server={self.server}", f"there can be {MOST_RANKS}", "write a smaller number")
         if self.zero > 3:
@@ -95,34 +77,47 @@ class Plan:
 
     def _check_kinds(self) -> None:
         """Raise PlanError unless every field has a value of its kind, as one that was read from a file may not."""
-        for one in fields(self):
-            value = getattr(self, one.name)
-            if fault_of(value, _KINDS[str(one.type)]) is None:
-                continue
-            wanted = {"str": "a word", "int": "a whole number", "float": "a number"}[str(one.type)]
+        for field in fields(self):
+            value = getattr(self, field.name)
+            kind = str(field.type)
+            if fault_of(value, _KINDS[kind]) is not None:
+                wanted = {"str": "a word", "int": "a whole number", "float": "a number"}[kind]
+                raise PlanError(
+                    f"the plan's {field.name} should be {wanted}",
+                    f"it is {shown(value)}",
+                    f"write {field.name}={field.default}",
+                )
+
+    def _check_choice(self, name: str, choices: Sequence[str]) -> None:
+        """Raise PlanError unless a field is one of some words."""
+        value = getattr(self, name)
+        if value not in choices:
             raise PlanError(
-                f"the plan's {one.name} should be {wanted}", f"it is {shown(value)}", f"write {one.name}={one.default}"
+                f"the plan's {name} is {value!r}",
+                f"there are {', '.join(choices)}",
+                did_you_mean(value, choices, "write one of these", _SAME),
+            )
+
+    def _check_least(self, name: str, least: int) -> None:
+        """Raise PlanError where a field is too small a number."""
+        number = getattr(self, name)
+        if number < least:
+            raise PlanError(
+                f"the plan's {name} should be a whole number of at least {least}",
+                f"it is {number!r}",
+                f"write {name}={max(least, 1)} or more",
             )
 
     def _check_server(self) -> None:
-        """Raise PlanError unless what is said of servers fits the mesh and itself."""
-        mesh, workers = Mesh.parse(self.mesh), self.world_size
-        others = [axis for axis in AXES if axis != "replicate" and mesh.size(axis) > 1]
-        named = [name for name in ("mode", "quorum", "staleness", "deadline") if getattr(self, name) not in ("sync", 0)]
-        if not self.server and named:
-            raise PlanError(
-                f"the plan's {named[0]}={getattr(self, named[0])}", "it has no servers", "add e.g. server=2"
-            )
-        if self.server and others:
-            raise PlanError(
-                f"can't run the plan {self.mesh} with server={self.server}",
-                f"servers go with workers that hold the whole model, not with {others[0]}",
-                f"leave {others[0]} out, or server",
-            )
-        for name, usual in (("compression", "none"), ("transport", "auto"), ("bucket_bytes", BUCKET_BYTES)):
-            if self.server and getattr(self, name) != usual:
-                what = f"the plan's {name}={getattr(self, name)}"
-                raise PlanError(what, "its gradients go to servers", f"leave {name} out")
+        """Raise PlanError unless the options of servers go with the mesh and with each other."""
+        if self.server:
+            self._check_beside_server()
+        else:
+            for name, neutral in (("mode", "sync"), ("quorum", 0), ("staleness", 0), ("deadline", 0)):
+                value = getattr(self, name)
+                if value != neutral:
+                    raise PlanError(f"the plan's {name}={value}", "it has no servers", "add e.g. server=2")
+        workers = self.world_size
         if self.quorum and self.mode != "quorum":
             raise PlanError(f"the plan's quorum={self.quorum}", f"its mode is {self.mode}", "write mode=quorum")
         if self.mode == "quorum" and not 1 <= self.quorum <= workers:
@@ -134,9 +129,24 @@ class Plan:
         if self.staleness and self.mode != "stale":
             raise PlanError(f"the plan's staleness={self.staleness}", f"its mode is {self.mode}", "write mode=stale")
 
+    def _check_beside_server(self) -> None:
+        """Raise PlanError for axes and options that parameter servers leave no place for."""
+        mesh = Mesh.parse(self.mesh)
+        for axis in AXES:
+            if axis != "replicate" and mesh.size(axis) > 1:
+                raise PlanError(
+                    f"the plan {self.mesh} with server={self.server}",
+                    f"servers go with workers that hold the whole model, not with {axis}",
+                    f"leave {axis} out, or server",
+                )
+        for name, default in (("compression", "none"), ("transport", "auto"), ("bucket_bytes", BUCKET_BYTES)):
+            value = getattr(self, name)
+            if value != default:
+                raise PlanError(f"the plan's {name}={value}", "its gradients go to servers", f"leave {name} out")
+
     @classmethod
     def parse(cls, text: str, **values: Any) -> Plan:
-        """A plan of a line such as `shard=4,zero=2` or `pipeline=2,tensor=2,schedule=gpipe`.
+        """Read a line such as `shard=4,zero=2` or `pipeline=2,tensor=2,schedule=gpipe`.
 
         Args:
             text: axes with their sizes, and options with their values.
@@ -146,25 +156,37 @@ class Plan:
             MeshError: an axis or option is unknown or named twice, or an axis has no size.
             PlanError: an option has a value that it can't have, or no effect under these axes.
         """
-        axes, options = [], []
-        words = [one.name for one in fields(cls) if one.type == "str"]
+        axes = []
+        options = []
         for item in text.split(","):
-            name, _, value = (part.strip() for part in item.partition("="))
+            name, _, value = item.partition("=")
+            name = name.strip()
             name = SHORT_OPTIONS.get(name, name)
-            if name not in OPTIONS:
-                if SHORT.get(name, name) not in AXES:
-                    raise _unknown(text, name)
+            if name in OPTIONS:
+                if name in values:
+                    raise PlanError(
+                        f"the plan {shown(text)} should give {name} once", "it names it twice", "keep one of them"
+                    )
+                values[name] = cls._option_value(name, value.strip())
+                options.append(name)
+            elif SHORT.get(name, name) in AXES:
                 axes.append(item)
-                continue
-            if name in values:
-                raise PlanError(
-                    f"the plan {shown(text)} should give {name} once", "it names it twice", "keep one of them"
-                )
-            values[name] = value if name in words else _number(value) if name != "deadline" else _seconds(value)
-            options.append(name)
-        plan = cls(**{**values, "mesh": str(Mesh.parse(",".join(axes) or "replicate=1"))})
+            else:
+                raise _unknown(text, name)
+        mesh = Mesh.parse(",".join(axes) or "replicate=1")
+        plan = cls(**{**values, "mesh": str(mesh)})
         plan.check_effect(options, ",".join(axes))
         return plan.settled()
+
+    @classmethod
+    def _option_value(cls, name: str, text: str) -> str | int | float:
+        """Return an option's value; a text that is no number stays one, for which the plan has an error."""
+        if name == "deadline":
+            return _seconds(text)
+        kinds = {field.name: field.type for field in fields(cls)}
+        if kinds[name] == "str":
+            return text
+        return _number(text)
 
     def check_effect(self, options: Iterable[str], axes: str) -> None:
         """Raise PlanError where an option has no effect under the plan's axes.
@@ -173,22 +195,31 @@ class Plan:
             options: names of those that somebody asked for.
             axes: the axes as somebody wrote them; naming one with size 1 is enough.
         """
-        words = [item.partition("=")[0].strip() for item in axes.split(",")]
-        named = {SHORT.get(word, word) for word in words}
-        check_options({name: getattr(self, name) for name in options}, Mesh.parse(self.mesh), named, self.server)
+        names = [item.partition("=")[0].strip() for item in axes.split(",")]
+        named_axes = {SHORT.get(name, name) for name in names}
+        values = {name: getattr(self, name) for name in options}
+        check_options(values, Mesh.parse(self.mesh), named_axes, self.server)
 
     def settled(self) -> Plan:
-        """The plan without the options of axes of size 1, which its mesh does not name."""
-        default, mesh = Plan(), Mesh.parse(self.mesh)
-        idle = without_effect({name: getattr(self, name) for name in SCOPES}, mesh)
-        named = {item.partition("=")[0] for item in str(mesh).split(",")}
-        return replace(self, **{name: getattr(default, name) for name in idle if not named & {*SCOPES[name].axes}})
+        """Return the plan without the options of axes of size 1, which its mesh does not name."""
+        default = Plan()
+        mesh = Mesh.parse(self.mesh)
+        named_axes = {item.partition("=")[0] for item in str(mesh).split(",")}
+        changes = {}
+        for name in without_effect({name: getattr(self, name) for name in SCOPES}, mesh):
+            if not named_axes.intersection(SCOPES[name].axes):
+                changes[name] = getattr(default, name)
+        return replace(self, **changes)
 
     def line(self) -> str:
-        """The plan as `parse` reads it: its mesh and every option that is not the default."""
+        """Return the plan as `parse` reads it: its mesh and every option that is not the default."""
         default = Plan()
-        changed = [f"{name}={getattr(self, name)}" for name in OPTIONS if getattr(self, name) != getattr(default, name)]
-        return ",".join([self.mesh, *changed])
+        items = [self.mesh]
+        for name in OPTIONS:
+            value = getattr(self, name)
+            if value != getattr(default, name):
+                items.append(f"{name}={value}")
+        return ",".join(items)
 
     @property
     def world_size(self) -> int:
@@ -226,7 +257,7 @@ class Plan:
 
     @classmethod
     def of_variable(cls, text: str) -> Plan:
-        """The plan in the variable PACELINE_PLAN.
+        """Read the plan in the variable PACELINE_PLAN.
 
         Raises:
             PlanError: it is not JSON, or has a key or value that a plan does not have.
@@ -241,9 +272,15 @@ class Plan:
 
     @classmethod
     def of(cls, values: Any, source: str) -> Plan:
-        """A plan of decoded JSON; `source` is named in errors."""
-        names = [one.name for one in fields(cls)]
-        unknown = [key for key in values if key not in names] if isinstance(values, dict) else ["(no object)"]
+        """Return the plan of decoded JSON; `source` is named in errors.
+
+        Raises:
+            PlanError: it has a key or value that a plan does not have, or an option without effect under its axes.
+        """
+        names = [field.name for field in fields(cls)]
+        unknown = ["(no object)"]
+        if isinstance(values, dict):
+            unknown = [key for key in values if key not in names]
         if unknown:
             raise PlanError(
                 f"the plan in {source} has {shown(unknown[0])}",
@@ -256,13 +293,14 @@ class Plan:
                 f"this Paceline reads version {VERSION}",
                 "make it again with this Paceline",
             )
-        plan, default = cls(**values), Plan()
+        plan = cls(**values)
+        default = Plan()
         changed = [name for name in SCOPES if getattr(plan, name) != getattr(default, name)]
         plan.check_effect(changed, plan.mesh)
         return plan.settled()
 
 
-# What is off and on elsewhere; and no more than a spelling apart.
+# Words that mean the same elsewhere: for off, for on, and other spellings.
 _SAME = {
     "true": "on", "yes": "on", "1": "on", "false": "off", "no": "off", "0": "off", "bfloat16": "bf16",
     "float16": "fp16", "shm": "shared_memory",
@@ -270,11 +308,13 @@ _SAME = {
 
 
 def _number(text: str) -> int | str:
+    """Return the whole number that a text is, else the text."""
     number = parse_whole(text, least=-LARGEST)
     return text if number is None else number
 
 
 def _seconds(text: str) -> float:
+    """Return the number that a text is; raise PlanError if it is none."""
     number = parse_number(text)
     if number is None:
         raise PlanError(f"the plan's deadline is {shown(text)}", "it is a number of seconds", "write deadline=1")

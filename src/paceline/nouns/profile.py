@@ -1,4 +1,4 @@
-"""What one rank's training step takes: every block of memory, its operations, what it sends.
+"""The profile of one rank's training step: every block of memory, its operations, what it sends.
 
 `profile/simulate.py` makes it, `plan/memory.py` reads it, and it is a file between them: `profile.json`.
 """
@@ -15,9 +15,15 @@ from paceline.nouns.errors import WorkloadError
 from paceline.nouns.reading import COUNT, Whole, fault_of, read_json, reason_of, shown
 
 VERSION = 2
-PARAMETERS, GRADIENTS, OPTIMIZER, BUFFERS = "parameters", "gradients", "optimizer state", "buffers"
-ACTIVATIONS, TEMPORARY, INPUTS = "activations", "temporaries", "inputs"
-COMMUNICATION, GATHERED = "gradient buckets", "gathered parameters"
+PARAMETERS = "parameters"
+GRADIENTS = "gradients"
+OPTIMIZER = "optimizer state"
+BUFFERS = "buffers"
+ACTIVATIONS = "activations"
+TEMPORARY = "temporaries"
+INPUTS = "inputs"
+COMMUNICATION = "gradient buckets"
+GATHERED = "gathered parameters"
 _MOST_BYTES = 2**30  # of a file
 _AMOUNT = Whole(0, 10**30)  # floating-point operations of a step; more than 64 bits
 _FORM = {
@@ -66,7 +72,7 @@ class Block:
 
 @dataclass(slots=True)
 class Recording:
-    """Blocks and what became of them.
+    """The blocks of memory of some steps, and when each was allocated and freed.
 
     Attributes:
         blocks: each once.
@@ -83,15 +89,26 @@ class Recording:
 
 @dataclass(slots=True)
 class Work:
-    """Operations of one kind: how often, floating-point operations and bytes read and written, altogether."""
+    """The work of operations of one kind: calls, floating-point operations, bytes read and written."""
 
     count: int = 0
     flops: int = 0
     nbytes: int = 0
 
     def times(self, number: float) -> Work:
-        """So many of it."""
+        """Return `number` times the work."""
         return Work(round(self.count * number), round(self.flops * number), round(self.nbytes * number))
+
+    def to_json(self) -> list[int]:
+        """Return the numbers as a JSON list."""
+        return [self.count, self.flops, self.nbytes]
+
+    @classmethod
+    def of_json(cls, numbers: Sequence[int]) -> Work:
+        """Read what `to_json` wrote; raise ValueError if it is something else."""
+        if len(numbers) != 3:
+            raise ValueError(f"an amount of work should be three numbers, it is {shown(numbers)}")
+        return cls(*numbers)
 
 
 @dataclass(slots=True)
@@ -129,19 +146,19 @@ class Profile:
     host_bytes: int = 0
 
     def write(self, path: Path) -> None:
-        """Write it as JSON, names once."""
+        """Write the profile as JSON."""
         path.write_text(json.dumps(self.to_json()) + "\n")
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the profile as a JSON object; a block refers to its kind, holder and phase by number."""
         recording = self.recording
-        holders = list(dict.fromkeys(block.holder for block in recording.blocks))
-        phases = list(dict.fromkeys(block.phase for block in recording.blocks))
-        at = {name: index for index, name in enumerate(holders)}
-        blocks = [
-            [block.nbytes, KINDS.index(block.kind), at[block.holder], phases.index(block.phase), block.stream]
-            for block in recording.blocks
-        ]
+        holders: dict[str, int] = {}
+        phases: dict[str, int] = {}
+        blocks = []
+        for block in recording.blocks:
+            holder = holders.setdefault(block.holder, len(holders))
+            phase = phases.setdefault(block.phase, len(phases))
+            blocks.append([block.nbytes, KINDS.index(block.kind), holder, phase, block.stream])
         return {
             "version": VERSION,
             "plan": self.plan,
@@ -150,14 +167,14 @@ class Profile:
             "micro_batch": self.micro_batch,
             "precision": self.precision,
             "kinds": list(KINDS),
-            "holders": holders,
-            "block_phases": phases,
+            "holders": list(holders),
+            "block_phases": list(phases),
             "blocks": blocks,
             "events": recording.events,
             "phases": recording.phases,
             "last_step": recording.last_step,
-            "operations": {name: [w.count, w.flops, w.nbytes] for name, w in self.operations.items()},
-            "modules": {name: [w.count, w.flops, w.nbytes] for name, w in self.modules.items()},
+            "operations": {name: work.to_json() for name, work in self.operations.items()},
+            "modules": {name: work.to_json() for name, work in self.modules.items()},
             "traffic": self.traffic,
             "shared_bytes": self.shared_bytes,
             "notices": self.notices,
@@ -167,7 +184,7 @@ class Profile:
 
     @classmethod
     def read(cls, path: Path) -> Profile:
-        """Read one back.
+        """Read what `write` wrote.
 
         Raises:
             WorkloadError: the file is missing or is no profile.
@@ -183,30 +200,19 @@ class Profile:
 
     @classmethod
     def of_json(cls, value: dict[str, Any]) -> Profile:
-        """What `to_json` wrote.
+        """Read what `to_json` returned.
 
         Raises:
             ValueError: it is something else.
         """
-        if fault := fault_of(value, {"version": Whole(VERSION, VERSION)}) or fault_of(value, _FORM):
+        fault = fault_of(value, {"version": Whole(VERSION, VERSION)}) or fault_of(value, _FORM)
+        if fault:
             raise ValueError(fault)
-        kinds, holders, phases = value["kinds"], value["holders"], value["block_phases"]
-        blocks = []
-        for row in value["blocks"]:
-            if not isinstance(row, list) or [type(number) for number in row] != [int] * 5 or min(row) < 0:
-                raise ValueError(f"its block {shown(row)} is not five numbers")
-            nbytes, kind, holder, phase, stream = row
-            if kind >= len(kinds) or holder >= len(holders) or phase >= len(phases):
-                raise ValueError(f"its block {shown(row)} is of a kind, holder or phase that is not listed")
-            blocks.append(Block(nbytes, kinds[kind], holders[holder], phases[phase], stream))
+        blocks = _read_blocks(value)
         if any(not 1 <= abs(event) <= len(blocks) for event in value["events"]):
             raise ValueError(f"one of its events is about none of its {len(blocks)} blocks")
-        if any(
-            fault_of(mark, [(COUNT, str)]) or [type(part) for part in mark] != [int, str] for mark in value["phases"]
-        ):
-            raise ValueError("one of its phases is not a number and a name")
-        marks = [(at, phase) for at, phase in value["phases"]]
-        recording = Recording(blocks, value["events"], marks, value["last_step"])
+        phases = [_read_phase(item) for item in value["phases"]]
+        recording = Recording(blocks, value["events"], phases, value["last_step"])
         return cls(
             value["plan"],
             value["rank"],
@@ -214,8 +220,8 @@ class Profile:
             value["micro_batch"],
             value["precision"],
             recording,
-            {name: _work(numbers) for name, numbers in value["operations"].items()},
-            {name: _work(numbers) for name, numbers in value["modules"].items()},
+            {name: Work.of_json(numbers) for name, numbers in value["operations"].items()},
+            {name: Work.of_json(numbers) for name, numbers in value["modules"].items()},
             value["traffic"],
             value["shared_bytes"],
             value["notices"],
@@ -225,11 +231,27 @@ class Profile:
 
     @property
     def flops(self) -> int:
-        """Of the whole step on this rank."""
+        """Floating-point operations of the whole step on this rank."""
         return sum(work.flops for work in self.operations.values())
 
 
-def _work(numbers: Sequence[int]) -> Work:
-    if len(numbers) != 3:
-        raise ValueError(f"an amount of work should be three numbers, it is {shown(numbers)}")
-    return Work(*numbers)
+def _read_blocks(value: dict[str, Any]) -> list[Block]:
+    """Read the blocks of a profile; raise ValueError if one is not five numbers or refers to nothing."""
+    kinds, holders, phases = value["kinds"], value["holders"], value["block_phases"]
+    blocks = []
+    for row in value["blocks"]:
+        if not isinstance(row, list) or [type(number) for number in row] != [int] * 5 or min(row) < 0:
+            raise ValueError(f"its block {shown(row)} is not five numbers")
+        nbytes, kind, holder, phase, stream = row
+        if kind >= len(kinds) or holder >= len(holders) or phase >= len(phases):
+            raise ValueError(f"its block {shown(row)} is of a kind, holder or phase that is not listed")
+        blocks.append(Block(nbytes, kinds[kind], holders[holder], phases[phase], stream))
+    return blocks
+
+
+def _read_phase(item: Any) -> tuple[int, str]:
+    """Read the event with which a phase begins, and its name; raise ValueError if it is something else."""
+    if fault_of(item, [(COUNT, str)]) or [type(part) for part in item] != [int, str]:
+        raise ValueError("one of its phases is not a number and a name")
+    event, name = item
+    return event, name

@@ -1,4 +1,4 @@
-"""What happened in one step, as one line of `events.jsonl`."""
+"""The record of one step, a line of `events.jsonl`."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ class StepRecord:
     memory_bytes: int  # peak resident set of this rank so far
 
     def to_json(self) -> dict[str, Any]:
-        """The record as an event: its fields plus `event: step`."""
+        """Return the record as an event: its fields plus `event: step`."""
         return {"event": "step", **asdict(self)}

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from paceline.nouns.errors import PlanError
 
 FORWARD, BACKWARD, WEIGHTS = "F", "B", "W"
+_HOLDS = {FORWARD: 1, BACKWARD: -1, WEIGHTS: 0}  # micro-batches whose activations are held, more or fewer
 STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 1}
 
 
@@ -37,7 +38,7 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What every rank does, in order. Stage s belongs to rank s modulo the number of ranks."""
+    """The actions of every rank, in order. Stage s belongs to rank s modulo the number of ranks."""
 
     name: str
     ranks: int
@@ -54,41 +55,42 @@ class Schedule:
     @property
     def bubble(self) -> float:
         """The share of ticks in which ranks wait."""
-        return 1 - sum(map(len, self.actions)) / (self.length * self.ranks)
+        actions = sum(len(row) for row in self.actions)
+        return 1 - actions / (self.length * self.ranks)
 
     def in_flight(self, rank: int) -> int:
-        """The most micro-batches whose activations a rank holds at once."""
-        held, most = 0, 0
+        """Return the most micro-batches whose activations a rank holds at once."""
+        held = 0
+        most = 0
         for action in self.actions[rank]:
-            held += {FORWARD: 1, BACKWARD: -1, WEIGHTS: 0}[action.kind]
+            held += _HOLDS[action.kind]
             most = max(most, held)
         return most
 
 
 def make_schedule(name: str, ranks: int, micro_batches: int) -> Schedule:
-    """The schedule of that name.
+    """Make the schedule of that name by playing it through.
 
     Raises:
         PlanError: it can't be played through (a defect, not a property of the numbers).
     """
     stages = ranks * STAGES_PER_RANK[name]
-    halves = name == "zero_bubble"
     rules = {"gpipe": _gpipe, "1f1b": _one_forward_one_backward, "zero_bubble": _one_forward_one_backward}
     rule = rules.get(name, _interleaved)
-    todo = [_todo(rank, ranks, stages, micro_batches, halves) for rank in range(ranks)]
+    todo = [_all_actions(name, rank, ranks, stages, micro_batches) for rank in range(ranks)]
     actions: list[list[Action]] = [[] for _ in range(ranks)]
     ticks: list[list[int]] = [[] for _ in range(ranks)]
     done: set[Action] = set()
     tick = 0
     while any(todo):
-        taken = []
+        begun = []  # entered in `done` after the tick: what a rank begins now, no other can use before the next
         for rank in range(ranks):
             action = rule(rank, ranks, stages, actions[rank], todo[rank], done)
             if action is not None:
-                taken.append((rank, action))
-        if not taken:
+                begun.append((rank, action))
+        if not begun:
             raise _stuck(name, todo)
-        for rank, action in taken:
+        for rank, action in begun:
             todo[rank].remove(action)
             actions[rank].append(action)
             ticks[rank].append(tick)
@@ -105,56 +107,64 @@ def check(schedule: Schedule) -> None:
     Raises:
         PlanError: an action is missing or double, or the ranks wait for each other.
     """
-    wanted = sorted(
-        action
-        for rank in range(schedule.ranks)
-        for action in _todo(
-            rank, schedule.ranks, schedule.stages, schedule.micro_batches, schedule.name == "zero_bubble"
-        )
-    )
-    if sorted(action for row in schedule.actions for action in row) != wanted:
+    expected: list[Action] = []
+    for rank in range(schedule.ranks):
+        expected += _all_actions(schedule.name, rank, schedule.ranks, schedule.stages, schedule.micro_batches)
+    if sorted(action for row in schedule.actions for action in row) != sorted(expected):
         raise _wrong(schedule.name, "an action is missing, double or of another rank")
-    place = [0] * schedule.ranks
+    places = [0] * schedule.ranks  # of each rank the next action
     done: set[Action] = set()
-    moved = True
-    while moved:
-        moved = False
+    has_moved = True
+    while has_moved:
+        has_moved = False
         for rank, row in enumerate(schedule.actions):
-            while place[rank] < len(row) and _is_ready(row[place[rank]], schedule.stages, done):
-                done.add(row[place[rank]])
-                place[rank] += 1
-                moved = True
-    stuck = [str(row[at]) for row, at in zip(schedule.actions, place, strict=True) if at < len(row)]
-    if stuck:
-        raise _wrong(schedule.name, f"{', '.join(stuck)} wait for each other")
+            while places[rank] < len(row) and _is_ready(row[places[rank]], schedule.stages, done):
+                done.add(row[places[rank]])
+                places[rank] += 1
+                has_moved = True
+    waiting = []
+    for row, place in zip(schedule.actions, places, strict=True):
+        if place < len(row):
+            waiting.append(str(row[place]))
+    if waiting:
+        raise _wrong(schedule.name, f"{', '.join(waiting)} wait for each other")
 
 
 def picture(schedule: Schedule) -> str:
-    """The grid of ranks and ticks as text; `.` is waiting."""
-    cells = [
-        {tick: f"{action.kind}{action.micro_batch}" for tick, action in zip(row, actions, strict=True)}
-        for row, actions in zip(schedule.ticks, schedule.actions, strict=True)
-    ]
-    chunk = "abcdefgh"
-    if schedule.stages > schedule.ranks:
-        for row, (row_ticks, actions) in zip(cells, zip(schedule.ticks, schedule.actions, strict=True), strict=True):
-            for tick, action in zip(row_ticks, actions, strict=True):
-                row[tick] += chunk[action.stage // schedule.ranks]
-    width = max(len(text) for row in cells for text in row.values())
-    lines = [
-        f"rank {rank:>2}  " + " ".join(row.get(tick, ".").ljust(width) for tick in range(schedule.length)).rstrip()
-        for rank, row in enumerate(cells)
-    ]
+    """Draw the grid of ranks and ticks as text; `.` is waiting."""
+    rows = []  # of each rank the texts of its actions, by tick
+    for ticks, actions in zip(schedule.ticks, schedule.actions, strict=True):
+        rows.append({tick: _cell(schedule, action) for tick, action in zip(ticks, actions, strict=True)})
+    width = max(len(text) for row in rows for text in row.values())
+    lines = []
+    for rank, row in enumerate(rows):
+        cells = [row.get(tick, ".").ljust(width) for tick in range(schedule.length)]
+        lines.append(f"rank {rank:>2}  " + " ".join(cells).rstrip())
     return "\n".join(lines)
 
 
-def _todo(rank: int, ranks: int, stages: int, micro_batches: int, halves: bool) -> list[Action]:
-    kinds = (FORWARD, BACKWARD, WEIGHTS) if halves else (FORWARD, BACKWARD)
-    own = range(rank, stages, ranks)
-    return [Action(kind, stage, micro) for kind in kinds for stage in own for micro in range(micro_batches)]
+def _cell(schedule: Schedule, action: Action) -> str:
+    """Return an action's kind and micro-batch; a letter says which of its rank's stages it is of, if there are more."""
+    text = f"{action.kind}{action.micro_batch}"
+    if schedule.stages > schedule.ranks:
+        text += "abcdefgh"[action.stage // schedule.ranks]
+    return text
+
+
+def _all_actions(name: str, rank: int, ranks: int, stages: int, micro_batches: int) -> list[Action]:
+    """Return all actions of a rank, in no order that it keeps to."""
+    kinds = [FORWARD, BACKWARD]
+    if name == "zero_bubble":
+        kinds.append(WEIGHTS)
+    actions = []
+    for kind in kinds:
+        for stage in range(rank, stages, ranks):
+            actions += [Action(kind, stage, micro_batch) for micro_batch in range(micro_batches)]
+    return actions
 
 
 def _is_ready(action: Action, stages: int, done: set[Action]) -> bool:
+    """True if everything that an action needs is done."""
     stage, micro = action.stage, action.micro_batch
     if action.kind == FORWARD:
         return stage == 0 or Action(FORWARD, stage - 1, micro) in done
@@ -169,7 +179,14 @@ Rule = Callable[[int, int, int, list[Action], list[Action], set[Action]], Action
 
 
 def _first(kind: str, todo: Sequence[Action], stages: int, done: set[Action]) -> Action | None:
-    return next((a for a in todo if a.kind == kind and _is_ready(a, stages, done)), None)
+    return _first_ready([action for action in todo if action.kind == kind], stages, done)
+
+
+def _first_ready(actions: Sequence[Action], stages: int, done: set[Action]) -> Action | None:
+    for action in actions:
+        if _is_ready(action, stages, done):
+            return action
+    return None
 
 
 def _gpipe(
@@ -183,7 +200,7 @@ def _gpipe(
 def _one_forward_one_backward(
     rank: int, ranks: int, stages: int, past: list[Action], todo: list[Action], done: set[Action]
 ) -> Action | None:
-    held = sum({FORWARD: 1, BACKWARD: -1, WEIGHTS: 0}[action.kind] for action in past)
+    held = sum(_HOLDS[action.kind] for action in past)
     action = _first(BACKWARD, todo, stages, done)
     if action is None and held < ranks - rank:
         action = _first(FORWARD, todo, stages, done)
@@ -196,28 +213,27 @@ def _interleaved(
     rank: int, ranks: int, stages: int, past: list[Action], todo: list[Action], done: set[Action]
 ) -> Action | None:
     chunks = stages // ranks
-    forwards = sorted(
-        (a for a in todo if a.kind == FORWARD),
-        key=lambda a: (a.micro_batch // ranks, a.stage, a.micro_batch),
-    )
-    backwards = sorted(
-        (a for a in todo if a.kind == BACKWARD),
-        key=lambda a: (a.micro_batch // ranks, -a.stage, a.micro_batch),
-    )
-    held = sum(1 if action.kind == FORWARD else -1 for action in past)
+    # Micro-batches go in rounds of as many as there are ranks, each round through one stage after the other.
+    forwards = [action for action in todo if action.kind == FORWARD]
+    forwards.sort(key=lambda action: (action.micro_batch // ranks, action.stage, action.micro_batch))
+    backwards = [action for action in todo if action.kind == BACKWARD]
+    backwards.sort(key=lambda action: (action.micro_batch // ranks, -action.stage, action.micro_batch))
+    held = sum(_HOLDS[action.kind] for action in past)
+    # Megatron-LM's number of forwards before the first backward, and the one that each backward then makes room for.
     limit = 2 * (ranks - rank - 1) + (chunks - 1) * ranks + 1
-    backward = next((a for a in backwards if _is_ready(a, stages, done)), None)
+    backward = _first_ready(backwards, stages, done)
     if held >= limit or not forwards:
         return backward
-    forward = forwards[0] if _is_ready(forwards[0], stages, done) else None
-    if forward is None:
-        forward = next((a for a in forwards if _is_ready(a, stages, done)), None) if backward is None else None
-    return forward or backward
+    if _is_ready(forwards[0], stages, done):
+        return forwards[0]
+    if backward is not None:
+        return backward
+    return _first_ready(forwards, stages, done)
 
 
 def _stuck(name: str, todo: list[list[Action]]) -> PlanError:
-    left = ", ".join(str(row[0]) for row in todo if row)
-    return _wrong(name, f"nothing can be done while {left} are left")
+    next_actions = ", ".join(str(actions[0]) for actions in todo if actions)
+    return _wrong(name, f"nothing can be done while {next_actions} are left")
 
 
 def _wrong(name: str, found: str) -> PlanError:

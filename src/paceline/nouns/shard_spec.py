@@ -1,4 +1,4 @@
-"""Which part of a full tensor a rank holds, as numbers, so that any mesh can read what another one wrote.
+"""Describe which part of a full tensor a rank holds, so that any mesh can read what another one wrote.
 
 A placement is a chain of cuts. Each cut takes what the one before left, divides a dimension into blocks,
 every block into `parts` pieces as `torch.chunk` does (all of the same size, the last ones smaller or
@@ -20,7 +20,7 @@ FLAT = -1  # the cut's dim when it is made along the flattened tensor
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """One cut; `blocks` are sizes that add up to the dimension's."""
+    """A step of a placement; `blocks` are sizes that add up to the dimension's."""
 
     dim: int
     blocks: tuple[int, ...]
@@ -30,11 +30,12 @@ class Cut:
     @property
     def ranges(self) -> list[tuple[int, int]]:
         """What is kept of the dimension: (start, stop) per block."""
-        ranges, at = [], 0
+        ranges = []
+        offset = 0
         for block in self.blocks:
             start, stop = chunk_range(block, self.part, self.parts)
-            ranges.append((at + start, at + stop))
-            at += block
+            ranges.append((offset + start, offset + stop))
+            offset += block
         return ranges
 
     @property
@@ -64,8 +65,9 @@ class ShardSpec:
         return math.prod(self.shape)
 
     def to_json(self) -> dict[str, Any]:
-        """The placement as JSON."""
-        return {"shape": list(self.shape), "cuts": [[c.dim, list(c.blocks), c.part, c.parts] for c in self.cuts]}
+        """Return the placement as a JSON object."""
+        cuts = [[cut.dim, list(cut.blocks), cut.part, cut.parts] for cut in self.cuts]
+        return {"shape": list(self.shape), "cuts": cuts}
 
     @classmethod
     def of_json(cls, value: dict[str, Any]) -> ShardSpec:
@@ -75,14 +77,14 @@ class ShardSpec:
 
 
 def chunk_range(size: int, part: int, parts: int) -> tuple[int, int]:
-    """Where piece `part` of `size` things in `parts` pieces begins and ends, as `torch.chunk` cuts."""
+    """Return where piece `part` of `size` things in `parts` pieces begins and ends, as `torch.chunk` cuts."""
     length = -(-size // parts)
     return min(size, part * length), min(size, (part + 1) * length)
 
 
 @dataclass(frozen=True, slots=True)
 class LocalShard:
-    """What a rank holds of a tensor, and which ranks hold exactly the same."""
+    """The part of a tensor that a rank holds, and the ranks that hold exactly the same."""
 
     shard_spec: ShardSpec
     holders: tuple[int, ...]  # ranks of the world in rising order, this one among them

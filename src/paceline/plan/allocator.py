@@ -1,4 +1,4 @@
-"""torch's CUDA caching allocator, played on a recording: what it reserves for what is asked of it.
+"""Simulate torch's CUDA caching allocator on a recording: what it reserves for what is asked of it.
 
 The rules are those of c10/cuda/CUDACachingAllocator.cpp: sizes rounded up to 512 bytes; up to 1 MiB from segments of
 2 MiB, up to 10 MiB from segments of 20 MiB, more from a segment of its own in steps of 2 MiB; the smallest free block
@@ -13,38 +13,50 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 ROUND_BYTES = 512
-SMALL_BYTES, SMALL_SEGMENT = 2**20, 2 * 2**20
-LARGE_BYTES, LARGE_SEGMENT, SEGMENT_STEP = 10 * 2**20, 20 * 2**20, 2 * 2**20
+SMALL_BYTES = 2**20
+SMALL_SEGMENT = 2 * 2**20
+LARGE_BYTES = 10 * 2**20
+LARGE_SEGMENT = 20 * 2**20
+SEGMENT_STEP = 2 * 2**20
+
+Pool = tuple[bool, int]  # for small blocks or not, and the stream
+Key = tuple[int, int, int]  # size, segment and place: the order in which free blocks are tried
 
 
 class OutOfMemoryError(Exception):
-    """What was asked for fits nowhere.
+    """There is no room for an allocation.
 
     Attributes:
-        event: which event of the recording asked.
-        nbytes: for how many.
+        event: number of the event in the recording that asked for it.
+        nbytes: its size.
     """
 
     def __init__(self, event: int, nbytes: int) -> None:
         super().__init__(f"{nbytes} bytes at event {event}")
-        self.event, self.nbytes = event, nbytes
+        self.event = event
+        self.nbytes = nbytes
 
 
 @dataclass(slots=True, eq=False)
-class _Piece:
-    """A part of a segment."""
+class _Block:
+    """A block of a segment, in use or free; `before` and `after` are its neighbours."""
 
     nbytes: int
     segment: int
     at: int
-    pool: tuple[bool, int]
-    before: _Piece | None = None
-    after: _Piece | None = None
+    pool: Pool
+    before: _Block | None = None
+    after: _Block | None = None
     is_free: bool = False
 
     @property
-    def key(self) -> tuple[int, int, int]:
+    def key(self) -> Key:
         return self.nbytes, self.segment, self.at
+
+
+def _key_of(item: tuple[Key, _Block]) -> Key:
+    key, _ = item
+    return key
 
 
 @dataclass(slots=True)
@@ -67,73 +79,78 @@ class CachingAllocator:
     peak_allocated: int = 0
     flushes: int = 0
     segments: int = 0
-    free: dict[tuple[bool, int], list[tuple[tuple[int, int, int], _Piece]]] = field(default_factory=dict)
-    used: dict[int, _Piece] = field(default_factory=dict)
+    free: dict[Pool, list[tuple[Key, _Block]]] = field(default_factory=dict)  # sorted by key
+    used: dict[int, _Block] = field(default_factory=dict)
 
     def take(self, key: int, nbytes: int, stream: int = 0, event: int = 0) -> None:
-        """Find room.
+        """Allocate a block, by whose `key` it is freed.
 
         Raises:
-            OutOfMemoryError: there is none.
+            OutOfMemoryError: there is no room for it.
         """
         if not nbytes:
             return
         size = -(-nbytes // ROUND_BYTES) * ROUND_BYTES
         pool = (size <= SMALL_BYTES, stream)
-        waiting = self.free.setdefault(pool, [])
-        found = bisect.bisect_left(waiting, (size, -1, -1), key=lambda item: item[0])
-        if found < len(waiting):
-            piece = waiting.pop(found)[1]
-            piece.is_free = False
+        free = self.free.setdefault(pool, [])
+        index = bisect.bisect_left(free, (size, -1, -1), key=_key_of)  # the smallest that is large enough
+        if index < len(free):
+            _, block = free.pop(index)
+            block.is_free = False
         else:
-            piece = self._new_segment(size, pool, event)
-        self._split(piece, size)
-        self.used[key] = piece
-        self.allocated += piece.nbytes
+            block = self._new_segment(size, pool, event)
+        self._split(block, size)
+        self.used[key] = block
+        self.allocated += block.nbytes
         self.peak_allocated = max(self.peak_allocated, self.allocated)
 
     def give_back(self, key: int) -> None:
-        """Free what `key` took."""
-        piece = self.used.pop(key, None)
-        if piece is None:
+        """Free the block of `key`."""
+        block = self.used.pop(key, None)
+        if block is None:  # of no bytes
             return
-        self.allocated -= piece.nbytes
-        if piece.before is not None and piece.before.is_free:
-            self._out(piece.before)
-            piece = self._join(piece.before, piece)
-        if piece.after is not None and piece.after.is_free:
-            self._out(piece.after)
-            piece = self._join(piece, piece.after)
-        piece.is_free = True
-        bisect.insort(self.free.setdefault(piece.pool, []), (piece.key, piece), key=lambda item: item[0])
+        self.allocated -= block.nbytes
+        if block.before is not None and block.before.is_free:
+            self._remove_free(block.before)
+            block = self._join(block.before, block)
+        if block.after is not None and block.after.is_free:
+            self._remove_free(block.after)
+            block = self._join(block, block.after)
+        block.is_free = True
+        bisect.insort(self.free.setdefault(block.pool, []), (block.key, block), key=_key_of)
 
-    def _new_segment(self, size: int, pool: tuple[bool, int], event: int) -> _Piece:
-        whole = segment_bytes(size)
-        if self.capacity is not None and self.reserved + whole > self.capacity:
+    def _new_segment(self, size: int, pool: Pool, event: int) -> _Block:
+        nbytes = segment_bytes(size)
+        if self.capacity is not None and self.reserved + nbytes > self.capacity:
             self._flush()
-            if self.reserved + whole > self.capacity:
+            if self.reserved + nbytes > self.capacity:
                 raise OutOfMemoryError(event, size)
         self.segments += 1
-        self.reserved += whole
+        self.reserved += nbytes
         self.peak_reserved = max(self.peak_reserved, self.reserved)
-        return _Piece(whole, self.segments, 0, pool)
+        return _Block(nbytes, self.segments, 0, pool)
 
-    def _split(self, piece: _Piece, size: int) -> None:
-        rest = piece.nbytes - size
-        if rest < ROUND_BYTES if piece.pool[0] else rest <= SMALL_BYTES:
+    def _split(self, block: _Block, size: int) -> None:
+        """Cut a block to `size`, unless what is left would be too small to be of use."""
+        rest = block.nbytes - size
+        is_small, _ = block.pool
+        if is_small and rest < ROUND_BYTES:
             return
-        other = _Piece(rest, piece.segment, piece.at + size, piece.pool, piece, piece.after, is_free=True)
-        if piece.after is not None:
-            piece.after.before = other
-        piece.after, piece.nbytes = other, size
-        bisect.insort(self.free[piece.pool], (other.key, other), key=lambda item: item[0])
+        if not is_small and rest <= SMALL_BYTES:
+            return
+        free = _Block(rest, block.segment, block.at + size, block.pool, block, block.after, is_free=True)
+        if block.after is not None:
+            block.after.before = free
+        block.after = free
+        block.nbytes = size
+        bisect.insort(self.free[block.pool], (free.key, free), key=_key_of)
 
-    def _out(self, piece: _Piece) -> None:
-        waiting = self.free[piece.pool]
-        del waiting[bisect.bisect_left(waiting, piece.key, key=lambda item: item[0])]
+    def _remove_free(self, block: _Block) -> None:
+        free = self.free[block.pool]
+        del free[bisect.bisect_left(free, block.key, key=_key_of)]
 
     @staticmethod
-    def _join(left: _Piece, right: _Piece) -> _Piece:
+    def _join(left: _Block, right: _Block) -> _Block:
         left.nbytes += right.nbytes
         left.after = right.after
         if right.after is not None:
@@ -142,15 +159,21 @@ class CachingAllocator:
         return left
 
     def _flush(self) -> None:
+        """Give back segments that are wholly free."""
         self.flushes += 1
-        for pool, waiting in self.free.items():
-            kept = [item for item in waiting if item[1].before is not None or item[1].after is not None]
-            self.reserved -= sum(item[1].nbytes for item in waiting) - sum(item[1].nbytes for item in kept)
-            self.free[pool] = kept
+        for pool, free in self.free.items():
+            remaining = []
+            for key, block in free:
+                is_whole_segment = block.before is None and block.after is None
+                if is_whole_segment:
+                    self.reserved -= block.nbytes
+                else:
+                    remaining.append((key, block))
+            self.free[pool] = remaining
 
 
 def segment_bytes(size: int) -> int:
-    """How large a segment is made for a block of `size` rounded bytes."""
+    """Return how large a segment is made for a block of `size` rounded bytes."""
     if size <= SMALL_BYTES:
         return SMALL_SEGMENT
     if size < LARGE_BYTES:
@@ -161,7 +184,7 @@ def segment_bytes(size: int) -> int:
 def play(
     events: Iterable[int], sizes: Sequence[int], streams: Sequence[int], capacity: int | None = None
 ) -> CachingAllocator:
-    """The allocator after a recording's events: n+1 takes block n, -(n+1) gives it back.
+    """Return the allocator after a recording's events: n+1 allocates block n, -(n+1) frees it.
 
     Raises:
         OutOfMemoryError: `capacity` is not enough.

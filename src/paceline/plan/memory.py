@@ -1,4 +1,4 @@
-"""What a recording says of a rank's memory: how much, when, and whose."""
+"""Compute from a recording how much memory a rank needs, when, and for what."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 from paceline.nouns.profile import BUFFERS, KINDS, PARAMETERS, Profile, Recording
 from paceline.plan.allocator import OutOfMemoryError, play
 
-HOLDERS = 10
+HOLDERS = 10  # are listed
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who holds memory at the peak: a module or parameter, and what for."""
+    """A module or parameter that holds memory at the peak, and what for."""
 
     name: str
     kind: str
@@ -52,33 +52,37 @@ class Memory:
     host: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the fields as a JSON object."""
         return asdict(self)
 
 
 def memory_of(profile: Profile, capacity: int | None = None) -> Memory:
-    """A profile's memory.
+    """Return the memory of a profile.
 
     Args:
         profile: of one rank's step.
         capacity: bytes that the caching allocator may reserve; only for a profile of a GPU's operations.
     """
     recording = profile.recording
-    live, peak, at = 0, -1, 0
+    live = 0
+    peak = -1
+    peak_event = -1
     for number, event in enumerate(recording.events):
         size = recording.blocks[abs(event) - 1].nbytes
         live += size if event > 0 else -size
         if number >= recording.last_step and live > peak:
-            peak, at = live, number + 1
+            peak = live
+            peak_event = number
     reserved, is_too_large = _reserved(profile, capacity)
-    alive = living(recording, at)
+    at_peak = living(recording, peak_event + 1)
+    between_steps = living(recording, recording.last_step)
     return Memory(
         profile.rank,
         peak,
-        phase_at(recording, at - 1),
-        _by_kind(recording, alive),
-        _by_kind(recording, living(recording, recording.last_step)),
-        _holders(recording, alive),
+        phase_at(recording, peak_event),
+        _by_kind(recording, at_peak),
+        _by_kind(recording, between_steps),
+        _holders(recording, at_peak),
         reserved,
         is_too_large,
         profile.shared_bytes,
@@ -87,15 +91,17 @@ def memory_of(profile: Profile, capacity: int | None = None) -> Memory:
 
 
 def activations_of(recording: Recording) -> int:
-    """The most bytes that a forward pass of the last step has left beside parameters and buffers."""
-    ends = [event for event, phase in recording.phases if phase == "backward" and event >= recording.last_step]
-    beside = (PARAMETERS, BUFFERS)
-    blocks = recording.blocks
-    return max(sum(blocks[i].nbytes for i in living(recording, end) if blocks[i].kind not in beside) for end in ends)
+    """Return the most bytes that a forward pass of the last step has left beside parameters and buffers."""
+    most = []
+    for event, phase in recording.phases:
+        if phase == "backward" and event >= recording.last_step:  # where a forward pass ends
+            blocks = [recording.blocks[index] for index in living(recording, event)]
+            most.append(sum(block.nbytes for block in blocks if block.kind not in (PARAMETERS, BUFFERS)))
+    return max(most)
 
 
 def living(recording: Recording, count: int) -> list[int]:
-    """The blocks that live after so many events."""
+    """Return the indices of the blocks that live after so many events, in the order of their allocation."""
     alive: dict[int, None] = {}
     for event in recording.events[:count]:
         if event > 0:
@@ -106,12 +112,16 @@ def living(recording: Recording, count: int) -> list[int]:
 
 
 def phase_at(recording: Recording, event: int) -> str:
-    """The phase in which an event lies."""
-    index = bisect.bisect_right(recording.phases, event, key=lambda mark: mark[0]) - 1
-    return recording.phases[index][1] if index >= 0 else "start"
+    """Return the phase in which an event lies."""
+    index = bisect.bisect_right(recording.phases, event, key=lambda phase: phase[0]) - 1
+    if index < 0:
+        return "start"
+    _, name = recording.phases[index]
+    return name
 
 
 def _reserved(profile: Profile, capacity: int | None) -> tuple[int | None, bool]:
+    """Return what the allocator reserves of a GPU, as if it had room; and True if `capacity` is not enough."""
     if profile.device == "cpu":
         return None, False
     recording = profile.recording

@@ -1,7 +1,8 @@
-"""A rank's memory as a person reads it: a table of whose it is, and a picture of the step."""
+"""Render a rank's memory for people: a table by kind, and a picture of the step."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from paceline.nouns.device import Device
@@ -10,20 +11,26 @@ from paceline.nouns.plan import Plan
 from paceline.nouns.profile import Profile
 from paceline.plan.memory import Memory, phase_at
 
-WIDTH, HEIGHT = 72, 8
+WIDTH = 72  # of the picture, in characters
+HEIGHT = 8  # in lines
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 
 
 def size(nbytes: float) -> str:
-    """Bytes in MiB, or GiB from 10 of them."""
-    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 10 * 2**30 else f"{nbytes / 2**20:,.1f} MiB"
+    """Write bytes in MiB, or in GiB from 10 of them."""
+    if nbytes >= 10 * 2**30:
+        return f"{nbytes / 2**30:.2f} GiB"
+    return f"{nbytes / 2**20:,.1f} MiB"
 
 
 def table(memories: Sequence[Memory], device: Device, communicators: int) -> list[str]:
-    """Rows by kind and columns by rank, at each rank's peak; below, what a GPU must have."""
-    kinds = list(dict.fromkeys(kind for memory in memories for kind in memory.at_peak))
+    """Return rows by kind and columns by rank, at each rank's peak; below, what a GPU must have."""
+    kinds: dict[str, None] = {}  # in the order in which ranks have them
+    for memory in memories:
+        kinds |= dict.fromkeys(memory.at_peak)
     rows = [("", [f"rank {memory.rank}" for memory in memories])]
-    rows += [(kind, [_or_dash(memory.at_peak.get(kind, 0)) for memory in memories]) for kind in kinds]
+    for kind in kinds:
+        rows.append((kind, [_or_dash(memory.at_peak.get(kind, 0)) for memory in memories]))
     rows.append(("peak of live tensors", [size(memory.peak) for memory in memories]))
     rows.append(("in", [f"{memory.phase}" for memory in memories]))
     if any(memory.shared for memory in memories):
@@ -32,23 +39,31 @@ def table(memories: Sequence[Memory], device: Device, communicators: int) -> lis
         rows.append(("in the host's memory, besides", [size(memory.host) for memory in memories]))
     if device.kind == "cuda":
         reserved = [memory.reserved or 0 for memory in memories]
-        rows.append(("reserved by the allocator", [size(one) for one in reserved]))
-        rows.append(("CUDA context, NCCL (assumed)", [size(device.beside(communicators))] * len(memories)))
-        rows.append(("in all", [size(one + device.beside(communicators)) for one in reserved]))
+        beside = device.beside(communicators)
+        rows.append(("reserved by the allocator", [size(nbytes) for nbytes in reserved]))
+        rows.append(("CUDA context, NCCL (assumed)", [size(beside)] * len(memories)))
+        rows.append(("in all", [size(nbytes + beside) for nbytes in reserved]))
     if device.memory is not None:
         rows.append((f"{device.name} has", [size(device.memory)] * len(memories)))
         rows.append(("", ["OUT OF MEMORY" if memory.is_too_large else "fits" for memory in memories]))
-    width = max(len(name) for name, _ in rows)
-    columns = [max(len(cells[i]) for _, cells in rows) for i in range(len(memories))]
+    return _aligned(rows)
+
+
+def _aligned(rows: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
+    """Return a line per row: its name, then its cells, each column as wide as its widest cell."""
+    name_width = max(len(name) for name, _ in rows)
+    columns = zip(*(cells for _, cells in rows), strict=True)
+    widths = [max(len(cell) for cell in column) for column in columns]
     lines = []
     for name, cells in rows:
-        line = f"{name:<{width}}  " + "  ".join(f"{cell:>{columns[i]}}" for i, cell in enumerate(cells))
+        aligned = [f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)]
+        line = f"{name:<{name_width}}  " + "  ".join(aligned)
         lines.append(line.rstrip())
     return lines
 
 
 def servers_table(profile: Profile) -> list[str]:
-    """A line for each parameter server; nothing where there is none."""
+    """Return a line for each parameter server, and a heading; nothing where there is none."""
     if not profile.servers:
         return []
     lines = [f"{'':<10}{'parameters':>14}{'optimizer state':>17}{'gradients, at most':>20}"]
@@ -59,46 +74,64 @@ def servers_table(profile: Profile) -> list[str]:
 
 
 def holders(memory: Memory) -> list[str]:
-    """The largest holders at a rank's peak."""
+    """Return a line for each of the largest holders at a rank's peak."""
     rows = [(holder.name or "(the loss)", holder.kind, size(holder.nbytes)) for holder in memory.holders]
-    widths = [max((len(row[i]) for row in rows), default=0) for i in range(3)]
-    lines = [f"{name:<{widths[0]}}  {kind:<{widths[1]}}  {held:>{widths[2]}}" for name, kind, held in rows]
-    return [f"the largest at rank {memory.rank}'s peak:", *lines]
+    name_width = max((len(name) for name, _, _ in rows), default=0)
+    kind_width = max((len(kind) for _, kind, _ in rows), default=0)
+    size_width = max((len(nbytes) for _, _, nbytes in rows), default=0)
+    lines = [f"the largest at rank {memory.rank}'s peak:"]
+    for name, kind, nbytes in rows:
+        lines.append(f"{name:<{name_width}}  {kind:<{kind_width}}  {nbytes:>{size_width}}")
+    return lines
 
 
 def picture(profile: Profile) -> list[str]:
-    """Live memory over the last step, from the first allocation to the last; the phases below."""
+    """Draw live memory over the last step, from the first allocation to the last; the phases below."""
+    curve = _live_curve(profile)
+    if not curve:
+        return []
+    tops = []  # of each column the most live bytes
+    phases = []  # of each column the phase in which it begins
+    for column in range(WIDTH):
+        start = column * len(curve) // WIDTH
+        stop = max((column + 1) * len(curve) // WIDTH, start + 1)
+        tops.append(max(live for live, _ in curve[start:stop]))
+        phases.append(curve[start][1])
+    peak = max(tops)
+    lines = []
+    for row in range(HEIGHT, 0, -1):
+        label = size(peak * row / HEIGHT) if row in (HEIGHT, HEIGHT // 2) else ""
+        cells = [_cell(top / peak * HEIGHT - row + 1) for top in tops]
+        lines.append(f"{label:>12} |" + "".join(cells))
+    lines.append(f"{'':>12} |{_labels(phases)}")
+    return lines
+
+
+def _live_curve(profile: Profile) -> list[tuple[int, str]]:
+    """Return live bytes and phase after each event of the last step."""
     recording = profile.recording
-    live, curve = 0, []
+    curve = []
+    live = 0
     for number, event in enumerate(recording.events):
         nbytes = recording.blocks[abs(event) - 1].nbytes
         live += nbytes if event > 0 else -nbytes
         if number >= recording.last_step:
             curve.append((live, phase_at(recording, number)))
-    if not curve:
-        return []
-    cells = [
-        curve[i * len(curve) // WIDTH : max((i + 1) * len(curve) // WIDTH, i * len(curve) // WIDTH + 1)]
-        for i in range(WIDTH)
-    ]
-    tops = [max(value for value, _ in cell) for cell in cells]
-    peak = max(tops)
-    lines = []
-    for row in range(HEIGHT, 0, -1):
-        filled = [min(max(top / peak * HEIGHT - row + 1, 0.0), 1.0) for top in tops]
-        label = size(peak * row / HEIGHT) if row in (HEIGHT, HEIGHT // 2) else ""
-        lines.append(f"{label:>12} |" + "".join(_EIGHTHS[round(8 * share)] for share in filled))
-    phases = [cell[0][1] for cell in cells]
-    return [*lines, f"{'':>12} |{_labels(phases)}"]
+    return curve
+
+
+def _cell(share: float) -> str:
+    """Return a character that is filled from below by `share`, in eighths."""
+    filled = min(max(share, 0.0), 1.0)
+    return _EIGHTHS[round(8 * filled)]
 
 
 def _labels(phases: list[str]) -> str:
-    """Each phase's name where it begins, as far as there is room."""
-    text, at = "", 0
-    while at < len(phases):
-        end = next((i for i in range(at, len(phases)) if phases[i] != phases[at]), len(phases))
-        text += f"^{phases[at]}"[: end - at].ljust(end - at)
-        at = end
+    """Write each phase's name where it begins, as far as there is room."""
+    text = ""
+    for phase, columns in itertools.groupby(phases):
+        width = len(list(columns))
+        text += f"^{phase}"[:width].ljust(width)
     return text
 
 
@@ -107,7 +140,7 @@ def _or_dash(nbytes: int) -> str:
 
 
 def communicators(plan: Plan) -> int:
-    """How many NCCL communicators a rank of the plan has: one for each axis with ranks, and one for all."""
+    """Return how many NCCL communicators a rank has: one for each axis in use, and one for all ranks if several are."""
     mesh = Mesh.parse(plan.mesh)
-    used = sum(mesh.size(axis) > 1 for axis in AXES)
-    return used + (used > 1)
+    axes = len([axis for axis in AXES if mesh.size(axis) > 1])
+    return axes + 1 if axes > 1 else axes

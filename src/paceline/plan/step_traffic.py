@@ -1,10 +1,11 @@
-"""A whole step under any mesh: what each rank of the pipeline sends, axis by axis. The ledger must count the same.
+"""Predict a whole step's traffic under any mesh, by rank of the pipeline and axis. The ledger must count the same.
 
 Batch norm over several ranks, and buffers that change, come on top: they depend on the model's mode.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,7 +28,7 @@ from paceline.plan.traffic_shard import ShardTraffic, shard_traffic
 
 
 def step_traffic(plan: Plan, model: Mapping[str, Any], shard_rank: int = 0) -> list[list[Traffic]] | None:
-    """For each rank along `pipeline` (one where there is none) what it sends in the first step.
+    """Return for each rank along `pipeline` (one where there is none) what it sends in the first step.
 
     Args:
         plan: mesh and options.
@@ -45,54 +46,77 @@ def step_traffic(plan: Plan, model: Mapping[str, Any], shard_rank: int = 0) -> l
     if "split" not in model and "shards" not in model:
         rows = replicate(plan, trained, buffers)
         return None if rows is None else [rows]
-    step_axis = _step_axis(mesh)
-    common = [Traffic("all_reduce", step_axis, 1, sums_bytes(mesh.world_size, buffers))]
-    if model["clips"]:
-        spread = [axis for axis in ("tensor", "shard", "pipeline") if mesh.size(axis) > 1]
-        common += [Traffic("all_reduce", axis, 1, 8) for axis in spread]
+    common = [Traffic("all_reduce", _step_axis(mesh), 1, sums_bytes(mesh.world_size, buffers))]
+    if model["clips"]:  # the norm is summed over the axes that split gradients: one float64 each
+        for axis in ("tensor", "shard", "pipeline"):
+            if mesh.size(axis) > 1:
+                common.append(Traffic("all_reduce", axis, 1, 8))
     if "shards" in model:
         return _sharded(plan, mesh, model, common, shard_rank)
     result = []
     for rank in model["split"]["ranks"]:
-        held = [as_tensor(sizes) for sizes in rank["parameters"]]
-        rows = replicated_gradients(plan, mesh.size("replicate"), _rows_of(held, mesh.size("shard"), shard_rank))
+        rows = _split(plan, mesh, rank, shard_rank)
         if rows is None:
             return None
-        rows += flat_shard(mesh.size("shard"), held, [as_tensor(sizes) for sizes in rank["frozen"]])
-        result.append(merged([*common, *rows, *tensor(rank["graph"]), *pipeline(rank["sends"], rank["tied"])]))
+        result.append(merged([*common, *rows]))
     return result
 
 
 def as_tensor(sizes: Mapping[str, Any]) -> TensorFacts:
-    """A tensor of decoded JSON."""
+    """Return a tensor from decoded JSON."""
     return TensorFacts(**{**sizes, "shape": tuple(sizes["shape"])})
+
+
+def _split(plan: Plan, mesh: Mesh, rank: Mapping[str, Any], shard_rank: int) -> list[Traffic] | None:
+    """Return what a rank of `pipeline` sends where the model is split; None where it depends on the data."""
+    parameters = [as_tensor(sizes) for sizes in rank["parameters"]]
+    frozen = [as_tensor(sizes) for sizes in rank["frozen"]]
+    local_parameters = _rows_of(parameters, mesh.size("shard"), shard_rank)
+    gradients = replicated_gradients(plan, mesh.size("replicate"), local_parameters)
+    if gradients is None:
+        return None
+    return [
+        *gradients,
+        *flat_shard(mesh.size("shard"), parameters, frozen),
+        *tensor(rank["graph"]),
+        *pipeline(rank["sends"], rank["tied"]),
+    ]
 
 
 def _sharded(
     plan: Plan, mesh: Mesh, model: Mapping[str, Any], common: list[Traffic], shard_rank: int
 ) -> list[list[Traffic]] | None:
-    parts = [ShardTraffic(**{**part, "shape": tuple(part["shape"])}) for part in model["shards"]]
+    """Return what a rank sends where `shard` splits parameters; None where it depends on the data."""
     ranks = mesh.size("shard")
-    samples = -(-model["batch_size"] // mesh.data_size)
+    parameters = [as_tensor(sizes) for sizes in model["parameters"]]
+    gradients = replicated_gradients(plan, mesh.size("replicate"), _rows_of(parameters, ranks, shard_rank))
+    if gradients is None:
+        return None
+    shards = [ShardTraffic(**{**shard, "shape": tuple(shard["shape"])}) for shard in model["shards"]]
+    samples = -(-model["batch_size"] // mesh.data_size)  # rounded up
     micro_batches = -(-samples // (model["micro_batch_size"] or samples))
-    trained = [as_tensor(sizes) for sizes in model["parameters"]]
-    rows = replicated_gradients(plan, mesh.size("replicate"), _rows_of(trained, ranks, shard_rank))
-    return None if rows is None else [merged([*common, *rows, *shard_traffic(plan, ranks, parts, micro_batches)])]
+    return [merged([*common, *gradients, *shard_traffic(plan, ranks, shards, micro_batches)])]
 
 
-def _rows_of(held: list[TensorFacts], ranks: int, rank: int) -> list[TensorFacts]:
-    """The rows of each tensor that one of `ranks` keeps."""
+def _rows_of(tensors: list[TensorFacts], ranks: int, rank: int) -> list[TensorFacts]:
+    """Return the rows of each tensor that one of `ranks` keeps."""
     result = []
-    for one in held:
-        start, stop = chunk_range(one.shape[0], rank, ranks) if one.shape else (0, 0)
-        shape = (stop - start, *one.shape[1:]) if one.shape else ()
-        numel = one.numel // one.shape[0] * shape[0] if one.shape and one.shape[0] else one.numel
-        result.append(TensorFacts(one.name, shape, one.dtype, numel, one.item_bytes, one.is_sparse))
+    for full in tensors:
+        if not full.shape:  # a scalar is on every rank
+            result.append(full)
+            continue
+        rows, *others = full.shape
+        start, stop = chunk_range(rows, rank, ranks)
+        numel = full.numel // rows * (stop - start) if rows else full.numel
+        result.append(dataclasses.replace(full, shape=(stop - start, *others), numel=numel))
     return result
 
 
 def _step_axis(mesh: Mesh) -> str:
+    """Return the name of the group of all ranks: the axis in use, or what several are called together."""
     used = [axis for axis in ("replicate", "shard", "tensor", "pipeline") if mesh.size(axis) > 1]
+    if len(used) == 1:
+        return used[0]
     if set(used) <= {"replicate", "shard"}:
-        return used[0] if len(used) == 1 else "data"
-    return used[0] if len(used) == 1 else "step"
+        return "data"
+    return "step"

@@ -1,4 +1,4 @@
-"""What a step sends on each axis: calls and payload bytes by collective. The ledger must count the same."""
+"""Predict what a step sends on each axis: calls and payload bytes by collective. The ledger must count the same."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 from paceline.nouns.buckets import group_parameters
 from paceline.nouns.plan import Plan
 
-_NARROW = {"bf16": 2, "fp16": 2}
+_NARROW = {"bf16": 2, "fp16": 2}  # bytes of a compressed gradient's numbers
 
 
 @dataclass(frozen=True, slots=True)
 class TensorFacts:
-    """A parameter or buffer, by its sizes."""
+    """The sizes of a parameter or buffer."""
 
     name: str
     shape: tuple[int, ...]
@@ -36,7 +36,7 @@ class Traffic:
 
 
 def replicate(plan: Plan, trained: Sequence[TensorFacts], buffers: int) -> list[Traffic] | None:
-    """A step of `parallel/replicate/strategy.py`, alone on the mesh, whose buffers do not change.
+    """Predict a step of `parallel/replicate/strategy.py`, alone on the mesh, whose buffers do not change.
 
     Args:
         plan: its mesh, compression and bucket size.
@@ -56,37 +56,37 @@ def replicate(plan: Plan, trained: Sequence[TensorFacts], buffers: int) -> list[
 
 
 def replicated_gradients(plan: Plan, ranks: int, trained: Sequence[TensorFacts]) -> list[Traffic] | None:
-    """The buckets' sums; None where they depend on the data: sparse parameters, top-k."""
+    """Predict the buckets' sums; None where they depend on the data: sparse parameters, top-k."""
     if plan.compression in ("topk", "powersgd") or any(tensor.is_sparse for tensor in trained):
         return None
     if ranks == 1:
         return []
-    groups = group_parameters(
-        [(tensor.numel * tensor.item_bytes, tensor.dtype) for tensor in trained], plan.bucket_bytes
-    )
+    sizes = [(tensor.numel * tensor.item_bytes, tensor.dtype) for tensor in trained]
+    buckets = group_parameters(sizes, plan.bucket_bytes)
     gradient_bytes = 0
-    for group in groups:
-        item_bytes = _NARROW.get(plan.compression, trained[group[0]].item_bytes)
-        gradient_bytes += item_bytes * (len(group) + sum(trained[index].numel for index in group))
-    return [Traffic("all_reduce", "replicate", len(groups), gradient_bytes)]
+    for indices in buckets:
+        item_bytes = _NARROW.get(plan.compression, trained[indices[0]].item_bytes)
+        flags = len(indices)  # at the bucket's end a number per parameter says who has a gradient
+        gradient_bytes += item_bytes * (flags + sum(trained[index].numel for index in indices))
+    return [Traffic("all_reduce", "replicate", len(buckets), gradient_bytes)]
 
 
 def sums_bytes(ranks: int, buffers: int) -> int:
-    """The one small sum of every step: loss, weight, stop flag, a flag per rank and one per buffer."""
+    """Return the bytes of every step's one small sum: loss, weight, stop flag, a flag per rank and one per buffer."""
     return 8 * (3 + ranks + buffers)
 
 
 def tensor(graph: Sequence[Sequence[Mapping[str, Any]]]) -> list[Traffic]:
-    """A step of `parallel/tensor.py`: what its graphs enter in the ledger, micro-batch by micro-batch."""
-    return [
-        Traffic(row["collective"], row["axis"], row["calls"], row["bytes"])
-        for micro_batch in graph
-        for row in micro_batch
-    ]
+    """Return what the graphs of `parallel/tensor.py` enter in the ledger in a step, micro-batch by micro-batch."""
+    traffic = []
+    for micro_batch in graph:
+        for row in micro_batch:
+            traffic.append(Traffic(row["collective"], row["axis"], row["calls"], row["bytes"]))
+    return traffic
 
 
 def server(ranges: Sequence[Sequence[int]]) -> list[Traffic]:
-    """What a worker of parameter servers pushes and pulls.
+    """Predict what a worker of parameter servers pushes and pulls.
 
     Args:
         ranges: of every server's range the bytes of its segments.
@@ -97,31 +97,55 @@ def server(ranges: Sequence[Sequence[int]]) -> list[Traffic]:
 
 
 def pipeline(sends: Sequence[Sequence[int]], tied: Sequence[int]) -> list[Traffic]:
-    """A pipeline's step on one rank, from bytes of each message per micro-batch and of tied weights' gradients."""
-    messages = [size for micro_batch in sends for size in micro_batch] + list(tied)
-    return [Traffic("send", "pipeline", len(messages), sum(messages))] if messages else []
+    """Predict a pipeline's step on one rank.
+
+    Args:
+        sends: bytes of each message, by micro-batch.
+        tied: bytes of each message with a tied weight's gradient.
+    """
+    messages = list(tied)
+    for micro_batch in sends:
+        messages += micro_batch
+    if not messages:
+        return []
+    return [Traffic("send", "pipeline", len(messages), sum(messages))]
 
 
 def flat_shard(ranks: int, trained: Sequence[TensorFacts], frozen: Sequence[TensorFacts] = ()) -> list[Traffic]:
-    """A step of `parallel/shard/zero1.py`: rows gathered, gradients summed and scattered, flags of which were used."""
+    """Predict a step of `parallel/shard/zero1.py`: rows gathered, gradients summed and scattered, flags of use."""
     if ranks == 1:
         return []
-    rows: list[Traffic] = []
-    for dtype in dict.fromkeys(tensor.dtype for tensor in (*trained, *frozen)):
-        cut = [tensor for tensor in (*trained, *frozen) if tensor.dtype == dtype and tensor.shape]
-        padded = sum(-(-t.shape[0] // ranks) * (t.numel // max(t.shape[0], 1)) * t.item_bytes for t in cut)
-        rows.append(Traffic("all_gather", "shard", 1 if cut else 0, padded))
-    for dtype in dict.fromkeys(tensor.dtype for tensor in trained):
+    traffic: list[Traffic] = []
+    everything = [*trained, *frozen]
+    for dtype in _dtypes(everything):  # tensors of one dtype travel together
+        sharded = [tensor for tensor in everything if tensor.dtype == dtype and tensor.shape]
+        padded = sum(_padded_bytes(tensor, ranks) for tensor in sharded)
+        traffic.append(Traffic("all_gather", "shard", 1 if sharded else 0, padded))
+    for dtype in _dtypes(trained):
         summed = [tensor for tensor in trained if tensor.dtype == dtype and tensor.shape]
         calls = 1 if summed else 0
-        rows.append(Traffic("reduce_scatter", "shard", calls, sum(t.numel * t.item_bytes for t in summed)))
-        rows.append(Traffic("all_reduce", "shard", calls, 4 * len(summed)))
-    scalars = [tensor for tensor in trained if not tensor.shape]
-    return [*rows, *(Traffic("all_reduce", "shard", 1, 2 * tensor.item_bytes) for tensor in scalars)]
+        gradient_bytes = sum(tensor.numel * tensor.item_bytes for tensor in summed)
+        traffic.append(Traffic("reduce_scatter", "shard", calls, gradient_bytes))
+        traffic.append(Traffic("all_reduce", "shard", calls, 4 * len(summed)))
+    for tensor in trained:
+        if not tensor.shape:  # a scalar is not scattered; its flag travels with it
+            traffic.append(Traffic("all_reduce", "shard", 1, 2 * tensor.item_bytes))
+    return traffic
+
+
+def _dtypes(tensors: Sequence[TensorFacts]) -> list[str]:
+    return list(dict.fromkeys(tensor.dtype for tensor in tensors))
+
+
+def _padded_bytes(tensor: TensorFacts, ranks: int) -> int:
+    """Return the bytes of a rank's rows; all ranks send as many as the first, which has most."""
+    rows = -(-tensor.shape[0] // ranks)  # rounded up
+    row_numel = tensor.numel // max(tensor.shape[0], 1)
+    return rows * row_numel * tensor.item_bytes
 
 
 def merged(rows: Iterable[Traffic]) -> list[Traffic]:
-    """One row per collective and axis."""
+    """Add up to one row per collective and axis, sorted, without those of no calls."""
     calls: Counter[tuple[str, str]] = Counter()
     sizes: Counter[tuple[str, str]] = Counter()
     for row in rows:

@@ -1,8 +1,7 @@
-"""Every piece of memory that a step takes and gives back, written down while it runs.
+"""Record every allocation and free of a step while it runs.
 
-Works on fake tensors (FakeTensorMode) as on real ones: it sees the storages of whatever an operation
-returns, and hears when the last tensor of a storage goes. What kernels take and give back inside themselves it does
-not see.
+Works on fake tensors (FakeTensorMode) as on real ones: it looks at the storages of whatever an operation returns, and
+is called when the last tensor of a storage goes. What kernels allocate inside themselves it does not see.
 """
 
 from __future__ import annotations
@@ -30,134 +29,150 @@ from paceline.nouns.profile import ACTIVATIONS, GATHERED, TEMPORARY, Block, Reco
 from paceline.profile.cpu_workspace import scratch_bytes
 
 aten = torch.ops.aten
-MOST_ANSWERS = 2000  # outside of the update
+MOST_ANSWERS = 2000  # before and in forward passes; after so many, a loop waits for another answer
 _ASKED = (aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default)
 
 
 class Allocations(TorchDispatchMode):
-    """Writes while it is entered, and hears of frees ever after.
+    """A dispatch mode that records allocations while it is entered, and frees ever after.
 
     Attributes:
-        recording: what was written.
-        phase: the moment of the step, as the rehearsal says; backward passes are known without.
+        recording: what was recorded.
+        names: paths of modules.
+        phase: of the step, as the simulation sets it; backward passes are known without.
+        stream: of the GPU, whose allocator keeps a pool for each.
+        is_answering: fake tensors' values are asked for, and answered by a guess.
+        sees_scratch: memory that CPU kernels allocate inside themselves is measured and entered.
     """
 
     def __init__(self, names: dict[torch.nn.Module, str] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.recording = Recording()
         self.names = names or {}
-        self.phase, self.stream = "start", 0
-        self.is_answering = self.sees_scratch = True
+        self.phase = "start"
+        self.stream = 0
+        self.is_answering = True
+        self.sees_scratch = True
         self.asked: Counter[str] = Counter()  # in which module's forward pass a value was wanted
         self.operations: dict[str, Work] = {}
         self.modules: dict[str, Work] = {}
         self.alive: dict[int, int] = {}  # by storage: its block
-        self.sizes: dict[int, int] = {}
+        self.sizes: dict[int, int] = {}  # by storage: bytes
         self.path: list[str] = [""]
         self.entries: list[tuple[int, str]] = []  # autograd's numbers from which on operations were in a module
-        self.told_phase, self.answers = "", 0
+        self.last_phase = ""  # the last that was entered in the recording
+        self.answers = 0
         self.fake_mode: Any = None
-        self.has_ended = False  # what goes from now on goes with the recording's own objects
+        self.has_ended = False  # what is freed from now on is not the step's doing
 
-    # --- what is written
+    # --- what is recorded
 
     def note(self, tensor: torch.Tensor, kind: str | None = None, holder: str | None = None) -> None:
-        """See a tensor: new memory is a block of its own; `kind` and `holder` say what a block is, once known."""
-        own = local(tensor)
-        is_other = getattr(own, "fake_mode", self.fake_mode) is not self.fake_mode  # somebody asks for shapes
-        if is_other or own.device.type == "meta" or own.layout != torch.strided:
+        """Enter a tensor's memory as a block if it is new, and what the block is and whose, once that is known."""
+        tensor = local(tensor)
+        is_other = getattr(tensor, "fake_mode", self.fake_mode) is not self.fake_mode  # somebody asks for shapes
+        if is_other or tensor.device.type == "meta" or tensor.layout != torch.strided:
             return
-        storage = own.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        size = storage.nbytes()
         if key not in self.alive:
-            self._born(key, size)
-            weakref.finalize(storage, self._gone, key).atexit = False
+            self._allocate(key, size)
+            weakref.finalize(storage, self._free, key).atexit = False
         elif self.sizes[key] != size:
-            self._resized(key, size)
+            self._resize(key, size)
         if kind is not None:
             block = self.recording.blocks[self.alive[key]]
-            block.kind, block.holder = kind, holder or block.holder
+            block.kind = kind
+            block.holder = holder or block.holder
 
     def note_all(self, tensors: Iterable[tuple[str, torch.Tensor]], kind: str) -> None:
-        """Say what these are, by name; who was named before keeps its name."""
+        """Enter what these tensors are, by name; one that was named before keeps its name."""
         for name, tensor in tensors:
             if not self._is_named(tensor):
                 self.note(tensor, kind, name)
 
     def enter_module(self, path: str) -> None:
-        """From here on operations are of this module."""
+        """Count operations from here on to this module."""
         self.path.append(path)
         self._note_place()
 
     def leave_module(self) -> None:
-        """Back to its caller."""
+        """Count operations from here on to the module that called this one."""
         self.path.pop()
         self._note_place()
 
     def _note_place(self) -> None:
+        # Autograd gives its nodes rising numbers as they are made, so a backward node's number tells its module.
         self.entries.append((torch.autograd._get_sequence_nr(), self.path[-1]))  # type: ignore[attr-defined]
 
     def _is_named(self, tensor: torch.Tensor) -> bool:
-        own = local(tensor)
-        if own.device.type == "meta" or own.layout != torch.strided:
+        tensor = local(tensor)
+        if tensor.device.type == "meta" or tensor.layout != torch.strided:
             return False
-        block = self.alive.get(own.untyped_storage()._cdata)
+        block = self.alive.get(tensor.untyped_storage()._cdata)
         return block is not None and self.recording.blocks[block].kind not in (ACTIVATIONS, TEMPORARY)
 
-    def _born(self, key: int, size: int) -> None:
-        phase, holder = self._moment()
-        self._tell(phase)
+    def _allocate(self, key: int, size: int) -> None:
+        phase, holder = self._phase_and_module()
+        self._enter_phase(phase)
         recording = self.recording
-        self.alive[key], self.sizes[key] = len(recording.blocks), size
+        self.alive[key] = len(recording.blocks)
+        self.sizes[key] = size
         recording.events.append(len(recording.blocks) + 1)
         recording.blocks.append(Block(size, TEMPORARY, holder, phase, self.stream))
 
-    def _pass_by(self, size: int) -> None:
-        """Memory that a kernel took and has given back."""
-        phase, holder = self._moment()
-        self.recording.events += [len(self.recording.blocks) + 1, -(len(self.recording.blocks) + 1)]
+    def _allocate_and_free(self, size: int) -> None:
+        """Enter memory that a kernel allocated and has freed."""
+        phase, holder = self._phase_and_module()
+        event = len(self.recording.blocks) + 1
+        self.recording.events += [event, -event]
         self.recording.blocks.append(Block(size, TEMPORARY, holder, phase, self.stream))
 
-    def _gone(self, key: int) -> None:
-        block = self.alive.pop(key)
+    def _free(self, key: int) -> None:
+        index = self.alive.pop(key)
         del self.sizes[key]
         if self.has_ended:
             return
-        phase, _ = self._moment()
-        self._tell(phase)
-        one = self.recording.blocks[block]
-        if one.kind == TEMPORARY and one.phase == "forward" and phase != "forward":
-            one.kind = ACTIVATIONS  # the forward pass left it for the backward pass
-        elif one.kind == TEMPORARY and one.phase == "gather" and phase != "gather":
-            one.kind = GATHERED
-        self.recording.events.append(-(block + 1))
+        phase, _ = self._phase_and_module()
+        self._enter_phase(phase)
+        block = self.recording.blocks[index]
+        if block.kind == TEMPORARY and block.phase == "forward" and phase != "forward":
+            block.kind = ACTIVATIONS  # the forward pass left it for the backward pass
+        elif block.kind == TEMPORARY and block.phase == "gather" and phase != "gather":
+            block.kind = GATHERED
+        self.recording.events.append(-(index + 1))
 
-    def _resized(self, key: int, size: int) -> None:
-        old = self.recording.blocks[self.alive[key]]
+    def _resize(self, key: int, size: int) -> None:
+        """Enter that a storage was emptied or filled in place, as FSDP2 does: a new block of the same kind."""
+        old_block = self.recording.blocks[self.alive[key]]
         if self.sizes[key]:
             self.recording.events.append(-(self.alive[key] + 1))
-        self._born(key, size)
-        if not size:
+        self._allocate(key, size)
+        if not size:  # an empty one allocates nothing
             self.recording.events.pop()
-        new = self.recording.blocks[self.alive[key]]
-        new.kind, new.holder = old.kind, old.holder
+        new_block = self.recording.blocks[self.alive[key]]
+        new_block.kind = old_block.kind
+        new_block.holder = old_block.holder
 
-    def _tell(self, phase: str) -> None:
-        if phase != self.told_phase:
-            self.told_phase = phase
+    def _enter_phase(self, phase: str) -> None:
+        if phase != self.last_phase:
+            self.last_phase = phase
             self.recording.phases.append((len(self.recording.events), phase))
 
-    def _moment(self) -> tuple[str, str]:
-        """The phase, and the module."""
-        if torch._C._current_graph_task_id() == -1:
+    def _phase_and_module(self) -> tuple[str, str]:
+        if torch._C._current_graph_task_id() == -1:  # no backward pass runs
             return self.phase, self.path[-1]
         node = torch._C._current_autograd_node()
         if node is None:
             return "backward", ""
-        at = bisect.bisect_right(self.entries, (node._sequence_nr(), "\uffff")) - 1  # type: ignore[attr-defined]
-        return "backward", self.entries[at][1] if at >= 0 else ""
+        last = (node._sequence_nr(), "\uffff")  # type: ignore[attr-defined]  # after every path of that number
+        index = bisect.bisect_right(self.entries, last) - 1
+        if index < 0:
+            return "backward", ""
+        return "backward", self.entries[index][1]
 
-    # --- how it sees
+    # --- what is watched
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and look at what it returns. Where tensors have no values, every number is 1."""
@@ -165,41 +180,49 @@ class Allocations(TorchDispatchMode):
             return NotImplemented  # it comes again, as operations on what this rank holds
         if func in _ASKED and self.is_answering:
             return self._answer(func, args[0])
-        result = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
         for value in _tensors(result):
             self.note(value)
             if func._overloadpacket is aten.any:
-                value.is_none = True  # type: ignore[attr-defined]
-        if self.sees_scratch and (scratch := scratch_bytes(func, args, kwargs or {})):
-            self._pass_by(scratch)
-        self._count(func, args, kwargs or {}, result)
+                value.is_none = True  # type: ignore[attr-defined]  # for `_answer`: nothing is out of bounds
+        if self.sees_scratch:
+            scratch = scratch_bytes(func, args, kwargs)
+            if scratch:
+                self._allocate_and_free(scratch)
+        self._count(func, args, kwargs, result)
         return result
 
     def _count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Add an operation's work to its name's and its module's."""
         if func.is_view or any(is_part(value) for value in args):
             return
-        came = [value for value in tree_iter((args, kwargs)) if isinstance(value, torch.Tensor)]
-        nbytes = sum(value.nbytes for value in [*came, *_tensors(result)] if value.layout == torch.strided)
+        inputs = _tensors((args, kwargs))
+        nbytes = sum(value.nbytes for value in [*inputs, *_tensors(result)] if value.layout == torch.strided)
         flops = 0
-        if (count := flop_registry.get(func._overloadpacket)) is not None:
-            flops = count(*args, **kwargs, out_val=result)
-        shapes = "x".join(str(tuple(value.shape)) for value in came)
-        dtype = str(came[0].dtype)[6:] if came else ""
+        count_flops = flop_registry.get(func._overloadpacket)
+        if count_flops is not None:
+            flops = count_flops(*args, **kwargs, out_val=result)
+        shapes = "x".join(str(tuple(value.shape)) for value in inputs)
+        dtype = str(inputs[0].dtype).removeprefix("torch.") if inputs else ""
         name = f"{func._overloadpacket} {shapes} {dtype}"
-        for table, key in ((self.operations, name), (self.modules, self._moment()[1])):
+        _, module = self._phase_and_module()
+        for table, key in ((self.operations, name), (self.modules, module)):
             work = table.setdefault(key, Work())
-            work.count, work.flops, work.nbytes = work.count + 1, work.flops + flops, work.nbytes + nbytes
+            work.count += 1
+            work.flops += flops
+            work.nbytes += nbytes
 
     def _answer(self, function: Any, tensor: torch.Tensor) -> Any:
-        """A likely one: all is well, nothing is out of bounds, every number is 1."""
-        known = getattr(tensor, "constant", None)
-        if known is not None:
-            return known.item()
+        """Return a likely value of a fake tensor: all is well, nothing is out of bounds, every number is 1."""
+        constant = getattr(tensor, "constant", None)  # some fake tensors know theirs
+        if constant is not None:
+            return constant.item()
         if self.phase == "forward" and torch._C._current_graph_task_id() == -1:
             self.asked[self.path[-1]] += 1
-        self.answers += self.phase in ("start", "forward")
-        if self.answers > MOST_ANSWERS:  # a loop that waits for another one
+        if self.phase in ("start", "forward"):
+            self.answers += 1
+        if self.answers > MOST_ANSWERS:
             raise DataDependentOutputException(function)
         if function is not aten._local_scalar_dense.default or tensor.dtype == torch.bool:
             return not getattr(tensor, "is_none", False)
@@ -207,22 +230,22 @@ class Allocations(TorchDispatchMode):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Also see modules begin and end, and storages that are emptied and filled again in place."""
-        resize = torch.UntypedStorage.resize_
-        own = self
+        """Enter the mode; also watch modules begin and end, and storages that are emptied and filled in place."""
+        original_resize = torch.UntypedStorage.resize_
+        original_rng_state = torch.get_rng_state
+        trace = self
 
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
-            result = resize(storage, size)
-            if storage._cdata in own.alive and own.sizes[storage._cdata] != storage.nbytes():
-                own._resized(storage._cdata, storage.nbytes())
+            result = original_resize(storage, size)
+            if storage._cdata in trace.alive and trace.sizes[storage._cdata] != storage.nbytes():
+                trace._resize(storage._cdata, storage.nbytes())
             return result
 
         def get_rng_state() -> torch.Tensor:  # checkpointing keeps one for each block; no operation makes it
-            state = rng_state()
-            own.note(state)
+            state = original_rng_state()
+            trace.note(state)
             return state
 
-        rng_state = torch.get_rng_state
         hooks: list[Any] = [
             register_module_forward_pre_hook(self._before_module),
             register_module_forward_hook(self._after_module, always_call=True),
@@ -253,19 +276,19 @@ Watch = Callable[[torch.fx.Graph], None]
 
 
 def with_places(recorder: Allocations) -> Watch:
-    """Something that adds to a graph which module its operations come from."""
+    """Return a function that lets a graph tell `recorder` which module its operations come from."""
 
     def enter(path: str) -> None:
         recorder.path[-1] = path
         recorder._note_place()
 
     def watch(graph: torch.fx.Graph) -> None:
-        before = None
+        current = None
         for node in list(graph.nodes):
-            place = node.meta.get("module")
-            if node.op == "call_function" and place is not None and place != before:
+            module = node.meta.get("module")
+            if node.op == "call_function" and module is not None and module != current:
                 with graph.inserting_before(node):
-                    graph.call_function(enter, (place,))
-                before = place
+                    graph.call_function(enter, (module,))
+                current = module
 
     return watch

@@ -1,4 +1,4 @@
-"""The model's sizes as JSON, for commands that start without torch. `python -m paceline.profile.describe FILE ...`.
+"""Print a model's sizes as JSON, for commands that start without torch: `python -m paceline.profile.describe FILE ...`.
 
 It runs in a child process: the person's file is loaded, its loop is not, and the model is made on the meta
 device, so that no weights are held.
@@ -24,9 +24,11 @@ from paceline.train.find_workload import find_workload
 
 def main() -> int:
     """Print one JSON object: the description, or the error. `--plan TEXT` before the file also splits the model."""
-    words = sys.argv[1:]
-    plan = Plan.parse(words[1]) if words[0] == "--plan" else Plan()
-    sys.argv = words[2:] if words[0] == "--plan" else words
+    plan = Plan()
+    sys.argv = sys.argv[1:]  # as the person's file expects it
+    if sys.argv[0] == "--plan":
+        plan = Plan.parse(sys.argv[1])
+        sys.argv = sys.argv[2:]
     script = sys.argv[0]
     sys.path.insert(0, str(Path(script).parent))
     try:
@@ -38,7 +40,7 @@ def main() -> int:
 
 
 def describe(workload: Workload, plan: Plan | None = None, tensor_rank: int = 0, data_part: int = 0) -> dict[str, Any]:
-    """Names, shapes and dtypes of everything the model holds; under a plan, also what its axes make of it.
+    """Return names, shapes and dtypes of everything the model holds; under a plan, also what its axes make of it.
 
     Args:
         workload: whose model it is.
@@ -56,45 +58,52 @@ def describe(workload: Workload, plan: Plan | None = None, tensor_rank: int = 0,
     if workload.precision == "float64":
         model = model.double()
     sparse = sparse_names(model)
-    facts: dict[str, Any] = {
-        "parameters": [
-            {**_sizes(name, tensor), "is_sparse": name in sparse}
-            for name, tensor in model.named_parameters()
-            if tensor.requires_grad
-        ],
-        "frozen": [_sizes(name, p) for name, p in model.named_parameters() if not p.requires_grad],
-        "buffers": [_sizes(name, tensor) for name, tensor in model.named_buffers()],
+    parameters, frozen = [], []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            parameters.append({**_sizes(name, parameter), "is_sparse": name in sparse})
+        else:
+            frozen.append(_sizes(name, parameter))
+    batch_norms = {}
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
+            batch_norms[name] = module.num_features
+    description: dict[str, Any] = {
+        "parameters": parameters,
+        "frozen": frozen,
+        "buffers": [_sizes(name, buffer) for name, buffer in model.named_buffers()],
         "batch_size": workload.batch_size,
         "micro_batch_size": workload.micro_batch_size,
         "clips": workload.clip_norm is not None,
-        "batch_norms": {
-            name: m.num_features
-            for name, m in model.named_modules()
-            if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)
-        },
+        "batch_norms": batch_norms,
     }
     if plan is not None and plan.server:
-        from paceline.server.handle import laid_out
-
-        layout = laid_out(model, workload.optimizer(model), 0)[1]
-        facts["ranges"] = [[segment.nbytes for segment in own] for own in layout.ranges(plan.server)]
+        description["ranges"] = _ranges(workload, model, plan.server)
     if plan is not None and mesh.size("tensor") * mesh.size("pipeline") > 1:
         from paceline.profile.describe_split import describe_split
 
-        facts["split"] = describe_split(workload, plan, tensor_rank, data_part)
+        description["split"] = describe_split(workload, plan, tensor_rank, data_part)
     elif plan is not None and mesh.size("shard") > 1:
         from paceline.profile.describe_split import describe_shards
 
-        facts["shards"] = describe_shards(workload, plan)
-    return facts
+        description["shards"] = describe_shards(workload, plan)
+    return description
+
+
+def _ranges(workload: Workload, model: torch.nn.Module, servers: int) -> list[list[int]]:
+    """Return the bytes of each segment, by the range of parameters that a server keeps."""
+    from paceline.server.handle import laid_out
+
+    _, layout, *_ = laid_out(model, workload.optimizer(model), 0)
+    return [[segment.nbytes for segment in segments] for segments in layout.ranges(servers)]
 
 
 def made_without_values(workload: Workload) -> torch.nn.Module:
-    """The model on the meta device; with its values where its factory reads them (transformers' from_pretrained)."""
+    """Make the model on the meta device; with its values if its factory reads them (transformers' from_pretrained)."""
     try:
         with torch.device("meta"):
             return workload.model()  # type: ignore[no-any-return]
-    except RuntimeError:
+    except RuntimeError:  # a meta tensor has no values to read
         return workload.model()  # type: ignore[no-any-return]
 
 
@@ -102,7 +111,7 @@ def _sizes(name: str, tensor: torch.Tensor) -> dict[str, Any]:
     return {
         "name": name,
         "shape": list(tensor.shape),
-        "dtype": str(tensor.dtype)[6:],
+        "dtype": str(tensor.dtype).removeprefix("torch."),
         "numel": tensor.numel(),
         "item_bytes": tensor.dtype.itemsize,
     }

@@ -1,4 +1,4 @@
-"""What `shard`, `tensor` and `pipeline` make of a model, as JSON: found out without peers and without values."""
+"""Describe as JSON what `shard`, `tensor` and `pipeline` make of a model, without peers and without values."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from paceline.train.data import RankLoader, cut_into, open_data
 
 
 def describe_split(workload: Workload, plan: Plan, tensor_rank: int = 0, data_part: int = 0) -> dict[str, Any]:
-    """The layout, and for each rank of the pipeline what it holds and sends in the first step.
+    """Return the layout, and for each rank of the pipeline what it holds and sends in the first step.
 
     Args:
         workload: whose model.
@@ -53,91 +53,122 @@ def describe_split(workload: Workload, plan: Plan, tensor_rank: int = 0, data_pa
         split = SplitModel(form, comms["tensor"], comms["pipeline"], plan, device, stages_of_plan(plan))
         split.precision = torch.bfloat16 if workload.precision == "bf16" else None
         splits.append(split)
-    captured = splits[0].decide(workload.loss, example)
-    for other in splits[1:]:
-        other.placements, other.assignment = splits[0].placements, splits[0].assignment
-        other.everywhere, other.coupled, other.pieces = splits[0].everywhere, splits[0].coupled, splits[0].pieces
-        other.written = splits[0].written
-    wanted = cut_into(plan, mesh, workload)
-    if splits[0].coupled and wanted and not plan.micro_batches:
-        wanted = 1
-    cut = dataclasses.replace(loader, pieces_wanted=wanted, rank=data_part)
-    batch = next(iter(cut.training(0, cut.order(workload.batch_size).batch_at(0).stop)))
-    graphs = [splits[0].capture(workload.loss, micro) for micro in batch.microbatches]
+    first = splits[0]
+    captured = first.decide(workload.loss, example)
+    for split in splits[1:]:
+        _copy_decisions(first, split)
+    micro_batches = cut_into(plan, mesh, workload)
+    if first.coupled and micro_batches and not plan.micro_batches:
+        micro_batches = 1
+    loader = dataclasses.replace(loader, pieces_wanted=micro_batches, rank=data_part)
+    batch = next(iter(loader.training(0, loader.order(workload.batch_size).batch_at(0).stop)))
+    graphs = [first.capture(workload.loss, micro_batch) for micro_batch in batch.microbatches]
     return {
-        "layout": _layout(captured, splits[0], mesh),
-        "ranks": [_rank(split, graphs) for split in splits],
-        "share": _shares(captured, splits[0]),
-        "stages": splits[0].stages,
+        "layout": _layout(captured, first, mesh),
+        "ranks": [_describe_rank(split, graphs) for split in splits],
+        "share": _shares(captured, first),
+        "stages": first.stages,
         "micro_batches": len(batch.microbatches),
-        "coupled": splits[0].coupled,
-        "is_even": all(_is_even(splits[0], graph) for graph in graphs),
+        "coupled": first.coupled,
+        "is_even": all(_is_even(first, graph) for graph in graphs),
     }
 
 
+def _copy_decisions(source: SplitModel, split: SplitModel) -> None:
+    """Give another rank's model what the first has decided; every rank would decide the same, at some cost."""
+    split.placements = source.placements
+    split.assignment = source.assignment
+    split.everywhere = source.everywhere
+    split.coupled = source.coupled
+    split.pieces = source.pieces
+    split.written = source.written
+
+
 def describe_shards(workload: Workload, plan: Plan) -> list[dict[str, Any]]:
-    """Every parameter as `shard` holds it: shape, item_bytes, dtype, group, is_trained, is_whole."""
+    """Return every parameter as `shard` holds it: shape, item_bytes, dtype, group, is_trained, is_whole."""
     model = form_of(workload)
     blocks = find_blocks(model)
-    whole = set(kept_whole(model, blocks))
-    return [
-        {
-            "shape": list(parameter.shape),
-            "item_bytes": parameter.itemsize,
-            "dtype": str(parameter.dtype)[6:],
-            "group": next((block for block in blocks if name.startswith(f"{block}.")), ""),
-            "is_trained": parameter.requires_grad,
-            "is_whole": name in whole,
-        }
-        for name, parameter in model.named_parameters()
-    ]
+    unsharded = set(kept_whole(model, blocks))
+    shards = []
+    for name, parameter in model.named_parameters():
+        group = next((block for block in blocks if name.startswith(f"{block}.")), "")
+        shards.append(
+            {
+                "shape": list(parameter.shape),
+                "item_bytes": parameter.itemsize,
+                "dtype": _dtype_name(parameter),
+                "group": group,
+                "is_trained": parameter.requires_grad,
+                "is_whole": name in unsharded,
+            }
+        )
+    return shards
 
 
 def form_of(workload: Workload) -> torch.nn.Module:
-    """The workload's model without values, in its precision."""
+    """Return the workload's model without values, in its precision."""
     try:
         model = defer(workload.model).model
     except CantDefer:
         model = workload.model()
-    return skeleton(model, torch.float64 if workload.precision == "float64" else None).train()
+    dtype = torch.float64 if workload.precision == "float64" else None
+    return skeleton(model, dtype).train()
 
 
 def stages_of_plan(plan: Plan) -> int:
-    """Pipeline stages altogether."""
+    """Return the number of pipeline stages on all ranks."""
     ranks = Mesh.parse(plan.mesh).size("pipeline")
-    return ranks * (STAGES_PER_RANK[plan.schedule] if ranks > 1 else 1)
+    if ranks == 1:
+        return 1
+    return ranks * STAGES_PER_RANK[plan.schedule]
 
 
 def _comms(mesh: Mesh, at: dict[str, int]) -> dict[str, AxisComm]:
+    """Return an AxisComm for each axis without a process group: graphs are only dry-run."""
     return {axis: AxisComm(axis, at.get(axis, 0), tuple(range(mesh.size(axis))), None, Ledger()) for axis in AXES}
 
 
 def _layout(captured: Captured, split: SplitModel, mesh: Mesh) -> list[dict[str, Any]]:
-    if mesh.size("tensor") == 1:
+    """Return a line per weight: name, shape, placement, why."""
+    ranks = mesh.size("tensor")
+    if ranks == 1:
         return []
-    layout = choose_layout(captured, mesh.size("tensor"), split.placements, split.plan.sequence == "on")
-    return [dataclasses.asdict(line) for line in explain(captured, layout, mesh.size("tensor"))]
+    layout = choose_layout(captured, ranks, split.placements, split.plan.sequence == "on")
+    return [dataclasses.asdict(line) for line in explain(captured, layout, ranks)]
 
 
-def _rank(split: SplitModel, graphs: list[Captured]) -> dict[str, Any]:
-    rows, sends = [], []
+def _describe_rank(split: SplitModel, graphs: list[Captured]) -> dict[str, Any]:
+    """Return what a rank of the pipeline holds, and what it sends for each micro-batch's graph."""
+    ledgers, sends = [], []
     for graph in graphs:
-        captured, stages = split.stages_of(graph)
-        shapes = split.local_shapes(captured)
-        ledger = Ledger()
-        messages = []
-        for index in split.own_stages:
-            pieces = stages[index * split.pieces : (index + 1) * split.pieces]
-            for piece in pieces:
-                one = stage_traffic(piece, captured, shapes, [split.tensor], split.recompute, split.precision)
-                ledger.calls.update(one.calls)
-                ledger.payload_bytes.update(one.payload_bytes)
-            messages += [value.nbytes for value in pieces[-1].sent]
-            flows = zip(pieces[0].received, pieces[0].has_gradient, strict=True)
-            messages += [value.nbytes for value, is_flowing in flows if is_flowing]
-        rows.append(ledger.rows())
+        ledger, messages = _traffic(split, graph)
+        ledgers.append(ledger.rows())
         sends.append(messages)
-    held: list[dict[str, Any]] = []
+    return {**_held(split), "graph": ledgers, "sends": sends}
+
+
+def _traffic(split: SplitModel, graph: Captured) -> tuple[Ledger, list[int]]:
+    """Return what a rank's stages do for one micro-batch, and the bytes of its messages to other stages."""
+    captured, stages = split.stages_of(graph)
+    shapes = split.local_shapes(captured)
+    ledger = Ledger()
+    messages = []
+    for index in split.own_stages:
+        pieces = stages[index * split.pieces : (index + 1) * split.pieces]
+        for piece in pieces:
+            stage = stage_traffic(piece, captured, shapes, [split.tensor], split.recompute, split.precision)
+            ledger.calls.update(stage.calls)
+            ledger.payload_bytes.update(stage.payload_bytes)
+        messages += [value.nbytes for value in pieces[-1].sent]
+        # Backward, the gradients of what came in go the other way.
+        received = zip(pieces[0].received, pieces[0].has_gradient, strict=True)
+        messages += [value.nbytes for value, has_gradient in received if has_gradient]
+    return ledger, messages
+
+
+def _held(split: SplitModel) -> dict[str, Any]:
+    """Return the sizes of a rank's pieces of parameters, and the bytes that it sends per tied parameter."""
+    parameters: list[dict[str, Any]] = []
     frozen: list[dict[str, Any]] = []
     tied: list[int] = []
     for name, parameter in split.form.named_parameters():
@@ -145,26 +176,31 @@ def _rank(split: SplitModel, graphs: list[Captured]) -> dict[str, Any]:
             continue
         shape = split.shard_spec(name).local_shape
         numel = torch.Size(shape).numel()
-        (held if parameter.requires_grad else frozen).append(
-            {
-                "name": name,
-                "shape": list(shape),
-                "dtype": str(parameter.dtype)[6:],
-                "numel": numel,
-                "item_bytes": parameter.itemsize,
-            }
-        )
+        sizes = {
+            "name": name,
+            "shape": list(shape),
+            "dtype": _dtype_name(parameter),
+            "numel": numel,
+            "item_bytes": parameter.itemsize,
+        }
         if not parameter.requires_grad:
+            frozen.append(sizes)
             continue
+        parameters.append(sizes)
         holders = {stage % split.pipeline.size for stage in split.owners(name)}
+        # To each other holder go the gradient and one number that says whether there is one.
         tied += [(numel + 1) * parameter.itemsize] * (len(holders) - 1)
-    return {"parameters": held, "frozen": frozen, "graph": rows, "sends": sends, "tied": tied}
+    return {"parameters": parameters, "frozen": frozen, "tied": tied}
+
+
+def _dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _is_even(split: SplitModel, graph: Captured) -> bool:
-    """Whether every rank of `tensor` computes and exchanges pieces of the same sizes."""
-    parts = split.tensor.size
-    if parts == 1:
+    """True if every rank of `tensor` computes and exchanges pieces of the same sizes."""
+    ranks = split.tensor.size
+    if ranks == 1:
         return True
     captured, _ = split.stages_of(graph)
     placements: list[Any] = list(split.placements.values())
@@ -173,17 +209,18 @@ def _is_even(split: SplitModel, graph: Captured) -> bool:
         placements += lies if isinstance(lies, tuple) else [lies]
         if hasattr(node.target, "__self__"):  # an exchange: what it converts to is among its arguments
             placements += [Split(*argument) for argument in node.args if _is_pieces(argument)]
-    return all(placement is None or placement.is_even(parts) for placement in placements)
+    return all(placement is None or placement.is_even(ranks) for placement in placements)
 
 
 def _is_pieces(argument: Any) -> bool:
+    """True for an exchange's argument that says how a value is split: dimension and sizes of its blocks."""
     return isinstance(argument, tuple) and len(argument) == 2 and isinstance(argument[1], tuple)
 
 
 def _shares(captured: Captured, split: SplitModel) -> list[float]:
-    """The share of the work that each stage does."""
+    """Return the share of the work that each stage does."""
     work = [0.0] * split.stages
     for node, piece in assign_stages(captured, split.stages * split.pieces, split.assignment).items():
         work[piece // split.pieces] += operations(node)
-    total = sum(work) or 1.0
+    total = sum(work) or 1.0  # a loss without operations that count
     return [round(amount / total, 4) for amount in work]

@@ -37,7 +37,7 @@ _WIDE: frozenset[Any] = frozenset(
 
 @contextmanager
 def as_on_gpu(device: str, recorder: Allocations) -> Iterator[None]:
-    """A GPU's operations where `device` is "cuda".
+    """Let modules and optimizers run a GPU's operations where `device` is "cuda"; else do nothing.
 
     Function modes are off while autograd recomputes a checkpointed block, so attention and dropout are exchanged
     where modules look them up.
@@ -65,40 +65,44 @@ def as_on_gpu(device: str, recorder: Allocations) -> Iterator[None]:
 class Stream:
     """A stream of a GPU, by its number; FSDP2 copies and communicates on streams of its own."""
 
-    made = 0
+    count = 0
 
     def __init__(self, number: int = -1, **named: Any) -> None:
         if number < 0:
-            Stream.made += 1
-            number = Stream.made
+            Stream.count += 1
+            number = Stream.count
         self.number = number
 
     def wait_stream(self, stream: Any) -> None:
-        """Nothing to wait for."""
+        """Do nothing: operations run as they are called."""
 
     def wait_event(self, event: Any) -> None:
-        """Nothing to wait for."""
+        """Do nothing."""
 
     def record_event(self, event: Any = None) -> None:
-        """Nothing to record."""
+        """Do nothing."""
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing."""
 
 
 @contextmanager
 def _on(recorder: Allocations, stream: Any) -> Iterator[None]:
-    """What is allocated here is the stream's: the allocator keeps its pools apart."""
-    before, recorder.stream = recorder.stream, getattr(stream, "number", 0)
+    """Enter what is allocated inside as the stream's: the allocator keeps a pool for each."""
+    stream_before = recorder.stream
+    recorder.stream = getattr(stream, "number", 0)
     try:
         yield
     finally:
-        recorder.stream = before
+        recorder.stream = stream_before
 
 
 def dropout(values: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
-    """As `torch.nn.functional.dropout`, by the fused kernel: its mask takes a byte for each number."""
-    return torch.native_dropout(values, p, True)[0] if training and p > 0 else values
+    """Replace `torch.nn.functional.dropout` by the fused kernel, whose mask takes a byte for each number."""
+    if not training or p <= 0:
+        return values
+    result, _ = torch.native_dropout(values, p, True)
+    return result
 
 
 def attention(  # noqa: PLR0913 (torch's own arguments)
@@ -111,20 +115,21 @@ def attention(  # noqa: PLR0913 (torch's own arguments)
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """As `torch.nn.functional.scaled_dot_product_attention`, by the kernel that a GPU of 2020 or later takes.
+    """Replace `torch.nn.functional.scaled_dot_product_attention` by the kernel that a GPU of 2020 or later takes.
 
     Flash attention in half precision without a mask, the memory-efficient kernel for the rest.
     """
     if torch.is_autocast_enabled("cpu"):
         half = torch.get_autocast_dtype("cpu")
-        query, key, value = (one.to(half) for one in (query, key, value))
+        query, key, value = query.to(half), key.to(half), value.to(half)
         if attn_mask is not None and attn_mask.is_floating_point():
             attn_mask = attn_mask.to(half)
     is_half = query.dtype in (torch.float16, torch.bfloat16)
     is_flash = attn_mask is None and is_half and query.shape[-1] <= FLASH_HEAD
     if enable_gqa and query.shape[1] != key.shape[1] and not is_flash:
-        times = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
+        repeats = query.shape[1] // key.shape[1]
+        key = key.repeat_interleave(repeats, 1)
+        value = value.repeat_interleave(repeats, 1)
     if is_flash:
         kernel: Callable[..., Any] = torch.ops.aten._scaled_dot_product_flash_attention
         return kernel(query, key, value, dropout_p, is_causal, False, scale=scale)[0]  # type: ignore[no-any-return]
@@ -133,13 +138,14 @@ def attention(  # noqa: PLR0913 (torch's own arguments)
             zeros = torch.zeros_like(attn_mask, dtype=query.dtype)
             attn_mask = zeros.masked_fill(attn_mask.logical_not(), -math.inf)
         attn_mask = attn_mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-    keeps = torch.is_grad_enabled() and any(one.requires_grad for one in (query, key, value))
+    keeps_sums = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
     kernel = torch.ops.aten._scaled_dot_product_efficient_attention
-    return kernel(query, key, value, attn_mask, keeps, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+    result = kernel(query, key, value, attn_mask, keeps_sums, dropout_p, is_causal, scale=scale)
+    return result[0]  # type: ignore[no-any-return]
 
 
 class _Widening(TorchFunctionMode):
-    """CUDA's autocast list of operations in float32."""
+    """A mode that gives the operations of CUDA's autocast list float32 inputs."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         first = args[0] if args else None

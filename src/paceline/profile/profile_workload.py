@@ -25,38 +25,44 @@ from paceline.train.find_workload import find_workload
 
 
 def main() -> int:
-    """Arguments: the file with the requests, the folder for profiles, and then the person's file and arguments."""
+    """Answer the requests in a file.
+
+    Arguments: the file with the requests, the folder for profiles, and then the person's file and arguments.
+    """
     requests = read_json(Path(sys.argv[1]))
-    folder, sys.argv = Path(sys.argv[2]), sys.argv[3:]
+    folder = Path(sys.argv[2])
+    sys.argv = sys.argv[3:]
     sys.path.insert(0, str(Path(sys.argv[0]).parent))
-    said, sys.stdout = sys.stdout, sys.stderr  # a person's prints are no answers
+    answers = sys.stdout
+    sys.stdout = sys.stderr  # a person's prints are no answers
     try:
         workload = find_workload(sys.argv[0])
     except PacelineError as error:
-        print(json.dumps(_failed(0, error)), file=said)
+        print(json.dumps(_failed(0, error)), file=answers)
         return 0
     for number, request in enumerate(requests):
         ranks = Plan.of(request["plan"], "the request").world_size
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))  # as `paceline run` shares them out
-        print(json.dumps(_answer(number, workload, request, folder)), file=said, flush=True)
+        print(json.dumps(_answer(number, workload, request, folder)), file=answers, flush=True)
     return 0
 
 
 def _answer(number: int, workload: Workload, request: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Simulate a step and write its profile; return the JSON object of the line to print."""
     from paceline.profile.simulate import rehearse
 
     try:
-        changed = {name: request[name] for name in ("micro_batch_size", "precision") if request.get(name)}
-        one = dataclasses.replace(workload, **changed)
-        profile = rehearse(
-            one, Plan.of(request["plan"], "the request"), request["rank"], request["device"], request["is_brief"]
-        )
+        changes = {name: request[name] for name in ("micro_batch_size", "precision") if request.get(name)}
+        workload = dataclasses.replace(workload, **changes)
+        plan = Plan.of(request["plan"], "the request")
+        profile = rehearse(workload, plan, request["rank"], request["device"], request["is_brief"])
     except PacelineError as error:
         return _failed(number, error)
     except Exception as error:  # of the person's code; the next request may do without it
-        what = f"it raised {type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'nothing more'}"
-        fix = "run it alone with python first"
-        return _failed(number, WorkloadError(f"a step of {sys.argv[0]} under {request['plan']['mesh']}", what, fix))
+        first_line = str(error).splitlines()[0] if str(error) else "nothing more"
+        asked = f"a step of {sys.argv[0]} under {request['plan']['mesh']}"
+        found = f"it raised {type(error).__name__}: {first_line}"
+        return _failed(number, WorkloadError(asked, found, "run it alone with python first"))
     path = folder / f"profile-{number}.json"
     profile.write(path)
     return {"number": number, "path": str(path)}

@@ -1,4 +1,4 @@
-"""A rank's training step on fake tensors: what it allocates, computes and sends, without a device.
+"""Run a rank's training step on fake tensors: what it allocates, computes and sends, without a device.
 
 It is the job's own code that runs, strategies and all, in a world of ranks that are not there. So memory and traffic
 are those of a real step: no formula that could differ from it. A model whose path depends on values can't run so; in
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from paceline.parallel.server import ServerParallel
 
 STEPS = 2  # in the first the optimizer makes its state
-BRIEF = 2  # micro-batches: from the second on gradients are there already, and each is like the one before
+BRIEF = 2  # micro-batches: from the second on gradients exist already, and each is like the one before
 # What fake tensors can't answer.
 _NEEDS_VALUES = (
     DataDependentOutputException,
@@ -73,21 +73,23 @@ _NEEDS_VALUES = (
 
 @contextmanager
 def unnoticed() -> Iterator[None]:
-    """transformers computes other masks where it sees fake tensors: it is not to see that they are."""
+    """Hide from transformers that tensors are fake: it computes other masks for those."""
     name = "transformers.utils.import_utils"
-    has_it = hasattr(sys.modules.get(name), "is_fake_tensor")
-    with mock.patch(f"{name}.is_fake_tensor", return_value=False) if has_it else contextlib.nullcontext():
+    if not hasattr(sys.modules.get(name), "is_fake_tensor"):
+        yield
+        return
+    with mock.patch(f"{name}.is_fake_tensor", return_value=False):
         yield
 
 
 @dataclass(frozen=True, slots=True)
 class How:
-    """On what a step is tried out.
+    """The way in which a step is simulated.
 
     Args:
         device: "cpu", or "cuda": with the operations that a GPU would run.
-        is_real: with values, in memory.
-        is_brief: of many micro-batches, two are enough.
+        is_real: tensors have values, and memory.
+        is_brief: of many micro-batches two are run.
     """
 
     device: str = "cpu"
@@ -106,61 +108,82 @@ class SimulatedStep:
     """
 
     def __init__(self, workload: Workload, plan: Plan, rank: int, how: How) -> None:
-        self.workload, self.rank, self.asked_device = workload, rank, how.device
-        self.plan, self.transport = plan, plan.transport
+        self.workload = workload
+        self.rank = rank
+        self.asked_device = how.device
+        self.plan = plan
+        self.transport = plan.transport
         if not plan.server:
+            # Shared memory needs the other ranks; `shared_bytes` counts what it would take.
             self.plan = dataclasses.replace(plan, transport="gloo")
-        self.mesh, self.device, self.ledger = Mesh.parse(plan.mesh), torch.device("cpu"), Ledger()
+        self.mesh = Mesh.parse(plan.mesh)
+        self.device = torch.device("cpu")
+        self.ledger = Ledger()
         self.mode = None if how.is_real else FakeTensorMode(allow_non_fake_inputs=True)
-        self.recorder = Allocations()
-        self.recorder.fake_mode = self.mode
-        self.recorder.is_answering = not how.is_real
-        is_apart = plan.offload == "on" and how.device != "cpu"
-        self.host = HostMemory(self.recorder) if is_apart else None
-        self.recorder.sees_scratch = how.device == "cpu" and not how.is_real
-        alone = Mesh.parse("replicate=1")  # workers of servers don't speak to each other
-        comms = open_comms(alone, 0, self.ledger) if plan.server else open_comms(self.mesh, rank, self.ledger)
-        loader = RankLoader(
-            open_data("data", workload.data),
-            workload,
-            self.mesh.data_part(rank),
-            self.mesh.data_size,
-            self.device,
-            cut_into(plan, self.mesh, workload),
-        )
-        example = loader.example() if plan.world_size > 1 else None
-        self._note_batch(example)
-        seed_everything(workload.seed)
-        placed = parallelize_model(workload, comms, self.plan, self.device, example, self.fake)
-        self.notices = placed.notices
-        _check_dense(placed, alone if plan.server else self.mesh)
-        if placed.couples_samples and loader.pieces_wanted and not plan.micro_batches:
-            loader = dataclasses.replace(loader, pieces_wanted=1)
+        self.recorder = self._make_recorder(how)
+        has_host_memory = plan.offload == "on" and how.device != "cpu"
+        self.host = HostMemory(self.recorder) if has_host_memory else None
+        loader, placed = self._place()
         self.batch = next(loader.training(0, loader.order(workload.batch_size).batch_at(0).stop))
-        self.times = 1.0  # that what is rehearsed happens in a step
+        self.times = 1.0  # how often what is simulated happens in a step
         if how.is_brief and len(self.batch.microbatches) > BRIEF and self.mesh.size("pipeline") == 1:
             self.times = len(self.batch.microbatches) / BRIEF
         self._make_programs(placed)
         with self.fake():
-            self.parallel = make_parallel(placed, workload, comms, self.plan, (self.device, rank))
+            self.parallel = make_parallel(placed, workload, self.comms, self.plan, (self.device, rank))
             self.optimizer = prepare.make_optimizer(workload, self.parallel.model)
         prepare.keep_own(self.optimizer, self.mesh)
         self.recorder.names = {module: name for name, module in self.parallel.model.named_modules()}
         self._answer_for_the_others(self.parallel)
-        self.servers = self._join_servers(len(loader.data)) if plan.server else []
+        self.servers: list[dict[str, int]] = []
+        if plan.server:
+            self.servers = self._join_servers(len(loader.data))
         self._name_what_stays()
+
+    def _make_recorder(self, how: How) -> Allocations:
+        recorder = Allocations()
+        recorder.fake_mode = self.mode
+        recorder.is_answering = not how.is_real
+        recorder.sees_scratch = how.device == "cpu" and not how.is_real
+        return recorder
+
+    def _place(self) -> tuple[RankLoader, Any]:
+        """Make the loader and this rank's part of the model, without values."""
+        workload = self.workload
+        mesh = self.mesh
+        if self.plan.server:  # workers of servers don't speak to each other
+            mesh = Mesh.parse("replicate=1")
+        comm_rank = 0 if self.plan.server else self.rank
+        self.comms = open_comms(mesh, comm_rank, self.ledger)
+        loader = RankLoader(
+            open_data("data", workload.data),
+            workload,
+            self.mesh.data_part(self.rank),
+            self.mesh.data_size,
+            self.device,
+            cut_into(self.plan, self.mesh, workload),
+        )
+        example = loader.example() if self.plan.world_size > 1 else None
+        self._note_batch(example)
+        seed_everything(workload.seed)
+        placed = parallelize_model(workload, self.comms, self.plan, self.device, example, self.fake)
+        self.notices = placed.notices
+        _check_dense(placed, mesh)
+        if placed.couples_samples and loader.pieces_wanted and not self.plan.micro_batches:
+            loader = dataclasses.replace(loader, pieces_wanted=1)
+        return loader, placed
 
     @contextmanager
     def fake(self) -> Iterator[None]:
-        """Where tensors have no values and are watched."""
+        """Let tensors have no values, and watch what is allocated."""
         mode = self.mode if self.mode is not None else contextlib.nullcontext()
         copying = copies_from_host() if self.host is not None else contextlib.nullcontext()
         with as_on_gpu(self.asked_device, self.recorder), unnoticed(), copying, mode, self.recorder.watching():
             yield
 
     def step(self) -> None:
-        """One training step."""
-        recorder, workload = self.recorder, self.workload
+        """Take one training step."""
+        recorder = self.recorder
         recorder.phase = "forward"
         recorder.recording.last_step = len(recorder.recording.events)
         recorder.operations.clear()
@@ -168,28 +191,32 @@ class SimulatedStep:
         with self.fake():
             microbatches = self.batch.microbatches
             if self.mode is not None:
-                microbatches = [map_tensors(one, self.mode.from_tensor) for one in microbatches]
-            for one in microbatches:
-                self._note_batch(one)
+                microbatches = [map_tensors(batch, self.mode.from_tensor) for batch in microbatches]
+            for batch in microbatches:
+                self._note_batch(batch)
             count = round(len(microbatches) / self.times)
-            facts = (False, round(self.batch.longest / self.times))
-            clip_norm = None if self.plan.server else workload.clip_norm
-            train_step(microbatches[:count], self.parallel, self.optimizer, clip_norm, facts)
+            longest = round(self.batch.longest / self.times)
+            clip_norm = None if self.plan.server else self.workload.clip_norm
+            train_step(microbatches[:count], self.parallel, self.optimizer, clip_norm, (False, longest))
         self._name_what_stays()
 
     def shared_bytes(self) -> int:
-        """What this rank maps for the ranks of its host, where sums go through shared memory."""
+        """Return what this rank maps for the ranks of its host, where sums go through shared memory; else 0."""
+        if self.asked_device != "cpu" or self.plan.server or self.transport not in ("auto", "shared_memory"):
+            return 0
         ranks = self.mesh.size("replicate")
-        halves = sum(2 * reducer.outbox.nbytes for reducer in self._reducers())
-        can_share = self.asked_device == "cpu" and not self.plan.server and self.transport in ("auto", "shared_memory")
-        return halves * ranks if can_share and 1 < ranks <= MAX_RANKS and halves <= MAX_BYTES else 0
+        bytes_of_rank: int = sum(2 * reducer.outbox.nbytes for reducer in self._reducers())
+        if ranks == 1 or ranks > MAX_RANKS or bytes_of_rank > MAX_BYTES:
+            return 0
+        return bytes_of_rank * ranks
 
     def _join_servers(self, samples: int) -> list[dict[str, int]]:
-        """Take up a connection that nobody answers; what each server would hold."""
+        """Open a connection that nobody answers; return what each server would hold."""
         parallel = cast("ServerParallel", self.parallel)
+        # A GPU's worker keeps the connection's memory on its host.
+        recorder = self.recorder if self.asked_device == "cpu" else None
         with contextlib.nullcontext() if self.mode is None else self.mode:
-            # A GPU's worker keeps them in its host's memory.
-            join_nobody(parallel, self.optimizer, samples, self.recorder if self.asked_device == "cpu" else None)
+            join_nobody(parallel, self.optimizer, samples, recorder)
             return servers_memory(parallel, self.workload.deterministic)
 
     def _reducers(self) -> list[Any]:
@@ -205,18 +232,18 @@ class SimulatedStep:
             return
         split.watch = with_places(self.recorder)
         for batch in self.batch.microbatches:
-            known = len(split.programs)
+            count = len(split.programs)
             program = split.program("loss", self.workload.loss, batch)
             self.recorder.note_all(program.captured.constants.items(), BUFFERS)
-            if len(split.programs) > known:
+            if len(split.programs) > count:  # it was captured now
                 self._note_batch(batch)  # the graph keeps the batch that it was captured with
 
     def _answer_for_the_others(self, parallel: Parallel) -> None:
-        """What ranks tell one another in a step has no values here: all is well."""
-        recorder = self.recorder
+        """Give an answer that all is well wherever ranks read values that others sent, and set phases on the way."""
 
         def read() -> StepStats:
-            changed = [parallel.comms.step.size if one else 0 for one in parallel.buffers.changed]
+            step_ranks = parallel.comms.step.size
+            changed = [step_ranks if is_changed else 0 for is_changed in parallel.buffers.changed]
             return StepStats(1.0, 1.0, False, [], changed)
 
         parallel.stats.read = read  # type: ignore[method-assign]
@@ -227,15 +254,21 @@ class SimulatedStep:
                 shard.groups.collective_order.sums_on_cpu = self.asked_device == "cpu"
             grad_usage.find_unused = functools.partial(_find_unused, grad_usage)
             self._name_what_is_gathered(shard)
-        begin_step = parallel.placed.begin_step
-        reduce_gradients, update = parallel.reduce_gradients, parallel.update
+        self._set_phases(parallel)
 
-        def begun() -> None:
+    def _set_phases(self, parallel: Parallel) -> None:
+        """Tell the recorder the phases of a step, and name gradients and optimizer states as soon as they exist."""
+        recorder = self.recorder
+        begin_step = parallel.placed.begin_step
+        reduce_gradients = parallel.reduce_gradients
+        update = parallel.update
+
+        def recorded_begin_step() -> None:
             recorder.phase = "gather"
             begin_step()
             recorder.phase = "forward"
 
-        def reduced() -> StepStats:
+        def recorded_reduce_gradients() -> StepStats:
             recorder.phase = "reduce"
             stats = reduce_gradients()
             recorder.note_all(_gradients(parallel), GRADIENTS)
@@ -243,27 +276,34 @@ class SimulatedStep:
                 self.host.note(gradient for _, gradient in _gradients(parallel))
             return stats
 
-        def updated(optimizer: torch.optim.Optimizer) -> None:
+        def recorded_update(optimizer: torch.optim.Optimizer) -> None:
             recorder.phase = "update"
             update(optimizer)
             recorder.note_all(_state(parallel, optimizer), OPTIMIZER)
 
-        parallel.placed.begin_step = begun  # type: ignore[method-assign]
-        parallel.reduce_gradients, parallel.update = reduced, updated  # type: ignore[method-assign]
+        parallel.placed.begin_step = recorded_begin_step  # type: ignore[method-assign]
+        parallel.reduce_gradients = recorded_reduce_gradients  # type: ignore[method-assign]
+        parallel.update = recorded_update  # type: ignore[method-assign]
 
     def _name_what_is_gathered(self, shard: Any) -> None:
-        """FSDP2's whole parameters, which come and go."""
-        recorder, watch = self.recorder, shard._watch
+        """Name FSDP2's full parameters, which are allocated and freed in every step."""
+        recorder = self.recorder
+        watch = shard._watch
 
-        def watched(prefix: str, module: torch.nn.Module) -> None:
+        def recorded_watch(prefix: str, module: torch.nn.Module) -> None:
             watch(prefix, module)
-            whole = [(f"{prefix}{name}", p) for name, p in module.named_parameters() if not is_part(p)]
-            recorder.note_all(whole, GATHERED)
+            full = []
+            for name, parameter in module.named_parameters():
+                if not is_part(parameter):
+                    full.append((f"{prefix}{name}", parameter))
+            recorder.note_all(full, GATHERED)
 
-        shard._watch = watched
+        shard._watch = recorded_watch
 
     def _name_what_stays(self) -> None:
-        recorder, model = self.recorder, self.parallel.model
+        """Name what is there between steps: parameters, buffers, and the memory of reducers."""
+        recorder = self.recorder
+        model = self.parallel.model
         recorder.note_all(self.parallel.placed.updated().items(), PARAMETERS)
         recorder.note_all(model.named_parameters(), PARAMETERS)
         recorder.note_all(model.named_buffers(), BUFFERS)
@@ -271,10 +311,12 @@ class SimulatedStep:
             self.host.note(self.parallel.placed.updated().values())
             self.host.note(state for _, state in _state(self.parallel, self.optimizer))
         for reducer in self._reducers():
-            recorder.note_all((("gradient buckets", one) for one in [*reducer.inboxes, reducer.outbox]), COMMUNICATION)
+            for buffer in (*reducer.inboxes, reducer.outbox):
+                recorder.note_all([("gradient buckets", buffer)], COMMUNICATION)
 
 
 def _find_unused(grad_usage: Any) -> list[str]:
+    """Exchange what `grad_usage` does, but return this rank's own answer."""
     grad_usage.comm.all_reduce(torch.zeros(len(grad_usage.used) + 1 + grad_usage.comm.size, dtype=torch.int64))
     return [name for name, index in grad_usage.number.items() if not grad_usage.used[index]]
 
@@ -293,7 +335,7 @@ def _state(parallel: Parallel, optimizer: torch.optim.Optimizer) -> Iterator[tup
 
 
 def rehearse(workload: Workload, plan: Plan, rank: int = 0, device: str = "cpu", is_brief: bool = False) -> Profile:
-    """What `rank` allocates, computes and sends in a step.
+    """Simulate a step and return what `rank` allocates, computes and sends in it.
 
     Args:
         workload: what is trained.
@@ -306,10 +348,10 @@ def rehearse(workload: Workload, plan: Plan, rank: int = 0, device: str = "cpu",
         PlanError: the plan has what can't be tried out beforehand.
         WorkloadError: the model's path depends on values, and the plan has more than one rank.
     """
-    _check(plan, device)
+    _check(plan)
     state = torch.get_rng_state()
     try:
-        return _rehearsed(workload, plan, rank, How(device, is_brief=is_brief))
+        return _simulate(workload, plan, rank, How(device, is_brief=is_brief))
     except _NEEDS_VALUES as error:
         if plan.world_size > 1:
             raise WorkloadError(
@@ -318,49 +360,57 @@ def rehearse(workload: Workload, plan: Plan, rank: int = 0, device: str = "cpu",
                 "profile it in one process: paceline profile, where a real step can be measured",
             ) from None
         torch.set_rng_state(state)
-        profile = _rehearsed(workload, plan, rank, How(device, is_real=True, is_brief=is_brief))
+        profile = _simulate(workload, plan, rank, How(device, is_real=True, is_brief=is_brief))
         profile.notices.append(f"a real step was measured on the CPU: the model asks for values ({error})")
         return profile
 
 
-def _rehearsed(workload: Workload, plan: Plan, rank: int, how: How) -> Profile:
-    with fake_world(0 if plan.server else rank, 1 if plan.server else plan.world_size):
-        rehearsal = SimulatedStep(workload, plan, rank, how)
+def _simulate(workload: Workload, plan: Plan, rank: int, how: How) -> Profile:
+    """Take the steps in a world that has no other ranks, and return the last one's profile."""
+    with _world(plan, rank):
+        simulated = SimulatedStep(workload, plan, rank, how)
         for _ in range(STEPS):
-            rehearsal.ledger.calls.clear()
-            rehearsal.ledger.payload_bytes.clear()
-            rehearsal.step()
-        recorder = rehearsal.recorder
+            simulated.ledger.calls.clear()
+            simulated.ledger.payload_bytes.clear()
+            simulated.step()
+        recorder = simulated.recorder
         recorder.has_ended = True
-        microbatches = rehearsal.batch.microbatches
-        notices = [
-            *rehearsal.notices,
-            *(
-                f"{path or 'the loss'} asks for a tensor's values: each was taken for 1, and its path is a guess"
-                for path in recorder.asked
-            ),
-        ]
-        recording, host_bytes = recorder.recording, 0
-        if rehearsal.host is not None:
-            recording, host_bytes = rehearsal.host.apart()
+        notices = list(simulated.notices)
+        for path in recorder.asked:
+            asking = path or "the loss"
+            notices.append(f"{asking} asks for a tensor's values: each was taken for 1, and its path is a guess")
+        recording = recorder.recording
+        host_bytes = 0
+        if simulated.host is not None:
+            recording, host_bytes = simulated.host.apart()
+        micro_batches = max(len(simulated.batch.microbatches), 1) * simulated.mesh.data_size
+        samples = -(-len(simulated.batch.positions) // micro_batches)  # of one micro-batch, rounded up
         return Profile(
             plan.line(),
             rank,
             how.device,
-            -(-len(rehearsal.batch.positions) // (max(len(microbatches), 1) * rehearsal.mesh.data_size)),
+            samples,
             workload.precision,
             recording,
-            {name: work.times(rehearsal.times) for name, work in recorder.operations.items()},
-            {name: work.times(rehearsal.times) for name, work in recorder.modules.items()},
-            rehearsal.ledger.rows(),
-            rehearsal.shared_bytes(),
+            {name: work.times(simulated.times) for name, work in recorder.operations.items()},
+            {name: work.times(simulated.times) for name, work in recorder.modules.items()},
+            simulated.ledger.rows(),
+            simulated.shared_bytes(),
             notices,
-            rehearsal.servers,
+            simulated.servers,
             host_bytes,
         )
 
 
+def _world(plan: Plan, rank: int) -> contextlib.AbstractContextManager[None]:
+    """Return a world in which other ranks are not there; a worker of servers is alone in its own."""
+    if plan.server:
+        return fake_world(0, 1)
+    return fake_world(rank, plan.world_size)
+
+
 def _check_dense(placed: Any, mesh: Mesh) -> None:
+    """Raise WorkloadError for sparse gradients that ranks would exchange."""
     if mesh.size("replicate") > 1 and placed.sparse():
         raise WorkloadError(
             "can't predict a step without training",
@@ -369,13 +419,12 @@ def _check_dense(placed: Any, mesh: Mesh) -> None:
         )
 
 
-def _check(plan: Plan, device: str) -> None:
-    refused = [
-        (plan.compile == "on", "compile=on", "leave compile out: what it fuses is not known beforehand"),
-        (plan.compression == "topk", "compression=topk", "leave it out: what it sends depends on the values"),
-    ]
-    for is_asked, what, fix in refused:
-        if is_asked:
-            raise PlanError(
-                "can't predict a step without training", f"the plan has {what}, which can't be predicted", fix
-            )
+def _check(plan: Plan) -> None:
+    """Raise PlanError for what can't be simulated."""
+    asked = "to predict a step without training"
+    if plan.compile == "on":
+        fix = "leave compile out: what it fuses is not known beforehand"
+        raise PlanError(asked, "the plan has compile=on, which can't be predicted", fix)
+    if plan.compression == "topk":
+        fix = "leave it out: what it sends depends on the values"
+        raise PlanError(asked, "the plan has compression=topk, which can't be predicted", fix)

@@ -1,4 +1,4 @@
-"""With offload=on a GPU's rank keeps its parts in the host's memory: what is where, of a recording that has both."""
+"""Tell a GPU's memory from its host's in a recording of both: with offload=on a rank keeps its shards on the host."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from paceline.profile.allocation_trace import Allocations
 
 @dataclass(slots=True)
 class HostMemory:
-    """The blocks of a recording that are the host's: parts of parameters, their gradients and the optimizer's state.
+    """The blocks of a recording that are the host's: shards of parameters, their gradients, the optimizer's state.
 
     Args:
-        recorder: that writes them.
+        recorder: writes the recording.
     """
 
     recorder: Allocations
     blocks: set[int] = field(default_factory=set)
 
     def note(self, tensors: Iterable[Tensor]) -> None:
-        """Those of these that are parts are in the host's memory."""
+        """Enter that the shards among these tensors are in the host's memory."""
         for tensor in tensors:
             if is_part(tensor):
                 block = self.recorder.alive.get(local(tensor).untyped_storage()._cdata)
@@ -32,26 +32,32 @@ class HostMemory:
                     self.blocks.add(block)
 
     def apart(self) -> tuple[Recording, int]:
-        """The GPU's recording, and the most bytes that the host holds for it in the last step.
+        """Return the GPU's recording, and the most bytes that the host holds for it in the last step.
 
-        A gradient's part is made on the GPU and copied at once. The update works where the parts are.
+        A gradient's shard is made on the GPU and copied at once. The update works where the shards are.
         """
-        whole = self.recorder.recording
-        blocks = self.blocks | {number for number, block in enumerate(whole.blocks) if block.phase == "update"}
-        device = Recording(whole.blocks)
-        became: list[int] = []  # of each event the number of the next one that the GPU has
-        live = most = 0
-        for number, event in enumerate(whole.events):
-            became.append(len(device.events))
-            block = abs(event) - 1
-            if block not in blocks:
+        both = self.recorder.recording
+        on_host = set(self.blocks)
+        for number, block in enumerate(both.blocks):
+            if block.phase == "update":
+                on_host.add(number)
+        device = Recording(both.blocks)
+        new_numbers: list[int] = []  # by event of `both`, the number of the GPU's next event
+        live = 0
+        most = 0
+        for number, event in enumerate(both.events):
+            new_numbers.append(len(device.events))
+            index = abs(event) - 1  # an event is a block's index + 1, negative where it is freed
+            if index not in on_host:
                 device.events.append(event)
                 continue
-            live += whole.blocks[block].nbytes if event > 0 else -whole.blocks[block].nbytes
-            most = max(most, live) if number >= whole.last_step else most
-            if event > 0 and whole.blocks[block].kind == GRADIENTS:
+            block = both.blocks[index]
+            live += block.nbytes if event > 0 else -block.nbytes
+            if number >= both.last_step:
+                most = max(most, live)
+            if event > 0 and block.kind == GRADIENTS:
                 device.events += [event, -event]
-        became.append(len(device.events))
-        device.phases = [(became[at], phase) for at, phase in whole.phases]
-        device.last_step = became[whole.last_step]
+        new_numbers.append(len(device.events))
+        device.phases = [(new_numbers[number], phase) for number, phase in both.phases]
+        device.last_step = new_numbers[both.last_step]
         return device, most

@@ -1,4 +1,4 @@
-"""A worker's step with parameter servers that are not there, and what each of them would hold."""
+"""Simulate a worker's step with parameter servers that don't run, and compute what each of them would hold."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from paceline.server.tensors import FlatTensor, Segments
 
 @dataclass(slots=True)
 class _NoLink:
-    """What a worker keeps for its connection: both ways, and where the next parameters come in."""
+    """The memory of a worker's connection: gradients out, parameters in, and room for the next parameters."""
 
     gradients: list[FlatTensor]
     values: list[FlatTensor]
@@ -30,28 +30,29 @@ class _NoLink:
 
 
 class AbsentServers(Handle):
-    """As `Handle`; pushes go nowhere, and the parameters stay as they are."""
+    """A `Handle` whose pushes go nowhere, and whose parameters stay as they are."""
 
     is_on_host = False  # the connection's memory is not where the step is computed
 
     def join_nobody(self, servers: int, recorder: Allocations | None) -> None:
-        """Take up the memory of a connection to so many servers; `recorder` hears of it."""
+        """Allocate the memory of a connection to so many servers, and enter it in `recorder`."""
         ranges = self.layout.ranges(servers)
-        link = _NoLink(
-            [FlatTensor(self.layout, own) for own in ranges], [FlatTensor(self.layout, own) for own in ranges]
-        )
-        link.spare = [torch.empty_like(flat.memory) for flat in link.values]
-        held = [flat.memory for flat in (*link.gradients, *link.values)] + link.spare
+        gradients = [FlatTensor(self.layout, segments) for segments in ranges]
+        values = [FlatTensor(self.layout, segments) for segments in ranges]
+        link = _NoLink(gradients, values)
+        link.spare = [torch.empty_like(flat.memory) for flat in values]
         self.is_on_host = recorder is None
         if recorder is not None:
-            recorder.note_all((("the servers' connection", one) for one in held), COMMUNICATION)
+            buffers = [flat.memory for flat in (*gradients, *values)] + link.spare
+            recorder.note_all((("the servers' connection", buffer) for buffer in buffers), COMMUNICATION)
         self.link = cast(Link, link)
 
     def step(self, sent: Sequence[torch.Tensor | None], loss: float, weight: float, flags: int = 0) -> Answer:
-        """Gather what would be sent."""
+        """Gather what would be sent; parameters come back as None, unchanged."""
         flats = self._joined().gradients
-        for flat in () if self.is_on_host else flats:
-            flat.gather(sent)
+        if not self.is_on_host:
+            for flat in flats:
+                flat.gather(sent)
         self.answer = Answer(self.clock + 1, [None] * len(flats))
         return self.answer
 
@@ -64,7 +65,7 @@ class AbsentServers(Handle):
 def join_nobody(
     parallel: ServerParallel, optimizer: torch.optim.Optimizer, samples: int, recorder: Allocations | None
 ) -> None:
-    """Have a worker step as if its servers had answered.
+    """Let a worker step as if its servers had answered.
 
     Raises:
         PlanError: the servers can't run the optimizer.
@@ -75,7 +76,7 @@ def join_nobody(
 
 
 def servers_memory(parallel: ServerParallel, is_deterministic: bool) -> list[dict[str, int]]:
-    """What each server holds: its own range of parameters, and those that it is a replica of.
+    """Compute what each server holds: its own range of parameters, and those that it is a replica of.
 
     Returns:
         Bytes: `parameters`, `optimizer_state`, and `gradients`, the most that may be waiting there: one of each worker.
@@ -84,30 +85,38 @@ def servers_memory(parallel: ServerParallel, is_deterministic: bool) -> list[dic
     settings = JobSettings.of(parallel.plan)
     implementation = implementation_of(handle.optimizer, is_deterministic)
     groups = [settings_of(group) for group in handle.optimizer.param_groups]
-    ranges = []
+    sizes = []  # of each range: bytes of its parameters and of the optimizer's state
     for segments in handle.layout.ranges(settings.servers):
         store = Segments(handle.layout, segments, implementation, None, settings.workers, settings.admission())
         for number, segment in enumerate(segments):
-            store.apply(_update(number, segment, store, groups))
-        ranges.append((sum(segment.nbytes for segment in segments), _state_bytes(store)))
-    answers = []
-    for number in range(settings.servers):
-        chains = [(number - back) % settings.servers for back in range(settings.replicas)]  # they go round
-        own = [ranges[at] for at in chains if at < len(ranges)]  # a small model has fewer ranges than servers
-        parameters = sum(nbytes for nbytes, _ in own)
-        state = sum(nbytes for _, nbytes in own)
-        waiting = ranges[number][0] * settings.workers if number < len(ranges) else 0
-        answers.append({"parameters": parameters, "optimizer_state": state, "gradients": waiting})
-    return answers
+            store.apply(_update(number, segment, store, groups))  # so that the optimizer makes its state
+        sizes.append((sum(segment.nbytes for segment in segments), _state_bytes(store)))
+    servers = []
+    for server in range(settings.servers):
+        held = {"parameters": 0, "optimizer_state": 0, "gradients": 0}
+        for distance in range(settings.replicas):
+            number = (server - distance) % settings.servers  # a range's replicas are on the servers after it, round
+            if number < len(sizes):  # a small model has fewer ranges than servers
+                parameter_bytes, state_bytes = sizes[number]
+                held["parameters"] += parameter_bytes
+                held["optimizer_state"] += state_bytes
+        if server < len(sizes):
+            held["gradients"] = sizes[server][0] * settings.workers
+        servers.append(held)
+    return servers
 
 
 def _update(number: int, segment: Segment, store: Segments, groups: Sequence[dict[str, Any]]) -> Update:
-    settings = groups[segment.group] if segment.group != AVERAGE else {}
+    settings = groups[segment.group] if segment.group != AVERAGE else {}  # no optimizer updates buffers
     note = {"weight": 1.0, "absent": [], "settings": settings}
     return Update(number, (), note, torch.zeros_like(store.values.whole[number]))
 
 
 def _state_bytes(store: Segments) -> int:
-    optimizers = [optimizer for optimizer in store.optimizers if optimizer is not None]
-    states = [state for optimizer in optimizers for state in optimizer.state.values()]
-    return sum(value.nbytes for state in states for value in state.values() if isinstance(value, torch.Tensor))
+    nbytes = 0
+    for optimizer in store.optimizers:
+        if optimizer is None:
+            continue
+        for state in optimizer.state.values():
+            nbytes += sum(value.nbytes for value in state.values() if isinstance(value, torch.Tensor))
+    return nbytes

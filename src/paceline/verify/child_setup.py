@@ -1,4 +1,4 @@
-"""What every child of a verification begins with: settings, and the person's file as `python FILE` would find it."""
+"""The beginning of every child of a verification: its settings, and `sys` as under `python FILE`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.nouns.errors import PacelineError
 
 
 def read_settings(path: Path) -> tuple[dict[str, Any], Path]:
-    """What is asked for, and the folder where answers go; `sys.argv` and `sys.path` are the person's file's."""
+    """Read what is asked for and the folder where answers go; set `sys.argv` and `sys.path` for the person's file."""
     settings = json.loads(path.read_text())
     if "PACELINE_RANK" not in os.environ:  # ranks end with their fork server
         die_with_parent()
@@ -23,5 +23,5 @@ def read_settings(path: Path) -> tuple[dict[str, Any], Path]:
 
 
 def refuse(folder: Path, error: PacelineError) -> None:
-    """Say why there is no answer."""
+    """Write refused.json, which says why there is no answer."""
     (folder / "refused.json").write_text(json.dumps({"asked": error.asked, "found": error.found, "fix": error.fix}))

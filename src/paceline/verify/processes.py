@@ -1,4 +1,4 @@
-"""Starts the processes of a verification: the reference's, and a set of ranks for each mesh. None outlives them."""
+"""Start the processes of a verification, the reference's and a set of ranks for each mesh, and wait for their end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _REFUSALS = ("WorkloadError", "PlanError", "MeshError", "LossError", "DataError"
 
 @dataclass(slots=True)
 class WorldResult:
-    """How a set of ranks ended."""
+    """The end of a set of ranks."""
 
     ending: Ending
     hang: HangWatch
@@ -33,18 +33,18 @@ class WorldResult:
 
     @property
     def is_done(self) -> bool:
-        """Whether every rank did all it was asked."""
+        """True if every rank did all it was asked."""
         return self.ending.status == "done"
 
     def refusal(self) -> WorkloadError | None:
-        """The error by which the job itself refused, if that is how it ended."""
+        """Return the error by which the job itself refused, if that is how it ended."""
         cause = self.ending.cause
         if cause is None or cause["type"] not in _REFUSALS or not cause.get("parts"):
             return None
         return WorkloadError(*cause["parts"])
 
     def first_failure(self) -> str:
-        """The first failure in a few words."""
+        """Describe the first failure in one line."""
         cause = self.ending.cause
         if cause is None:
             return "it was stopped"
@@ -52,7 +52,7 @@ class WorldResult:
 
 
 def write_settings(folder: Path, name: str, **settings: Any) -> Path:
-    """A file that tells a child what to do."""
+    """Write the file that tells a child what to do, and return its path."""
     path = folder / f"{name}.json"
     path.write_text(json.dumps({"folder": str(folder), **settings}))
     return path
@@ -78,24 +78,26 @@ def finish_child(child: subprocess.Popen[str], folder: Path, what: str) -> None:
         WorkloadError: it refused, or failed.
     """
     try:
-        _, said = child.communicate()
-    except BaseException:
+        _, stderr = child.communicate()
+    except BaseException:  # Ctrl-C too: no child outlives the command
         child.kill()
         child.wait()
         raise
     if (folder / "refused.json").exists():
         raise WorkloadError(**json.loads((folder / "refused.json").read_text()))
     if child.returncode:
-        last = (said.strip().splitlines() or [f"it ended with {child.returncode}"])[-1]
-        killed = "it was killed, as the kernel does for want of memory" if child.returncode == -9 else last
-        raise WorkloadError(what, killed, "see that the file trains alone: python FILE; verify a smaller model")
+        lines = stderr.strip().splitlines() or [f"it ended with {child.returncode}"]
+        found = lines[-1]
+        if child.returncode == -9:  # SIGKILL, after which nothing is on stderr
+            found = "it was killed, as the kernel does for want of memory"
+        raise WorkloadError(what, found, "see that the file trains alone: python FILE; verify a smaller model")
 
 
 def run_world(folder: Path, settings: Path, ranks: int, preload: Sequence[str]) -> WorldResult:
-    """Start ranks, wait for their end, watching for a hang."""
+    """Start ranks and wait for their end, or until they hang."""
     run_dir = folder / f"{settings.stem}-run"
     (run_dir / "failures").mkdir(parents=True)
-    for old in folder.glob("beat-*.json"):
+    for old in folder.glob("beat-*.json"):  # heartbeats of the ranks before, which stand still
         old.unlink()
     hang = HangWatch(folder, ranks)
     with (run_dir / "output.txt").open("w") as output:

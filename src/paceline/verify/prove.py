@@ -1,4 +1,4 @@
-"""The verification from its first process to its verdict. Read this first.
+"""Run a verification from its first process to its verdict. Read this first.
 
 dry run       one process plays every rank: the same collectives everywhere? what should be sent?
 reference     one process, the person's plain step, and how far rounding carries in it        } at the same time
@@ -25,9 +25,9 @@ from paceline.nouns.plan import Plan
 from paceline.nouns.workload import too_small_batch
 from paceline.verify.judge.check_dropout import check_draws, check_same_draws
 from paceline.verify.judge.checks import check_branches, check_order, check_step, check_traffic
-from paceline.verify.judge.compare import Reference, differences, read_ranks
+from paceline.verify.judge.compare import RankResult, Reference, differences, read_ranks
 from paceline.verify.judge.localize import blame_disorder, blame_loading, find_first_difference, find_in_narrow
-from paceline.verify.judge.order import Call, find_disorder, read_trace
+from paceline.verify.judge.order import Call, Disorder, find_disorder, read_trace
 from paceline.verify.judge.verdict import Verdict
 from paceline.verify.processes import WorldResult, finish_child, run_world, start_child, write_settings
 
@@ -38,7 +38,7 @@ STEPS = 3  # the third is the first that finds the inbox of a sum filled before
 
 @dataclass(frozen=True, slots=True)
 class VerifyRequest:
-    """What to verify."""
+    """The arguments of a verification."""
 
     script: Path
     arguments: Sequence[str]
@@ -53,7 +53,7 @@ def prove(request: VerifyRequest, say: Callable[[str], None] = lambda text: None
     """Verify a plan on a person's workload.
 
     Args:
-        request: what.
+        request: what to verify.
         say: shows progress.
 
     Raises:
@@ -75,8 +75,11 @@ def prove(request: VerifyRequest, say: Callable[[str], None] = lambda text: None
 
 class _Proof:
     def __init__(self, request: VerifyRequest, folder: Path, say: Callable[[str], None]) -> None:
-        self.request, self.folder, self.say = request, folder, say
-        self.plan, self.mesh = request.plan, Mesh.parse(request.plan.mesh)
+        self.request = request
+        self.folder = folder
+        self.say = say
+        self.plan = request.plan
+        self.mesh = Mesh.parse(request.plan.mesh)
         self.verdict = Verdict(request.plan.line())
         self.dry: dict[str, Any] = {}
 
@@ -89,7 +92,7 @@ class _Proof:
         return self.verdict
 
     def _dry_run(self) -> bool:
-        """Whether there is reason to go on."""
+        """Play every rank in one process; return True if nothing is wrong that would be wrong in the ranks too."""
         settings = self._settings("dry", plan=asdict(self.plan))
         finish_child(start_child(module_names.VERIFY_DRY_RUN, settings), self.folder, "a dry run of the workload")
         self.dry = json.loads((self.folder / "dry.json").read_text())
@@ -97,16 +100,18 @@ class _Proof:
         batch_size = self.dry["models"][0][0]["batch_size"]
         if batch_size < self.mesh.data_size:
             raise too_small_batch(batch_size, self.mesh.data_size)
-        persons = {rank: [Call(*one) for one in calls] for rank, calls in enumerate(self.dry["persons"])}
-        disorder = find_disorder(persons, Mesh.parse(f"replicate={self.plan.world_size}"))
+        calls_in_loss = {}
+        for rank, rows in enumerate(self.dry["persons"]):
+            calls_in_loss[rank] = [Call(*row) for row in rows]
+        # The person's own collectives are on `world`, to which all ranks of any mesh belong.
+        disorder = find_disorder(calls_in_loss, Mesh.parse(f"replicate={self.plan.world_size}"))
         if disorder is not None:
             self.verdict.add("order", False, f"before running: {disorder.describe()}", disorder=disorder.to_json())
             self.verdict.culprit = blame_disorder(disorder)
         return disorder is None
 
     def _reference_and_ranks(self) -> None:
-        own = self.dry["precision"]
-        precisions = precisions_of(own)
+        precisions = precisions_of(self.dry["precision"])
         self.say(f"{self.plan.line()}: {self.request.steps} steps in one process and on {self.plan.world_size} ranks")
         reference = start_child(
             module_names.VERIFY_REFERENCE,
@@ -127,11 +132,13 @@ class _Proof:
                 self._go_on(what)
 
     def _runs(self, precisions: Sequence[str]) -> list[dict[str, Any]]:
+        """Return the runs of the ranks: one in each precision, and one with the model's own dropout."""
         common = {"plan": asdict(self.plan), "steps": self.request.steps}
         runs: list[dict[str, Any]] = [{**common, "name": name, "precision": name} for name in precisions]
         if {"resume", "reshard"} & set(self.request.what):
             runs[0] |= {"save": str(self.folder / "checkpoint"), "save_at": 1}
-        return [*runs, {**common, "name": "draws", "precision": precisions[-1], "draws": True, "steps": 2}]
+        runs.append({**common, "name": "draws", "precision": precisions[-1], "draws": True, "steps": 2})
+        return runs
 
     def _ranks(self, name: str, plan: Plan, runs: list[dict[str, Any]]) -> WorldResult:
         settings = self._settings(name, runs=runs)
@@ -142,34 +149,44 @@ class _Proof:
         return write_settings(self.folder, name, **script, **more)
 
     def _explain(self, world: WorldResult, precisions: Sequence[str]) -> None:
-        """The ranks did not come to their end: a refusal, a hang, or a failure that one process has not."""
+        """Say why the ranks did not come to their end: a refusal, a hang, or a failure that one process has not."""
         refusal = world.refusal()
         if refusal is not None and not world.hang.has_hung:
             raise refusal
         check_was_not_killed(world)
-        for name in [*precisions, "draws"]:
-            traces = self._traces(name)
+        for run in [*precisions, "draws"]:
+            traces = self._traces(run)
             disorder = find_disorder(traces, self.mesh) if traces else None
             if disorder is not None:
-                how = (
-                    f"the ranks hang ({world.hang.describe()})"
-                    if world.hang.has_hung
-                    else f"the ranks failed ({world.first_failure()})"
-                )
-                self.verdict.add("order", False, f"{how}: {disorder.describe()}", disorder=disorder.to_json())
-                self.verdict.culprit = blame_disorder(disorder, world.hang if world.hang.has_hung else None)
+                self._blame(disorder, world)
                 return
         if world.hang.has_hung:
-            said = f"the ranks hang although they began the same collectives: {world.hang.describe()}"
-            self.verdict.add("order", False, said)
+            message = f"the ranks hang although they began the same collectives: {world.hang.describe()}"
+            self.verdict.add("order", False, message)
             return
         self.verdict.add("run", False, f"one process takes the steps, the ranks fail: {world.first_failure()}")
 
+    def _blame(self, disorder: Disorder, world: WorldResult) -> None:
+        """Enter that the ranks hang or fail because one left the order of collectives."""
+        if world.hang.has_hung:
+            how = f"the ranks hang ({world.hang.describe()})"
+            self.verdict.culprit = blame_disorder(disorder, world.hang)
+        else:
+            how = f"the ranks failed ({world.first_failure()})"
+            self.verdict.culprit = blame_disorder(disorder)
+        self.verdict.add("order", False, f"{how}: {disorder.describe()}", disorder=disorder.to_json())
+
     def _traces(self, run: str) -> dict[int, list[Call]]:
-        paths = {rank: self.folder / f"{run}-trace-{rank}.jsonl" for rank in range(self.plan.world_size)}
-        return {rank: read_trace(path) for rank, path in paths.items() if path.exists()}
+        """Return a run's calls by rank; ranks that did not begin it are left out."""
+        traces = {}
+        for rank in range(self.plan.world_size):
+            path = self.folder / f"{run}-trace-{rank}.jsonl"
+            if path.exists():
+                traces[rank] = read_trace(path)
+        return traces
 
     def _compare(self, precisions: Sequence[str]) -> None:
+        """Make the checks that were asked for, and look for the first difference where the steps differ."""
         what = self.request.what
         if "order" in what:
             check_order(self.verdict, {name: self._traces(name) for name in precisions}, self.mesh, self.dry)
@@ -177,40 +194,42 @@ class _Proof:
             for precision in precisions:
                 reference = Reference.read(self.folder, precision)
                 self.verdict.notices += reference.facts["notices"]
-                ranks = read_ranks(self.folder, precision, self.plan.world_size)
-                check_step(self.verdict, reference, ranks)
-            draws = read_ranks(self.folder, "draws", self.plan.world_size)
-            check_draws(self.verdict, draws)
+                check_step(self.verdict, reference, self._results(precision))
+            check_draws(self.verdict, self._results("draws"))
         if "traffic" in what:  # of the model's own graph: dropout by value takes other operations
-            ranks = read_ranks(self.folder, "draws", self.plan.world_size)
-            check_traffic(self.verdict, self.plan, self.dry["models"], ranks)
+            check_traffic(self.verdict, self.plan, self.dry["models"], self._results("draws"))
+        self._find_culprit(precisions)
+
+    def _find_culprit(self, precisions: Sequence[str]) -> None:
+        """Look for the first difference in the widest precision in which the steps differ."""
         failed = {check.name for check in self.verdict.checks if not check.passed}
         if "step float64" in failed:
-            ranks = read_ranks(self.folder, "float64", self.plan.world_size)
-            check_branches(Reference.read(self.folder, "float64"), ranks)
+            check_branches(Reference.read(self.folder, "float64"), self._results("float64"))
             self.say("something differs: looking for the first module")
-            found = find_first_difference(self.folder, self.plan, self._watch)
-            self.verdict.culprit = found or self.verdict.culprit
+            first = find_first_difference(self.folder, self.plan, self._watch)
+            self.verdict.culprit = first or self.verdict.culprit
             return
         for precision in precisions[1:]:
             if f"step {precision}" in failed:
-                found = find_in_narrow(self.folder, self.plan, precision)
-                self.verdict.culprit = found or self.verdict.culprit
+                first = find_in_narrow(self.folder, self.plan, precision)
+                self.verdict.culprit = first or self.verdict.culprit
                 return
 
+    def _results(self, run: str) -> list[RankResult]:
+        return read_ranks(self.folder, run, self.plan.world_size)
+
     def _watch(self) -> WorldResult:
-        """The first step once more, every rank writing down what its modules make."""
+        """Take the first step once more, on the ranks and in one process, writing down what modules make."""
         run = {"plan": asdict(self.plan), "steps": 1, "name": "watched", "precision": "float64", "watch": True}
         world = self._ranks("watch", self.plan, [run])
         if world.is_done:
             settings = self._settings("replay", plan=asdict(self.plan), ranks=self.plan.world_size)
-            finish_child(
-                start_child(module_names.VERIFY_REPLAY, settings), self.folder, "the watched step in one process"
-            )
+            child = start_child(module_names.VERIFY_REPLAY, settings)
+            finish_child(child, self.folder, "the watched step in one process")
         return world
 
     def _go_on(self, what: str) -> None:
-        """From the checkpoint of step 1 to the last step, in fresh processes: under the same plan, or others."""
+        """Go from the checkpoint of step 1 to the last step in fresh processes: under the same plan, or others."""
         plans = [self.plan] if what == "resume" else other_plans(self.plan)
         for number, plan in enumerate(plans):
             run: dict[str, Any] = {
@@ -228,23 +247,27 @@ class _Proof:
             found = differences(reference, ranks)
             check_step(self.verdict, reference, ranks, name, found)
             if what == "resume":
-                check_same_draws(self.verdict, read_ranks(self.folder, "float64", plan.world_size), ranks)
-            has_worse = self.verdict.culprit is not None and self.verdict.culprit.phase not in ("traffic", "dropout")
-            self.verdict.culprit = (
-                self.verdict.culprit if has_worse else blame_loading(found, name) or self.verdict.culprit
-            )
+                check_same_draws(self.verdict, self._results("float64"), ranks)
+            # Wrong traffic or dropout is less than a wrong checkpoint, whose place is named instead.
+            culprit = self.verdict.culprit
+            if culprit is None or culprit.phase in ("traffic", "dropout"):
+                self.verdict.culprit = blame_loading(found, name) or culprit
 
 
-def precisions_of(own: str) -> list[str]:
-    """What the steps are taken in: exactly, then narrower.
+def precisions_of(precision: str) -> list[str]:
+    """Return the precisions in which steps are taken, widest first, for a workload of `precision`.
 
     Under bf16 rounding is so large that gradients narrowed by mistake would hide in it; in float32 they do not.
     """
-    return list(dict.fromkeys(["float64", "float32", own])) if own == "bf16" else list(dict.fromkeys(["float64", own]))
+    if precision == "bf16":
+        return ["float64", "float32", "bf16"]
+    if precision == "float64":
+        return ["float64"]
+    return ["float64", precision]
 
 
 def check_was_not_killed(world: WorldResult) -> None:
-    """Raise WorkloadError when a rank was ended from outside: that says nothing of the plan."""
+    """Raise WorkloadError when a rank was ended from outside, which says nothing about the plan."""
     if world.hang.has_hung:
         return
     if world.ending.status == "stopped":
@@ -255,14 +278,17 @@ def check_was_not_killed(world: WorldResult) -> None:
 
 
 def other_plans(plan: Plan) -> list[Plan]:
-    """One rank, and as many on another axis: what a checkpoint of `plan` is loaded under."""
+    """Return the plans under which a checkpoint of `plan` is loaded: one rank, and as many on another axis."""
+    plans = [Plan(mesh="replicate=1")]
     ranks = plan.world_size
-    other = f"shard={ranks}" if plan.mesh == f"replicate={ranks}" else f"replicate={ranks}"
-    return [Plan(mesh="replicate=1"), *([Plan(mesh=other)] if ranks > 1 else [])]
+    if ranks > 1:
+        axis = "shard" if plan.mesh == f"replicate={ranks}" else "replicate"
+        plans.append(Plan(mesh=f"{axis}={ranks}"))
+    return plans
 
 
 def check_plan(plan: Plan) -> None:
-    """Raise PlanError for what promises no equality, or is no mesh of ranks."""
+    """Raise PlanError for a plan that promises no equality, or is no mesh of ranks."""
     if plan.server:
         raise PlanError(
             f"can't verify server={plan.server}",
@@ -278,12 +304,12 @@ def check_plan(plan: Plan) -> None:
 
 
 def as_json(verdict: Verdict, request: VerifyRequest) -> dict[str, Any]:
-    """The verdict with what was asked."""
+    """Return the verdict with what was asked, as a JSON object."""
     return {**verdict.to_json(), "script": str(request.script), "steps": request.steps, "options": asdict(request.plan)}
 
 
 def check_what(words: Sequence[str]) -> tuple[str, ...]:
-    """The checks that were asked for.
+    """Return the names of the checks that were asked for.
 
     Raises:
         WorkloadError: one is unknown.

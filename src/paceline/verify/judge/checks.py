@@ -1,4 +1,4 @@
-"""The lines of the table: each check reads what the processes wrote and says how it came out."""
+"""The checks of a verification: each compares what the processes wrote and adds a line to the verdict."""
 
 from __future__ import annotations
 
@@ -24,25 +24,38 @@ from paceline.verify.judge.compare import (
 from paceline.verify.judge.order import Call, find_disorder
 from paceline.verify.judge.verdict import FirstDifference, Verdict
 
-_OUTSIDE = ("world",)  # what jobs say to each other between steps
+_OUTSIDE = ("world",)  # the axis of what jobs say to each other between steps, which no plan predicts
+
+Operation = tuple[str, str]  # collective and axis
 
 
 def check_order(
     verdict: Verdict, traces: Mapping[str, dict[int, list[Call]]], mesh: Mesh, dry: Mapping[str, Any]
 ) -> None:
-    """All ranks began the same collectives in the same order, as far as they belong together."""
+    """Check that ranks that belong together began the same collectives in the same order.
+
+    Args:
+        verdict: gets a line.
+        traces: by run, the calls of each rank.
+        mesh: the ranks'.
+        dry: what the dry run wrote.
+    """
     graphs = dry["graphs"]
     for key, calls in graphs.items():
         stage, tensor = key.split(",")
-        if [call[:3] for call in calls] != [call[:3] for call in graphs[f"{stage},0"]]:
+        calls_of_first = graphs[f"{stage},0"]
+        # All but the line of the source, which is the last.
+        if [call[:3] for call in calls] != [call[:3] for call in calls_of_first]:
             verdict.add("order", False, f"before running: tensor rank {tensor} of stage {stage} has another graph")
             return
-    for own in traces.values():
-        disorder = find_disorder(own, mesh)
+    for calls_of_run in traces.values():
+        disorder = find_disorder(calls_of_run, mesh)
         if disorder is not None:
             verdict.add("order", False, disorder.describe(), disorder=disorder.to_json())
             return
-    count = max((len(calls) for own in traces.values() for calls in own.values()), default=0)
+    count = 0
+    for calls_of_run in traces.values():
+        count = max([count, *(len(calls) for calls in calls_of_run.values())])
     verdict.add("order", True, f"every rank begins the same collectives in the same order ({count} in all)")
 
 
@@ -53,75 +66,108 @@ def check_step(
     name: str = "step",
     found: list[Difference] | None = None,
 ) -> None:
-    """Losses, norms and every tensor of every rank."""
-    found = differences(reference, ranks) if found is None else found
-    precision = reference.precision
-    numbers = _scalars(reference, ranks)
-    label = f"{name} {precision}" if name == "step" else name
-    if not found and not numbers:
-        largest = largest_difference(reference, ranks)
-        if name == "step":
-            verdict.is_compared = True
-            verdict.largest, verdict.is_bitwise = largest, _is_bitwise(reference, ranks)
-        steps = len(reference.facts["losses"])
-        count = len({key for key in reference.tensors if not key.startswith("0/")})
-        said = f"{steps} losses and {count} tensors; parameters off by {largest:.1e} of their norm"
-        verdict.add(label, True, said, largest=largest)
+    """Check losses, weights, norms, learning rates and every tensor of every rank.
+
+    Args:
+        verdict: gets a line.
+        reference: the single process.
+        ranks: what is compared with it.
+        name: of the line.
+        found: the differences of tensors, if they are known already.
+    """
+    if found is None:
+        found = differences(reference, ranks)
+    scalars = _wrong_scalars(reference, ranks) + _wrong_rates(reference, ranks)
+    label = f"{name} {reference.precision}" if name == "step" else name
+    if found or scalars:
+        messages = scalars[:1]
+        if found:
+            messages.append(_describe_differences(found))
+        json_differences = [difference.to_json() for difference in found[:50]]
+        verdict.add(label, False, "; ".join(messages), differences=json_differences, scalars=scalars)
         return
-    said = numbers[0] if numbers else ""
-    if found:
-        worst = found[0]
-        how = f", {worst.found}" if worst.found else f", off by {worst.error:.2e} where rounding does {worst.bound:.1e}"
-        names = len({(one.kind, one.name) for one in found})
-        where = f"rank {worst.rank}" if worst.rank >= 0 else "the ranks"
-        said += "; " if said else ""
-        said += f"step {worst.step}: {worst.kind} {worst.name} of {where}{how} ({names} tensors differ)"
-    verdict.add(label, False, said, differences=[one.to_json() for one in found[:50]], scalars=numbers)
+    largest = largest_difference(reference, ranks)
+    if name == "step":
+        verdict.is_compared = True
+        verdict.largest = largest
+        verdict.is_bitwise = _is_bitwise(reference, ranks)
+    steps = len(reference.facts["losses"])
+    count = len([key for key in reference.tensors if not key.startswith("0/")])
+    message = f"{steps} losses and {count} tensors; parameters off by {largest:.1e} of their norm"
+    verdict.add(label, True, message, largest=largest)
 
 
-def _scalars(reference: Reference, ranks: list[RankResult]) -> list[str]:
-    """Losses, weights and norms that differ, in words."""
-    allowed = tolerance_of(reference)
-    found = []
-    for word in ("losses", "weights", "norms"):
+def _describe_differences(found: list[Difference]) -> str:
+    """Describe the first difference, and say how many there are."""
+    first = found[0]
+    how = f"off by {first.error:.2e} where rounding does {first.bound:.1e}"
+    if first.found:
+        how = first.found
+    where = f"rank {first.rank}" if first.rank >= 0 else "the ranks"
+    count = len({(difference.kind, difference.name) for difference in found})
+    return f"step {first.step}: {first.kind} {first.name} of {where}, {how} ({count} tensors differ)"
+
+
+def _wrong_scalars(reference: Reference, ranks: list[RankResult]) -> list[str]:
+    """Describe the losses, weights and norms that differ."""
+    messages = []
+    for key, label in (("losses", "loss"), ("weights", "weight"), ("norms", "gradient norm")):
+        tolerance = _scalar_tolerance(reference, key)
         for result in ranks:
-            mine = result.facts[word]
-            right = reference.facts[word][-len(mine) :] if mine else []
-            first = len(reference.facts[word]) - len(right) + 1
-            for step, (own, expected) in enumerate(zip(mine, right, strict=True), first):
-                tolerance = max(allowed.own, allowed.noise * reference.facts["scalar_noise"][word])
-                tolerance += TURNED * reference.facts["scalar_turned"][word]
-                if not abs(own - expected) <= tolerance * max(abs(expected), 1e-300):
-                    singular = {"losses": "loss", "weights": "weight", "norms": "gradient norm"}[word]
-                    found.append(
-                        f"step {step}: the {singular} is {own!r} on rank {result.rank}, {expected!r} in one process"
-                    )
+            for step, actual, expected in _by_step(reference, result, key):
+                # So written, a NaN is a difference. The floor is for an expected 0.
+                if not abs(actual - expected) <= tolerance * max(abs(expected), 1e-300):
+                    where = f"{actual!r} on rank {result.rank}, {expected!r} in one process"
+                    messages.append(f"step {step}: the {label} is {where}")
+    return messages
+
+
+def _scalar_tolerance(reference: Reference, key: str) -> float:
+    """Return how far losses, weights or norms may be off, relative."""
+    allowed = tolerance_of(reference)
+    noise: float = reference.facts["scalar_noise"][key]
+    turned: float = reference.facts["scalar_turned"][key]
+    return max(allowed.tensor, allowed.noise * noise) + TURNED * turned
+
+
+def _wrong_rates(reference: Reference, ranks: list[RankResult]) -> list[str]:
+    """Describe the learning rates that differ."""
+    messages = []
     for result in ranks:
-        mine = result.facts["rates"]
-        right = reference.facts["rates"][-len(mine) :] if mine else []
-        first = len(reference.facts["rates"]) - len(right) + 1
-        for step, (rates, expected) in enumerate(zip(mine, right, strict=True), first):
-            if any(abs(a - b) > 1e-12 * abs(b) for a, b in zip(rates, expected, strict=True)):
-                found.append(
-                    f"after step {step} the learning rates are {rates} on rank {result.rank}, alone {expected}"
+        for step, actual, expected in _by_step(reference, result, "rates"):
+            if any(abs(a - b) > 1e-12 * abs(b) for a, b in zip(actual, expected, strict=True)):
+                messages.append(
+                    f"after step {step} the learning rates are {actual} on rank {result.rank}, alone {expected}"
                 )
-    return found
+    return messages
+
+
+def _by_step(reference: Reference, result: RankResult, key: str) -> Iterator[tuple[int, Any, Any]]:
+    """Yield step, the rank's value and the reference's; a rank that resumed has the last steps alone."""
+    actual = result.facts[key]
+    all_expected = reference.facts[key]
+    first = len(all_expected) - len(actual)
+    if actual:
+        first = max(first, 0)  # a rank with more values than the reference fails in zip, as it should
+        for step, pair in enumerate(zip(actual, all_expected[first:], strict=True), first + 1):
+            yield step, *pair
 
 
 def _is_bitwise(reference: Reference, ranks: list[RankResult]) -> bool:
-    for result in ranks:
-        if result.facts["losses"] != reference.facts["losses"]:
-            return False
+    """True if the losses are the same, and the last step's parameters."""
+    if any(result.facts["losses"] != reference.facts["losses"] for result in ranks):
+        return False
     return largest_difference(reference, ranks) == 0
 
 
 def check_branches(reference: Reference, ranks: list[RankResult]) -> None:
     """Raise WorkloadError when the person's code went another way for a part of the batch than for all of it."""
-    right = _ways(reference.facts["branches"])
+    expected = _outcomes_by_line(reference.facts["branches"])
     for result in ranks:
-        for line, ways in _ways(result.facts["branches"]).items():
-            if line in right and ways != right[line]:
-                here, there = (" and ".join(sorted(str(way) for way in one)) for one in (ways, right[line]))
+        for line, outcomes in _outcomes_by_line(result.facts["branches"]).items():
+            if line in expected and outcomes != expected[line]:
+                here = _describe_outcomes(outcomes)
+                there = _describe_outcomes(expected[line])
                 raise WorkloadError(
                     "the loss should take the same branches for a batch and for its parts",
                     f"the condition at {line} is {there} for the whole batch and {here} on rank {result.rank}",
@@ -129,17 +175,21 @@ def check_branches(reference: Reference, ranks: list[RankResult]) -> None:
                 )
 
 
-def _ways(branches: list[list[Any]]) -> dict[str, set[bool]]:
-    ways: dict[str, set[bool]] = {}
+def _outcomes_by_line(branches: list[list[Any]]) -> dict[str, set[bool]]:
+    outcomes: dict[str, set[bool]] = {}
     for line, outcome in branches:
-        ways.setdefault(line, set()).add(outcome)
-    return ways
+        outcomes.setdefault(line, set()).add(outcome)
+    return outcomes
+
+
+def _describe_outcomes(outcomes: set[bool]) -> str:
+    return " and ".join(sorted(str(outcome) for outcome in outcomes))
 
 
 def check_traffic(
     verdict: Verdict, plan: Plan, models: Sequence[Sequence[Mapping[str, Any]]], ranks: list[RankResult]
 ) -> None:
-    """The ledger of the first step is the prediction: calls and bytes, by collective and axis.
+    """Check that the ledger of the first step is the prediction: calls and bytes, by collective and axis.
 
     Args:
         verdict: gets a line.
@@ -149,56 +199,80 @@ def check_traffic(
     """
     total = 0
     for result in ranks:
-        at = result.facts["coordinate"]
-        own = models[result.facts["data_part"]]
-        model = own[at["tensor"] % len(own)]
-        predicted = step_traffic(plan, model, at["shard"])
+        predicted = _predicted_traffic(plan, models, result)
         if predicted is None:
             verdict.add("traffic", True, "depends on the data (sparse gradients): nothing was predicted")
             return
-        rows = predicted[at["pipeline"] if len(predicted) > 1 else 0]
-        promised = Counter({(row.collective, row.axis): row.calls for row in rows})
-        sent = Counter({(row.collective, row.axis): row.payload_bytes for row in rows})
-        for key, size in [*_batch_norms(plan, model, result), *_changed_buffers(plan, result)]:
-            promised[key] += 1
-            sent[key] += size
-        ledger = [row for row in result.facts["ledger"][0] if row["axis"] not in _OUTSIDE]
-        counted = {(row["collective"], row["axis"]): (row["calls"], row["bytes"]) for row in ledger}
-        for key in sorted(promised.keys() | counted.keys()):
-            calls, size = counted.get(key, (0, 0))
+        predicted_calls, predicted_bytes = predicted
+        ledger: dict[Operation, tuple[int, int]] = {}
+        for row in result.facts["ledger"][0]:
+            if row["axis"] not in _OUTSIDE:
+                ledger[row["collective"], row["axis"]] = (row["calls"], row["bytes"])
+        for operation in sorted(predicted_calls.keys() | ledger.keys()):
+            calls, size = ledger.get(operation, (0, 0))
             total += size
-            if (calls, size) != (promised[key], sent[key]):
-                said = (
-                    f"rank {result.rank}: {key[0]} on {key[1]}: {calls} calls, {size} bytes; "
-                    f"predicted {promised[key]} calls, {sent[key]} bytes"
+            if (calls, size) != (predicted_calls[operation], predicted_bytes[operation]):
+                collective, axis = operation
+                message = (
+                    f"rank {result.rank}: {collective} on {axis}: {calls} calls, {size} bytes; "
+                    f"predicted {predicted_calls[operation]} calls, {predicted_bytes[operation]} bytes"
                 )
-                verdict.add("traffic", False, said, collective=key[0], axis=key[1], rank=result.rank)
-                verdict.culprit = verdict.culprit or FirstDifference("", f"{key[0]} on {key[1]}", "traffic", said)
+                verdict.add("traffic", False, message, collective=collective, axis=axis, rank=result.rank)
+                if verdict.culprit is None:
+                    verdict.culprit = FirstDifference("", f"{collective} on {axis}", "traffic", message)
                 return
     verdict.add(
         "traffic", True, f"as predicted, call by call and byte by byte ({total / 2**20:.3f} MiB from all ranks)"
     )
 
 
-def _batch_norms(plan: Plan, model: Mapping[str, Any], result: RankResult) -> Iterator[tuple[tuple[str, str], int]]:
-    """What batch norms with shared statistics send, each once per micro-batch (comm/batch_norm.py)."""
+def _predicted_traffic(
+    plan: Plan, models: Sequence[Sequence[Mapping[str, Any]]], result: RankResult
+) -> tuple[Counter[Operation], Counter[Operation]] | None:
+    """Return the calls and the bytes that one rank's first step should enter in the ledger; None: can't be told."""
+    at = result.facts["coordinate"]
+    models_of_part = models[result.facts["data_part"]]
+    model = models_of_part[at["tensor"] % len(models_of_part)]  # one entry where all ranks of `tensor` hold the same
+    by_stage = step_traffic(plan, model, at["shard"])
+    if by_stage is None:
+        return None
+    rows = by_stage[at["pipeline"]] if len(by_stage) > 1 else by_stage[0]
+    calls: Counter[Operation] = Counter()
+    sizes: Counter[Operation] = Counter()
+    for row in rows:
+        calls[row.collective, row.axis] = row.calls
+        sizes[row.collective, row.axis] = row.payload_bytes
+    # These depend on the model's mode and on what the step wrote, so `step_traffic` leaves them out.
+    for operation, size in [*_batch_norms(plan, model, result), *_changed_buffers(plan, result)]:
+        calls[operation] += 1
+        sizes[operation] += size
+    return calls, sizes
+
+
+def _batch_norms(plan: Plan, model: Mapping[str, Any], result: RankResult) -> Iterator[tuple[Operation, int]]:
+    """Yield what batch norms with shared statistics send, each once per micro-batch (comm/batch_norm.py)."""
     mesh = Mesh.parse(plan.mesh)
     if mesh.data_size == 1 or model["micro_batch_size"] is not None:
         return
     micro_batches = model.get("split", {}).get("micro_batches", 1)
     for name, channels in model["batch_norms"].items():
-        own = {key.split("/", 2)[2]: values for key, values in result.tensors.items() if key.startswith("0/")}
-        held = [values for key, values in own.items() if key.rpartition(".")[0] == name and values.ndim]
+        held = []  # the norm's own tensors on this rank, apart from its count of batches
+        for key, values in result.tensors.items():
+            step, _, tensor = key.split("/", 2)
+            if step == "0" and tensor.rpartition(".")[0] == name and values.ndim:
+                held.append(values)
         if not held and mesh.size("pipeline") > 1:
             continue  # on another stage; one without any tensor can't be told apart, and sends the same
-        size = (held[0].size if held else channels) * (8 if held and held[0].dtype == np.float64 else 4)
+        elements = held[0].size if held else channels
+        itemsize = 8 if held and held[0].dtype == np.float64 else 4
+        size = elements * itemsize
         for _ in range(micro_batches):
             yield ("all_gather", _data_axis(mesh)), 3 * size
             yield ("all_reduce", _data_axis(mesh)), 2 * size
 
 
-def _changed_buffers(plan: Plan, result: RankResult) -> Iterator[tuple[tuple[str, str], int]]:
-    """Buffers that the first step wrote to, with all of their modules: a message per dtype, as replicate sends them."""
+def _changed_buffers(plan: Plan, result: RankResult) -> Iterator[tuple[Operation, int]]:
+    """Yield a message per dtype for the buffers that the first step wrote to, as `replicate` sends them."""
     mesh = Mesh.parse(plan.mesh)
     if mesh.data_size == 1:
         return
@@ -211,5 +285,6 @@ def _changed_buffers(plan: Plan, result: RankResult) -> Iterator[tuple[tuple[str
 
 
 def _data_axis(mesh: Mesh) -> str:
+    """Return the axis over which all parts of the batch are summed; "data" where two axes split it."""
     used = [axis for axis in ("replicate", "shard") if mesh.size(axis) > 1]
     return used[0] if len(used) == 1 else "data"

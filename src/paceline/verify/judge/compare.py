@@ -1,4 +1,4 @@
-"""Every rank's pieces against the single process, tensor by tensor, within what rounding was seen to do.
+"""Compare every rank's shards with the tensors of the single process, within what rounding was measured to do.
 
 The bound is measured on the person's own model: the reference is run again with the batch's samples in the opposite
 order, and with every module's result moved by one rounding. What those change, rounding can change; a bug moves values
@@ -26,33 +26,32 @@ KINDS = ("gradient", "buffer", "state", "parameter")  # in the order in which a 
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """How far a value may be off: times the measured noise, times the tensor's largest value, and the step's."""
+    """How far a value may be off: factors of the measured noise and of two largest values, which are added up."""
 
     noise: float
-    own: float
-    all: float
+    tensor: float  # of the tensor's largest value
+    kind: float  # of the largest value of all tensors of its kind in that step
 
 
 # float64: 1e-10 of a tensor is a million roundings and far below any mistake; 1e-13 of the largest gradient is what
 # stays of sums that cancel. Else a few roundings of one value, and tens of what one rounding everywhere does.
 _TOLERANCES = {"float64": Tolerance(200, 1e-10, 1e-13)}
 
-
 TURNED = 2.0  # times what the runs with moved gradients changed: allowed on top of the rest
 _NOISE_AT_MOST = 0.05  # of the largest value of its kind
 
 
 def tolerance_of(reference: Reference) -> Tolerance:
-    """The tolerance in a reference's precision, or in that of the narrowest parameter."""
+    """Return the tolerance in a reference's precision, or in that of the narrowest parameter."""
     epsilon = max(EPSILON[reference.precision], reference.facts.get("epsilon", 0.0))
     return _TOLERANCES.get(reference.precision, Tolerance(30, 16 * epsilon, 2 * epsilon))
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One tensor of one rank that is not the reference's.
+    """One tensor of one rank that differs from the reference's by more than rounding.
 
-    `found` says how: a factor, NaN, a shape.
+    `found` says how it differs: by a factor, by NaN, by its shape.
     """
 
     step: int
@@ -65,8 +64,8 @@ class Difference:
     found: str
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON has it."""
-        return {field: getattr(self, field) for field in self.__dataclass_fields__}
+        """Return the fields as a JSON object."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 
 @dataclass(slots=True)
@@ -81,7 +80,7 @@ class Reference:
 
     @classmethod
     def read(cls, folder: Path, precision: str) -> Reference:
-        """What `reference.py` wrote."""
+        """Read what `reference.py` wrote."""
         facts = json.loads((folder / f"reference-{precision}.json").read_text())
         tensors = load_file(folder / f"reference-{precision}.safetensors")
         return cls(tensors, facts.pop("noise"), facts, precision, facts.pop("turned"))
@@ -89,42 +88,42 @@ class Reference:
 
 @dataclass(slots=True)
 class RankResult:
-    """What one rank wrote."""
+    """The tensors and facts that one rank wrote."""
 
     rank: int
     tensors: dict[str, Array]
     facts: dict[str, Any]
 
     def shard_spec(self, name: str) -> ShardSpec | None:
-        """Which part of a tensor the rank says it holds; None: all of it."""
-        value = self.facts["placements"].get(name)
-        return ShardSpec.of_json(value) if value else None
+        """Return which part of a tensor the rank says it holds; None: all of it."""
+        placement = self.facts["placements"].get(name)
+        return ShardSpec.of_json(placement) if placement else None
 
 
 def read_ranks(folder: Path, run: str, ranks: int) -> list[RankResult]:
-    """The results of a run's ranks."""
-    return [
-        RankResult(
-            rank,
-            load_file(folder / f"{run}-{rank}.safetensors"),
-            json.loads((folder / f"{run}-{rank}.json").read_text()),
-        )
-        for rank in range(ranks)
-    ]
+    """Read the results of a run's ranks."""
+    results = []
+    for rank in range(ranks):
+        tensors = load_file(folder / f"{run}-{rank}.safetensors")
+        facts = json.loads((folder / f"{run}-{rank}.json").read_text())
+        results.append(RankResult(rank, tensors, facts))
+    return results
 
 
 def split_key(key: str) -> tuple[int, str, str, str]:
-    """Step, kind, the tensor's name, and the optimizer's word for a state."""
-    step, kind, rest = key.split("/", 2)
+    """Split STEP/KIND/NAME or STEP/state/STATE/NAME into step, kind, name and the state's name ("" if it is none)."""
+    step, kind, name = key.split("/", 2)
     if kind == "state":
-        word, rest = rest.split("/", 1)
-        return int(step), kind, rest, word
-    return int(step), kind, rest, ""
+        state, name = name.split("/", 1)
+        return int(step), kind, name, state
+    return int(step), kind, name, ""
 
 
 def take(full: Array, shard_spec: ShardSpec | None) -> Array:
-    """The part of a tensor that a placement says."""
-    for cut in shard_spec.cuts if shard_spec is not None else ():
+    """Return the part of a full tensor that a placement describes; all of it for None."""
+    if shard_spec is None:
+        return full
+    for cut in shard_spec.cuts:
         if cut.dim == FLAT:
             flat = full.reshape(-1)
             full = np.concatenate([flat[start:stop] for start, stop in cut.ranges])
@@ -134,174 +133,222 @@ def take(full: Array, shard_spec: ShardSpec | None) -> Array:
 
 
 def _rows(full: Array, dim: int, start: int, stop: int) -> Array:
-    where: list[slice] = [slice(None)] * full.ndim
-    where[dim] = slice(start, stop)
-    return full[tuple(where)]
+    index: list[slice] = [slice(None)] * full.ndim
+    index[dim] = slice(start, stop)
+    return full[tuple(index)]
 
 
 def differences(reference: Reference, ranks: list[RankResult]) -> list[Difference]:
-    """All tensors that differ by more than rounding, steps in order, and whatever nobody holds."""
+    """Return all tensors that differ by more than rounding, and those that no rank holds.
+
+    Sorted by step, then in the order in which a step makes them, then in the order in which modules begin.
+    """
     largest = largest_of_each_kind(reference)
-    found: list[Difference] = []
+    unsorted: list[Difference] = []
     for result in ranks:
-        for key, mine in result.tensors.items():
-            found += _check(reference, result, key, mine, largest)
-        found += _lacking(reference, result)
-    found += _uncovered(reference, ranks)
-    begins = {name: number for number, name in enumerate(reference.facts["modules"])}
-    return sorted(
-        found, key=lambda one: (one.step, KINDS.index(one.kind), begins.get(module_of(one.name), len(begins)))
-    )
+        for key, actual in result.tensors.items():
+            unsorted += _check(reference, result, key, actual, largest)
+        unsorted += _missing(reference, result)
+    unsorted += _uncovered(reference, ranks)
+
+    module_order = {name: number for number, name in enumerate(reference.facts["modules"])}
+
+    def in_order_of_making(difference: Difference) -> tuple[int, int, int]:
+        module = module_of(difference.name)
+        return difference.step, KINDS.index(difference.kind), module_order.get(module, len(module_order))
+
+    return sorted(unsorted, key=in_order_of_making)
 
 
 def module_of(name: str) -> str:
-    """The module that a parameter or buffer belongs to, or an optimizer's `word of parameter`."""
+    """Return the module of a parameter or buffer, or of an optimizer state `STATE of PARAMETER`."""
     return name.rpartition(" of ")[2].rpartition(".")[0]
 
 
 def before_clipping(reference: Reference, ranks: list[RankResult]) -> list[Difference]:
-    """What differs of the first step's gradients once the clipping of each side is undone by its own norm."""
-    clip, norms = reference.facts["clip_norm"], reference.facts["norms"]
-    updated = set(reference.facts["updated"])
-
-    def grown(tensors: dict[str, Array], its_norms: list[float]) -> tuple[dict[str, Array], float]:
-        factor = max(its_norms[0] + 1e-6, clip) / clip if clip and its_norms else 1.0
-        kept = {key: values for key, values in tensors.items() if key.startswith("1/gradient/")}
-        return {key: v * (factor if split_key(key)[2] in updated else 1.0) for key, v in kept.items()}, factor
-
-    tensors, factor = grown(reference.tensors, norms)
+    """Compare the first step's gradients with the clipping of each side undone by that side's own norm."""
+    tensors, factor = _unclipped(reference.tensors, reference.facts["norms"], reference)
     noise = {key: value * factor for key, value in reference.noise.items()}
-    right = Reference(tensors, noise, reference.facts, reference.precision)  # of step 1: no update is before it
-    return differences(right, [RankResult(r.rank, grown(r.tensors, r.facts["norms"])[0], r.facts) for r in ranks])
+    # Without `turned`, the effect of moved gradients on updates: no update comes before the gradients of step 1.
+    unclipped_reference = Reference(tensors, noise, reference.facts, reference.precision)
+    unclipped_ranks = []
+    for result in ranks:
+        rank_tensors, _ = _unclipped(result.tensors, result.facts["norms"], reference)
+        unclipped_ranks.append(RankResult(result.rank, rank_tensors, result.facts))
+    return differences(unclipped_reference, unclipped_ranks)
+
+
+def _unclipped(
+    tensors: Mapping[str, Array], norms: list[float], reference: Reference
+) -> tuple[dict[str, Array], float]:
+    """Return the gradients of step 1 as they were before clipping, and the factor by which they were larger."""
+    clip_norm = reference.facts["clip_norm"]
+    factor = 1.0
+    if clip_norm and norms:
+        factor = max(norms[0] + 1e-6, clip_norm) / clip_norm
+    updated = set(reference.facts["updated"])
+    gradients = {}
+    for key, values in tensors.items():
+        if not key.startswith("1/gradient/"):
+            continue
+        _, _, name, _ = split_key(key)
+        gradients[key] = values * (factor if name in updated else 1.0)
+    return gradients, factor
 
 
 def largest_difference(reference: Reference, ranks: list[RankResult]) -> float:
-    """How far the parameters of any rank are off after the last step: the norm of the difference over theirs."""
-    last = max(split_key(key)[0] for key in reference.tensors)
+    """Return how far the parameters of any rank are off after the last step: the norm of the difference over theirs."""
+    last_step = max(split_key(key)[0] for key in reference.tensors)
     worst = 0.0
     for result in ranks:
-        off, size = 0.0, 0.0
-        for key, mine in result.tensors.items():
+        squared_error = 0.0
+        squared_norm = 0.0
+        for key, actual in result.tensors.items():
             step, kind, name, _ = split_key(key)
-            if kind == "parameter" and step == last and key in reference.tensors:
-                right = take(reference.tensors[key], result.shard_spec(name)).astype("f8")
-                off += float(((mine.astype("f8") - right) ** 2).sum())
-                size += float((right * right).sum())
-        worst = max(worst, (off / size) ** 0.5 if size else 0.0)
+            if kind == "parameter" and step == last_step and key in reference.tensors:
+                expected = take(reference.tensors[key], result.shard_spec(name)).astype("f8")
+                squared_error += float(((actual.astype("f8") - expected) ** 2).sum())
+                squared_norm += float((expected * expected).sum())
+        if squared_norm:
+            worst = max(worst, (squared_error / squared_norm) ** 0.5)
     return worst
 
 
 def bound_of(reference: Reference, key: str, largest: Mapping[tuple[int, str], float]) -> float:
-    """How far the tensor `key` may be off.
+    """Return how far the tensor `key` may be off.
 
     In float64, which decides what is a bug, no more than a small part is ever put down to rounding. In narrower
     precisions a sign-like optimizer (Adam in its first steps) may make a whole step of the rounding of a gradient near
     zero: what that does was measured by moving all gradients as far as they may be off, in both directions.
     """
-    allowed = tolerance_of(reference)
-    step, kind, _, word = split_key(key)
-    own, most = _size(reference.tensors[key]), largest[step, kind + word]
-    noise = allowed.noise * reference.noise.get(key, 0.0)
+    tolerance = tolerance_of(reference)
+    step, kind, _, state = split_key(key)
+    largest_of_kind = largest[step, kind + state]
+    noise = tolerance.noise * reference.noise.get(key, 0.0)
     if reference.precision == "float64":
-        noise = min(noise, _NOISE_AT_MOST * most)
-    cancels = allowed.all * most if kind in ("gradient", "state") else 0.0
-    return noise + allowed.own * own + cancels + TURNED * reference.turned.get(key, 0.0)
+        noise = min(noise, _NOISE_AT_MOST * largest_of_kind)
+    # Sums that cancel (the gradient of a key's bias) keep the rounding of the large values that they were made of.
+    cancellation = 0.0
+    if kind in ("gradient", "state"):
+        cancellation = tolerance.kind * largest_of_kind
+    rounding = tolerance.tensor * _largest_finite(reference.tensors[key])
+    return noise + rounding + cancellation + TURNED * reference.turned.get(key, 0.0)
 
 
-def _size(values: Array) -> float:
-    """The largest finite value."""
-    finite = values[np.isfinite(values)] if values.dtype.kind == "f" else values
-    return float(np.abs(finite).max()) if finite.size else 0.0
+def _largest_finite(values: Array) -> float:
+    """Return the largest finite absolute value; 0 if there is none."""
+    finite = values
+    if values.dtype.kind == "f":
+        finite = values[np.isfinite(values)]
+    if not finite.size:
+        return 0.0
+    return float(np.abs(finite).max())
 
 
 def largest_of_each_kind(reference: Reference) -> dict[tuple[int, str], float]:
-    """The largest value of each step's gradients, parameters, buffers and states."""
+    """Return the largest value of each step's gradients, parameters, buffers and of each optimizer state."""
     largest: dict[tuple[int, str], float] = {}
     for key, values in reference.tensors.items():
-        step, kind, _, word = split_key(key)
-        largest[step, kind + word] = max(largest.get((step, kind + word), 0.0), _size(values))
+        step, kind, _, state = split_key(key)
+        before = largest.get((step, kind + state), 0.0)
+        largest[step, kind + state] = max(before, _largest_finite(values))
     return largest
 
 
 def _check(
-    reference: Reference, result: RankResult, key: str, mine: Array, largest: Mapping[tuple[int, str], float]
+    reference: Reference, result: RankResult, key: str, actual: Array, largest: Mapping[tuple[int, str], float]
 ) -> Iterator[Difference]:
-    step, kind, name, word = split_key(key)
-    label = f"{word} of {name}" if word else name
+    """Yield the difference of one tensor of a rank, if there is one."""
+    step, kind, name, state = split_key(key)
+    label = _label(name, state)
     full = reference.tensors.get(key)
     if full is None:
-        if mine.size and np.abs(mine).max() > 0 and kind != "state":
-            yield Difference(step, kind, label, result.rank, float(np.abs(mine).max()), 0, 0, "one process has none")
+        if actual.size and np.abs(actual).max() > 0 and kind != "state":
+            error = float(np.abs(actual).max())
+            yield Difference(step, kind, label, result.rank, error, 0, 0, "one process has none")
         return
-    right = take(full, result.shard_spec(name))
-    scale = _size(full)
-    if right.shape != mine.shape:
-        found = f"its shape is {mine.shape}, not {right.shape}"
+    expected = take(full, result.shard_spec(name))
+    scale = _largest_finite(full)
+    if expected.shape != actual.shape:
+        found = f"its shape is {actual.shape}, not {expected.shape}"
         yield Difference(step, kind, label, result.rank, float("inf"), 0, scale, found)
         return
-    if not mine.size:
+    if not actual.size:
         return
-    if mine.dtype.kind != "f":
-        if not np.array_equal(mine, right):
-            error = float(np.abs(mine.astype("f8") - right.astype("f8")).max())
+    if actual.dtype.kind != "f":
+        if not np.array_equal(actual, expected):
+            error = float(np.abs(actual.astype("f8") - expected.astype("f8")).max())
             yield Difference(step, kind, label, result.rank, error, 0, scale, "")
         return
-    differs = ~((mine == right) | (np.isnan(mine) & np.isnan(right)))  # a mask's -inf is no difference
-    wide, expected = mine.astype("f8")[differs], right.astype("f8")[differs]
-    if not wide.size:
+    is_equal = (actual == expected) | (np.isnan(actual) & np.isnan(expected))
+    if is_equal.all():
         return
-    error, bound = float(np.abs(wide - expected).max()), bound_of(reference, key, largest)
-    if not error <= bound:  # NaN too
-        found = relation(mine.astype("f8"), right.astype("f8"))
+    # Equal elements are left out first: the difference of a mask's two -inf would be NaN.
+    actual_wide, expected_wide = actual.astype("f8"), expected.astype("f8")
+    error = float(np.abs(actual_wide[~is_equal] - expected_wide[~is_equal]).max())
+    bound = bound_of(reference, key, largest)
+    if not error <= bound:  # so written, a NaN is a difference
+        found = relation(actual_wide, expected_wide)
         yield Difference(step, kind, label, result.rank, error, bound, scale, found)
 
 
-def relation(mine: Array, right: Array) -> str:
-    """How a wrong tensor follows from the right one, where that can be said in a word."""
-    if not np.isfinite(mine).all():
+def _label(name: str, state: str) -> str:
+    return f"{state} of {name}" if state else name
+
+
+def relation(actual: Array, expected: Array) -> str:
+    """Say how a wrong tensor follows from the right one; "" if it does not follow in a simple way."""
+    if not np.isfinite(actual).all():
         return "it has NaN or infinite values"
-    size = float((right * right).sum())
-    if not mine.any():
+    squared_norm = float((expected * expected).sum())
+    if not actual.any():
         return "it is zero"
-    if not size:
+    if not squared_norm:
         return ""
-    factor = float((mine * right).sum()) / size
-    if np.abs(mine - factor * right).max() <= 1e-6 * abs(factor) * np.abs(right).max():
+    factor = float((actual * expected).sum()) / squared_norm  # the factor of the least-squares fit
+    if np.abs(actual - factor * expected).max() <= 1e-6 * abs(factor) * np.abs(expected).max():
         return f"{factor:.6g} times what it should be"
     return ""
 
 
-def _lacking(reference: Reference, result: RankResult) -> Iterator[Difference]:
-    """Gradients and states of parameters that this rank holds, which one process has and the rank has not."""
-    held = {split_key(key)[2] for key in result.tensors if "/parameter/" in key}
+def _missing(reference: Reference, result: RankResult) -> Iterator[Difference]:
+    """Yield gradients and states which one process has, and the rank has not although it holds the parameter."""
+    parameters = {split_key(key)[2] for key in result.tensors if "/parameter/" in key}
     steps = {split_key(key)[0] for key in result.tensors}
     for key, values in reference.tensors.items():
-        step, kind, name, word = split_key(key)
-        updates = name in held and step in steps and kind in ("gradient", "state")
-        if updates and key not in result.tensors and values.size and values.any():
-            if step == min(steps) or not result.facts["has_gradient"].get(name, True):
-                continue
-            if not take(values, result.shard_spec(name)).any():
-                continue
-            label = f"{word} of {name}" if word else name
-            yield Difference(
-                step, kind, label, result.rank, float("inf"), 0, float(np.abs(values).max()), "it has none"
-            )
+        step, kind, name, state = split_key(key)
+        is_expected = name in parameters and step in steps and kind in ("gradient", "state")
+        if not is_expected or key in result.tensors or not values.any():
+            continue
+        # The first step that a rank writes down is what it began with: no gradients are made there.
+        if step == min(steps) or not result.facts["has_gradient"].get(name, True):
+            continue
+        if not take(values, result.shard_spec(name)).any():
+            continue
+        scale = float(np.abs(values).max())
+        yield Difference(step, kind, _label(name, state), result.rank, float("inf"), 0, scale, "it has none")
 
 
 def _uncovered(reference: Reference, ranks: list[RankResult]) -> Iterator[Difference]:
-    """Parameters of which some element is on no rank."""
+    """Yield parameters and buffers of which some element is on no rank."""
+    last_step = max((split_key(key)[0] for key in reference.tensors), default=0)
     for key, values in reference.tensors.items():
         step, kind, name, _ = split_key(key)
-        if kind not in ("parameter", "buffer") or step != max(split_key(k)[0] for k in reference.tensors):
+        if kind not in ("parameter", "buffer") or step != last_step:
             continue
         holders = [result for result in ranks if key in result.tensors]
-        if any(result.shard_spec(name) is None or not result.shard_spec(name).cuts for result in holders):  # type: ignore[union-attr]
+        if any(_holds_all(result, name) for result in holders):
             continue
-        numbers = np.arange(values.size).reshape(values.shape)
-        seen = np.zeros(values.size, bool)
+        indices = np.arange(values.size).reshape(values.shape)
+        is_covered = np.zeros(values.size, bool)
         for result in holders:
-            seen[take(numbers, result.shard_spec(name)).reshape(-1)] = True
-        if not seen.all():
-            missing = int((~seen).sum())
-            yield Difference(step, kind, name, -1, float("inf"), 0, 0, f"{missing} of its elements are on no rank")
+            shard_indices = take(indices, result.shard_spec(name))
+            is_covered[shard_indices.reshape(-1)] = True
+        if not is_covered.all():
+            count = int((~is_covered).sum())
+            yield Difference(step, kind, name, -1, float("inf"), 0, 0, f"{count} of its elements are on no rank")
+
+
+def _holds_all(result: RankResult, name: str) -> bool:
+    shard_spec = result.shard_spec(name)
+    return shard_spec is None or not shard_spec.cuts

@@ -1,4 +1,4 @@
-"""Fingerprints as numbers: those of pieces added up, and whether two are of the same tensor. See `fingerprint.py`."""
+"""Add up the fingerprints of pieces, and compare two fingerprints. `ranks/fingerprint.py` makes them from tensors."""
 
 from __future__ import annotations
 
@@ -8,24 +8,37 @@ Print = list[float]  # first sum, second sum, sum of squares, elements
 
 
 def added(prints: list[Print]) -> Print:
-    """The numbers of the whole, from its pieces'."""
+    """Return the fingerprint of a full tensor from those of its pieces."""
     return [math.fsum(column) for column in zip(*prints, strict=True)]
 
 
-def differ(one: Print, other: Print, floor: float = 0.0) -> bool:
-    """Whether two tensors are not the same, rounding in float64 apart."""
-    if one[3] != other[3]:
+def differ(first: Print, second: Print, floor: float = 0.0) -> bool:
+    """True if two fingerprints are of different tensors, rounding in float64 apart.
+
+    Args:
+        first: a fingerprint.
+        second: another.
+        floor: how far sums may be off besides, absolute.
+    """
+    if first[3] != second[3]:
         return True
-    if not all(math.isfinite(number) for number in (*one, *other)):
-        return [math.isfinite(n) for n in one] != [math.isfinite(n) for n in other]
-    allowed = 1e-10 * math.sqrt(max(one[2], other[2]) * max(one[3], 1.0)) + floor
-    return any(abs(a - b) > allowed for a, b in zip(one[:2], other[:2], strict=True))
+    first_is_finite = [math.isfinite(number) for number in first]
+    second_is_finite = [math.isfinite(number) for number in second]
+    if not all(first_is_finite) or not all(second_is_finite):
+        return first_is_finite != second_is_finite
+    # By Cauchy-Schwarz a weighted sum is at most sqrt(sum of squares * elements), weights being cosines.
+    largest_sum = math.sqrt(max(first[2], second[2]) * max(first[3], 1.0))
+    allowed = 1e-10 * largest_sum + floor
+    return any(abs(a - b) > allowed for a, b in zip(first[:2], second[:2], strict=True))
 
 
-def times_of(one: Print, other: Print) -> float | None:
-    """How many times `other` is `one`, where it is a multiple of it; else None."""
-    if one[3] != other[3] or not all(math.isfinite(number) for number in (*one, *other)) or not other[2]:
+def times_of(first: Print, second: Print) -> float | None:
+    """Return the factor f for which the first tensor is f times the second; None where it is no multiple of it."""
+    if first[3] != second[3] or not all(math.isfinite(number) for number in (*first, *second)) or not second[2]:
         return None
-    factor = math.copysign(math.sqrt(one[2] / other[2]), one[0] * other[0])
-    scaled = [other[0] * factor, other[1] * factor, one[2], one[3]]
-    return None if differ(one, scaled) else factor
+    # The sums of squares give the size of the factor, the weighted sums its sign.
+    factor = math.copysign(math.sqrt(first[2] / second[2]), first[0] * second[0])
+    scaled = [second[0] * factor, second[1] * factor, first[2], first[3]]
+    if differ(first, scaled):
+        return None
+    return factor

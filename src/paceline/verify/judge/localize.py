@@ -1,4 +1,4 @@
-"""Where the first difference is: which module, in which phase, and which collective is next to it.
+"""Find the first difference: which module makes it, in which phase, and which collective is next to it.
 
 Forward values are looked at in the order in which they are made, gradients in the opposite order: the first that
 differs comes from values that were right, so what went wrong lies between them.
@@ -23,7 +23,7 @@ from paceline.verify.judge.compare import (
     module_of,
     read_ranks,
 )
-from paceline.verify.judge.fingerprints import added, differ, times_of
+from paceline.verify.judge.fingerprints import Print, added, differ, times_of
 from paceline.verify.judge.order import Disorder, HangWatch
 from paceline.verify.judge.verdict import FirstDifference
 from paceline.verify.processes import WorldResult
@@ -38,179 +38,231 @@ _BACKWARD = {
     "keep_piece": "all_gather",
 }  # fmt: skip
 _IS_ONE = 1e-6  # how far a factor may be from one
+# The collective that adds up gradients on each axis.
 _REDUCES = {"pipeline": "send", "shard": "reduce_scatter", "replicate": "all_reduce", "tensor": "all_reduce"}
+
+Replay = Mapping[int, Mapping[str, Any]]  # by part of the batch, what one process saw of it (ranks/replay.py)
 
 
 def blame_disorder(disorder: Disorder, hang: HangWatch | None = None) -> FirstDifference:
-    """The collective that one rank left out, or began alone."""
-    call = disorder.expected or disorder.call
-    at = f"; rank {disorder.rank} at {disorder.call.line}" if disorder.call and disorder.call.line else ""
+    """Name the collective that one rank left out, or began alone."""
+    collective = disorder.expected or disorder.call
+    where = ""
+    if disorder.call and disorder.call.line:
+        where = f"; rank {disorder.rank} at {disorder.call.line}"
     if hang is not None and disorder.rank in hang.standing:
         heartbeat = hang.standing[disorder.rank]
-        at = f"; rank {disorder.rank} stands at {heartbeat['at'] or heartbeat['line']}"
-    return FirstDifference("", f"{call}", "order", disorder.describe() + at)
+        where = f"; rank {disorder.rank} stands at {heartbeat['at'] or heartbeat['line']}"
+    return FirstDifference("", f"{collective}", "order", disorder.describe() + where)
 
 
 def blame_loading(found: list[Difference], name: str) -> FirstDifference | None:
-    """The first tensor that a checkpoint did not bring back, or that the steps after it did not make."""
+    """Name the first tensor that a checkpoint did not bring back, or that the steps after it did not make."""
     if not found:
         return None
     first = found[0]
     how = f", {first.found}" if first.found else ""
-    said = f"{name}: {first.kind} {first.name} is wrong on rank {first.rank} after step {first.step}{how}"
-    return FirstDifference(module_of(first.name), "", "load", said)
+    message = f"{name}: {first.kind} {first.name} is wrong on rank {first.rank} after step {first.step}{how}"
+    return FirstDifference(module_of(first.name), "", "load", message)
 
 
 def find_in_narrow(folder: Path, plan: Plan, precision: str) -> FirstDifference | None:
-    """What differs in the working precision alone: something is rounded to fewer digits than promised."""
-    reference, ranks = Reference.read(folder, precision), read_ranks(folder, precision, plan.world_size)
+    """Find what differs in the working precision alone: something is rounded to fewer digits than promised."""
+    reference = Reference.read(folder, precision)
+    ranks = read_ranks(folder, precision, plan.world_size)
     gradients = before_clipping(reference, ranks)
-    found = _from_tensors(differences(reference, ranks), gradients, reference, ranks, Mesh.parse(plan.mesh))
-    if found is not None:
-        found.said = f"in {precision} alone, so too few digits are kept: {found.said}"
-    return found
+    first = _from_tensors(differences(reference, ranks), gradients, reference, ranks, Mesh.parse(plan.mesh))
+    if first is not None:
+        first.message = f"in {precision} alone, so too few digits are kept: {first.message}"
+    return first
 
 
 def find_first_difference(folder: Path, plan: Plan, watch: Callable[[], WorldResult]) -> FirstDifference | None:
-    """Run the first step again with every module looked at, and find where it goes wrong."""
+    """Run the first step again with every module looked at, and find where it goes wrong.
+
+    Args:
+        folder: where the processes wrote.
+        plan: what was verified.
+        watch: runs the step on the ranks and in one process, which write `watched-RANK.json` and `replay.json`.
+    """
     mesh = Mesh.parse(plan.mesh)
     reference = Reference.read(folder, "float64")
     ranks = read_ranks(folder, "float64", plan.world_size)
-    found, gradients = differences(reference, ranks), before_clipping(reference, ranks)
-    start = [one for one in found if one.step == 0]
-    if start:
-        return _at_start(start[0], mesh)
+    all_differences = differences(reference, ranks)
+    gradients = before_clipping(reference, ranks)
+    for difference in all_differences:
+        if difference.step == 0:
+            return _at_start(difference, mesh)
     if not watch().is_done or not (folder / "replay.json").exists():
-        return _from_tensors(found, gradients, reference, ranks, mesh)
-    seen = read_ranks(folder, "watched", plan.world_size)
-    replay = {int(part): one for part, one in json.loads((folder / "replay.json").read_text()).items()}
-    in_data = _in_data(seen, mesh) or _in_samples(seen, replay)
+        return _from_tensors(all_differences, gradients, reference, ranks, mesh)
+    watched = read_ranks(folder, "watched", plan.world_size)
+    replay_json = json.loads((folder / "replay.json").read_text())
+    replay = {int(part): record for part, record in replay_json.items()}  # JSON made the parts' numbers strings
+    # Wrong samples come first: with them the losses don't add up either, and that is not the loss's fault.
+    in_data = _in_data(watched, mesh) or _in_samples(watched, replay)
     if in_data is not None:
         return in_data
     check_adds_up(replay, reference)
     return (
-        _in_forward(seen, replay, mesh)
-        or _in_micro_batches(seen, replay)
-        or _in_backward(seen, replay, mesh, gradients)
-        or _from_tensors(found, gradients, reference, ranks, mesh)
+        _in_forward(watched, replay, mesh)
+        or _in_micro_batches(watched, replay)
+        or _in_backward(watched, replay, mesh, gradients)
+        or _from_tensors(all_differences, gradients, reference, ranks, mesh)
     )
 
 
-def check_adds_up(replay: Mapping[int, Mapping[str, Any]], reference: Reference) -> None:
+def check_adds_up(replay: Replay, reference: Reference) -> None:
     """Raise WorkloadError when the parts' losses, each taken in one process, are not the whole batch's."""
-    losses = [pair for part in replay.values() for pair in part["losses"]]
-    weight = sum(pair[1] for pair in losses)
+    losses = []  # loss sum and weight of each micro-batch
+    for record in replay.values():
+        losses += record["losses"]
+    weight = sum(weight for _, weight in losses)
     if not losses or abs(weight - reference.facts["weights"][0]) > 1e-9 * weight:
         return
-    mean, whole = sum(pair[0] for pair in losses) / weight, reference.facts["losses"][0]
-    if abs(mean - whole) > 1e-8 * abs(whole):
+    of_parts = sum(loss_sum for loss_sum, _ in losses) / weight
+    of_batch = reference.facts["losses"][0]
+    if abs(of_parts - of_batch) > 1e-8 * abs(of_batch):
         raise WorkloadError(
-            "the loss should be the sum of its samples' losses",
-            f"in one process the whole batch gives {whole!r} and its parts together {mean!r}",
+            "a loss that is the sum of its samples' losses",
+            f"in one process the whole batch gives {of_batch!r} and its parts together {of_parts!r}",
             "let no sample's loss depend on the others in its batch, nor on what was computed before (a branch by "
             "a value, a maximum over the batch)",
         )
 
 
-def _at_start(one: Difference, mesh: Mesh) -> FirstDifference:
-    axis = next((a for a in ("replicate", "shard", "tensor", "pipeline") if mesh.size(a) > 1), "")
-    collective = "broadcast on replicate" if axis == "replicate" else ""
-    return FirstDifference(
-        module_of(one.name), collective, "start", f"rank {one.rank} begins with another {one.name} than one process"
-    )
+def _at_start(difference: Difference, mesh: Mesh) -> FirstDifference:
+    collective = ""
+    if mesh.size("replicate") > 1:
+        collective = "broadcast on replicate"
+    message = f"rank {difference.rank} begins with another {difference.name} than one process"
+    return FirstDifference(module_of(difference.name), collective, "start", message)
 
 
-def _in_data(seen: list[RankResult], mesh: Mesh) -> FirstDifference | None:
-    """Samples that no rank takes, or two do; micro-batches that a rank did not run."""
-    taken: dict[int, list[int]] = {}
-    for result in seen:
+def _in_data(watched: list[RankResult], mesh: Mesh) -> FirstDifference | None:
+    """Find samples that no rank takes, or two do; or micro-batches that a rank did not run."""
+    taken: dict[int, list[int]] = {}  # by part of the batch: ranks of `tensor` and `pipeline` take the same samples
+    for result in watched:
         pieces = result.facts["pieces"]
-        taken[result.facts["data_part"]] = [at for start, stop in pieces for at in range(start, stop)]
-        ran = len({place.split(":", 1)[0] for place in result.facts["watch"]["order"]})
-        if 0 < ran < len(pieces):
-            said = f"rank {result.rank} runs {ran} of its {len(pieces)} micro-batches"
-            return FirstDifference("", "", "data", said)
-    every = sorted(at for positions in taken.values() for at in positions)
-    if every != list(range(*seen[0].facts["batch"])):
-        whole = "{} to {}".format(*seen[0].facts["batch"])
-        return FirstDifference("", "", "data", f"of samples {whole} of the order the ranks take {every}: not each once")
+        taken[result.facts["data_part"]] = _positions_in(pieces)
+        run = len({_micro_batch_of(place) for place in result.facts["watch"]["order"]})
+        if 0 < run < len(pieces):
+            message = f"rank {result.rank} runs {run} of its {len(pieces)} micro-batches"
+            return FirstDifference("", "", "data", message)
+    positions = sorted(position for part in taken.values() for position in part)
+    start, stop = watched[0].facts["batch"]
+    if positions != list(range(start, stop)):
+        message = f"of samples {start} to {stop} of the order the ranks take {positions}: not each once"
+        return FirstDifference("", "", "data", message)
     return None
 
 
-def _in_samples(seen: list[RankResult], replay: Mapping[int, Mapping[str, Any]]) -> FirstDifference | None:
-    """Samples whose values are others on a rank than in one process."""
-    for result in seen:
-        right = replay[result.facts["data_part"]]["samples"]
-        pieces = zip(result.facts["pieces"], result.facts["samples"], right, strict=False)
-        for (start, stop), mine, expected in pieces:
-            if len(mine) != len(expected) or any(differ(a, b) for a, b in zip(mine, expected, strict=True)):
-                said = f"data: rank {result.rank} loads other values for samples {start} to {stop - 1} of the order"
-                return FirstDifference(
-                    "", "", "data", f"{said} than one process: what the data set draws depends on the rank"
+def _positions_in(pieces: list[list[int]]) -> list[int]:
+    positions: list[int] = []
+    for start, stop in pieces:
+        positions += range(start, stop)
+    return positions
+
+
+def _in_samples(watched: list[RankResult], replay: Replay) -> FirstDifference | None:
+    """Find samples whose values are others on a rank than in one process."""
+    for result in watched:
+        expected_samples = replay[result.facts["data_part"]]["samples"]
+        pieces = zip(result.facts["pieces"], result.facts["samples"], expected_samples, strict=False)
+        for (start, stop), actual, expected in pieces:
+            if _batches_differ(actual, expected):
+                message = (
+                    f"data: rank {result.rank} loads other values for samples {start} to {stop - 1} of the order "
+                    "than one process: what the data set draws depends on the rank"
                 )
+                return FirstDifference("", "", "data", message)
     return None
 
 
-def _in_micro_batches(seen: list[RankResult], replay: Mapping[int, Mapping[str, Any]]) -> FirstDifference | None:
-    """Micro-batches that count more or less than others of the same rank, by the gradient of what is last in each."""
-    for result in seen:
-        right, mine = replay[result.facts["data_part"]], result.facts["watch"]["back"]
-        last: dict[str, str] = {}  # of each micro-batch
-        for place in right["order"]:
-            if place in right["back"] and place in mine and place not in result.facts["watch"]["splits"]:
-                last[place.split(":", 1)[0]] = place
-        factors = {number: times_of(mine[place], right["back"][place]) for number, place in last.items()}
-        wrong = [number for number, factor in factors.items() if factor is not None and abs(factor - 1) > _IS_ONE]
+def _batches_differ(actual: list[Print], expected: list[Print]) -> bool:
+    if len(actual) != len(expected):
+        return True
+    return any(differ(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+def _in_micro_batches(watched: list[RankResult], replay: Replay) -> FirstDifference | None:
+    """Find a micro-batch that counts more or less than others of the same rank, by the gradient of its last value."""
+    for result in watched:
+        factors = _gradient_factors(result, replay[result.facts["data_part"]])
+        wrong = {}
+        for micro_batch, factor in factors.items():
+            if factor is not None and abs(factor - 1) > _IS_ONE:
+                wrong[micro_batch] = factor
+        # Where all are off, no single micro-batch is at fault.
         if wrong and len(wrong) < len(factors):
-            said = f"micro-batch {int(wrong[0]) + 1} of rank {result.rank} counts {factors[wrong[0]]:.4g} times"
-            return FirstDifference("", "", "loss", f"loss: {said} in the gradients")
+            micro_batch, factor = next(iter(wrong.items()))
+            message = (
+                f"loss: micro-batch {int(micro_batch) + 1} of rank {result.rank} counts {factor:.4g} times "
+                "in the gradients"
+            )
+            return FirstDifference("", "", "loss", message)
     return None
 
 
-def _in_forward(seen: list[RankResult], replay: dict[int, dict[str, Any]], mesh: Mesh) -> FirstDifference | None:
-    for part, right in replay.items():
-        ranks = [result for result in seen if result.facts["data_part"] == part]
-        for number, place in enumerate(right["order"]):
-            wrong = _wrong_rank(ranks, place, "made", right["made"][place])
-            if wrong is not None:
-                module = right["modules"][place]
-                if not module:  # the model's own code between its modules: name the first that takes it over
-                    module = _first_module(ranks, right, number)
-                what = _named(right["modules"][place], place)
-                said = f"forward: what {what} makes on rank {wrong.rank} differs from one process"
-                return FirstDifference(module, _collective(wrong, place, mesh, _FORWARD, "all_gather"), "forward", said)
+def _gradient_factors(result: RankResult, record: Mapping[str, Any]) -> dict[str, float | None]:
+    """Return by micro-batch how many times the right one the gradient of its last value is; None: no multiple."""
+    actual, expected = result.facts["watch"]["back"], record["back"]
+    last_places: dict[str, str] = {}
+    for place in record["order"]:
+        if place in expected and place in actual and place not in result.facts["watch"]["splits"]:
+            last_places[_micro_batch_of(place)] = place
+    return {number: times_of(actual[place], expected[place]) for number, place in last_places.items()}
+
+
+def _in_forward(watched: list[RankResult], replay: Replay, mesh: Mesh) -> FirstDifference | None:
+    """Find the first value going forward that is wrong on a rank."""
+    for part, record in replay.items():
+        ranks = [result for result in watched if result.facts["data_part"] == part]
+        for number, place in enumerate(record["order"]):
+            wrong_rank = _wrong_rank(ranks, place, "made", record["made"][place])
+            if wrong_rank is None:
+                continue
+            module = record["modules"][place]
+            what = _describe_place(module, place)
+            message = f"forward: what {what} makes on rank {wrong_rank.rank} differs from one process"
+            if not module:  # the model's own code between its modules: name the first that takes the value over
+                module = _first_wrong_module(ranks, record, number)
+            collective = _collective(wrong_rank, place, mesh, _FORWARD, "all_gather")
+            return FirstDifference(module, collective, "forward", message)
     return None
 
 
-def _first_module(ranks: list[RankResult], right: dict[str, Any], number: int) -> str:
-    """The module of the first wrong value from a place on that was made in one."""
-    for place in right["order"][number:]:
-        module: str = right["modules"][place]
-        if module and _wrong_rank(ranks, place, "made", right["made"][place]) is not None:
+def _first_wrong_module(ranks: list[RankResult], record: Mapping[str, Any], number: int) -> str:
+    """Return the module of the first wrong value, from place `number` on, that was made in a module."""
+    for place in record["order"][number:]:
+        module: str = record["modules"][place]
+        if module and _wrong_rank(ranks, place, "made", record["made"][place]) is not None:
             return module
     return ""
 
 
 def _in_backward(
-    seen: list[RankResult], replay: dict[int, dict[str, Any]], mesh: Mesh, wrong_parameters: list[Difference]
+    watched: list[RankResult], replay: Replay, mesh: Mesh, wrong_gradients: list[Difference]
 ) -> FirstDifference | None:
-    """The last place going forward whose gradient is wrong, unless a parameter after it is wrong too."""
-    for part, right in replay.items():
-        ranks = [result for result in seen if result.facts["data_part"] == part]
-        floor = 1e-13 * max((abs(p[2]) ** 0.5 for p in right["back"].values()), default=0.0)
-        for place in reversed(right["order"]):
-            if place not in right["back"]:
+    """Find the last place going forward whose gradient is wrong, unless a parameter after it is wrong too."""
+    for part, record in replay.items():
+        ranks = [result for result in watched if result.facts["data_part"] == part]
+        largest_norm = max((abs(back[2]) ** 0.5 for back in record["back"].values()), default=0.0)
+        floor = 1e-13 * largest_norm  # for sums that cancel, as `compare.py` allows them
+        for place in reversed(record["order"]):
+            if place not in record["back"]:
                 continue
-            wrong = _wrong_rank(ranks, place, "back", right["back"][place], floor)
-            module = right["modules"][place]
-            later = [one for one in wrong_parameters if _is_after(module_of(one.name), module, right)]
-            if wrong is not None and not later:
-                user, collective = _user_of(wrong, place, module, mesh)
-                said = f"backward: the gradient of what {_named(module, place)} makes is wrong on rank {wrong.rank}"
-                said += f"; it comes back from {user}" if user and user != module else ""
-                return FirstDifference(user or module, collective, "backward", said)
-            if later:
+            wrong_rank = _wrong_rank(ranks, place, "back", record["back"][place], floor)
+            module = record["modules"][place]
+            # The values and gradients of that parameter's module were right, so its sum over ranks is at fault.
+            if any(_is_after(module_of(difference.name), module, record) for difference in wrong_gradients):
                 return None
+            if wrong_rank is not None:
+                user, collective = _user_of(wrong_rank, place, module, mesh)
+                what = _describe_place(module, place)
+                message = f"backward: the gradient of what {what} makes is wrong on rank {wrong_rank.rank}"
+                if user and user != module:
+                    message += f"; it comes back from {user}"
+                return FirstDifference(user or module, collective, "backward", message)
     return None
 
 
@@ -221,131 +273,201 @@ def _from_tensors(
     ranks: list[RankResult],
     mesh: Mesh,
 ) -> FirstDifference | None:
-    """Passes are right, so it is what follows: sums over ranks, clipping, the update; or a buffer."""
+    """Find it in what follows right passes: sums over ranks, clipping, the update; or in a buffer.
+
+    Args:
+        found: all differences, sorted.
+        gradients: those of the first step's gradients with clipping undone.
+        reference: the single process.
+        ranks: what they made.
+        mesh: theirs.
+    """
     if not found:
         return None
-    begins = {name: number for number, name in enumerate(reference.facts["modules"])}
-    weighed = _in_weights(reference, ranks, mesh)
-    if weighed is not None:
-        return weighed
+    in_weights = _in_weights(reference, ranks, mesh)
+    if in_weights is not None:
+        return in_weights
     if gradients:
-        scaled = _in_clipping(gradients, reference, ranks)
-        if scaled is not None:
-            return scaled
-        return _in_sums(max(gradients, key=lambda one: begins.get(module_of(one.name), -1)), gradients, ranks, mesh)
-    here = [one for one in found if one.step == found[0].step]
-    first = here[0]
-    if first.kind == "gradient" and first.step == 1:
+        in_clipping = _in_clipping(gradients, reference, ranks)
+        if in_clipping is not None:
+            return in_clipping
+        module_order = {name: number for number, name in enumerate(reference.facts["modules"])}
+        first_backward = max(gradients, key=lambda gradient: module_order.get(module_of(gradient.name), -1))
+        return _in_sums(first_backward, gradients, ranks, mesh)
+    if found[0].kind == "gradient" and found[0].step == 1:
         axes = " and ".join(axis for axis in _REDUCES if mesh.size(axis) > 1)
-        said = "clipping: gradients are right before it, and wrong by the factor that a wrong gradient norm gives"
-        return FirstDifference(module_of(first.name), f"all_reduce on {axes} (of the norm)", "update", said)
-    first = next((one for one in here if one.kind != "buffer"), first)
-    phase = "buffer" if first.kind == "buffer" else "update"
-    data = [axis for axis in ("replicate", "shard") if mesh.size(axis) > 1]
-    collective = f"all_reduce on {' and '.join(data)} (of buffers)" if phase == "buffer" and data else ""
-    before = "gradients are right" if first.step == 1 else "the first step is right"
-    if first.step > 1 and first.kind == "gradient":
+        message = "clipping: gradients are right before it, and wrong by the factor that a wrong gradient norm gives"
+        return FirstDifference(module_of(found[0].name), f"all_reduce on {axes} (of the norm)", "update", message)
+    return _in_update(found, mesh)
+
+
+def _in_update(found: list[Difference], mesh: Mesh) -> FirstDifference:
+    """Name the first tensor that is wrong after right gradients: a parameter, a state, or else a buffer."""
+    first = found[0]
+    for difference in found:
+        if difference.step == found[0].step and difference.kind != "buffer":
+            first = difference
+            break
+    phase = "update"
+    collective = ""
+    if first.kind == "buffer":
+        phase = "buffer"
+        axes = " and ".join(axis for axis in ("replicate", "shard") if mesh.size(axis) > 1)
+        if axes:
+            collective = f"all_reduce on {axes} (of buffers)"
+    elif first.kind == "gradient" and first.step > 1:
         phase = "later step"
-    said = f"{phase}: {before}, {first.kind} {first.name} of step {first.step} is not on rank {first.rank}"
-    return FirstDifference(module_of(first.name), collective, phase, said)
+    before = "gradients are right" if first.step == 1 else "the first step is right"
+    message = f"{phase}: {before}, {first.kind} {first.name} of step {first.step} is not on rank {first.rank}"
+    return FirstDifference(module_of(first.name), collective, phase, message)
 
 
 def _in_clipping(gradients: list[Difference], reference: Reference, ranks: list[RankResult]) -> FirstDifference | None:
-    """All gradients off by one factor, and their norm, which is taken just before clipping, is right."""
-    factors = {factor_of(one) for one in gradients}
+    """Find wrong clipping: all gradients are off by one factor, and their norm, taken just before, is right."""
+    factor = _common_factor(gradients)
     norms = reference.facts["norms"][:1]
-    if len(factors) != 1 or None in factors or not norms:
+    if factor is None or not norms:
         return None
     if any(abs(result.facts["norms"][0] - norms[0]) > 1e-6 * norms[0] for result in ranks):
         return None
-    said = "clipping: the gradient norm is right, but every gradient is"
-    return FirstDifference("", "", "update", f"{said} {next(iter(factors)):.6g} times what clipping should leave")
+    message = "clipping: the gradient norm is right, but every gradient is"
+    return FirstDifference("", "", "update", f"{message} {factor:.6g} times what clipping should leave")
 
 
 def _in_weights(reference: Reference, ranks: list[RankResult], mesh: Mesh) -> FirstDifference | None:
-    """The ranks' weights don't add up to the batch's."""
+    """Find a step in which the ranks' weights don't add up to the batch's."""
     for result in ranks:
-        for step, (mine, right) in enumerate(zip(result.facts["weights"], reference.facts["weights"], strict=False), 1):
-            if abs(mine - right) > 1e-9 * abs(right):
+        pairs = zip(result.facts["weights"], reference.facts["weights"], strict=False)
+        for step, (actual, expected) in enumerate(pairs, 1):
+            if abs(actual - expected) > 1e-9 * abs(expected):
                 axes = " and ".join(axis for axis in _REDUCES if mesh.size(axis) > 1)
-                said = f"loss: on rank {result.rank} the weights of step {step} add up to {mine:g}, alone to {right:g}"
-                return FirstDifference("", f"all_reduce on {axes} (of losses and weights)", "loss", said)
+                message = f"loss: on rank {result.rank} the weights of step {step} add up to {actual:g}"
+                message += f", alone to {expected:g}"
+                return FirstDifference("", f"all_reduce on {axes} (of losses and weights)", "loss", message)
     return None
 
 
 def _in_sums(first: Difference, gradients: list[Difference], ranks: list[RankResult], mesh: Mesh) -> FirstDifference:
-    """Gradients that are wrong after right passes: where they are added up."""
-    factors = {factor_of(one) for one in gradients}
+    """Name the collective that adds up gradients that are wrong after right passes."""
     collective = _reduction(first, ranks, mesh)
-    if len(factors) == 1 and None not in factors and len(gradients) > 1:
-        said = f"gradients: every one is {next(iter(factors)):.6g} times what it should be"
+    factor = _common_factor(gradients)
+    if factor is not None and len(gradients) > 1:
+        message = f"gradients: every one is {factor:.6g} times what it should be"
     else:
         how = f", {first.found}" if first.found else ""
-        many = len({one.name for one in gradients})
-        said = f"gradients: that of {first.name} is wrong on rank {first.rank}{how} ({many} gradients are wrong)"
-    return FirstDifference(module_of(first.name), collective, "backward", said)
+        count = len({gradient.name for gradient in gradients})
+        message = f"gradients: that of {first.name} is wrong on rank {first.rank}{how} ({count} gradients are wrong)"
+    return FirstDifference(module_of(first.name), collective, "backward", message)
 
 
-def factor_of(one: Difference) -> float | None:
-    """How many times too large a tensor is; None: not a plain factor."""
-    if not one.found.endswith("times what it should be"):
+def _common_factor(gradients: list[Difference]) -> float | None:
+    """Return the factor by which all gradients are off; None if there is no such factor."""
+    factors = {factor_of(gradient) for gradient in gradients}
+    return factors.pop() if len(factors) == 1 else None
+
+
+def factor_of(difference: Difference) -> float | None:
+    """Return how many times too large a tensor is; None: not a plain factor."""
+    if not difference.found.endswith("times what it should be"):
         return None
-    factor = float(one.found.split(" ")[0])
+    factor = float(difference.found.split(" ")[0])
     return round(factor, 5) or factor
 
 
 def _reduction(first: Difference, ranks: list[RankResult], mesh: Mesh) -> str:
-    """The collective that adds up the gradient of a parameter, on the axis where its copies differ or a factor fits."""
-    key = f"{first.step}/gradient/{first.name}"
-    used = [axis for axis in _REDUCES if mesh.size(axis) > 1]
-    is_whole = not any((one.facts["placements"].get(first.name) or {"cuts": []})["cuts"] for one in ranks)
-    reduces = {**_REDUCES, **({"shard": "all_reduce"} if is_whole else {})}  # a scalar is not scattered
-    for axis in used:
-        groups: dict[Any, Any] = {}
-        for result in ranks:
-            if key not in result.tensors:
-                continue
-            at = {a: i for a, i in result.facts["coordinate"].items() if a != axis}
-            shard_spec = str(result.facts["placements"].get(first.name, ""))
-            other = groups.setdefault((*at.values(), shard_spec), result.tensors[key])
-            if other.shape == result.tensors[key].shape and abs(other - result.tensors[key]).max() > first.bound:
-                return f"{reduces[axis]} on {axis}"
-    factor = factor_of(first)
-    by_size = [a for a in ("replicate", "shard", "pipeline", "tensor") if a in used]
-    for axis in by_size if factor is not None else []:
-        if any(abs(factor - value) < 1e-3 * value for value in (mesh.size(axis), 1 / mesh.size(axis))):  # type: ignore[operator]
+    """Return the collective that adds up a gradient, on the axis that is likeliest to be at fault.
+
+    That is one along which copies of the gradient differ, else one whose size, or one over it, is the wrong factor.
+    """
+    axes = [axis for axis in _REDUCES if mesh.size(axis) > 1]
+    reduces = dict(_REDUCES)
+    if not any(_is_cut(result, first.name) for result in ranks):
+        reduces["shard"] = "all_reduce"  # a scalar is not scattered
+    for axis in axes:
+        if _copies_differ(first, ranks, axis):
             return f"{reduces[axis]} on {axis}"
-    return f"{reduces[by_size[0]]} on {by_size[0]}" if by_size else ""
+    likeliest_first = [axis for axis in ("replicate", "shard", "pipeline", "tensor") if axis in axes]
+    factor = factor_of(first)
+    if factor is not None:
+        for axis in likeliest_first:
+            size = mesh.size(axis)
+            if abs(factor - size) < 1e-3 * size or abs(factor - 1 / size) < 1e-3 / size:
+                return f"{reduces[axis]} on {axis}"
+    if not likeliest_first:
+        return ""
+    return f"{reduces[likeliest_first[0]]} on {likeliest_first[0]}"
 
 
-def _wrong_rank(ranks: list[RankResult], place: str, what: str, right: Any, floor: float = 0.0) -> RankResult | None:
-    """A rank whose value is not the right one; split values are put together over `tensor` first."""
-    have = [result for result in ranks if place in result.facts["watch"][what]]
-    split = [result for result in have if place in result.facts["watch"]["splits"]]
-    for result in have:
-        if result not in split and differ(result.facts["watch"][what][place], right, floor):
+def _is_cut(result: RankResult, name: str) -> bool:
+    placement = result.facts["placements"].get(name)
+    return bool(placement and placement["cuts"])
+
+
+def _copies_differ(gradient: Difference, ranks: list[RankResult], axis: str) -> bool:
+    """True if two ranks that differ in their place on `axis` alone hold different values of the same piece."""
+    key = f"{gradient.step}/gradient/{gradient.name}"
+    copies: dict[Any, Any] = {}
+    for result in ranks:
+        if key not in result.tensors:
+            continue
+        other_axes = tuple(index for name, index in result.facts["coordinate"].items() if name != axis)
+        shard_spec = str(result.facts["placements"].get(gradient.name, ""))
+        values = result.tensors[key]
+        copy = copies.setdefault((other_axes, shard_spec), values)
+        if copy.shape == values.shape and abs(copy - values).max() > gradient.bound:
+            return True
+    return False
+
+
+def _wrong_rank(
+    ranks: list[RankResult], place: str, direction: str, expected: Print, floor: float = 0.0
+) -> RankResult | None:
+    """Return a rank whose value is not the right one; split values are added up over `tensor` first.
+
+    Args:
+        ranks: those with the same part of the batch.
+        place: of the value.
+        direction: "made" for the value, "back" for its gradient.
+        expected: the fingerprint in one process.
+        floor: how far sums may be off besides, absolute.
+    """
+    groups: dict[Any, list[RankResult]] = {}  # ranks whose pieces make up one value
+    for result in ranks:
+        watch = result.facts["watch"]
+        if place not in watch[direction]:
+            continue
+        if place in watch["splits"]:
+            at = result.facts["coordinate"]
+            groups.setdefault((at["replicate"], at["shard"], at["pipeline"]), []).append(result)
+        elif differ(watch[direction][place], expected, floor):
             return result
-    groups: dict[Any, list[RankResult]] = {}
-    for result in split:
-        at = result.facts["coordinate"]
-        groups.setdefault((at["replicate"], at["shard"], at["pipeline"]), []).append(result)
     for group in groups.values():
-        if differ(added([result.facts["watch"][what][place] for result in group]), right, floor):
+        pieces = [result.facts["watch"][direction][place] for result in group]
+        if differ(added(pieces), expected, floor):
             return group[0]
     return None
 
 
-def _collective(wrong: RankResult, place: str, mesh: Mesh, sends: dict[str, str], otherwise: str) -> str:
-    """The collective next to a place: its own operation's, else the last before it."""
-    graph = wrong.facts["watch"]["graph"]
+def _collective(wrong_rank: RankResult, place: str, mesh: Mesh, sends: dict[str, str], otherwise: str) -> str:
+    """Return the collective next to a place: its own operation's, else the last before it.
+
+    Args:
+        wrong_rank: whose graph is searched.
+        place: of the wrong value.
+        mesh: the ranks'.
+        sends: the collective of each exchange in the direction that is searched.
+        otherwise: the collective of `shard`, where ranks run no graph.
+    """
+    graph = wrong_rank.facts["watch"]["graph"]
     if not graph:
         return f"{otherwise} on shard" if mesh.size("shard") > 1 else ""
-    node, last = place.split(":", 1)[1], ""
+    node = _node_of(place)
+    last = ""
     for original, _, exchange, made_for in graph:
         if exchange in sends:
             last = f"{sends[exchange]} on tensor"
-        if node in (original, made_for) and exchange in sends:
-            return f"{sends[exchange]} on tensor ({exchange} in {_place_of(graph, made_for or original)})"
+            if node in (original, made_for):
+                return f"{last} ({exchange} in {_module_of_node(graph, made_for or original)})"
         if original == node:
             break
     if mesh.size("pipeline") > 1 and not last:
@@ -353,32 +475,48 @@ def _collective(wrong: RankResult, place: str, mesh: Mesh, sends: dict[str, str]
     return last
 
 
-def _user_of(wrong: RankResult, place: str, module: str, mesh: Mesh) -> tuple[str, str]:
-    """The module from which a gradient comes back to a place, and the collective on the way."""
-    graph, node = wrong.facts["watch"]["graph"], place.split(":", 1)[1]
-    begun = False
-    for original, its_module, exchange, made_for in graph:
+def _user_of(wrong_rank: RankResult, place: str, module: str, mesh: Mesh) -> tuple[str, str]:
+    """Return the module from which a gradient comes back to a place, and the collective on the way."""
+    graph = wrong_rank.facts["watch"]["graph"]
+    node = _node_of(place)
+    is_after_node = False
+    for original, user, exchange, made_for in graph:
         if original == node:
-            begun = True
-        elif begun and exchange in _BACKWARD:
-            return its_module, f"{_BACKWARD[exchange]} on tensor ({exchange} for {made_for})"
+            is_after_node = True
+        elif is_after_node and exchange in _BACKWARD:
+            return user, f"{_BACKWARD[exchange]} on tensor ({exchange} for {made_for})"
     if mesh.size("pipeline") > 1:
         return module, "send on pipeline"
-    return module, "reduce_scatter on shard" if mesh.size("shard") > 1 and not graph else ""
+    if mesh.size("shard") > 1 and not graph:
+        return module, "reduce_scatter on shard"
+    return module, ""
 
 
-def _place_of(graph: list[list[str]], node: str) -> str:
-    return next((module for original, module, _, _ in graph if original == node), "") or "the loss"
+def _module_of_node(graph: list[list[str]], node: str) -> str:
+    for original, module, _, _ in graph:
+        if original == node:
+            return module or "the loss"
+    return "the loss"
 
 
-def _named(module: str, place: str) -> str:
-    node = place.split(":", 1)[1]
-    if "#" in node:
+def _micro_batch_of(place: str) -> str:
+    return place.split(":", 1)[0]
+
+
+def _node_of(place: str) -> str:
+    return place.split(":", 1)[1]
+
+
+def _describe_place(module: str, place: str) -> str:
+    node = _node_of(place)
+    if "#" in node:  # a module's call, and no node of a graph: see `watch.py`
         return f"the module {module}" if module else "the model"
     return f"{node} in {module}" if module else f"{node} in the model's own code or the loss"
 
 
-def _is_after(module: str, other: str, right: dict[str, Any]) -> bool:
-    """Whether a module ends after another, going forward."""
-    last = {name: number for number, name in enumerate(right["modules"][place] for place in right["order"])}
+def _is_after(module: str, other: str, record: Mapping[str, Any]) -> bool:
+    """True if a module ends after another, going forward."""
+    last: dict[str, int] = {}
+    for number, place in enumerate(record["order"]):
+        last[record["modules"][place]] = number
     return last.get(module, -1) > last.get(other, -1)

@@ -1,4 +1,4 @@
-"""Whether a verification fits this host: float64 copies in one process and on every rank at once."""
+"""Check that a verification fits this host: it holds float64 copies in one process and on every rank at once."""
 
 from __future__ import annotations
 
@@ -9,32 +9,40 @@ from typing import Any
 from paceline.nouns.errors import WorkloadError
 from paceline.nouns.mesh import Mesh
 
-_DOUBLE = 8
-_TRAINED = 4  # parameter, gradient, Adam's two moments
-_NOTED = 9  # what the reference keeps of two steps besides: two sets of parameters, gradients and moments, the first
+_FLOAT64_BYTES = 8
+_TRAINED = 4  # copies while training: parameter, gradient, Adam's two moments
+_RECORDED = 9  # copies kept to compare: the first parameters; parameters, gradients and moments of two steps
 _SPLITTING = ("shard", "tensor", "pipeline")
 
 
 def needed_bytes(model: Mapping[str, Any], mesh: Mesh) -> int:
-    """About what the processes of a verification hold at their largest, activations apart."""
+    """Return about how many bytes the processes of a verification hold at their largest, activations apart."""
     numel = sum(tensor["numel"] for tensor in [*model["parameters"], *model["frozen"]])
-    pieces = 1
+    shards = 1
     for axis in _SPLITTING:
-        pieces *= mesh.size(axis)
-    copies = _TRAINED + 2 * _NOTED + (_TRAINED + _NOTED) * mesh.world_size / pieces
-    return int(numel * _DOUBLE * copies)
+        shards *= mesh.size(axis)
+    # The reference keeps the records of two runs at once: its own, and that of the variation it is compared with.
+    reference = _TRAINED + 2 * _RECORDED
+    ranks = (_TRAINED + _RECORDED) * mesh.world_size / shards
+    return int(numel * _FLOAT64_BYTES * (reference + ranks))
 
 
 def available_bytes() -> int | None:
-    """Memory that can be used without swapping; None where the system does not say."""
+    """Return how much memory can be used without swapping; None where the system does not say."""
     path = Path("/proc/meminfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), None)
+    if not path.exists():
+        return None
+    for line in path.read_text().splitlines():
+        if line.startswith("MemAvailable"):
+            kibibytes = int(line.split()[1])
+            return kibibytes * 1024
+    return None
 
 
 def check_fits(model: Mapping[str, Any], mesh: Mesh, available: int | None = None) -> None:
     """Raise WorkloadError when the model is too large for this host."""
-    available = available_bytes() if available is None else available
+    if available is None:
+        available = available_bytes()
     needed = needed_bytes(model, mesh)
     if available is not None and needed > available:
         raise WorkloadError(

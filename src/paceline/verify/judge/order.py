@@ -1,6 +1,6 @@
-"""Whether all ranks begin the same collectives in the same order; where not, which rank, which line, after what.
+"""Check that all ranks begin the same collectives in the same order, or find which rank left it, and at which line.
 
-Read from the traces that ranks write as they go, so that it also explains a run that hung or died.
+It reads the traces that ranks write as they go, so it also explains a run that hung or died.
 """
 
 from __future__ import annotations
@@ -13,10 +13,13 @@ from typing import Any
 
 from paceline.nouns.mesh import AXES, Mesh
 
-IDLE_S = 6.0  # all ranks without work for so long, waiting for one another: nobody will come any more
-_IDLE_CPU_S = 0.1
-_PAIRWISE = ("send", "receive")
-_SAME_SIZE = ("all_reduce", "broadcast")  # others may rightly carry other numbers of rows
+IDLE_S = 6.0  # when all ranks wait for one another for so long, nobody will come any more
+_IDLE_CPU_S = 0.1  # more CPU time than that between two looks is work
+_PAIRWISE = ("send", "receive")  # begun by two ranks of an axis, so not the same on all
+_SAME_SIZE = ("all_reduce", "broadcast")  # in other collectives ranks may rightly have different numbers of rows
+_AXES_OF = {"data": ["replicate", "shard"], "step": list(AXES), "world": list(AXES)}  # groups over several axes
+
+Form = tuple[str, int]  # collective and payload bytes, 0 where ranks may have different numbers of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +32,13 @@ class Call:
     line: str
 
     def __str__(self) -> str:
-        at = f" at {self.line}" if self.line else ""
-        return f"{self.collective} on {self.axis} ({self.payload_bytes} bytes){at}"
+        where = f" at {self.line}" if self.line else ""
+        return f"{self.collective} on {self.axis} ({self.payload_bytes} bytes){where}"
 
 
 @dataclass(frozen=True, slots=True)
 class Disorder:
-    """Where ranks that belong together went different ways."""
+    """The first place where ranks of one group begin different collectives."""
 
     axis: str
     rank: int  # the one that left the order
@@ -46,27 +49,32 @@ class Disorder:
     number: int  # collectives on that axis before it
 
     def describe(self) -> str:
-        """A sentence."""
-        did = f"began {self.call}" if self.call else f"began nothing more on {self.axis}"
-        kept = f"began {self.expected}" if self.expected else "began nothing more"
+        """Say which rank began what, and what was expected."""
+        actual = f"began {self.call}" if self.call else f"began nothing more on {self.axis}"
+        expected = f"began {self.expected}" if self.expected else "began nothing more"
         last = f"the last they had in common was {self.last_common}" if self.last_common else "they had none in common"
-        return f"rank {self.rank} {did} where rank {self.others} {kept}; {last}"
+        return f"rank {self.rank} {actual} where rank {self.others} {expected}; {last}"
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the place as a JSON object."""
         return {
             "axis": self.axis, "rank": self.rank, "other_rank": self.others, "number": self.number,
-            "began": str(self.call) if self.call else None, "line": self.call.line if self.call else None,
-            "expected": str(self.expected) if self.expected else None,
-            "expected_line": self.expected.line if self.expected else None,
-            "last_common": str(self.last_common) if self.last_common else None,
+            "began": _string(self.call), "line": self.call.line if self.call else None,
+            "expected": _string(self.expected), "expected_line": self.expected.line if self.expected else None,
+            "last_common": _string(self.last_common),
         }  # fmt: skip
 
 
+def _string(call: Call | None) -> str | None:
+    return str(call) if call else None
+
+
 def read_trace(path: Path) -> list[Call]:
-    """A rank's collectives; a last line that was cut off is left out."""
+    """Read a rank's collectives; a last line that was cut off is left out."""
+    if not path.exists():
+        return []
     calls = []
-    for line in path.read_text().splitlines() if path.exists() else []:
+    for line in path.read_text().splitlines():
         try:
             calls.append(Call(*json.loads(line)))
         except ValueError:
@@ -75,84 +83,105 @@ def read_trace(path: Path) -> list[Call]:
 
 
 def find_disorder(traces: dict[int, list[Call]], mesh: Mesh) -> Disorder | None:
-    """The earliest place where ranks on one axis differ; None where they agree."""
-    found = []
-    for axis in [*AXES, "data", "step", "world"]:
-        axes = {"data": ["replicate", "shard"], "step": list(AXES), "world": list(AXES)}.get(axis, [axis])
-        for peers in sorted({mesh.peers_on(rank, axes) for rank in traces}):
-            one = _first_difference(axis, {rank: _on(traces[rank], axis) for rank in peers if rank in traces})
-            if one is not None:
-                found.append(one)
-    return min(found, key=lambda one: one.number) if found else None
+    """Return the earliest place where ranks of one group differ; None where they agree."""
+    disorders = []
+    for axis in [*AXES, *_AXES_OF]:
+        groups = {mesh.peers_on(rank, _AXES_OF.get(axis, [axis])) for rank in traces}
+        for group in sorted(groups):
+            calls = {rank: _calls_on(axis, traces[rank]) for rank in group if rank in traces}
+            disorder = _first_difference(axis, calls)
+            if disorder is not None:
+                disorders.append(disorder)
+    return min(disorders, key=lambda disorder: disorder.number, default=None)
 
 
-def _on(calls: list[Call], axis: str) -> list[Call]:
+def _calls_on(axis: str, calls: list[Call]) -> list[Call]:
     return [call for call in calls if call.axis == axis and call.collective not in _PAIRWISE]
 
 
 def _first_difference(axis: str, calls: dict[int, list[Call]]) -> Disorder | None:
-    ranks = sorted(calls)
-    for number in range(max(len(own) for own in calls.values())):
-        here = {rank: calls[rank][number] if number < len(calls[rank]) else None for rank in ranks}
-        forms = {rank: _form(call) for rank, call in here.items()}
+    """Return where the calls of a group's ranks, by rank, first differ."""
+    for number in range(max(len(rank_calls) for rank_calls in calls.values())):
+        forms = {rank: _form(_call_at(number, calls[rank])) for rank in sorted(calls)}
         if len(set(forms.values())) == 1:
             continue
-        values = list(forms.values())
-        usual = max(set(values), key=lambda form: (values.count(form), form is not None))
-        odd = next(rank for rank in ranks if forms[rank] != usual)
-        kept = next(rank for rank in ranks if forms[rank] == usual)
-        if len(ranks) == 2:  # of two, the one whose next call is what the other begins now has left one out
-            odd, kept = _who_left_out(calls, ranks, number)
-        before = calls[kept][number - 1] if number else None
-        return Disorder(axis, odd, here[odd], kept, here[kept], before, number)
+        odd, regular = _odd_and_regular(calls, forms, number)
+        last_common = calls[regular][number - 1] if number else None
+        call, expected = _call_at(number, calls[odd]), _call_at(number, calls[regular])
+        return Disorder(axis, odd, call, regular, expected, last_common, number)
     return None
 
 
-def _who_left_out(calls: dict[int, list[Call]], ranks: list[int], number: int) -> tuple[int, int]:
-    one, other = ranks
-    rest = [_form(call) for call in calls[other][number + 1 :]]
-    mine = _form(calls[one][number]) if number < len(calls[one]) else None
-    if mine is None or (rest and rest[0] == mine):
-        return one, other
-    return other, one
+def _call_at(number: int, calls: list[Call]) -> Call | None:
+    return calls[number] if number < len(calls) else None
 
 
-def _form(call: Call | None) -> tuple[Any, ...] | None:
+def _odd_and_regular(calls: dict[int, list[Call]], forms: dict[int, Form | None], number: int) -> tuple[int, int]:
+    """Return a rank that left the order at call `number`, and one that kept to it."""
+    if len(calls) == 2:
+        return _odd_of_two(calls, number)
+    values = list(forms.values())
+    # What most ranks do is right; of two forms as frequent, one that is a call.
+    usual = max(set(values), key=lambda form: (values.count(form), form is not None))
+    odd = next(rank for rank, form in forms.items() if form != usual)
+    regular = next(rank for rank, form in forms.items() if form == usual)
+    return odd, regular
+
+
+def _odd_of_two(calls: dict[int, list[Call]], number: int) -> tuple[int, int]:
+    """Return first the rank that left out a call: the one whose call is what the other begins right after its own."""
+    first, second = sorted(calls)
+    form_of_first = _form(_call_at(number, calls[first]))
+    next_form_of_second = _form(_call_at(number + 1, calls[second]))
+    if form_of_first is None or form_of_first == next_form_of_second:
+        return first, second
+    return second, first
+
+
+def _form(call: Call | None) -> Form | None:
+    """Return what of a call must be the same on all ranks; None if there is no call."""
     if call is None:
         return None
-    return (call.collective, call.payload_bytes if call.collective in _SAME_SIZE else 0)
+    if call.collective in _SAME_SIZE:
+        return call.collective, call.payload_bytes
+    return call.collective, 0
 
 
 @dataclass(slots=True)
 class HangWatch:
-    """Asked at every turn of the supervisor: have all ranks stopped working while they wait for each other?"""
+    """A question that the supervisor asks at every turn: have all ranks stopped working, waiting for each other?"""
 
     folder: Path
     ranks: int
-    seen: dict[int, tuple[float, float]] = field(default_factory=dict)  # CPU seconds, and since when
-    standing: dict[int, dict[str, Any]] = field(default_factory=dict)
+    last_work: dict[int, tuple[float, float]] = field(default_factory=dict)  # CPU seconds, and when they were read
+    standing: dict[int, dict[str, Any]] = field(default_factory=dict)  # by rank, its last heartbeat
     has_hung: bool = False
 
     def describe(self) -> str:
-        """Where each rank stands."""
-        return "; ".join(
-            f"rank {rank} at {heartbeat['at'] or heartbeat['line']}"
-            for rank, heartbeat in sorted(self.standing.items())
-        )
+        """Say where each rank stands."""
+        places = []
+        for rank, heartbeat in sorted(self.standing.items()):
+            places.append(f"rank {rank} at {heartbeat['at'] or heartbeat['line']}")
+        return "; ".join(places)
 
     def __call__(self) -> bool:
-        """True once nobody has computed for a while and all wait in collectives; one that reads data does not hang."""
+        """Return True once no rank has computed for a while and all wait in collectives.
+
+        A rank that reads data without computing does not wait in one, so it does not hang.
+        """
         now = time.monotonic()
-        idle = []
+        are_idle = []
         for rank in range(self.ranks):
             try:
                 heartbeat = json.loads((self.folder / f"beat-{rank}.json").read_text())
-            except (OSError, ValueError):
+            except (OSError, ValueError):  # not every rank has started
                 return False
             self.standing[rank] = heartbeat
-            cpu_s, _ = self.seen.get(rank, (-1.0, now))
+            cpu_s, _ = self.last_work.get(rank, (-1.0, now))
             if heartbeat["cpu_s"] - cpu_s > _IDLE_CPU_S:
-                self.seen[rank] = (heartbeat["cpu_s"], now)
-            idle.append(now - self.seen[rank][1] >= IDLE_S)
-        self.has_hung = self.has_hung or (all(idle) and all(heartbeat["waits"] for heartbeat in self.standing.values()))
+                self.last_work[rank] = (heartbeat["cpu_s"], now)
+            _, since = self.last_work[rank]
+            are_idle.append(now - since >= IDLE_S)
+        if all(are_idle) and all(heartbeat["waits"] for heartbeat in self.standing.values()):
+            self.has_hung = True
         return self.has_hung

@@ -1,4 +1,4 @@
-"""What was found, as a table for people and as JSON for programs.
+"""The verdict on a plan, as a table for people and as JSON for programs.
 
 equal     in float64 no value differs by more than rounding can do, and in the working precision every bit is the same
 rounding  in float64 as above; in the working precision values differ by at most the bound that is shown
@@ -14,49 +14,51 @@ from typing import Any
 
 @dataclass(slots=True)
 class Check:
-    """One line of the table: what was held against what, and how it came out."""
+    """One line of the table: what was compared, and how it came out."""
 
     name: str
     passed: bool
-    said: str
+    message: str
     details: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON has it."""
-        return {"check": self.name, "passed": self.passed, "said": self.said, **_finite(self.details)}
+        """Return the line as a JSON object."""
+        return {"check": self.name, "passed": self.passed, "said": self.message, **_finite(self.details)}
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no infinity and no NaN: they become words."""
+    """Replace infinities and NaN by words, since JSON has neither."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
-    return [_finite(one) for one in value] if isinstance(value, list) else value
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return value
 
 
 @dataclass(slots=True)
 class FirstDifference:
-    """Where the first difference is.
+    """The place of the first difference between the ranks and one process.
 
     Attributes:
         module: path of the module, "" for the loss or the update.
         collective: the one next to it, in words; "" where none is.
-        phase: start, data, forward, loss, backward, update, buffer, load, order, dropout or traffic.
-        said: a sentence.
+        phase: start, data, forward, loss, backward, update, later step, buffer, load, order, dropout or traffic.
+        message: a sentence that says what differs.
     """
 
     module: str
     collective: str
     phase: str
-    said: str
+    message: str
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON has it."""
-        return {"module": self.module, "collective": self.collective, "phase": self.phase, "said": self.said}
+        """Return the place as a JSON object."""
+        return {"module": self.module, "collective": self.collective, "phase": self.phase, "said": self.message}
 
 
-# What a check that is no step says when it fails, by the beginning of its name.
+# What is wrong when a check beside the steps fails, by the beginning of its name.
 _BESIDE = {
     "dropout": "with random dropout ranks draw wrong masks, or drift apart",
     "traffic": "ranks send something else than what was predicted",
@@ -67,7 +69,7 @@ _BESIDE = {
 
 @dataclass(slots=True)
 class Verdict:
-    """All checks of one plan."""
+    """All checks of one plan, and where the first difference is."""
 
     plan: str
     checks: list[Check] = field(default_factory=list)
@@ -81,7 +83,7 @@ class Verdict:
 
     @property
     def word(self) -> str:
-        """equal, rounding or bug; "passed" where steps were not compared."""
+        """One of equal, rounding and bug; "passed" where steps were not compared."""
         if not all(check.passed for check in self.checks):
             return "bug"
         if not self.is_compared:
@@ -90,18 +92,18 @@ class Verdict:
 
     @property
     def is_step_right(self) -> bool:
-        """Whether nothing was found against the order of collectives and the steps themselves."""
+        """True if the order of collectives and the steps themselves passed their checks."""
         return not any(name.startswith(("order", "step", "run")) for name in self._failed())
 
     def _failed(self) -> list[str]:
         return [check.name for check in self.checks if not check.passed]
 
-    def add(self, name: str, passed: bool, said: str, **details: Any) -> None:
-        """One more line."""
-        self.checks.append(Check(name, passed, said, details))
+    def add(self, name: str, passed: bool, message: str, **details: Any) -> None:
+        """Add a line to the table."""
+        self.checks.append(Check(name, passed, message, details))
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the verdict as a JSON object."""
         return {
             "verdict": self.word, "plan": self.plan, "precision": self.precision,
             "largest_relative_difference": self.largest,
@@ -111,30 +113,45 @@ class Verdict:
         }  # fmt: skip
 
     def lines(self) -> list[str]:
-        """The table."""
+        """Return the lines of the table, and below it the first difference and the meaning of the verdict."""
         width = max(len(check.name) for check in self.checks)
-        lines = [f"{check.name:<{width}}  {'ok ' if check.passed else 'BUG'}  {check.said}" for check in self.checks]
+        lines = []
+        for check in self.checks:
+            outcome = "ok " if check.passed else "BUG"
+            lines.append(f"{check.name:<{width}}  {outcome}  {check.message}")
         lines += [f"note: {notice}" for notice in self.notices]
         lines.append("")
-        if self.culprit is not None and self.culprit.phase == "order":  # the table has said it
+        if self.culprit is not None and self.culprit.phase == "order":  # its sentence is in the table already
             lines.append(f"collective:  {self.culprit.collective}")
         elif self.culprit is not None:
-            lines.append(f"first difference: {self.culprit.said}")
+            lines.append(f"first difference: {self.culprit.message}")
             lines.append(f"  module:      {self.culprit.module or 'none'}")
             lines.append(f"  collective:  {self.culprit.collective or 'none'}")
         lines.append(f"{self.plan}: {self._meaning()}")
         return lines
 
     def _meaning(self) -> str:
-        if self.word == "bug" and not self.is_step_right:
-            return "bug (the distributed step is not the single-process step)"
+        """Say what the verdict's word means."""
         if self.word == "bug":
-            step = "the distributed step is the single-process step, but " if self.is_compared else ""
-            wrong = [text for start, text in _BESIDE.items() if any(name.startswith(start) for name in self._failed())]
-            return f"bug ({step}{'; '.join(wrong)})"
+            return f"bug ({self._what_is_wrong()})"
         if self.word == "passed":
             return f"passed ({', '.join(check.name for check in self.checks)}; the plan's own steps were not compared)"
         if self.word == "equal":
             return "equal (the distributed step is the single-process step, bit for bit)"
-        bound = f", which moves parameters by {self.largest:.1e} of their norm" if self.largest is not None else ""
+        bound = ""
+        if self.largest is not None:
+            bound = f", which moves parameters by {self.largest:.1e} of their norm"
         return f"rounding (the same step; in {self.precision} it rounds differently{bound})"
+
+    def _what_is_wrong(self) -> str:
+        if not self.is_step_right:
+            return "the distributed step is not the single-process step"
+        failed = self._failed()
+        wrong = []
+        for check, meaning in _BESIDE.items():
+            if any(name.startswith(check) for name in failed):
+                wrong.append(meaning)
+        text = "; ".join(wrong)
+        if self.is_compared:
+            return f"the distributed step is the single-process step, but {text}"
+        return text

@@ -1,4 +1,4 @@
-"""Which way the person's code went where it looked at a tensor's value, with the line that looked."""
+"""Record which way the person's code went where it looked at a tensor's value, with the line that looked."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import torch
 
 
 class Branches:
-    """A context: `taken` are (file:line, outcome) of every `if` on a tensor inside it."""
+    """A context that records in `taken` the (file:line, outcome) of every `if` on a tensor inside it."""
 
     def __init__(self) -> None:
         self.taken: list[tuple[str, bool]] = []
-        self.plain: Any = None
+        self.original: Any = None
 
     def __enter__(self) -> Branches:
-        self.plain = plain = torch.Tensor.__bool__
+        self.original = original = torch.Tensor.__bool__
 
-        def noted(tensor: torch.Tensor) -> bool:
-            outcome: bool = plain(tensor)
-            frame = sys._getframe(1)
-            self.taken.append((f"{frame.f_code.co_filename}:{frame.f_lineno}", outcome))
+        def recorded(tensor: torch.Tensor) -> bool:
+            outcome: bool = original(tensor)
+            caller = sys._getframe(1)
+            self.taken.append((f"{caller.f_code.co_filename}:{caller.f_lineno}", outcome))
             return outcome
 
-        torch.Tensor.__bool__ = noted  # type: ignore[method-assign, assignment]
+        torch.Tensor.__bool__ = recorded  # type: ignore[method-assign, assignment]
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        torch.Tensor.__bool__ = self.plain  # type: ignore[method-assign]
+        torch.Tensor.__bool__ = self.original  # type: ignore[method-assign]

@@ -29,7 +29,7 @@ _ENOUGH = 16  # elements that are dropped, and that stay: other masks may be equ
 
 
 class DropoutTrace(TorchDispatchMode):
-    """A context: `forward` and `again` are hashes of the masks drawn going forward and in backward passes."""
+    """A context that hashes the masks drawn inside it: `forward` going forward, `again` in backward passes."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -37,24 +37,29 @@ class DropoutTrace(TorchDispatchMode):
         self.again: list[int] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
-        """Run the operation; remember what it drew."""
+        """Run the operation; hash what it drew."""
         result = function(*arguments, **(named or {}))
         if function in _DRAWN and isinstance(result, torch.Tensor) and not isinstance(result, FakeTensor):
-            kept = (result.detach() != 0).to(torch.uint8).contiguous()
-            if min(int(kept.sum()), kept.numel() - int(kept.sum())) >= _ENOUGH:
-                seen = self.forward if torch._C._current_graph_task_id() == -1 else self.again
-                seen.append(zlib.crc32(kept.numpy().tobytes()))
+            mask = (result.detach() != 0).to(torch.uint8).contiguous()
+            stay = int(mask.sum())
+            if min(stay, mask.numel() - stay) >= _ENOUGH:
+                hashes = self.again if _is_in_backward() else self.forward
+                hashes.append(zlib.crc32(mask.numpy().tobytes()))
         return result
 
 
-Kept = tuple[str, int, int]  # module, hash of what this rank keeps, hash of what one rank would keep
+def _is_in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1  # autograd's number of the backward pass that runs
 
 
-def watch_pieces(kept: list[Kept], part: int, parts: int) -> Callable[[fx.Graph], None]:
-    """A function that has every split dropout of a graph note in `kept` which elements it keeps.
+MaskPiece = tuple[str, int, int]  # module, hash of what this rank keeps, hash of what one rank would keep
+
+
+def watch_pieces(pieces: list[MaskPiece], part: int, parts: int) -> Callable[[fx.Graph], None]:
+    """Return a function that lets every split dropout of a graph enter in `pieces` which elements it keeps.
 
     Args:
-        kept: gets an entry for each call, in the order of the calls.
+        pieces: gets an entry for each call, in the order of the calls.
         part: this rank on the `tensor` axis.
         parts: size of that axis.
     """
@@ -62,15 +67,15 @@ def watch_pieces(kept: list[Kept], part: int, parts: int) -> Callable[[fx.Graph]
     def add(graph: fx.Graph) -> None:
         for node in graph.nodes:
             if node.target is split_dropout:
-                node.target = _noting(kept, node, part, parts)
+                node.target = _with_piece(pieces, node, part, parts)
             elif _draws_for_itself(node):
-                node.target = _noting_a_draw(kept, node)
+                node.target = _with_wrong_piece(pieces, node)
 
     return add
 
 
 def _draws_for_itself(node: fx.Node) -> bool:
-    """Whether an operation on a piece draws its own random numbers: those of other ranks' pieces would be equal."""
+    """True if an operation on a piece draws its own random numbers: those of other ranks' pieces would be equal."""
     is_random = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
     if not is_random or not isinstance(node.meta.get("lies"), Split):
         return False
@@ -80,40 +85,45 @@ def _draws_for_itself(node: fx.Node) -> bool:
     return bool(share)
 
 
-def _noting_a_draw(kept: list[Kept], node: fx.Node) -> Callable[..., Any]:
-    module, plain = node.meta.get("module", ""), node.target
-    assert callable(plain)
+def _with_wrong_piece(pieces: list[MaskPiece], node: fx.Node) -> Callable[..., Any]:
+    """Return the node's operation, which enters a piece that is part of no mask."""
+    module = node.meta.get("module", "")
+    operation = node.target
+    assert callable(operation)
 
-    def noted(*arguments: Any, **named: Any) -> Any:
-        kept.append((module, 0, 1))  # no piece of any whole mask
-        return plain(*arguments, **named)
+    def recorded(*arguments: Any, **named: Any) -> Any:
+        pieces.append((module, 0, 1))  # hashes of pieces that are 0 never add up to 1
+        return operation(*arguments, **named)
 
-    return noted
+    return recorded
 
 
-def _noting(kept: list[Kept], node: fx.Node, part: int, parts: int) -> Callable[..., torch.Tensor]:
-    module, split = node.meta.get("module", ""), node.meta["lies"]
+def _with_piece(pieces: list[MaskPiece], node: fx.Node, part: int, parts: int) -> Callable[..., torch.Tensor]:
+    """Return the node's split dropout, which enters what it keeps beside what one rank would keep."""
+    module = node.meta.get("module", "")
+    split = node.meta["lies"]
 
-    def noted_dropout(
+    def recorded_dropout(
         tensor: torch.Tensor, share: float, is_training: bool, shape: tuple[int, ...], *place: Any
     ) -> torch.Tensor:
-        is_first_time = torch._C._current_graph_task_id() == -1
-        if is_training and 0 < share < 1 and is_first_time and not isinstance(tensor, FakeTensor):
+        draws = is_training and 0 < share < 1
+        if draws and not _is_in_backward() and not isinstance(tensor, FakeTensor):
             with _disable_current_modes(), torch.no_grad():  # `DropoutTrace` must not count these draws
                 state = torch.get_rng_state()
-                own = split_dropout(torch.ones_like(tensor), share, is_training, shape, *place)
+                piece = split_dropout(torch.ones_like(tensor), share, is_training, shape, *place)
                 torch.set_rng_state(state)
-                whole = F.dropout(torch.ones(shape, dtype=tensor.dtype), share)
+                full_mask = F.dropout(torch.ones(shape, dtype=tensor.dtype), share)
                 torch.set_rng_state(state)
-            shard_spec = split.shard_spec(tuple(shape), part, parts)
-            kept.append((module, _sum_of_places(own, shard_spec), _sum_of_places(whole, ShardSpec(tuple(shape)))))
+            piece_hash = _sum_of_places(piece, split.shard_spec(tuple(shape), part, parts))
+            full_hash = _sum_of_places(full_mask, ShardSpec(tuple(shape)))
+            pieces.append((module, piece_hash, full_hash))
         return split_dropout(tensor, share, is_training, shape, *place)
 
-    return noted_dropout
+    return recorded_dropout
 
 
 def _sum_of_places(mask: torch.Tensor, shard_spec: ShardSpec) -> int:
-    """A hash of the places of a whole tensor where `mask` is not zero; those of pieces add up to the whole's."""
+    """Hash the places of a full tensor where `mask` is not zero; the hashes of pieces add up to the full tensor's."""
     places = take(np.arange(shard_spec.numel, dtype=np.int64).reshape(shard_spec.shape), shard_spec)
-    mixed = ((places + 1) * 0x9E3779B1) & 0x7FFFFFFF
+    mixed = ((places + 1) * 0x9E3779B1) & 0x7FFFFFFF  # multiplicative hashing (Knuth); 31 bits, so that sums fit
     return int(mixed[(mask != 0).numpy()].sum())

@@ -1,4 +1,4 @@
-"""Before anything runs: would all ranks begin the same collectives?
+"""Find out, before anything runs, whether all ranks would begin the same collectives.
 
 Started as `python -m paceline.verify.ranks.dry_run SETTINGS.json`.
 
@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
@@ -43,7 +43,10 @@ from paceline.verify.ranks.reference import as_workload_error
 from paceline.verify.ranks.reference_step import checked
 from paceline.verify.ranks.trace import Trace, asked_at
 
-_EQUAL = 1e-9
+if TYPE_CHECKING:
+    from paceline.parallel.graph_model import SplitModel
+
+_EQUAL = 1e-9  # a relative difference of losses in float64 that is rounding
 
 
 def main(path: Path) -> int:
@@ -67,71 +70,94 @@ def main(path: Path) -> int:
 
 
 def describe_all(workload: Workload, plan: Plan) -> list[list[dict[str, Any]]]:
-    """What the model is made of for each part of the batch, on each rank of `tensor`; the same is described once."""
+    """Describe what the model is made of for each part of the batch, on each rank of `tensor`.
+
+    Parts and ranks that are alike share one description: each takes a capture of the model.
+    """
     mesh = Mesh.parse(plan.mesh)
     first = describe(workload, plan)
     if "split" not in first:
         return [[first]] * mesh.data_size
-    pieces = cut_into(plan, mesh, workload)
-    if first["split"]["coupled"] and pieces and not plan.micro_batches:
-        pieces = 1
-    known: dict[Any, dict[str, Any]] = {}
+    micro_batches = cut_into(plan, mesh, workload)
+    if first["split"]["coupled"] and micro_batches and not plan.micro_batches:
+        micro_batches = 1
+    descriptions: dict[Any, dict[str, Any]] = {}  # by the shapes of the micro-batches and the rank of `tensor`
     data = open_data("data", workload.data)
-    found = []
+    result = []
     for part in range(mesh.data_size):
-        loader = RankLoader(data, workload, part, mesh.data_size, torch.device("cpu"), pieces)
+        loader = RankLoader(data, workload, part, mesh.data_size, torch.device("cpu"), micro_batches)
         batch = next(loader.training(0, loader.order(workload.batch_size).batch_at(0).stop))
-        shapes = tuple(signature(one) for one in batch.microbatches)
+        shapes = tuple(signature(micro_batch) for micro_batch in batch.microbatches)
         ranks = []
         for tensor in range(mesh.size("tensor")):
             key = (shapes, 0 if first["split"]["is_even"] else tensor)
-            if key not in known:
-                known[key] = first if not part and not tensor else describe(workload, plan, tensor, part)
-            ranks.append(known[key])
-        found.append(ranks)
-    return found
+            if key not in descriptions:
+                is_first = part == 0 and tensor == 0
+                descriptions[key] = first if is_first else describe(workload, plan, tensor, part)
+            ranks.append(descriptions[key])
+        result.append(ranks)
+    return result
 
 
 def persons_calls(workload: Workload, ranks: int) -> list[list[list[Any]]]:
-    """What the person's own loss begins on each rank: [collective, axis, bytes, line].
+    """Return what the person's own loss begins on each rank: [collective, axis, bytes, line].
 
     Raises:
         WorkloadError: the loss of the same samples differs between ranks.
     """
-    loader = RankLoader(open_data("data", workload.data), workload, 0, 1, torch.device("cpu"))
-    trials = loader.trials()
-    batch = trials[0].batches[0] if trials else loader.example()
-    batch = moved(batch, torch.device("cpu"), True)
-    found: list[list[list[Any]]] = []
-    losses = []
-    for rank in [0, *range(ranks)]:  # the first twice: does it give the same again?
-        seed_everything(workload.seed)
-        with as_rank(rank, ranks) as calls, controlled():  # with gradients: a loss may take some of its own
-            model = workload.model().double().train()
-            total, weight = checked(workload.loss(model, batch))
-        found.append(calls)
-        losses.append(float(total.detach()) / max(float(weight), 1e-300))
-    first, *losses = losses
-    found = found[1:]
-    if abs(first - losses[0]) > _EQUAL * max(abs(first), 1e-12):
+    batch = _some_samples(workload)
+    first_loss, _ = _loss_as_rank(workload, batch, 0, ranks)
+    losses: list[float] = []
+    calls: list[list[list[Any]]] = []
+    for rank in range(ranks):  # rank 0 again: does it give the same again?
+        loss, rank_calls = _loss_as_rank(workload, batch, rank, ranks)
+        losses.append(loss)
+        calls.append(rank_calls)
+    if not _is_equal(first_loss, losses[0]):
         raise WorkloadError(
-            "the loss should be the same when it is computed again",
-            f"one process had {first!r} and then {losses[0]!r} for the same model and samples",
+            "a loss that is the same when it is taken again",
+            f"one process had {first_loss!r} and then {losses[0]!r} for the same model and samples",
             "find what remembers or draws (a counter, a time, numbers of its own) and switch it off for verifying",
         )
+    has_calls = any(calls)  # then a loss may differ by rank here, where no other rank answers
     for rank, loss in enumerate(losses):
-        if abs(loss - losses[0]) > _EQUAL * max(abs(losses[0]), 1e-12) and not any(found):
+        if not has_calls and not _is_equal(losses[0], loss):
             raise WorkloadError(
                 "the loss should depend on the model and the batch alone",
                 f"the same samples give {losses[0]!r} on rank 0 and {loss!r} on rank {rank}",
                 "leave rank() out of the model and the loss; what differs by rank belongs into the loop",
             )
-    return found
+    return calls
+
+
+def _some_samples(workload: Workload) -> Any:
+    """Return a small batch in float64: the first that the trials before a job use, else an example."""
+    loader = RankLoader(open_data("data", workload.data), workload, 0, 1, torch.device("cpu"))
+    trials = loader.trials()
+    batch = trials[0].batches[0] if trials else loader.example()
+    return moved(batch, torch.device("cpu"), True)
+
+
+def _loss_as_rank(workload: Workload, batch: Any, rank: int, ranks: int) -> tuple[float, list[list[Any]]]:
+    """Return the mean loss of a fresh model as `rank` computes it, and the collectives that it begins."""
+    seed_everything(workload.seed)
+    with as_rank(rank, ranks) as calls, controlled():  # with gradients: a loss may take some of its own
+        model = workload.model().double().train()
+        loss_sum, weight = checked(workload.loss(model, batch))
+    return float(loss_sum.detach()) / max(float(weight), 1e-300), calls
+
+
+def _is_equal(expected: float, loss: float) -> bool:
+    return not abs(expected - loss) > _EQUAL * max(abs(expected), 1e-12)  # so written, NaN is equal
 
 
 @contextmanager
 def as_rank(rank: int, ranks: int) -> Iterator[list[list[Any]]]:
-    """Let the person's code believe to be `rank`; collectives return what it gave, and are written down."""
+    """Let the person's code believe to be `rank`; collectives return what it gave, and are entered in a list.
+
+    Yields:
+        The list: [collective, axis, bytes, line] of each call.
+    """
     calls: list[list[Any]] = []
 
     class Answered(AxisComm):
@@ -152,7 +178,8 @@ def as_rank(rank: int, ranks: int) -> Iterator[list[list[Any]]]:
 
         def reduce_scatter(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
             self._enter("reduce_scatter", tensor)
-            return tensor.chunk(self.size)[min(self.rank, len(tensor.chunk(self.size)) - 1)].clone()
+            chunks = tensor.chunk(self.size)  # of few rows there are fewer than ranks
+            return chunks[min(self.rank, len(chunks) - 1)].clone()
 
         def all_to_all(self, tensor: torch.Tensor, splits: Any) -> tuple[torch.Tensor, list[int]]:
             self._enter("all_to_all", tensor)
@@ -161,7 +188,9 @@ def as_rank(rank: int, ranks: int) -> Iterator[list[list[Any]]]:
         def barrier(self) -> None:
             calls.append(["barrier", self.axis, 0, asked_at(sys._getframe(1))])
 
-    def noted(name: str) -> Any:
+    def recorded(name: str) -> Any:
+        """Return a stand-in for a collective of torch.distributed, which a loss may call by itself."""
+
         def collective(tensor: Any = None, *arguments: Any, **named: Any) -> None:
             size = tensor.nbytes if isinstance(tensor, torch.Tensor) else 0
             calls.append([name, "world", size, asked_at(sys._getframe(1))])
@@ -174,23 +203,25 @@ def as_rank(rank: int, ranks: int) -> Iterator[list[list[Any]]]:
         "PACELINE_RANK": rank, "PACELINE_WORLD_SIZE": ranks, "PACELINE_LOCAL_RANK": rank, "RANK": rank,
         "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "PACELINE_LOCAL_SIZE": ranks,
     }  # fmt: skip
-    kept = list(api._world)
+    environment = {name: str(value) for name, value in variables.items()}
+    collectives = {name: recorded(name) for name in ("all_reduce", "broadcast", "barrier")}
+    world_before = list(api._world)
     api._world[:] = [world]
     try:
         with (
-            mock.patch.dict(os.environ, {name: str(value) for name, value in variables.items()}),
+            mock.patch.dict(os.environ, environment),
             mock.patch.multiple(
                 dist, get_rank=lambda group=None: rank, get_world_size=lambda group=None: ranks,
-                is_initialized=lambda: True, **{name: noted(name) for name in ("all_reduce", "broadcast", "barrier")},
+                is_initialized=lambda: True, **collectives,
             ),
         ):  # fmt: skip
             yield calls
     finally:
-        api._world[:] = kept
+        api._world[:] = world_before
 
 
 def graph_calls(workload: Workload, plan: Plan) -> dict[str, list[list[Any]]]:
-    """What the graph of each (pipeline, tensor) rank begins for the first micro-batch, on fake tensors.
+    """Return what the graph of each rank begins for the first micro-batch, on fake tensors, by "PIPELINE,TENSOR".
 
     The pipeline's schedule is made, and thereby proved free of deadlock.
     """
@@ -198,36 +229,49 @@ def graph_calls(workload: Workload, plan: Plan) -> dict[str, list[list[Any]]]:
     from paceline.profile.describe_split import form_of, stages_of_plan
 
     mesh = Mesh.parse(plan.mesh)
-    if mesh.size("pipeline") > 1:
-        make_schedule(plan.schedule, mesh.size("pipeline"), max(plan.micro_batches, 2 * mesh.size("pipeline")))
+    stages = mesh.size("pipeline")
+    if stages > 1:
+        make_schedule(plan.schedule, stages, max(plan.micro_batches, 2 * stages))
     form = form_of(workload)
     loader = RankLoader(open_data("data", workload.data), workload, 0, mesh.data_size, torch.device("cpu"))
     example = loader.example()
     first: SplitModel | None = None
-    captured, found = None, {}
-    for pipeline, tensor in itertools.product(range(mesh.size("pipeline")), range(mesh.size("tensor"))):
+    captured = None
+    calls = {}
+    for pipeline, tensor in itertools.product(range(stages), range(mesh.size("tensor"))):
         at = {"pipeline": pipeline, "tensor": tensor}
         comms = {axis: AxisComm(axis, at.get(axis, 0), tuple(range(mesh.size(axis))), None, Trace()) for axis in AXES}
         split = SplitModel(form, comms["tensor"], comms["pipeline"], plan, torch.device("cpu"), stages_of_plan(plan))
         split.precision = torch.bfloat16 if workload.precision == "bf16" else None
         if first is None or captured is None:
-            first, captured = split, split.decide(workload.loss, example)
-        split.placements, split.assignment, split.everywhere = first.placements, first.assignment, first.everywhere
-        split.coupled, split.written, split.pieces = first.coupled, first.written, first.pieces
-        found[f"{pipeline},{tensor}"] = _calls_of(split, *split.stages_of(captured))
-    return found
+            first = split
+            captured = split.decide(workload.loss, example)
+        _copy_decisions(first, split)
+        calls[f"{pipeline},{tensor}"] = _calls_of(split, *split.stages_of(captured))
+    return calls
 
 
-def _calls_of(split: Any, captured: Any, stages: list[Any]) -> list[list[Any]]:
+def _copy_decisions(source: SplitModel, split: SplitModel) -> None:
+    """Give another rank's model what the first has decided; every rank would decide the same, at some cost."""
+    split.placements = source.placements
+    split.assignment = source.assignment
+    split.everywhere = source.everywhere
+    split.coupled = source.coupled
+    split.written = source.written
+    split.pieces = source.pieces
+
+
+def _calls_of(split: SplitModel, captured: Any, stages: list[Any]) -> list[list[Any]]:
+    """Return the rows of the ledger for a rank's stages: [collective, axis, calls, ""]."""
     from paceline.graph.dry_run import stage_traffic
 
     calls: list[list[Any]] = []
     for index in split.own_stages:
         for piece in stages[index * split.pieces : (index + 1) * split.pieces]:
-            ledger = stage_traffic(
-                piece, captured, split.local_shapes(captured), [split.tensor], split.recompute, split.precision
-            )
-            calls += [[row["collective"], row["axis"], row["calls"], ""] for row in ledger.rows()]
+            shapes = split.local_shapes(captured)
+            ledger = stage_traffic(piece, captured, shapes, [split.tensor], split.recompute, split.precision)
+            for row in ledger.rows():
+                calls.append([row["collective"], row["axis"], row["calls"], ""])
     return calls
 
 

@@ -1,4 +1,4 @@
-"""A few numbers that stand for a tensor, and add up over its pieces.
+"""Make fingerprints: a few numbers that stand for a tensor, and that add up over its pieces.
 
 Two weighted sums with fixed weights by place, and the sum of squares. The weighted sums are linear: those of a split
 tensor's pieces, each weighted by its places in the whole, add up to that of the whole.
@@ -17,23 +17,25 @@ _PHASES = (1.2345678, 0.7071067)
 
 
 def fingerprint(values: torch.Tensor, places: torch.Tensor | None = None) -> Print:
-    """The numbers of a tensor.
+    """Return the fingerprint of a tensor or of a piece of one.
 
     Args:
         values: a tensor, or a piece of one.
         places: of each element in the flattened whole, in the shape of `values`; None: it is whole.
     """
     flat = values.detach().reshape(-1).to(torch.float64)
-    at = torch.arange(flat.numel(), dtype=torch.float64) if places is None else places.reshape(-1).double()
-    sums = [float((flat * torch.cos(at * phase + 0.3)).sum()) for phase in _PHASES]
+    if places is None:
+        places = torch.arange(flat.numel(), dtype=torch.float64)
+    angles = places.reshape(-1).double()
+    sums = [float((flat * torch.cos(angles * phase + 0.3)).sum()) for phase in _PHASES]
     return [*sums, float((flat * flat).sum()), float(flat.numel())]
 
 
 def prints_of(batch: Any) -> list[Print]:
-    """The numbers of every tensor of a batch."""
+    """Return the fingerprints of a batch's tensors, complex ones apart."""
     return [fingerprint(tensor.to_dense()) for tensor in tensors_in(batch) if not tensor.is_complex()]
 
 
 def is_shown(value: Any) -> bool:
-    """Whether a value is a tensor of numbers."""
+    """True if a value is a tensor that can be fingerprinted: dense, with floating numbers and memory."""
     return isinstance(value, torch.Tensor) and value.is_floating_point() and not value.is_meta and not value.is_sparse

@@ -1,4 +1,4 @@
-"""While float64 is verified, nothing is narrowed: `logits.float()` in a loss would round as float32 does.
+"""Keep float64 tensors wide while float64 is verified: `logits.float()` in a loss would round as float32 does.
 
 Layers that narrow on purpose (RMSNorm in float32, a softmax with `dtype=torch.float32`) are exact in float32's digits
 alone; split over ranks they differ by 1e-7, and that is no bug. So in float64 runs, in the reference and on the ranks
@@ -21,6 +21,7 @@ import paceline
 
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 _CASTS = ("float", "half", "bfloat16")
+# Functions with a dtype among their arguments.
 _WITH_DTYPE = ("to", "type", "softmax", "log_softmax", "sum", "mean", "cumsum", "prod")
 # What is judged must do what it does: only the person's code, and torch's and transformers', is kept wide.
 _PACKAGES = ("parallel", "deferred_init", "comm", "train", "checkpoint")
@@ -29,43 +30,57 @@ _JUDGED = tuple(str(Path(paceline.__file__).parent / name) + os.sep for name in 
 
 @contextmanager
 def kept_wide(is_on: bool) -> Iterator[None]:
-    """Let narrower dtypes be ignored where a float64 tensor is asked for one."""
-    places: list[tuple[Any, str, Any]] = [(torch.Tensor, name, _cast) for name in _CASTS]
-    places += [(torch.Tensor, name, _asked) for name in _WITH_DTYPE]
-    places += [(where, name, _asked) for where in (F, torch) for name in ("softmax", "log_softmax")]
-    kept = [(where, name, vars(where).get(name), getattr(where, name)) for where, name, _ in places]
+    """Let narrower dtypes be ignored where a float64 tensor is asked for one; do nothing unless `is_on`."""
+    if not is_on:
+        yield
+        return
+    replaced: list[tuple[Any, str, Any]] = []  # where, name, what was set there itself: None where it is inherited
     try:
-        if is_on:
-            for (where, name, wrap), (_, _, _, plain) in zip(places, kept, strict=True):
-                setattr(where, name, wrap(plain))
+        for owner, name, wrap in _replacements():
+            replaced.append((owner, name, vars(owner).get(name)))
+            setattr(owner, name, wrap(getattr(owner, name)))
         yield
     finally:
-        for where, name, own, _ in kept if is_on else []:
-            if own is None:
-                delattr(where, name)
+        for owner, name, original in replaced:
+            if original is None:
+                delattr(owner, name)
             else:
-                setattr(where, name, own)
+                setattr(owner, name, original)
 
 
-def _cast(plain: Callable[..., Any]) -> Callable[..., Any]:
+def _replacements() -> list[tuple[Any, str, Callable[..., Any]]]:
+    """Return which functions of torch are replaced: the owner, the name, and what wraps the original."""
+    replacements: list[tuple[Any, str, Callable[..., Any]]] = []
+    replacements += [(torch.Tensor, name, _without_cast) for name in _CASTS]
+    replacements += [(torch.Tensor, name, _with_wide_dtype) for name in _WITH_DTYPE]
+    for owner in (F, torch):
+        replacements += [(owner, name, _with_wide_dtype) for name in ("softmax", "log_softmax")]
+    return replacements
+
+
+def _without_cast(original: Callable[..., Any]) -> Callable[..., Any]:
     def same(tensor: Any, *arguments: Any, **named: Any) -> Any:
-        return tensor if _is_kept(tensor) else plain(tensor, *arguments, **named)
+        return tensor if _stays_wide(tensor) else original(tensor, *arguments, **named)
 
     return same
 
 
-def _asked(plain: Callable[..., Any]) -> Callable[..., Any]:
+def _with_wide_dtype(original: Callable[..., Any]) -> Callable[..., Any]:
     def call(tensor: Any, *arguments: Any, **named: Any) -> Any:
-        if isinstance(tensor, torch.Tensor) and _is_kept(tensor):
-            arguments = tuple(_widened(one) for one in arguments)
-            named = {key: _widened(one) for key, one in named.items()}
-        return plain(tensor, *arguments, **named)
+        if isinstance(tensor, torch.Tensor) and _stays_wide(tensor):
+            arguments = tuple(_widened(argument) for argument in arguments)
+            named = {name: _widened(argument) for name, argument in named.items()}
+        return original(tensor, *arguments, **named)
 
     return call
 
 
-def _is_kept(tensor: torch.Tensor) -> bool:
-    return tensor.dtype == torch.float64 and not sys._getframe(2).f_code.co_filename.startswith(_JUDGED)
+def _stays_wide(tensor: torch.Tensor) -> bool:
+    """True for a float64 tensor, unless the caller of the replaced function is code that is judged."""
+    if tensor.dtype != torch.float64:
+        return False
+    caller = sys._getframe(2)  # above this function and the replacement
+    return not caller.f_code.co_filename.startswith(_JUDGED)
 
 
 def _widened(value: Any) -> Any:

@@ -31,15 +31,16 @@ _NAMES = (
 
 
 def keep(values: torch.Tensor, share: float) -> torch.Tensor:
-    """True where an element stays; `share` of different values do not."""
-    still = values.detach()
-    step = torch.floor(torch.log2(still.abs() + _TINY) * _STEPS_PER_OCTAVE + 0.37)
-    mixed = torch.sin(step * 12.9898 + (still > _TINY) * 78.233 + 0.5) * 43758.5453
+    """Return True where an element stays; of all different values the part `share` does not."""
+    values = values.detach()
+    step = torch.floor(torch.log2(values.abs() + _TINY) * _STEPS_PER_OCTAVE + 0.37)
+    # A sine's digits as a hash of the step and the sign, as shaders make noise.
+    mixed = torch.sin(step * 12.9898 + (values > _TINY) * 78.233 + 0.5) * 43758.5453
     return (mixed - torch.floor(mixed)) >= share
 
 
 def drop(values: torch.Tensor, share: float, is_training: bool, is_off: bool) -> torch.Tensor:
-    """`values` with dropout by value, or without any where `is_off`."""
+    """Return `values` with dropout by value, or without any where `is_off`."""
     if not is_training or share == 0 or is_off:
         return values
     if share >= 1:
@@ -57,54 +58,59 @@ def attention(  # noqa: PLR0913  torch's own arguments
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """torch's attention spelt out, with dropout by value: its documentation's own reference code."""
+    """Compute attention by the reference code of torch's documentation, with dropout by value."""
     if enable_gqa:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
         value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
-    scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if scale is None:
+        scale = query.shape[-1] ** -0.5
+    scores = query @ key.transpose(-2, -1) * scale
     if is_causal:
-        seen = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
-        scores = scores.masked_fill(~seen, float("-inf"))
-    if attn_mask is not None:
-        scores = scores.masked_fill(~attn_mask, float("-inf")) if attn_mask.dtype == torch.bool else scores + attn_mask
+        is_visible = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+        scores = scores.masked_fill(~is_visible, float("-inf"))
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attn_mask, float("-inf"))
+    elif attn_mask is not None:
+        scores = scores + attn_mask
     return drop(torch.softmax(scores, -1), dropout_p, True, False) @ value
 
 
 @contextmanager
 def controlled(is_off: bool = False) -> Iterator[None]:
-    """Put dropout by value in the place of torch's, and narrow nothing; neither where `is_off` (narrow precisions).
+    """Put dropout by value in the place of torch's, and let nothing narrow float64.
 
-    Then there is no dropout at all.
+    Args:
+        is_off: for narrow precisions, in which values differ by rounding: no dropout at all, and dtypes as asked.
     """
-    kept = {name: getattr(F, name) for name in _NAMES}
-    plain = torch.dropout
+    originals: dict[str, Callable[..., Any]] = {name: getattr(F, name) for name in _NAMES}
+    original_dropout = torch.dropout
 
-    def dropped(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    def dropout_by_value(
+        input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> torch.Tensor:
         return drop(input, p, training, is_off)
 
-    def whole_features(
+    def dropout_of_channels(
         input: torch.Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
     ) -> torch.Tensor:
         if not training or p == 0 or is_off:
             return input
-        strongest = input.detach().flatten(2).amax(-1) if input.dim() > 2 else input.detach()
-        stays = keep(strongest, p).reshape(*strongest.shape, *[1] * (input.dim() - strongest.dim()))
-        return torch.where(stays, input / (1 - p), 0.0)
+        return torch.where(_kept_channels(input, p), input / (1 - p), 0.0)
 
-    def attended(*arguments: Any, **named: Any) -> torch.Tensor:
-        share = named.get("dropout_p", arguments[4] if len(arguments) > 4 else 0.0)
+    def attention_by_value(*arguments: Any, **named: Any) -> torch.Tensor:
+        share = arguments[4] if len(arguments) > 4 else named.get("dropout_p", 0.0)
         if share and not is_off:
             return attention(*arguments, **named)
-        if share:
-            arguments, named = (*arguments[:4], 0.0, *arguments[5:]) if len(arguments) > 4 else arguments, {
-                **named, **({"dropout_p": 0.0} if "dropout_p" in named else {})
-            }  # fmt: skip
-        result: torch.Tensor = kept["scaled_dot_product_attention"](*arguments, **named)
+        if share and len(arguments) > 4:
+            arguments = (*arguments[:4], 0.0, *arguments[5:])
+        elif share:
+            named = {**named, "dropout_p": 0.0}
+        result: torch.Tensor = originals["scaled_dot_product_attention"](*arguments, **named)
         return result
 
-    ours: dict[str, Callable[..., Any]] = {name: dropped for name in ("dropout", "alpha_dropout")}
-    ours |= {name: whole_features for name in ("dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout")}
-    ours["scaled_dot_product_attention"] = attended
+    ours: dict[str, Callable[..., Any]] = {name: dropout_by_value for name in ("dropout", "alpha_dropout")}
+    ours |= {name: dropout_of_channels for name in ("dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout")}
+    ours["scaled_dot_product_attention"] = attention_by_value
     for name, function in ours.items():
         setattr(F, name, function)
     torch.dropout = lambda input, p, train: drop(input, p, train, is_off)
@@ -112,31 +118,39 @@ def controlled(is_off: bool = False) -> Iterator[None]:
         with kept_wide(not is_off):
             yield
     finally:
-        for name, function in kept.items():
+        for name, function in originals.items():
             setattr(F, name, function)
-        torch.dropout = plain
+        torch.dropout = original_dropout
+
+
+def _kept_channels(input: torch.Tensor, share: float) -> torch.Tensor:
+    """Return True for each channel that stays, by its largest value: (n, channels, ...) to (n, channels, 1, ...)."""
+    values = input.detach()
+    largest = values.flatten(2).amax(-1) if values.dim() > 2 else values
+    ones = [1] * (values.dim() - largest.dim())
+    return keep(largest, share).reshape(*largest.shape, *ones)
 
 
 def drawn_state() -> tuple[Any, ...]:
-    """What changes when anything is drawn from torch's, Python's or numpy's random numbers."""
+    """Return what changes when anything is drawn from torch's, Python's or numpy's random numbers."""
     numpy: Any = sys.modules.get("numpy")
-    state = numpy.random.get_state() if numpy else (None, b"", 0)
-    return torch.get_rng_state().numpy().tobytes(), random.getstate(), bytes(state[1]), state[2]
+    _, numpy_key, numpy_position, *_ = numpy.random.get_state() if numpy else (None, b"", 0)
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), bytes(numpy_key), numpy_position
 
 
 @contextmanager
 def watched(model: torch.nn.Module) -> Iterator[None]:
     """Raise WorkloadError when a forward pass draws random numbers that nobody can control, and say where."""
     names = {module: name or type(module).__name__ for name, module in model.named_modules()}
-    found: list[str] = []
-    states: list[Any] = []
+    drawing: list[str] = []  # modules that draw, by name
+    states: list[Any] = []  # at the begin of each module that runs, the innermost last
 
     def enter(module: torch.nn.Module, arguments: Any) -> None:
         states.append(drawn_state())
 
     def leave(module: torch.nn.Module, arguments: Any, result: Any) -> None:
         if states.pop() != drawn_state():
-            found.append(names.get(module, type(module).__name__))
+            drawing.append(names.get(module, type(module).__name__))
 
     handles = [
         torch.nn.modules.module.register_module_forward_pre_hook(enter),
@@ -149,7 +163,7 @@ def watched(model: torch.nn.Module) -> Iterator[None]:
         for handle in handles:
             handle.remove()
     if drawn_state() != before:
-        where = found[0] if found else "the loss"  # the innermost module ends first
+        where = drawing[0] if drawing else "the loss"  # the innermost module ends first
         raise WorkloadError(
             "the model's random numbers can't be made the same under every plan",
             f"{where} draws some that are no dropout (torch.rand in a forward pass, an LSTM's own dropout, numpy)",

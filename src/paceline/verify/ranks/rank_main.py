@@ -1,4 +1,4 @@
-"""What each rank of a verification runs: the job's own steps on the person's workload, and a copy of what they made.
+"""Take the job's own steps on one rank of a verification, and write a copy of what they made.
 
 `rank_main.py SETTINGS.json` is the script of ordinary ranks. Nothing here computes: the steps are those of `Job`.
 """
@@ -29,10 +29,10 @@ from paceline.train.find_workload import find_workload
 from paceline.train.job import Job
 from paceline.verify.child_setup import read_settings
 from paceline.verify.ranks.control_flow_trace import Branches
-from paceline.verify.ranks.dropout_trace import DropoutTrace, Kept, watch_pieces
+from paceline.verify.ranks.dropout_trace import DropoutTrace, MaskPiece, watch_pieces
 from paceline.verify.ranks.fingerprint import prints_of
 from paceline.verify.ranks.randomness import controlled, drawn_state
-from paceline.verify.ranks.reference_step import kept
+from paceline.verify.ranks.reference_step import dense_copy
 from paceline.verify.ranks.trace import Trace, begin_heartbeat
 from paceline.verify.ranks.watch import ModuleWatch, watch_graph, watch_modules
 
@@ -60,24 +60,20 @@ class _RankRun:
     """One job of some steps."""
 
     def __init__(self, workload: Workload, run: dict[str, Any], folder: Path, rank: int) -> None:
-        self.run, self.folder, self.rank = run, folder, rank
+        self.run = run
+        self.folder = folder
+        self.rank = rank
         self.plan = dataclasses.replace(Plan.of(run["plan"], "the settings"), checkpoint_every=0)
         self.mesh = Mesh.parse(self.plan.mesh)
         self.branches: list[tuple[str, bool]] = []
         self.calls: list[tuple[float, float]] = []  # of every micro-batch: loss sum and weight
         self.watch = ModuleWatch()
-        self.kept: list[Kept] = []  # by every split dropout of a step
+        self.mask_pieces: list[MaskPiece] = []  # one for every split dropout of a step
         self.tensors: dict[str, torch.Tensor] = {}
         self.facts: dict[str, Any] = {
-            "losses": [],
-            "norms": [],
-            "weights": [],
-            "draws": [],
-            "masks": [],
-            "kept": [],
-            "ledger": [],
-            "rates": [],
-        }
+            "losses": [], "norms": [], "weights": [], "draws": [],
+            "masks": [], "kept": [], "ledger": [], "rates": [],
+        }  # fmt: skip
         self.workload = dataclasses.replace(
             workload,
             precision=run["precision"],
@@ -98,8 +94,8 @@ class _RankRun:
             if self.run.get("load"):
                 job.load(self.run["load"])
                 first = job.step_number + 1
-                self.facts["state_of_draws"] = mix(*drawn_state()[0][:256])
-            self._note(job, first - 1)
+                self.facts["state_of_draws"] = _hash_of_draws()
+            self._record(job, first - 1)
             if self.run.get("watch"):
                 self._look_on(job)
             if self.run.get("draws") and self.plan.compile == "off":
@@ -109,57 +105,56 @@ class _RankRun:
                 self._step(job, next(batches), step)
                 if self.run.get("save") and step == self.run.get("save_at"):
                     job.save(self.run["save"])
-                    self.facts["state_of_draws"] = mix(*drawn_state()[0][:256])
+                    self.facts["state_of_draws"] = _hash_of_draws()
             job.close(save=False)
         self._write(job)
 
     def _step(self, job: Job, batch: Batch, step: int) -> None:
+        """Take a step; enter what it began with, what it returned and what it sent."""
         ledger = job.ledger
         assert isinstance(ledger, Trace)
-        calls, sent = dict(ledger.calls), dict(ledger.payload_bytes)
-        self.facts["draws"].append(mix(*drawn_state()[0][:256]))
+        calls_before = dict(ledger.calls)
+        bytes_before = dict(ledger.payload_bytes)
+        self.facts["draws"].append(_hash_of_draws())
         self.facts["batch"] = [batch.positions.start, batch.positions.stop]
         self.facts["pieces"] = [[piece.start, piece.stop] for piece in job.loader.pieces(batch.positions)]
         if self.run.get("watch"):
-            self.facts["samples"] = [prints_of(micro) for micro in batch.microbatches]
-        self.facts["losses"].append(self._stepped(job, batch))
+            self.facts["samples"] = [prints_of(micro_batch) for micro_batch in batch.microbatches]
+        self.facts["losses"].append(self._take_step(job, batch))
         self.facts["rates"].append([float(group["lr"]) for group in job.optimizer.param_groups])
         assert job.last is not None
-        self.facts["norms"] += [job.last.gradient_norm] if job.last.gradient_norm is not None else []
+        if job.last.gradient_norm is not None:
+            self.facts["norms"].append(job.last.gradient_norm)
         self.facts["weights"].append(job.last.weight)
-        rows = [
-            {"collective": key[0], "axis": key[1], "calls": n - calls.get(key, 0),
-             "bytes": ledger.payload_bytes[key] - sent.get(key, 0)}
-            for key, n in sorted(ledger.calls.items()) if n > calls.get(key, 0)
-        ]  # fmt: skip
-        self.facts["ledger"].append(rows)
+        self.facts["ledger"].append(_ledger_since(calls_before, bytes_before, ledger))
         if step == 1:
             buffers = job.parallel.buffers
-            both = zip(buffers.names, buffers.changed, strict=True)
-            self.facts["changed_buffers"] = [name for name, is_changed in both if is_changed]
+            pairs = zip(buffers.names, buffers.changed, strict=True)
+            self.facts["changed_buffers"] = [name for name, is_changed in pairs if is_changed]
         if step in (1, self.run["steps"]):
-            self._note(job, step)
+            self._record(job, step)
 
-    def _stepped(self, job: Job, batch: Batch) -> float:
+    def _take_step(self, job: Job, batch: Batch) -> float:
+        """Take a step and return its loss; in a run with the model's own dropout enter its masks, too."""
         if not self.run.get("draws") or self.plan.compile == "on":
             return job.step(batch)
-        self.kept.clear()
+        self.mask_pieces.clear()
         with DropoutTrace() as drawn:
-            mean = job.step(batch)
+            loss = job.step(batch)
         self.facts["masks"].append([drawn.forward, drawn.again])
-        self.facts["kept"].append(list(self.kept))
-        return mean
+        self.facts["kept"].append(list(self.mask_pieces))
+        return loss
 
     def _look_at_dropout(self, job: Job) -> None:
-        """See which elements each rank of `tensor` keeps."""
+        """Let split dropouts enter which elements this rank of `tensor` keeps."""
         placed: Any = job.parallel.placed
         if placed.is_captured:
             tensor = placed.axes["tensor"]
-            placed.split.watch = watch_pieces(self.kept, tensor.rank, tensor.size)
+            placed.split.watch = watch_pieces(self.mask_pieces, tensor.rank, tensor.size)
 
     def _look_on(self, job: Job) -> None:
-        """See what modules and operations make in the next step."""
-        self.calls.clear()  # the loss may have been tried
+        """Let modules, or operations of a graph, enter what they make in the next step."""
+        self.calls.clear()  # the loss may have been tried before the first step (train/prepare.py)
         placed: Any = job.parallel.placed
         if placed.is_captured:
             tensor = placed.axes["tensor"]
@@ -167,33 +162,38 @@ class _RankRun:
         else:
             watch_modules(job.model, self.watch, lambda: str(len(self.calls)))
 
-    def _note(self, job: Job, step: int) -> None:
-        """This rank's part of everything, under STEP/KIND/NAME as in the reference."""
-        placed, names = job.parallel.placed, dict(job.model.named_parameters())
-        updated = placed.updated()
-        for name, parameter in {**names, **updated}.items():
-            if parameter.is_meta:
+    def _record(self, job: Job, step: int) -> None:
+        """Copy this rank's part of everything, under STEP/KIND/NAME as in the reference."""
+        parameters = {**dict(job.model.named_parameters()), **job.parallel.placed.updated()}
+        for name, parameter in parameters.items():
+            if parameter.is_meta:  # not on this rank
                 continue
-            self.tensors[f"{step}/parameter/{name}"] = kept(local(parameter))
-            gradient = local_gradient(parameter)
-            if gradient is not None and step:
-                self.tensors[f"{step}/gradient/{name}"] = kept(gradient)
-            for key, value in job.optimizer.state.get(parameter, {}).items() if step else ():
-                own = local(value) if isinstance(value, torch.Tensor) else None
-                if own is not None and own.dim() and own.shape == local(parameter).shape:
-                    self.tensors[f"{step}/state/{key}/{name}"] = kept(own)
+            self.tensors[f"{step}/parameter/{name}"] = dense_copy(local(parameter))
+            if step:
+                self._record_update(job, step, name, parameter)
         for name, buffer in job.model.named_buffers():
             if not buffer.is_meta:
-                self.tensors[f"{step}/buffer/{name}"] = kept(buffer)
+                self.tensors[f"{step}/buffer/{name}"] = dense_copy(buffer)
+
+    def _record_update(self, job: Job, step: int, name: str, parameter: torch.nn.Parameter) -> None:
+        """Copy a parameter's gradient and the optimizer's states of its shape."""
+        gradient = local_gradient(parameter)
+        if gradient is not None:
+            self.tensors[f"{step}/gradient/{name}"] = dense_copy(gradient)
+        for state, value in job.optimizer.state.get(parameter, {}).items():
+            if not isinstance(value, torch.Tensor):
+                continue
+            shard = local(value)
+            if shard.dim() and shard.shape == local(parameter).shape:
+                self.tensors[f"{step}/state/{state}/{name}"] = dense_copy(shard)
 
     def _write(self, job: Job) -> None:
-        shard_specs = {name: held.shard_spec.to_json() for name, held in job.parallel.held().items()}
-        buffers = {name: str(buffer.dtype)[6:] for name, buffer in job.model.named_buffers()}
-        self.facts["dtypes"] = buffers
-        trained = {name: parameter.requires_grad for name, parameter in job.model.named_parameters()}
+        """Write RUN-RANK.safetensors and .json."""
+        buffers = job.model.named_buffers()
         self.facts |= {
-            "placements": shard_specs,
-            "has_gradient": trained,
+            "dtypes": {name: str(buffer.dtype).removeprefix("torch.") for name, buffer in buffers},
+            "placements": {name: held.shard_spec.to_json() for name, held in job.parallel.held().items()},
+            "has_gradient": {name: parameter.requires_grad for name, parameter in job.model.named_parameters()},
             "branches": self.branches,
             "calls": self.calls,
         }
@@ -201,16 +201,19 @@ class _RankRun:
             self.facts["watch"] = self.watch.to_json()
         self.facts["coordinate"] = self.mesh.coordinate(self.rank)
         self.facts["data_part"] = self.mesh.data_part(self.rank)
-        where = self.folder / f"{self.run['name']}-{self.rank}"
-        save_file(self.tensors, where.with_suffix(".safetensors"))
-        where.with_suffix(".json").write_text(json.dumps(self.facts))
+        path = self.folder / f"{self.run['name']}-{self.rank}"
+        save_file(self.tensors, path.with_suffix(".safetensors"))
+        path.with_suffix(".json").write_text(json.dumps(self.facts))
 
     def _model(self, workload: Workload) -> Any:
-        """The factory; under `replicate` alone other ranks than 0 make other values, which it promises to replace."""
+        """Return the factory; under `replicate` alone one that makes other values on other ranks than 0.
+
+        The broadcast from rank 0 must replace them.
+        """
         if self.rank == 0 or self.mesh.size("replicate") != self.mesh.world_size:
             return workload.model
 
-        def strange() -> Any:
+        def with_other_values() -> Any:
             model = workload.model()
             with torch.no_grad():
                 for tensor in [*model.parameters(), *model.buffers()]:
@@ -218,10 +221,12 @@ class _RankRun:
                         tensor.mul_(0.5).add_(0.01 * self.rank)
             return model
 
-        return strange
+        return with_other_values
 
     def _loss(self, workload: Workload) -> Any:
-        def noted(model: Any, batch: Any) -> Any:
+        """Return the loss; it enters the branches that it took and what it returned."""
+
+        def recorded(model: Any, batch: Any) -> Any:
             with Branches() as branches:
                 result = workload.loss(model, batch)
             self.branches += branches.taken
@@ -229,7 +234,27 @@ class _RankRun:
                 self.calls.append((float(result[0].detach()), float(result[1])))
             return result
 
-        return noted
+        return recorded
+
+
+def _hash_of_draws() -> int:
+    """Return a hash of the state of torch's random numbers, from its first 256 bytes."""
+    torch_state, *_ = drawn_state()
+    return mix(*torch_state[:256])
+
+
+def _ledger_since(
+    calls_before: dict[tuple[str, str], int], bytes_before: dict[tuple[str, str], int], ledger: Trace
+) -> list[dict[str, Any]]:
+    """Return what the ledger counted since, by collective and axis."""
+    rows = []
+    for key, total_calls in sorted(ledger.calls.items()):
+        calls = total_calls - calls_before.get(key, 0)
+        if calls > 0:
+            collective, axis = key
+            payload_bytes = ledger.payload_bytes[key] - bytes_before.get(key, 0)
+            rows.append({"collective": collective, "axis": axis, "calls": calls, "bytes": payload_bytes})
+    return rows
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The process of the reference: `python -m paceline.verify.ranks.reference SETTINGS.json`.
+"""Make the reference in a process of its own: `python -m paceline.verify.ranks.reference SETTINGS.json`.
 
 It takes the steps as they are, again in two ways that differ by rounding alone, and in narrow precisions twice more
 with all gradients moved by as much as they may be off. It writes the first result and how far the others are from it.
@@ -33,8 +33,8 @@ def main(path: Path) -> int:
         workload = find_workload(settings["script"])
         variations = list(VARIATIONS)
         for precision in settings["precisions"]:  # float64 first: there it shows whether the order of samples matters
-            taken = with_noise(workload, precision, settings["steps"], variations)
-            write(folder, precision, *taken, workload.clip_norm)
+            result, noise = with_noise(workload, precision, settings["steps"], variations)
+            write(folder, precision, result, noise, workload.clip_norm)
     except PacelineError as error:
         refuse(folder, error)
     except Exception as error:
@@ -45,7 +45,7 @@ def main(path: Path) -> int:
 def with_noise(
     workload: Workload, precision: str, steps: int, variations: list[Variation]
 ) -> tuple[ReferenceStep, dict[str, Any]]:
-    """The reference; how far each of its tensors and its losses move by rounding, and what was noticed.
+    """Take the reference's steps, and measure how far rounding moves its tensors and losses.
 
     Args:
         workload: the person's.
@@ -54,15 +54,20 @@ def with_noise(
         variations: ways that differ by rounding alone. The reversed batch is removed from the list where it turns out,
             in float64, to change more than that.
 
+    Returns:
+        The reference; and as JSON how far it moves and what was noticed.
+
     Raises:
         WorkloadError: rounding grows until it can't be told from a bug; or the workload can't be verified.
     """
     check_can_verify(workload)
-    taken = take_steps(workload, precision, steps)
-    moves, notices = _Moves(), []
+    reference = take_steps(workload, precision, steps)
+    moves = _Moves()
+    notices = []
     for variation in list(variations):
-        other = take_steps(workload, precision, steps, variation)
-        is_chaotic = precision == "float64" and _relative(taken.losses, other.losses) > 1e-6
+        result = take_steps(workload, precision, steps, variation)
+        loss_move = _relative(reference.losses, result.losses)
+        is_chaotic = precision == "float64" and loss_move > 1e-6
         if is_chaotic and variation.is_reversed:
             variations.remove(variation)
             notices.append(
@@ -71,74 +76,70 @@ def with_noise(
             continue
         if is_chaotic:
             raise WorkloadError(
-                "rounding should stay small in the model",
-                f"one rounding in every module moves the loss by {_relative(taken.losses, other.losses):.1g} of it "
-                f"within {steps} steps",
+                "a model in which rounding stays small",
+                f"one rounding in every module moves the loss by {loss_move:.1g} of it within {steps} steps",
                 "lower the learning rate for verifying, or look for a division by something near zero",
             )
-        moves.add(taken, other)
+        moves.add(reference, result)
     turned = _Moves()
-    if precision != "float64":
-        nudges = _allowed_in_gradients(taken, moves.tensors, precision)
+    if precision != "float64":  # see `bound_of`: in float64 nothing is allowed for gradients that turn
+        nudges = _allowed_in_gradients(reference, moves.tensors, precision)
         for is_mirrored in (False, True):
-            turned.add(taken, take_steps(workload, precision, steps, Variation(nudges=nudges, is_mirrored=is_mirrored)))
-    return taken, {
+            variation = Variation(nudges=nudges, is_mirrored=is_mirrored)
+            turned.add(reference, take_steps(workload, precision, steps, variation))
+    return reference, {
         "noise": moves.tensors, "scalar_noise": moves.scalars, "turned": turned.tensors,
         "scalar_turned": turned.scalars, "notices": notices,
     }  # fmt: skip
 
 
 class _Moves:
-    """How far tensors, by key, and losses, weights and norms (relative) come out elsewhere, at most."""
+    """The most by which tensors, by key, and losses, weights and norms (relative) differ in other runs."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, float] = {}
         self.scalars = dict.fromkeys(("losses", "weights", "norms"), 0.0)
 
-    def add(self, taken: ReferenceStep, other: ReferenceStep) -> None:
+    def add(self, reference: ReferenceStep, result: ReferenceStep) -> None:
         """Count another run."""
-        for key, values in taken.tensors.items():
-            self.tensors[key] = max(self.tensors.get(key, 0.0), _distance(values, other.tensors[key]))
-        for word in self.scalars:
-            self.scalars[word] = max(self.scalars[word], _relative(getattr(taken, word), getattr(other, word)))
+        for key, values in reference.tensors.items():
+            distance = _distance(values, result.tensors[key])
+            self.tensors[key] = max(self.tensors.get(key, 0.0), distance)
+        for name in self.scalars:
+            distance = _relative(getattr(reference, name), getattr(result, name))
+            self.scalars[name] = max(self.scalars[name], distance)
 
 
-def _allowed_in_gradients(taken: ReferenceStep, noise: dict[str, float], precision: str) -> dict[str, float]:
-    """By parameter, how far its gradient may be off and still pass."""
-    tensors = {key: values.numpy() for key, values in taken.tensors.items()}
-    reference = Reference(tensors, noise, {"epsilon": taken.epsilon}, precision)
+def _allowed_in_gradients(result: ReferenceStep, noise: dict[str, float], precision: str) -> dict[str, float]:
+    """Return by parameter how far its gradient may be off and still pass; 0 for one without a gradient."""
+    tensors = {key: values.numpy() for key, values in result.tensors.items()}
+    reference = Reference(tensors, noise, {"epsilon": result.epsilon}, precision)
     largest = largest_of_each_kind(reference)
-    allowed: dict[str, float] = {}
+    allowed: defaultdict[str, float] = defaultdict(float)
     for key in tensors:
         _, kind, name, _ = split_key(key)
         if kind == "gradient":
-            allowed[name] = max(allowed.get(name, 0.0), bound_of(reference, key, largest))
-    return defaultdict(float, allowed)
+            allowed[name] = max(allowed[name], bound_of(reference, key, largest))
+    return allowed
 
 
 def write(
-    folder: Path, precision: str, taken: ReferenceStep, more: dict[str, Any], clip_norm: float | None = None
+    folder: Path, precision: str, result: ReferenceStep, noise: dict[str, Any], clip_norm: float | None = None
 ) -> None:
-    """The reference as files."""
-    save_file(taken.tensors, folder / f"reference-{precision}.safetensors")
-    facts = {
-        "losses": taken.losses, "weights": taken.weights, "norms": taken.norms, "modules": taken.modules,
-        "branches": taken.branches, "clip_norm": clip_norm, "rates": taken.rates,
-        "updated": taken.updated, "epsilon": taken.epsilon, **more,
+    """Write reference-PRECISION.safetensors and .json."""
+    save_file(result.tensors, folder / f"reference-{precision}.safetensors")
+    json_object = {
+        "losses": result.losses, "weights": result.weights, "norms": result.norms, "modules": result.modules,
+        "branches": result.branches, "clip_norm": clip_norm, "rates": result.rates,
+        "updated": result.updated, "epsilon": result.epsilon, **noise,
     }  # fmt: skip
-    (folder / f"reference-{precision}.json").write_text(json.dumps(facts))
+    (folder / f"reference-{precision}.json").write_text(json.dumps(json_object))
 
 
 def as_workload_error(error: Exception) -> WorkloadError:
-    """An error of the person's own code, in one process on CPU."""
+    """Explain an error of the person's own code, in one process on CPU."""
     lines = str(error).strip().splitlines() or [""]
-    trace, where = error.__traceback__, ""
-    while trace is not None:
-        name = trace.tb_frame.f_code.co_filename
-        if "site-packages" not in name and "/paceline/verify/" not in name and not name.startswith("<"):
-            where = f" at {name}:{trace.tb_lineno}"
-        trace = trace.tb_next
-    found = f"{type(error).__name__}{where}: {lines[0]:.300}"
+    found = f"{type(error).__name__}{_innermost_line(error)}: {lines[0]:.300}"
     if "cuda" in str(error).lower() or "cpu' backend" in str(error).lower():
         fix = "verifying runs on CPU processes: take the plain torch form of that operation where CUDA is not at hand"
         return WorkloadError("the model should run on CPUs too", found, fix)
@@ -158,25 +159,38 @@ def as_workload_error(error: Exception) -> WorkloadError:
     return WorkloadError("can't take a step in one process, on CPU and in float64", found, fix)
 
 
+def _innermost_line(error: Exception) -> str:
+    """Return " at FILE:LINE" of the innermost frame that is neither installed, nor the verifier's, nor generated."""
+    line = ""
+    trace = error.__traceback__
+    while trace is not None:
+        name = trace.tb_frame.f_code.co_filename
+        if "site-packages" not in name and "/paceline/verify/" not in name and not name.startswith("<"):
+            line = f" at {name}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return line
+
+
 def _has_no_float64(text: str) -> bool:
-    """Whether an operation was given float64 alone and can't compute in it: no tensor of another dtype is at fault."""
+    """True if an operation was given float64 alone and can't compute in it: no tensor of another dtype is at fault."""
     lowered = text.lower()
     if "not implemented for 'double'" in lowered:
         return True
     return "double" in lowered and "expected" in lowered and ("bfloat16" in lowered or "bf16" in lowered)
 
 
-def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
-    if one.shape != other.shape:
+def _distance(first: torch.Tensor, second: torch.Tensor) -> float:
+    if first.shape != second.shape:
         return math.inf
-    off = (one.double() - other.double()).abs()
-    off = off[torch.isfinite(off)]  # a mask's -inf moves nowhere
-    return float(off.max()) if off.numel() else 0.0
+    distances = (first.double() - second.double()).abs()
+    finite = distances[torch.isfinite(distances)]  # a mask's -inf moves nowhere
+    return float(finite.max()) if finite.numel() else 0.0
 
 
-def _relative(ones: list[float], others: list[float]) -> float:
-    pairs: Any = zip(ones, others, strict=False)
-    return max((abs(a - b) / max(abs(a), 1e-300) for a, b in pairs), default=0.0)
+def _relative(first: list[float], second: list[float]) -> float:
+    """Return the largest difference of two lists' numbers, relative to the first's."""
+    distances = [abs(a - b) / max(abs(a), 1e-300) for a, b in zip(first, second, strict=False)]
+    return max(distances, default=0.0)
 
 
 if __name__ == "__main__":

@@ -28,9 +28,10 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(slots=True)
 class ReferenceStep:
-    """What some steps led to. Keys of `tensors` are STEP/KIND/NAME: gradient, parameter, buffer or state (optimizer).
+    """The results of some steps in one process.
 
-    Gradients are of the batch's mean loss, after clipping.
+    Keys of `tensors` are STEP/KIND/NAME, where KIND is gradient, parameter or buffer, and STEP/state/STATE/NAME for
+    the optimizer's states. Gradients are of the batch's mean loss, after clipping.
     """
 
     tensors: Tensors = field(default_factory=dict)
@@ -46,7 +47,7 @@ class ReferenceStep:
 
 @dataclass(frozen=True, slots=True)
 class Variation:
-    """Another way to take the same steps: what comes out differently is what rounding may do."""
+    """A way to take the same steps that differs by rounding alone: what it changes, rounding may change."""
 
     is_reversed: bool = False  # the batch's samples in the opposite order
     noise_seed: int | None = None  # every module's result is moved by one rounding, up or down
@@ -69,39 +70,50 @@ def take_steps(workload: Workload, precision: str, steps: int, variation: Variat
         WorkloadError: the model's random numbers can't be controlled.
         LossError: the loss has the wrong form.
     """
-    changed = variation or Variation()
+    is_reference = variation is None
+    variation = variation or Variation()
+    is_double = precision == "float64"
     workload = dataclasses.replace(workload, precision=precision)
     seed_everything(workload.seed)
     model = workload.model()
-    model = (model.double() if precision == "float64" else model).train()
+    if is_double:
+        model = model.double()
+    model = model.train()
     optimizer = workload.optimizer(model)
     scheduler = workload.scheduler(optimizer) if workload.scheduler else None
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    floats = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
-    taken = ReferenceStep(
-        updated=[names[parameter] for parameter in own if parameter in names],
-        epsilon=max(torch.finfo(dtype).eps for dtype in floats),
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    result = ReferenceStep(
+        updated=_updated_names(model, optimizer),
+        epsilon=max(torch.finfo(dtype).eps for dtype in dtypes),
     )
-    note(taken.tensors, 0, model, None)
+    record(result.tensors, 0, model, None)
     with ExitStack() as stack:
-        stack.enter_context(controlled(is_off=precision != "float64"))
-        if changed.noise_seed is not None:
-            stack.enter_context(one_rounding_off(model, _epsilon(precision), changed.noise_seed))
-        elif variation is None:
-            stack.enter_context(execution_order(model, taken.modules))
-        batches = _batches(workload, precision == "float64", changed.is_reversed)
+        stack.enter_context(controlled(is_off=not is_double))
+        if variation.noise_seed is not None:
+            stack.enter_context(one_rounding_off(model, _epsilon(precision), variation.noise_seed))
+        elif is_reference:
+            stack.enter_context(execution_order(model, result.modules))
+        batches = _batches(workload, is_double, variation.is_reversed)
         for step in range(1, steps + 1):
-            watch = watched if variation is None and step == 1 else _unwatched
-            _gradients(workload, model, optimizer, next(batches), taken, watch)
-            with nudged(model, changed, step):
+            watch = watched if is_reference and step == 1 else _unwatched
+            _gradients(workload, model, optimizer, next(batches), result, watch)
+            with nudged(model, variation, step):
                 optimizer.step()
             if step in (1, steps):
-                note(taken.tensors, step, model, optimizer)
+                record(result.tensors, step, model, optimizer)
             if scheduler is not None:
                 scheduler.step()
-            taken.rates.append([float(group["lr"]) for group in optimizer.param_groups])
-    return taken
+            result.rates.append([float(group["lr"]) for group in optimizer.param_groups])
+    return result
+
+
+def _updated_names(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """Return the names of the model's parameters that the optimizer has, in its order."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    updated = []
+    for group in optimizer.param_groups:
+        updated += [names[parameter] for parameter in group["params"] if parameter in names]
+    return updated
 
 
 def _gradients(
@@ -109,19 +121,22 @@ def _gradients(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     microbatches: list[Any],
-    taken: ReferenceStep,
+    result: ReferenceStep,
     watch: Callable[[torch.nn.Module], Any],
 ) -> None:
+    """Leave the clipped gradients of the batch's mean loss in `.grad`; add its loss, weight and norm to `result`."""
     model.zero_grad(set_to_none=True)
-    total, weight = 0.0, 0.0
+    total = 0.0
+    weight = 0.0
     for number, batch in enumerate(microbatches):
         with Branches() as branches, torch.autocast("cpu", torch.bfloat16, enabled=workload.precision == "bf16"):
             with watch(model) if number == 0 else _unwatched(model):
-                result = workload.loss(model, batch)
-            loss_sum, its_weight = checked(result)
-        taken.branches += branches.taken
+                returned = workload.loss(model, batch)
+            loss_sum, loss_weight = checked(returned)
+        result.branches += branches.taken
         loss_sum.backward()  # type: ignore[no-untyped-call]
-        total, weight = total + float(loss_sum.detach()), weight + float(its_weight)
+        total += float(loss_sum.detach())
+        weight += float(loss_weight)
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     for gradient in gradients:
         gradient /= weight
@@ -130,41 +145,44 @@ def _gradients(
         norm = sum(float(gradient.to_dense().double().square().sum()) for gradient in gradients) ** 0.5
         for gradient in gradients:  # also those of an optimizer inside the optimizer
             gradient *= min(1.0, workload.clip_norm / (norm + 1e-6))
-        taken.norms.append(norm)
-    taken.losses.append(total / weight)
-    taken.weights.append(weight)
+        result.norms.append(norm)
+    result.losses.append(total / weight)
+    result.weights.append(weight)
 
 
-def checked(result: Any) -> tuple[torch.Tensor, Any]:
-    """The loss's sum and weight.
+def checked(returned: Any) -> tuple[torch.Tensor, Any]:
+    """Return the sum and the weight that a loss returned, the sum without dimensions.
 
     Raises:
-        LossError: it is no such pair.
+        LossError: it returned no such pair.
     """
-    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], torch.Tensor)):
+    if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], torch.Tensor)):
         raise LossError(
             "the loss should return (sum, weight)",
-            f"it returned a {type(result).__name__}",
+            f"it returned a {type(returned).__name__}",
             "return the losses added up and their number: cross_entropy(..., reduction='sum'), labels.numel()",
         )
-    return result[0].reshape(()), result[1]
+    return returned[0].reshape(()), returned[1]
 
 
-def note(tensors: Tensors, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Copy everything that a step makes, under STEP/KIND/NAME."""
+def record(tensors: Tensors, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """Copy everything that a step makes into `tensors`; without an optimizer parameters and buffers alone."""
     for name, parameter in model.named_parameters():
-        tensors[f"{step}/parameter/{name}"] = kept(parameter)
-        if optimizer is not None and parameter.grad is not None:
-            tensors[f"{step}/gradient/{name}"] = kept(parameter.grad)
-        for key, value in (optimizer.state.get(parameter, {}) if optimizer is not None else {}).items():
+        tensors[f"{step}/parameter/{name}"] = dense_copy(parameter)
+        if optimizer is None:
+            continue
+        if parameter.grad is not None:
+            tensors[f"{step}/gradient/{name}"] = dense_copy(parameter.grad)
+        for state, value in optimizer.state.get(parameter, {}).items():
+            # A count of steps has another shape than the parameter, and no shards.
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim():
-                tensors[f"{step}/state/{key}/{name}"] = kept(value)
+                tensors[f"{step}/state/{state}/{name}"] = dense_copy(value)
     for name, buffer in model.named_buffers():
-        tensors[f"{step}/buffer/{name}"] = kept(buffer)
+        tensors[f"{step}/buffer/{name}"] = dense_copy(buffer)
 
 
-def kept(tensor: torch.Tensor) -> torch.Tensor:
-    """A dense copy; narrow floats widened, which loses nothing."""
+def dense_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a dense copy; bfloat16 and float16 become float32, which loses nothing."""
     dense = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
     if dense.dtype in (torch.bfloat16, torch.float16):
         return dense.float()
@@ -172,34 +190,39 @@ def kept(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _batches(workload: Workload, is_double: bool, is_reversed: bool) -> Iterator[list[Any]]:
-    """The global batches, each whole, or cut by the workload's own micro_batch_size."""
+    """Yield the global batches, each as a list of micro-batches: one, or as many as the workload's own size gives."""
     data = data_of(workload)
     order = DataOrder(workload.seed, len(data), workload.batch_size)
     position = 0
     while True:
         batch = order.batch_at(position)
-        positions = list(batch)[::-1] if is_reversed else list(batch)
+        positions = list(batch)
+        if is_reversed:
+            positions.reverse()
         size = workload.micro_batch_size or len(positions)
-        cut = [positions[at : at + size] for at in range(0, len(positions), size)]
-        yield [micro_batch(workload, data, part, is_double) for part in cut]
+        micro_batches = []
+        for start in range(0, len(positions), size):
+            micro_batches.append(micro_batch(workload, data, positions[start : start + size], is_double))
+        yield micro_batches
         position = batch.stop
 
 
 def micro_batch(workload: Workload, data: Any, positions: Sequence[int], is_double: bool) -> Any:
-    """The samples at some positions of the data order, collated."""
+    """Load the samples at some positions of the data order and collate them."""
     order = DataOrder(workload.seed, len(data), workload.batch_size)
 
     def sample(position: int) -> Any:
         seed_sample(workload.seed, position)
         return data[order.index(position)]
 
+    collate = workload.collate or default_collate
     with kept_random_state():
-        made = (workload.collate or default_collate)([sample(position) for position in positions])
-    return doubled(made) if is_double else made
+        batch = collate([sample(position) for position in positions])
+    return doubled(batch) if is_double else batch
 
 
 def data_of(workload: Workload) -> Any:
-    """The data set, made if it is a function."""
+    """Return the data set; call the workload's function if it is made by one."""
     data = workload.data
     if data is None:
         raise WorkloadError(
@@ -210,16 +233,16 @@ def data_of(workload: Workload) -> Any:
 
 
 def doubled(value: Any) -> Any:
-    """A batch with its floating tensors in float64, whatever it is made of."""
+    """Return a batch with its floating tensors in float64, whatever containers it is made of."""
     if isinstance(value, torch.Tensor):
         return value.double() if value.is_floating_point() else value
     if isinstance(value, Mapping):
-        made = {key: doubled(one) for key, one in value.items()}
-        return made if type(value) is dict else type(value)(made)  # type: ignore[call-arg]
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(doubled(one) for one in value))
+        items = {key: doubled(item) for key, item in value.items()}
+        return items if type(value) is dict else type(value)(items)  # type: ignore[call-arg]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple takes its fields one by one
+        return type(value)(*(doubled(item) for item in value))
     if isinstance(value, list | tuple):
-        return type(value)(doubled(one) for one in value)
+        return type(value)(doubled(item) for item in value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: doubled(getattr(value, f.name)) for f in dataclasses.fields(value)}
         return dataclasses.replace(value, **fields)
@@ -242,20 +265,26 @@ def one_rounding_off(model: torch.nn.Module, epsilon: float, seed: int) -> Itera
     def moved(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or not value.is_floating_point():
             return value
-        signs = torch.randint(0, 2, value.shape, generator=random, dtype=torch.int8) * 2 - 1
+        signs = _random_signs(value.shape, random)
         step = max(epsilon, torch.finfo(value.dtype).eps)
         return value + value.detach().abs() * (signs * step).to(value.dtype)
 
     def scaled(gradient: torch.Tensor) -> torch.Tensor:
-        signs = torch.randint(0, 2, gradient.shape, generator=random, dtype=torch.int8) * 2 - 1
-        return gradient * (1 + signs * max(epsilon, torch.finfo(gradient.dtype).eps)).to(gradient.dtype)
+        signs = _random_signs(gradient.shape, random)
+        step = max(epsilon, torch.finfo(gradient.dtype).eps)
+        return gradient * (1 + signs * step).to(gradient.dtype)
 
     def hook(module: torch.nn.Module, arguments: Any, result: Any) -> Any:
         return tree_map(moved, result)
 
-    leaves = [module for module in model.modules() if not any(True for _ in module.children())]
-    handles: list[Any] = [module.register_forward_hook(hook) for module in leaves]
-    handles += [p.register_hook(scaled) for p in model.parameters() if p.requires_grad]
+    handles: list[Any] = []
+    for module in model.modules():
+        is_leaf = next(module.children(), None) is None
+        if is_leaf:
+            handles.append(module.register_forward_hook(hook))
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            handles.append(parameter.register_hook(scaled))
     try:
         yield
     finally:
@@ -263,35 +292,44 @@ def one_rounding_off(model: torch.nn.Module, epsilon: float, seed: int) -> Itera
             handle.remove()
 
 
+def _random_signs(shape: torch.Size, random: torch.Generator) -> torch.Tensor:
+    """Return a tensor of -1 and 1."""
+    return torch.randint(0, 2, shape, generator=random, dtype=torch.int8) * 2 - 1
+
+
 @contextmanager
 def nudged(model: torch.nn.Module, variation: Variation, step: int) -> Iterator[None]:
     """Move gradients by `variation.nudges` for an update, and put them back after it."""
-    kept = []
+    if not variation.nudges:
+        yield
+        return
+    originals = []  # gradients and copies of their values
     random = torch.Generator().manual_seed(step)
-    for name, parameter in model.named_parameters() if variation.nudges else ():
+    direction = -1 if variation.is_mirrored else 1
+    for name, parameter in model.named_parameters():
         gradient = parameter.grad
         if gradient is None or gradient.is_sparse:
             continue
-        signs = torch.randint(0, 2, gradient.shape, generator=random, dtype=torch.int8) * 2 - 1
-        kept.append((gradient, gradient.clone()))
-        gradient.add_(signs, alpha=variation.nudges[name] * (-1 if variation.is_mirrored else 1))
+        signs = _random_signs(gradient.shape, random)
+        originals.append((gradient, gradient.clone()))
+        gradient.add_(signs, alpha=variation.nudges[name] * direction)
     yield
-    for gradient, before in kept:
-        gradient.copy_(before)
+    for gradient, values in originals:
+        gradient.copy_(values)
 
 
 @contextmanager
-def execution_order(model: torch.nn.Module, found: list[str]) -> Iterator[None]:
-    """Note the names of modules in the order in which they begin, each once."""
+def execution_order(model: torch.nn.Module, order: list[str]) -> Iterator[None]:
+    """Append the names of modules to `order` as they begin, each once."""
     names = {module: name for name, module in model.named_modules()}
+    begun: set[str] = set()
 
     def enter(module: torch.nn.Module, arguments: Any) -> None:
         name = names.get(module)
-        if name is not None and name not in seen:
-            seen.add(name)
-            found.append(name)
+        if name is not None and name not in begun:
+            begun.add(name)
+            order.append(name)
 
-    seen: set[str] = set()
     handle = torch.nn.modules.module.register_module_forward_pre_hook(enter)
     try:
         yield
@@ -301,30 +339,35 @@ def execution_order(model: torch.nn.Module, found: list[str]) -> Iterator[None]:
 
 @contextmanager
 def _unwatched(model: torch.nn.Module) -> Iterator[None]:
+    """Do nothing, in the place of `watched`."""
     yield
 
 
 def check_can_verify(workload: Workload) -> None:
     """Raise WorkloadError for what is not the same under every plan by its own definition."""
-    model, again = workload.model(), workload.model()
-    if {id(p) for p in model.parameters()} & {id(p) for p in again.parameters()}:
+    model = workload.model()
+    second_model = workload.model()
+    first_ids = {id(parameter) for parameter in model.parameters()}
+    if any(id(parameter) in first_ids for parameter in second_model.parameters()):
         raise WorkloadError(
             "the workload's model should be a factory",
             "two calls of it return the same parameters, so one run would go on where another ended",
             "make the model inside the function: model=lambda: Net(...)",
         )
-    strange = next((name for name, p in model.named_parameters() if p.is_complex()), None)
-    if strange is not None:
-        raise WorkloadError(
-            "the model's parameters should have a float64 form",
-            f"{strange} is complex",
-            "hold its real and imaginary parts (torch.view_as_real) for verifying",
-        )
-    norms = [n for n, m in model.named_modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
-    if norms and workload.micro_batch_size is not None:
-        raise WorkloadError(
-            "a step can't be the same under every plan",
-            f"{norms[0]} takes the statistics of each micro-batch (micro_batch_size={workload.micro_batch_size}), "
-            "so the result depends on how the batch is cut, by definition",
-            "leave micro_batch_size out for verifying: batch norm then counts the whole batch",
-        )
+    for name, parameter in model.named_parameters():
+        if parameter.is_complex():
+            raise WorkloadError(
+                "parameters that can be taken to float64",
+                f"{name} is complex",
+                "hold its real and imaginary parts (torch.view_as_real) for verifying",
+            )
+    if workload.micro_batch_size is None:
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
+            raise WorkloadError(
+                "one step that is the same under every plan",
+                f"{name} takes the statistics of each micro-batch (micro_batch_size={workload.micro_batch_size}), "
+                "so the result depends on how the batch is cut, by definition",
+                "leave micro_batch_size out for verifying: batch norm then counts the whole batch",
+            )

@@ -1,7 +1,7 @@
-"""The ledger with a memory: every collective that a rank begins, in order, with the line that asked for it.
+"""Record every collective that a rank begins, in order, with the line that asked for it.
 
-Written to a file as it happens, so that a rank that hangs or dies has told where. A heartbeat beside it says whether
-the rank is computing and where it stands.
+A line is written to a file as a collective begins, so that the file of a rank that hangs or dies says where. A
+heartbeat beside it says whether the rank is computing and where it stands.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _COMM = f"{_PACELINE}comm{os.sep}"
 
 @dataclass(slots=True)
 class Trace(Ledger):
-    """Counts as the ledger does, and writes a line per collective: [collective, axis, bytes, line]."""
+    """A ledger that also writes a line per collective: [collective, axis, bytes, line]."""
 
     file: TextIO | None = None
 
@@ -40,7 +40,7 @@ class Trace(Ledger):
 
 
 def asked_at(frame: FrameType | None) -> str:
-    """The nearest line of the person's code above `frame`; else the nearest of Paceline's outside `comm/`."""
+    """Return the nearest line of the person's code above `frame`; else the nearest of Paceline's outside `comm/`."""
     ours = ""
     while frame is not None:
         name = frame.f_code.co_filename
@@ -53,7 +53,7 @@ def asked_at(frame: FrameType | None) -> str:
 
 
 def is_persons(file: str) -> bool:
-    """Whether a source file is the person's own."""
+    """True if a source file is the person's own."""
     return not ("site-packages" in file or file.startswith((_PACELINE, "<")) or f"{os.sep}lib{os.sep}python" in file)
 
 
@@ -72,18 +72,20 @@ def begin_heartbeat(path: Path) -> None:
 
 
 def standing(thread: int | None) -> dict[str, Any]:
-    """Where a thread stands: `at` in the person's code, its innermost `line`, and whether it `waits` for others.
+    """Return where a thread stands: `at` in the person's code, its innermost `line`, and whether it `waits` for others.
 
     Keeps no frame: a frame keeps all its values alive. During a capture none is looked at.
     """
     if is_capturing():
         return {"at": "the capture of the model's operations", "waits": False, "line": ""}
-    frame = sys._current_frames().get(thread) if thread is not None else None
+    frame = None
+    if thread is not None:
+        frame = sys._current_frames().get(thread)
     return {"at": asked_at(frame), "waits": is_waiting(frame), "line": innermost(frame)}
 
 
 def is_waiting(frame: FrameType | None) -> bool:
-    """Whether the thread is inside a collective, of ours or of torch's."""
+    """True if the thread is inside a collective, of ours or of torch's."""
     while frame is not None:
         name = frame.f_code.co_filename
         if name.startswith(_COMM) or "torch/distributed" in name:
@@ -93,5 +95,7 @@ def is_waiting(frame: FrameType | None) -> bool:
 
 
 def innermost(frame: FrameType | None) -> str:
-    """Where a thread stands."""
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
+    """Return the line that the thread is at, FILE:LINE."""
+    if frame is None:
+        return ""
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -1,4 +1,4 @@
-"""Looks on while a step runs: what each module, or each operation of a graph, makes and what gradient comes back.
+"""Watch a step: what each module, or each operation of a graph, makes, and what gradient comes back to it.
 
 The same hooks are used on the ranks and in the one process that does their step again. A place is a module path with
 the number of its call, or a node of the captured graph with the number of the micro-batch.
@@ -17,11 +17,11 @@ from torch.utils._pytree import tree_leaves
 from paceline.verify.judge.fingerprints import Print
 from paceline.verify.ranks.fingerprint import fingerprint, is_shown
 
-Take = Callable[[torch.Tensor], torch.Tensor | None]  # the part of a value that is looked at
+Take = Callable[[torch.Tensor], torch.Tensor | None]  # gives the part of a value that is looked at, if any
 
 
 class ModuleWatch:
-    """Everything that was seen: `made` going forward, `back` the gradients, by place."""
+    """Fingerprints of values and gradients, by place: `made` going forward, `back` in the backward pass."""
 
     def __init__(self) -> None:
         self.order: list[str] = []
@@ -35,25 +35,36 @@ class ModuleWatch:
     def note(
         self, place: str, value: Any, module: str, places: torch.Tensor | None = None, take: Take | None = None
     ) -> None:
-        """Look at a value, and later at its gradient."""
-        seen = take(value) if take is not None and is_shown(value) else value
-        if not isinstance(seen, torch.Tensor) or not is_shown(seen) or place in self.made:
+        """Enter a value, and later its gradient.
+
+        Args:
+            place: where it is made.
+            value: what is made; anything but a tensor of floating numbers is passed over.
+            module: path of the module that makes it.
+            places: of each of its elements in the full tensor; None: it is whole.
+            take: the part of it that is looked at.
+        """
+        part = value
+        if take is not None and is_shown(value):
+            part = take(value)
+        if not is_shown(part) or place in self.made:
             return
         self.order.append(place)
-        self.made[place], self.modules[place] = fingerprint(seen, places), module
+        self.made[place] = fingerprint(part, places)
+        self.modules[place] = module
         if places is not None:
             self.splits.add(place)
         if value.requires_grad:
 
             def came_back(gradient: torch.Tensor) -> None:
-                part = take(gradient) if take is not None else gradient
-                if part is not None:
-                    self.back[place] = fingerprint(part, places)
+                gradient_part = take(gradient) if take is not None else gradient
+                if gradient_part is not None:
+                    self.back[place] = fingerprint(gradient_part, places)
 
             value.register_hook(came_back)
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return everything as a JSON object."""
         return {
             "order": self.order, "made": self.made, "back": self.back, "modules": self.modules,
             "splits": sorted(self.splits), "graph": self.graph,
@@ -63,12 +74,12 @@ class ModuleWatch:
 def watch_modules(
     model: torch.nn.Module, watch: ModuleWatch, number: Callable[[], str], take: Take | None = None
 ) -> None:
-    """Note what every module returns, as `MODULE#CALL/OUTPUT`.
+    """Enter what every module returns, at the place `MICRO-BATCH:MODULE#CALL/OUTPUT`.
 
     Args:
         model: the person's.
-        watch: where it is noted.
-        number: the present micro-batch, in words.
+        watch: where it is entered.
+        number: gives the number of the present micro-batch.
         take: the part of each value that is looked at.
     """
     for name, module in model.named_modules():
@@ -78,7 +89,7 @@ def watch_modules(
                 return
             call = watch.count[f"{number()}:{name}"]
             watch.count[f"{number()}:{name}"] += 1
-            values = [one for one in tree_leaves(_plain(result)) if is_shown(one)]
+            values = filter(is_shown, tree_leaves(_plain(result)))
             for index, value in enumerate(values):
                 watch.note(f"{number()}:{name}#{call}/{index}", value, name, take=take)
 
@@ -86,51 +97,55 @@ def watch_modules(
 
 
 def _plain(result: Any) -> Any:
+    """Return a mapping as a dict, into which `tree_leaves` looks whatever the mapping's own class is."""
     return dict(result) if hasattr(result, "items") else result
 
 
 def watch_graph(watch: ModuleWatch, part: int, parts: int) -> Callable[[fx.Graph], None]:
-    """A function that adds to a graph's every value a look at it, as `MICRO-BATCH:NODE`."""
+    """Return a function that adds to every value of a graph a look at it, at the place `MICRO-BATCH:NODE`."""
 
     def add(graph: fx.Graph) -> None:
         for node in list(graph.nodes):
-            exchange = getattr(node.target, "__name__", "") if hasattr(node.target, "__self__") else ""
-            if node.op == "call_function":
-                facts = [
-                    node.meta.get("original", ""),
-                    node.meta.get("module", ""),
-                    exchange,
-                    node.meta.get("made_for", ""),
-                ]
-                watch.graph.append([str(fact) for fact in facts])
-            if node.op != "call_function" or "original" not in node.meta:
+            if node.op != "call_function":
                 continue
-            with graph.inserting_after(node):
-                graph.call_function(_look(watch, node, part, parts), (node,))
+            watch.graph.append(_describe_node(node))
+            if "original" in node.meta:
+                with graph.inserting_after(node):
+                    graph.call_function(_look(watch, node, part, parts), (node,))
 
     return add
+
+
+def _describe_node(node: fx.Node) -> list[str]:
+    """Return the original node, the module, the exchange and the node for which the exchange was made."""
+    # Exchanges are bound methods of `comm.differentiable.Exchanges`.
+    exchange = getattr(node.target, "__name__", "") if hasattr(node.target, "__self__") else ""
+    meta = node.meta
+    return [str(meta.get("original", "")), str(meta.get("module", "")), str(exchange), str(meta.get("made_for", ""))]
 
 
 def _look(watch: ModuleWatch, node: fx.Node, part: int, parts: int) -> Callable[[Any], None]:
     from paceline.comm.differentiable import take_piece
 
-    name, module, placement = node.meta["original"], node.meta.get("module", ""), node.meta.get("lies")
+    name = node.meta["original"]
+    module = node.meta.get("module", "")
+    placement = node.meta.get("lies")
 
     def look(value: Any) -> None:
         if torch._C._current_graph_task_id() != -1 or not is_shown(value):
             return
-        micro = watch.count[name]
+        micro_batch = watch.count[name]
         watch.count[name] += 1
-        places = None
-        if placement is not None and not isinstance(placement, tuple):
-            full = [*value.shape]
-            full[placement.dim] = sum(placement.blocks)
-            numel = torch.Size(full).numel()
-            numbers = torch.arange(numel, dtype=torch.float64).view(full)
-            places = take_piece(numbers, (placement.dim, placement.blocks), part, parts)
-        elif isinstance(placement, tuple):
+        if isinstance(placement, tuple):
             return
-        watch.note(f"{micro}:{name}", value, module, places)
+        places = None
+        if placement is not None:
+            shape = [*value.shape]
+            shape[placement.dim] = sum(placement.blocks)
+            numel = torch.Size(shape).numel()
+            all_places = torch.arange(numel, dtype=torch.float64).view(shape)
+            places = take_piece(all_places, (placement.dim, placement.blocks), part, parts)
+        watch.note(f"{micro_batch}:{name}", value, module, places)
 
     look.__name__ = "look"
     return look
