@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from support import namespaces, slurm
-from support.jobs import LOOP, command, leftovers, losses, marked, wait_for, write_workload
+from support.jobs import LOOP, command, events, leftovers, losses, marked, wait_for, write_workload
 
 pytestmark = pytest.mark.integration
 STEPS, RANKS = 10, 4
@@ -60,8 +60,8 @@ def parameters(run_dir: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for path in last.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
-def check_same(folder: Path, job: str) -> None:
-    ours, theirs = parameters(folder / "runs" / job), parameters(folder / "runs" / "local")
+def check_same(folder: Path, job: str, local: Path | None = None) -> None:
+    ours, theirs = parameters(folder / "runs" / job), parameters((local or folder) / "runs" / "local")
     names = [name for name in theirs if name.startswith(("model/", "optimizer/"))]
     assert len(names) > 100
     assert not [name for name in names if not torch.equal(ours[name], theirs[name])]
@@ -70,14 +70,18 @@ def check_same(folder: Path, job: str) -> None:
 @pytest.fixture(scope="module")
 def bert(tmp_path_factory):
     """The file, and a job of it on this host: Gloo's sums are the same wherever its ranks are."""
-    folder = tmp_path_factory.mktemp("launchers")
+    folder = write_bert(tmp_path_factory.mktemp("launchers"))
+    done = run(folder, "-n", RANKS, "--transport", "gloo", "--job", "local", "bert.py")
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def write_bert(folder: Path) -> Path:
     rows = np.random.default_rng(0).integers(5, 4096, (96, 32)).astype(np.uint16)
     np.save(folder / "train.npy", rows)
     np.save(folder / "held_out.npy", rows[:8])
     (folder / "corpus.json").write_text(json.dumps({"most_frequent_id": 5}))
     (folder / "bert.py").write_text(BERT.format(folder=str(folder), steps=STEPS))
-    done = run(folder, "-n", RANKS, "--transport", "gloo", "--job", "local", "bert.py")
-    assert done.returncode == 0, done.stderr
     return folder
 
 
@@ -89,6 +93,105 @@ def hosts(tmp_path_factory):
 
 def over_ssh(hosts, *words):
     return ("--on", "ssh", "--ssh-option=-F", f"--ssh-option={hosts.config}", *words)
+
+
+LATE = LOOP + "    job.close()\n    if job.rank == 1: os._exit(0)\n"
+
+
+def check_left(bert, job, code):
+    """Rank 1 has called os._exit(0): the job has failed, and says so."""
+    assert code != 0
+    result = json.loads((bert / "runs" / job / "result.json").read_text())
+    assert (result["status"], result["failure"]["rank"]) == ("failed", 1)
+    assert "rank 1's process ended with exit code 0 before the end of its file" in result["failure"]["message"]
+
+
+# --- Slurm
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    if not slurm.can_start():
+        pytest.skip(slurm.WHY_NOT)
+    with slurm.slurm(tmp_path_factory.mktemp("slurm")) as made:
+        yield made
+
+
+def sent(bert, cluster, job, *words, **environment):
+    environment = {**cluster.environment, "TEST_PAUSE": "0", **environment}
+    done = run(
+        bert, "--on", "slurm", "-j", f"1x{RANKS}", "--job", job, "--transport", "gloo", *words, "bert.py", **environment
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def ended(cluster, number, timeout_s=240.0):
+    """The state in which a job ends; one that waits to begin again begins at once."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        state = cluster.state(number)
+        if state in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"):
+            return state
+        if state == "PENDING":
+            with contextlib.suppress(RuntimeError):
+                cluster.call("scontrol", "update", f"JobId={number}", "StartTime=now")
+        time.sleep(0.5)
+    return f"still {cluster.state(number)}"
+
+
+def log(bert, job, number):
+    return (bert / "runs" / job / f"slurm-{number}.log").read_text()
+
+
+@pytest.fixture(scope="module")
+def limited(tmp_path_factory, cluster):
+    """A job that nears its time limit while other tests run: its folder and its number.
+
+    Three minutes, and a signal a minute before: Slurm may send it a minute early, so never in the first minute.
+    """
+    folder = write_bert(tmp_path_factory.mktemp("limited"))
+    (folder / "pause").write_text("14")
+    number = sent(folder, cluster, "limited", "--time", "3", "--signal", "60")
+    yield folder, number
+    with contextlib.suppress(RuntimeError):  # it has ended
+        cluster.call("scancel", number)
+
+
+@needs_slurm
+@pytest.mark.usefixtures("limited")  # from here on, for the last test of this file
+def test_four_tasks_of_slurm(bert, cluster):
+    number = sent(bert, cluster, "slurm")
+    assert ended(cluster, number) == "COMPLETED", log(bert, "slurm", number)
+    check_same(bert, "slurm")
+
+
+@needs_slurm
+def test_a_rank_that_leaves_under_slurm(bert, cluster):
+    file = write_workload(bert, loop=LATE, name="left.py")
+    words = ("--on", "slurm", "-j", "1x2", "--job", "left", file)
+    done = run(bert, *words, **cluster.environment)
+    number = done.stdout.strip()
+    assert ended(cluster, number) == "FAILED", done.stderr
+    check_left(bert, "left", 1)
+    assert "rank 1's process ended with exit code 0" in log(bert, "left", number)
+
+
+@needs_slurm
+def test_slurm_takes_a_job_back_after_a_kill(bert, cluster):
+    number = sent(bert, cluster, "requeued", "--checkpoint-every", "2", TEST_PAUSE="0.5")
+    assert wait_for(lambda: len(losses(bert / "runs" / "requeued")) >= 4, 120)
+    above = [
+        process
+        for process in psutil.process_iter(["cmdline", "cwd"])
+        if process.info["cwd"] == str(bert) and "paceline.run.rank.external_rank" in process.info["cmdline"]
+    ]
+    ranks = [process for process in above if process.parent() in above]
+    assert (len(above), len(ranks)) == (2 * RANKS, RANKS)
+    ranks[1].kill()
+    assert ended(cluster, number) == "COMPLETED", log(bert, "requeued", number)
+    assert "Restarts=1" in cluster.call("scontrol", "show", "job", number)
+    check_same(bert, "requeued")
 
 
 # --- ssh
@@ -254,8 +357,7 @@ def test_hosts_that_come_and_go(bert, tmp_path):
 
 
 def size_now(bert):
-    events = (bert / "runs/elastic/events.jsonl").read_text().splitlines()
-    return [event for event in map(json.loads, events) if event["event"] == "start"][-1]["world_size"]
+    return events(bert / "runs/elastic", "start")[-1]["world_size"]
 
 
 @needs_hosts
@@ -324,17 +426,6 @@ def test_a_stop_under_mpirun_saves(bert, mpirun):
     assert (bert / "runs" / job / "checkpoints" / f"step-{steps:08d}").is_dir()
 
 
-LATE = LOOP + "    job.close()\n    if job.rank == 1: os._exit(0)\n"
-
-
-def check_left(bert, job, code):
-    """Rank 1 has called os._exit(0): the job has failed, and says so."""
-    assert code != 0
-    result = json.loads((bert / "runs" / job / "result.json").read_text())
-    assert (result["status"], result["failure"]["rank"]) == ("failed", 1)
-    assert "rank 1's process ended with exit code 0 before the end of its file" in result["failure"]["message"]
-
-
 @pytest.mark.parametrize("mpirun", MPIRUNS)
 @pytest.mark.parametrize("is_ours", [True, False], ids=["paceline calls it", "it calls paceline"])
 def test_a_rank_that_leaves_under_mpirun(tmp_path, mpirun, is_ours):
@@ -349,96 +440,6 @@ def test_a_rank_that_leaves_under_mpirun(tmp_path, mpirun, is_ours):
         done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=200, env=env)
     check_left(tmp_path, "left", done.returncode)
     assert wait_for(lambda: not leftovers(tmp_path), 15), leftovers(tmp_path)
-
-
-# --- Slurm
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
-    if not slurm.can_start():
-        pytest.skip(slurm.WHY_NOT)
-    with slurm.slurm(tmp_path_factory.mktemp("slurm")) as made:
-        yield made
-
-
-def sent(bert, cluster, job, *words, **environment):
-    environment = {**cluster.environment, "TEST_PAUSE": "0", **environment}
-    done = run(
-        bert, "--on", "slurm", "-j", f"1x{RANKS}", "--job", job, "--transport", "gloo", *words, "bert.py", **environment
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
-def ended(cluster, number, timeout_s=240.0):
-    """The state in which a job ends; one that waits to begin again begins at once."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        state = cluster.state(number)
-        if state in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"):
-            return state
-        if state == "PENDING":
-            with contextlib.suppress(RuntimeError):
-                cluster.call("scontrol", "update", f"JobId={number}", "StartTime=now")
-        time.sleep(0.5)
-    return f"still {cluster.state(number)}"
-
-
-def log(bert, job, number):
-    return (bert / "runs" / job / f"slurm-{number}.log").read_text()
-
-
-@needs_slurm
-def test_four_tasks_of_slurm(bert, cluster):
-    number = sent(bert, cluster, "slurm")
-    assert ended(cluster, number) == "COMPLETED", log(bert, "slurm", number)
-    check_same(bert, "slurm")
-
-
-@needs_slurm
-def test_a_rank_that_leaves_under_slurm(bert, cluster):
-    file = write_workload(bert, loop=LATE, name="left.py")
-    words = ("--on", "slurm", "-j", "1x2", "--job", "left", file)
-    done = run(bert, *words, **cluster.environment)
-    number = done.stdout.strip()
-    assert ended(cluster, number) == "FAILED", done.stderr
-    check_left(bert, "left", 1)
-    assert "rank 1's process ended with exit code 0" in log(bert, "left", number)
-
-
-@needs_slurm
-def test_slurm_takes_a_job_back_after_a_kill(bert, cluster):
-    number = sent(bert, cluster, "requeued", "--checkpoint-every", "2", TEST_PAUSE="0.5")
-    assert wait_for(lambda: len(losses(bert / "runs" / "requeued")) >= 4, 120)
-    above = [
-        process
-        for process in psutil.process_iter(["cmdline"])
-        if "paceline.run.rank.external_rank" in process.info["cmdline"]
-    ]
-    ranks = [process for process in above if process.parent() in above]
-    assert (len(above), len(ranks)) == (2 * RANKS, RANKS)
-    ranks[1].kill()
-    assert ended(cluster, number) == "COMPLETED", log(bert, "requeued", number)
-    assert "Restarts=1" in cluster.call("scontrol", "show", "job", number)
-    check_same(bert, "requeued")
-
-
-@needs_slurm
-def test_slurm_saves_before_its_time_limit_and_goes_on(bert, cluster):
-    """Three minutes, and a signal a minute before: Slurm may send it a minute early, so never in the first minute."""
-    (bert / "pause").write_text("14")
-    number = sent(bert, cluster, "limited", "--time", "3", "--signal", "60")
-    events = bert / "runs" / "limited" / "events.jsonl"
-    is_stopped = wait_for(lambda: events.exists() and '"event": "stopped"' in events.read_text(), 170)
-    (bert / "pause").unlink()
-    assert is_stopped, log(bert, "limited", number)
-    at = max(losses(bert / "runs" / "limited"))
-    assert 1 <= at < STEPS
-    assert (bert / "runs" / "limited" / "checkpoints" / f"step-{at:08d}").is_dir()
-    cluster.call("scontrol", "update", f"JobId={number}", "TimeLimit=10")
-    assert ended(cluster, number) == "COMPLETED", log(bert, "limited", number)
-    check_same(bert, "limited")
 
 
 # --- Ray
@@ -457,3 +458,22 @@ def test_a_local_ray(bert):
 def test_a_rank_that_leaves_under_ray(tmp_path):
     words = ("--on", "ray", "-n", 2, "--job", "left", write_workload(tmp_path, loop=LATE))
     check_left(tmp_path, "left", run(tmp_path, *words).returncode)
+
+
+# --- Slurm, the end
+
+
+@needs_slurm
+def test_slurm_saves_before_its_time_limit_and_goes_on(bert, cluster, limited):
+    folder, number = limited
+    run_dir = folder / "runs" / "limited"
+    assert wait_for(lambda: events(run_dir, "stopped"), 170), log(folder, "limited", number)
+    (folder / "pause").unlink()
+    at = events(run_dir, "stopped")[0]["step"]
+    assert 1 <= at < STEPS
+    with contextlib.suppress(RuntimeError):  # it may have gone on to its end
+        cluster.call("scontrol", "update", f"JobId={number}", "TimeLimit=10")
+    assert ended(cluster, number) == "COMPLETED", log(folder, "limited", number)
+    resumed = events(run_dir, "resumed")[0]
+    assert (resumed["step"], Path(resumed["path"]).name) == (at, f"step-{at:08d}")
+    check_same(folder, "limited", bert)

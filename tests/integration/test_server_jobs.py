@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import random
@@ -21,17 +22,18 @@ from paceline.nouns.errors import PacelineError
 from paceline.server.status import look
 from paceline.server.transport.address import Address
 
+from support.cluster import alone
 from support.jobs import leftovers, losses, paceline, start, wait_for
 from support.served import SLOW, check_equal, saved
 
 pytestmark = pytest.mark.integration
 
-KILLS = int(os.environ.get("PACELINE_KILLS", "50"))
+KILLS = int(os.environ.get("PACELINE_KILLS", "30"))
 BERT = """
 import sys
 from pathlib import Path
 from paceline.demo.workload import make_workload
-workload = make_workload(Path({folder!r}), 50, 8, deterministic=True, micro_batch_size=8 // int(sys.argv[1]))
+workload = make_workload(Path({folder!r}), 20, 8, deterministic=True, micro_batch_size=8 // int(sys.argv[1]))
 """
 
 
@@ -48,9 +50,9 @@ def bert(tmp_path_factory):
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
 def test_bert_ends_bit_for_bit_where_one_process_does(bert, workers):
-    """50 steps with AdamW, a schedule and clipping; the one process takes the same micro-batches, with one thread.
+    """20 steps of two epochs with AdamW, a schedule and clipping; the one process takes the same micro-batches.
 
-    (torch's kernels share a sum out over their threads: with other threads one process does not equal itself.)
+    (One thread: torch's kernels share a sum out over their threads, with others one process does not equal itself.)
     """
     alone, one = f"alone{workers}", {"OMP_NUM_THREADS": "1"}
     assert paceline(bert, "run", "--job", alone, "bert.py", str(workers), **one).code == 0
@@ -63,17 +65,26 @@ def test_bert_ends_bit_for_bit_where_one_process_does(bert, workers):
         check_equal(saved(bert, job), expected)
 
 
-def slow_job(folder, steps, plan="server=3", workers=2, pause="0.05"):
+def slow_job(folder, steps, *flags, plan="server=3", workers=2, pause="0.05"):
     (folder / "slow").touch()
     (folder / "slow.py").write_text(SLOW.format(steps=steps))
-    return start(folder, "run", "-n", str(workers), "--plan", plan, "--job", "wild", "slow.py", TEST_PAUSE=pause)
+    words = ("-n", str(workers), "--plan", plan, "--job", "wild", *flags, "slow.py")
+    return start(folder, "run", *words, TEST_PAUSE=pause)
 
 
-def calm(folder):
-    (folder / "slow").unlink(missing_ok=True)
-    ended = paceline(folder, "run", "-n", "2", "--plan", "server=3", "--job", "calm", "slow.py", TEST_PAUSE="0")
-    assert ended.code == 0, ended.err
-    return saved(folder, "calm")
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory):
+    """What an undisturbed job of so many steps ends with."""
+
+    @functools.cache
+    def ends_with(steps):
+        folder = tmp_path_factory.mktemp("calm")
+        (folder / "slow.py").write_text(SLOW.format(steps=steps))
+        ended = paceline(folder, "run", "-n", "2", "--plan", "server=3", "--job", "calm", "slow.py")
+        assert ended.code == 0, ended.err
+        return saved(folder, "calm")
+
+    return ends_with
 
 
 def facts_of(folder, job="wild"):
@@ -99,19 +110,22 @@ def members(process):
     return server.children()
 
 
-def test_any_process_killed_at_any_moment_changes_nothing(tmp_path):
+def test_any_process_killed_at_any_moment_changes_nothing(tmp_path, calm):
     """k = 2: one at a time, the next when every range is whole again and two more steps are done.
 
     The second of these has a gradient of every worker that was sent after the kill.
 
     (A process that is killed again and again before it has begun is given up: see run/supervise/restart_policy.py.)
     """
-    process, draws, kills = slow_job(tmp_path, 700, pause="0.3"), random.Random(0), 0
+    steps = 4 * KILLS + 40
+    process, draws, kills = slow_job(tmp_path, steps, pause="0.3"), random.Random(0), 0
     after = 0  # the step that must be done before the next kill
     while kills < KILLS:
         assert process.poll() is None, f"ended after {kills} kills: {process.communicate()}"
         time.sleep(draws.uniform(0.0, 0.5))
         step = max(losses(tmp_path / "runs" / "wild"), default=0)
+        if steps - step < 2 * (KILLS - kills) + 20:
+            (tmp_path / "slow").write_text("3")  # the job must not end before the last kill
         if step >= after and is_whole(facts_of(tmp_path), workers=2):
             after = step + 2
             pid = draws.choice(members(process)).pid
@@ -123,7 +137,7 @@ def test_any_process_killed_at_any_moment_changes_nothing(tmp_path):
     assert process.returncode == 0, err
     assert out.count("another takes its place") + err.count("another takes its place") == KILLS
     assert wait_for(lambda: not leftovers(tmp_path))
-    check_equal(saved(tmp_path, "wild"), calm(tmp_path))
+    check_equal(saved(tmp_path, "wild"), calm(steps))
 
 
 def told(folder, kind, job="wild"):
@@ -143,7 +157,7 @@ def result_of(folder, job="wild"):
 
 
 @pytest.mark.parametrize("who", ["server", "coordinator", "worker"])
-def test_a_process_that_is_stopped_and_goes_on(tmp_path, who):
+def test_a_process_that_is_stopped_and_goes_on(tmp_path, calm, who):
     """Beyond the deadline: a server is fenced and comes back, a worker is waited for."""
     process = slow_job(tmp_path, 120, pause="0.5")
     assert wait_for(lambda: is_whole(facts_of(tmp_path), workers=2), 60)
@@ -166,10 +180,10 @@ def test_a_process_that_is_stopped_and_goes_on(tmp_path, who):
     if who == "worker":
         assert "waits for worker 1, which has been silent for" in err
         assert "paceline: worker 1 is back after" in err
-    check_equal(saved(tmp_path, "wild"), calm(tmp_path))
+    check_equal(saved(tmp_path, "wild"), calm(120))
 
 
-def test_a_worker_that_is_stopped_for_good_is_replaced(tmp_path, monkeypatch):
+def test_a_worker_that_is_stopped_for_good_is_replaced(tmp_path, calm, monkeypatch):
     monkeypatch.setenv("PACELINE_SILENCE_S", "7")
     process = slow_job(tmp_path, 60, pause="0.2")
     assert wait_for(lambda: is_whole(facts_of(tmp_path), workers=2), 60)
@@ -180,12 +194,12 @@ def test_a_worker_that_is_stopped_for_good_is_replaced(tmp_path, monkeypatch):
     assert err.count("worker 1 was ended by SIGKILL; another takes its place") == 1
     assert result_of(tmp_path)["left_out"] == {"gradients": 0, "of": 120}
     assert wait_for(lambda: not leftovers(tmp_path))
-    check_equal(saved(tmp_path, "wild"), calm(tmp_path))
+    check_equal(saved(tmp_path, "wild"), calm(60))
 
 
 def test_a_quorum_goes_on_without_a_worker_that_is_stopped_for_good(tmp_path, monkeypatch):
     monkeypatch.setenv("PACELINE_SILENCE_S", "1000")  # nobody takes its place
-    process = slow_job(tmp_path, 300, "server=1,mode=quorum,quorum=2", workers=3)
+    process = slow_job(tmp_path, 300, plan="server=1,mode=quorum,quorum=2", workers=3)
     assert wait_for(lambda: is_whole(facts_of(tmp_path)), 60)
     os.kill(members(process)[2].pid, signal.SIGSTOP)
     began = time.monotonic()
@@ -204,7 +218,7 @@ def test_a_quorum_goes_on_without_a_worker_that_is_stopped_for_good(tmp_path, mo
 def test_a_job_is_not_done_before_worker_0_has_saved(tmp_path, monkeypatch, mode):
     """The others are at the end without it; another in its place saves what they have trained."""
     monkeypatch.setenv("PACELINE_SILENCE_S", "10")
-    process = slow_job(tmp_path, 60, f"server=2,{mode}", pause="0.1")
+    process = slow_job(tmp_path, 60, plan=f"server=2,{mode}", pause="0.1")
     assert wait_for(lambda: is_whole(facts_of(tmp_path), workers=2), 60)
     os.kill(members(process)[0].pid, signal.SIGSTOP)
     _, err = process.communicate(timeout=300)
@@ -230,8 +244,8 @@ def test_kills_and_stops_at_random_moments():
     assert done.stdout.splitlines()[-1] == "4 trials, 0 wrong"
 
 
-def test_when_all_servers_of_a_range_die_the_job_goes_on_from_its_checkpoint(tmp_path):
-    process = slow_job(tmp_path, 300, "server=1")
+def test_when_all_servers_of_a_range_die_the_job_goes_on_from_its_checkpoint(tmp_path, calm):
+    process = slow_job(tmp_path, 60, "--checkpoint-every", "20", plan="server=1", pause="0.2")
     job = tmp_path / "runs" / "wild"
     assert wait_for(lambda: list((job / "checkpoints").glob("step-*")), 90)
     os.kill(facts_of(tmp_path)["nodes"][0]["pid"], signal.SIGKILL)
@@ -242,7 +256,7 @@ def test_when_all_servers_of_a_range_die_the_job_goes_on_from_its_checkpoint(tmp
     plan = ("-n", "2", "--plan", "server=1")
     ended = paceline(tmp_path, "run", *plan, "--resume", "--job", "wild", "slow.py", TEST_PAUSE="0")
     assert ended.code == 0, ended.err
-    check_equal(saved(tmp_path, "wild"), calm(tmp_path))
+    check_equal(saved(tmp_path, "wild"), calm(60))
 
 
 TLS_WORKER = """
@@ -265,10 +279,6 @@ torch.save([p.detach() for p in model.parameters()], sys.argv[4])
 
 def test_servers_started_alone_over_mutual_tls(tmp_path):
     """The commands of docs/parameter-server.md, over TCP."""
-    from test_cluster import adamw
-
-    from support.cluster import alone
-
     assert paceline(tmp_path, "server", "credentials", "creds").code == 0
     plan = ("--plan", "replicate=2,server=2", "--log", "log", "--credentials", "creds/coordinator")
     coordinator = start(tmp_path, "server", "coordinate", "--listen", "127.0.0.1:0", *plan)
@@ -286,7 +296,7 @@ def test_servers_started_alone_over_mutual_tls(tmp_path):
         server.kill()
         server.communicate()
     coordinator.communicate()
-    expected = alone(2, 5, adamw)
+    expected = alone(2, 5, lambda model: torch.optim.AdamW(model.parameters(), lr=0.01))
     for number in range(2):
         own = torch.load(tmp_path / f"out{number}", weights_only=True)
         assert all(torch.equal(a, b) for a, b in zip(own, expected, strict=True))

@@ -26,7 +26,8 @@ SEEDS_OF_RARE = {
     "under_sync_a_worker_goes_on_from_the_least_clock": 72,
 }
 IN_MODES = {"late_for_a_round_that_may_be_lost": (Mode("quorum", quorum=2),)}  # where it shows
-FEW, SOME, MANY = 60, 600, int(os.environ.get("PACELINE_SEEDS", "10000"))
+# Every bug of protocol_mutants.py shows in less than 500 seeds.
+FEW, SOME, MANY = 60, 600, int(os.environ.get("PACELINE_SEEDS", "4000"))
 
 
 @pytest.mark.parametrize("seeds", [range(FEW), pytest.param(range(FEW, SOME), marks=pytest.mark.slow)])
@@ -41,7 +42,8 @@ def test_the_page_gives_the_number_of_bugs():
 
 @pytest.mark.integration
 def test_no_promise_is_broken_in_thousands_of_runs():
-    parts = [range(first, MANY, 2 * os.cpu_count()) for first in range(2 * os.cpu_count())]
+    """The first seeds are in the test above, the rest here."""
+    parts = [range(SOME + first, MANY, 2 * os.cpu_count()) for first in range(2 * os.cpu_count())]
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("forkserver")) as pool:
         found = [one for one in pool.map(broken_in, parts) if one is not None]
     assert not found

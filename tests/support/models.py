@@ -14,51 +14,55 @@ import paceline
 
 BATCH, LENGTH, WORDS = 8, 8, 96
 STORIES = Path(__file__).parents[3] / "shared" / "data" / "stories260K"
-SMALL = {"vocab_size": WORDS, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
+SMALL = {"vocab_size": WORDS, "hidden_size": 32, "num_attention_heads": 4}
 STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
-def bert() -> nn.Module:
+def bert(layers: int = 4) -> nn.Module:
     from transformers import BertConfig, BertForMaskedLM
 
-    return BertForMaskedLM(BertConfig(**SMALL, **STILL, intermediate_size=64, max_position_embeddings=32))
+    return BertForMaskedLM(
+        BertConfig(**SMALL, **STILL, num_hidden_layers=layers, intermediate_size=64, max_position_embeddings=32)
+    )
 
 
-def distilbert() -> nn.Module:
+def distilbert(layers: int = 4) -> nn.Module:
     from transformers import DistilBertConfig, DistilBertForMaskedLM
 
-    sizes = {"vocab_size": WORDS, "dim": 32, "n_layers": 4, "n_heads": 4, "hidden_dim": 64}
+    sizes = {"vocab_size": WORDS, "dim": 32, "n_layers": layers, "n_heads": 4, "hidden_dim": 64}
     return DistilBertForMaskedLM(
         DistilBertConfig(**sizes, dropout=0.0, attention_dropout=0.0, max_position_embeddings=32)
     )
 
 
-def roberta() -> nn.Module:
+def roberta(layers: int = 4) -> nn.Module:
     from transformers import RobertaConfig, RobertaForMaskedLM
 
-    return RobertaForMaskedLM(RobertaConfig(**SMALL, **STILL, intermediate_size=64, max_position_embeddings=40))
+    return RobertaForMaskedLM(
+        RobertaConfig(**SMALL, **STILL, num_hidden_layers=layers, intermediate_size=64, max_position_embeddings=40)
+    )
 
 
-def gpt2() -> nn.Module:
+def gpt2(layers: int = 4) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    sizes = {"vocab_size": WORDS, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 32}
+    sizes = {"vocab_size": WORDS, "n_embd": 32, "n_layer": layers, "n_head": 4, "n_positions": 32}
     still = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     return GPT2LMHeadModel(GPT2Config(**sizes, **still, bos_token_id=1, eos_token_id=2))
 
 
-def llama() -> nn.Module:
+def llama(layers: int = 4) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {**SMALL, "num_key_value_heads": 2, "intermediate_size": 64, "max_position_embeddings": 32}
-    return LlamaForCausalLM(LlamaConfig(**sizes))
+    sizes = {**SMALL, "num_hidden_layers": layers, "num_key_value_heads": 2, "intermediate_size": 64}
+    return LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=32))
 
 
-def qwen2() -> nn.Module:
+def qwen2(layers: int = 4) -> nn.Module:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    sizes = {**SMALL, "num_key_value_heads": 2, "intermediate_size": 64, "max_position_embeddings": 32}
-    return Qwen2ForCausalLM(Qwen2Config(**sizes, tie_word_embeddings=True))
+    sizes = {**SMALL, "num_hidden_layers": layers, "num_key_value_heads": 2, "intermediate_size": 64}
+    return Qwen2ForCausalLM(Qwen2Config(**sizes, max_position_embeddings=32, tie_word_embeddings=True))
 
 
 def t5() -> nn.Module:
@@ -69,10 +73,10 @@ def t5() -> nn.Module:
     return T5ForConditionalGeneration(T5Config(**sizes, **more, decoder_start_token_id=0, pad_token_id=0))
 
 
-def vit() -> nn.Module:
+def vit(layers: int = 4) -> nn.Module:
     from transformers import ViTConfig, ViTForImageClassification
 
-    sizes = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 64}
+    sizes = {"hidden_size": 32, "num_hidden_layers": layers, "num_attention_heads": 4, "intermediate_size": 64}
     return ViTForImageClassification(ViTConfig(**sizes, **STILL, image_size=16, patch_size=4, num_labels=10))
 
 
@@ -118,11 +122,11 @@ def mlp() -> nn.Module:
     )
 
 
-def stories() -> nn.Module:
-    """The stories260K Llama with its real weights."""
+def stories(layers: int = 5) -> nn.Module:
+    """The stories260K Llama, or its first layers, with its real weights."""
     from transformers import LlamaForCausalLM
 
-    return LlamaForCausalLM.from_pretrained(STORIES)
+    return LlamaForCausalLM.from_pretrained(STORIES, num_hidden_layers=layers)
 
 
 def _sum(scores: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -175,7 +179,7 @@ def _images() -> list[dict[str, torch.Tensor]]:
     ]
 
 
-MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Any], Any], Callable[[], Any]]] = {
+MODELS: dict[str, tuple[Callable[..., nn.Module], Callable[[Any, Any], Any], Callable[[], Any]]] = {
     "bert": (bert, text_loss, _rows),
     "distilbert": (distilbert, text_loss, _rows),
     "roberta": (roberta, text_loss, _rows),

@@ -26,6 +26,7 @@ from paceline.server.protocol.replica import Replica
 FAULTS_END_S = 120.0
 SEGMENTS = 2
 WORKERS = 3
+TWOS = int("2" * 200, 4)  # in base four: a push that counts twice
 # A worker whose ranges stand at different clocks for so long ends the job with an error. Longer than the 120 s of a
 # job (see `link.Link.patience_s`), as messages are lost here all the time until FAULTS_END_S.
 ENDS_AFTER_S = 200.0
@@ -50,6 +51,7 @@ class History:
 
     values: list[int] = field(default_factory=lambda: [0] * SEGMENTS)
     updates: list[Any] = field(default_factory=list)
+    changes: int = 0
 
     def combine(self, pushes):
         return sum(push.payload for push in pushes), {}
@@ -63,6 +65,7 @@ class History:
         return update
 
     def apply(self, update):
+        self.changes += 1
         self.values[update.segment] += update.payload
         self.updates.append((update.segment, update.pushes))
 
@@ -73,9 +76,11 @@ class History:
         return list(self.values), list(self.updates)
 
     def restore(self, content):
+        self.changes += 1
         self.values, self.updates = list(content[0]), list(content[1])
 
     def clear(self):
+        self.changes += 1
         self.values, self.updates = [0] * SEGMENTS, []
 
 
@@ -113,7 +118,7 @@ class Simulator:
         self.seen: dict[Any, list[int]] = {}
         self.began: dict[Any, int] = {}  # each worker's first clock
         self.events = 0
-        self.checked: dict[Any, int] = {}  # by replica and range, updates that were looked at
+        self.checked: dict[Any, int] = {}  # by replica and range, changes of its store that were looked at
         self._deliver(COORDINATOR, self.coordinator.everybody())
         for what, after in (("tick", 1.0), ("crash", 20.0), ("cut", 15.0), ("stop_worker", 40.0), ("restart", 60.0)):
             self._at(self.random.uniform(0.2, after), what)
@@ -339,23 +344,20 @@ class Simulator:
 
     def check(self) -> None:
         """What must hold at any time."""
-        twos = int("2" * 200, 4)
         for node, member in self.members.items():
-            for replica in member.replicas:
-                if self.alive[node] and replica.is_synced and any(value & twos for value in replica.store.values):
-                    raise Violation(f"a push counts twice on replica {node}")
-                if self.alive[node] and replica.is_synced:
-                    self._check_updates(node, replica)
+            if self.alive[node]:
+                for replica in member.replicas:
+                    if replica.is_synced and self.checked.get((node, replica.range)) != replica.store.changes:
+                        self._check_store(node, replica)
         for about, one in enumerate(self.coordinator.chains):
             self._check_chain(about, one.configuration.chain)
 
-    def _check_updates(self, node: int, replica: Replica) -> None:
-        """Look at the updates that a replica has made since the last time."""
-        key, updates = (node, replica.key_range), replica.store.updates
-        before = self.checked.get(key, 0)
-        if len(updates) == before:
-            return
-        self.checked[key] = len(updates)
+    def _check_store(self, node: int, replica: Replica) -> None:
+        """Look at a replica's store, which has changed since the last time."""
+        self.checked[node, replica.range] = replica.store.changes
+        if any(value & TWOS for value in replica.store.values):
+            raise Violation(f"a push counts twice on replica {node}")
+        updates = replica.store.updates
         # What a job's end says of gradients that were left out comes from this number.
         counted = sum(len(pushes) for segment, pushes in updates if segment == 0)
         if replica.note is not None and replica.note["counted"] != counted:

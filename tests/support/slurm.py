@@ -106,8 +106,8 @@ def _write(folder: Path) -> None:
         "SchedulerParameters": "batch_sched_delay=0,sched_interval=1",
     }
     lines = [f"{key}={value}" for key, value in settings.items()]
-    # Four CPUs, whatever the machine has: four tasks run there at once.
-    lines.append(f"NodeName={host} NodeAddr=127.0.0.1 CPUs={max(4, cores)} State=UNKNOWN")
+    # Eight CPUs, whatever the machine has: two jobs of four tasks run there at once.
+    lines.append(f"NodeName={host} NodeAddr=127.0.0.1 CPUs={max(8, cores)} State=UNKNOWN")
     lines.append("PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP")
     (folder / "slurm.conf").write_text("\n".join(lines) + "\n")
 
