@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import os
@@ -35,6 +36,21 @@ def run_of(tmp_path, name="a"):
     return tmp_path / "runs" / name
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The losses, and the (step, sample) pairs, of a job of two ranks that nobody disturbs; by the share of dropout."""
+
+    @functools.cache
+    def run(dropout="0"):
+        folder = tmp_path_factory.mktemp("whole")
+        file, seen = write_workload(folder), folder / "seen.txt"
+        ended = paceline(folder, "run", "-n", "2", "--job", "a", file, TEST_SEEN=str(seen), TEST_DROPOUT=dropout)
+        assert ended.code == 0, ended.err
+        return losses(run_of(folder)), steps_seen(seen)
+
+    return run
+
+
 def test_the_same_file_runs_alone_and_as_a_job(tmp_path):
     file = write_workload(tmp_path)
     alone = subprocess.run([sys.executable, str(file)], cwd=tmp_path, capture_output=True, text=True)
@@ -55,12 +71,15 @@ def test_the_same_file_runs_alone_and_as_a_job(tmp_path):
     }
 
 
-def test_a_file_without_a_loop_gets_the_plain_one(tmp_path):
+def test_a_file_without_a_loop_gets_the_plain_one_and_keeps_the_last_few_checkpoints(tmp_path):
     file = write_workload(tmp_path, loop="")
     text = file.read_text().replace("hook(job if", "hook(None if").replace("if SEEN and", "if False and")
     file.write_text(text)
-    assert paceline(tmp_path, "run", "-n", "2", "--job", "a", file).code == 0
+    words = ("-n", "2", "--job", "a", "--checkpoint-every", "3", "--keep", "2")
+    assert paceline(tmp_path, "run", *words, file).code == 0
     assert len(losses(run_of(tmp_path))) == STEPS
+    names = sorted(path.name for path in (run_of(tmp_path) / "checkpoints").iterdir())
+    assert names == ["step-00000018", "step-00000020"]
 
 
 def test_output_is_prefixed_with_the_rank(tmp_path):
@@ -231,9 +250,8 @@ def hang_up():
 
 @pytest.mark.usefixtures("hang_up")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
-def test_a_stop_saves_and_resume_goes_on(tmp_path, number, code):
+def test_a_stop_saves_and_resume_goes_on(tmp_path, whole, number, code):
     file = write_workload(tmp_path)
-    paceline(tmp_path, "run", "-n", "2", "--job", "whole", file)
     job = start(tmp_path, "run", "-n", "2", "--job", "a", file, TEST_PAUSE="0.1")
     assert wait_for(lambda: len(losses(run_of(tmp_path))) >= 4, 30)
     send(job, number)
@@ -244,7 +262,7 @@ def test_a_stop_saves_and_resume_goes_on(tmp_path, number, code):
     done = len(losses(run_of(tmp_path)))
     assert done < STEPS
     assert paceline(tmp_path, "run", "-n", "2", "--resume", "--job", "a", file).code == 0
-    assert losses(run_of(tmp_path)) == losses(run_of(tmp_path, "whole")), "not bit for bit"
+    assert losses(run_of(tmp_path)) == whole()[0], "not bit for bit"
     assert len(events(run_of(tmp_path), "step")) == STEPS, "a step was taken twice"
 
 
@@ -341,12 +359,10 @@ def test_when_the_fork_server_is_killed_the_job_fails(tmp_path, plan):
 
 
 @pytest.mark.parametrize("again", [1, 2, 4])
-def test_killed_at_a_random_step_and_resumed_with_other_ranks(tmp_path, again):
+def test_killed_at_a_random_step_and_resumed_with_other_ranks(tmp_path, whole, again):
     """Each sample is seen once per epoch and the losses are those of the run that nobody disturbed."""
     dropout = {"TEST_DROPOUT": "0.2"} if again == 2 else {}  # equal ranks: bit for bit, dropout too
-    file = write_workload(tmp_path)
-    whole_seen, seen = tmp_path / "whole.txt", tmp_path / "seen.txt"
-    paceline(tmp_path, "run", "-n", "2", "--job", "whole", file, TEST_SEEN=str(whole_seen), **dropout)
+    file, seen = write_workload(tmp_path), tmp_path / "seen.txt"
     kill_at = random.Random(again).randrange(5, STEPS - 1)
     job = start(
         tmp_path, "run", "-n", "2", "--job", "a", "--checkpoint-every", "2", file,
@@ -359,12 +375,13 @@ def test_killed_at_a_random_step_and_resumed_with_other_ranks(tmp_path, again):
     assert job.returncode == 1
     ended = paceline(tmp_path, "run", "-n", str(again), "--resume", "--job", "a", file, TEST_SEEN=str(seen), **dropout)
     assert ended.code == 0, ended.err
-    whole, resumed = losses(run_of(tmp_path, "whole")), losses(run_of(tmp_path))
+    undisturbed, undisturbed_seen = whole(*dropout.values())
+    resumed = losses(run_of(tmp_path))
     if again == 2:
-        assert resumed == whole
+        assert resumed == undisturbed
     else:
-        assert resumed == pytest.approx(whole, rel=1e-12)
-    assert steps_seen(seen) == steps_seen(whole_seen)
+        assert resumed == pytest.approx(undisturbed, rel=1e-12)
+    assert steps_seen(seen) == undisturbed_seen
     for epoch in range(4):
         counts = Counter(i for step, i in steps_seen(seen) if (step - 1) // 5 == epoch)
         assert counts == Counter(range(37))
@@ -414,14 +431,6 @@ def test_a_failure_names_the_checkpoint_that_resume_takes(tmp_path):
     assert "Last checkpoint: runs/a/checkpoints/step-00000005; go on with --resume --job a" in ended.err
 
 
-def test_checkpoints_are_kept_to_the_last_few(tmp_path):
-    paceline(
-        tmp_path, "run", "-n", "2", "--job", "a", "--checkpoint-every", "3", "--keep", "2", write_workload(tmp_path)
-    )
-    names = sorted(path.name for path in (run_of(tmp_path) / "checkpoints").iterdir())
-    assert names == ["step-00000018", "step-00000020"]
-
-
 def test_torchrun_starts_the_same_file(tmp_path):
     file = write_workload(tmp_path, loop='''
 if __name__ == "__main__":
@@ -468,8 +477,8 @@ def test_where_forking_is_unsafe_ranks_are_fresh_interpreters(tmp_path, monkeypa
     file.write_text(
         file.read_text().replace("    job.step(batch)", "    job.step(batch); job.step_number == 3 and 1 / 0")
     )
-    assert main(["run", "-n", "2", "--runs", str(tmp_path / "runs"), "--job", "b", str(file)]) == 1
+    assert main(["run", "--runs", str(tmp_path / "runs"), "--job", "b", str(file)]) == 1
     assert "ZeroDivisionError" in capsys.readouterr().err
     file.write_text(file.read_text().replace("job.step_number == 3 and 1 / 0", "job.step_number == 3 and os._exit(0)"))
-    assert main(["run", "-n", "2", "--runs", str(tmp_path / "runs"), "--job", "c", str(file)]) == 1
+    assert main(["run", "--runs", str(tmp_path / "runs"), "--job", "c", str(file)]) == 1
     assert "process ended with exit code 0 before the end of its file" in capsys.readouterr().err

@@ -23,10 +23,11 @@ from paceline.verify.ranks.dry_run import describe_all
 
 from support import models, random_jobs
 from support.mutants import MUTANTS
-from support.ranks import run_ranks
+from support.ranks import preload, run_ranks
 from support.subjects import SUBJECTS
 from support.unusual import REFUSED, UNUSUAL
 
+preload("paceline.verify.ranks.rank_main", "paceline.verify.ranks.trace")
 _known: dict[Any, Path] = {}
 _folders = []  # temporary folders live as long as the tests
 

@@ -81,10 +81,11 @@ def vit(layers: int = 4) -> nn.Module:
 
 
 class Encoder(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, layers: int = 4) -> None:
         super().__init__()
         self.words = nn.Embedding(WORDS, 32)
-        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True), 4)
+        layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, layers)
         self.head = nn.Linear(32, WORDS)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
 import os
 import pickle
@@ -108,6 +109,7 @@ def _rank_main(
 ) -> None:
     import torch
 
+    gc.freeze()  # or every full collection goes through, and so copies, all that the fork server has imported
     rank, size, rendezvous = meeting
     os.environ.update(
         PACELINE_RANK=str(rank),
