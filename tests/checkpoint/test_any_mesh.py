@@ -65,7 +65,7 @@ def load_all(rank, folder, meshes):
     A job loads one after another and takes a step with each: what a load leaves as it was differs from then on. The
     first, into a new job, is of another mesh.
     """
-    words.init()
+    api.init()
     found = {}
     for mesh in meshes:
         job, first = open_job(mesh), EVERY.index(mesh) + 1

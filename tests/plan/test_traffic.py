@@ -77,7 +77,7 @@ def encoder():
 
 def rows_of_first_steps(rank, cells, make):
     """What the first step of each job sends, one job after another in the same processes."""
-    words.init()
+    api.init()
     found = []
     for parts, text in cells:
         job = Job(make(**parts), Plan.parse(text))

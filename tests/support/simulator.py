@@ -347,14 +347,14 @@ class Simulator:
         for node, member in self.members.items():
             if self.alive[node]:
                 for replica in member.replicas:
-                    if replica.is_synced and self.checked.get((node, replica.range)) != replica.store.changes:
+                    if replica.is_synced and self.checked.get((node, replica.key_range)) != replica.store.changes:
                         self._check_store(node, replica)
         for about, one in enumerate(self.coordinator.chains):
             self._check_chain(about, one.configuration.chain)
 
     def _check_store(self, node: int, replica: Replica) -> None:
         """Look at a replica's store, which has changed since the last time."""
-        self.checked[node, replica.range] = replica.store.changes
+        self.checked[node, replica.key_range] = replica.store.changes
         if any(value & TWOS for value in replica.store.values):
             raise Violation(f"a push counts twice on replica {node}")
         updates = replica.store.updates

@@ -46,7 +46,7 @@ class Parser(argparse.ArgumentParser):
         print(f"{self.prog}: error: {self._explained(message)}", file=sys.stderr)
         sys.exit(MEETS_NOT)
 
-    def _explained(self, message: str) -> str:
+    def _explained(self, message: str) -> UsageError:
         flags: list[str] = []
         for parser in (self, *self.verbs):
             for action in parser._actions:

@@ -153,7 +153,9 @@ def ranks_asked(arguments: argparse.Namespace) -> int | None:
     if shape is not None:
         nodes, per_node = shape
         if asked not in (None, nodes * per_node):
-            raise UsageError(f"-n {asked} and -j {arguments.shape}", f"-j is {nodes * per_node} ranks", "leave one out")
+            raise UsageError(
+                f"-n {asked} and -j {arguments.shape} should agree", f"-j is {nodes * per_node} ranks", "leave one out"
+            )
         asked = nodes * per_node
     if asked is None and hosts and not arguments.plan:
         asked = sum(host.slots for host in hosts)
@@ -283,7 +285,9 @@ def elastic_rules(arguments: argparse.Namespace) -> tuple[Rules, Callable[[], Se
             "-n and -j do not apply to hosts that come and go", "the ranks are as many as their slots", "leave it out"
         )
     if not 1 <= least <= most:
-        raise UsageError(f"between {least} and {most} hosts", "there is no such number", "let 1 <= min <= max")
+        raise UsageError(
+            f"can't take between {least} and {most} hosts", "there is no such number", "let 1 <= min <= max"
+        )
     rules = Rules(least, most)
     if hosts:
         return rules, lambda: hosts

@@ -145,8 +145,7 @@ class PythonStateWatch:
         if not self.suspects:
             return None
         return WorkloadError(
-            "a model whose forward pass and loss keep nothing from batch to batch but in buffers, so that it can be "
-            "split",
+            "to be split, the model's forward pass and loss should keep values from batch to batch in buffers alone",
             f"they change {self.suspects[0].what}, and the graph of operations that runs instead would not",
             "keep it in a buffer that is written in place (self.register_buffer(...), then self.steps.add_(1)), count "
             "in the training loop, or train it by replicate or shard",
@@ -211,7 +210,7 @@ class PythonStateWatch:
             if key is not None:
                 path = self.names.get(number, type(module).__name__)
                 return WorkloadError(
-                    "a model that writes its buffers in place",
+                    "the model should write its buffers in place",
                     f"its forward puts another tensor in the place of {_joined(path, key)}",
                     f"write self.{key}.copy_(...) instead of assigning it",
                 )

@@ -164,7 +164,7 @@ def check_same_writes(expected: Sequence[Write], actual: Sequence[Write], what: 
             if same is not None and len(missing) > 1:  # one stays: the message needs it
                 missing.remove(same)
         raise WorkloadError(
-            "a split model that writes into its buffers as the model does",
+            "the split model should write to its buffers as the model does",
             f"{missing[0].operation} at {missing[0].line} writes into {state}, and {what} would not",
             "write once, by buffer.copy_(new value) under torch.no_grad(), or train it by replicate or shard",
         )

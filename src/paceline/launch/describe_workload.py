@@ -31,7 +31,7 @@ def describe_workload(plan: Plan, command_line: list[str]) -> dict[str, Any]:
     if answer is None:
         errors = done.stderr.strip().splitlines() or ["it printed nothing"]
         reason = f"its process failed: {errors[-1]}"
-        raise WorkloadError(f"to load {command_line[0]}", reason, "run it alone with python first")
+        raise WorkloadError(f"can't load {command_line[0]}", reason, "run it alone with python first")
     if "error" in answer:
         raise WorkloadError(**answer["error"])
     return dict(answer["model"])

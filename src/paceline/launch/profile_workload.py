@@ -97,7 +97,7 @@ def profile_workload(
                 errors.seek(0)
                 lines = errors.read().strip().splitlines() or ["it printed nothing"]
                 raise WorkloadError(
-                    f"to rehearse a step of {command_line[0]}",
+                    f"can't simulate a step of {command_line[0]}",
                     f"its process failed: {lines[-1]}",
                     "run it alone with python first",
                 )

@@ -76,7 +76,9 @@ def seat(hosts: Sequence[Host], ranks: int | None) -> tuple[HostRanks, ...]:
     if wanted > slots:
         listed = ", ".join(f"{host.name}:{host.slots}" for host in hosts)
         reason = f"they have {slots} slots: {listed}"
-        raise UsageError(f"{wanted} ranks on {len(hosts)} hosts", reason, "add hosts, or slots to those that are there")
+        raise UsageError(
+            f"can't place {wanted} ranks on {len(hosts)} hosts", reason, "add hosts, or slots to those that are there"
+        )
     counts: list[tuple[str, int]] = []
     left = wanted
     for host in hosts:

@@ -98,7 +98,7 @@ def check_sbatch(options: SlurmOptions) -> None:
     """Raise UsageError unless there is an sbatch to call."""
     if shutil.which(options.program) is None:
         reason = "there is no such program here"
-        raise UsageError(f"{options.program} to send the job", reason, "go to a login node, or use --dry-run")
+        raise UsageError(f"can't send the job by {options.program}", reason, "go to a login node, or use --dry-run")
 
 
 def submit(script: str, options: SlurmOptions, environment: dict[str, str]) -> str:
@@ -124,7 +124,7 @@ def submit(script: str, options: SlurmOptions, environment: dict[str, str]) -> s
     if done.returncode:
         errors = done.stderr.strip().splitlines() or ["it printed nothing"]
         fix = "mend the option that it names; --dry-run shows the script"
-        raise UsageError("Slurm to take the job", errors[-1], fix)
+        raise UsageError("Slurm should take the job", errors[-1], fix)
     return done.stdout.strip().split(";")[0]
 
 

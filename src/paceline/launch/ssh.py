@@ -80,7 +80,7 @@ def why_lost(host: str, last_words: str) -> UsageError:
         ("no module named", f"install Paceline on {host} in the same place as here, or name its Python with --python"),
         ("no such file", f"{host} needs the same Python and folder as this host, or --python"),
     )
-    asked = f"to reach {host} over ssh"
+    asked = f"can't reach {host} over ssh"
     for sign, fix in fixes:
         if sign in last_words.lower():
             return UsageError(asked, lines[-1], fix)

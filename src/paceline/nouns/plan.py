@@ -135,7 +135,7 @@ class Plan:
         for axis in AXES:
             if axis != "replicate" and mesh.size(axis) > 1:
                 raise PlanError(
-                    f"the plan {self.mesh} with server={self.server}",
+                    f"can't run the plan {self.mesh} with server={self.server}",
                     f"servers go with workers that hold the whole model, not with {axis}",
                     f"leave {axis} out, or server",
                 )

@@ -421,7 +421,7 @@ def _check_dense(placed: Any, mesh: Mesh) -> None:
 
 def _check(plan: Plan) -> None:
     """Raise PlanError for what can't be simulated."""
-    asked = "to predict a step without training"
+    asked = "can't predict a step without training"
     if plan.compile == "on":
         fix = "leave compile out: what it fuses is not known beforehand"
         raise PlanError(asked, "the plan has compile=on, which can't be predicted", fix)

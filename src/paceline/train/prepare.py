@@ -51,7 +51,7 @@ def check_generation(environment: Mapping[str, str]) -> None:
     current = read_text(folder / "generation", 100).strip()
     if current != generation:
         raise PeerLostError(
-            "to save a checkpoint",
+            "can't save a checkpoint",
             f"this rank is of generation {generation}, and the job is at {current} on other hosts",
             "nothing: the others go on without it",
         )

@@ -71,7 +71,7 @@ def check(manifests: Sequence[Manifest]) -> None:
     """
     are_manifests = all(isinstance(manifest, dict) for manifest in manifests)
     if not are_manifests or not job_manifests(manifests):
-        raise UsageError("to check manifests", "no job is among them", "name a file that `paceline run` printed")
+        raise UsageError("can't check the manifests", "no job is among them", "name a file that `paceline run` printed")
     try:
         sets = pod_sets(manifests)
         reasons = [*_shape_reasons(manifests, sets), *_plan_reasons(manifests, sets), *gangs.reasons(manifests)]
@@ -222,5 +222,5 @@ def send(manifests: Sequence[Manifest], context: str = "") -> str:
         raise UsageError("can't send the manifests", "there is no kubectl on this host", fix) from None
     if done.returncode:
         answer = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
-        raise PacelineError("to send the manifests", f"kubectl refuses them ({answer})", "mend what it names")
+        raise PacelineError("can't send the manifests", f"kubectl refuses them ({answer})", "mend what it names")
     return done.stdout

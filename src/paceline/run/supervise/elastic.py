@@ -114,7 +114,9 @@ class Elastic:
                 shown = decision.why
                 self.screen.say(f"paceline: waiting for hosts: {shown}")
             if time.monotonic() - began_s > self.wait_s:
-                raise UsageError(f"hosts within {self.wait_s:g} s", shown, "start hosts, or lower --min-hosts")
+                raise UsageError(
+                    f"enough hosts should be there within {self.wait_s:g} s", shown, "start hosts, or lower --min-hosts"
+                )
             time.sleep(DISCOVER_S)
 
     def _discover(self, members: Membership) -> Sequence[Host]:

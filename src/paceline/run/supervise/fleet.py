@@ -190,4 +190,4 @@ def _outcome(backend: RemoteBackend) -> dict[str, Any] | PacelineError | None:
 
 def _silent(host: str) -> PacelineError:
     reason = f"it has not answered for {ANSWER_S:g} s"
-    return UsageError(f"to reach {host} over ssh", reason, "see whether the host hangs")
+    return UsageError(f"can't reach {host} over ssh", reason, "see whether the host hangs")

@@ -591,11 +591,11 @@ def _lost_range(number: int, replicas: int, has_ended: bool, silence_s: float) -
     if replicas == 1:
         found = "the server that had it has ended" if has_ended else f"it has not answered for {silence_s:g} s"
         fix = f"{fix}; two servers with replicas=2 survive the loss of one"
-        return CheckpointError(f"range {number} of the parameters on 1 server", found, fix)
+        return CheckpointError(f"can't keep range {number} of the parameters on 1 server", found, fix)
     found = f"no server that has it has answered for {silence_s:g} s"
     if has_ended:
         found = "all servers that had it have ended"
-    return CheckpointError(f"range {number} of the parameters on {replicas} servers", found, fix)
+    return CheckpointError(f"can't keep range {number} of the parameters on {replicas} servers", found, fix)
 
 
 def _layout_of(hello: setup.Hello) -> tuple[ServerLayout, dict[str, Any]]:

@@ -123,7 +123,7 @@ def check_adds_up(replay: Replay, reference: Reference) -> None:
     of_batch = reference.facts["losses"][0]
     if abs(of_parts - of_batch) > 1e-8 * abs(of_batch):
         raise WorkloadError(
-            "a loss that is the sum of its samples' losses",
+            "the loss should be the sum of its samples' losses",
             f"in one process the whole batch gives {of_batch!r} and its parts together {of_parts!r}",
             "let no sample's loss depend on the others in its batch, nor on what was computed before (a branch by "
             "a value, a maximum over the batch)",

@@ -115,7 +115,7 @@ def persons_calls(workload: Workload, ranks: int) -> list[list[list[Any]]]:
         calls.append(rank_calls)
     if not _is_equal(first_loss, losses[0]):
         raise WorkloadError(
-            "a loss that is the same when it is taken again",
+            "the loss should be the same when it is computed again",
             f"one process had {first_loss!r} and then {losses[0]!r} for the same model and samples",
             "find what remembers or draws (a counter, a time, numbers of its own) and switch it off for verifying",
         )

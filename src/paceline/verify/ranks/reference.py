@@ -76,7 +76,7 @@ def with_noise(
             continue
         if is_chaotic:
             raise WorkloadError(
-                "a model in which rounding stays small",
+                "rounding should stay small in the model",
                 f"one rounding in every module moves the loss by {loss_move:.1g} of it within {steps} steps",
                 "lower the learning rate for verifying, or look for a division by something near zero",
             )

@@ -357,7 +357,7 @@ def check_can_verify(workload: Workload) -> None:
     for name, parameter in model.named_parameters():
         if parameter.is_complex():
             raise WorkloadError(
-                "parameters that can be taken to float64",
+                "the model's parameters should have a float64 form",
                 f"{name} is complex",
                 "hold its real and imaginary parts (torch.view_as_real) for verifying",
             )
@@ -366,7 +366,7 @@ def check_can_verify(workload: Workload) -> None:
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
             raise WorkloadError(
-                "one step that is the same under every plan",
+                "a step can't be the same under every plan",
                 f"{name} takes the statistics of each micro-batch (micro_batch_size={workload.micro_batch_size}), "
                 "so the result depends on how the batch is cut, by definition",
                 "leave micro_batch_size out for verifying: batch norm then counts the whole batch",
