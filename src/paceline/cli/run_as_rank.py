@@ -16,7 +16,7 @@ from paceline.nouns import module_names
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
 from paceline.rendezvous.launcher_env import LauncherPosition, NodeInfo, find_node, find_position
-from paceline.rendezvous.rank_variables import said
+from paceline.rendezvous.rank_variables import variables_of
 from paceline.run import directory
 
 TORCHRUN = "torchrun"
@@ -65,8 +65,8 @@ def be_rank(
             os.environ["PACELINE_RESUME"] = str(run_dir.resolve() / "checkpoints")
         os.environ["PACELINE_RUN_DIR"] = str(run_dir.resolve())
         program = [sys.executable, "-m", module_names.EXTERNAL_RANK, arguments.workload]
-        os.environ.update(said(position))
-    sys.stdout.flush()  # what Python still holds would be lost with this program
+        os.environ.update(variables_of(position))
+    sys.stdout.flush()
     os.execv(sys.executable, [*program, *arguments.arguments])
 
 

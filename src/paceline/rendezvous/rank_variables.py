@@ -5,7 +5,7 @@ from __future__ import annotations
 from paceline.rendezvous.launcher_env import LauncherPosition
 
 
-def said(position: LauncherPosition) -> dict[str, str]:
+def variables_of(position: LauncherPosition) -> dict[str, str]:
     """Return Paceline's variables for that place, and for where ranks meet unless it is torchrun's store."""
     numbers = {
         "PACELINE_RANK": position.rank,

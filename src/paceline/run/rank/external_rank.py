@@ -25,7 +25,7 @@ from paceline.launch.command import STOPPED_CODE
 from paceline.launch.orphans import die_with_parent
 from paceline.nouns.errors import PacelineError
 from paceline.rendezvous.launcher_env import find_position
-from paceline.rendezvous.rank_variables import said
+from paceline.rendezvous.rank_variables import variables_of
 from paceline.run.directory import write_json
 from paceline.run.ends import HEARTBEAT_S, Ends, first_of
 from paceline.run.failures import (
@@ -54,7 +54,7 @@ def main() -> int:
     """Run the rank, and return its exit code."""
     die_with_parent()
     try:
-        os.environ.update(said(find_position(os.environ)))
+        os.environ.update(variables_of(find_position(os.environ)))
         notice_s = notice_time(os.environ)
     except PacelineError as error:
         from paceline.run.rank.worker import failed
