@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
-# Jobs that tests start read compiled files of Paceline instead of compiling it anew: a tenth of a small job's time.
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-sys.dont_write_bytecode = False
-
-# Files that take longest, measured with `--durations`; about in this order. The others follow as they are found.
+TESTS = Path(__file__).parent
+# Measured with `--durations`; the other files follow as they are found.
 LONGEST = (
     "verify/test_command.py",
     "train/test_rehearse.py",
@@ -31,8 +29,36 @@ LONGEST = (
     "run/test_stalls.py",
     "parallel/test_replicate.py",
 )
+# Under `-m integration`. Of two neighbours one computes while the other mostly waits.
+LONGEST_OF_INTEGRATION = (
+    "integration/test_server_jobs.py",
+    "parallel/test_every_plan.py",
+    "integration/test_launchers.py",
+    "verify/test_mutants.py",
+    "integration/test_servers_over_ssh.py",
+    "integration/test_bench.py",
+    "test_readme.py",
+    "integration/test_odd_moments.py",
+    "checkpoint/test_any_mesh.py",
+)
+LAST_OF_INTEGRATION = "server/test_protocol.py"  # its seeds take all cores
+
+# Jobs that tests start read compiled files of Paceline instead of compiling it anew: a tenth of a small job's time.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 
-def pytest_collection_modifyitems(items):
-    order = {name: place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: order.get("/".join(item.path.parts[-2:]), len(order)))  # stable: else as found
+def pytest_collection_modifyitems(config, items):
+    is_integration = config.option.markexpr == "integration"
+    longest = LONGEST_OF_INTEGRATION if is_integration else LONGEST
+    lost = [name for name in (*longest, LAST_OF_INTEGRATION) if not (TESTS / name).is_file()]
+    assert not lost, f"{__file__} gives an order to {lost}"
+
+    def place(item):
+        name = item.path.relative_to(TESTS).as_posix()
+        if name in longest:
+            return longest.index(name)
+        is_last = is_integration and name == LAST_OF_INTEGRATION
+        return len(longest) + is_last
+
+    items.sort(key=place)  # stable: the others as they were found
