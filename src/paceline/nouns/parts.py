@@ -1,4 +1,4 @@
-"""What the parts of a workload must be, and what is advised where one is something else.
+"""Check the parts of a workload, and advise what to write where one is something else.
 
 Nothing here imports torch: classes of torch are known by their names.
 """
@@ -84,7 +84,7 @@ _ADVICE = {
 
 
 def advice_for(name: str) -> str | None:
-    """What to write for a part that other libraries have under this name; None where it is not known."""
+    """Return what to write for a part that other libraries have under this name; None where it is not known."""
     return _ADVICE.get(name.lower())
 
 
@@ -99,39 +99,45 @@ def check_function(name: str, value: Any, may_be_none: bool) -> None:
     if value is None and may_be_none:
         return
     arguments, example = _CALLS[name]
-    wanted = f"the workload's {name} should be a function of {_joined(arguments)}"
-    if found := _is_made(name, value):
-        raise WorkloadError(wanted, found, f"write {example}")
+    asked = f"the workload's {name} should be a function of {_joined(arguments)}"
+    mistake = _mistaken_for_function(name, value)
+    if mistake:
+        raise WorkloadError(asked, mistake, f"write {example}")
     if not callable(value):
-        raise WorkloadError(wanted, f"it is {shown(value)}", f"write {example}")
+        raise WorkloadError(asked, f"it is {shown(value)}", f"write {example}")
     try:
         inspect.signature(value).bind(*arguments)
     except ValueError:
         return  # one that does not say what it takes
     except TypeError as error:
-        raise WorkloadError(wanted, f"{_name(value)} can't be called so: {error}", f"write {example}") from None
+        raise WorkloadError(asked, f"{_name(value)} can't be called so: {error}", f"write {example}") from None
 
 
 def _takes_parameters(optimizer: type) -> bool:
-    """Whether the first argument is one of parameters, as torch's; a class of one's own may take a model."""
-    first = next(iter(inspect.signature(optimizer).parameters.values()), None)
-    return first is None or first.kind is first.VAR_POSITIONAL or first.name.startswith("param")
+    """True if the first argument is one of parameters, as torch's; a class of one's own may take a model."""
+    parameters = list(inspect.signature(optimizer).parameters.values())
+    if not parameters:
+        return True
+    first = parameters[0]
+    return first.kind is first.VAR_POSITIONAL or first.name.startswith("param")
 
 
-def _is_made(name: str, value: Any) -> str:
-    """What `value` is where it can be called, but is not the function that it should be; "" where it may be."""
-    inner = value.func if isinstance(value, functools.partial) else value
+def _mistaken_for_function(name: str, value: Any) -> str:
+    """Say what `value` is if it can be called, but is known not to be the right function; "" if it may be."""
     if name == "model" and _is_torch(type(value), "Module"):
         return f"it is a model that has been made already, {shown(value)}"
-    if name == "optimizer" and isinstance(inner, type) and _is_torch(inner, "Optimizer") and _takes_parameters(inner):
-        return f"it is the class {inner.__name__}, which takes parameters, and not a model"
+    if name == "optimizer":
+        factory = value.func if isinstance(value, functools.partial) else value
+        if isinstance(factory, type) and _is_torch(factory, "Optimizer") and _takes_parameters(factory):
+            return f"it is the class {factory.__name__}, which takes parameters, and not a model"
     if name in ("loss", "score") and (_is_torch(type(value), "_Loss") or _is_functional(value)):
         return f"it is torch's {_name(value)}, which takes predictions and targets"
     return ""
 
 
 def _is_torch(kind: type, name: str) -> bool:
-    return any(one.__name__ == name and one.__module__.startswith("torch.") for one in kind.__mro__)
+    """True if a class is torch's class of that name, or a subclass of it."""
+    return any(base.__name__ == name and base.__module__.startswith("torch.") for base in kind.__mro__)
 
 
 def _is_functional(value: Any) -> bool:
@@ -146,8 +152,10 @@ def check_data(name: str, value: Any, is_made: bool = False) -> None:
         value: what was handed in, or what its function returned.
         is_made: the latter.
     """
-    if found := _is_no_data(value):
-        raise WorkloadError(f"the workload's {name} should be a data set with len() and []", *found)
+    mistake = _mistaken_for_data(value)
+    if mistake is not None:
+        found, fix = mistake
+        raise WorkloadError(f"the workload's {name} should be a data set with len() and []", found, fix)
     is_data = hasattr(value, "__getitem__") and hasattr(value, "__len__")
     if not is_data and is_made:
         raise WorkloadError(
@@ -163,8 +171,8 @@ def check_data(name: str, value: Any, is_made: bool = False) -> None:
         )
 
 
-def _is_no_data(value: Any) -> tuple[str, str] | None:
-    """What `value` is where it looks like a data set and is none, and what to do."""
+def _mistaken_for_data(value: Any) -> tuple[str, str] | None:
+    """Say what `value` is if it looks like a data set and is none, and what to do; None if it may be one."""
     kind = type(value)
     if _is_torch(kind, "DataLoader"):
         return (
@@ -193,7 +201,7 @@ def _is_no_data(value: Any) -> tuple[str, str] | None:
 
 
 def shown(value: object) -> str:
-    """`value` and its type, on one short line."""
+    """Return `value` and its type, on one short line."""
     text = " ".join(f"{value!r:.200}".split())
     return f"{text:.60} of type {type(value).__name__}"
 

@@ -1,4 +1,4 @@
-"""Reads what others wrote: JSON, numbers and text from disks, peers, variables and child processes.
+"""Read what others wrote: JSON, numbers and text from disks, peers, variables and child processes.
 
 All of these can hold anything. What a function here returns is bounded: JSON is UTF-8, at most DEEPEST levels deep,
 has no key twice and no number of over MOST_DIGITS digits. Anything else is one ReadError, which is also a ValueError.
@@ -30,7 +30,9 @@ _LONG_NUMBER = re.compile(f"[0-9]{{{MOST_DIGITS + 1}}}")
 _NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?")
 
 _SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = _LONGEST_SHOWN
+_SHORT.maxstring = _LONGEST_SHOWN
+_SHORT.maxother = _LONGEST_SHOWN
+_SHORT.maxlong = _LONGEST_SHOWN
 _SHORT.maxlevel = 3
 
 
@@ -52,20 +54,24 @@ Form = Any
 
 
 def shown(value: Any) -> str:
-    """The value as an error shows it: at most 200 characters."""
+    """Return the value as an error shows it: at most 200 characters."""
     text = _SHORT.repr(value)
-    return text if len(text) <= _LONGEST_SHOWN else f"{text[: _LONGEST_SHOWN - 3]}..."
+    if len(text) <= _LONGEST_SHOWN:
+        return text
+    return f"{text[: _LONGEST_SHOWN - 3]}..."
 
 
 def reason_of(error: Exception) -> str:
-    """Why something could not be read, in a few words for an error of the caller's own."""
+    """Say in a few words why something could not be read, for an error of the caller's own."""
     if isinstance(error, ReadError):
         return error.found
-    return (error.strerror if isinstance(error, OSError) else None) or f"{type(error).__name__}: {error}"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return f"{type(error).__name__}: {error}"
 
 
 def read_bytes(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
-    """All of a file.
+    """Read all of a file.
 
     Raises:
         ReadError: it can't be read, or is longer than `most_bytes`.
@@ -73,7 +79,10 @@ def read_bytes(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
     content = bytearray()
     try:
         with path.open("rb") as file:
-            while len(content) <= most_bytes and (chunk := file.read(_CHUNK_BYTES)):
+            while len(content) <= most_bytes:  # in chunks: a file that never ends must not fill the memory
+                chunk = file.read(_CHUNK_BYTES)
+                if not chunk:
+                    break
                 content += chunk
     except (OSError, ValueError) as error:  # ValueError: a path with a null character
         raise ReadError(
@@ -85,7 +94,7 @@ def read_bytes(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
 
 
 def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
-    """All of a file of UTF-8.
+    """Read all of a file of UTF-8.
 
     Raises:
         ReadError: it can't be read, is longer than `most_bytes`, or is not UTF-8.
@@ -94,7 +103,7 @@ def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
 
 
 def read_json(path: Path, form: Form = object, most_bytes: int = MOST_BYTES) -> Any:
-    """The JSON in a file, checked against a form.
+    """Read the JSON in a file and check it against a form.
 
     Raises:
         ReadError: it can't be read, is no JSON within the limits, or is not of the form.
@@ -108,7 +117,7 @@ def parse_json(
     form: Form = object,
     pairs: Callable[[list[tuple[str, Any]]], Any] | None = None,
 ) -> Any:
-    """JSON, checked against a form.
+    """Decode JSON and check it against a form.
 
     Args:
         content: as text or UTF-8.
@@ -121,8 +130,9 @@ def parse_json(
     """
     text = content if isinstance(content, str) else _decoded(content, source)
     try:
-        whole = _whole_of_json if _LONG_NUMBER.search(text) else None
-        value = json.loads(text, parse_int=whole, object_pairs_hook=pairs or _object_of)
+        # Only in a text that has digits in such a row are numbers looked at one by one.
+        parse_int = _int_of_json if _LONG_NUMBER.search(text) else None
+        value = json.loads(text, parse_int=parse_int, object_pairs_hook=pairs or _object_of)
         if text.count("[") + text.count("{") > DEEPEST:
             _check_depth(value)
     except json.JSONDecodeError as error:
@@ -138,37 +148,41 @@ def parse_json(
 
 
 def parse_whole(text: str, least: int = 0, most: int = LARGEST) -> int | None:
-    """The whole number that a text of ASCII digits is, with a minus sign or without; None where it is none in range."""
+    """Return the whole number that a text of ASCII digits is, perhaps after a minus sign; None if out of range."""
     digits = text.removeprefix("-")
     if not (digits.isascii() and digits.isdecimal()):
         return None
     digits = digits.lstrip("0") or "0"
     if len(digits) > len(str(LARGEST)):
         return None
-    number = -int(digits) if text.startswith("-") else int(digits)
+    number = int(digits)
+    if text.startswith("-"):
+        number = -number
     return number if least <= number <= most else None
 
 
 def parse_number(text: str) -> float | None:
-    """The finite number that a text is, such as 5, 0.5 or 1e-3; None where it is none."""
-    number = float(text) if len(text) <= MOST_DIGITS and _NUMBER.fullmatch(text) else math.inf
+    """Return the finite number that a text is, such as 5, 0.5 or 1e-3; None if it is none."""
+    if len(text) > MOST_DIGITS or not _NUMBER.fullmatch(text):
+        return None
+    number = float(text)
     return number if math.isfinite(number) else None
 
 
 def number(text: str) -> float:
-    """The finite number that an argument of a command is, for argparse.
+    """Return the finite number that an argument of a command is, for argparse.
 
     Raises:
         ValueError: it is none.
     """
-    found = parse_number(text)
-    if found is None:
+    parsed = parse_number(text)
+    if parsed is None:
         raise ValueError(text)
-    return found
+    return parsed
 
 
 def fault_of(value: Any, form: Form, where: str = "") -> str | None:
-    """The first thing in `value` that is not of `form`, as a sentence that begins with "it"; None where all is.
+    """Say what in `value` is first not of `form`, in a sentence that begins with "it"; None if all is.
 
     Args:
         value: decoded JSON.
@@ -176,7 +190,7 @@ def fault_of(value: Any, form: Form, where: str = "") -> str | None:
         where: the way to `value` in what was read, such as `workers[0].clock`.
     """
     if isinstance(form, tuple):
-        faults = [fault_of(value, one, where) for one in form]
+        faults = [fault_of(value, alternative, where) for alternative in form]
         return None if None in faults else faults[-1]
     if isinstance(form, list):
         return _fault_of_list(value, form[0], where)
@@ -186,7 +200,7 @@ def fault_of(value: Any, form: Form, where: str = "") -> str | None:
 
 
 def is_shape(value: Any, item_bytes: int) -> TypeGuard[list[int]]:
-    """Whether decoded JSON is the shape of a tensor that a file or a computer's memory could hold."""
+    """True if decoded JSON is the shape of a tensor that a file or a computer's memory could hold."""
     if fault_of(value, [COUNT]) or len(value) > _MOST_DIMS:
         return False
     # Sizes of 0 are left out: strides are computed from the others in an empty tensor too.
@@ -196,27 +210,34 @@ def is_shape(value: Any, item_bytes: int) -> TypeGuard[list[int]]:
 def _fault_of_list(value: Any, form: Form, where: str) -> str | None:
     if not isinstance(value, list):
         return _other(where, value)
-    faults = (fault_of(one, form, f"{where}[{number}]") for number, one in enumerate(value))
-    return next((fault for fault in faults if fault is not None), None)
+    for index, item in enumerate(value):
+        fault = fault_of(item, form, f"{where}[{index}]")
+        if fault is not None:
+            return fault
+    return None
 
 
 def _fault_of_object(value: Any, form: Mapping[Any, Form], where: str) -> str | None:
     if not isinstance(value, dict):
         return _other(where, value)
     if str in form:
-        wanted = [(key, form[str]) for key in value]
+        forms = dict.fromkeys(value, form[str])
     else:
-        missing = [key for key in form if not key.endswith("?") and key not in value]
-        if missing:
-            return f"it lacks {_within(where, missing[0])}"
-        wanted = [(name, one) for key, one in form.items() if (name := key.removesuffix("?")) in value]
-    for key, one in wanted:
-        if (fault := fault_of(value[key], one, _within(where, key))) is not None:
+        for key in form:
+            if not key.endswith("?") and key not in value:
+                return f"it lacks {_within(where, key)}"
+        forms = {key.removesuffix("?"): form_of_key for key, form_of_key in form.items()}
+    for key, form_of_key in forms.items():
+        if key not in value:  # it may be missing
+            continue
+        fault = fault_of(value[key], form_of_key, _within(where, key))
+        if fault is not None:
             return fault
     return None
 
 
 def _is_of(value: Any, form: Form) -> bool:
+    """True if a value is of a form that is no tuple, list or dict of forms."""
     if isinstance(form, Whole):
         return type(value) is int and form.least <= value <= form.most  # bool is an int, but no number of anything
     if form is int:
@@ -231,6 +252,7 @@ def _is_of(value: Any, form: Form) -> bool:
 
 
 def _within(where: str, key: str) -> str:
+    """Return the way to a key of the object at `where`."""
     key = key.removesuffix("?")
     return f"{where}.{key[:_LONGEST_SHOWN]}" if where else key[:_LONGEST_SHOWN]
 
@@ -243,18 +265,19 @@ _TOO_DEEP = f"it is nested more than {DEEPEST} deep"
 
 
 def _object_of(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) == len(pairs):
-        return made
-    seen: set[str] = set()
+    """Return an object of its keys and values; raise ValueError if a key stands twice."""
+    result = dict(pairs)
+    if len(result) == len(pairs):
+        return result
+    keys: set[str] = set()
     for key, _ in pairs:
-        if key in seen:
+        if key in keys:
             raise ValueError(f"it has the key {shown(key)} twice in one object")
-        seen.add(key)
-    return made
+        keys.add(key)
+    return result
 
 
-def _whole_of_json(digits: str) -> int:
+def _int_of_json(digits: str) -> int:
     if len(digits) > MOST_DIGITS:
         raise ValueError(f"it has a number of {len(digits.lstrip('-'))} digits")
     return int(digits)
@@ -264,15 +287,15 @@ def _check_depth(value: Any) -> None:
     """Raise ValueError where lists and objects are nested more than DEEPEST deep."""
     level = [value]
     for _ in range(DEEPEST):
-        inner: list[Any] = []
-        for one in level:
-            if isinstance(one, dict):
-                inner.extend(one.values())
-            elif isinstance(one, list):
-                inner.extend(one)
-        if not inner:
+        next_level: list[Any] = []
+        for item in level:
+            if isinstance(item, dict):
+                next_level.extend(item.values())
+            elif isinstance(item, list):
+                next_level.extend(item)
+        if not next_level:
             return
-        level = inner
+        level = next_level
     raise ValueError(_TOO_DEEP)
 
 

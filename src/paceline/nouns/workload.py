@@ -16,7 +16,7 @@ PRECISIONS = ("float32", "bf16", "float64")
 
 @dataclass(frozen=True)
 class Workload:
-    """What is to be trained. The loop stays the person's own: see `paceline.distribute`.
+    """A model with its loss, optimizer and data. The loop stays the person's own: see `paceline.distribute`.
 
     Args:
         model: makes the model, e.g. `lambda: BertForMaskedLM(config)`. Called once per rank, after the
@@ -69,9 +69,11 @@ class Workload:
 
     def __new__(cls, *values: Any, **parts: Any) -> Workload:
         """Check the names of the parts before Python does, so that the error can say what was meant."""
-        given = [*PARTS[: len(values)], *parts]
-        data = parts.get("data", values[PARTS.index("data")] if "data" in PARTS[: len(values)] else None)
-        check_part_names(given, has_data=data is not None or "data" not in given)
+        positional = dict(zip(PARTS, values, strict=False))
+        names = [*positional, *parts]
+        data = {**positional, **parts}.get("data")
+        # Without `data` it is missing; None says that the loop makes the batches.
+        check_part_names(names, has_data=data is not None or "data" not in names)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -82,9 +84,11 @@ class Workload:
                 check_data(name, getattr(self, name))
         if self.data is None:
             self._check_without_data()
-        for name, least in (("batch_size", 1), ("epochs", 1), ("steps", 1), ("micro_batch_size", 1)):
-            if name != "batch_size" or self.data is not None:
-                _check_count(name, getattr(self, name), least, may_be_none=name in ("steps", "micro_batch_size"))
+        else:
+            _check_count("batch_size", self.batch_size, 1)
+        _check_count("epochs", self.epochs, 1)
+        _check_count("steps", self.steps, 1, may_be_none=True)
+        _check_count("micro_batch_size", self.micro_batch_size, 1, may_be_none=True)
         _check_count("loader_workers", self.loader_workers, 0)
         _check_count("seed", self.seed, 0)
         if self.precision not in PRECISIONS:
@@ -123,13 +127,15 @@ class Workload:
 
 
 def _checked_norm(value: Any) -> float:
-    """`value` as a number of Python's; numpy's and torch's numbers are taken, too.
+    """Return `value` as a number of Python's; numpy's and torch's numbers are taken, too.
 
     Raises:
         WorkloadError: it is no number above 0.
     """
-    number = value if isinstance(value, int | float) and not isinstance(value, bool) else 0.0
-    if not isinstance(value, bool | str | int | float):
+    number = 0.0
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        number = value
+    elif not isinstance(value, bool | str):  # float() would also take True and "1"
         with contextlib.suppress(TypeError, ValueError, RuntimeError):
             number = float(value)
     if number > 0:
@@ -143,7 +149,7 @@ def _checked_norm(value: Any) -> float:
 
 PARTS = tuple(field.name for field in dataclasses.fields(Workload))
 PARTS_DEFAULTS = {field.name: field.default for field in dataclasses.fields(Workload)}
-NEEDED = tuple(f.name for f in dataclasses.fields(Workload) if f.default is dataclasses.MISSING)
+NEEDED = tuple(name for name, default in PARTS_DEFAULTS.items() if default is dataclasses.MISSING)
 
 
 def check_part_names(given: list[str], has_data: bool = True) -> None:
@@ -157,20 +163,25 @@ def check_part_names(given: list[str], has_data: bool = True) -> None:
     missing = [name for name in needed if name not in given]
     for name in given:
         if name not in PARTS:
+            # A part that is missing is likelier to be meant than one that is there.
+            likely = did_you_mean(name, missing or PARTS, did_you_mean(name, PARTS, "leave it out"))
             raise WorkloadError(
                 f"the workload has a part {name!r}",
                 f"a workload's parts are {', '.join(PARTS)}",
-                advice_for(name) or did_you_mean(name, missing or PARTS, did_you_mean(name, PARTS, "leave it out")),
+                advice_for(name) or likely,
             )
     if missing:
+        verb = "is" if len(missing) == 1 else "are"
+        additions = ", ".join(f"{name}=..." for name in missing)
         raise WorkloadError(
             f"a workload needs {', '.join(needed)}",
-            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing",
-            f"add {', '.join(f'{name}=...' for name in missing)} to Workload(...)",
+            f"{' and '.join(missing)} {verb} missing",
+            f"add {additions} to Workload(...)",
         )
 
 
 def _precision_advice(asked: str) -> str:
+    """Return what to write in place of a precision that does not exist."""
     if asked.lower() in ("fp16", "float16", "half", "16", "16-mixed"):
         return (
             "leave it out for float32; precision='bf16' has float32's range and fewer digits than float16, and is fast "
@@ -188,7 +199,7 @@ _SAME_PRECISION = {
 
 
 def too_small_batch(batch_size: int, ranks: int) -> WorkloadError:
-    """The error of a global batch that can't give every rank a sample."""
+    """Return the error of a global batch that can't give every rank a sample."""
     return WorkloadError(
         f"a batch of {batch_size} samples should be split over {ranks} ranks",
         f"{ranks - batch_size} of them would get none",
@@ -197,11 +208,13 @@ def too_small_batch(batch_size: int, ranks: int) -> WorkloadError:
 
 
 def _check_count(name: str, value: object, least: int, may_be_none: bool = False) -> None:
+    """Raise WorkloadError unless a part is a whole number of at least `least`."""
     if value is None and may_be_none:
         return
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        example = max(least, 32) if "batch" in name else least
         raise WorkloadError(
             f"the workload's {name} should be a whole number of at least {least}",
             f"it is {shown(value)}",
-            f"write e.g. {name}={max(least, 32 if 'batch' in name else least)}",
+            f"write e.g. {name}={example}",
         )
