@@ -72,6 +72,14 @@ def test_what_counts_once_for_each_part_is_found(name):
     assert (found is not None) == meets
 
 
+def test_rows_but_the_first_depend_on_where_the_batch_is_cut():
+    def all_but_the_first(model, batch):
+        rows = torch.arange(len(batch))[1:]
+        return model(batch)[rows, torch.zeros_like(rows)].sum(), len(rows)
+
+    assert str(coupled(nn.Linear(6, 4), all_but_the_first, torch.randn(8, 6)).target) == "aten.index.Tensor"
+
+
 def test_neighbours_that_the_model_pairs_meet():
     assert coupled(nn.Linear(12, 4), pairs, torch.randn(8, 6)) is not None
 

@@ -171,9 +171,9 @@ def _rows_picked(node: fx.Node, now: list[Any], samples: int) -> Split | None:
     if now[0] != Split(0, (samples,)) or any(placement is not None for placement in now[1:]) or indices[0] is None:
         return None
     rows = indices[0]
-    if not _counts_samples(rows, samples) or any(index is None for index in indices):
-        return None
     rows_shape = tuple(rows.meta["val"].shape)
+    if not _counts_samples(rows, samples) or samples not in rows_shape or any(index is None for index in indices):
+        return None
     shape = tuple(node.meta["val"].shape)
     if len(shape) != max(len(index.meta["val"].shape) for index in indices):
         return None
