@@ -137,7 +137,7 @@ REFUSED = {
         (SCORES, SCORES + "    scores = scores + torch.randn(1)\n"), "replicate=2", "draws some that are no dropout",
     ),
     "a memory": (
-        (SCORES, SCORES + "    seen.append(1)\n    scores = scores * len(seen)\n"), "replicate=2", "when it is taken again",
+        (SCORES, SCORES + "    seen.append(1)\n    scores = scores * len(seen)\n"), "replicate=2", "when it is computed again",
     ),
     "a branch by the data": (
         (SCORES, SCORES + "    if batch[0].square().sum() > 30:\n        scores = scores * 2\n"), "replicate=2", "for the whole batch and",

@@ -447,8 +447,9 @@ class Link(Peers):
             if self.session.clients[number].expects(message):
                 return flat, bytes_of(flat)
             # Received and dropped: the worker may be reading `values` now.
-            spare = self.spare.setdefault(number, torch.empty_like(flat))
-            return None, bytes_of(spare)
+            if number not in self.spare:
+                self.spare[number] = torch.empty_like(flat)
+            return None, bytes_of(self.spare[number])
         if isinstance(message, setup.StateRead) and number < len(self.ranges):
             if nbytes > most_state_bytes(self.ranges[number]):
                 raise FrameError(f"a state of {nbytes} bytes")
