@@ -38,7 +38,7 @@ def test_where_memory_goes_and_the_ways_out(tmp_path):
     ended = paceline(tmp_path, "plan", "--explain-oom", "--device", "V100-0.9GB", "train.py")
     assert ended.code == 0, ended.err
     assert "OUT OF MEMORY" in ended.out
-    ways = ended.out.split("The cheapest ways out:\n")[1].splitlines()
+    ways = ended.out.split("The cheapest changes that fit:\n")[1].splitlines()
     assert len(ways) == 3
     assert ways[0].startswith("micro_batch_size=8192 in the workload")
     assert all("cost: " in way for way in ways)

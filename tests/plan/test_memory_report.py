@@ -1,4 +1,4 @@
-"""From a recording to what a person reads: peak, moment, holders, the device, ways out."""
+"""From a recording to what a person reads: peak, moment, holders, the device, suggestions."""
 
 from __future__ import annotations
 

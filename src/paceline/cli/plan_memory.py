@@ -22,7 +22,7 @@ def add_memory_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that say what to explain, and for which device."""
     parser.add_argument("--explain-memory", action="store_true", help="where each rank's memory goes, and when")
     parser.add_argument(
-        "--explain-oom", action="store_true", help="the same, and the cheapest ways out where it does not fit --device"
+        "--explain-oom", action="store_true", help="the same, and the cheapest changes with which it fits --device"
     )
     parser.add_argument(
         "--device", default="cpu", metavar="WORD", help="cpu (default), cuda, 16GB or a name such as V100-16GB"
@@ -33,7 +33,7 @@ def check_memory_arguments(arguments: argparse.Namespace) -> Device:
     """Return the device.
 
     Raises:
-        UsageError: ways out are asked for, and not out of what.
+        UsageError: --explain-oom was given without a device whose memory is known.
         PlanError: there is no such device.
     """
     device = Device.parse(arguments.device)
@@ -158,7 +158,7 @@ def _suggestion_lines(suggestions: Sequence[Suggestion], is_too_large: bool, dev
     if not suggestions:
         return [f"It does not fit {device.name}, and none of the changes that were tried makes it fit."]
     width = max(len(suggestion.way.text) for suggestion in suggestions)
-    lines = [f"It does not fit {device.name}. The cheapest ways out:"]
+    lines = [f"It does not fit {device.name}. The cheapest changes that fit:"]
     for suggestion in suggestions:
         needed = size(suggestion.needed)
         lines.append(f"{suggestion.way.text:<{width}}  needs {needed:>12}  cost: {suggestion.cost}")
