@@ -348,7 +348,7 @@ def test_a_broken_row_ends_the_job_before_it_trains(data, tmp_path):
     done = run(tmp_path, 2, "--task", "CoLA", "--data", data, "--tokenizer", data / "vocab.txt")
     assert done.code == 1
     assert f"{path}, line {DEV + 1}: a row of 4 columns separated by tabs\n  found: it has 3\n" in done.err
-    assert "fix: mend that line or take it out." in done.err
+    assert "fix: mend that line or take it out" in done.err
     assert "Traceback" not in done.err
     assert "step 1/" not in done.err
 

@@ -138,7 +138,7 @@ def test_a_job_under_a_limit_on_file_size_names_it(tmp_path):
     file = write_workload(tmp_path)
     line = f"ulimit -f 8; {' '.join(command('run', '-n', '2', '--job', 'a', file))}"
     done = subprocess.run(["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True, env=marked(tmp_path, {}))
-    assert "File too large.\n" in done.stdout + done.stderr
+    assert "File too large" in done.stdout + done.stderr
     assert "raise the limit on the size of a file" in done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr
     assert losses(tmp_path / "runs" / "a")
