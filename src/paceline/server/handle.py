@@ -100,6 +100,7 @@ class Handle:
         sent: list[torch.Tensor | None] = []
         for entry, tensor in self._entries_and_tensors():
             is_buffer = entry.group == AVERAGE
+            # Buffers, such as running statistics, have no gradient: servers take the mean of their values.
             sent.append(tensor if is_buffer else tensor.grad)
         answer = self.step(sent, loss, weight)
         self.take()
@@ -121,6 +122,7 @@ class Handle:
         link = self._joined()
         groups = [settings_of(group) for group in self.optimizer.param_groups]
         of_step = {"loss": float(loss), "weight": float(weight), "flags": flags}
+        # Settings go with every gradient: the learning-rate schedule is the worker's Python code.
         notes: list[list[dict[str, Any]]] = []  # by range and segment
         for flat in link.gradients:
             notes_of_range: list[dict[str, Any]] = []
@@ -143,6 +145,7 @@ class Handle:
         for (entry, tensor), state in zip(self._entries_and_tensors(), states, strict=True):
             if entry.group == AVERAGE or not state:
                 continue
+            # State comes on the CPU. torch expects it where its own optimizer would have made it.
             placed = {key: value.to(_device_of_state(key, tensor)) for key, value in state.items()}
             self.optimizer.state[tensor] = placed
 
@@ -212,6 +215,7 @@ def laid_out(
         PlanError: the servers can't run the optimizer, or keep a dtype.
     """
     kind, groups = describe(optimizer)
+    # Optimizers have no names. By id, as tensors compare by element.
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     tensors: list[torch.Tensor] = []
     entries: list[Entry] = []
@@ -220,6 +224,7 @@ def laid_out(
             tensors.append(parameter)
             entries.append(_entry(names[id(parameter)], parameter, number))
     for name, buffer in model.named_buffers():
+        # Others, such as a count of batches, have no mean; one without elements has nothing to send.
         if buffer.is_floating_point() and buffer.numel():
             tensors.append(buffer)
             entries.append(_entry(name, buffer, AVERAGE))

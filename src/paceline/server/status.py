@@ -112,6 +112,7 @@ async def look(coordinator: Address, credentials: Credentials | None = None) -> 
             "it does not answer",
             "see whether the job runs with these credentials",
         )
+    # Checked before it is used: whoever listens there may be of another version, or no coordinator.
     fault = fault_of_facts(status)
     if fault is not None:
         raise PeerLostError(

@@ -1,4 +1,4 @@
-"""The wait for silent and lost processes: which events tell of it, and when it ends. `sync` needs every worker.
+"""Wait for silent and lost processes, tell of it by events, and end the wait. `sync` needs every worker.
 
 A silent worker may be stopped, or under a debugger, and may go on. After `patience_s` it is given up: where somebody
 starts another in its place, an event asks for that; otherwise the job ends with an error.
@@ -77,6 +77,7 @@ class Absences:
         for worker, (silent_s, step, is_connected) in missing.items():
             wait = {"worker": worker[0], "step": step, "silent_s": round(silent_s, 1), "is_connected": is_connected}
             if silent_s > tell_s and worker not in self.told:
+                # Since when it is silent, not since now: `waited_s` of the event "back" counts from there.
                 self.told[worker] = now_s - silent_s
                 events.append({"event": "waiting", **wait})
             if silent_s > self.patience_s and worker not in self.given_up:
@@ -95,6 +96,7 @@ class Absences:
             raise PeerLostError(f"worker {name} at step {step}", f"{found} for {self.patience_s:g} s", _RESUME)
         if not wait["is_connected"] or pid is None:
             return []  # whoever starts another knows that its process has ended
+        # Another process that stops at the same step shows that the step is at fault, not the process.
         if self.given_up_at.get(name) == step:
             raise PeerLostError(
                 f"worker {name} at step {step}",

@@ -53,10 +53,12 @@ class Log:
         log = cls(path)
         try:
             content = path.read_bytes() if path.exists() else b""
+            # A crash cuts the last line off. Nobody has heard of that decision, as it is sent only after the sync.
             complete_lines = content[: content.rfind(b"\n") + 1]
             for line in complete_lines.splitlines():
                 log._take(parse_json(line, "a line of it", _LINE))
             log.file = path.open("r+b" if path.exists() else "w+b")
+            # Else the next line would be joined to the part that is left.
             log.file.truncate(len(complete_lines))
             log.file.seek(len(complete_lines))
         except (OSError, ValueError) as error:
@@ -93,6 +95,7 @@ class Log:
         self.file.write(json.dumps(entry).encode() + b"\n")
         self.file.flush()
         os.fsync(self.file.fileno())
+        # After the sync: in memory there is nothing that a restart would not read.
         self._take(entry)
 
     def _take(self, entry: dict[str, Any]) -> None:
