@@ -16,6 +16,7 @@ def square_norm(values: torch.Tensor) -> torch.Tensor:
     flat = values.reshape(-1)
     boundary = flat.numel() // _ROW * _ROW  # the end of the last full row
     dtype = torch.promote_types(values.dtype, torch.float32)
+    # Norms of rows in float32, of at most 4096 elements each; their squares are added up in float64.
     rows = torch.linalg.vector_norm(flat[:boundary].view(-1, _ROW), dim=1, dtype=dtype).double()
     rest: torch.Tensor = torch.linalg.vector_norm(flat[boundary:], dtype=dtype).double()
     total: torch.Tensor = rows.square().sum() + rest.square()
