@@ -1,4 +1,4 @@
-"""A worker's handle on parameters that live on servers: push gradients, pull the parameters that come of them.
+"""Train with parameters that are on servers: push gradients, and pull the parameters that result.
 
 Paceline's own `server` strategy uses it, and so may a training loop of your own:
 
@@ -109,7 +109,7 @@ class Handle:
         return answer
 
     def step(self, sent: Sequence[torch.Tensor | None], loss: float, weight: float, flags: int = 0) -> Answer:
-        """Push what `sent` has for each entry, and wait for the next parameters; `take` puts them into the model.
+        """Push one tensor for each entry, and wait for the next parameters; `take` copies them into the model.
 
         Args:
             sent: gradients of parameters, values of buffers; None where there is none.
@@ -209,7 +209,7 @@ def connect(
 def laid_out(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, samples: int
 ) -> tuple[list[torch.Tensor], ServerLayout]:
-    """Return what the servers keep of a model: the optimizer's parameters in its order, then the float buffers.
+    """Return the tensors that servers keep, and their layout: the optimizer's parameters in order, then float buffers.
 
     Raises:
         PlanError: the servers can't run the optimizer, or keep a dtype.

@@ -1,4 +1,4 @@
-"""A worker's connection to its servers: a thread that pushes, pulls and sends heartbeats while the worker computes.
+"""Connect a worker to its servers, by a thread that pushes, pulls and sends heartbeats while the worker computes.
 
 The worker's own thread calls `begin`, `step`, `read_state` and `end`, and waits in them.
 """
@@ -357,7 +357,7 @@ class Link(Peers):
         self.send([(COORDINATOR, 0, setup.Status(json.dumps(self.status()).encode()))])
 
     def _note_waiting(self) -> None:
-        """Add up what a step waited for: its own bytes on the wire, and then other workers."""
+        """Add a step's wait to `waited_s`: until its bytes had left as "network", after that as "others"."""
         if self.pushed_s:
             now = time.monotonic()
             sent_s = self.sent_s or now

@@ -1,4 +1,4 @@
-"""A server's process: it keeps ranges of the parameters, applies workers' gradients and sends the parameters back."""
+"""Run a server: keep ranges of the parameters, apply workers' gradients, and send the parameters back."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class Server(Peers):
                 raise FrameError(f"{error.asked}: {error.found}") from None
 
     def _take_addresses(self, servers: dict[messages.Node, Address]) -> None:
-        """Connect to the coordinator, and to the servers with a higher number: the lower one of two connects."""
+        """Connect to the coordinator and to servers with higher numbers, so that two servers have one connection."""
         higher = {node: address for node, address in servers.items() if node > self.node}
         self.addresses = {COORDINATOR: self.addresses[COORDINATOR], **higher}
         self._open_all()
@@ -154,7 +154,7 @@ class Server(Peers):
             self.repeat_after_s = REPEAT_S[0]
 
     def _send_heartbeat_if_new(self, number: int, heartbeat: messages.Out) -> None:
-        """Tell at once that this replica is in a configuration: others wait for it.
+        """Send a heartbeat at once when the configuration or the state is new: others wait for it.
 
         Only once: the coordinator answers each heartbeat with the configuration, and this answer with a heartbeat
         would go on for ever, some ten thousand times a second.

@@ -1,4 +1,4 @@
-"""The optimizers that servers can run in place of the user's, and how they are built there.
+"""Describe the user's optimizer on a worker, and build it on a server over pieces of parameters.
 
 Every one updates each element by that element's own history, so pieces of parameters end where whole ones do, bit for
 bit; a test holds each class against itself, whole and in pieces.

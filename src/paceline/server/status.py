@@ -1,4 +1,4 @@
-"""The status of a running job's servers, asked from outside: first the coordinator, then every server."""
+"""Ask a running job for its status from outside: first the coordinator, then every server."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ async def look(coordinator: Address, credentials: Credentials | None = None) -> 
 
 
 def fault_of_facts(status: Any) -> str | None:
-    """Return what in a coordinator's answer is not as `status_table.py` reads it; None where all is."""
+    """Return the first value in a coordinator's answer that `status_table.py` can't read; None if there is none."""
     fault = fault_of(status, _ALWAYS)
     if fault is not None:
         return fault

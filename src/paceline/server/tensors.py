@@ -1,4 +1,4 @@
-"""The parameters of a range in memory: as a worker copies them in and out, and as a server keeps and updates them."""
+"""Keep a range's parameters in memory: a worker copies them in and out, a server updates them."""
 
 from __future__ import annotations
 

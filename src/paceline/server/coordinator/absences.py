@@ -39,7 +39,7 @@ def silence_s(environment: Mapping[str, str]) -> float:
 
 @dataclass(slots=True)
 class Absences:
-    """The silent and lost processes of which events have told, and those that were given up.
+    """Keep which silent and lost processes were reported by events, and which were given up.
 
     Args:
         patience_s: silence after which a worker is given up.
@@ -56,7 +56,7 @@ class Absences:
     def look(
         self, missing: Mapping[Worker, tuple[float, int, bool]], pids: Mapping[Worker, int], tell_s: float, now_s: float
     ) -> list[dict[str, Any]]:
-        """Return the events to tell of workers for whom rounds wait.
+        """Return the events about workers that rounds wait for: "waiting", "back" and "given_up".
 
         Args:
             missing: workers that are waited for: seconds of silence, the step that waits, whether they are connected.
@@ -110,7 +110,7 @@ class Absences:
     def look_at_others(
         self, silent: Mapping[Any, tuple[str, float]], pids: Mapping[Any, int], has_begun: bool
     ) -> list[dict[str, Any]]:
-        """Return the same events of whoever else is connected: a server, or before the start anybody.
+        """Return "given_up" events about other silent processes: servers, and before the start workers too.
 
         Args:
             silent: by who it is, its name for people and seconds of silence.
@@ -135,7 +135,7 @@ class Absences:
         return events
 
     def note_waiting(self, worker: Worker, clock: int, is_waiting: bool, now_s: float) -> None:
-        """Note whether a worker says that it waits for the others, at its step `clock`."""
+        """Keep since when a worker has waited for the others at its step `clock`, by what it says itself."""
         if not is_waiting:
             self.waits.pop(worker, None)
         elif self.waits.get(worker, (-1, 0.0))[0] != clock:
@@ -147,7 +147,7 @@ class Absences:
         Args:
             left: workers that left before the last step, and the steps that they took.
             others: the other active workers.
-            tell_s: a wait that is none of the moment between two workers' ends.
+            tell_s: seconds after which a wait counts; workers do not end at the same moment.
             now_s: the time.
         """
         if not left or not others:

@@ -1,4 +1,4 @@
-"""The coordinator's log, which it reads when it is started again. One JSON object a line.
+"""Append the coordinator's decisions to a log, one JSON object a line, and read it back after a restart.
 
 Every decision is on the disk before it is sent to anybody.
 """
@@ -74,12 +74,12 @@ class Log:
         self._write({"job": [settings, layout]})
 
     def name_node(self) -> int:
-        """Return the number of a new server. It is on the disk before: no number is given twice."""
+        """Return the number of a new server, after it is on the disk: no number is given twice."""
         self._write({"node": self.nodes})
         return self.nodes - 1
 
     def name_worker(self, name: int) -> Worker:
-        """Return a worker's number and new incarnation. It is on the disk before: none is given twice."""
+        """Return a worker's number and new incarnation, after they are on the disk: none is given twice."""
         self._write({"worker": [name, self.incarnations.get(name, 0)]})
         return name, self.incarnations[name] - 1
 

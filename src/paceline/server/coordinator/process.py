@@ -1,4 +1,4 @@
-"""The coordinator's process: it gathers a job's servers and workers, starts the job and replaces who is lost.
+"""Run the coordinator: gather a job's servers and workers, start the job, and replace processes that are lost.
 
 Gradients and parameters don't pass through it. When it dies, workers and servers go on as they are; started again on
 the same log it goes on where it was.
@@ -292,7 +292,7 @@ class Coordination(Peers):
             self.ending.set_result(None)
 
     def _note_standstill(self, now: float) -> float:
-        """Return for how long this process stood still, 0 if it did not; nobody was silent in that time."""
+        """Return the seconds for which this process was stopped, else 0, and count them as nobody's silence."""
         since_tick_s = now - self.last_tick_s if self.last_tick_s else 0.0
         self.last_tick_s = now  # also before the job's start: it may be stopped right after it
         if since_tick_s <= STOOD_STILL_S:
@@ -311,7 +311,7 @@ class Coordination(Peers):
         coordinator.hosts = {node: _host(address) for node, address in self.addresses.items()}
 
     def _is_over(self, coordinator: Coordinator, now: float) -> bool:
-        """Return True if all workers have left, and nobody comes who needs the servers."""
+        """Return True if all workers have left, and no other needs the servers (to join, to read, to save)."""
         if coordinator.workers or self._is_joining(now):
             return False
         # Workers that were all dropped as silent may come back. The job is over only if one has said so.
@@ -331,7 +331,9 @@ class Coordination(Peers):
                 raise _lost_range(number, self.job.replicas, chain.has_ended, self.silence_s)
 
     def _look_for_silent(self, now: float) -> None:
-        """Ask who has said nothing for a while, and give up who does not answer: a server, or before the start anybody.
+        """Ask silent processes for their status, and give up those that do not answer for long.
+
+        Servers are asked always, workers where `_may_give_up_workers` holds.
 
         Raises:
             PeerLostError: nobody can take its place.
@@ -356,7 +358,7 @@ class Coordination(Peers):
             self.tell({**event, "rank": rank} if isinstance(rank, int) else event)
 
     def _may_give_up_workers(self) -> bool:
-        """Under sync `_look_for_missing` does, once the job runs; in the other modes rounds can do without one."""
+        """Return True if a silent worker may be given up here; under sync `_look_for_missing` does it in a running job."""
         return self.coordinator is None or (self.absences.is_replaced and not self.coordinator.settings.needs_all)
 
     def _pids(self) -> dict[Any, int]:
@@ -404,7 +406,7 @@ class Coordination(Peers):
         return max(clocks, default=0) + 1
 
     def _counted(self) -> dict[str, Any]:
-        """Return how many gradients have counted, and of how many: the others were left out."""
+        """Return, for the event at the end, the gradients that counted and all that workers should have pushed."""
         assert self.coordinator is not None
         counts = [report.get("counted") for report in self.reports.values()]
         counted = max((count for count in counts if isinstance(count, int)), default=None)
@@ -420,7 +422,7 @@ class Coordination(Peers):
         return {"mode": self.job.mode, "counted": counted, "gradients": gradients}
 
     def _is_joining(self, now_s: float) -> bool:
-        """Return True if a worker that is not done is about to come in, at least to read what the others have made."""
+        """Return True if a connected worker that is not done is not in yet: it must at least read the parameters."""
         assert self.coordinator is not None
         for worker in self._connected_workers():
             if worker not in self.coordinator.heard:
@@ -447,7 +449,7 @@ class Coordination(Peers):
         return heartbeat.is_done
 
     def _settings(self) -> Settings:
-        """Return the deadlines: some times the longest pause of late, as a machine under load is not dead."""
+        """Return the deadlines, as multiples of the longest recent pause: a machine under load is not dead."""
         now = time.monotonic()
         recent_pauses = [longest for since_s, longest in self.pauses.values() if now - since_s < RECENT_S]
         # The longest pause of anybody: load on a host delays all of its processes.
@@ -487,7 +489,7 @@ class Coordination(Peers):
         self.tell({"event": "epoch", "epochs": versions, "chains": chains, "workers": workers})
 
     def _tell_left_out(self, workers: Mapping[Worker, int]) -> None:
-        """Tell where the others go on without a worker that is lost, which sync never does, or with it again."""
+        """Report workers that rounds go on without (never under sync), and those that take part again."""
         names = {worker[0] for worker in workers}
         for worker in self.active - workers.keys():
             has_left = False
@@ -557,7 +559,7 @@ class Coordination(Peers):
 
 
 def hosts_in_turn(nodes: Sequence[Node], addresses: Mapping[Any, Address]) -> list[Node]:
-    """Order servers so that neighbours, which have a range together, are on different hosts where that can be.
+    """Order servers so that neighbours, which keep the same range, are on different hosts where possible.
 
     Args:
         nodes: the servers' names, which they got in the order in which they came.
@@ -575,7 +577,7 @@ def hosts_in_turn(nodes: Sequence[Node], addresses: Mapping[Any, Address]) -> li
 
 
 def _first_chains(nodes: Sequence[Node], ranges: int, replicas: int) -> list[list[Node]]:
-    """Return the chain of every range: the server at its place, and those that follow, round and round."""
+    """Return the chain of every range: of range i the servers i, i + 1, ..., modulo their number."""
     chains: list[list[Node]] = []
     for first in range(ranges):
         chains.append([nodes[(first + offset) % len(nodes)] for offset in range(replicas)])
@@ -588,7 +590,7 @@ def _host(address: Address) -> str:
 
 
 def _few_ranges(ranges: int, servers: int, replicas: int) -> str:
-    """Return the notice that says what the servers of a small model do."""
+    """Return the notice for a model with fewer ranges than servers: what each server is used for."""
     idle = servers - min(servers, ranges + replicas - 1)
     copies = servers - ranges - idle
     roles = [f"{ranges} take{'s' * (ranges == 1)} gradients"]

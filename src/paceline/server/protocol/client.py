@@ -1,4 +1,4 @@
-"""A worker's side of the protocol: pull parameters, compute, push gradients, again; what may be lost is sent again.
+"""Implement a worker's side of the protocol: pull, compute, push; messages that may be lost are sent again.
 
 `Client` speaks for one key range; `Session` for all of them: a step begins when every range has answered.
 """

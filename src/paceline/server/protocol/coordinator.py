@@ -1,4 +1,4 @@
-"""Membership: which replicas are in the chain of each range, and which workers take part.
+"""Decide membership: which replicas are in the chain of each range, and which workers take part.
 
 The coordinator decides by heartbeats and time, writes each decision to its log before it sends it to anybody, and can
 go on from that log. Gradients and parameters never pass through it.
@@ -176,7 +176,7 @@ class Chain:
         return []
 
     def _bring_back(self, now_s: float) -> Out:
-        """Begin a chain with one that was taken for dead, when those who were to go on without it never did."""
+        """Begin a chain anew with a replica that was taken for dead, if those left in the chain never confirmed it."""
         chain = self.configuration.chain
         if self._is_confirmed or any(self._has_state(node, now_s) for node in chain):
             return []

@@ -135,7 +135,7 @@ class Replica:
         return out
 
     def announce(self) -> Out:
-        """Return again what the other ranges must know of the round that waits at the gate."""
+        """Return again this range's value of the round at the gate, for the heads of the other ranges."""
         if self.is_synced and self.is_head and self.staged:
             return self._announce_round()
         return []

@@ -1,6 +1,6 @@
-"""One connection: it sends and receives frames, each payload straight into the memory where it belongs.
+"""Send and receive frames over one connection, each payload directly into the memory where it belongs.
 
-What is to be sent waits in a queue of views until the kernel takes it: nothing is copied to wait.
+Frames to send wait in a queue of views until the kernel takes them, without a copy.
 """
 
 from __future__ import annotations

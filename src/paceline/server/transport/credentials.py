@@ -1,4 +1,4 @@
-"""A job's certificates: one for each role, signed by an authority of the job whose key is not kept."""
+"""Make a job's certificates: one for each role, signed by an authority of the job whose key is not kept."""
 
 from __future__ import annotations
 

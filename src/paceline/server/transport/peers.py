@@ -70,7 +70,7 @@ class Peers:
         raise NotImplementedError
 
     def status(self) -> dict[str, Any]:
-        """Return what people may want to know of this process."""
+        """Return this process's status, for `paceline server top`."""
         return {}
 
     def greet(self, connection: Connection, hello: setup.Hello) -> Any:
@@ -200,7 +200,7 @@ class Peers:
     # --- Endpoint
 
     def on_open(self, connection: Connection) -> None:
-        """Check before a byte is read who it is: this user on a unix socket, the certificate's role elsewhere."""
+        """Identify the other end before a byte is read: its user on a unix socket, its certificate's role elsewhere."""
         end = connection.transport.get_extra_info("socket")
         role = role_of(connection.transport)
         if role is None and user_of(end) not in (os.getuid(), None):
