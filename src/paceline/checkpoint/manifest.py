@@ -62,12 +62,12 @@ def partial_of(folder: Path) -> Path:
 
 
 def replaced_by(folder: Path) -> Path:
-    """Return where the checkpoint lies that `folder` is about to replace."""
+    """Return where the older checkpoint is kept while `folder` takes its place."""
     return folder.parent / (REPLACED + folder.name)
 
 
 def left_of(folder: Path) -> Path:
-    """Return where a step that the job went back from is kept, while it is in no checkpoint of the run."""
+    """Return the hidden folder for a step that the job went back from and that no checkpoint of the run has."""
     return folder.parent / (_LEFT + folder.name)
 
 
@@ -191,7 +191,7 @@ def list_left(folder: Path) -> list[Path]:
 
 
 def publish_left(folder: Path) -> Path | None:
-    """Make the newest state in `folder` that a job went back from a checkpoint, where it is later than all of them.
+    """Turn the newest left state of `folder` into a checkpoint, if it is of a later step than all checkpoints.
 
     A job that crashed could not do so itself. States without a valid manifest are removed; others stay.
 
@@ -283,7 +283,7 @@ def try_writing(folder: Path, name: str) -> None:
 
 
 def remove_partial(folder: Path) -> None:
-    """Remove what a killed job left of its writing to the checkpoint `folder`, but never the last complete copy."""
+    """Remove what a killed job had written of the checkpoint `folder`, but never the last complete copy."""
     shutil.rmtree(partial_of(folder), ignore_errors=True)
     # Else the copy aside is the only complete one.
     if (folder / MANIFEST).exists():
@@ -299,7 +299,7 @@ def remove_partial_in(folder: Path) -> None:
 
 
 def put_in_place(complete: Path, folder: Path) -> None:
-    """Give `complete`, a checkpoint that is on the disk, the name `folder`; what has that name is removed after."""
+    """Rename the checkpoint `complete`, which is on the disk, to `folder`; then remove the one that had this name."""
     replaced = replaced_by(folder)
     with contextlib.suppress(OSError):
         folder.rmdir()  # an empty folder replaces nothing

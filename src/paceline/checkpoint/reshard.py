@@ -93,9 +93,9 @@ def _strides(shape: Sequence[int]) -> list[int]:
 
 
 def _merged(window: torch.Tensor, sizes: Sequence[int], strides: Sequence[int]) -> tuple[torch.Tensor, list[int]]:
-    """Return the window with as few dims as can be, and the strides of its dims in the full tensor.
+    """Merge dims of the window where memory allows it; return it, and its dims' strides in the full tensor.
 
-    A dim that the window has whole continues the one before: they are one, if memory allows it.
+    A dim of which the window has all continues the one before it, so the two can be one.
     """
     shape: list[int] = []
     steps: list[int] = []

@@ -54,7 +54,7 @@ _FIX = "see that the folder is there, can be written and has space, or name anot
 
 @dataclass(slots=True)
 class CheckpointWriter:
-    """Saves of one job, one at a time.
+    """Write the checkpoints of one job, one at a time.
 
     Args:
         rank: this rank.
@@ -256,7 +256,7 @@ def _file_entry(note: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _leave_note(partial: Path, rank: int, note: dict[str, Any]) -> None:
-    """Leave a rank's note for rank 0, which waits for a file of that name: it is there once it is all written."""
+    """Leave a rank's note for rank 0, by a rename: a file of that name is always complete."""
     draft = partial / f"note-{rank:05d}.draft"
     try:
         draft.write_text(json.dumps(note))
@@ -298,7 +298,7 @@ def _wait_for_notes(partial: Path, size: int) -> list[dict[str, Any]]:
 
 
 def _let_others_finish(partial: Path, size: int) -> None:
-    """Wait until the other ranks have written their notes or marks, or long enough: slower ones write into nothing."""
+    """Wait until the other ranks have left notes or marks, at most _LAST_WORDS_S; later writes fail without harm."""
     deadline_s = time.monotonic() + _LAST_WORDS_S
     while time.monotonic() < deadline_s:
         finished = list(partial.glob("note-*.[jf]*"))  # .json and .failed; a .draft is still being written

@@ -82,7 +82,7 @@ def _length(ranges: Sequence[Range]) -> int:
 
 
 def _select(ranges: Sequence[Range], selection: Sequence[Range]) -> list[Range]:
-    """Return what is left of `ranges`, laid end to end, when only `selection` stays of them."""
+    """Lay `ranges` end to end, keep only the offsets in `selection`, and return what is left of each range."""
     left: list[Range] = []
     for start, stop, offset in _laid_out(ranges):
         for first, last in selection:
@@ -155,7 +155,7 @@ def _pieces_of_window(
 
 
 def move(target: Any, wanted: ShardSpec, source: Any, held: ShardSpec) -> None:
-    """Copy into the part `target` what the part `source` of the same tensor has of it.
+    """Copy the elements that both parts of a tensor have from `source` to `target`.
 
     Both are arrays of one kind and dtype (torch or numpy), of their placements' local shapes.
     """
@@ -199,7 +199,7 @@ def _within(piece: Box, box: Sequence[Range]) -> list[Range]:
 
 @lru_cache(_CACHE_SIZE)
 def fault_of_cover(shape: tuple[int, ...], parts: tuple[ShardSpec, ...]) -> str | None:
-    """Return what is wrong with `parts` as all of a tensor; None if they have each element once.
+    """Return why `parts` are not each element of a tensor once, as text; None if they are.
 
     The time grows with the number of boxes, not with that of pairs of them. Every index along a dimension has a random
     weight, an element the product of its indices' weights, and a box the sum of its elements' weights: a product of

@@ -1,4 +1,4 @@
-"""Collectives and point-to-point messages on one mesh axis, each entered in the ledger.
+"""Run collectives and point-to-point messages on one mesh axis, and enter each in the ledger.
 
 A rank talks only through an `AxisComm`. An axis of one rank sends nothing and enters nothing.
 """
@@ -105,7 +105,7 @@ class AxisComm:
         return [part[:length] for part, length in zip(parts, lengths, strict=True)]
 
     def all_gather_along(self, tensor: torch.Tensor, lengths: Sequence[int], dim: int) -> list[torch.Tensor]:
-        """Return every rank's `tensor`, by one call: its sizes along `dim` are `lengths`, which all ranks know."""
+        """Return every rank's `tensor` by one call, as all ranks know their sizes along `dim`, the `lengths`."""
         longest = max(lengths)
         padded = tensor.contiguous()
         if tensor.shape[dim] < longest:
@@ -120,7 +120,7 @@ class AxisComm:
         return [part.narrow(dim, 0, length) for part, length in zip(parts, lengths, strict=True)]
 
     def reduce_scatter_parts(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the sum over the ranks of their piece for this rank; `parts[i]` is for rank i."""
+        """Return this rank's piece of the sum, shaped as `parts[rank]`; `parts[i]` is added for rank i."""
         # Pieces in the order of ranks, flat, as all_to_all_single cuts dim 0.
         flat = torch.cat([part.reshape(-1) for part in parts])
         self._enter("reduce_scatter", flat)
@@ -138,7 +138,7 @@ class AxisComm:
                 dist.broadcast(tensor, self.peers[root], group=self.group)
 
     def reduce_scatter(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
-        """Return this rank's rows of the sum or mean of `tensor`; the first ranks get the rows left over."""
+        """Return this rank's rows of the sum or mean of `tensor`, (rows, ...); the first ranks take the rest."""
         if self.size == 1:
             return tensor.clone()
         rows = split_rows(tensor.shape[0], self.size)
@@ -232,7 +232,7 @@ def open_axes(mesh: Mesh, rank: int, ledger: Ledger) -> dict[str, AxisComm]:
 
 
 def open_product(name: str, axes: Sequence[str], comms: dict[str, AxisComm], mesh: Mesh, rank: int) -> AxisComm:
-    """Open the ranks that differ from this one on any of `axes`: the one axis that has several, or a new group.
+    """Join the ranks that differ from this one on any of `axes`, by an axis that is open or by a new group.
 
     Every rank must call this, in the same order.
     """
@@ -259,7 +259,12 @@ def _open(name: str, axes: Sequence[str], mesh: Mesh, rank: int, ledger: Ledger)
 
 @contextmanager
 def named_failure(collective: str, axis: str) -> Iterator[None]:
-    """Turn the transport's error into one that says which collective failed and whether a peer is gone."""
+    """Replace the transport's error by one that names the collective and says whether a peer is gone.
+
+    Raises:
+        PeerLostError: a peer's connection is closed.
+        CollectiveError: the transport failed otherwise.
+    """
     try:
         yield
     except RuntimeError as error:

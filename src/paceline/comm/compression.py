@@ -1,4 +1,4 @@
-"""Reducers that compress gradients: half precision, the largest entries, or low-rank factors of each gradient.
+"""Sum compressed gradients: in half precision, by their largest entries, or as low-rank factors.
 
 They trade exactness for bytes: replicas stay equal bit for bit, but no longer equal one process. What
 top-k and PowerSGD leave out is kept and added to the next step's gradient (error feedback). The last
@@ -111,7 +111,7 @@ class TopKReducer:
         _exact(self.comm, [self.outbox[self.error.numel() :]])
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return the entries not sent yet."""
+        """Return what was not sent yet, by entry."""
         return {"error": self.error}
 
 

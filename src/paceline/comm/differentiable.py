@@ -1,4 +1,4 @@
-"""Collectives inside a model, each with the collective that its gradient takes back.
+"""Run collectives inside a model, each with the collective that its gradient takes in the backward pass.
 
     forward                           backward
     share_whole    nothing            all_reduce        whole values whose gradients come in parts
@@ -30,7 +30,7 @@ Pieces = tuple[int, tuple[int, ...]]  # the dimension that is split and its bloc
 
 
 def _is_dry(tensor: torch.Tensor) -> bool:
-    """True if only shapes are wanted. In a rehearsal the other ranks are fake too, and all is done as it will be."""
+    """True if only shapes are wanted. False in a rehearsal, where the process group is fake too and runs as it will."""
     if not isinstance(tensor, FakeTensor):
         return False
     # torch's fake process group does nothing, so the real code path runs on fake tensors.
@@ -39,7 +39,7 @@ def _is_dry(tensor: torch.Tensor) -> bool:
 
 
 def piece_ranges(blocks: tuple[int, ...], part: int, parts: int) -> list[tuple[int, int]]:
-    """Return where in the whole dimension a rank's piece lies: (start, stop) per block."""
+    """Return a rank's piece as ranges of the full dimension: (start, stop) per block."""
     ranges = []
     block_start = 0
     for block in blocks:
@@ -168,7 +168,11 @@ class Exchanges:
     def split_embedding(
         self, weight: torch.Tensor, indices: torch.Tensor, rows: int, padding: int = -1
     ) -> torch.Tensor:
-        """Look up rows of a table whose rows are split: this rank's, zeros for the others'; to be summed."""
+        """Look up rows of a table whose rows are split over the ranks.
+
+        Returns:
+            (*indices.shape, columns): this rank's rows, zeros for those of others; the sum over ranks is the result.
+        """
         start, stop = chunk_range(rows, self.comm.rank, self.comm.size)
         is_local = (indices >= start) & (indices < stop)
         # Row 0 stands in for other ranks' rows. Its vector is replaced by zeros below, and with it its gradient.
@@ -181,7 +185,15 @@ class Exchanges:
     def split_cross_entropy(
         self, scores: torch.Tensor, labels: torch.Tensor, classes: int, reduction: int, ignored: int
     ) -> torch.Tensor:
-        """Compute the cross entropy of rows of scores whose classes are split; the same on every rank."""
+        """Compute the cross entropy of `scores`, (rows, classes of this rank); the result is the same on every rank.
+
+        Args:
+            scores: this rank's classes.
+            labels: (rows,), among all classes.
+            classes: how many there are on all ranks.
+            reduction: torch's number: 0 none, 1 mean, 2 sum.
+            ignored: the label whose rows do not count.
+        """
         losses: torch.Tensor = _SplitCrossEntropy.apply(scores, labels, classes, ignored, self.comm)  # type: ignore[no-untyped-call]
         if reduction == 0:  # torch's numbers: none, mean, sum
             return losses
@@ -279,12 +291,12 @@ def attention_weights(
 
 
 def attention_values(weights: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return the values weighted by attention weights."""
+    """Return the values weighted by attention weights: (..., queries, width)."""
     return weights.to(value.dtype) @ _for_every_head(value, weights)
 
 
 def _for_every_head(tensor: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """Repeat the keys or values of a group of heads for each of its heads."""
+    """Repeat keys or values, (..., groups, keys, width), for each head of their group (grouped-query attention)."""
     if tensor.dim() < 3 or tensor.shape[-3] == query.shape[-3]:
         return tensor
     return tensor.repeat_interleave(query.shape[-3] // tensor.shape[-3], -3)

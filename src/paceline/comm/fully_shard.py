@@ -117,7 +117,10 @@ class CountedReduceScatter(_Counted, ReduceScatter):  # type: ignore[misc]
 
 
 def _sum_parts(out: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup, ranks: int) -> None:
-    """Sum the ranks' parts in rank order, in the dtype of `out`."""
+    """Write the sum of the ranks' parts for this rank to `out`, in rank order and in its dtype.
+
+    `tensor` has a part for each rank, one after the other: ranks * out.numel() elements.
+    """
     parts = torch.empty_like(tensor)
     dist.all_to_all_single(parts, tensor, group=group)
     # (ranks, elements): a row from each rank
@@ -205,7 +208,7 @@ def can_reduce_unused() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """The way parameters are held: which modules are groups, which parameters stay replicated, and for how long."""
+    """Say which modules are FSDP2's groups, which parameters stay replicated, and how long gathered ones stay."""
 
     blocks: Sequence[nn.Module]
     whole: set[nn.Parameter]  # on every rank; not FSDP2's business
@@ -252,7 +255,7 @@ def split(model: nn.Module, comm: AxisComm, device: torch.device, grouping: Grou
 
 
 def _keep_through_forward(groups: Groups, group: FSDPModule) -> None:
-    """Let FSDP2's hooks on the backward pass only gather while a forward pass takes a gradient of its own."""
+    """Limit FSDP2's backward hooks to gathering while a forward pass takes a gradient (`torch.autograd.grad`)."""
     state: Any = group._get_fsdp_state()
     begin = state._pre_backward
 
@@ -302,7 +305,7 @@ def is_part(tensor: Any) -> bool:
 
 
 def has_parts(types: Sequence[type]) -> bool:
-    """True if an operation on tensors of these types is one on DTensors, which dispatches on their parts again."""
+    """True if one of these types is a DTensor: its operation is dispatched once more, on local parts."""
     return any(issubclass(kind, DTensor) for kind in types)
 
 

@@ -150,7 +150,7 @@ def _file_store(rank_info: RankInfo) -> Any:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what earlier jobs left where ranks meet, under 1 kB each.
+    """Remove files in which ranks of earlier jobs met, under 1 kB each.
 
     No rank may do so at its end: torch's store opens its file once more when it is taken down, and would wait for it.
     """

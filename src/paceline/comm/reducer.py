@@ -41,7 +41,7 @@ class Reducer(Protocol):
         """True if the inbox must be filled with numbers times the scale already, to stay in range."""
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return what the next sums depend on, such as the error that compression left."""
+        """Return tensors, by name, that the next sums depend on, such as the error that compression left."""
 
 
 @dataclass(slots=True)

@@ -52,7 +52,11 @@ class SharedMemory:
         self.from_peer.clear()
 
     def tell(self, token: bytes) -> None:
-        """Write `token` to every peer."""
+        """Write `token` to every peer.
+
+        Raises:
+            PeerLostError: one has gone.
+        """
         for peer, end in self.to_peer.items():
             try:
                 # 8 bytes: a pipe takes up to PIPE_BUF, 4096, in one piece (pipe(7)). Python ignores SIGPIPE, so a
@@ -62,7 +66,11 @@ class SharedMemory:
                 raise _lost(self.comm, peer) from None
 
     def hear(self, size: int) -> dict[int, bytes]:
-        """Return the next `size` bytes of every peer."""
+        """Return the next `size` bytes of every peer, by its index on the axis.
+
+        Raises:
+            PeerLostError: one has gone, or has sent nothing for TIMEOUT_S.
+        """
         tokens = {}
         for peer, end in self.from_peer.items():
             # Peers are read one after the other: all tokens are needed, so the order costs nothing.

@@ -142,7 +142,7 @@ def _is_same(first: LauncherVariables, second: LauncherVariables) -> bool:
 
 
 def _check_addition(variables: LauncherVariables, complete: list[LauncherVariables]) -> None:
-    """Raise UsageError unless what variables without a rank say is what some launcher says."""
+    """Raise UsageError if variables that name no rank contradict all launchers that name one."""
     if not any(_is_same(variables, launcher) for launcher in complete):
         raise _disagreement(variables, complete[-1])
 
@@ -313,7 +313,7 @@ def _meeting(
 
 
 def _check_promises(environment: Mapping[str, str]) -> None:
-    """Raise UsageError where no launcher names this process, and something says that it should be one of many.
+    """Raise UsageError if variables promise several ranks although no launcher gives this process a rank.
 
     The launcher itself asks `find_node` before, and starts the ranks that are missing here.
     """

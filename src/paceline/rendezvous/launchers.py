@@ -86,7 +86,7 @@ class LauncherVariables:
 
 
 def read_launchers(environment: Mapping[str, str]) -> list[LauncherVariables]:
-    """Return what every launcher says whose variables are set, the inner before the outer.
+    """Return the variables of every launcher that has set any, the inner before the outer.
 
     Raises:
         UsageError: a variable is no number, or a launcher contradicts itself.
@@ -109,7 +109,7 @@ def read_launchers(environment: Mapping[str, str]) -> list[LauncherVariables]:
 
 
 def _read(environment: Mapping[str, str], source: str, names_of_fields: tuple[str, ...]) -> LauncherVariables | None:
-    """Return what the variables of one launcher say; None where none of them is set.
+    """Return the numbers in one launcher's variables; None if none of them is set.
 
     Args:
         environment: the variables.
@@ -143,7 +143,7 @@ def _are_ranks_below_sizes(values: Mapping[str, int]) -> bool:
 
 
 def _are_sizes_possible(variables: LauncherVariables) -> bool:
-    """Return True if so many ranks can be so many on this host and on so many hosts."""
+    """Return True if size, local size and number of hosts are possible together."""
     size = variables.values.get("size")
     local = variables.values.get("local_size")
     hosts = variables.values.get("cross_size")

@@ -76,7 +76,7 @@ def _origin(environment: Mapping[str, str], name: str) -> str:
 
 
 def _source(environment: Mapping[str, str], rank_name: str) -> str:
-    """Return what started this host's process, by the variable that has the host's number."""
+    """Return the name of what started this host's process, by the variable that has the host's number."""
     if "JOBSET_NAME" in environment:
         return "JobSet"
     return "Kubernetes indexed Job" if rank_name == _COMPLETION else PET

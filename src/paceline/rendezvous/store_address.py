@@ -138,7 +138,7 @@ def _check_hosts(name: str, text: str, listed: int, hosts: int) -> None:
 
 
 def _lsf_hosts(environment: Mapping[str, str], hosts: int) -> tuple[str, list[str]]:
-    """Return the variable that has LSF's hosts, and them without the one that runs the batch script."""
+    """Return LSF's variable with its text, and its hosts without the one that runs only the batch script."""
     name = "LSB_DJOB_RANKFILE"
     try:
         slots = read_text(Path(environment[name])).split()

@@ -358,7 +358,7 @@ class Coordination(Peers):
             self.tell({**event, "rank": rank} if isinstance(rank, int) else event)
 
     def _may_give_up_workers(self) -> bool:
-        """Return True if a silent worker may be given up here; under sync `_look_for_missing` does it in a running job."""
+        """Return True if silent workers may be given up here. Under sync `_look_for_missing` does, after the start."""
         return self.coordinator is None or (self.absences.is_replaced and not self.coordinator.settings.needs_all)
 
     def _pids(self) -> dict[Any, int]:
