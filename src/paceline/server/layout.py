@@ -204,8 +204,7 @@ def _pieces_of_segments(entries: Sequence[Entry]) -> list[tuple[list[KeyRange], 
             room = (SEGMENT_BYTES - used) // size
             count = entry.numel - start
             if count > room:
-                # What does not fit is cut at a row; a stretch too short for one row begins the next segment (count ==
-                # 0).
+                # What does not fit is cut at a row. Where not even one row fits, a new segment begins.
                 count = room // _ROW * _ROW
             if count == 0:
                 segments.append(([], 0))

@@ -127,7 +127,7 @@ class Link(Peers):
         """
         # Before the push is handed over: its answer may come at once.
         self.answer = None
-        # All state but `answer` and `states` belongs to the link's thread: asyncio's objects are not thread-safe.
+        # asyncio's objects are not thread-safe: this thread hands its calls to the loop of the link's.
         self.loop.call_soon_threadsafe(self.call, self._push, notes, self.taken)
         return self._wait_for_answer()
 

@@ -64,8 +64,8 @@ class FlatTensor:
                 for number, (piece, view) in enumerate(zip(segment.pieces, views, strict=True)):
                     tensor = tensors[piece.entry]
                     if tensor is None:
-                        # Parameters without a gradient anywhere are not stepped, as in one process: an optimizer may
-                        # decay those with one.
+                        # Noted, as a gradient of zeros is not the same: weight decay and momentum would move the
+                        # parameter.
                         absent_pieces.append(number)
                         view.zero_()
                     else:
@@ -193,8 +193,8 @@ class Segments:
 
     def measure(self, updates: Sequence[Update]) -> float:
         """Return the squared norm of this range's gradient; infinity where it is not finite."""
-        # Added up in float64, row by row (comm/squared_norm.py): the norm does not depend on how many servers there
-        # are.
+        # Added up in float64, row by row (comm/squared_norm.py): the number of servers changes the norm by float64's
+        # rounding at most.
         total = torch.zeros((), dtype=torch.float64)
         for update in updates:
             segment = self.segments[update.segment]

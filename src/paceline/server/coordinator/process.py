@@ -346,7 +346,7 @@ class Coordination(Peers):
             is_new = peer not in self.last_asked_s  # its answer has the number of its process
             if is_new or (silent_s > ASK_S and now - self.last_asked_s[peer] > ASK_S):
                 self.last_asked_s[peer] = now
-                # Workers and servers answer from their event loop, so a stopped process does not answer.
+                # They answer from their event loops, which a stopped process does not run.
                 self.send([(peer, 0, setup.AskStatus())])
             name = f"worker {peer[0]}" if isinstance(peer, tuple) else f"the server at {self.addresses.get(peer)}"
             silent[peer] = name, silent_s
