@@ -116,7 +116,9 @@ def write_export(export: Export, folder: Path) -> None:
         UsageError: `folder` is not empty, or can't be written.
         CheckpointError: a tensor can't be read.
     """
+    # Again: the folder may have been filled since the plan was made.
     check_may_export(folder)
+    # Beside the target, hence on the same file system: a rename there is atomic. By process, as two exports may run.
     partial = folder.parent / f".partial-{folder.name}-{os.getpid()}"
     manifest = read_manifest(export.source)
     try:
@@ -124,6 +126,7 @@ def write_export(export: Export, folder: Path) -> None:
         for name, names in export.files.items():
             forms = {tensor: export.tensors[tensor] for tensor in names}
             with (partial / name).open("wb") as file:
+                # The metadata are those that transformers' save_pretrained writes.
                 write_tensors(file, forms, _contents(export.source, manifest, forms), {"format": "pt"})
                 os.fsync(file.fileno())
         for name, text in export.texts.items():
@@ -150,6 +153,7 @@ def _contents(
     for name in written_order(forms):
         form = forms[name]
         entry = manifest["tensors"][MODEL + name]
+        # Unsigned integers of the element's size: numpy has no bfloat16 or float8, and only bits are copied.
         bits = np.dtype(f"u{form.item_bytes}")
         full = np.empty(form.shape, bits)
         for part, shard_spec in zip(entry["parts"], shard_specs_of(entry), strict=True):

@@ -63,8 +63,10 @@ def _read_part(
     shard_spec = shard_spec or ShardSpec(shape)
     if shard_spec.shape != shape:
         raise _other(folder, f"{name} has the shape {shape} in it, not {shard_spec.shape}")
+    # All of it is filled: the manifest's parts are each element once (`fault_of_cover`).
     part = torch.empty(shard_spec.local_shape, dtype=getattr(torch, entry["dtype"]))
     for saved, saved_spec in zip(entry["parts"], shard_specs_of(entry), strict=True):
+        # A file that has nothing of this part is not even opened: a rank of a large job needs few.
         if is_needed(shard_spec, saved_spec):
             file = _opened(folder, files, saved["file"])
             saved_part = _mapped(file, saved["key"], saved_spec.local_shape, part.dtype)
@@ -101,6 +103,7 @@ def read_own(folder: Path, manifest: Mapping[str, Any], rank: int) -> dict[str, 
         if form.nbytes == 0:  # torch.frombuffer takes no empty stretch
             tensor = torch.empty(form.shape, dtype=dtype)
         else:
+            # A copy: the tensor must not keep the file mapped.
             tensor = _mapped(file, key, form.shape, dtype).clone()
         tensors[key.removeprefix(OWN)] = tensor
     return tensors
@@ -108,6 +111,7 @@ def read_own(folder: Path, manifest: Mapping[str, Any], rank: int) -> dict[str, 
 
 def check_files_together(folder: Path, manifest: Mapping[str, Any], comm: AxisComm) -> None:
     """Raise CheckpointError on every rank unless all files are as the manifest says; each rank reads some of them."""
+    # Each file is hashed by one rank, not by all.
     failure = None
     faults = torch.zeros(len(manifest["files"]), dtype=torch.int64)
     for number in range(comm.rank, len(faults), comm.size):
@@ -117,6 +121,7 @@ def check_files_together(folder: Path, manifest: Mapping[str, Any], comm: AxisCo
             faults[number] = 1
             if failure is None:
                 failure = error
+    # Reached also by a rank that found a fault: raising before it would leave the others in the collective.
     comm.all_reduce(faults)
     if faults.any():
         name = manifest["files"][int(faults.nonzero()[0])]["name"]
@@ -142,6 +147,7 @@ def verify_hashes(
         comm: all ranks.
         failure: why this rank could load nothing: it then says so to the others, and raises it.
     """
+    # Sorted: every rank must have the same row for a tensor.
     names = sorted(manifest["tensors"])
     rows = {name: number for number, name in enumerate(names)}
     table = torch.zeros(len(names) + 1, 3, dtype=torch.int64)  # two sums and a count each; last: ranks that failed
@@ -152,6 +158,7 @@ def verify_hashes(
             table[rows[name]] = torch.tensor([first, second, part.tensor.numel()])
     else:
         table[-1, 0] = 1
+    # (tensors + 1, 3). int64 sums wrap around modulo 2^64, as the hash wants it.
     comm.all_reduce(table)
     if failure is not None or table[-1, 0]:
         raise failure or _damaged(folder, "another rank could not load its part")
@@ -159,6 +166,7 @@ def verify_hashes(
         entry = manifest["tensors"][name]
         shape = tuple(entry["shape"])
         numel = ShardSpec(shape).numel
+        # The count first: it tells a missing tensor from a damaged one.
         if count == 0 < numel:
             raise _other(folder, f"its {_bare(name)} of shape {shape} is not in the model")
         if count != numel:

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: what the checkpoint holds, and the hashes of it. No torch: commands read it too.
+"""Read and write a checkpoint's manifest, which lists its tensors and hashes. No torch: commands read it too.
 
 checkpoints/
   step-00000020/
@@ -62,12 +62,12 @@ def partial_of(folder: Path) -> Path:
 
 
 def replaced_by(folder: Path) -> Path:
-    """Return where the checkpoint lies that `folder` is about to replace."""
+    """Return where the older checkpoint is kept while `folder` takes its place."""
     return folder.parent / (REPLACED + folder.name)
 
 
 def left_of(folder: Path) -> Path:
-    """Return where a step that the job went back from is kept, while it is in no checkpoint of the run."""
+    """Return the hidden folder for a step that the job went back from and that no checkpoint of the run has."""
     return folder.parent / (_LEFT + folder.name)
 
 
@@ -88,6 +88,7 @@ def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
 
 def _own_hash(manifest: dict[str, Any]) -> str:
     content = {key: value for key, value in manifest.items() if key != "sha256"}
+    # Sorted keys and fixed separators: one text for one content, however the file is laid out.
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -105,6 +106,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise _bad(folder, f"{MANIFEST} is no manifest: {error.found}") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise _bad(folder, f"{MANIFEST} is not one of Paceline")
+    # Before the hash, which manifests of version 1 don't have.
     if manifest.get("version") != VERSION:
         raise _bad(folder, f"it is of version {shown(manifest.get('version'))}, this Paceline reads {VERSION}")
     if manifest.get("sha256") != _own_hash(manifest):
@@ -122,6 +124,7 @@ def check_files(folder: Path, manifest: dict[str, Any]) -> None:
         path = folder / entry["name"]
         if not path.is_file():
             raise _bad(folder, f"{path.name} is missing")
+        # The size first: it finds a torn file without reading it.
         if path.stat().st_size != entry["bytes"]:
             raise _bad(folder, f"{path.name} has {path.stat().st_size} bytes, not the {entry['bytes']} written")
         try:
@@ -149,6 +152,7 @@ def find_good(
     Raises:
         CheckpointError: there is none that is whole.
     """
+    # `path` itself may be a checkpoint. A crash between the two renames of `put_in_place` leaves its older copy alone.
     for folder in (path, replaced_by(path)):
         if (folder / MANIFEST).exists():
             if folder != path:
@@ -187,7 +191,7 @@ def list_left(folder: Path) -> list[Path]:
 
 
 def publish_left(folder: Path) -> Path | None:
-    """Make the newest state in `folder` that a job went back from a checkpoint, where it is later than all of them.
+    """Turn the newest left state of `folder` into a checkpoint, if it is of a later step than all checkpoints.
 
     A job that crashed could not do so itself. States without a valid manifest are removed; others stay.
 
@@ -197,6 +201,7 @@ def publish_left(folder: Path) -> Path | None:
     Raises:
         OSError: it can't be written.
     """
+    # A branch that went on from the loaded checkpoint and came further takes precedence over the step that was left.
     newest = max((_step(path) for path in list_checkpoints(folder)), default=-1)
     published = None
     for left in list_left(folder):
@@ -244,6 +249,7 @@ def remove_others(newest: Path, keep: int, stale: Iterable[Path] = (), used: Ite
     Returns:
         The names of the stale ones that were removed.
     """
+    # By resolved path: the same folder may be named through a link.
     staying = {newest.resolve()}
     staying.update(path.resolve() for path in used)
     removed = set()
@@ -277,8 +283,9 @@ def try_writing(folder: Path, name: str) -> None:
 
 
 def remove_partial(folder: Path) -> None:
-    """Remove what a killed job left of its writing to the checkpoint `folder`, but never the last complete copy."""
+    """Remove what a killed job had written of the checkpoint `folder`, but never the last complete copy."""
     shutil.rmtree(partial_of(folder), ignore_errors=True)
+    # Else the copy aside is the only complete one.
     if (folder / MANIFEST).exists():
         shutil.rmtree(replaced_by(folder), ignore_errors=True)
 
@@ -292,7 +299,7 @@ def remove_partial_in(folder: Path) -> None:
 
 
 def put_in_place(complete: Path, folder: Path) -> None:
-    """Give `complete`, a checkpoint that is on the disk, the name `folder`; what has that name is removed after."""
+    """Rename the checkpoint `complete`, which is on the disk, to `folder`; then remove the one that had this name."""
     replaced = replaced_by(folder)
     with contextlib.suppress(OSError):
         folder.rmdir()  # an empty folder replaces nothing
@@ -302,6 +309,7 @@ def put_in_place(complete: Path, folder: Path) -> None:
         shutil.rmtree(replaced, ignore_errors=True)
         folder.rename(replaced)
     complete.rename(folder)
+    # A rename is durable only when the folder that has the names is synced (fsync(2)); the older copy goes after that.
     sync_folder(folder.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
@@ -310,6 +318,7 @@ def write_durably(path: Path, content: bytes) -> None:
     """Write a file and wait until the disk has it."""
     with path.open("wb") as file:
         file.write(content)
+        # Python's buffer first, then the kernel's.
         file.flush()
         os.fsync(file.fileno())
 

@@ -47,6 +47,7 @@ def merged_tensors(notes: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, An
     Raises:
         CheckpointError: the parts of some tensor are not each of its elements once, or differ in dtype.
     """
+    # The notes come in the order of ranks, and so do a tensor's parts.
     tensors: dict[str, dict[str, Any]] = {}
     hashes: dict[str, list[Hash]] = {}
     for note in notes:
@@ -59,6 +60,7 @@ def merged_tensors(notes: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, An
             tensor["parts"].append({"file": note["name"], "key": name, "placement": part["placement"]})
     for name, tensor in tensors.items():
         shard_specs = [ShardSpec.of_json(part["placement"]) for part in tensor["parts"]]
+        # Before it is written: a part that nobody or two ranks had would show only at the next load.
         fault = fault_of_cover(tuple(tensor["shape"]), tuple(shard_specs))
         if fault is not None:
             raise _refused(name, fault)
@@ -84,6 +86,7 @@ def merged_optimizer(optimizer: Mapping[str, Any], notes: Sequence[Mapping[str, 
                 "make the same groups on every rank, empty ones too",
             )
         for group_members, names in zip(members, note["groups"], strict=True):
+            # A dict, as a set has no order: parameters come in the order in which ranks list them, each once.
             group_members.update(dict.fromkeys(names))
         numbers.update(note["numbers"])
     groups = []

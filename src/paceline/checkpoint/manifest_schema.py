@@ -28,6 +28,7 @@ def fault_of_form(manifest: Mapping[str, Any]) -> str | None:
             return f"lacks {key}"
         if not is_right(manifest[key]):
             return f"has {key} in the wrong form: {shown(manifest[key])}"
+    # After _FORM, which has shown that it is there and a dict.
     fault = _fault_of_optimizer(manifest["optimizer"])
     if fault is not None:
         return f"has an optimizer in the wrong form: {fault}"
@@ -53,6 +54,7 @@ def fault_of_tensors(manifest: Mapping[str, Any]) -> str | None:
 
     The time and memory that this takes grow with the manifest's length, whatever is in it.
     """
+    # Each file's bytes are used up by its parts: a short manifest can't claim tensors that fill the memory.
     left = {entry["name"]: entry["bytes"] for entry in manifest["files"]}  # bytes that no tensor has yet
     boxes = _Boxes(manifest["tensors"])
     for name, entry in manifest["tensors"].items():
@@ -72,11 +74,13 @@ def _fault_of_parts(entry: Mapping[str, Any], left: dict[str, int], boxes: _Boxe
         file = part["file"]
         if file not in left:
             return "one of its parts is in none of the files"
+        # Before `local_shape` is computed, which takes a sound spec for granted.
         if shard_spec.shape != shape or not is_sound(shard_spec):
             return "one of its parts can't be one"
         left[file] -= math.prod(shard_spec.local_shape) * item_bytes
         if left[file] < 0:
             return f"its part is longer than what is left of {file}"
+        # Before `fault_of_cover`, whose time grows with the number of boxes.
         if not boxes.may_have(shard_spec):
             return "its parts are cut into too many boxes"
     return fault_of_cover(shape, tuple(shard_specs))
@@ -165,6 +169,7 @@ def _is_cut(cut: Any) -> bool:
     if not isinstance(cut, list) or len(cut) != 4:
         return False
     dim, blocks, part, parts = cut
+    # dim may be -1: the cut is of the flattened part (shard_spec.FLAT).
     return type(dim) is int and _is_list(blocks, _is_count) and _is_count(part) and _is_count(parts)
 
 

@@ -1,4 +1,4 @@
-"""Parts of tensors: take one, put one back, and a hash that does not depend on how a tensor is cut.
+"""Take and put back parts of tensors, and hash them so that the hash does not depend on how a tensor is cut.
 
 The hash of a tensor is a sum over its elements of a number that depends on the element's position in the
 full tensor and on its bits. So the hashes of parts that make up a tensor add up to the tensor's, however
@@ -74,6 +74,7 @@ def hash_of(local: torch.Tensor, shard_spec: ShardSpec) -> Hash:
     bits = bits_of(local)
     sums = torch.zeros(2, dtype=torch.int64, device=bits.device)
     strides = _strides(shard_spec.shape)
+    # A part's own order of elements does not matter: each is hashed with its position in the full tensor.
     for piece in pieces(shard_spec):
         first_position = 0  # of the piece in the full tensor, flattened
         for (start, _), stride in zip(piece.box, strides, strict=True):
@@ -81,6 +82,7 @@ def hash_of(local: torch.Tensor, shard_spec: ShardSpec) -> Hash:
         window, steps = _merged(piece.of(bits, piece.inside), shard_spec.shape, strides)
         for chunk, position, chunk_steps in _chunks(window, steps, first_position):
             _add_chunk(sums, chunk, position, chunk_steps)
+    # The one point where a GPU is waited for.
     first, second = sums.tolist()
     return first, second
 
@@ -91,13 +93,14 @@ def _strides(shape: Sequence[int]) -> list[int]:
 
 
 def _merged(window: torch.Tensor, sizes: Sequence[int], strides: Sequence[int]) -> tuple[torch.Tensor, list[int]]:
-    """Return the window with as few dims as can be, and the strides of its dims in the full tensor.
+    """Merge dims of the window where memory allows it; return it, and its dims' strides in the full tensor.
 
-    A dim that the window has whole continues the one before: they are one, if memory allows it.
+    A dim of which the window has all continues the one before it, so the two can be one.
     """
     shape: list[int] = []
     steps: list[int] = []
     for length, size, stride in zip(window.shape, sizes, strides, strict=True):
+        # Fewer dims make fewer, longer chunks.
         if shape and length == size:
             shape[-1] *= length
             steps[-1] = stride
@@ -116,6 +119,7 @@ def _chunks(window: torch.Tensor, steps: list[int], at: int) -> Iterator[tuple[t
     if window.numel() <= limit:
         yield window, at, steps
         return
+    # 0 where one row is longer than a chunk: then each row is cut further.
     rows = limit // math.prod(window.shape[1:])
     if rows:
         for start in range(0, window.shape[0], rows):
@@ -134,6 +138,7 @@ def _add_chunk(sums: torch.Tensor, chunk: torch.Tensor, position: int, steps: Se
     # One number per position first: a Weyl sequence, so that sums along dims are enough.
     x = torch.full((), signed(position * _STEP), dtype=torch.int64, device=chunk.device)
     for dim, (size, step) in enumerate(zip(chunk.shape, steps, strict=True)):
+        # position * _STEP, by dim: (i * stride) * _STEP adds up over dims, all modulo 2^64.
         along = _ramp(chunk.device)[:size]
         if step > 1:
             along = along * step
@@ -153,7 +158,8 @@ def _add_chunk(sums: torch.Tensor, chunk: torch.Tensor, position: int, steps: Se
 
 
 def _shift_in(x: torch.Tensor, places: int, spare: torch.Tensor) -> None:
-    """x ^= x >> places, as if x had no sign."""
+    """Compute x ^= x >> places in place, with x as an unsigned number; `spare` is scratch memory of its shape."""
+    # torch shifts int64 arithmetically: the mask clears the copies of the sign.
     torch.bitwise_right_shift(x, places, out=spare)
     spare &= 2 ** (64 - places) - 1
     x ^= spare

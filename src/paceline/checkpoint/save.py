@@ -42,8 +42,10 @@ from paceline.nouns.errors import CheckpointError, ReadError, how_to_write
 from paceline.nouns.reading import COUNT, read_json
 from paceline.nouns.shard_spec import ShardSpec
 
+# Ranks speak to rank 0 by files: a collective in this thread could interleave with the training thread's.
 NOTES_TIMEOUT_S = 600  # for the slowest rank's file
 _POLL_S = 0.02
+# After a failure: a rank that writes later finds no folder, which is no harm.
 _LAST_WORDS_S = 5
 _MOST_NOTE_BYTES = 2**30
 _NOTE = {"name": str, "bytes": COUNT, "sha256": str, "tensors": {str: dict}, "groups": list, "numbers": dict}
@@ -52,7 +54,7 @@ _FIX = "see that the folder is there, can be written and has space, or name anot
 
 @dataclass(slots=True)
 class CheckpointWriter:
-    """Saves of one job, one at a time.
+    """Write the checkpoints of one job, one at a time.
 
     Args:
         rank: this rank.
@@ -90,17 +92,22 @@ class CheckpointWriter:
         Raises:
             CheckpointError: a tensor is of a dtype that no file can keep.
         """
+        # One save at a time: two would hold two copies of the state, and may write the same folder.
         self.wait()
         tensors: dict[str, torch.Tensor] = {}
         shard_specs: dict[str, ShardSpec] = {}
+        # Replicated parts are written once: their holders divide them by size.
         for name in assigned(parts, self.rank):
             part = parts[name]
             _check_dtype(name, part.tensor)
             tensors[name] = part.tensor
             shard_specs[name] = part.held.shard_spec
         tensors.update(own)
+        # A copy even on the CPU: the next step changes the tensors in place. Contiguous, as safetensors wants it.
+        # Training stops for this line alone.
         copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
         manifest = {"format": FORMAT, "version": VERSION, **metadata}
+        # daemon: a job that is ended does not wait for its save; what it leaves is no checkpoint.
         self.thread = threading.Thread(
             target=self._write, args=(folder, copies, shard_specs, manifest, keep), name="checkpoint", daemon=True
         )
@@ -125,16 +132,21 @@ class CheckpointWriter:
         removed: list[str] = []
         partial = partial_of(folder)
         try:
+            # Every rank makes it: whichever comes first.
             partial.mkdir(parents=True, exist_ok=True)
+            # File, then note: rank 0 takes a note as word that the file is on the disk.
             note = _write_rank(partial, self.rank, tensors, shard_specs, manifest["optimizer"])
             _leave_note(partial, self.rank, note)
             if self.rank == 0:
                 notes = _wait_for_notes(partial, self.size)
                 manifest["files"] = [_file_entry(note) for note in notes]
+                # Raises unless the parts are each tensor's elements once: what can't be loaded whole becomes no
+                # checkpoint.
                 manifest["tensors"] = merged_tensors(notes)
                 manifest["optimizer"] = merged_optimizer(manifest["optimizer"], notes)
                 _publish(partial, folder, manifest)
                 if keep:
+                    # After the new one stands: a save that fails removes nothing.
                     removed = remove_others(folder, keep, self.stale)
                     self.stale = []
         except Exception as error:  # whatever ends this thread, the training and rank 0 must hear of it
@@ -169,6 +181,7 @@ class CheckpointWriter:
         self.failure.append(failure)
         if self.rank == 0:
             self.report({"event": "checkpoint_failed", "path": str(folder), "found": reason})
+            # Removing the folder while others write would turn the first cause into their "no such folder".
             _let_others_finish(partial, self.size)
             shutil.rmtree(partial, ignore_errors=True)
         else:
@@ -185,11 +198,13 @@ def assigned(parts: Mapping[str, LocalTensor], rank: int) -> list[str]:
     """
     bytes_of_holders: dict[tuple[int, ...], list[int]] = {}
     names = []
+    # By size, then by name: the order must be the same on all holders, whatever order their models have.
     for name in sorted(parts, key=lambda name: (-parts[name].tensor.nbytes, name)):
         part = parts[name]
         if part.tensor.numel() == 0 and part.held.shard_spec.numel > 0:
             continue
         holders = part.held.holders
+        # Bytes that each holder has to write so far. min and index take the first of equal ones, on every rank alike.
         load = bytes_of_holders.setdefault(holders, [0] * len(holders))
         index = load.index(min(load))
         load[index] += part.tensor.nbytes
@@ -215,6 +230,7 @@ def _write_rank(
     optimizer: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Write a rank's file; return the note that rank 0 makes the manifest of."""
+    # In memory: size, hash and file are of the same bytes.
     content = safetensors.torch.save(tensors)
     write_durably(partial / file_name(rank), content)
     entries = {}
@@ -240,7 +256,7 @@ def _file_entry(note: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _leave_note(partial: Path, rank: int, note: dict[str, Any]) -> None:
-    """Leave a rank's note for rank 0, which waits for a file of that name: it is there once it is all written."""
+    """Leave a rank's note for rank 0, by a rename: a file of that name is always complete."""
     draft = partial / f"note-{rank:05d}.draft"
     try:
         draft.write_text(json.dumps(note))
@@ -260,6 +276,7 @@ def _wait_for_notes(partial: Path, size: int) -> list[dict[str, Any]]:
     """Return the notes of all ranks; raise CheckpointError if one failed or does not answer in time."""
     deadline_s = time.monotonic() + NOTES_TIMEOUT_S
     notes = []
+    # In the order of ranks, so manifest["files"] is by rank: `fault_of_files` checks that.
     for rank in range(size):
         path = partial / f"note-{rank:05d}.json"
         while not path.exists():
@@ -281,7 +298,7 @@ def _wait_for_notes(partial: Path, size: int) -> list[dict[str, Any]]:
 
 
 def _let_others_finish(partial: Path, size: int) -> None:
-    """Wait until the other ranks have written their notes or marks, or long enough: slower ones write into nothing."""
+    """Wait until the other ranks have left notes or marks, at most _LAST_WORDS_S; later writes fail without harm."""
     deadline_s = time.monotonic() + _LAST_WORDS_S
     while time.monotonic() < deadline_s:
         finished = list(partial.glob("note-*.[jf]*"))  # .json and .failed; a .draft is still being written
@@ -300,6 +317,7 @@ def _failed(found: str) -> CheckpointError:
 
 def _publish(partial: Path, folder: Path, manifest: dict[str, Any]) -> None:
     """Write the manifest and make the folder a checkpoint, which it is from the rename on."""
+    # Read back by the same rules before anybody relies on it, not at the next --resume.
     content = sealed(manifest)
     fault = fault_of_form(content)
     if fault is not None:
@@ -307,6 +325,8 @@ def _publish(partial: Path, folder: Path, manifest: dict[str, Any]) -> None:
         raise CheckpointError(f"the checkpoint {folder} should be one that can be read back", f"it {fault}", fix)
     for note in partial.glob("note-*"):
         note.unlink()
+    # The manifest last, then the folder's entries, then the rename: after a crash at any point there is either no
+    # checkpoint or all of it.
     write_durably(partial / MANIFEST, json.dumps(content).encode())
     sync_folder(partial)
     put_in_place(partial, folder)

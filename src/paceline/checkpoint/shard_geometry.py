@@ -1,4 +1,4 @@
-"""Shard specs as boxes: which part of a tensor fills which place of another. Pure geometry, no torch.
+"""Turn shard specs into boxes, and copy from part to part by their intersections. Pure geometry, no torch.
 
 Every part is a few boxes of the full tensor. Moving elements from the parts that one mesh wrote to the
 part that a rank of another mesh wants is then the intersection of boxes.
@@ -52,9 +52,11 @@ def pieces(shard_spec: ShardSpec) -> tuple[Box, ...]:
     """Return the boxes of which a part is made, in its own order; none of them is empty."""
     grid: list[list[Range]] = []  # of each dim, the ranges that stay
     for size in shard_spec.shape:
+        # A dim of size 0 has no range, so nothing is made of it: no box is empty.
         grid.append([(0, size)] if size else [])
     flat: list[Range] | None = None  # after a FLAT cut: what stays of the grid, flattened
     for cut in shard_spec.cuts:
+        # Each cut selects from what the ones before left, as one of `shard` does after one of `tensor`.
         if flat is not None:
             flat = _select(flat, cut.ranges)
         elif cut.dim == FLAT:
@@ -66,6 +68,7 @@ def pieces(shard_spec: ShardSpec) -> tuple[Box, ...]:
         return tuple(_pieces_of_window(grid, [(0, size) for size in shape], shape, 0, False))
     boxes: list[Box] = []
     offset = 0
+    # A stretch of a flattened part is no box of it, but a few: they lie one after the other in memory.
     for start, stop in flat:
         for box in _boxes_of_stretch(shape, start, stop):
             window = tuple(end - begin for begin, end in box)
@@ -79,7 +82,7 @@ def _length(ranges: Sequence[Range]) -> int:
 
 
 def _select(ranges: Sequence[Range], selection: Sequence[Range]) -> list[Range]:
-    """Return what is left of `ranges`, laid end to end, when only `selection` stays of them."""
+    """Lay `ranges` end to end, keep only the offsets in `selection`, and return what is left of each range."""
     left: list[Range] = []
     for start, stop, offset in _laid_out(ranges):
         for first, last in selection:
@@ -110,13 +113,16 @@ def _boxes_of_stretch(shape: tuple[int, ...], start: int, stop: int) -> Iterator
     if not shape:
         yield ()
         return
+    # elements of one index of the first dim
     row = math.prod(shape[1:])
+    # A ragged head: it begins inside a row, and is cut by the same rule one dim further in.
     if start % row:
         first = start // row
         end = min(stop, (first + 1) * row)
         for box in _boxes_of_stretch(shape[1:], start - first * row, end - first * row):
             yield ((first, first + 1), *box)
         start = end
+    # Whole rows: one box.
     if start // row < stop // row:
         full_dims = [(0, size) for size in shape[1:]]
         yield ((start // row, stop // row), *full_dims)
@@ -141,6 +147,7 @@ def _pieces_of_window(
                 in_window = (low - first, high - first)
                 side.append((in_tensor, in_window))
         sides.append(side)
+    # The kept ranges of each dim are independent, so boxes are their products.
     for combination in itertools.product(*sides):
         in_tensor_ranges = tuple(in_tensor for in_tensor, _ in combination)
         in_window_ranges = tuple(in_window for _, in_window in combination)
@@ -148,10 +155,11 @@ def _pieces_of_window(
 
 
 def move(target: Any, wanted: ShardSpec, source: Any, held: ShardSpec) -> None:
-    """Copy into the part `target` what the part `source` of the same tensor has of it.
+    """Copy the elements that both parts of a tensor have from `source` to `target`.
 
     Both are arrays of one kind and dtype (torch or numpy), of their placements' local shapes.
     """
+    # Pairs of boxes: a part has few (up to 20, see manifest_schema.py).
     for target_piece in pieces(wanted):
         for source_piece in pieces(held):
             box = _intersection(target_piece.box, source_piece.box)
@@ -191,7 +199,7 @@ def _within(piece: Box, box: Sequence[Range]) -> list[Range]:
 
 @lru_cache(_CACHE_SIZE)
 def fault_of_cover(shape: tuple[int, ...], parts: tuple[ShardSpec, ...]) -> str | None:
-    """Return what is wrong with `parts` as all of a tensor; None if they have each element once.
+    """Return why `parts` are not each element of a tensor once, as text; None if they are.
 
     The time grows with the number of boxes, not with that of pairs of them. Every index along a dimension has a random
     weight, an element the product of its indices' weights, and a box the sum of its elements' weights: a product of
@@ -203,6 +211,7 @@ def fault_of_cover(shape: tuple[int, ...], parts: tuple[ShardSpec, ...]) -> str 
         boxes += pieces(part)
     numel = math.prod(shape)
     held = sum(box.numel for box in boxes)
+    # More than all of them overlap, which the weights below find as well.
     if held < numel:
         return f"its parts have {held} of {numel} elements"
     full_box = [(0, size) for size in shape]
@@ -214,6 +223,7 @@ def fault_of_cover(shape: tuple[int, ...], parts: tuple[ShardSpec, ...]) -> str 
 def _weight(box: Sequence[Range]) -> int:
     weight = 1
     for dim, (start, stop) in enumerate(box):
+        # A product over dims, as an element's weight is: the sum over a box factors into sums along its sides.
         weight = weight * (_weight_below(dim, stop) - _weight_below(dim, start)) % _PRIME
     return weight
 
@@ -223,6 +233,7 @@ def _weight_below(dim: int, index: int) -> int:
     """Return the sum of the weights of a dimension's first `index` indices."""
     if index == 0:
         return 0
+    # By a keyed hash and not from a list: an index may be in the billions, and only box edges are asked for.
     digest = hashlib.blake2b(f"{dim} {index}".encode(), key=_SECRET, digest_size=8).digest()
     return int.from_bytes(digest, "big") % _PRIME
 
@@ -233,6 +244,7 @@ def most_pieces(shard_spec: ShardSpec) -> int:
     flat = 0
     for cut in shard_spec.cuts:
         if flat or cut.dim == FLAT:
+            # Each block of a cut can split what is left into one more stretch.
             flat = max(flat, 1) * max(1, len(cut.blocks))
         else:
             counts[cut.dim] *= max(1, len(cut.blocks))

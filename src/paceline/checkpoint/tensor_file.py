@@ -80,7 +80,10 @@ class TensorFile:
         """
         try:
             with path.open("rb") as file:
+                # ACCESS_COPY: torch.frombuffer warns of memory that can't be written. Pages that are only read are not
+                # copied.
                 content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            # Bounded before it is read: a damaged length must not ask for memory.
             length = int.from_bytes(content[:8], "little")
             if length > min(len(content) - 8, _MAX_HEADER_BYTES):
                 raise ValueError("its header would be longer than the file")
@@ -125,6 +128,7 @@ class TensorFile:
         start, stop = offsets
         if stop > len(self.content) - self.begin:
             raise _bad(self.path, f"its {name} lies outside of it")
+        # A view by shape would otherwise reach into the next tensor.
         if stop - start != form.nbytes:
             raise _bad(self.path, f"its {name} has {stop - start} bytes, not {form.nbytes}")
         return self.begin + int(start), math.prod(form.shape)

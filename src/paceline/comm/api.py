@@ -59,6 +59,7 @@ def init() -> None:
     rank_info = launcher_info
     has_servers = COORDINATOR in os.environ
     if has_servers:
+        # Size 1: workers come and go, so there is no process group of them.
         comm = AxisComm("world", 0, (rank_info.rank,), None, Ledger())
     else:
         open_world(rank_info)
@@ -71,6 +72,7 @@ def init() -> None:
 
 def _is_inherited() -> bool:
     """True if this process is forked from the one that joined."""
+    # A process id in the record tells a fork from the process that joined: the record itself is copied by fork.
     return _world[0].process != os.getpid()
 
 
@@ -108,6 +110,7 @@ def check_own_process() -> None:
 def _with_cross_rank(rank_info: RankInfo, comm: AxisComm) -> RankInfo:
     """Number the hosts in the order of their lowest ranks. What this sends is no part of a job's ledger."""
     name = hashlib.sha256(socket.gethostname().encode()).digest()
+    # A hash of 64 bits, as collectives send numbers and names have different lengths.
     number = int.from_bytes(name[:8], "little", signed=True)
     rows = AxisComm("hosts", comm.rank, comm.peers, None, Ledger()).all_gather(torch.tensor([number]))
     hosts = list(dict.fromkeys(int(row) for row in rows))  # each once, in the order of ranks
@@ -180,6 +183,7 @@ def all_reduce(tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
         PeerLostError: a rank has gone.
     """
     check_op(op)
+    # Gloo and NCCL take contiguous tensors; the caller's tensor stays as it is.
     result = tensor.detach().clone(memory_format=torch.contiguous_format)
     _comm().all_reduce(result, op)
     return result

@@ -41,7 +41,10 @@ class SharedStatistics:
         eps: float,
         cudnn: bool = False,
     ) -> torch.Tensor:
-        """As aten.batch_norm: (n, channels, ...) to the same, running statistics updated in place."""
+        """Return the normed images, (n, channels, ...) as given, and update running statistics in place.
+
+        Arguments are those of aten.batch_norm.
+        """
         if not is_training:
             return torch.batch_norm(images, weight, bias, mean, variance, False, momentum, eps, cudnn)
         channels = images.shape[1]
@@ -52,6 +55,7 @@ class SharedStatistics:
             count, batch_mean, batch_variance = statistics.unbind()
             with torch.no_grad():
                 mean.lerp_(batch_mean.to(mean.dtype), momentum)
+                # Bessel's correction by the count of all ranks, as torch's running variance of the whole batch has it.
                 unbiased = batch_variance * count / (count - 1).clamp(min=1)
                 variance.lerp_(unbiased.to(variance.dtype), momentum)
         return result  # type: ignore[no-any-return]
@@ -63,10 +67,14 @@ class _BatchNorm(torch.autograd.Function):
         ctx: Any, images: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, shared: SharedStatistics
     ) -> tuple[torch.Tensor, torch.Tensor]:
         dims = [dim for dim in range(images.dim()) if dim != 1]
+        # Half precision is widened: sums over a batch lose bits in it.
         wide = images.to(torch.promote_types(images.dtype, torch.float32))
+        # elements per channel on this rank
         count = float(wide.numel() // wide.shape[1]) if shared.counts else 0.0
         local_mean = wide.mean(dims)
+        # Around this rank's own mean, not zero: a difference of large sums of squares would cancel.
         squares = (wide - _along(local_mean, wide)).square().sum(dims)
+        # (3, channels): count, mean, sum of squared differences
         local_statistics = torch.stack([torch.full_like(local_mean, count), local_mean, squares * (count > 0)])
         statistics = _merged(local_statistics, shared.comm)
         total, mean, variance = statistics.unbind()
@@ -90,6 +98,7 @@ class _BatchNorm(torch.autograd.Function):
             )
         normed, weight, scale, total = ctx.saved_tensors
         gradient = gradients[0].to(normed.dtype)
+        # (2, channels): what the batch's mean and variance pass back to every sample of every rank
         sums = torch.stack([gradient.sum(ctx.dims), (gradient * normed).sum(ctx.dims)])
         global_sums = sums.clone()
         _all_reduce(global_sums, ctx.shared.comm)
@@ -104,6 +113,7 @@ class _BatchNorm(torch.autograd.Function):
 
 def _merged(local: torch.Tensor, comm: AxisComm) -> torch.Tensor:
     """Return count, mean and variance over all ranks, (3, channels), from this rank's count, mean and squares."""
+    # In a trial without values nothing is sent, but the traffic is entered.
     if isinstance(local, FakeTensor):
         comm.ledger.add("all_gather", comm.axis, local.nbytes)
         return local.clone()
@@ -113,6 +123,7 @@ def _merged(local: torch.Tensor, comm: AxisComm) -> torch.Tensor:
     count, mean, squares = gathered[0].unbind()
     for statistics in gathered[1:]:
         other_count, other_mean, other_squares = statistics.unbind()
+        # 1 where both counts are 0: a rank that only keeps step must not make NaN of the mean.
         total = (count + other_count).clamp(min=1)
         difference = other_mean - mean
         squares = squares + other_squares + difference.square() * count * other_count / total
@@ -155,7 +166,7 @@ class SharedForward:
     shared: SharedStatistics
 
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
-        """As the module's own forward, with shared statistics in training."""
+        """Run the module's forward, with statistics of all ranks where it takes those of the batch."""
         module = self.module
         keeps = module.training and module.track_running_stats
         takes_batch = module.training or module.running_mean is None

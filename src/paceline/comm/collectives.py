@@ -1,4 +1,4 @@
-"""Collectives and point-to-point messages on one mesh axis, each entered in the ledger.
+"""Run collectives and point-to-point messages on one mesh axis, and enter each in the ledger.
 
 A rank talks only through an `AxisComm`. An axis of one rank sends nothing and enters nothing.
 """
@@ -21,6 +21,7 @@ OPS = ("sum", "mean", "min", "max", "product")
 # A mean is a sum that is divided: torch's ReduceOp.AVG is for NCCL alone.
 _REDUCE = {"min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX, "product": dist.ReduceOp.PRODUCT}
 # What Gloo and NCCL say when the other end of a connection has gone.
+# torch raises RuntimeError, or its DistBackendError, with no code: only the text tells a lost peer from other failures.
 _LOST = ("closed by peer", "reset by peer", "broken pipe", "connection refused", "remote process exited", "aborted")
 
 
@@ -93,8 +94,9 @@ class AxisComm:
         """Return every rank's `tensor`, in axis order. First dims may differ, the others must be equal."""
         if self.size == 1:
             return [tensor]
+        # Lengths first: how much to receive from each rank is known to nobody else.
         rows = self._gather_even(torch.tensor([tensor.shape[0]], dtype=torch.int64, device=tensor.device))
-        lengths = [int(row) for row in rows]
+        lengths = [int(row) for row in rows]  # by rank, in rows
         padded = tensor.contiguous()
         if max(lengths) > tensor.shape[0]:  # torch's all_gather wants equal shapes
             padded = tensor.new_zeros((max(lengths), *tensor.shape[1:]))
@@ -103,7 +105,7 @@ class AxisComm:
         return [part[:length] for part, length in zip(parts, lengths, strict=True)]
 
     def all_gather_along(self, tensor: torch.Tensor, lengths: Sequence[int], dim: int) -> list[torch.Tensor]:
-        """Return every rank's `tensor`, by one call: its sizes along `dim` are `lengths`, which all ranks know."""
+        """Return every rank's `tensor` by one call, as all ranks know their sizes along `dim`, the `lengths`."""
         longest = max(lengths)
         padded = tensor.contiguous()
         if tensor.shape[dim] < longest:
@@ -111,18 +113,21 @@ class AxisComm:
             shape[dim] = longest - tensor.shape[dim]
             padded = torch.cat([tensor, tensor.new_zeros(shape)], dim)
         parts = [torch.empty_like(padded) for _ in range(self.size)]
+        # Counted without the padding: the plan predicts what a rank has to send.
         self._enter("all_gather", tensor)
         with named_failure("all_gather", self.axis):
             dist.all_gather(parts, padded, group=self.group)
         return [part.narrow(dim, 0, length) for part, length in zip(parts, lengths, strict=True)]
 
     def reduce_scatter_parts(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the sum over the ranks of their piece for this rank; `parts[i]` is for rank i."""
+        """Return this rank's piece of the sum, shaped as `parts[rank]`; `parts[i]` is added for rank i."""
+        # Pieces in the order of ranks, flat, as all_to_all_single cuts dim 0.
         flat = torch.cat([part.reshape(-1) for part in parts])
         self._enter("reduce_scatter", flat)
         numel = parts[self.rank].numel()
         with named_failure("reduce_scatter", self.axis):
             received = self._exchange(flat, [part.numel() for part in parts], [numel] * self.size)
+        # Summed in rank order: the same bits on every run. dtype: torch would widen sums of integers.
         return received.view(self.size, *parts[self.rank].shape).sum(0, dtype=flat.dtype)
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
@@ -133,7 +138,7 @@ class AxisComm:
                 dist.broadcast(tensor, self.peers[root], group=self.group)
 
     def reduce_scatter(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
-        """Return this rank's rows of the sum or mean of `tensor`; the first ranks get the rows left over."""
+        """Return this rank's rows of the sum or mean of `tensor`, (rows, ...); the first ranks take the rest."""
         if self.size == 1:
             return tensor.clone()
         rows = split_rows(tensor.shape[0], self.size)
@@ -162,6 +167,7 @@ class AxisComm:
         self._enter("send", tensor)
         with named_failure("send", self.axis):
             work = dist.isend(tensor, self.peers[to], group=self.group, tag=tag)
+        # The handle keeps the tensor: nobody else may hold it until it has been sent.
         return _Work(work, self.axis, "send", tensor)  # type: ignore[arg-type]
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int) -> None:
@@ -226,7 +232,7 @@ def open_axes(mesh: Mesh, rank: int, ledger: Ledger) -> dict[str, AxisComm]:
 
 
 def open_product(name: str, axes: Sequence[str], comms: dict[str, AxisComm], mesh: Mesh, rank: int) -> AxisComm:
-    """Open the ranks that differ from this one on any of `axes`: the one axis that has several, or a new group.
+    """Join the ranks that differ from this one on any of `axes`, by an axis that is open or by a new group.
 
     Every rank must call this, in the same order.
     """
@@ -234,12 +240,14 @@ def open_product(name: str, axes: Sequence[str], comms: dict[str, AxisComm], mes
     if not split_axes:
         return comms[axes[0]]
     if len(split_axes) == 1:
+        # The same ranks as on that axis: a second process group would only cost connections.
         return comms[split_axes[0]]
     return _open(name, split_axes, mesh, rank, comms[split_axes[0]].ledger)
 
 
 def _open(name: str, axes: Sequence[str], mesh: Mesh, rank: int, ledger: Ledger) -> AxisComm:
     peers = mesh.peers_on(rank, axes)
+    # All groups of this kind in the world: in a mesh of 2 x 3 the first axis has three, of two ranks each.
     peers_of_groups = {mesh.peers_on(other, axes) for other in range(mesh.world_size)}
     group = None  # the whole world, or one rank alone
     if len(peers_of_groups) > 1 and len(peers) > 1:
@@ -251,11 +259,17 @@ def _open(name: str, axes: Sequence[str], mesh: Mesh, rank: int, ledger: Ledger)
 
 @contextmanager
 def named_failure(collective: str, axis: str) -> Iterator[None]:
-    """Turn the transport's error into one that says which collective failed and whether a peer is gone."""
+    """Replace the transport's error by one that names the collective and says whether a peer is gone.
+
+    Raises:
+        PeerLostError: a peer's connection is closed.
+        CollectiveError: the transport failed otherwise.
+    """
     try:
         yield
     except RuntimeError as error:
         message = str(error).splitlines()[0] if str(error) else type(error).__name__
+        # A peer's death is the consequence of another failure; the supervisor looks for the first that is not one.
         if any(mark in message.lower() for mark in _LOST):
             raise PeerLostError(
                 f"{collective} on the axis {axis} waits for its peers",

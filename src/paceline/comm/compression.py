@@ -1,4 +1,4 @@
-"""Reducers that compress gradients: half precision, the largest entries, or low-rank factors of each gradient.
+"""Sum compressed gradients: in half precision, by their largest entries, or as low-rank factors.
 
 They trade exactness for bytes: replicas stay equal bit for bit, but no longer equal one process. What
 top-k and PowerSGD leave out is kept and added to the next step's gradient (error feedback). The last
@@ -25,7 +25,7 @@ class CastReducer:
     """Sums in a narrower dtype (bf16, fp16) by the reducer inside; half the bytes of float32."""
 
     outbox: torch.Tensor
-    inside: Reducer
+    inside: Reducer  # of the narrow dtype, as long as `outbox`
 
     @property
     def inboxes(self) -> list[torch.Tensor]:
@@ -53,7 +53,7 @@ class CastReducer:
         self.outbox.copy_(self.inside.outbox)
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Nothing is carried over."""
+        """Return nothing: no sum depends on an earlier one."""
         return {}
 
 
@@ -70,6 +70,7 @@ class TopKReducer:
     error: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
+        # (entries without the tail,). As large as the bucket: the memory that error feedback costs.
         self.error = torch.zeros_like(self.outbox[: self.outbox.numel() - self.tail])
 
     @property
@@ -94,19 +95,23 @@ class TopKReducer:
         """Exchange the largest entries; keep the rest for the next step."""
         body = self.outbox[: self.error.numel()]
         self.error += body
+        # At least one of a small tensor, so that its error does not grow for ever.
         count = math.ceil(body.numel() * TOP_K_FRACTION)
         places = self.error.abs().topk(count).indices.sort().values
         values = self.error[places]
+        # What is sent is not left: the rest stays for the next step.
         self.error[places] = 0
+        # int32: half the bytes of torch's int64 indices. Buckets have far fewer than 2^31 entries.
         places_by_rank = self.comm.all_gather(places.to(torch.int32))
         values_by_rank = self.comm.all_gather(values)
         body.zero_()
         for rank_places, rank_values in zip(places_by_rank, values_by_rank, strict=True):
+            # In rank order, so every rank adds up to the same bits and replicas stay equal.
             body.index_add_(0, rank_places.to(torch.int64), rank_values)
         _exact(self.comm, [self.outbox[self.error.numel() :]])
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return the entries not sent yet."""
+        """Return what was not sent yet, by entry."""
         return {"error": self.error}
 
 
@@ -135,8 +140,10 @@ class PowerSGDReducer:
             if len(shape) > 1:
                 rows = shape[0]
                 columns = shape.numel() // max(rows, 1)
+            # Two factors of this rank must be smaller than the matrix; otherwise it is sent as it is.
             if POWER_SGD_RANK * (rows + columns) < rows * columns:
                 self.places.append((offset, torch.Size((rows, columns))))
+                # Drawn in float32 and then cast: the same numbers whatever the dtype.
                 basis = torch.randn(columns, POWER_SGD_RANK, generator=random, dtype=torch.float32)
                 self.bases.append(basis.to(self.outbox.device, self.outbox.dtype))
             offset += shape.numel()
@@ -166,14 +173,19 @@ class PowerSGDReducer:
         for matrix, error in zip(matrices, errors, strict=True):
             error += matrix  # from here `error` holds what should be sent
         lefts = [error @ basis for error, basis in zip(errors, self.bases, strict=True)]
+        # Vectors and bookkeeping go in the same call: one latency instead of two.
         _exact(self.comm, [*lefts, *self._rest()])
+        # (rows, rank). The factors are sums, hence equal on all ranks, and so are their bases.
         lefts = [torch.linalg.qr(left)[0] for left in lefts]
+        # (columns, rank)
         rights = [error.T @ left for error, left in zip(errors, lefts, strict=True)]
         local_rights = [right.clone() for right in rights]  # `_exact` sums in place
         _exact(self.comm, rights)
         for number, (matrix, error, left) in enumerate(zip(matrices, errors, lefts, strict=True)):
+            # Minus this rank's own part of the product: what the low rank could not express stays for the next step.
             error -= left @ local_rights[number].T
             torch.matmul(left, rights[number].T, out=matrix)
+            # Warm start (Vogels et al.): one iteration a step is enough, as it begins with the last step's factor.
             self.bases[number].copy_(rights[number])
 
     def _matrices(self, flat: torch.Tensor) -> list[torch.Tensor]:

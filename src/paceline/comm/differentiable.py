@@ -1,4 +1,4 @@
-"""Collectives inside a model, each with the collective that its gradient takes back.
+"""Run collectives inside a model, each with the collective that its gradient takes in the backward pass.
 
     forward                           backward
     share_whole    nothing            all_reduce        whole values whose gradients come in parts
@@ -30,15 +30,16 @@ Pieces = tuple[int, tuple[int, ...]]  # the dimension that is split and its bloc
 
 
 def _is_dry(tensor: torch.Tensor) -> bool:
-    """True if only shapes are wanted. In a rehearsal the other ranks are fake too, and all is done as it will be."""
+    """True if only shapes are wanted. False in a rehearsal, where the process group is fake too and runs as it will."""
     if not isinstance(tensor, FakeTensor):
         return False
+    # torch's fake process group does nothing, so the real code path runs on fake tensors.
     is_rehearsal = dist.is_initialized() and dist.get_backend() == "fake"
     return not is_rehearsal
 
 
 def piece_ranges(blocks: tuple[int, ...], part: int, parts: int) -> list[tuple[int, int]]:
-    """Return where in the whole dimension a rank's piece lies: (start, stop) per block."""
+    """Return a rank's piece as ranges of the full dimension: (start, stop) per block."""
     ranges = []
     block_start = 0
     for block in blocks:
@@ -49,7 +50,7 @@ def piece_ranges(blocks: tuple[int, ...], part: int, parts: int) -> list[tuple[i
 
 
 def take_piece(whole: torch.Tensor, pieces: Pieces, part: int, parts: int) -> torch.Tensor:
-    """Return a copy of a rank's piece of a full tensor; a view where it is one contiguous block."""
+    """Return a rank's piece of a full tensor: a view where it is one contiguous block, else a copy."""
     dim, blocks = pieces
     views = [whole.narrow(dim, start, stop - start) for start, stop in piece_ranges(blocks, part, parts)]
     if len(views) == 1:
@@ -64,6 +65,7 @@ def _all_gather(piece: torch.Tensor, pieces: Pieces, comm: AxisComm) -> torch.Te
     if _is_dry(piece):
         comm.ledger.add("all_gather", comm.axis, piece.nbytes)
         return piece.new_empty(shape)
+    # All ranks know all lengths, from blocks and ranks: they need not be exchanged.
     lengths = [_length(blocks, part, comm.size) for part in range(comm.size)]
     gathered = comm.all_gather_along(piece, lengths, dim)
     if len(blocks) == 1:
@@ -92,6 +94,7 @@ def _all_reduce(tensor: torch.Tensor, comm: AxisComm) -> torch.Tensor:
     if _is_dry(tensor):
         comm.ledger.add("all_reduce", comm.axis, tensor.nbytes)
         return tensor.clone()
+    # A copy: autograd may still need the input, and Gloo and NCCL want it contiguous.
     result = tensor.clone(memory_format=torch.contiguous_format)
     comm.all_reduce(result)
     return result
@@ -165,9 +168,14 @@ class Exchanges:
     def split_embedding(
         self, weight: torch.Tensor, indices: torch.Tensor, rows: int, padding: int = -1
     ) -> torch.Tensor:
-        """Look up rows of a table whose rows are split: this rank's, zeros for the others'; to be summed."""
+        """Look up rows of a table whose rows are split over the ranks.
+
+        Returns:
+            (*indices.shape, columns): this rank's rows, zeros for those of others; the sum over ranks is the result.
+        """
         start, stop = chunk_range(rows, self.comm.rank, self.comm.size)
         is_local = (indices >= start) & (indices < stop)
+        # Row 0 stands in for other ranks' rows. Its vector is replaced by zeros below, and with it its gradient.
         local_indices = torch.where(is_local, indices - start, 0)
         vectors = torch.nn.functional.embedding(local_indices, weight)
         if 0 <= padding < rows:  # its row gets no gradient
@@ -177,12 +185,21 @@ class Exchanges:
     def split_cross_entropy(
         self, scores: torch.Tensor, labels: torch.Tensor, classes: int, reduction: int, ignored: int
     ) -> torch.Tensor:
-        """Compute the cross entropy of rows of scores whose classes are split; the same on every rank."""
+        """Compute the cross entropy of `scores`, (rows, classes of this rank); the result is the same on every rank.
+
+        Args:
+            scores: this rank's classes.
+            labels: (rows,), among all classes.
+            classes: how many there are on all ranks.
+            reduction: torch's number: 0 none, 1 mean, 2 sum.
+            ignored: the label whose rows do not count.
+        """
         losses: torch.Tensor = _SplitCrossEntropy.apply(scores, labels, classes, ignored, self.comm)  # type: ignore[no-untyped-call]
         if reduction == 0:  # torch's numbers: none, mean, sum
             return losses
         total = losses.sum()
         if reduction == 1:
+            # torch's mean is over the labels that are not ignored; NaN where there are none, as in torch.
             return total / (labels != ignored).sum()
         return total
 
@@ -197,7 +214,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
         start, stop = chunk_range(classes, comm.rank, comm.size)
         wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
         if _is_dry(scores):
-            largest = wide.new_empty(len(labels))
+            largest = wide.new_empty(len(labels))  # (rows,)
             sums = wide.new_empty(2, len(labels))
             comm.ledger.add("all_reduce", comm.axis, largest.nbytes)
             comm.ledger.add("all_reduce", comm.axis, sums.nbytes)
@@ -205,6 +222,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
             ctx.dtype, ctx.counts = scores.dtype, labels
             return wide.new_empty(len(labels))
         largest = wide.amax(1) if wide.shape[1] else wide.new_full((len(labels),), -torch.inf)
+        # The same shift on all ranks: exponentials of different shifts can't be added.
         comm.all_reduce(largest, "max")
         is_local = (labels >= start) & (labels < stop)
         local_labels = torch.where(is_local, labels - start, 0)
@@ -213,9 +231,11 @@ class _SplitCrossEntropy(torch.autograd.Function):
             label_scores = wide.gather(1, local_labels[:, None])[:, 0] - largest
         else:  # more ranks than classes: this one has none
             label_scores = torch.zeros_like(largest)
+        # (2, rows): the softmax's denominator, and the label's score, which one rank has. One message for both.
         sums = torch.stack([exponentials.sum(1), torch.where(is_local, label_scores, 0.0)])
         comm.all_reduce(sums)
         counts = labels != ignored
+        # Saved as this rank's part of the softmax, (rows, classes here): the scores themselves are not needed.
         ctx.save_for_backward(exponentials.div_(sums[0][:, None]), local_labels, is_local)
         ctx.dtype, ctx.counts = scores.dtype, counts
         return torch.where(counts, sums[0].log() - sums[1], 0.0)
@@ -228,6 +248,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
             return probabilities.to(ctx.dtype), None, None, None, None
         result = probabilities.clone()
         if result.shape[1]:
+            # softmax - one_hot(label); nothing is subtracted where another rank has the label.
             result.scatter_add_(1, local_labels[:, None], -is_local.to(result.dtype)[:, None])
         result *= (gradient * ctx.counts)[:, None]
         return result.to(ctx.dtype), None, None, None, None
@@ -241,6 +262,7 @@ def split_dropout(
         return tensor
     if share == 1:
         return tensor * 0
+    # Every rank draws all of it from the same stream, so the stream also stays equal on all ranks.
     noise = torch.empty(shape, dtype=tensor.dtype, device=tensor.device).bernoulli_(1 - share).div_(1 - share)
     pieces, part, parts = place
     return tensor * take_piece(noise, pieces, part, parts)
@@ -264,16 +286,17 @@ def attention_weights(
         scores = scores.masked_fill(~mask, float("-inf"))
     elif mask is not None:
         scores = scores + mask
+    # As torch's own attention: rows whose every key is masked become zeros, where a plain softmax gives NaN.
     return torch.ops.aten._safe_softmax.default(scores, -1)  # type: ignore[no-any-return]
 
 
 def attention_values(weights: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return the values weighted by attention weights."""
+    """Return the values weighted by attention weights: (..., queries, width)."""
     return weights.to(value.dtype) @ _for_every_head(value, weights)
 
 
 def _for_every_head(tensor: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """Repeat the keys or values of a group of heads for each of its heads."""
+    """Repeat keys or values, (..., groups, keys, width), for each head of their group (grouped-query attention)."""
     if tensor.dim() < 3 or tensor.shape[-3] == query.shape[-3]:
         return tensor
     return tensor.repeat_interleave(query.shape[-3] // tensor.shape[-3], -3)

@@ -23,6 +23,7 @@ def like_parameter(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     from torch.distributed.tensor import DTensor
 
     like: DTensor = parameter  # type: ignore[assignment]
+    # run_check=True would communicate, outside of the ledger. Without shape and stride, from_local assumes equal parts.
     return DTensor.from_local(
         part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )

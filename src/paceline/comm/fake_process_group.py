@@ -26,6 +26,7 @@ def fake_world(rank: int, size: int) -> Iterator[None]:
     make = DeviceMesh.from_group
 
     def from_group(*arguments: object, **named: object) -> DeviceMesh:
+        # DeviceMesh keeps its ranks in a tensor and reads them, which a fake tensor has not.
         with unset_fake_temporarily():
             return make(*arguments, **named)  # type: ignore[arg-type]
 

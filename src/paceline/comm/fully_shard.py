@@ -41,6 +41,8 @@ class CollectiveOrder:
     def enter(self, collective: str, group: int, tensor: torch.Tensor) -> None:
         """Enter one call in the ledger and in the checksum of the order."""
         self.comm.ledger.add(collective, self.comm.axis, tensor.nbytes)
+        # Ranks compare the checksum: a different order would gather and sum tensors of different groups without an
+        # error.
         self.crc = zlib.crc32(f"{collective} {group} {tensor.numel()}".encode(), self.crc)
 
 
@@ -102,6 +104,7 @@ class CountedReduceScatter(_Counted, ReduceScatter):  # type: ignore[misc]
         sent = self.narrowed(input_tensor)
         self.collective_order.enter("reduce_scatter", self.number, sent)
         with named_failure("reduce_scatter", self.collective_order.comm.axis):
+            # None in place of a handle tells FSDP2 that the result is there.
             if sent.device.type == "cpu" and self.collective_order.sums_on_cpu:
                 _sum_parts(output_tensor, sent, group, self.collective_order.comm.size)
                 return None
@@ -114,9 +117,13 @@ class CountedReduceScatter(_Counted, ReduceScatter):  # type: ignore[misc]
 
 
 def _sum_parts(out: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup, ranks: int) -> None:
-    """Sum the ranks' parts in rank order, in the dtype of `out`."""
+    """Write the sum of the ranks' parts for this rank to `out`, in rank order and in its dtype.
+
+    `tensor` has a part for each rank, one after the other: ranks * out.numel() elements.
+    """
     parts = torch.empty_like(tensor)
     dist.all_to_all_single(parts, tensor, group=group)
+    # (ranks, elements): a row from each rank
     first, second, *others = parts.view(ranks, -1).unbind()
     if first.dtype != out.dtype:
         first = first.to(out.dtype)  # one wide operand makes torch add in that dtype
@@ -169,6 +176,7 @@ class Groups:
 
     def set_phase(self, reduces: bool, drops: bool, is_last: bool) -> None:
         """Set what the next backward pass does: reduce gradients, drop full parameters, end the step."""
+        # The first two setters are recursive (torch's default): set at the root, they hold for all groups.
         root = self.modules[-1]
         root.set_requires_gradient_sync(reduces)
         root.set_reshard_after_backward(drops)
@@ -176,6 +184,7 @@ class Groups:
 
     def gather(self) -> None:
         """Gather every group's parameters now."""
+        # All are started before the first is waited for, so the messages overlap.
         handles = [module.unshard(async_op=True) for module in self.modules]
         for handle in handles:
             if handle is not None:
@@ -199,7 +208,7 @@ def can_reduce_unused() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """The way parameters are held: which modules are groups, which parameters stay replicated, and for how long."""
+    """Say which modules are FSDP2's groups, which parameters stay replicated, and how long gathered ones stay."""
 
     blocks: Sequence[nn.Module]
     whole: set[nn.Parameter]  # on every rank; not FSDP2's business
@@ -221,6 +230,7 @@ def split(model: nn.Module, comm: AxisComm, device: torch.device, grouping: Grou
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if grouping.offloads else OffloadPolicy()
     root = Root(model)
     modules: list[FSDPModule] = []
+    # Blocks first, the root last: FSDP2 gives the root's group the parameters that no earlier group has.
     for number, module in enumerate([*grouping.blocks, root]):
         fully_shard(
             module,
@@ -236,6 +246,7 @@ def split(model: nn.Module, comm: AxisComm, device: torch.device, grouping: Grou
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         modules.append(module)
+    # A rank without a gradient sends zeros. Otherwise it would skip the collective, and the others would wait for it.
     modules[-1].set_reduce_scatter_unused_params(True)
     groups = Groups(root, modules, collective_order)
     for group in modules:
@@ -244,19 +255,23 @@ def split(model: nn.Module, comm: AxisComm, device: torch.device, grouping: Grou
 
 
 def _keep_through_forward(groups: Groups, group: FSDPModule) -> None:
-    """Let FSDP2's hooks on the backward pass only gather while a forward pass takes a gradient of its own."""
+    """Limit FSDP2's backward hooks to gathering while a forward pass takes a gradient (`torch.autograd.grad`)."""
     state: Any = group._get_fsdp_state()
     begin = state._pre_backward
 
     def before_backward(gradient: torch.Tensor) -> torch.Tensor:
         if not groups.is_forward:
             return begin(gradient)  # type: ignore[no-any-return]
+        # Without FSDP2's own hook: it would begin a backward pass, whose end reduces gradients and drops parameters
+        # that the outer backward pass still needs.
         groups.took_gradient = True
         for param_group in state._fsdp_param_groups:
             param_group.unshard()
+            # unshard alone may return before the parameters are there.
             param_group.wait_for_unshard()
         return gradient
 
+    # FSDP2 looks these up on the instances: the hook when a forward pass registers it, post_backward when it calls it.
     state._pre_backward = before_backward
     for param_group in state._fsdp_param_groups:
         param_group.post_backward = _unless_forward(groups, param_group.post_backward)
@@ -273,6 +288,8 @@ def _unless_forward(groups: Groups, after_backward: Callable[..., None]) -> Call
 @contextmanager
 def copies_from_host() -> Iterator[None]:
     """Copy parts in the host's memory before they are gathered, also where there is no GPU to copy them to."""
+    # With a GPU, an offloaded shard is copied to the device before it is gathered. A trial without a GPU makes the same
+    # copy, so that its memory is counted.
     read = FSDPParam.all_gather_inputs.fget  # type: ignore[attr-defined]
 
     def copied(parameter: FSDPParam) -> list[torch.Tensor]:
@@ -288,7 +305,7 @@ def is_part(tensor: Any) -> bool:
 
 
 def has_parts(types: Sequence[type]) -> bool:
-    """True if an operation on tensors of these types is one on DTensors, which dispatches on their parts again."""
+    """True if one of these types is a DTensor: its operation is dispatched once more, on local parts."""
     return any(issubclass(kind, DTensor) for kind in types)
 
 

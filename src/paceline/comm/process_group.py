@@ -95,7 +95,9 @@ def open_world(rank_info: RankInfo) -> None:
     _bind_sockets(rank_info)
     backend = "gloo"
     if rank_info.device.type == "cuda":
+        # Before the group is made: NCCL uses the current GPU, which by default is number 0 on every rank.
         torch.cuda.set_device(rank_info.device)
+        # One group with both: tensors on the CPU, such as a step's flags, go through Gloo.
         backend = "cpu:gloo,cuda:nccl"
     timeout = datetime.timedelta(seconds=TIMEOUT_S)
     if rank_info.rendezvous is not None:
@@ -130,6 +132,8 @@ def _own_address(rank_info: RankInfo) -> str:
 
 def _file_store(rank_info: RankInfo) -> Any:
     path = Path(str(rank_info.rendezvous))
+    # Whoever can write to the folder can put another file in the store's place. Checked below, as exist_ok accepts any
+    # folder.
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     is_shared = path.parent.name == f"paceline-{os.getuid()}"  # by this user's jobs, in a folder where all may write
     status = path.parent.lstat() if is_shared else path.parent.stat()  # a link there may be another user's
@@ -146,7 +150,7 @@ def _file_store(rank_info: RankInfo) -> Any:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what earlier jobs left where ranks meet, under 1 kB each.
+    """Remove files in which ranks of earlier jobs met, under 1 kB each.
 
     No rank may do so at its end: torch's store opens its file once more when it is taken down, and would wait for it.
     """
@@ -162,7 +166,9 @@ def _tcp_store(rank_info: RankInfo) -> Any:
     make: Any = dist.TCPStore  # type: ignore[attr-defined]
     options = {"timeout": datetime.timedelta(seconds=START_S), "wait_for_workers": False}
     if rank_info.rank == 0:
+        # torch's TCPStore listens on all interfaces, whatever host it is given, unless it gets a bound socket.
         descriptor = _listener(rank_info)
+        # A copy: the socket object closes its descriptor when it is collected, and the store needs the other.
         address = socket.socket(fileno=os.dup(descriptor)).getsockname()[0]
         return make(address, port, rank_info.size, True, master_listen_fd=descriptor, **options)
     try:
@@ -179,6 +185,7 @@ def _listener(rank_info: RankInfo) -> int:
     """Return the socket of rank 0's store: inherited from the launcher, or opened at this rank's own address."""
     assert rank_info.master is not None
     if "PACELINE_LISTENER" in os.environ:
+        # Taken out of the environment: the descriptor is this process's, not that of processes which it starts.
         return int(os.environ.pop("PACELINE_LISTENER"))
     address = _own_address(rank_info)
     if rank_info.size > rank_info.local_size and address.startswith("127."):

@@ -17,6 +17,7 @@ def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
         items = {key: map_tensors(item, function) for key, item in value.items()}
         if type(value) is dict:
             return items
+        # Such as transformers' BatchEncoding: made anew by its class.
         return type(value)(items)  # type: ignore[call-arg]
     if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple takes its items as arguments
         return type(value)(*(map_tensors(item, function) for item in value))

@@ -41,7 +41,7 @@ class Reducer(Protocol):
         """True if the inbox must be filled with numbers times the scale already, to stay in range."""
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return what the next sums depend on, such as the error that compression left."""
+        """Return tensors, by name, that the next sums depend on, such as the error that compression left."""
 
 
 @dataclass(slots=True)
@@ -69,6 +69,7 @@ class GroupReducer:
     def finish(self, scale: torch.Tensor) -> None:
         """Wait for the all_reduce."""
         self.pending.wait()
+        # After the sum, in one pass over the bucket; the scale (1 / weight) is known only after the last forward pass.
         self.outbox *= scale
 
     @property
@@ -123,6 +124,7 @@ def exact_reducer(
 ) -> Reducer:
     """Make the reducer without compression: shared memory where it is open and the tensor is on the CPU."""
     outbox = torch.zeros(numel, dtype=dtype, device=device)
+    # Shared memory is the host's: a tensor on a GPU goes through the process group.
     if shared is not None and device.type == "cpu":
         return SharedMemoryReducer(open_slot(shared, numel, dtype), outbox)
     return GroupReducer(comm, outbox)

@@ -52,17 +52,28 @@ class SharedMemory:
         self.from_peer.clear()
 
     def tell(self, token: bytes) -> None:
-        """Write `token` to every peer."""
+        """Write `token` to every peer.
+
+        Raises:
+            PeerLostError: one has gone.
+        """
         for peer, end in self.to_peer.items():
             try:
+                # 8 bytes: a pipe takes up to PIPE_BUF, 4096, in one piece (pipe(7)). Python ignores SIGPIPE, so a
+                # closed pipe raises.
                 os.write(end, token)
             except BrokenPipeError:
                 raise _lost(self.comm, peer) from None
 
     def hear(self, size: int) -> dict[int, bytes]:
-        """Return the next `size` bytes of every peer."""
+        """Return the next `size` bytes of every peer, by its index on the axis.
+
+        Raises:
+            PeerLostError: one has gone, or has sent nothing for TIMEOUT_S.
+        """
         tokens = {}
         for peer, end in self.from_peer.items():
+            # Peers are read one after the other: all tokens are needed, so the order costs nothing.
             tokens[peer] = _read(end, size, TIMEOUT_S)
             if len(tokens[peer]) < size:
                 raise _lost(self.comm, peer)
@@ -77,6 +88,7 @@ def open_shared_memory(comm: AxisComm) -> SharedMemory | None:
     is_supported = hasattr(os, "memfd_create") and sys.byteorder == "little"
     if comm.size == 1 or comm.size > MAX_RANKS or not is_supported:
         return None
+    # It is sent in a tensor of int64, which is signed.
     nonce = secrets.randbits(62)
     # A pipe to each peer. It opens the reading end by its path in /proc, so every rank sends its process's number, the
     # nonce, and the reading end for each index on the axis.
@@ -92,11 +104,14 @@ def open_shared_memory(comm: AxisComm) -> SharedMemory | None:
     for peer in pipes:
         pid, _, *peer_ends = introductions[peer]
         try:
+            # O_NONBLOCK: opening a pipe for reading waits for a writer otherwise (fifo(7)). Reads wait in poll.
             shared.from_peer[peer] = os.open(f"/proc/{pid}/fd/{peer_ends[comm.rank]}", os.O_RDONLY | os.O_NONBLOCK)
         except OSError:
             is_connected = False
     # Whoever can't open a pipe closes its end of it: the others must know before they write into it.
     is_connected = _on_all_ranks(is_connected, comm)
+    # Only the peer holds the reading end from here on. If it dies, writing fails with EPIPE instead of filling the
+    # pipe.
     for reading_end, _ in pipes.values():
         os.close(reading_end)
     if is_connected:
@@ -152,12 +167,17 @@ class Slot:
                     f"index {peer} on the axis {self.shared.comm.axis} is at sum {number} of turn {turn}",
                     "let every rank take the same steps: does the model or the loop depend on the rank?",
                 )
+        # Chunk by chunk, so that a chunk's sum and scaling stay in the cache; all regions at once would be read from
+        # memory.
         parts = [half.split(_CHUNK) for half in self.halves[self.turn % 2]]
         for result, first, second, *others in zip(out.split(_CHUNK), *parts, strict=True):
+            # Rank order is the same everywhere: so are the bits of the sum.
             torch.add(first, second, out=result)
             for other in others:
                 result += other
             result *= scale  # while the chunk is still in the core's cache
+        # The other half is next. A peer may still be reading this one; it has finished once its token of the next turn
+        # is here.
         self.turn += 1
 
 
@@ -165,6 +185,7 @@ def open_slot(shared: SharedMemory, numel: int, dtype: torch.dtype) -> Slot:
     """Make a slot of `numel` numbers. Collective; slots begin and finish in the same order everywhere."""
     bytes_ = max(numel, 1) * dtype.itemsize
     descriptor = os.memfd_create("paceline")
+    # The kernel fills it with zeros, and takes memory only for pages that are touched.
     os.ftruncate(descriptor, 2 * bytes_)
     descriptors = shared.comm.all_gather(torch.tensor([descriptor]))
     halves: list[list[torch.Tensor]] = [[], []]

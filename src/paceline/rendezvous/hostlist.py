@@ -1,4 +1,4 @@
-"""Reading Slurm's short forms of host lists and of tasks per host, without `scontrol`: containers have none.
+"""Read Slurm's short forms of host lists and of tasks per host, without `scontrol`: containers have none.
 
 a[01-03,7],b-gpu[1-2]-x,c     a01 a02 a03 a7 b-gpu1-x b-gpu2-x c
 4(x2),3                       4 4 3
@@ -64,6 +64,7 @@ def tasks_per_host(text: str, name: str = "SLURM_STEP_TASKS_PER_NODE") -> list[i
         match = _COUNT.fullmatch(item.strip())
         if match is not None:
             tasks = parse_whole(match[1], 1)
+            # Bounded by what is left of MOST_HOSTS, so that the list can't fill the memory.
             repeats = parse_whole(match[2] or "1", 1, MOST_HOSTS - len(counts))
         if tasks is None or repeats is None:
             raise UsageError(
@@ -85,6 +86,7 @@ def _items(text: str, name: str) -> list[str]:
             depth += 1
         elif letter == "]":
             depth -= 1
+        # Slurm's lists have no brackets inside of brackets.
         if depth not in (0, 1):
             break
         if letter == "," and depth == 0:
@@ -122,6 +124,7 @@ def _ranges(inside: str, text: str, name: str) -> list[tuple[int, int, int]]:
         high = parse_whole(match[2] or match[1])
         if low is None or high is None or low > high:
             raise _not_a_list(text, name)
+        # The lower end's digits: 01-03 is padded, 1-3 is not.
         ranges.append((low, high, len(match[1])))
     return ranges
 

@@ -1,4 +1,4 @@
-"""This host's network interfaces: their addresses, which one leads to a host, listening at one (Linux, macOS; IPv4)."""
+"""Find addresses of this host's interfaces, and which leads to another host; listen at one (Linux, macOS; IPv4)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 
 from paceline.nouns.errors import UsageError
 
+# All ranks of a job may connect at once.
 BACKLOG = 2048  # connections to a store that may wait
 CAN_SHARE = sys.platform.startswith("linux")  # a reserved port, with its reservation
 _SIOCGIFADDR = 0x8915 if sys.platform.startswith("linux") else 0xC0206921  # net/if.h
@@ -89,6 +90,7 @@ def open_listener(address: str, port: int) -> socket.socket:
         UsageError: the port is taken.
     """
     listener = _bound(address, port, BACKLOG)
+    # Python's sockets are closed in programs that it starts (PEP 446); rank 0 may be one.
     listener.set_inheritable(True)
     return listener
 
@@ -108,9 +110,11 @@ def reserve_port(address: str) -> socket.socket:
 
 def _bound(address: str, port: int, backlog: int) -> socket.socket:
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    # Reservation and listener both need it to have the same port one after the other: see `reserve_port`.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((address, port))
+        # 0: the socket is bound only, and takes no connections.
         if backlog:
             listener.listen(backlog)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""This process's place among the ranks, by whichever launcher started it.
+"""Find this process's place among the ranks, by whichever launcher started it.
 
 A rank may find itself under `paceline run`, torchrun, Horovod, Open MPI, MVAPICH2, MPICH and its kin, `srun` or
 `jsrun`, and under two of them at once: `srun --ntasks-per-node=1 torchrun` sets the variables of both. The earlier
@@ -71,18 +71,21 @@ def find_position(environment: Mapping[str, str]) -> LauncherPosition:
     interface = environment.get("PACELINE_INTERFACE")
     launched_by = read_launchers(environment)
     complete = [launcher for launcher in launched_by if launcher.names_rank]
+    # No launcher names a rank of so many. Variables that say less can't be used alone, nor left aside without a word.
     if not complete:
         if launched_by:
             raise _incomplete(launched_by[0])
         _check_promises(environment)
         origins = dict.fromkeys(FIELDS, "default: no launcher")
         return LauncherPosition(origins=_with_interface(origins, interface), interface=interface)
+    # `read_launchers` has the inner ones first. The inner launcher started this process, so its numbers count.
     inner = complete[0]
     for launcher in launched_by:
         if not launcher.names_rank:
             _check_addition(launcher, complete)
     for outer in complete[1:]:
         _check_agreement(inner, outer)
+    # What the inner one does not say, such as the local rank, is taken from those that name the same rank.
     agreeing = [inner]
     for launcher in launched_by:
         if launcher is not inner and _is_same(launcher, inner):
@@ -128,7 +131,7 @@ def _incomplete(variables: LauncherVariables) -> UsageError:
 
 
 def _is_same(first: LauncherVariables, second: LauncherVariables) -> bool:
-    """Return True if they give no field two values; if both name a rank, whether it is the same rank of as many."""
+    """Return True if they give no field two values; if both name a rank, only rank and size are compared."""
     compared: tuple[str, ...] = FIELDS
     if first.names_rank and second.names_rank:
         compared = ("rank", "size")
@@ -139,7 +142,7 @@ def _is_same(first: LauncherVariables, second: LauncherVariables) -> bool:
 
 
 def _check_addition(variables: LauncherVariables, complete: list[LauncherVariables]) -> None:
-    """Raise UsageError unless what variables without a rank say is what some launcher says."""
+    """Raise UsageError if variables that name no rank contradict all launchers that name one."""
     if not any(_is_same(variables, launcher) for launcher in complete):
         raise _disagreement(variables, complete[-1])
 
@@ -149,6 +152,7 @@ def _check_agreement(inner: LauncherVariables, outer: LauncherVariables) -> None
     rank, size = outer.values["rank"], outer.values["size"]
     if size == 1 or _is_same(inner, outer) or (rank, size) == _place_among_hosts(inner):
         return
+    # The exception: MPI's daemons as tasks of a Slurm step.
     ranks = inner.values["size"]
     is_on_one_host = inner.values.get("local_size", 1) == ranks
     is_step_of_daemons = outer.source == launchers.SLURM and outer.values.get("local_size") == 1
@@ -167,6 +171,7 @@ def _place_among_hosts(variables: LauncherVariables) -> tuple[int, int] | None:
         return values["cross_rank"], values["cross_size"]
     size = values["size"]
     local_size = values.get("local_size", 0)
+    # Hosts with unequal numbers of ranks: the host can't be told from the rank.
     if not local_size or size % local_size:
         return None
     host = values.get("cross_rank", values["rank"] // local_size)
@@ -186,6 +191,7 @@ def _completed(agreeing: list[LauncherVariables]) -> tuple[dict[str, int], dict[
     values: dict[str, int] = {}
     origins: dict[str, str] = {}
     for launcher in agreeing:
+        # What is there already stays: earlier launchers are the inner ones.
         values = {**launcher.values, **values}
         origins = {**launcher.origins, **origins}
     _complete_local(values, origins, agreeing[0])
@@ -207,6 +213,7 @@ def _complete_local(values: dict[str, int], origins: dict[str, str], inner: Laun
     """Add the size of this host and the rank on it, where no launcher gives them."""
     size, hosts = values["size"], values.get("cross_size", 0)
     if "local_size" not in values:
+        # Horovod's cross size counts only the hosts that have this local rank, so it is not the number of hosts.
         is_even = hosts and size % hosts == 0 and inner.source != launchers.HOROVOD
         if size > 1 and not is_even:
             raise UsageError(
@@ -237,6 +244,7 @@ def _complete_hosts(values: dict[str, int], origins: dict[str, str]) -> None:
     rank, size, local_size = values["rank"], values["size"], values["local_size"]
     if "cross_size" not in values:
         full_hosts = -(-size // local_size)  # rounded up
+        # Full hosts give the least number; a host's number that is given may be higher, where hosts are not full.
         values["cross_size"] = max(full_hosts, values.get("cross_rank", 0) + 1)
         origins["cross_size"] = "computed: size / local size"
     if "cross_rank" in values:
@@ -284,6 +292,7 @@ def _meeting(
             )
         if "PACELINE_RENDEZVOUS" in environment:
             return environment["PACELINE_RENDEZVOUS"], None, given[0]
+    # An address that is given counts before any that is computed, also on one host.
     given_by_variables = given_master(source, environment)
     if given_by_variables is not None:
         return None, *given_by_variables
@@ -296,6 +305,7 @@ def _meeting(
             f"{variables} is not set",
             f"start them with {source}, or set {' and '.join(MASTER)}",
         )
+    # A file needs no port, and only this user can open it.
     if position.local_size == position.size:
         file = meeting_file(outermost, environment)
         return file, None, f"computed from the job's name under {outermost}"
@@ -303,16 +313,18 @@ def _meeting(
 
 
 def _check_promises(environment: Mapping[str, str]) -> None:
-    """Raise UsageError where no launcher names this process, and something says that it should be one of many.
+    """Raise UsageError if variables promise several ranks although no launcher gives this process a rank.
 
     The launcher itself asks `find_node` before, and starts the ranks that are missing here.
     """
     node = find_node(environment)
+    # A batch script that forgot `srun` would train once on one process, or once in each task, without a word.
     promised = ""
     fix = "start the ranks: `paceline run FILE`"
     if node is not None and (node.nodes > 1 or node.ranks_per_node > 1):
         origins = [node.origins["nodes"], node.origins["ranks_per_node"]]
         promised = ", ".join(origin for origin in origins if "=" in origin)
+    # What a job was given, not a rank of it: these are also set in the batch script itself.
     counts: tuple[tuple[tuple[str, ...], str], ...] = (
         (("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_JOB_NUM_NODES", "SLURM_NNODES"), "srun"),
         (("LSB_DJOB_NUMPROC",), "jsrun"),

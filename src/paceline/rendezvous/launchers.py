@@ -1,4 +1,4 @@
-"""Reading each launcher's own variables: what it says of the process that it started.
+"""Read each launcher's own variables: the numbers that it gives the process that it started.
 
 Nothing is filled in here and nothing is compared across launchers: `launcher_env.py` does that. Sources: torch's
 elastic agent; Horovod's `gloo_run.py`; the manuals of Open MPI, MVAPICH2, Hydra, PALS and `srun`; IBM's JSM.
@@ -25,8 +25,10 @@ SLURM = "Slurm"
 JSRUN = "jsrun"
 PMIX = "PMIx"
 FIELDS = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
+# A rank must be below its size: see `_are_ranks_below_sizes`.
 _PAIRS = (("rank", "size"), ("local_rank", "local_size"), ("cross_rank", "cross_size"))
 # The variables of each field, in FIELDS' order. Where there are several, those that are set must say the same.
+# The order is from the inner launcher to the outer: a torchrun in a task of `srun` has both sets of variables.
 NAMES: dict[str, tuple[str, ...]] = {
     PACELINE: (
         *("PACELINE_RANK", "PACELINE_WORLD_SIZE", "PACELINE_LOCAL_RANK", "PACELINE_LOCAL_SIZE"),
@@ -41,6 +43,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         *("PMI_RANK PALS_RANKID", "PMI_SIZE", "MPI_LOCALRANKID PMI_LOCAL_RANK PALS_LOCAL_RANKID"),
         *("MPI_LOCALNRANKS PMI_LOCAL_SIZE", "PALS_NODEID"),
     ),
+    # No variable has the local size: it is computed from the tasks per host.
     SLURM: ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "", "SLURM_NODEID", "SLURM_STEP_NUM_NODES"),
     JSRUN: tuple(f"JSM_NAMESPACE_{field.upper()}" for field in FIELDS[:4]),
     PMIX: ("PMIX_RANK",),
@@ -83,7 +86,7 @@ class LauncherVariables:
 
 
 def read_launchers(environment: Mapping[str, str]) -> list[LauncherVariables]:
-    """Return what every launcher says whose variables are set, the inner before the outer.
+    """Return the variables of every launcher that has set any, the inner before the outer.
 
     Raises:
         UsageError: a variable is no number, or a launcher contradicts itself.
@@ -106,7 +109,7 @@ def read_launchers(environment: Mapping[str, str]) -> list[LauncherVariables]:
 
 
 def _read(environment: Mapping[str, str], source: str, names_of_fields: tuple[str, ...]) -> LauncherVariables | None:
-    """Return what the variables of one launcher say; None where none of them is set.
+    """Return the numbers in one launcher's variables; None if none of them is set.
 
     Args:
         environment: the variables.
@@ -140,10 +143,11 @@ def _are_ranks_below_sizes(values: Mapping[str, int]) -> bool:
 
 
 def _are_sizes_possible(variables: LauncherVariables) -> bool:
-    """Return True if so many ranks can be so many on this host and on so many hosts."""
+    """Return True if size, local size and number of hosts are possible together."""
     size = variables.values.get("size")
     local = variables.values.get("local_size")
     hosts = variables.values.get("cross_size")
+    # Nothing to compare with: `find_position` decides whether the launcher says enough.
     if size is None:
         return True
     for count in (local, hosts):
@@ -177,6 +181,7 @@ def _check_torchrun(variables: LauncherVariables, environment: Mapping[str, str]
         The same, with the local rank of a pod that has one process (Kubeflow's PyTorchJob gives it no LOCAL_RANK).
     """
     values = variables.values
+    # All five, as Kubeflow's PyTorchJob sets only some of torchrun's variables.
     if all(field in values for field in FIELDS[:5]) and not _is_torchrun_possible(values):
         raise _contradiction(TORCHRUN, _numbers_of(variables), variables.names)
     for flag, field in (("PET_NNODES", "cross_size"), ("PET_NPROC_PER_NODE", "local_size")):
@@ -220,6 +225,7 @@ def _read_slurm(environment: Mapping[str, str]) -> LauncherVariables | None:
     """Return what Slurm says of a step's task; None outside of a step, where SLURM_PROCID=0 is the script itself."""
     if "SLURM_STEP_ID" not in environment or _is_no_step(environment):
         return None
+    # Raises where it is no number: the port to meet at is computed from it.
     whole_number(environment["SLURM_STEP_ID"], "SLURM_STEP_ID", SLURM)
     chosen = tuple(_slurm_name(name, environment) for name in NAMES[SLURM])
     variables = _read(environment, SLURM, chosen)
@@ -249,6 +255,7 @@ def _with_tasks(variables: LauncherVariables, environment: Mapping[str, str]) ->
         counts = tasks_per_host(environment[name], name)
         host = variables.values.get("cross_rank", 0)
         hosts = variables.values.get("cross_size", len(counts))
+        # Three ways in which the list can be of something else than this step.
         if sum(counts) != variables.values["size"] or len(counts) != hosts or host >= hosts:
             if name == "SLURM_TASKS_PER_NODE":
                 continue  # may be the job's, of which the step is a part

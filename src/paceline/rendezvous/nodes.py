@@ -1,4 +1,4 @@
-"""This host's place among the hosts of a job, for a launcher that is started on each and starts the ranks there.
+"""Find this host's place among the hosts of a job, for a launcher that is started on each and starts ranks there.
 
 So it is under Kubernetes: an indexed Job or a JobSet runs a pod per host, and Kubeflow's TrainJob gives each
 pod torchrun's flags as PET_* variables, which `paceline run` reads as torchrun does.
@@ -52,6 +52,7 @@ def find_node(environment: Mapping[str, str]) -> NodeInfo | None:
             different places to meet, or several hosts have none.
     """
     environment = without_empty(environment)
+    # A process that is a rank already must not start ranks of its own.
     is_rank = any(name in environment for name in _RANKS)
     if is_rank or not any(name in environment for name in _NAMES):
         return None
@@ -75,7 +76,7 @@ def _origin(environment: Mapping[str, str], name: str) -> str:
 
 
 def _source(environment: Mapping[str, str], rank_name: str) -> str:
-    """Return what started this host's process, by the variable that has the host's number."""
+    """Return the name of what started this host's process, by the variable that has the host's number."""
     if "JOBSET_NAME" in environment:
         return "JobSet"
     return "Kubernetes indexed Job" if rank_name == _COMPLETION else PET
@@ -118,6 +119,7 @@ def _ranks_per_node(text: str | None) -> tuple[int, str]:
 
 def _node_rank(environment: Mapping[str, str], nodes: int) -> tuple[int, str]:
     """Return this host's number and the variable that has it; several pods of one host each are jobs of their own."""
+    # JOB_COMPLETION_INDEX numbers the pods of any indexed Job; with one host each pod is a job of its own.
     choices = ("PET_NODE_RANK", _COMPLETION) if nodes > 1 else ("PET_NODE_RANK",)
     name = next((choice for choice in choices if choice in environment), "")
     if not name and nodes > 1:
@@ -179,6 +181,7 @@ def _given_masters(environment: Mapping[str, str]) -> list[tuple[str, tuple[str,
         given.append((origin, master))
     if not given and "PET_RDZV_ENDPOINT" in environment:  # beside a master it is a second port, and not ours
         text = environment["PET_RDZV_ENDPOINT"]
+        # Colons of an IPv6 address are inside its brackets; only what follows can be a port.
         after_ipv6 = text.rpartition("]")[2]
         if ":" not in after_ipv6:
             text = f"{text}:{_RENDEZVOUS_PORT}"

@@ -1,4 +1,4 @@
-"""Paceline's own variables for a rank's place that was read from a launcher's."""
+"""Write a rank's place, read from a launcher's variables, as Paceline's own variables."""
 
 from __future__ import annotations
 

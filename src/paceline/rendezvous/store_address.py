@@ -1,4 +1,4 @@
-"""The place where ranks meet: a file on one host, the address of rank 0's store for several.
+"""Find the place where ranks meet: a file on one host, the address of rank 0's store for several.
 
 The file's name must be the same for all ranks of one start and no other. It is made of the launcher's name for
 the job, and of the process id and start time of the launcher's own process among this process's ancestors; the
@@ -20,6 +20,8 @@ from paceline.rendezvous.variables import address, host_and_port, whole_number
 
 MASTER = ("MASTER_ADDR", "MASTER_PORT")
 # By launcher: the variables that name a job, and its process above the ranks, as the kernel shortens it.
+# Needed to tell this start from an earlier or a simultaneous one: a file that an earlier job left has other ranks in
+# it.
 _MARKS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     launchers.HOROVOD: (("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"), ("horovodrun",)),
     launchers.OPEN_MPI: (
@@ -52,8 +54,10 @@ def meeting_file(source: str, environment: Mapping[str, str]) -> str:
             f"none of {', '.join((*variables, 'MASTER_ADDR'))} is set, and no process of {source} is above this one",
             "set MASTER_ADDR and MASTER_PORT for all ranks, such as 127.0.0.1 and 29500",
         )
+    # Only letters and digits: a variable's content must not lead out of the folder.
     token = re.sub(r"[^A-Za-z0-9]+", "_", "-".join([source, *marks])).strip("_")
     user = os.getuid() if hasattr(os, "getuid") else "user"
+    # By user: another one may own a folder of the same name. `process_group._file_store` checks who owns it.
     folder = Path(environment.get("TMPDIR", "/tmp"), f"paceline-{user}")
     return str(folder / token[:_MOST_CHARACTERS])
 
@@ -93,6 +97,7 @@ def computed_master(source: str, hosts: int, environment: Mapping[str, str]) -> 
         UsageError: the launcher names no hosts, or not as many.
     """
     if source == launchers.SLURM and "SLURM_JOB_ID" in environment:
+        # The step's list first: rank 0 is on its first host, which need not be the job's.
         for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"):
             if name in environment:
                 return _slurm_master(name, hosts, environment)
@@ -116,6 +121,7 @@ def _slurm_master(name: str, hosts: int, environment: Mapping[str, str]) -> tupl
     _check_hosts(name, environment[name], len(names), hosts)
     job = whole_number(environment["SLURM_JOB_ID"], "SLURM_JOB_ID", launchers.SLURM)
     step = whole_number(environment["SLURM_STEP_ID"], "SLURM_STEP_ID", launchers.SLURM)
+    # By job and step, as jobs may share a host. Consecutive jobs are 31 ports apart: their first steps don't meet.
     port = _FIRST_PORT + (job * 31 + step) % _PORTS
     origin = f"computed from {name}={environment[name]}, SLURM_JOB_ID={job}, SLURM_STEP_ID={step}"
     return (names[0], port), origin
@@ -132,7 +138,7 @@ def _check_hosts(name: str, text: str, listed: int, hosts: int) -> None:
 
 
 def _lsf_hosts(environment: Mapping[str, str], hosts: int) -> tuple[str, list[str]]:
-    """Return the variable that has LSF's hosts, and them without the one that runs the batch script."""
+    """Return LSF's variable with its text, and its hosts without the one that runs only the batch script."""
     name = "LSB_DJOB_RANKFILE"
     try:
         slots = read_text(Path(environment[name])).split()
@@ -153,6 +159,7 @@ def _launcher_process(processes: tuple[str, ...], is_outermost: bool) -> list[st
     """
     launcher: list[str] = []
     process = os.getppid()
+    # Up through the parents; init (1) is no launcher.
     while processes and process > 1:
         try:
             stat = (_PROCESSES / str(process) / "stat").read_text(errors="replace")  # a name can be any bytes
@@ -162,6 +169,7 @@ def _launcher_process(processes: tuple[str, ...], is_outermost: bool) -> list[st
         name = stat[stat.index("(") + 1 : stat.rindex(")")]
         fields = stat[stat.rindex(")") + 2 :].split()  # from field 3 on: the state, the parent, ...
         if name in processes:
+            # With the start time, as process ids are used again.
             launcher = [str(process), fields[19]]  # field 22: when it started, in ticks since the host did
             if not is_outermost:
                 break

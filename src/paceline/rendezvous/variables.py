@@ -1,4 +1,4 @@
-"""Reading numbers and addresses from a launcher's variables: every error names the variable and the launcher."""
+"""Read numbers and addresses from a launcher's variables: every error names the variable and the launcher."""
 
 from __future__ import annotations
 
@@ -53,6 +53,7 @@ def host_and_port(text: str, name: str, source: str) -> tuple[str, int]:
     Raises:
         UsageError: it has not this form.
     """
+    # From the right, as an IPv6 address has colons itself.
     host, colon, port = text.rpartition(":")
     is_bracketed = host.startswith("[") and host.endswith("]")
     if not colon or not host.strip("[]") or (":" in host and not is_bracketed):

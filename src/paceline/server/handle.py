@@ -1,4 +1,4 @@
-"""A worker's handle on parameters that live on servers: push gradients, pull the parameters that come of them.
+"""Train with parameters that are on servers: push gradients, and pull the parameters that result.
 
 Paceline's own `server` strategy uses it, and so may a training loop of your own:
 
@@ -100,6 +100,7 @@ class Handle:
         sent: list[torch.Tensor | None] = []
         for entry, tensor in self._entries_and_tensors():
             is_buffer = entry.group == AVERAGE
+            # Buffers, such as running statistics, have no gradient: servers take the mean of their values.
             sent.append(tensor if is_buffer else tensor.grad)
         answer = self.step(sent, loss, weight)
         self.take()
@@ -108,7 +109,7 @@ class Handle:
         return answer
 
     def step(self, sent: Sequence[torch.Tensor | None], loss: float, weight: float, flags: int = 0) -> Answer:
-        """Push what `sent` has for each entry, and wait for the next parameters; `take` puts them into the model.
+        """Push one tensor for each entry, and wait for the next parameters; `take` copies them into the model.
 
         Args:
             sent: gradients of parameters, values of buffers; None where there is none.
@@ -121,6 +122,7 @@ class Handle:
         link = self._joined()
         groups = [settings_of(group) for group in self.optimizer.param_groups]
         of_step = {"loss": float(loss), "weight": float(weight), "flags": flags}
+        # Settings go with every gradient: the learning-rate schedule is the worker's Python code.
         notes: list[list[dict[str, Any]]] = []  # by range and segment
         for flat in link.gradients:
             notes_of_range: list[dict[str, Any]] = []
@@ -143,6 +145,7 @@ class Handle:
         for (entry, tensor), state in zip(self._entries_and_tensors(), states, strict=True):
             if entry.group == AVERAGE or not state:
                 continue
+            # State comes on the CPU. torch expects it where its own optimizer would have made it.
             placed = {key: value.to(_device_of_state(key, tensor)) for key, value in state.items()}
             self.optimizer.state[tensor] = placed
 
@@ -206,12 +209,13 @@ def connect(
 def laid_out(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, samples: int
 ) -> tuple[list[torch.Tensor], ServerLayout]:
-    """Return what the servers keep of a model: the optimizer's parameters in its order, then the float buffers.
+    """Return the tensors that servers keep, and their layout: the optimizer's parameters in order, then float buffers.
 
     Raises:
         PlanError: the servers can't run the optimizer, or keep a dtype.
     """
     kind, groups = describe(optimizer)
+    # Optimizers have no names. By id, as tensors compare by element.
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     tensors: list[torch.Tensor] = []
     entries: list[Entry] = []
@@ -220,6 +224,7 @@ def laid_out(
             tensors.append(parameter)
             entries.append(_entry(names[id(parameter)], parameter, number))
     for name, buffer in model.named_buffers():
+        # Others, such as a count of batches, have no mean; one without elements has nothing to send.
         if buffer.is_floating_point() and buffer.numel():
             tensors.append(buffer)
             entries.append(_entry(name, buffer, AVERAGE))

@@ -1,4 +1,4 @@
-"""Where every parameter is on the servers: pieces of parameters in segments, segments in ranges.
+"""Lay out parameters on the servers: pieces of parameters in segments, segments in ranges.
 
 Parameters are laid out in the order of the optimizer's groups. A segment holds parameters of one group and dtype, up to
 1 MiB of them: the unit in which gradients are sent, counted, summed and applied. A parameter is cut at multiples of
@@ -19,6 +19,7 @@ from paceline.nouns.reading import COUNT, is_shape, parse_json, shown
 
 SEGMENT_BYTES = 2**20
 ALIGNMENT = 64  # bytes: what torch's vector instructions like
+# The row of comm/squared_norm.py. A cut elsewhere would change the order in which the norm is added up.
 _ROW = 4096  # elements
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 _MOST_BYTES = 2**40  # of all parameters
@@ -72,7 +73,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class ServerLayout:
-    """What the workers train, and in which order.
+    """The tensors that the workers train, in order, and their optimizer.
 
     Args:
         entries: in order of groups, buffers last.
@@ -203,6 +204,7 @@ def _pieces_of_segments(entries: Sequence[Entry]) -> list[tuple[list[KeyRange], 
             room = (SEGMENT_BYTES - used) // size
             count = entry.numel - start
             if count > room:
+                # What does not fit is cut at a row. Where not even one row fits, a new segment begins.
                 count = room // _ROW * _ROW
             if count == 0:
                 segments.append(([], 0))
@@ -210,6 +212,7 @@ def _pieces_of_segments(entries: Sequence[Entry]) -> list[tuple[list[KeyRange], 
                 continue
             pieces, offset = segments[-1]
             pieces.append(KeyRange(number, start, count, offset))
+            # Rounded up, so the next piece begins aligned; the gap is sent as zeros.
             aligned_bytes = -(-count * size // ALIGNMENT) * ALIGNMENT
             segments[-1] = (pieces, offset + aligned_bytes)
             start += count

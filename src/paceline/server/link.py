@@ -1,4 +1,4 @@
-"""A worker's connection to its servers: a thread that pushes, pulls and sends heartbeats while the worker computes.
+"""Connect a worker to its servers, by a thread that pushes, pulls and sends heartbeats while the worker computes.
 
 The worker's own thread calls `begin`, `step`, `read_state` and `end`, and waits in them.
 """
@@ -112,6 +112,7 @@ class Link(Peers):
         Raises:
             PacelineError: the servers refuse this worker, or are not there.
         """
+        # Heartbeats must go on while the worker computes, and a backward pass may take minutes: hence a thread.
         self.thread.start()
         return self._wait_for_answer()
 
@@ -124,7 +125,9 @@ class Link(Peers):
         Raises:
             PeerLostError: the servers have gone.
         """
+        # Before the push is handed over: its answer may come at once.
         self.answer = None
+        # asyncio's objects are not thread-safe: this thread hands its calls to the loop of the link's.
         self.loop.call_soon_threadsafe(self.call, self._push, notes, self.taken)
         return self._wait_for_answer()
 
@@ -158,6 +161,7 @@ class Link(Peers):
             if self.error is not None:
                 raise self.error
             self.is_here.wait(_WAKE_S)
+            # Cleared before `is_done` is looked at again: what comes in between sets it once more.
             self.is_here.clear()
         self.waiting_since_s = None
 
@@ -169,16 +173,19 @@ class Link(Peers):
         self.loop.call_soon(lambda: self.spawn(every(HEARTBEAT_S, self._tick)))
         self.loop.run_forever()
         self.close()
+        # asyncio tells protocols that their transports are closed in later turns of the loop.
         self.loop.run_until_complete(asyncio.sleep(0.05))
         self.loop.close()
 
     def failed(self, error: BaseException | None) -> None:
         """Have the worker's thread raise the error, or the first one if there are several."""
+        # The first error is the cause; those that follow come of it.
         self.error = self.error or error
         self.is_here.set()
 
     def hello(self, to: Any) -> setup.Hello:
         """Return who this is; for the coordinator with what it trains."""
+        # Only the coordinator compares layouts, and only it takes a hello with content.
         content = b""
         if to == COORDINATOR:
             layout = json.loads(self.layout.to_json())
@@ -224,6 +231,7 @@ class Link(Peers):
             self._take_protocol(number, message)
 
     def _take_protocol(self, number: int, message: Any) -> None:
+        # Kept also before the job's start: configurations may come before the settings.
         if isinstance(message, Configuration):
             self.configurations[number] = message
         if self.session is None or number >= len(self.session.clients):
@@ -271,6 +279,7 @@ class Link(Peers):
     def _rejoin(self) -> None:
         """Come again as another incarnation, after this one was taken for dead."""
         self.incarnation = -1
+        # What the old incarnation still gets is dropped: without a session nothing is handled.
         self.session = None
         self.configurations = {}
         for connection in list(self.connections.values()):  # the servers, too, know it by its incarnation
@@ -293,6 +302,7 @@ class Link(Peers):
 
     async def _send_content(self, number: int, content: bytes, nodes: Sequence[int]) -> None:
         for node in nodes:
+            # `send` drops what is for a peer without a connection.
             while node not in self.connections:
                 await asyncio.sleep(0.02)
             self.send([(node, number, setup.Install((node,), content))])
@@ -308,6 +318,7 @@ class Link(Peers):
         if session is None or session.is_out or not session.answers:
             return  # it reads what the others have done
         self.pushed_s = time.monotonic()
+        # Set by the tick that finds all connections idle.
         self.sent_s = 0.0
         gradients: list[list[tuple[Any, torch.Tensor]]] = []
         for notes_of_range, flat in zip(notes, self.gradients, strict=True):
@@ -317,7 +328,9 @@ class Link(Peers):
     def _ask_state(self) -> None:
         self.state_request += 1
         for number, configuration in self.configurations.items():
+            # A tail that is lost or replaced never answers: who has not answered is asked again, at the newest chain.
             if number not in self.states and configuration.chain:
+                # The tail's state is what no failure can take back.
                 tail = configuration.chain[-1]
                 self.send([(tail, number, setup.ReadState(self.state_request))])
         if len(self.states) < len(self.ranges):
@@ -344,7 +357,7 @@ class Link(Peers):
         self.send([(COORDINATOR, 0, setup.Status(json.dumps(self.status()).encode()))])
 
     def _note_waiting(self) -> None:
-        """Add up what a step waited for: its own bytes on the wire, and then other workers."""
+        """Add a step's wait to `waited_s`: until its bytes had left as "network", after that as "others"."""
         if self.pushed_s:
             now = time.monotonic()
             sent_s = self.sent_s or now
@@ -441,6 +454,7 @@ class Link(Peers):
     def destination(self, connection: Connection, number: int, message: Any, nbytes: int) -> tuple[Any, memoryview]:
         """Return where a payload goes: parameters that are waited for go straight to `values`."""
         if isinstance(message, Pulled) and number < len(self.values) and self.session is not None:
+            # The worker's thread waits while a pull is open, so it does not read `values` meanwhile.
             flat = self.values[number].memory
             if nbytes != flat.numel():
                 raise FrameError(f"parameters of {nbytes} bytes, not {flat.numel()}")
@@ -464,6 +478,7 @@ class Link(Peers):
 
 def _error_of(message: setup.Refused) -> PacelineError:
     """Return the error that another process has sent, of the same class."""
+    # Of our own errors alone: a name from the wire must not choose any other class.
     classes = {error_class.__name__: error_class for error_class in PacelineError.__subclasses__()}
     error_class = classes.get(message.kind, PacelineError)
     return error_class(message.asked, message.found, message.fix)

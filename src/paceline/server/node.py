@@ -1,4 +1,4 @@
-"""A server's process: it keeps ranges of the parameters, applies workers' gradients and sends the parameters back."""
+"""Run a server: keep ranges of the parameters, apply workers' gradients, and send the parameters back."""
 
 from __future__ import annotations
 
@@ -106,15 +106,17 @@ class Server(Peers):
         elif isinstance(message, setup.Refused):
             self.failed(PacelineError(message.asked, message.found, message.fix))
         elif self.member is None:
+            # Other processes may have heard of the start first: connections have no order among each other.
             self.early.append((peer, number, message))
         else:
             try:
                 self._take_started(peer, number, message)
             except CheckpointError as error:
+                # A state that can't be read is its sender's fault: a FrameError closes that connection alone.
                 raise FrameError(f"{error.asked}: {error.found}") from None
 
     def _take_addresses(self, servers: dict[messages.Node, Address]) -> None:
-        """Connect to the coordinator, and to the servers with a higher number: the lower one of two connects."""
+        """Connect to the coordinator and to servers with higher numbers, so that two servers have one connection."""
         higher = {node: address for node, address in servers.items() if node > self.node}
         self.addresses = {COORDINATOR: self.addresses[COORDINATOR], **higher}
         self._open_all()
@@ -126,10 +128,13 @@ class Server(Peers):
             raise FrameError(f"range {number} of {len(self.member.replicas)}")
         replica = self.member.replicas[number]
         if isinstance(message, setup.Install):
+            # First content that comes again, after a broken connection, must not undo what was trained since.
             if not replica.is_synced:
                 replica.store.restore(message.content)
+            # Acknowledged each time: the first acknowledgement may have been lost.
             self.send([(COORDINATOR, number, setup.Installed(self.node))])
         elif isinstance(message, setup.ReadState):
+            # The tail has only updates that no failure can take back. The worker asks again where this is not it.
             if replica.is_synced and replica.is_tail:
                 self.send([(peer, number, setup.StateRead(message.request, replica.store.content()))])
         else:
@@ -145,10 +150,11 @@ class Server(Peers):
             self._send_heartbeat_if_new(number, replica.heartbeat())
         if replica.update_count + replica.committed > applied_before + committed_before:
             self.progress_s = time.monotonic()
+            # Progress shows that messages arrive: the next loss is to be mended soon.
             self.repeat_after_s = REPEAT_S[0]
 
     def _send_heartbeat_if_new(self, number: int, heartbeat: messages.Out) -> None:
-        """Tell at once that this replica is in a configuration: others wait for it.
+        """Send a heartbeat at once when the configuration or the state is new: others wait for it.
 
         Only once: the coordinator answers each heartbeat with the configuration, and this answer with a heartbeat
         would go on for ever, some ten thousand times a second.
@@ -179,6 +185,7 @@ class Server(Peers):
         """Return where a payload goes; a gradient is exactly as long as its segment."""
         if not isinstance(message, messages.Push | messages.Forward | messages.State | setup.Install):
             return super().destination(connection, number, message, nbytes)
+        # Before the job's start there are no ranges, so no length is right. The worker sends first content again.
         if connection.peer is None or number >= len(self.ranges):
             raise FrameError(f"a {type(message).__name__} of range {number} of {len(self.ranges)}")
         if isinstance(message, messages.Push):
@@ -197,6 +204,8 @@ class Server(Peers):
         segments = self.ranges[number]
         if not 0 <= index < len(segments) or nbytes != segments[index].nbytes:
             raise FrameError(f"a gradient of segment {index} with {nbytes} bytes")
+        # The payload is received into the tensor that the store adds up: no copy. The bytes are whole elements, as
+        # segments are.
         memory = torch.empty(nbytes, dtype=torch.uint8)
         return memory.view(_DTYPES[segments[index].dtype]), bytes_of(memory)
 
@@ -227,6 +236,7 @@ class Server(Peers):
             self.open(peer)
 
     def _expire(self) -> None:
+        # time.monotonic everywhere: a host's clock that is set must not close a round, or make anybody silent.
         if self.member is not None:
             self.send(self.member.expire(time.monotonic()))
 
@@ -267,6 +277,7 @@ def _waits_for(replica: Replica) -> list[int]:
         return []
     oldest = min(replica.rounds.values())
     due = [segment for segment, closed in replica.rounds.items() if closed == oldest]
+    # All gradients are here: the round waits for other ranges, not for workers.
     if any(segment in replica.staged for segment in due):
         return []
     have_pushed: set[int] = set()

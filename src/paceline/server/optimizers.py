@@ -1,4 +1,4 @@
-"""The optimizers that servers can run in place of the user's, and how they are built there.
+"""Describe the user's optimizer on a worker, and build it on a server over pieces of parameters.
 
 Every one updates each element by that element's own history, so pieces of parameters end where whole ones do, bit for
 bit; a test holds each class against itself, whole and in pieces.
@@ -16,6 +16,7 @@ from paceline.nouns.errors import PlanError
 
 KNOWN = ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta")
 FUSED = ("SGD", "Adam", "AdamW", "Adagrad")  # have a CPU kernel of one pass, 3 to 7 times as fast (measured)
+# Keys of a group that say how torch computes, not what. `initial_lr` is a scheduler's own.
 _IMPLEMENTATION = ("foreach", "capturable", "differentiable", "fused", "params", "initial_lr")
 
 
@@ -27,6 +28,7 @@ def describe(optimizer: torch.optim.Optimizer) -> tuple[str, list[dict[str, Any]
     """
     kind = type(optimizer)
     name = kind.__name__
+    # The very class: a subclass of the same name may update by more than an element's own history.
     if name not in KNOWN or kind is not getattr(torch.optim, name):
         raise PlanError(
             "the servers should run the workload's optimizer",
@@ -72,6 +74,7 @@ def build(
         )
     kind: Any = getattr(torch.optim, name)
     arguments = _arguments(kind)
+    # A scheduler or a user may have put other keys into the group.
     accepted = {key: _tuples(value) for key, value in settings.items() if key in arguments}
     try:
         return kind(list(pieces), **accepted, **implementation)  # type: ignore[no-any-return]
@@ -87,6 +90,7 @@ def implementation_of(optimizer: torch.optim.Optimizer, is_deterministic: bool) 
     It is the user's if one was named, or if the bits must be the same; else the fused one, where there is one.
     """
     asked: dict[str, Any] = {}
+    # torch's default is None: it then chooses by itself.
     for key in ("fused", "foreach"):
         value = optimizer.defaults.get(key)
         if value is not None:

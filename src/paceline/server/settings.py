@@ -1,4 +1,4 @@
-"""The settings of a job with parameter servers: what the plan says and what the workers add, in one JSON object."""
+"""Hold the settings of a job with servers, from its plan and from its workers, as one JSON object."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class JobSettings:
         return Mode(self.mode, quorum=self.quorum, staleness=self.staleness, deadline_s=self.deadline)
 
     def gates(self, ranges: int) -> int:
-        """Return how many of so many ranges wait for each other's rounds; 0 where every segment goes on by itself."""
+        """Return `ranges` if all wait for each other's rounds, 0 if every segment goes on by itself."""
         is_gated = self.is_strict or self.clip_norm is not None
         if self.admission().is_by_rounds and is_gated:
             return ranges

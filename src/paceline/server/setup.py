@@ -35,7 +35,7 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class StartServers:
-    """What is trained, and how: JSON of the job's settings, and its layout."""
+    """The start of the job, to servers and workers: its settings as JSON, and its layout."""
 
     settings: str
     layout: Any
@@ -43,7 +43,7 @@ class StartServers:
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """Where every server listens: JSON."""
+    """The addresses of all servers that are connected, by node: JSON."""
 
     servers: str
 

@@ -1,4 +1,4 @@
-"""The status of a running job's servers, asked from outside: first the coordinator, then every server."""
+"""Ask a running job for its status from outside: first the coordinator, then every server."""
 
 from __future__ import annotations
 
@@ -112,6 +112,7 @@ async def look(coordinator: Address, credentials: Credentials | None = None) -> 
             "it does not answer",
             "see whether the job runs with these credentials",
         )
+    # Checked before it is used: whoever listens there may be of another version, or no coordinator.
     fault = fault_of_facts(status)
     if fault is not None:
         raise PeerLostError(
@@ -129,7 +130,7 @@ async def look(coordinator: Address, credentials: Credentials | None = None) -> 
 
 
 def fault_of_facts(status: Any) -> str | None:
-    """Return what in a coordinator's answer is not as `status_table.py` reads it; None where all is."""
+    """Return the first value in a coordinator's answer that `status_table.py` can't read; None if there is none."""
     fault = fault_of(status, _ALWAYS)
     if fault is not None:
         return fault

@@ -1,4 +1,4 @@
-"""The status of a job's servers as people read it: a table, and for whom everybody waits."""
+"""Format the status of a job's servers for people: tables, and the workers that the others wait for."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _range_rows(status: Mapping[str, Any]) -> list[list[str]]:
 
 
 def _staleness_bars(status: Mapping[str, Any]) -> list[str]:
-    """Return a bar chart of how many pushes came how many updates after their pull; [] without any."""
+    """Return a bar chart of staleness: pushes by the number of updates since their pull; [] without any."""
     counts: dict[int, int] = {}
     for row in _rows_of_servers(status):
         for text, number in row.get("staleness", {}).items():
@@ -110,7 +110,7 @@ def _staleness_bars(status: Mapping[str, Any]) -> list[str]:
 
 
 def why_waiting(status: Mapping[str, Any]) -> str:
-    """Return for whom everybody waits, and what is known of it."""
+    """Return, as text, the workers that the others wait for, with their steps and silence."""
     if status["state"] == "gathering":
         job = status["job"]
         needed = f"{job['servers']} servers and {job['workers']} workers must come"

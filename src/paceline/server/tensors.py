@@ -1,4 +1,4 @@
-"""The parameters of a range in memory: as a worker copies them in and out, and as a server keeps and updates them."""
+"""Keep a range's parameters in memory: a worker copies them in and out, a server updates them."""
 
 from __future__ import annotations
 
@@ -43,6 +43,7 @@ class FlatTensor:
     def __init__(self, layout: ServerLayout, segments: Sequence[Segment]) -> None:
         self.layout = layout
         self.segments = segments
+        # One block, in the order of segments: it is sent and received as one payload, without a copy.
         self.memory = torch.zeros(sum(segment.nbytes for segment in segments), dtype=torch.uint8)
         self.whole: list[torch.Tensor] = []  # by segment, all of its elements
         self.views: list[list[torch.Tensor]] = []  # by segment and piece
@@ -63,6 +64,8 @@ class FlatTensor:
                 for number, (piece, view) in enumerate(zip(segment.pieces, views, strict=True)):
                     tensor = tensors[piece.entry]
                     if tensor is None:
+                        # Noted, as a gradient of zeros is not the same: weight decay and momentum would move the
+                        # parameter.
                         absent_pieces.append(number)
                         view.zero_()
                     else:
@@ -123,6 +126,8 @@ class Segments:
         self.optimizers: list[torch.optim.Optimizer | None] = []  # by segment; buffers have none
         self.parameters: list[list[torch.nn.Parameter]] = []  # by segment and piece, views of `values`
         for segment, views in zip(self.segments, self.values.views, strict=True):
+            # Each piece is a parameter of its own. torch's optimizers here update elements one by one, so the bits are
+            # the same.
             parameters = [torch.nn.Parameter(view) for view in views]
             self.parameters.append(parameters)
             if segment.group == AVERAGE:
@@ -142,6 +147,8 @@ class Segments:
         total: torch.Tensor = pushes[0].payload
         if segment.group == AVERAGE:
             self._average(segment, pushes, total)
+        # A push of a mean is multiplied back to a sum only where it is added to others: otherwise that would round it
+        # twice.
         elif len(pushes) > 1 or not notes[0]["flags"] & MEAN:  # one mean alone is the result already
             self._sum(pushes, total)
             if weight:
@@ -179,12 +186,15 @@ class Segments:
             changed: list[torch.Tensor] = []
             for push, pieces in zip(pushes, pieces_by_push, strict=True):
                 if number not in push.note["absent"]:
+                    # In float64: the mean of several values is rounded to the buffer's dtype once.
                     changed.append(pieces[number].double())
             if changed:
                 view.copy_(torch.stack(changed).mean(0))
 
     def measure(self, updates: Sequence[Update]) -> float:
         """Return the squared norm of this range's gradient; infinity where it is not finite."""
+        # Added up in float64, row by row (comm/squared_norm.py): the number of servers changes the norm by float64's
+        # rounding at most.
         total = torch.zeros((), dtype=torch.float64)
         for update in updates:
             segment = self.segments[update.segment]
@@ -193,12 +203,14 @@ class Segments:
             for number, view in enumerate(pieces_of(update.payload, segment)):
                 if number not in update.note["absent"]:
                     total += square_norm(view)
+        # Infinity, as no NaN can be sent: see `frames._float`.
         return float(total) if torch.isfinite(total) else float("inf")
 
     def finish(self, update: Update, partials: Sequence[float]) -> Update:
         """Return the update with its gradient clipped by the norm of all ranges together."""
         if self.clip_norm is None:
             return update
+        # Of the summed squares of all ranges, buffers excluded: the norm that one process clips by.
         norm = torch.tensor(sum(partials), dtype=torch.float64).sqrt()
         if self.segments[update.segment].group != AVERAGE and torch.isfinite(norm):
             # As torch.nn.utils.clip_grad_norm_ computes it, 1e-6 included.
@@ -209,6 +221,7 @@ class Segments:
     def apply(self, update: Update) -> None:
         """Step the optimizer of one segment. A batch that weighs nothing, or an infinite norm, changes nothing."""
         note = update.note
+        # The same decision on every replica, by the note alone. The update counts nevertheless: clocks go on.
         if not note["weight"] or note.get("norm") == float("inf"):
             return
         optimizer = self.optimizers[update.segment]
@@ -219,6 +232,7 @@ class Segments:
                 return
             parameters = self.parameters[update.segment]
             for index, (parameter, view) in enumerate(zip(parameters, pieces, strict=True)):
+                # None, not zeros: torch's optimizers skip such a parameter, weight decay and momentum included.
                 parameter.grad = None if index in note["absent"] else view
             set_group(optimizer, note["settings"], update.share)
             optimizer.step()
@@ -263,6 +277,7 @@ class Segments:
         """
         try:
             tensors = load(bytes(content))
+            # Optimizer state is by parameter object, and clear() makes new ones.
             self.clear()
             for number, values in enumerate(self.values.whole):
                 value = tensors.pop(f"value/{number}")
@@ -273,6 +288,7 @@ class Segments:
                 segment, piece, key = _place_of_state(name)
                 optimizer = self.optimizers[segment]
                 parameter = self.parameters[segment][piece]
+                # A count of steps is one number, whatever the piece's shape.
                 if value.numel() != 1 and value.shape != parameter.shape:
                     raise KeyError(f"{key} of {tuple(value.shape)} where {tuple(parameter.shape)} are")
                 if optimizer is not None:
@@ -369,6 +385,7 @@ def _states_of(
                 state[key] = value
                 continue
             end = piece.start + piece.count
+            # Pieces of one parameter may be in several segments and on several servers, and come in this order.
             flat = state.setdefault(key, torch.zeros(entry.numel, dtype=value.dtype))
             flat.view(-1)[piece.start : end] = value
             state[key] = flat.view(entry.shape) if end == entry.numel else flat

@@ -1,4 +1,4 @@
-"""The wait for silent and lost processes: which events tell of it, and when it ends. `sync` needs every worker.
+"""Wait for silent and lost processes, tell of it by events, and end the wait. `sync` needs every worker.
 
 A silent worker may be stopped, or under a debugger, and may go on. After `patience_s` it is given up: where somebody
 starts another in its place, an event asks for that; otherwise the job ends with an error.
@@ -39,7 +39,7 @@ def silence_s(environment: Mapping[str, str]) -> float:
 
 @dataclass(slots=True)
 class Absences:
-    """The silent and lost processes of which events have told, and those that were given up.
+    """Keep which silent and lost processes were reported by events, and which were given up.
 
     Args:
         patience_s: silence after which a worker is given up.
@@ -56,7 +56,7 @@ class Absences:
     def look(
         self, missing: Mapping[Worker, tuple[float, int, bool]], pids: Mapping[Worker, int], tell_s: float, now_s: float
     ) -> list[dict[str, Any]]:
-        """Return the events to tell of workers for whom rounds wait.
+        """Return the events about workers that rounds wait for: "waiting", "back" and "given_up".
 
         Args:
             missing: workers that are waited for: seconds of silence, the step that waits, whether they are connected.
@@ -77,6 +77,7 @@ class Absences:
         for worker, (silent_s, step, is_connected) in missing.items():
             wait = {"worker": worker[0], "step": step, "silent_s": round(silent_s, 1), "is_connected": is_connected}
             if silent_s > tell_s and worker not in self.told:
+                # Since when it is silent, not since now: `waited_s` of the event "back" counts from there.
                 self.told[worker] = now_s - silent_s
                 events.append({"event": "waiting", **wait})
             if silent_s > self.patience_s and worker not in self.given_up:
@@ -95,6 +96,7 @@ class Absences:
             raise PeerLostError(f"worker {name} at step {step}", f"{found} for {self.patience_s:g} s", _RESUME)
         if not wait["is_connected"] or pid is None:
             return []  # whoever starts another knows that its process has ended
+        # Another process that stops at the same step shows that the step is at fault, not the process.
         if self.given_up_at.get(name) == step:
             raise PeerLostError(
                 f"worker {name} at step {step}",
@@ -108,7 +110,7 @@ class Absences:
     def look_at_others(
         self, silent: Mapping[Any, tuple[str, float]], pids: Mapping[Any, int], has_begun: bool
     ) -> list[dict[str, Any]]:
-        """Return the same events of whoever else is connected: a server, or before the start anybody.
+        """Return "given_up" events about other silent processes: servers, and before the start workers too.
 
         Args:
             silent: by who it is, its name for people and seconds of silence.
@@ -133,7 +135,7 @@ class Absences:
         return events
 
     def note_waiting(self, worker: Worker, clock: int, is_waiting: bool, now_s: float) -> None:
-        """Note whether a worker says that it waits for the others, at its step `clock`."""
+        """Keep since when a worker has waited for the others at its step `clock`, by what it says itself."""
         if not is_waiting:
             self.waits.pop(worker, None)
         elif self.waits.get(worker, (-1, 0.0))[0] != clock:
@@ -145,7 +147,7 @@ class Absences:
         Args:
             left: workers that left before the last step, and the steps that they took.
             others: the other active workers.
-            tell_s: a wait that is none of the moment between two workers' ends.
+            tell_s: seconds after which a wait counts; workers do not end at the same moment.
             now_s: the time.
         """
         if not left or not others:

@@ -1,4 +1,4 @@
-"""The coordinator's log, which it reads when it is started again. One JSON object a line.
+"""Append the coordinator's decisions to a log, one JSON object a line, and read it back after a restart.
 
 Every decision is on the disk before it is sent to anybody.
 """
@@ -53,10 +53,12 @@ class Log:
         log = cls(path)
         try:
             content = path.read_bytes() if path.exists() else b""
+            # A crash cuts the last line off. Nobody has heard of that decision, as it is sent only after the sync.
             complete_lines = content[: content.rfind(b"\n") + 1]
             for line in complete_lines.splitlines():
                 log._take(parse_json(line, "a line of it", _LINE))
             log.file = path.open("r+b" if path.exists() else "w+b")
+            # Else the next line would be joined to the part that is left.
             log.file.truncate(len(complete_lines))
             log.file.seek(len(complete_lines))
         except (OSError, ValueError) as error:
@@ -72,12 +74,12 @@ class Log:
         self._write({"job": [settings, layout]})
 
     def name_node(self) -> int:
-        """Return the number of a new server. It is on the disk before: no number is given twice."""
+        """Return the number of a new server, after it is on the disk: no number is given twice."""
         self._write({"node": self.nodes})
         return self.nodes - 1
 
     def name_worker(self, name: int) -> Worker:
-        """Return a worker's number and new incarnation. It is on the disk before: none is given twice."""
+        """Return a worker's number and new incarnation, after they are on the disk: none is given twice."""
         self._write({"worker": [name, self.incarnations.get(name, 0)]})
         return name, self.incarnations[name] - 1
 
@@ -93,6 +95,7 @@ class Log:
         self.file.write(json.dumps(entry).encode() + b"\n")
         self.file.flush()
         os.fsync(self.file.fileno())
+        # After the sync: in memory there is nothing that a restart would not read.
         self._take(entry)
 
     def _take(self, entry: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The coordinator's process: it gathers a job's servers and workers, starts the job and replaces who is lost.
+"""Run the coordinator: gather a job's servers and workers, start the job, and replace processes that are lost.
 
 Gradients and parameters don't pass through it. When it dies, workers and servers go on as they are; started again on
 the same log it goes on where it was.
@@ -31,6 +31,7 @@ from paceline.server.transport.peers import HEARTBEAT_S, Peers, every, facts_of,
 
 LEAST_DEADLINE_S = 5.0  # silence that may be a machine under load
 ASK_S = 2.0  # of silence before somebody is asked for a sign of life
+# A tick comes every HEARTBEAT_S / 2, 0.25 s: eight of them in a row are missing then.
 STOOD_STILL_S = 2.0  # between two ticks of HEARTBEAT_S / 2: this process was stopped, or its host slept
 PAUSES = 8  # silence is death after so many times the longest pause between signs of life
 RECENT_S = 60.0  # pauses of those who were heard within it count
@@ -95,6 +96,7 @@ class Coordination(Peers):
         self.ending = asyncio.get_running_loop().create_future()
         self.where = await self.listen(self.listen_at)
         ready(self.where)
+        # Started again: what the workers added to the plan's settings is in the log.
         if self.log.job is not None:
             self.job = JobSettings.of_json(self.log.job[0])
         if self.log.configurations:
@@ -130,6 +132,7 @@ class Coordination(Peers):
         # Peers knows the connection by its peer only after this: what is sent to all waits for the loop's next turn.
         loop = asyncio.get_running_loop()
         if hello.role == "server":
+            # One that connects again keeps its number; numbers that the log has not given out are not taken.
             node = hello.name if 0 <= hello.name < self.log.nodes else self.log.name_node()
             self.addresses[node] = Address.parse(hello.address)
             connection.send(0, setup.Welcome(node, 0))
@@ -151,6 +154,7 @@ class Coordination(Peers):
         self.layouts[hello.name] = layout
         if self.log.job is None:
             self.job = dataclasses.replace(self.job, **settings)
+        # The same process again, after its connection broke.
         if 0 <= hello.incarnation < self.log.incarnations.get(hello.name, 0):
             return hello.name, hello.incarnation
         return self.log.name_worker(hello.name)
@@ -170,6 +174,7 @@ class Coordination(Peers):
             self._start_if_all_are_here()
             return
         for other in self.coordinator.workers:
+            # A new incarnation shows that the old one's process has ended, whatever its connection looks like.
             if other[0] == worker[0] and other != worker:  # whose place it takes
                 self.coordinator.forget(other, time.monotonic())
         self._send_start(worker)
@@ -186,17 +191,20 @@ class Coordination(Peers):
             return
         nodes = hosts_in_turn(servers[: self.job.servers], self.addresses)
         layout = self.layouts[min(self.layouts)]
+        # In the log before any process hears of it. A job that began again keeps its first settings.
         if self.log.job is None:
             self.log.begin(self.job.to_json(), layout.to_json())
         ranges = len(layout.ranges(self.job.servers))
         self.chains = _first_chains(nodes, ranges, self.job.replicas)
         if ranges < len(nodes) and not self.installed:
             self.tell({"event": "notice", "text": _few_ranges(ranges, len(nodes), self.job.replicas)})
+        # Servers may have changed since an earlier attempt: all content is handed out again.
         self.installed = set()
         for peer in [*servers, *workers]:
             self._send_start(peer)
         first_worker = self.workers[min(self.workers)]
         for number, chain in enumerate(self.chains):
+            # From one worker alone: all others, and it too, begin with what they then pull.
             self.send([(first_worker, number, setup.Install(tuple(chain)))])
 
     def _send_start(self, peer: Any) -> None:
@@ -264,6 +272,7 @@ class Coordination(Peers):
 
     def _tick(self) -> None:
         now = time.monotonic()
+        # First: whatever looks at silence afterwards must not count the time in which nobody could be heard.
         stood_still_s = self._note_standstill(now)
         self._look_for_silent(now)
         if self.coordinator is None:
@@ -276,18 +285,20 @@ class Coordination(Peers):
         if is_over:  # before the last worker hears that it may go: then this process may be ended
             self.tell({"event": "servers_ended", **self._counted()})
         self.send(sent)
+        # After the decisions are sent: these two may end the job with an error.
         self._check_ranges(now)
         self._look_for_missing(now)
         if is_over and self.ending is not None:
             self.ending.set_result(None)
 
     def _note_standstill(self, now: float) -> float:
-        """Return for how long this process stood still, 0 if it did not; nobody was silent in that time."""
+        """Return the seconds for which this process was stopped, else 0, and count them as nobody's silence."""
         since_tick_s = now - self.last_tick_s if self.last_tick_s else 0.0
         self.last_tick_s = now  # also before the job's start: it may be stopped right after it
         if since_tick_s <= STOOD_STILL_S:
             return 0.0
         self.last_heard_s = {peer: heard_s + since_tick_s for peer, heard_s in self.last_heard_s.items()}
+        # Said before the standstill; who still waits says so again.
         self.absences.waits.clear()
         return since_tick_s
 
@@ -300,9 +311,10 @@ class Coordination(Peers):
         coordinator.hosts = {node: _host(address) for node, address in self.addresses.items()}
 
     def _is_over(self, coordinator: Coordinator, now: float) -> bool:
-        """Return True if all workers have left, and nobody comes who needs the servers."""
+        """Return True if all workers have left, and no other needs the servers (to join, to read, to save)."""
         if coordinator.workers or self._is_joining(now):
             return False
+        # Workers that were all dropped as silent may come back. The job is over only if one has said so.
         if not any(heartbeat.is_done for _, heartbeat in coordinator.heard.values()):
             return False
         if self.ending is None or self.ending.done():
@@ -319,7 +331,9 @@ class Coordination(Peers):
                 raise _lost_range(number, self.job.replicas, chain.has_ended, self.silence_s)
 
     def _look_for_silent(self, now: float) -> None:
-        """Ask who has said nothing for a while, and give up who does not answer: a server, or before the start anybody.
+        """Ask silent processes for their status, and give up those that do not answer for long.
+
+        Servers are asked always, workers where `_may_give_up_workers` holds.
 
         Raises:
             PeerLostError: nobody can take its place.
@@ -332,6 +346,7 @@ class Coordination(Peers):
             is_new = peer not in self.last_asked_s  # its answer has the number of its process
             if is_new or (silent_s > ASK_S and now - self.last_asked_s[peer] > ASK_S):
                 self.last_asked_s[peer] = now
+                # They answer from their event loops, which a stopped process does not run.
                 self.send([(peer, 0, setup.AskStatus())])
             name = f"worker {peer[0]}" if isinstance(peer, tuple) else f"the server at {self.addresses.get(peer)}"
             silent[peer] = name, silent_s
@@ -343,7 +358,7 @@ class Coordination(Peers):
             self.tell({**event, "rank": rank} if isinstance(rank, int) else event)
 
     def _may_give_up_workers(self) -> bool:
-        """Under sync `_look_for_missing` does, once the job runs; in the other modes rounds can do without one."""
+        """Return True if silent workers may be given up here. Under sync `_look_for_missing` does, after the start."""
         return self.coordinator is None or (self.absences.is_replaced and not self.coordinator.settings.needs_all)
 
     def _pids(self) -> dict[Any, int]:
@@ -351,6 +366,7 @@ class Coordination(Peers):
         pids: dict[Any, int] = {}
         for peer, connection in self.connections.items():
             reported = self.reports.get(peer, {}).get("pid")
+            # Over TLS only the process itself can say its id; on a unix socket the kernel says it.
             pid = reported if isinstance(reported, int) else connection.process
             if pid is not None:
                 pids[peer] = pid
@@ -390,7 +406,7 @@ class Coordination(Peers):
         return max(clocks, default=0) + 1
 
     def _counted(self) -> dict[str, Any]:
-        """Return how many gradients have counted, and of how many: the others were left out."""
+        """Return, for the event at the end, the gradients that counted and all that workers should have pushed."""
         assert self.coordinator is not None
         counts = [report.get("counted") for report in self.reports.values()]
         counted = max((count for count in counts if isinstance(count, int)), default=None)
@@ -406,7 +422,7 @@ class Coordination(Peers):
         return {"mode": self.job.mode, "counted": counted, "gradients": gradients}
 
     def _is_joining(self, now_s: float) -> bool:
-        """Return True if a worker that is not done is about to come in, at least to read what the others have made."""
+        """Return True if a connected worker that is not done is not in yet: it must at least read the parameters."""
         assert self.coordinator is not None
         for worker in self._connected_workers():
             if worker not in self.coordinator.heard:
@@ -433,9 +449,10 @@ class Coordination(Peers):
         return heartbeat.is_done
 
     def _settings(self) -> Settings:
-        """Return the deadlines: some times the longest pause of late, as a machine under load is not dead."""
+        """Return the deadlines, as multiples of the longest recent pause: a machine under load is not dead."""
         now = time.monotonic()
         recent_pauses = [longest for since_s, longest in self.pauses.values() if now - since_s < RECENT_S]
+        # The longest pause of anybody: load on a host delays all of its processes.
         deadline_s = max(LEAST_DEADLINE_S, PAUSES * max(recent_pauses, default=0.0))
         return Settings(
             self.job.replicas,
@@ -455,10 +472,12 @@ class Coordination(Peers):
         pause_s = now - since_s
         if pause_s > 0.01:  # one heartbeat is several messages, one of each range
             longest_s = max(pause_s, 0.9 * longest_s)  # an older pause counts less and less
+            # Capped, as a process may have been stopped for minutes: deadlines are at most 5 s * PAUSES, 40 s.
             self.pauses[peer] = (now, min(longest_s, 5.0))
 
     def _decided(self, configurations: Any) -> None:
         """Write a decision of the state machine to the log, and tell of it."""
+        # Before anything is told: an event of a decision that a crash took back would be wrong.
         self.log.decide(configurations)
         self._tell_left_out(configurations[0].workers)
         versions = [configuration.config_version for configuration in configurations]
@@ -470,7 +489,7 @@ class Coordination(Peers):
         self.tell({"event": "epoch", "epochs": versions, "chains": chains, "workers": workers})
 
     def _tell_left_out(self, workers: Mapping[Worker, int]) -> None:
-        """Tell where the others go on without a worker that is lost, which sync never does, or with it again."""
+        """Report workers that rounds go on without (never under sync), and those that take part again."""
         names = {worker[0] for worker in workers}
         for worker in self.active - workers.keys():
             has_left = False
@@ -540,7 +559,7 @@ class Coordination(Peers):
 
 
 def hosts_in_turn(nodes: Sequence[Node], addresses: Mapping[Any, Address]) -> list[Node]:
-    """Order servers so that neighbours, which have a range together, are on different hosts where that can be.
+    """Order servers so that neighbours, which keep the same range, are on different hosts where possible.
 
     Args:
         nodes: the servers' names, which they got in the order in which they came.
@@ -549,6 +568,7 @@ def hosts_in_turn(nodes: Sequence[Node], addresses: Mapping[Any, Address]) -> li
     by_host: dict[str, list[Node]] = {}
     for node in nodes:
         by_host.setdefault(_host(addresses[node]), []).append(node)
+    # The first server of each host, then the second of each: neighbours differ while several hosts are left.
     turns = itertools.zip_longest(*(by_host[host] for host in sorted(by_host)))
     ordered: list[Node] = []
     for turn in turns:
@@ -557,7 +577,7 @@ def hosts_in_turn(nodes: Sequence[Node], addresses: Mapping[Any, Address]) -> li
 
 
 def _first_chains(nodes: Sequence[Node], ranges: int, replicas: int) -> list[list[Node]]:
-    """Return the chain of every range: the server at its place, and those that follow, round and round."""
+    """Return the chain of every range: of range i the servers i, i + 1, ..., modulo their number."""
     chains: list[list[Node]] = []
     for first in range(ranges):
         chains.append([nodes[(first + offset) % len(nodes)] for offset in range(replicas)])
@@ -570,7 +590,7 @@ def _host(address: Address) -> str:
 
 
 def _few_ranges(ranges: int, servers: int, replicas: int) -> str:
-    """Return the notice that says what the servers of a small model do."""
+    """Return the notice for a model with fewer ranges than servers: what each server is used for."""
     idle = servers - min(servers, ranges + replicas - 1)
     copies = servers - ranges - idle
     roles = [f"{ranges} take{'s' * (ranges == 1)} gradients"]

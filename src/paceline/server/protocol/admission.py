@@ -1,4 +1,4 @@
-"""The modes: when gradients become an update, and when a worker may begin its next step.
+"""Decide, by the job's mode, when gradients become an update and when a worker may begin its next step.
 
 A worker's clock is the number of the step it computes. `sync` waits for everybody (BSP); `quorum` for the first q, and
 drops what comes later (Chen et al. 2016); `deadline` for those who come in time after the first; `stale` lets the
@@ -63,6 +63,7 @@ class Mode:
         """Return True if a round may be closed with the gradients of the workers `here`."""
         if not here:
             return False
+        # Fewer active workers than the quorum: all of them are enough, else no round would close again.
         if self.kind == "quorum" and len(here) >= min(self.quorum, len(active)):
             return True
         return all(worker in here for worker in active)
@@ -79,4 +80,5 @@ class Mode:
             return True
         if self.is_by_rounds:
             return min(rounds, default=clock) >= clock
+        # The slowest has applied its step `clock - staleness - 1`: this one is at most `staleness` steps ahead of it.
         return min(applied.values(), default=clock) >= clock - self.staleness - 1

@@ -1,4 +1,4 @@
-"""A worker's side of the protocol: pull parameters, compute, push gradients, again; what may be lost is sent again.
+"""Implement a worker's side of the protocol: pull, compute, push; messages that may be lost are sent again.
 
 `Client` speaks for one key range; `Session` for all of them: a step begins when every range has answered.
 """
@@ -98,9 +98,11 @@ class Client:
         if self.worker in new.workers and not self.was_in:  # one that joins begins where the others are
             self.was_in = True
             self.clock = min(max(self.clock, new.workers[self.worker]), self.steps)
+        # To the new head or tail, in the new version: what was sent in the old one is refused.
         return self.ask()
 
     def _on_pulled(self, message: Pulled) -> None:
+        # Doubled or late answers to this pull have the old number, and are dropped: see `expects`.
         self.request += 1
         self.clock = message.clock
         self.updates_read = message.number
@@ -109,10 +111,12 @@ class Client:
     def _on_pushed(self, message: Pushed) -> Out:
         if self.is_reading or message.clock != self.clock or not self.gradients:
             return []
+        # The acknowledged push is in every replica of that version. The tail of an older one may lack it.
         self.least_config_version = max(self.least_config_version, message.config_version)
         self.acknowledged.add(message.segment)
         if len(self.acknowledged) < self.segments:
             return []
+        # Nothing of this step is sent again: the worker may write the next gradients over these.
         self.gradients = ()
         return self.read_again(self.clock + 1)
 
@@ -196,6 +200,8 @@ class Session:
         self.answers[number] = pulled
         if len(self.answers) < len(self.clients):
             return sent, None
+        # Rounds that went on without this worker, or a worker and a server lost in one step, leave ranges at different
+        # clocks.
         clocks = {answer.clock for answer in self.answers.values()}
         if len(clocks) == 1:
             return sent, self._begin_step(min(clocks))
@@ -235,6 +241,7 @@ class Session:
         behind = [number for number, answer in self.answers.items() if answer.clock < clock]
         sent: Sent = []
         for number in behind:
+            # Its answer is of an older step; the new one comes when the range has caught up.
             del self.answers[number]
             sent += with_range(number, self.clients[number].read_again(clock))
         return sent

@@ -1,4 +1,4 @@
-"""Membership: which replicas are in the chain of each range, and which workers take part.
+"""Decide membership: which replicas are in the chain of each range, and which workers take part.
 
 The coordinator decides by heartbeats and time, writes each decision to its log before it sends it to anybody, and can
 go on from that log. Gradients and parameters never pass through it.
@@ -71,6 +71,7 @@ class Chain:
         if is_in and self._is_joining(node):
             # Since it is the tail nothing was acknowledged without it, and before it took over everything.
             return self.decide(joining=None, holders=current.chain)
+        # One replica with everything is in this version: from here on replicas may make promises in it.
         if is_in and current.confirmed < current.config_version:
             return self._confirm()
         return self.answer(node, message.config_version)
@@ -93,6 +94,7 @@ class Chain:
         """
         if self.began_s is None:
             self.began_s = now_s
+        # One decision at a time. Dropping first makes room in the chain for another.
         return self._drop_nodes(now_s) or self._bring_back(now_s) or self._add_node(now_s, load, host)
 
     @property
@@ -126,6 +128,7 @@ class Chain:
         return self.heard[node][0] if node in self.heard else self.began_s
 
     def _is_given_up(self, node: Node, now_s: float) -> bool:
+        # Its process has ended, unless it connects again soon. A stopped one still has the parameters: it gets longer.
         if node in self.gone:
             return now_s - self.gone[node] > self.settings.node_return_s
         since_s = self._silent_since_s(node)
@@ -165,17 +168,20 @@ class Chain:
             if not self._is_silent(node, now_s):
                 continue
             others = tuple(other for other in self.configuration.chain if other != node)
+            # The last one that has everything stays, even if it is silent: without it the parameters are gone.
             if any(self._has_state(other, now_s) for other in others):
+                # If it was the joining one, nobody joins now.
                 joining = None if self._is_joining(node) else self.configuration.joining
                 return self.decide(chain=others, joining=joining)
         return []
 
     def _bring_back(self, now_s: float) -> Out:
-        """Begin a chain with one that was taken for dead, when those who were to go on without it never did."""
+        """Begin a chain anew with a replica that was taken for dead, if those left in the chain never confirmed it."""
         chain = self.configuration.chain
         if self._is_confirmed or any(self._has_state(node, now_s) for node in chain):
             return []
         for node, (_, heartbeat) in sorted(self.heard.items()):
+            # Only holders: what was promised in the last confirmed version is in all of them.
             is_holder = node in self.configuration.holders and heartbeat.state_config_version >= 0
             if is_holder and node not in chain and not self._is_silent(node, now_s):
                 return self.decide(chain=(node,), joining=None)
@@ -239,6 +245,7 @@ class Coordinator:
         settings: Settings,
     ) -> Coordinator:
         """Go on from the log of one that ended. Nobody is suspected before a deadline has passed since now."""
+        # From all lines of the log: a worker that was dropped long ago must not come back under the same incarnation.
         ever_active: set[Worker] = set()
         for decision in log:
             for configuration in decision:
@@ -258,6 +265,7 @@ class Coordinator:
             self.heard[message.worker] = (now_s, message)
             self.gone.pop(message.worker, None)
             return with_range(number, chain.answer(message.worker, message.config_version))
+        # On the disk before it is sent: a coordinator that starts again must know all that others may have heard.
         before = chain.configuration
         out = chain.on(message, now_s)
         if chain.configuration is not before:
@@ -280,6 +288,7 @@ class Coordinator:
         sent: Sent = []
         for number, chain in enumerate(self.chains):
             sent += with_range(number, chain.everybody())
+        # Workers that are out, or not in yet: they learn it from the configuration.
         others = [worker for worker in self.heard if worker not in self.workers]
         for number, chain in enumerate(self.chains):
             sent += [(worker, number, chain.configuration) for worker in others]
@@ -300,6 +309,7 @@ class Coordinator:
 
     def slept(self, seconds: float) -> None:
         """Note that the coordinator itself stood still: nobody was silent in that time, whether heard before or not."""
+        # All times move by as much, so that each silence is as long as it was before.
         if self.began_s is not None:
             self.began_s += seconds
         self.heard = {worker: (since_s + seconds, heartbeat) for worker, (since_s, heartbeat) in self.heard.items()}
@@ -322,6 +332,7 @@ class Coordinator:
     def _decide(self, workers: Mapping[Worker, int]) -> Sent:
         """Give every range the same workers, in one entry of the log."""
         self.ever_active |= workers.keys()
+        # One line of the log for all ranges: a crash can't leave them with different workers.
         for chain in self.chains:
             chain.decide(workers=workers)
         self._write_decision()
@@ -383,6 +394,7 @@ class Coordinator:
             return now_s - self.gone[worker] > return_s
         if worker in self.heard:
             return now_s - self.heard[worker][0] > deadline_s
+        # Never heard by this coordinator, which may have just been started again: it has time to connect.
         return self.began_s is not None and now_s - self.began_s > max(deadline_s, return_s)
 
     def _add_worker(self, now_s: float) -> Sent:
@@ -392,15 +404,19 @@ class Coordinator:
         clock of the furthest: it has no part in rounds under way.
         """
         for worker, (since_s, heartbeat) in sorted(self.heard.items()):
+            # `heard` keeps those that left or were dropped. A dropped one comes back as another incarnation, by which
+            # its pushes are identified.
             if worker in self.ever_active or heartbeat.is_done or now_s - since_s > self.settings.worker_deadline_s:
                 continue
             replaced = self._active_incarnation(worker[0])
+            # A late heartbeat of an incarnation that has been replaced.
             if replaced is not None and replaced > worker:
                 continue
             if replaced is not None and self.settings.waits_for_replacement:
                 first = self.workers[replaced]
             else:
                 first = max(self._furthest_clock(), heartbeat.clock) + 1
+            # One swap in one version: no round sees both incarnations, or neither.
             return self._decide({**self._without(replaced), worker: first})
         return []
 

@@ -61,11 +61,13 @@ class Member:
         """
         sent: Sent = []
         waiting = with_range(number, out)
+        # A queue, not recursion: heads of several ranges in one process may answer each other back and forth.
         while waiting:
             addressee, about, message = waiting.pop(0)
             if isinstance(addressee, tuple) and addressee[0] == HEAD:
                 about = addressee[1]
                 chain = self.replicas[about].configuration.chain
+                # It has not heard of that range's chain yet. `announce` says it again when it has.
                 if not chain:
                     continue
                 addressee = chain[0]

@@ -69,6 +69,7 @@ class Pull:
 
     config_version: int
     worker: Worker
+    # Numbers this worker's pulls of the range: an answer to an earlier one, late or doubled, is known by it.
     request: int
     clock: int
 
@@ -152,7 +153,7 @@ class Partial:
     key_range: int
     round: int
     value: float
-    is_question: bool  # whether the sender lacks the addressee's value
+    is_question: bool  # the sender lacks the addressee's value
 
 
 @dataclass(frozen=True, slots=True)

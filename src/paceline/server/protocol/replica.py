@@ -2,10 +2,11 @@
 
 The head gathers gradients and makes updates of them; only the update travels down the chain (chain replication, van
 Renesse and Schneider 2004, after aggregation as Li et al. 2014 have it). The tail answers reads, so nobody ever sees
-what a failure could take back. A push is acknowledged once the tail has it.
+an update that a failure could take back. A push is acknowledged once the tail has it.
 
-Where a round is gated, nobody applies it before the heads of all ranges have all of its gradients: what depends on the
-whole gradient (clipping by its norm) is known then, and a worker that dies while it pushes leaves no range behind.
+A gated round is applied only when the heads of all ranges have all of its gradients. Then the norm of the whole
+gradient is known, which clipping needs; and a worker that dies while it pushes can't leave one range a step behind
+another.
 
 Promises: a push counts at most once; an acknowledged one is never lost while one synced replica of the chain lives; all
 replicas apply the same updates in the same order; a reader at clock c sees what its mode promises.
@@ -89,14 +90,18 @@ class Replica:
         """Handle one message and return the messages that follow from it."""
         if isinstance(message, Configuration):
             return self._on_configuration(message)
+        # A Partial has no version: versions of different ranges can't be compared.
         if isinstance(message, Partial):
             return self._on_partial(message)
+        # Fencing: a replica that was stopped and goes on refuses, and is refused by, those who went on without it. Only
+        # workers are told, as they wait for an answer; replicas and heads repeat by themselves.
         if message.config_version != self.configuration.config_version:
             if isinstance(message, Push | Pull):
                 return [(message.worker, Stale(self.configuration.config_version))]
             return []
         if self.node not in self.configuration.chain:
             return []
+        # Before the check of `is_synced`: the state is what makes a joining replica synced.
         if isinstance(message, State):
             return self._on_state(message)
         if not self.is_synced:
@@ -116,6 +121,7 @@ class Replica:
 
     def heartbeat(self) -> Out:
         """Return the message that says that this replica is alive."""
+        # -1 while it is joining: the coordinator must not count it among those that have everything.
         state_config_version = self.state_config_version if self.is_synced else -1
         return [(COORDINATOR, Heartbeat(self.node, self.configuration.config_version, state_config_version))]
 
@@ -129,7 +135,7 @@ class Replica:
         return out
 
     def announce(self) -> Out:
-        """Return again what the other ranges must know of the round that waits at the gate."""
+        """Return again this range's value of the round at the gate, for the heads of the other ranges."""
         if self.is_synced and self.is_head and self.staged:
             return self._announce_round()
         return []
@@ -172,6 +178,7 @@ class Replica:
         self.round_opened_s = {}
         self.note = None
         self.waiting_pulls = []
+        # `joined_at_version` stays: the same configuration, sent again, must not clear the state that came after it.
         self.is_synced = False
 
     def _drop_open_rounds(self) -> None:
@@ -197,6 +204,7 @@ class Replica:
         if is_same_version:  # only its confirmation is new
             return self._commit() if self.is_synced and self.is_tail else []
         if new.joining is not None:
+            # Later versions name the same joining until it has the state: only a new joining clears.
             joining_node, joined_at_version = new.joining
             if joining_node == self.node and joined_at_version != self.joined_at_version:
                 self._clear()  # it was out of the chain without knowing
@@ -208,6 +216,7 @@ class Replica:
     def _enter_configuration(self) -> Out:
         """Do what a new configuration asks of a replica that has everything."""
         self.state_config_version = self.configuration.config_version
+        # Workers ask again in the new version: see `Client._on_configuration`.
         self.waiting_pulls = []
         out: Out = []
         if self.is_head:
@@ -217,6 +226,7 @@ class Replica:
             self._drop_open_rounds()
         if self.is_tail:
             return out + self._commit()
+        # Another new successor gets what it lacks from `repeat`: updates since the last that all had are kept.
         if self._is_joining(self.successor):
             # The state has the updates that were made just now; sent again after it they change nothing.
             out.append((self.successor, self._state()))
@@ -240,6 +250,7 @@ class Replica:
         self.store.restore(state.content)
         self.applied = {segment: dict(clocks) for segment, clocks in state.applied.items()}
         self.rounds = dict(state.rounds)
+        # It joins at the tail, so the replicas before it have all that is in the state.
         self.settled = dict(state.rounds)
         self.update_count = state.number
         self.committed = state.number
@@ -256,10 +267,12 @@ class Replica:
         if not self.is_head or worker not in self.configuration.workers or segment not in self.applied:
             return []
         acknowledgement: Out = []
+        # An acknowledgement is a promise: none is made before a replica with everything is known to be in this version.
         if self._is_confirmed():
             acknowledgement = [(worker, Pushed(self.configuration.config_version, push.clock, segment))]
         if push.clock <= self._last_clock(segment, worker):
             self.duplicates += 1
+            # Numbers are dropped when updates are settled: None means that every replica has it.
             number = self.update_of_push.get((worker, push.clock, segment))
             is_committed = number is None or number < self.committed
             return acknowledgement if is_committed else []
@@ -268,8 +281,10 @@ class Replica:
             # head: then the gradient is needed after all.
             if push.clock < self.settled[segment]:
                 return acknowledgement
+            # A push of a later round, or one whose round is at the gate: the worker sends it again.
             if push.clock != self.rounds[segment] or segment in self.staged:
                 return []
+            # A retry has the same bytes, so it may take the first one's place: a worker counts once.
             self.open_rounds[segment][worker[0]] = push
             return self._close_round(segment)
         if push.clock != self._last_clock(segment, worker) + 1:
@@ -278,10 +293,12 @@ class Replica:
 
     def _apply_push(self, push: Push) -> Out:
         """Make an update of one push, where gradients are not summed in rounds."""
+        # Updates are counted by segment, and a whole step makes one for each: divided, they are steps.
         behind = max(0, self.update_count - push.updates_read) // self.segments
         self.staleness[behind] = self.staleness.get(behind, 0) + 1
         share = 1.0
         if self.mode.kind == "async":
+            # Of the learning rate: a gradient of old parameters takes a smaller step.
             share = 1 / (1 + behind)
         payload, note = self.store.combine([push])
         if push.segment == 0:
@@ -308,6 +325,7 @@ class Replica:
         for segment, pushes in self.open_rounds.items():
             if not pushes:
                 continue
+            # Counted from the first call that finds a gradient. The round is part of the key: the next one begins anew.
             since_s = self.round_opened_s.setdefault((segment, self.rounds[segment]), now_s)
             if now_s - since_s >= self.mode.deadline_s:
                 out += self._close_round(segment, is_over=True)
@@ -318,6 +336,7 @@ class Replica:
         if segment in self.staged:
             return []
         pushes_by_name = self.open_rounds[segment]
+        # One that joined later has no part in earlier rounds; waiting for it would never end.
         active = [worker for worker, first in self.configuration.workers.items() if first <= self.rounds[segment]]
         # A worker that took another's place counts by what that one had sent, until it has sent itself.
         counted = {worker: pushes_by_name[worker[0]] for worker in active if worker[0] in pushes_by_name}
@@ -342,6 +361,8 @@ class Replica:
     def _announce_round(self) -> Out:
         """Tell the other ranges, once all gradients of this one are here; apply the round if they are ready, too."""
         current, due = self._round_under_way()
+        # A round has a gradient of every segment: the value is of the whole range, such as its part of the squared
+        # norm.
         if not due or any(segment not in self.staged for segment in due):
             return []
         if current not in self.partials:  # otherwise a head that died applied some of it, with what it had told
@@ -367,6 +388,7 @@ class Replica:
             partials[self.key_range] = self.partials[current]
         if len(partials) < self.gates or any(segment not in self.staged for segment in due):
             return []
+        # In the order of ranges: all heads add the values up to the same bits, and clip alike.
         by_range = [partials[number] for number in range(self.gates)]
         out: Out = []
         for segment in due:
@@ -375,11 +397,13 @@ class Replica:
         return out
 
     def _on_partial(self, message: Partial) -> Out:
+        # Kept also by a replica that is not the head: it may become the head before the round is over.
         self.peer_partials.setdefault(message.round, {})[message.key_range] = message.value
         if not self.is_synced or not self.is_head:
             return []
         out: Out = []
         if message.is_question and message.round in self.partials:
+            # Also for the round before: a new head may have to apply a round that this range has already applied.
             answer = Partial(self.key_range, message.round, self.partials[message.round], is_question=False)
             out.append(((HEAD, message.key_range), answer))
         if self.staged:
@@ -389,6 +413,7 @@ class Replica:
     # --- down the chain
 
     def _apply_and_forward(self, update: Update) -> Out:
+        # Applied before it is forwarded, so a replica always has at least what the next one has.
         number = self._apply(update)
         if self.is_tail:
             return self._commit()
@@ -419,6 +444,7 @@ class Replica:
             self.peer_partials = {past: values for past, values in self.peer_partials.items() if past >= closed - 1}
 
     def _on_forward(self, message: Forward) -> Out:
+        # A gap: applied out of order, the replicas' parameters would differ.
         if message.number > self.update_count:
             return [(self.predecessor, Missing(self.configuration.config_version, self.update_count))]
         if message.number < self.update_count:  # its acknowledgement may have been lost
@@ -449,6 +475,7 @@ class Replica:
                 self.settled[update.segment] += 1
             for worker, clock in update.pushes:
                 self.update_of_push.pop((worker, clock, update.segment), None)
+                # The head alone answers pushes: workers know only the head of a range.
                 if self.is_head:
                     out.append((worker, Pushed(self.configuration.config_version, clock, update.segment)))
         self.committed = committed
@@ -478,6 +505,7 @@ class Replica:
             return []
         if self._is_confirmed() and self._may_read(pull):
             return [(pull.worker, self._parameters_for(pull))]
+        # A worker repeats its pull while it waits.
         if pull not in self.waiting_pulls:
             self.waiting_pulls.append(pull)
         return []

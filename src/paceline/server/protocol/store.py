@@ -1,4 +1,4 @@
-"""The interface between a replica and the parameters that it keeps. `tensors.py` keeps them in torch."""
+"""Define the interface between a replica and its parameters; `tensors.py` implements it with torch."""
 
 from __future__ import annotations
 

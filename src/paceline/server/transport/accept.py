@@ -1,4 +1,4 @@
-"""Accepting connections: a bounded number may wait to identify themselves, each for a short time.
+"""Accept connections: a bounded number may wait to identify themselves, each for a short time.
 
 A connection that has shown a certificate and sent a hello no longer counts. Where too many others wait, the oldest one
 of the peer that has most of them is ended: a process of the job identifies itself within milliseconds, so that it is
@@ -24,6 +24,7 @@ from paceline.server.transport.connection import Connection
 SAY_S = 10.0  # for a connection to say who it is, TLS handshake included
 PER_PEER = 64  # that have not: of one host, or of one process on this host
 IN_ALL = 256
+# Waits in the kernel, which caps it at net.core.somaxconn without an error (listen(2)).
 _BACKLOG = 512
 _ABSENT = {errno.EAFNOSUPPORT, errno.EPROTONOSUPPORT, errno.EADDRNOTAVAIL}  # the host has no such address
 _NO_DESCRIPTORS_S = 0.1  # before the next attempt where this process may open no more
@@ -126,6 +127,8 @@ class Acceptor:
             try:
                 end, _ = await loop.sock_accept(listener)
             except OSError:  # no descriptor is left, or the other has gone
+                # Ending one frees a descriptor. The pause keeps this from a busy loop: the connection that could not be
+                # accepted is still waiting in the kernel.
                 self.waiting.end_oldest()
                 await asyncio.sleep(_NO_DESCRIPTORS_S)
                 continue
@@ -141,6 +144,7 @@ class Acceptor:
         self.waiting.add(name, self.peer_of(end), lambda: _end(connection, task))
         seconds = SAY_S if self.context is not None else None
         try:
+            # Each of the three steps has SAY_S: its first bytes, the TLS handshake, its hello.
             async with asyncio.timeout(SAY_S):
                 await _has_something(end)
             await asyncio.get_running_loop().connect_accepted_socket(
@@ -153,6 +157,7 @@ class Acceptor:
             pass  # it is none of the job's, says nothing, or has gone
         finally:
             self.waiting.remove(name)
+            # Once there is a transport, it owns the socket.
             if connection.transport is None:
                 end.close()
 
@@ -209,8 +214,11 @@ async def bound(host: str, port: int) -> list[socket.socket]:
 def _bound_at(family: int, kind: int, address: Any) -> socket.socket:
     listener = socket.socket(family, kind)
     try:
+        # A coordinator that is started again needs its port while old connections are in TIME_WAIT.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
+            # On Linux an IPv6 socket takes IPv4 connections too by default: the IPv4 address of the same port could not
+            # be bound.
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         listener.bind(address)
     except BaseException:
@@ -226,9 +234,12 @@ def bound_unix(path: str) -> socket.socket:
         OSError: it can't be had.
     """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    # Connecting takes write permission on the socket's file (unix(7)). By umask, as a chmod after bind would leave a
+    # moment.
     before = os.umask(0o177)
     try:
         with contextlib.suppress(FileNotFoundError):
+            # bind fails where the file exists, and a killed process leaves it. Any other file is somebody's.
             if stat.S_ISSOCK(os.stat(path).st_mode):
                 os.remove(path)
         listener.bind(path)

@@ -37,6 +37,7 @@ class Address:
         """
         if text.startswith(UNIX) and len(text) > len(UNIX):
             path = text.removeprefix(UNIX)
+            # sun_path of unix(7) has 108 bytes with the zero at its end.
             if len(path.encode(errors="surrogatepass")) > 107 or "\0" in path:
                 raise UsageError(
                     f"can't open a socket at {shown(path)}",
@@ -74,8 +75,10 @@ class Credentials:
             UsageError: a file is missing, or is no certificate or key.
         """
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
+        # All ends are of this package, so nobody needs an older version.
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.check_hostname = False  # a job's hosts have no names of their own: its authority vouches for them
+        # Of the server's context, too: by default only the client checks the other end.
         context.verify_mode = ssl.CERT_REQUIRED
         try:
             context.load_verify_locations(self.folder / AUTHORITY)
@@ -130,6 +133,7 @@ async def connect(address: Address, make: Callable[[], Connection], credentials:
     """
     loop = asyncio.get_running_loop()
     try:
+        # Name look-up and TLS handshake included: a host that drops packets would hold it for minutes.
         async with asyncio.timeout(CONNECT_S):
             if address.is_unix:
                 _, protocol = await loop.create_unix_connection(make, address.host)

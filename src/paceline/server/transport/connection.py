@@ -1,6 +1,6 @@
-"""One connection: it sends and receives frames, each payload straight into the memory where it belongs.
+"""Send and receive frames over one connection, each payload directly into the memory where it belongs.
 
-What is to be sent waits in a queue of views until the kernel takes it: nothing is copied to wait.
+Frames to send wait in a queue of views until the kernel takes them, without a copy.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from paceline.server.transport.frames import (
     write_frame,
 )
 
+# asyncio's transport may copy what the kernel does not take at once. It is handed chunks, and none above the high-water
+# mark, which bounds that copy; all else waits in our queue as views.
 CHUNK_BYTES = 2**20
 HIGH_WATER_BYTES = 2**21  # in the transport's own buffer
 MAX_QUEUE_BYTES = 2**36  # a peer that takes nothing for so long is gone
@@ -89,6 +91,7 @@ class Connection(asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell the endpoint that the transport is gone: called by asyncio."""
         self.is_closed = True
+        # Views in the queue keep tensors alive.
         self.queue.clear()
         self.endpoint.on_lost(self, self.why or str(exc or "the other end closed it"))
 
@@ -100,6 +103,7 @@ class Connection(asyncio.BufferedProtocol):
         """Handle the bytes that have come: called by asyncio."""
         self.filled += nbytes
         self.bytes_received += nbytes
+        # A loop: a target of no bytes is full at once, and asyncio raises if it is handed an empty buffer.
         while not self.is_closed and self.filled == len(self.target):
             try:
                 self._take()
@@ -115,6 +119,8 @@ class Connection(asyncio.BufferedProtocol):
         if payload is not None:
             views = [view for view in self.endpoint.views(payload) if view.nbytes]
         size = sum(view.nbytes for view in views)
+        # Views, not copies: until they are sent the payload must not change. A worker waits for its acknowledgement
+        # first.
         self.queue.append(memoryview(write_frame(number, message, size)))
         self.queue.extend(views)
         self.queued_bytes += size
@@ -127,6 +133,7 @@ class Connection(asyncio.BufferedProtocol):
         if not self.is_closed:
             self.why = self.why or why
             self.is_closed = True
+            # Not close(), which would wait until a peer that takes nothing has taken what is buffered.
             self.transport.abort()
 
     def pause_writing(self) -> None:
@@ -146,6 +153,7 @@ class Connection(asyncio.BufferedProtocol):
     def _flush(self) -> None:
         while self.queue and not self.is_paused and not self.is_closed:
             view = self.queue.popleft()
+            # transport.write may call pause_writing, so `is_paused` is looked at before each chunk.
             if view.nbytes > CHUNK_BYTES:
                 if view.format != "B":  # slices count elements, not bytes
                     view = view.cast("B")
@@ -169,6 +177,7 @@ class Connection(asyncio.BufferedProtocol):
         """Handle what has filled the target: a prefix, then a header, then a payload where there is one."""
         if self.prefix is None:
             self.prefix = read_prefix(self.target)
+            # With the prefix alone: nothing is allocated for what this peer may not send.
             self.endpoint.check_may_send(self, FORMS[self.prefix.kind].kind, self.prefix.payload_bytes)
             self._expect(memoryview(bytearray(self.prefix.header_bytes)))
         elif self.message is None:
@@ -179,6 +188,7 @@ class Connection(asyncio.BufferedProtocol):
             nbytes = self.prefix.payload_bytes
             self.payload, target = self.endpoint.destination(self, self.prefix.key_range, self.message, nbytes)
             self._expect(target)
+            # A target of another length would put the bytes of the next frame into this payload.
             if len(self.target) != nbytes:
                 raise FrameError(f"a {type(self.message).__name__} with {nbytes} bytes, not {len(self.target)}")
         else:
@@ -186,5 +196,6 @@ class Connection(asyncio.BufferedProtocol):
 
     def _deliver(self, message: Any) -> None:
         number = self.prefix.key_range if self.prefix is not None else 0
+        # Before the message is handled: handling it may close the connection or raise.
         self._expect_prefix()
         self.endpoint.on_message(self, number, message)

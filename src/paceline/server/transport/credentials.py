@@ -1,4 +1,4 @@
-"""A job's certificates: one for each role, signed by an authority of the job whose key is not kept."""
+"""Make a job's certificates: one for each role, signed by an authority of the job whose key is not kept."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ def make_credentials(folder: Path, days: int = DAYS) -> list[Path]:
     Raises:
         UsageError: the folder exists or can't be written, or the library for it is not installed.
     """
+    # Before the folder is made: without the library nothing is left behind.
     texts = new_credentials(days)
     try:
         folder.mkdir(mode=0o700, parents=True)
@@ -110,6 +111,7 @@ def _certificate(name: str, public: Any, signer: Any, days: int, is_authority: b
     from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
     now = datetime.datetime.now(datetime.UTC)
+    # A server's process accepts connections and opens them, with one certificate.
     usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
     builder = (
         x509.CertificateBuilder()
@@ -119,6 +121,7 @@ def _certificate(name: str, public: Any, signer: Any, days: int, is_authority: b
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - datetime.timedelta(days=1))  # hosts' clocks need not agree
         .not_valid_after(now + datetime.timedelta(days=days))
+        # path_length=0: the authority signs roles, no further authorities.
         .add_extension(x509.BasicConstraints(ca=is_authority, path_length=0 if is_authority else None), critical=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), critical=False)
@@ -152,6 +155,7 @@ def _key_pem(key: Any) -> str:
 
 
 def _write(path: Path, content: bytes) -> None:
+    # 0o600 from the first moment, and O_EXCL: neither an older file's permissions nor a link is followed.
     end = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(end, "wb") as file:
         file.write(content)

@@ -18,16 +18,18 @@ from paceline.server.protocol import messages
 
 MAGIC, VERSION = b"PCLN", 1
 PREFIX = struct.Struct("<4sBBHIQ")  # magic, version, kind, range, bytes of header and payload
-HELLO_BYTES = 2**12  # of a header
+# The most bytes of a header, by kind of message, then of a payload. A length is checked against its bound before memory
+# is taken up for it: a stranger's length is no reason to allocate.
+HELLO_BYTES = 2**12  # before the sender is known
 HEADER_BYTES = 2**16
 LONG_HEADER_BYTES = 2**24  # of those that list every segment or worker
-LAYOUT_BYTES = 2**26
-STATUS_BYTES = 2**22
+LAYOUT_BYTES = 2**26  # of a payload: a name, shape and dtype for each parameter
+STATUS_BYTES = 2**22  # of a payload
 MAX_COUNT = 2**53
 
 
 class FrameError(Exception):
-    """What came is no frame of this protocol: the connection is closed."""
+    """A peer sent something that is no frame of this protocol: its connection is closed."""
 
 
 class Prefix(NamedTuple):
@@ -80,6 +82,7 @@ def read_header(prefix: Prefix, content: bytes | bytearray | memoryview) -> Any:
     """
     form = FORMS[prefix.kind]
     try:
+        # A list of values without names: the codecs say what stands at each place.
         fields = msgpack.unpackb(content, use_list=True, strict_map_key=True, raw=False)
     except Exception as error:  # msgpack raises ValueError, and classes of its own
         raise FrameError(f"a {form.kind.__name__} whose header is no msgpack: {error}") from None
@@ -127,6 +130,7 @@ def _refuse(what: str, value: Any) -> FrameError:
 
 
 def _int(value: Any) -> int:
+    # `type`, not isinstance: True is an int to isinstance. -1 stands for none, as in versions, nodes and clocks.
     if type(value) is not int or not -1 <= value < MAX_COUNT:
         raise _refuse("a count", value)
     return value
@@ -139,6 +143,7 @@ def _bool(value: Any) -> bool:
 
 
 def _float(value: Any) -> float:
+    # Infinity may come: it is the norm of a gradient that is not finite.
     if type(value) is not float or math.isnan(value):
         raise _refuse("a number", value)
     return value
@@ -191,6 +196,7 @@ def _pack_pushes(pushes: Any) -> list[Any]:
 
 
 def _applied(value: Any) -> dict[int, dict[tuple[int, int], int]]:
+    # Segments are numbered from 0 without gaps, so their numbers are not sent.
     return {segment: _clocks(clocks) for segment, clocks in enumerate(_list(value))}
 
 
@@ -229,6 +235,7 @@ def _pack_partials(partials: Any) -> list[Any]:
 def _settings(value: Any) -> dict[str, Any]:
     if type(value) is not dict or any(type(key) is not str for key in value):
         raise _refuse("an optimizer's settings", value)
+    # Values reach a torch optimizer's groups. Lists are tuples there, such as betas.
     for setting in value.values():
         numbers = setting if type(setting) is list else [setting]
         for number in numbers:
@@ -252,6 +259,7 @@ _OF_GRADIENT = {"loss", "weight", "flags", "absent", "settings"}  # what a store
 def _note(value: Any) -> dict[str, Any] | None:
     if value is None:
         return None
+    # Also keys are bounded: replicas keep and forward the note.
     if type(value) is not dict or not value.keys() <= _NOTE.keys():
         raise _refuse("a push's note", value)
     return {key: _NOTE[key](item) for key, item in value.items()}
@@ -291,6 +299,7 @@ def _pack_update(update: messages.Update) -> list[Any]:
 
 def _update(value: Any) -> messages.Update:
     segment, pushes, note, share, partial = _list(value, 5)
+    # The payload is None until the bytes after the header have come: see `with_payload`.
     return messages.Update(
         _int(segment), _pushes(pushes), _note_of_gradient(note), None, _float(share), _float(partial)
     )
@@ -298,7 +307,8 @@ def _update(value: Any) -> messages.Update:
 
 UPDATE = Codec(_pack_update, _update)
 
-# A message's number on the wire is its place in this list; its fields have no names there.
+# A message's number on the wire is its place in this list, so a new one goes to its end; its fields have no names
+# there.
 _CONFIGURATION = (INT, NODES, CLOCKS, JOINING, INT, NODES)
 _LIST: tuple[MessageFormat, ...] = (
     MessageFormat(setup.Hello, (TEXT, INT, INT, TEXT, TEXT), HELLO_BYTES, has_payload=True),

@@ -1,4 +1,4 @@
-"""The connections of one process: to whom, which messages each peer may send, and how to reach the others.
+"""Keep the connections of one process: open them, and check which messages each peer may send.
 
 Coordinator, server and worker are subclasses, with a state machine inside.
 """
@@ -21,10 +21,12 @@ from paceline.server.transport.address import Address, Credentials, connect, lis
 from paceline.server.transport.connection import Connection
 from paceline.server.transport.frames import LAYOUT_BYTES, STATUS_BYTES, FrameError
 
+# How often workers and servers send a sign of life. The coordinator measures silence by the pauses that it sees.
 HEARTBEAT_S = 0.5
 WATCHERS = 32  # that may stay connected
 RETRY_S = (0.05, 0.1, 0.2, 0.5, 1.0)  # between attempts to connect
 # Which messages each role may send; everybody may ask for the status. A worker or server speaks for itself alone.
+# Install comes from the coordinator and from workers: see `_may_send`.
 _FROM_COORDINATOR = (messages.Configuration, setup.Welcome, setup.StartServers, setup.Addresses, setup.Refused)
 _FROM_WORKER = (messages.Push, messages.Pull, messages.WorkerHeartbeat, setup.ReadState)
 _FROM_SERVER = (
@@ -68,7 +70,7 @@ class Peers:
         raise NotImplementedError
 
     def status(self) -> dict[str, Any]:
-        """Return what people may want to know of this process."""
+        """Return this process's status, for `paceline server top`."""
         return {}
 
     def greet(self, connection: Connection, hello: setup.Hello) -> Any:
@@ -119,6 +121,7 @@ class Peers:
         for addressee, number, message in sent:
             connection = self.connections.get(addressee)
             if connection is not None:
+                # TCP keeps the order on one connection; between two connections there is none.
                 connection.send(number, message)
             elif addressee in self.addresses:
                 self.open(addressee)
@@ -132,6 +135,7 @@ class Peers:
     def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
         """Run a coroutine as a task; its error ends this process."""
         task = asyncio.get_running_loop().create_task(work)
+        # asyncio keeps only weak references to tasks: without this one a task could be collected while it runs.
         self.tasks.add(task)
         task.add_done_callback(self._done)
 
@@ -144,6 +148,7 @@ class Peers:
 
     def _done(self, task: asyncio.Task[Any]) -> None:
         self.tasks.discard(task)
+        # asyncio would only log the error, when the task is collected.
         if not task.cancelled() and task.exception() is not None:
             self.failed(task.exception())
 
@@ -156,11 +161,13 @@ class Peers:
             connection = await self._connect_with_retries(peer)
             if connection is None:
                 return
+            # A certificate names a role, not a host: it must be the role that belongs to this address.
             role = "coordinator" if peer == messages.COORDINATOR else "server"
             if connection.role not in (None, role):
                 connection.close(f"its certificate is of a {connection.role}, where a {role} should be")
                 return
             connection.peer = peer
+            # The hello goes first: the other end refuses anything before it.
             self.connections[peer] = connection
             connection.send(0, self.hello(peer))
             self.connected(peer)
@@ -181,6 +188,7 @@ class Peers:
 
     def close(self) -> None:
         """End all tasks and connections."""
+        # First, so that connections that end now are not opened again.
         self.is_closing = True
         for task in list(self.tasks):
             task.cancel()
@@ -192,7 +200,7 @@ class Peers:
     # --- Endpoint
 
     def on_open(self, connection: Connection) -> None:
-        """Check before a byte is read who it is: this user on a unix socket, the certificate's role elsewhere."""
+        """Identify the other end before a byte is read: its user on a unix socket, its certificate's role elsewhere."""
         end = connection.transport.get_extra_info("socket")
         role = role_of(connection.transport)
         if role is None and user_of(end) not in (os.getuid(), None):
@@ -217,6 +225,7 @@ class Peers:
     def on_message(self, connection: Connection, number: int, message: Any) -> None:
         """Handle a message. A wrong one ends its connection, an error of this process's own the process."""
         try:
+            # The class was checked with the prefix (`check_may_send`); `_on_message` checks in whose name it speaks.
             self._on_message(connection, number, message)
         except FrameError as error:
             connection.close(f"a wrong {type(message).__name__}: {error}")
@@ -239,6 +248,7 @@ class Peers:
             self.listener.is_known(connection)
         if connection.why and connection.why != "the process ends":
             self.refused.append(why)
+        # Not where the peer has come again: its newer connection has the place.
         if connection.peer is not None and self.connections.get(connection.peer) is connection:
             del self.connections[connection.peer]
             self.lost(connection.peer)
@@ -252,6 +262,7 @@ class Peers:
             return
         if hello.role == "watcher":
             self._close_oldest_watcher_if_full()
+            # By its connection: several watchers may look on at once.
             peer: Any = ("watcher", id(connection))
         else:
             try:
@@ -299,6 +310,7 @@ def _may_say(peer: Any, message: Any) -> bool:
         return False
     if isinstance(message, setup.AskStatus | setup.Install):
         return True
+    # Messages that don't name their sender are the connection's peer's.
     field_of_sender = "node" if isinstance(peer, int) else "worker"
     return bool(getattr(message, field_of_sender, peer) == peer)
 
