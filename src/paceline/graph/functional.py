@@ -19,6 +19,7 @@ from paceline.nouns.errors import WorkloadError
 def make_functional(graph: fx.Graph) -> None:
     """Replace every in-place operation whose input nothing else shares, and that nobody sees after the graph."""
     order = node_order(graph)
+    # Memory that somebody sees after the graph: a write into it is an effect, and stays one.
     outside = {storage_of(node) for node in graph.nodes if node.op in ("placeholder", "get_attr")}
     for node in list(graph.nodes):
         written = _only_written_input(node)
@@ -28,6 +29,7 @@ def make_functional(graph: fx.Graph) -> None:
         if ordinary is None or _is_shared(node, written, order):
             continue
         node.target = ordinary
+        # Only later readers: those before the write read the old value.
         written.replace_all_uses_with(node, delete_user_cb=lambda user, at=order[node]: order[user] > at)  # type: ignore[misc]
 
 
@@ -36,6 +38,7 @@ def _is_shared(node: fx.Node, written: fx.Node, order: dict[fx.Node, int]) -> bo
     shared = storage_of(written)
     if shared is None:
         return False
+    # An unread view does no harm.
     for other in order:
         if other is written or other is node or storage_of(other) != shared:
             continue
@@ -97,6 +100,7 @@ def copy_states_that_are_read(graph: fx.Graph, states: dict[str, fx.Node]) -> di
     """
     written = _written_state_memory(graph, states)
     order = node_order(graph)
+    # Readers before the last write each get a copy of their own, made where they read.
     last_write = {shared: _last_write(shared, order) for shared in written}
     sources = [node for node in order if storage_of(node) in written]
     copies: dict[tuple[fx.Node, bool], fx.Node] = {}
@@ -200,6 +204,7 @@ def _ordinary(node: fx.Node) -> torch._ops.OpOverload | None:
     target = node.target
     assert isinstance(target, torch._ops.OpOverload)
     space, _, name = target._schema.name.partition("::")
+    # `__iand__` and its like have no counterpart of the name without its last underscore.
     if not name.endswith("_") or name.endswith("__"):
         return None
     packet = getattr(getattr(torch.ops, space), name[:-1], None)
