@@ -104,6 +104,7 @@ def restore_parts(
     for group, saved in zip(groups_of(optimizer), groups, strict=True):
         group.update(saved)
     parts = parts_of(optimizer)
+    # All are cleared before any is filled: parts that share one state would lose what the first was given.
     for part in parts:
         part.state.clear()
     for number, part in enumerate(parts):

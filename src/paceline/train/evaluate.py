@@ -65,11 +65,12 @@ def evaluate(parallel: Parallel, batches: Iterable[Batch], score: Score, comm: A
                         _add(scores, totals, parallel.device)
     finally:
         model.train(was_training)
+    # A rank without samples has no names, but must take part in the sum below with the others' rows.
     names = _names_everywhere(sorted(totals), comm)
     zero = torch.zeros(2, dtype=torch.float64, device=parallel.device)
     if not names:
         return {}
-    table = torch.stack([totals.get(name, zero) for name in names])
+    table = torch.stack([totals.get(name, zero) for name in names])  # (names, 2)
     comm.all_reduce(table)
     ratios = {}
     for name, (total, weight) in zip(names, table.tolist(), strict=True):
@@ -97,6 +98,7 @@ def _as_float(pair: Any) -> Any:
 def reduce_metric(metric: Any, comm: AxisComm) -> Any:
     """Compute a torchmetrics Metric or MetricCollection from the counts of all ranks, and reset it."""
     metrics = list(metric.values()) if hasattr(metric, "items") else [metric]
+    # torchmetrics gathers its counts in `compute` by these functions; `_to_sync` is its private switch.
     for member in metrics:
         member.distributed_available_fn = lambda: comm.size > 1
         member.dist_sync_fn = lambda tensor, group=None: gather_rows(tensor, comm)

@@ -113,9 +113,11 @@ class Job:
         self.data_part = mesh.data_part(self.rank)
         self.random_stream = mesh.random_stream(self.rank)
         prepare.check_plan_without_data(workload, plan, mesh)
+        # The data comes before the model: a split model is captured, and the loss tried, on its first samples.
         data = () if workload.data is None else open_data("data", workload.data)
         self.loader = self._make_loader(data, (self.data_part, mesh.data_size))
         self._make_parallel(mesh)
+        # After the split: the optimizer must hold the parameters that this rank updates.
         self.optimizer = prepare.make_optimizer(workload, self.model)
         prepare.keep_own(self.optimizer, mesh)
         self.scheduler = prepare.make_scheduler(workload, self.optimizer)
@@ -182,6 +184,7 @@ class Job:
         is_own = not isinstance(batch, Batch)
         if is_own:
             self._check_own_batch()
+        # A rank that waits in `save` or `load` for this one sees on the board that it went on.
         self.board.begin_step()
         if is_own:
             tensors = moved(batch, self.device, self.workload.precision == "float64")
@@ -281,14 +284,17 @@ class Job:
         self.board.meet("job.load", self.step_number)
         self.finish_save()
         self.world.barrier()  # no rank is writing any more: all find the same checkpoints
+        # Each rank verifies some of the files; a damaged checkpoint is passed over by all of them.
         folder = find_good(Path(path), self.notice, partial(check_files_together, comm=self.world))
         manifest = read_manifest(folder)
         prepare.check_same_job(folder, manifest, self.workload, len(self.loader.data))
         state = manifest["scheduler"]
         if self.scheduler is not None and state is not None:
             state = scheduler_state(self.scheduler, state)  # refused before anything is changed
+        # From here on the job leaves its step, which must not be lost: it is written first, where no checkpoint has it.
         last_checkpoint.set_aside(self)
         tensors = snapshot.read_state(folder, manifest, self.model, self._held(), self.world)
+        # The optimizer first: it refuses a checkpoint of another one before anything is written to the model.
         snapshot.restore_optimizer(self.model, self.optimizer, tensors, manifest["optimizer"])
         snapshot.restore_model(self.model, tensors, self._held())
         if self.scheduler is not None and state is not None:
@@ -411,6 +417,7 @@ class Job:
         )
         if self.run_dir is None:
             return
+        # From here on SIGTERM asks for a checkpoint and an end after the current step.
         before = signal.signal(signal.SIGTERM, self._asked_to_stop)
         try:
             self._find_start(self.run_dir)
@@ -458,6 +465,7 @@ class Job:
             self._begin_save(self.checkpoint_folder(), self.plan.keep)
             self.saved_step = self.step_number
         if is_stopping:
+            # Collective: all ranks come here in the same step, because the flag was summed with the loss.
             asked = self._ranks_asked_to_stop()
             self.finish_save()
             last_checkpoint.save_last_step(self)
@@ -479,6 +487,7 @@ class Job:
         if self.rank == 0:
             remove_partial(folder)
         self.world.barrier()
+        # No rank writes before what an earlier attempt left is gone.
         self._begin_save(folder, keep)
         failure = first_failure(self.writer.wait(), folder, self.world)
         if failure is not None and self.rank == 0:
@@ -518,6 +527,7 @@ class Job:
         }
         parts = {**snapshot.model_parts(self.model, held, size), **optimizer_parts}
         rank_tensors = snapshot.own_tensors(random_state(self.device), self.parallel.state())
+        # `begin` copies the tensors before it returns: training may change them while they are written.
         self.writer.begin(folder, parts, rank_tensors, metadata, keep)
 
     def _held(self) -> dict[str, LocalShard]:

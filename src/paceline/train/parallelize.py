@@ -113,17 +113,20 @@ def _split(workload: Workload, comms: Comms, plan: Plan, device: torch.device, r
     stages = 1
     if pipeline.size > 1:
         stages = pipeline.size * STAGES_PER_RANK[plan.schedule]
+    # Step 1: the model's form; its values are made in step 3, unless its factory can't be deferred.
     values, form = _values_and_form(workload, fake)
     model = skeleton(form, _dtype(workload))
     split = SplitModel(model, comms.axes["tensor"], pipeline, plan, device, stages)
     split.precision = torch.bfloat16 if workload.precision == "bf16" else None
     model.train()
+    # Step 2: the layout and the stages, from one micro-batch.
     split.decide(workload.loss, example)
     _check_writable(split, comms.axes["shard"].size)
     with contextlib.nullcontext() if fake is None else fake():
         split.allocate()
     if workload.micro_batch_size is None and comms.data.size > 1:
         split.shared = SharedStatistics(comms.data)
+    # Step 3: values, one tensor at a time: each rank keeps its piece and drops the rest.
     digests = []
     for name, tensor in values:
         split.fill(name, tensor)
@@ -229,6 +232,7 @@ def _values(workload: Workload) -> tuple[Iterator[tuple[str, torch.Tensor]], tor
     prepare.check_model(deferred.model)
     if deferred.has_plain_tensors:  # the copy without values that runs or is captured needs theirs
         list(deferred.tensors([]))
+        # The values are drawn again by `tensors` below, from the same state.
         torch.set_rng_state(state)
     names = [name for name, _ in [*deferred.model.named_parameters(), *deferred.model.named_buffers()]]
     return deferred.tensors(names), deferred.model

@@ -160,6 +160,7 @@ def make_optimizer(workload: Workload, model: torch.nn.Module) -> torch.optim.Op
             f"it made a {type(optimizer).__name__}",
             "return e.g. torch.optim.AdamW(model.parameters())",
         )
+    # Its `step` calls a closure, which would have to run the whole distributed step.
     if isinstance(optimizer, torch.optim.LBFGS):
         raise WorkloadError(
             "the optimizer should update once per step",

@@ -53,7 +53,7 @@ def kept_random_state() -> Iterator[None]:
 
 def random_state(device: torch.device) -> dict[str, torch.Tensor]:
     """Return the random generators' states as tensors, for a checkpoint."""
-    state = {"torch": torch.get_rng_state().clone(), "python": torch.tensor(random.getstate()[1])}
+    state = {"torch": torch.get_rng_state().clone(), "python": torch.tensor(random.getstate()[1])}  # 625 numbers
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
     if "numpy" in sys.modules:
@@ -80,6 +80,7 @@ def restore_random_state(state: dict[str, torch.Tensor], device: torch.device) -
 
 def _restore(state: dict[str, torch.Tensor], device: torch.device) -> None:
     torch.set_rng_state(state["torch"])
+    # None, and 0 for numpy below: a second Gaussian number that the generator had in store is not kept.
     random.setstate((3, tuple(state["python"].tolist()), None))  # 3: the version of Python's format
     if "cuda" in state and device.type == "cuda":
         torch.cuda.set_rng_state(state["cuda"], device)
