@@ -1,4 +1,4 @@
-"""Which weights are split, and how: the cheapest way to run the whole graph on the `tensor` axis.
+"""Choose which weights are split, and how: the cheapest way to run the whole graph on the `tensor` axis.
 
 The graph is walked in order with a set of partial layouts. Two that leave all values still needed lying the
 same way are the same from there on, so only the cheaper one goes on (a shortest path over the frontier of

@@ -1,4 +1,4 @@
-"""Where a split goes when an operation only rearranges: reshapes, transposes, slices, concatenations.
+"""Follow a split through operations that only rearrange: reshapes, transposes, slices, concatenations.
 
 `carry(node, split, parts)` gives the split of the node's output (a list for several outputs) when the rank's
 piece, rearranged the same way, is the piece of the rearranged whole; None when it is not. `local_arguments` then

@@ -1,4 +1,4 @@
-"""What each operation does with each dimension, as labels.
+"""Rules of operations: labels say what each does with each dimension.
 
 A dimension that keeps its label from an input to the output can be split there: every rank computes its piece.
 A label in `summed` is added up by the operation: pieces give parts of a sum. A dimension labelled None must

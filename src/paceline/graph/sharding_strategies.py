@@ -48,7 +48,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the choices at a node depend on and what is the same for all nodes of a graph."""
+    """The settings of a graph on which the choices at its nodes depend."""
 
     parts: int
     blocks: dict[int, set[tuple[int, ...]]]  # asked for by the model, per size of a dimension

@@ -52,7 +52,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Where one graph was cut, for other graphs of the same model to follow."""
+    """The cut of one graph, for other graphs of the same model to follow."""
 
     targets: list[object]  # the operations, in order
     stages: list[int]
