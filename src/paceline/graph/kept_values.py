@@ -275,6 +275,7 @@ def _has_other_keys(now: Any, items: dict[Any, Any], before: dict[Any, _Snapshot
         return not items.keys() >= before.keys()
     if items.keys() == before.keys():
         return False
+    # A list may grow by what nothing computes with (frames, errors), but not shrink.
     if isinstance(now, list | collections.deque):
         new_items = [item for key, item in items.items() if key not in before]
         return any(map(_is_a_value, new_items)) or len(items) < len(before)

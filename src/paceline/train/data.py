@@ -281,6 +281,7 @@ def cut_into(plan: Plan, mesh: Mesh, workload: Workload) -> int:
     """Return how many micro-batches a pipeline wants of a rank's part of a batch; 0 if there is no pipeline."""
     if mesh.size("pipeline") == 1:
         return 0
+    # 0 leaves it to the workload's micro_batch_size.
     if plan.micro_batches or workload.micro_batch_size:
         return plan.micro_batches
     return 2 * mesh.size("pipeline")

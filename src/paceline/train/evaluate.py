@@ -51,7 +51,7 @@ def evaluate(parallel: Parallel, batches: Iterable[Batch], score: Score, comm: A
     Raises:
         WorkloadError: `score` returned no dict, or the ranks' dicts have different names.
     """
-    totals: dict[str, torch.Tensor] = {}
+    totals: dict[str, torch.Tensor] = {}  # (sum, weight) by name, on the device: no micro-batch is waited for
     model = parallel.model
     was_training = model.training
     model.eval()
@@ -116,14 +116,17 @@ def gather_rows(tensor: torch.Tensor, comm: AxisComm) -> list[torch.Tensor]:
     """
     if comm.size == 1:
         return [tensor]
+    # Step 1: the forms, as rows of one length. With different dtypes or shapes Gloo ended the process, or read numbers
+    # as another type.
     padding = [0] * (_MAX_DIMS - tensor.dim())
     form = [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape, *padding]
     dtypes: list[torch.dtype] = []  # of each rank
     shapes: list[tuple[int, ...]] = []
     for row in comm.all_gather(torch.tensor([form], device=tensor.device)):
         number, dims, *sizes = row.flatten().tolist()
-        dtypes.append(_DTYPES[number])
+        dtypes.append(_DTYPES[number])  # the same list on all ranks
         shapes.append(tuple(sizes[:dims]))
+    # Step 2: agree on the form of ranks that have rows; the others take it over.
     filled = [rank for rank, shape in enumerate(shapes) if 0 not in shape]
     dtype = tensor.dtype
     if filled:

@@ -239,6 +239,7 @@ class Job:
         Raises:
             WorkloadError: there is no data set for evaluation.
         """
+        # Evaluation is collective: a rank that is in a later step would never come.
         self.board.meet("job.evaluate", self.step_number)
         opened = prepare.evaluation_data(self.workload, data)
         if self.plan.server:  # workers may be at different steps, so each evaluates on all of it
@@ -319,6 +320,7 @@ class Job:
 
         Under another mesh no rank of now is one of then, so each draws from a new random stream.
         """
+        # Each rank's file has its own random states and residuals: they fit a rank at the same place of the same mesh.
         if (manifest["world_size"], manifest.get("mesh")) == (self.size, self._mesh()):
             rank_tensors = read_own(folder, manifest, self.rank)
             restore_random_state(snapshot.part(rank_tensors, "random/"), self.device)
@@ -433,6 +435,7 @@ class Job:
         prepare.check_space(run_dir, self.model)
         resume = os.environ.get("PACELINE_RESUME")
         if not self.plan.server:
+            # Before `load`, in which ranks with a checkpoint would wait for those without one.
             check_same_start(resume, self.world)
         if resume is not None:
             self.load(resume)
@@ -600,6 +603,7 @@ def current_step() -> int | None:
 
 def close_open_jobs() -> None:
     """End the jobs that the workload's file left open; the worker calls this after it."""
+    # Taken out first: a `close` that raises is not tried again.
     while _run_jobs:
         job = _run_jobs.pop()
         if job.process == os.getpid():  # not in a process that the file forked

@@ -245,6 +245,7 @@ def _is_saved(job: Job) -> bool:
 def _save_elsewhere(job: Job) -> Path | None:
     """Save to the run directory itself, or to the folder for temporary files; return the checkpoint, or None."""
     assert job.run_dir is not None
+    # The first is on the same disk as the checkpoints, the second often on another.
     for parent in (job.run_dir, Path(tempfile.gettempdir())):
         folder = _new_folder(job, parent)
         if folder is None:

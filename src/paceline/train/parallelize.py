@@ -53,6 +53,7 @@ def parallelize_model(
         torch.autocast, device.type, dtype=torch.bfloat16, enabled=workload.precision == "bf16"
     )
     is_split = mesh.size("tensor") > 1 or mesh.size("pipeline") > 1
+    # Before tensors are made: the setting holds for blocks that are allocated after it.
     if is_split or mesh.size("shard") > 1:
         _return_freed_memory()
     if is_split:
@@ -61,6 +62,7 @@ def parallelize_model(
         return _sharded(workload, comms, plan, device, (autocast, example, fake))  # type: ignore[no-any-return]
     if fake is None:
         model = prepare.make_model(workload, device, comms.data)
+        # A factory need not draw from the seed here: rank 0's values are sent to all.
         broadcast_state([*model.parameters(), *model.buffers()], comms.data)
     else:
         with fake():
@@ -218,6 +220,7 @@ def _values(workload: Workload) -> tuple[Iterator[tuple[str, torch.Tensor]], tor
     """Return the model's tensors, one at a time where its factory can be deferred, and its form."""
     from paceline.deferred_init.defer import CantDefer, defer
 
+    # A factory that can't be deferred is called again, from the same random numbers.
     state = torch.get_rng_state()
     try:
         deferred = defer(workload.model)

@@ -20,6 +20,7 @@ def seed_everything(*numbers: int) -> None:
     torch.manual_seed(seed)
     random.seed(seed)
     if "numpy" in sys.modules:
+        # numpy takes 32 bits.
         sys.modules["numpy"].random.seed(seed & 0xFFFFFFFF)
 
 
@@ -38,6 +39,7 @@ def seed_sample(*numbers: int) -> None:
 @contextmanager
 def kept_random_state() -> Iterator[None]:
     """Leave the CPU's random generators as they were found."""
+    # Not imported here: where nothing else has, nothing draws from it.
     numpy: Any = sys.modules.get("numpy")
     torch_state = torch.get_rng_state()
     python_state = random.getstate()

@@ -101,6 +101,7 @@ def optimizer_state(
         shard = _shard_of_state(global_shape, parameter_shard)
         if shard is not None:
             parts[name] = LocalTensor(local, shard)
+    # Groups are kept by names, so that a stage of another pipeline finds its own parameters in them.
     groups = [_group_as_json(group, names) for group in groups_of(optimizer)]
     description = {"class": type(optimizer).__name__, "groups": groups, "numbers": numbers}
     if len(parts_of(optimizer)) > 1:
@@ -414,6 +415,7 @@ def parameter_names(model: torch.nn.Module, optimizer: torch.optim.Optimizer) ->
     Raises:
         WorkloadError: one of them is not the model's.
     """
+    # A tied parameter has the first of its names, as in `model_parts`.
     names = {parameter: name for name, parameter in model.named_parameters()}
     for number, group in enumerate(groups_of(optimizer)):
         for parameter in group["params"]:
