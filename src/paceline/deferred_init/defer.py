@@ -74,6 +74,7 @@ class Deferred:
         unknown = sorted(set(names) - self._views.keys())
         if unknown:
             raise ValueError(f"the model has no {unknown[0]!r} ({len(unknown)} of {len(names)} names are unknown)")
+        # The notes refer to real tensors that were there before the factory: replay would copy what is in them now.
         for storage in self._recorder.storages:
             if any(tensor._version != version for tensor, version in storage.watched):
                 raise RuntimeError("a tensor that the factory copied from was changed before the copy could be made")
@@ -110,6 +111,7 @@ class Deferred:
             callers = rng.get_state()
         finally:
             rng.set_state(callers)
+        # Only when all went through: a caller that stops halfway can begin again.
         replace_tensors(self.model, real)
         self._attributes = []
 

@@ -74,6 +74,7 @@ class _Emitter:
         """Walk the old graph in order; return the new one."""
         for node in self.captured.graph.nodes:
             self.current = node
+            # Placeholders keep their order: whoever runs the graph hands in states, then inputs.
             if node.op in ("placeholder", "get_attr"):
                 copied = self.graph.node_copy(node, lambda old: self.new_nodes[old])
                 self._register(node, copied, self._placement_of_state(node))
@@ -167,6 +168,7 @@ class _Emitter:
         """Run a node's operation on this rank's pieces, without the collective after it."""
         if choice.kind == "vocabulary embedding":
             rows = shape_of(tensor_inputs(node)[0])[0]
+            # An index into the whole table; -1 is none.
             padding = arguments[2] if len(arguments) > 2 else -1
             return self._call(self.exchanges.split_embedding, sources[0], sources[1], rows, padding)
         if choice.kind == "vocabulary loss":

@@ -54,6 +54,7 @@ def drop_empty_parts(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.target is not torch.ops.aten.cat.default:
             continue
+        # `cat` passes over tensors of shape (0,), whatever the shape of the others; no rule knows such an input.
         filled = [part for part in node.args[0] if tuple(part.meta["val"].shape) != (0,)]
         if len(filled) == 1:
             node.replace_all_uses_with(filled[0])
@@ -83,6 +84,7 @@ def copy_inputs_that_are_written(graph: fx.Graph, inputs: list[fx.Node]) -> list
         with graph.inserting_before(first_operation):
             copied = graph.call_function(torch.ops.aten.clone.default, (node,))
         node.replace_all_uses_with(copied, delete_user_cb=lambda user, copied=copied: user is not copied)  # type: ignore[misc]
+        # Views of the tensor share this memory in their `meta`: it goes to the copy, which they are views of now.
         copied.meta["val"] = value
         with value.fake_mode:  # memory of its own, which nothing writes into
             node.meta["val"] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
@@ -100,7 +102,6 @@ def copy_states_that_are_read(graph: fx.Graph, states: dict[str, fx.Node]) -> di
     """
     written = _written_state_memory(graph, states)
     order = node_order(graph)
-    # Readers before the last write each get a copy of their own, made where they read.
     last_write = {shared: _last_write(shared, order) for shared in written}
     sources = [node for node in order if storage_of(node) in written]
     copies: dict[tuple[fx.Node, bool], fx.Node] = {}
@@ -114,6 +115,7 @@ def copy_states_that_are_read(graph: fx.Graph, states: dict[str, fx.Node]) -> di
             # All that read after the last write read the same: one copy does for them.
             is_final = order[user] > order[last]
             if not is_final or (source, True) not in copies:
+                # A reader before the last write gets a copy of its own, made where it reads.
                 if not is_final:
                     place = graph.inserting_before(user)
                 elif order[source] > order[last]:  # a view that is made after the last write

@@ -160,6 +160,7 @@ class PythonStateWatch:
         recorder = self.recorder
 
         def look_up(module: torch.nn.Module, key: str) -> Any:
+            # Python's own look-ups, and what the graph or another check sees.
             if key[:2] == "__" or key in _SLOTS or module is recorder:
                 return original(module, key)
             values = original(module, "__dict__")
@@ -312,10 +313,12 @@ def _variables(function: Any, visited: set[int]) -> Iterator[tuple[str, Any, Any
     if isinstance(function, types.MethodType):
         yield from _attributes(function.__self__)
         function = function.__func__
+    # An object that can be called: what it keeps is in its attributes.
     if not isinstance(function, types.FunctionType):
         if not isinstance(function, type | types.BuiltinFunctionType):
             yield from _attributes(function)
         return
+    # A function of the person's is followed, not watched: what it names can change as well.
     for name, holder, key in _named_variables(function):
         value = _get(holder, key)
         if isinstance(value, types.FunctionType) and _is_user_code(value.__module__):
@@ -346,6 +349,7 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _is_watched(value: Any) -> bool:
+    # Modules are watched as they are touched.
     if isinstance(value, torch.Tensor | torch.nn.Module):
         return isinstance(value, torch.Tensor)
     if isinstance(value, (*_PLAIN, list, dict, set, collections.deque)):

@@ -40,7 +40,10 @@ from paceline.train.step_board import StepBoard
 
 
 class Stopped(SystemExit):
-    """Raised out of `job.step` once every rank has saved: the job was asked to stop (Ctrl-C, SIGTERM)."""
+    """Raised out of `job.step` once every rank has saved: the job was asked to stop (Ctrl-C, SIGTERM).
+
+    It is no `Exception`, so a loop that catches those does not go on.
+    """
 
 
 def distribute(workload: Workload) -> Job:
@@ -410,6 +413,7 @@ class Job:
         self.events = Events(self.run_dir if self.rank == 0 else None, bool(os.environ.get(TAKES_OVER)))
         self.events.write(
             {
+                # Before `resumed`: who reads the file backwards (`last_step`) stops at the first of the two.
                 "event": "start",
                 "total_steps": self.total_steps,
                 "samples": len(self.loader.data),

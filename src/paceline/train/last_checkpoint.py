@@ -83,6 +83,7 @@ def go_back(job: Job, folder: Path) -> None:
     and end.
     """
     job.loaded_step = job.step_number
+    # Resolved, to be compared with the stale checkpoints' paths.
     job.loaded_folder = folder.resolve()
     job.saved_step = None
     if job.run_dir is not None and job.rank == 0 and not job.events.takes_over:
@@ -211,6 +212,7 @@ def _report(job: Job, saved: Path, removed: list[str]) -> None:
 
 def _publish(job: Job, left: Left) -> None:
     """Make the step that the job went back from the run's newest checkpoint. Collective."""
+    # Rank 0 moves the folder; the others hear by `first_failure` whether it could.
     failure = left.failure
     if job.rank == 0 and failure is None:
         try:
@@ -234,6 +236,7 @@ def _publish(job: Job, left: Left) -> None:
 def _is_saved(job: Job) -> bool:
     """True if every rank has saved the job's step and its checkpoint is still there. Collective."""
     is_missing = job.saved_step != job.step_number
+    # One that the run, or a person, has removed since does not count.
     if job.rank == 0 and not job.checkpoint_folder().is_dir():
         is_missing = True
     # "max": missing on one rank is missing.

@@ -34,7 +34,7 @@ def add_tied_gradients(
         parameter = parameters[name]
         if not parameter.requires_grad:
             continue
-        # the gradient, then 1 if this rank has one
+        # (elements of the gradient + 1): the last is 1 if this rank has one
         mine = torch.zeros(parameter.numel() + 1, dtype=parameter.dtype, device=parameter.device)
         if parameter.grad is not None:
             mine[:-1] = parameter.grad.reshape(-1)

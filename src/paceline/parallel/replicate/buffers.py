@@ -137,6 +137,7 @@ class Buffers:
         for index, tensor in enumerate(self.tensors):
             if ranks_changed[index] and not _is_elsewhere(tensor):
                 due.append(index)
+        # Shapes first, in a message of their own, and only in a step in which one is new on some rank.
         per_rank = self._agree_on_forms([index for index in due if flags[index] >= _OTHER_FORM])
         tensors = self.tensors  # anew: some were replaced by tensors of the agreed form
         by_dtype: dict[torch.dtype, list[int]] = {}

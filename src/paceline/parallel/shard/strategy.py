@@ -117,6 +117,7 @@ class Shard:
             self.groups.forget_failed_step()
         self.reshard()
         self.grad_usage.clear()
+        # The checksums of the order are compared once per step.
         self.groups.collective_order.crc = 0
         self.groups.took_gradient = False
         self.is_open = True
