@@ -74,6 +74,7 @@ class Deferred:
         unknown = sorted(set(names) - self._views.keys())
         if unknown:
             raise ValueError(f"the model has no {unknown[0]!r} ({len(unknown)} of {len(names)} names are unknown)")
+        # The notes refer to real tensors that were there before the factory: replay would copy what is in them now.
         for storage in self._recorder.storages:
             if any(tensor._version != version for tensor, version in storage.watched):
                 raise RuntimeError("a tensor that the factory copied from was changed before the copy could be made")
@@ -89,6 +90,7 @@ class Deferred:
         steps, untouched = plan(self._recorder.ops, named.keys() | attributes.keys())
         callers = rng.get_state()  # the first operation that draws sets its own
         try:
+            # Storages that no operation touches come first: they are final already.
             for op, final, unused in [(None, untouched, untouched), *steps]:
                 if op:
                     memory.do(op)
@@ -103,11 +105,13 @@ class Deferred:
                             yield ready.pop(0)
                     finally:
                         callers = _swap_state(rng, replayed)
+            # As if the factory had run: the generators end where it would have left them.
             for end in draws.ends:
                 end.begin()
             callers = rng.get_state()
         finally:
             rng.set_state(callers)
+        # Only when all went through: a caller that stops halfway can begin again.
         replace_tensors(self.model, real)
         self._attributes = []
 
@@ -137,6 +141,7 @@ def defer(factory: Callable[[], nn.Module]) -> Deferred:
             are as they were: call it for real, and it works or says itself what is wrong.
     """
     recorder = Recorder()
+    # Kept for a failure alone: on success what the factory drew from Python and NumPy counts as drawn.
     python_state = random.getstate()
     numpy_state = numpy.random.get_state()
     try:
@@ -169,6 +174,7 @@ def _deferred(model: nn.Module, recorder: Recorder) -> Deferred:
             empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
             stand_ins[id(tensor)] = _real(tensor, empty)
     replace_tensors(model, stand_ins)
+    # Tensors that modules hold beside parameters and buffers: `tensors` has no name for them.
     registered = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     attributes: dict[int, torch.Tensor] = {}
 
@@ -197,6 +203,7 @@ def _walk(value: Any, change: Callable[[torch.Tensor], torch.Tensor], visited: s
         return _walk_tuple(value, change, visited)
     if id(value) in visited or isinstance(value, NOT_WALKED):
         return value
+    # Modules refer to each other in circles.
     visited.add(id(value))
     if isinstance(value, list):
         holder: Any = value

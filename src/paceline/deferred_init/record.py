@@ -22,7 +22,8 @@ FILLS |= {"log_normal_", "bernoulli_"}
 # Operations that make a storage and put nothing into it.
 EMPTY = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
 AS_ONE = "_no_grad_trunc_normal_"  # in torch.nn.init: noted as one operation, see `recording`
-HIDDEN_WRITES = {"native_batch_norm": (3, 4)}  # the running statistics, which the operator's schema does not own up to
+HIDDEN_WRITES = {"native_batch_norm": (3, 4)}  # running statistics, which the schema does not mark
+# Calls that hand out a tensor's memory, or move it: the recorder can't follow what is done with it then.
 _LEAVING = ("numpy", "__array__", "__dlpack__", "storage", "share_memory_", "pin_memory", "cuda")
 LEAVES_TORCH = {getattr(torch.Tensor, name) for name in _LEAVING}
 ANSWERS = {  # what the factory is told about a tensor that is not there yet
@@ -41,12 +42,12 @@ class CantDefer(Exception):
 
 
 class RecordedDraws:
-    """The random numbers that a factory would have drawn, of whichever generator."""
+    """The draws of a factory, from whichever generator, none of them made yet."""
 
     def __init__(self) -> None:
         self.by_seed: dict[int, Draw] = {}
         self.last: dict[torch.Generator, Draw] = {}
-        self.states: dict[torch.Generator, torch.Tensor] = {}  # as the factory find_all them
+        self.states: dict[torch.Generator, torch.Tensor] = {}  # as the factory found them
         self.ends: list[Draw] = []
         self.find(torch.default_generator)
 
@@ -61,18 +62,20 @@ class RecordedDraws:
 
     def find(self, generator: torch.Generator) -> torch.Tensor | Draw | None:
         """Return where the generator is now, as `Draw.start`."""
+        # A generator keeps the seed that it was given last, however much is drawn from it.
         draw = self.by_seed.get(generator.initial_seed())
         if draw is None:
             state = generator.get_state()
             self.states.setdefault(generator, state)
             return state
+        # None: where the draw before it leaves it. Otherwise the factory went back to an earlier draw's end.
         if draw is self.last.get(generator):
             return None
         draw.is_returned_to = True
         return draw
 
     def close(self) -> None:
-        """Note where the factory left the generators, and put them back to where it find_all them."""
+        """Note where the factory left the generators, and put them back to where it found them."""
         self.ends = [Draw(generator, self.find(generator)) for generator in self.states]
         for generator, state in self.states.items():
             generator.set_state(state)
@@ -111,6 +114,7 @@ class Recorder:
         return View(number, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
 
     def _number(self, storage: torch.UntypedStorage, is_new: bool) -> int:
+        # `Storage` holds the storage: no other one gets its id.
         if id(storage) not in self.numbers:
             is_real = storage.device == CPU
             if not is_real and not is_new:
@@ -144,20 +148,23 @@ class Recorder:
 
     def note(self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do an operation on the meta device, and note it."""
+        # Step 1: what is real already, or known, is not put off.
         name = call.overloadpacket.__name__
         tensors = list(find_all((args, kwargs)))
         is_random = torch.Tag.nondeterministic_seeded in call.tags
         written = list(_written(call, args, kwargs))
-        if name == "lift_fresh" and not tensors[0].is_meta:
+        if name == "lift_fresh" and not tensors[0].is_meta:  # the end of `torch.tensor(values)`
             return self.lift(tensors[0])
         if _is_alias(call) and not is_random and _are_real(tensors):
             return self._do_at_once(call, args, kwargs, written)
         if any(not tensor.is_meta for tensor in written):
             raise self.fail(f"{name} writes into a tensor that is there already what is only made later")
+        # Step 2: do it on the meta device, for shapes and strides; the notes have views in the place of tensors.
         self._move_to_meta(call, kwargs, is_creation=not tensors)
         args = changed(args, torch.UntypedStorage, self._stand_in)
         on_meta = changed((args, kwargs), torch.Tensor, _on_meta)
         noted = changed((args, kwargs), torch.Tensor, self.view)
+        # Before the call, which may let a storage grow (`resize_`).
         num_bytes = [tensor.untyped_storage().nbytes() for tensor in written]
         try:
             result = call(*on_meta[0], **on_meta[1])
@@ -171,6 +178,7 @@ class Recorder:
                 if has_grown:
                     raise self.fail("it lets a tensor grow")
             return result
+        # Step 3: note it, unless it only makes views or empty memory. A draw is always noted.
         outputs = [self._new_view(tensor) for tensor in find_all(result)]
         if (written or any(outputs) or is_random) and name not in EMPTY:
             self._append(call, noted, written, outputs)

@@ -99,10 +99,12 @@ def plan(ops: Collection[Op], wanted: Collection[int], with_draws: bool = True) 
     steps = []
     pending = set(wanted)  # storages that no operation found so far touches
     needed = set[int]()  # storages whose contents the operations found so far read
+    # From the end: the first operation met that touches a wanted storage makes it final.
     for op in reversed(list(ops)):
         is_draw = op.draw is not None and with_draws
         if op.writes.isdisjoint(needed) and op.writes.isdisjoint(pending) and not is_draw:
             continue
+        # What later steps do not read can go after this one.
         touched = op.reads | op.writes
         steps.append(Step(op, pending & touched, touched - needed))
         written_in_part = (op.writes & (needed | pending)) - op.fills  # so the rest has to be there
@@ -126,6 +128,7 @@ class ReplayedMemory:
         try:
             if op.draw:
                 op.draw.begin()
+            # The notes are of operations below autocast: its casts are among them already.
             with torch.no_grad(), torch.autocast("cpu", enabled=False):
                 result = op.call(*args, **kwargs)
                 for view, tensor in zip(op.outputs, find_all(result), strict=True):

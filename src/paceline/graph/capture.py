@@ -120,6 +120,8 @@ def capture(model: torch.nn.Module, function: Function, batch: Any, device: torc
     fake = FakeTensorMode(allow_non_fake_inputs=True)  # tensors that the code makes of plain numbers are real
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     trained = {name for name, tensor in tensors.items() if tensor.requires_grad}
+    # Trace one call. numpy's and Python's draws are no operations of torch: the graph would hold the numbers of this
+    # call and repeat them in every step.
     call = _TracedCall(model, function, batch, tensors)
     state_before = _plain_random_state()
     traced, entries = _trace(call, device, fake)
@@ -129,9 +131,13 @@ def capture(model: torch.nn.Module, function: Function, batch: Any, device: torc
             "it draws from Python's or numpy's random numbers, and the path it takes may depend on them",
             "draw from torch, or train it by replicate or shard, which run the model's own code",
         )
+    # Nor are values that the code keeps in Python from call to call. Where some are suspected, later calls are traced
+    # too.
     _check_next_call(call, traced, device, fake)
     traced.graph.set_codegen(fx.graph.CodeGen())  # flat arguments, no trees
     placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
+    # `_TracedCall` takes (states, inputs): so the placeholders are the states, in the order of `tensors`, then the
+    # batch.
     captured = Captured(
         graph=traced.graph,
         states=dict(zip(tensors, placeholders, strict=False)),
@@ -144,10 +150,12 @@ def capture(model: torch.nn.Module, function: Function, batch: Any, device: torc
         device=device,
         log=call.log,
     )
+    # Make it a graph of operations without side effects, which can be cut between any two nodes.
     _take_out_grad_mode(captured)
     _without_side_effects(captured)
     check_states_unwritten(captured.graph, captured.states, captured.trained)
     _drop_unused(captured)
+    # Last, on the graph as it is split later: a pass above may have lost a write, or changed where gradients flow.
     _run_once(captured, fake)
     # The graphs that are made of this one copy `meta`, and have no `module_path` of their own.
     for node in captured.graph.nodes:
@@ -165,8 +173,11 @@ def _trace(
         inputs = [_fake_like(tensor, device) for tensor in tensors_in(call.batch)]
     state_by_name = dict(zip(call.tensors, states, strict=True))
     model = call.module.model
+    # Pre-dispatch: operations as the code calls them (`linear`, attention), which the rules of layouts know, before
+    # autograd takes them apart.
     with _watched_modules(model) as entries, _refusals(), effects_as_written(state_by_name), _running, fake:
         traced = make_fx(call, pre_dispatch=True)(states, inputs)
+    # First, because a factory's lost result looks like a value from elsewhere, which the check refuses.
     rejoin_copies(traced)
     _check_constants(_constants_of(traced))
     return traced, entries
@@ -187,6 +198,8 @@ def _check_next_call(call: _TracedCall, traced: fx.GraphModule, device: torch.de
     watch = call.module.watches[-1]
     if watch.suspicion is None:
         return
+    # Trace a call that begins with what the first one left, then one that begins with other numbers (see
+    # `kept_values`).
     for is_moved in (False, True):
         initial = InitialState(watch.suspects, is_moved)
         following = _TracedCall(call.module.model, call.module.function, call.batch, call.tensors, initial)
@@ -213,6 +226,7 @@ def _repeats(
 def _are_same(first: fx.GraphModule, second: fx.GraphModule) -> bool:
     """True if two traces have the same operations and constants."""
 
+    # fx numbers names in the order in which nodes are made, so equal traces have equal names in their arguments.
     def text(node: fx.Node) -> tuple[str, ...]:
         return node.op, str(node.target), repr(node.args), repr(node.kwargs)
 
@@ -236,7 +250,9 @@ def _without_side_effects(captured: Captured) -> None:
     drop_unread(captured.graph)
     for node in copy_inputs_that_are_written(captured.graph, captured.inputs):
         captured.module_path[node] = ""
+    # Now the only memory left that outlives the graph is that of the states.
     make_functional(captured.graph)
+    # Again: an in-place operation counts as impure and stays, its ordinary form goes where nothing reads it.
     drop_unread(captured.graph)
     for node, reader in copy_states_that_are_read(captured.graph, captured.states).items():
         captured.module_path[node] = captured.module_path.get(reader, "")
@@ -281,6 +297,7 @@ class _TracedCall:
         remaining_inputs = iter(inputs)
         batch = map_tensors(self.batch, lambda _: next(remaining_inputs))
         state_by_name = dict(zip(self.tensors, states, strict=True))
+        # Other memory, or a gradient, given to a state is no value of the graph: it would be lost without a trace.
         memory_before = {name: _memory(tensor) for name, tensor in state_by_name.items()}
         module_states = {f"model.{name}": tensor for name, tensor in state_by_name.items()}
         log = WriteLog(state_by_name)
@@ -324,13 +341,15 @@ class _FunctionModule(torch.nn.Module):
 
 
 def _depends_on_arguments(tensor: torch.Tensor) -> bool:
-    """True if a value of the trace under way depends on a state or on the batch; as far as that can be told."""
+    """True if a value of the trace under way depends on a state or on the batch, as far as that can be told."""
     mode = get_proxy_mode()
     slot: Any = None
     if mode is not None:
         slot = get_proxy_slot(tensor, mode.tracer, None)
+    # The tracer does not know it: a fake tensor may come from anywhere, a real one was made of plain numbers.
     if slot is None:
         return isinstance(tensor, FakeTensor)
+    # Walk back from its node to a placeholder.
     pending = [slot.proxy.node]
     visited = set()
     while pending:
@@ -344,7 +363,10 @@ def _depends_on_arguments(tensor: torch.Tensor) -> bool:
 
 
 def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return what tells a tensor's memory: `_cdata` is the address of the storage object."""
+    """Return the address of a tensor's storage object (`_cdata`), its shape and its strides.
+
+    The address is unique only as long as somebody holds the tensor.
+    """
     return tensor.untyped_storage()._cdata, tuple(tensor.shape), tensor.stride()
 
 
@@ -356,7 +378,7 @@ def _fake_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def _plain_random_state() -> tuple[Any, ...]:
     """Return the states of Python's and numpy's random numbers; a numpy that nobody imported draws none."""
     numpy: Any = sys.modules.get("numpy")
-    state: Any = (None, b"", 0)
+    state: Any = (None, b"", 0)  # name, MT19937's words, the place in them
     if numpy:
         state = numpy.random.get_state()
     return random.getstate(), state[2], bytes(state[1])
@@ -366,7 +388,7 @@ def _plain_random_state() -> tuple[Any, ...]:
 def _watched_modules(model: torch.nn.Module) -> Iterator[list[tuple[int, str]]]:
     """Note at which node of the graph each module begins, and where its caller goes on."""
     names = {module: name for name, module in model.named_modules()}
-    entries: list[tuple[int, str]] = []
+    entries: list[tuple[int, str]] = []  # (nodes in the graph so far, the path from here on)
     stack: list[str] = []
 
     def current() -> str:
@@ -378,7 +400,7 @@ def _watched_modules(model: torch.nn.Module) -> Iterator[list[tuple[int, str]]]:
             entries.append((len(mode.tracer.graph.nodes), current()))
 
     def enter(module: torch.nn.Module, arguments: Any) -> None:
-        stack.append(names.get(module, current()))
+        stack.append(names.get(module, current()))  # one made on the way counts as its caller
         note()
 
     def leave(module: torch.nn.Module, arguments: Any, result: Any) -> None:
@@ -487,7 +509,10 @@ def _take_out_grad_mode(captured: Captured) -> None:
 
 
 def _detach_inputs(captured: Captured, node: fx.Node) -> None:
-    """Let a node that ran under `torch.no_grad` read detached values of nodes that did not."""
+    """Let a node that ran under `torch.no_grad` read detached values of nodes that did not.
+
+    Stages run with gradients on: `detach` stands for the switch that was taken out.
+    """
     for source in node.all_input_nodes:
         if source in captured.no_grad or not isinstance(source.meta.get("val"), torch.Tensor):
             continue
@@ -505,6 +530,7 @@ def _drop_unused(captured: Captured) -> None:
     captured.no_grad &= nodes
     used = {node.target for node in nodes if node.op == "get_attr"}
     captured.constants = {name: value for name, value in captured.constants.items() if name in used}
+    # A state without readers belongs to no operation: ranks hold it, but no graph takes it as an argument.
     for name, node in list(captured.states.items()):
         if not node.users:
             del captured.states[name]
@@ -521,6 +547,7 @@ def skeleton(model: torch.nn.Module, dtype: torch.dtype | None = None) -> torch.
     Raises:
         WorkloadError: a parameter has a hook, which sees whole gradients and would be lost with the values.
     """
+    # Hooks are keyed to the tensor: the pieces that ranks train would not have them.
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise WorkloadError(

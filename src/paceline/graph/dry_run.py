@@ -127,6 +127,7 @@ def stage_traffic(
         precision: run under autocast to this dtype.
     """
     ledger = Ledger()
+    # Collectives on fake tensors send nothing, but enter themselves in the ledger of their axis.
     ledgers_before = [comm.ledger for comm in comms]
     for comm in comms:
         comm.ledger = ledger

@@ -74,6 +74,7 @@ class _Emitter:
         """Walk the old graph in order; return the new one."""
         for node in self.captured.graph.nodes:
             self.current = node
+            # Placeholders keep their order: whoever runs the graph hands in states, then inputs.
             if node.op in ("placeholder", "get_attr"):
                 copied = self.graph.node_copy(node, lambda old: self.new_nodes[old])
                 self._register(node, copied, self._placement_of_state(node))
@@ -158,6 +159,7 @@ class _Emitter:
             sources.append(source)
             return source
 
+        # `map_arg` visits the inputs in the order of `tensor_inputs`, in which `choice.inputs` and `spec.bias` count.
         arguments, named = fx.node.map_arg((node.args, node.kwargs), bring)
         new = self._operation(node, choice, arguments, named, sources)
         self._register(node, self._after_operation(node, choice, new, sources), choice.output)
@@ -166,6 +168,7 @@ class _Emitter:
         """Run a node's operation on this rank's pieces, without the collective after it."""
         if choice.kind == "vocabulary embedding":
             rows = shape_of(tensor_inputs(node)[0])[0]
+            # An index into the whole table; -1 is none.
             padding = arguments[2] if len(arguments) > 2 else -1
             return self._call(self.exchanges.split_embedding, sources[0], sources[1], rows, padding)
         if choice.kind == "vocabulary loss":
@@ -176,6 +179,7 @@ class _Emitter:
             output = list(choice.output) if isinstance(choice.output, tuple) else choice.output
             target, rest = local_arguments(node, placement, output, self.part, self.parts)
             return self._call(target, sources[0], *rest)
+        # All ranks of the axis share a random stream: each draws the whole mask and keeps its piece.
         if choice.is_split and node.target in _RANDOM:
             assert isinstance(choice.output, Split)
             place = (_pieces(choice.output), self.part, self.parts)
@@ -188,7 +192,11 @@ class _Emitter:
         return self._call(node.target, *arguments, **named)
 
     def _attention_with_dropout(self, node: fx.Node, choice: Choice, arguments: Any, named: Any) -> fx.Node:
-        """Attention on this rank's heads or samples, of which it drops what one rank would."""
+        """Run attention on this rank's heads or samples, and drop what one rank would drop of them.
+
+        torch's fused attention draws its mask inside, from the stream that all ranks of the axis share: the heads of
+        two ranks would drop the same weights. So the mask is drawn for all heads, outside.
+        """
         assert isinstance(choice.output, Split)
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
         by_name = {**dict(zip(names, arguments, strict=False)), **named}
@@ -201,7 +209,7 @@ class _Emitter:
             by_name.get("is_causal", False),
             by_name.get("scale"),
         )
-        weights_shape = (*query[:-1], key[-2])
+        weights_shape = (*query[:-1], key[-2])  # (.., positions of the query, positions of the key)
         place = (_pieces(choice.output), self.part, self.parts)
         dropped = self._call(split_dropout, weights, _dropout_of(node), True, weights_shape, place)
         dropped.meta["lies"] = choice.output
@@ -247,6 +255,7 @@ class _Emitter:
         is_convolution = spec.inputs[0][0] == "n" and len(spec.inputs[1]) > 2
         if is_convolution:
             spatial_dims = len(shape_of(node)) - 2
+            # (channels) -> (channels, 1, ..), to be broadcast over the places
             bias = self._call(aten.reshape.default, bias, [-1, *([1] * spatial_dims)])
         return self._call(aten.add.Tensor, new, bias)
 
@@ -254,6 +263,7 @@ class _Emitter:
         """Return the value of `old`, lying as wanted; a whole one whose gradients come in parts where `for_parts`."""
         current = self.placements.get(old)
         value = self.new_nodes[old]
+        # Several outputs are converted one by one, where `getitem` takes them.
         if isinstance(current, tuple) or not isinstance(old.meta.get("val"), torch.Tensor):
             return value
         if current == wanted and (current is not None or not for_parts):
@@ -280,6 +290,7 @@ class _Emitter:
         if wanted is None:
             gather = self.exchanges.gather_parts if for_parts else self.exchanges.gather
             return self._call(gather, value, _pieces(current))
+        # From one split to another: gather, then keep the new piece.
         gathered = self._call(self.exchanges.gather_parts, value, _pieces(current))
         return self._call(self.exchanges.keep_of_parts, gathered, _pieces(wanted))
 

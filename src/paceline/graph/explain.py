@@ -51,6 +51,7 @@ def why_nothing_is_split(captured: Captured, parts: int) -> str:
     There is an operation without a rule, a size at which it does not pay, or no dimension with enough rows.
     """
     weights = [name for name in captured.states if name in captured.trained]
+    # By name where sizes are equal, so that the message is the same each time.
     weights.sort(key=lambda name: (-captured.states[name].meta["val"].numel(), name))  # the largest is named
     options = options_of(captured, parts)
     without_rule = ""
@@ -61,6 +62,7 @@ def why_nothing_is_split(captured: Captured, parts: int) -> str:
         if len(shape) < 2 or max(shape) < parts:
             continue
         weight = f"{name} of {'x'.join(map(str, shape))}"
+        # It could be split, so the costs have decided against it.
         if any(_can_be_split(node, user, options) for user in node.users):
             too_small = too_small or weight
             continue

@@ -19,6 +19,7 @@ from paceline.nouns.errors import WorkloadError
 def make_functional(graph: fx.Graph) -> None:
     """Replace every in-place operation whose input nothing else shares, and that nobody sees after the graph."""
     order = node_order(graph)
+    # Memory that somebody sees after the graph: a write into it is an effect, and stays one.
     outside = {storage_of(node) for node in graph.nodes if node.op in ("placeholder", "get_attr")}
     for node in list(graph.nodes):
         written = _only_written_input(node)
@@ -28,6 +29,7 @@ def make_functional(graph: fx.Graph) -> None:
         if ordinary is None or _is_shared(node, written, order):
             continue
         node.target = ordinary
+        # Only later readers: those before the write read the old value.
         written.replace_all_uses_with(node, delete_user_cb=lambda user, at=order[node]: order[user] > at)  # type: ignore[misc]
 
 
@@ -36,6 +38,7 @@ def _is_shared(node: fx.Node, written: fx.Node, order: dict[fx.Node, int]) -> bo
     shared = storage_of(written)
     if shared is None:
         return False
+    # An unread view does no harm.
     for other in order:
         if other is written or other is node or storage_of(other) != shared:
             continue
@@ -51,6 +54,7 @@ def drop_empty_parts(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.target is not torch.ops.aten.cat.default:
             continue
+        # `cat` passes over tensors of shape (0,), whatever the shape of the others; no rule knows such an input.
         filled = [part for part in node.args[0] if tuple(part.meta["val"].shape) != (0,)]
         if len(filled) == 1:
             node.replace_all_uses_with(filled[0])
@@ -80,6 +84,7 @@ def copy_inputs_that_are_written(graph: fx.Graph, inputs: list[fx.Node]) -> list
         with graph.inserting_before(first_operation):
             copied = graph.call_function(torch.ops.aten.clone.default, (node,))
         node.replace_all_uses_with(copied, delete_user_cb=lambda user, copied=copied: user is not copied)  # type: ignore[misc]
+        # Views of the tensor share this memory in their `meta`: it goes to the copy, which they are views of now.
         copied.meta["val"] = value
         with value.fake_mode:  # memory of its own, which nothing writes into
             node.meta["val"] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
@@ -110,6 +115,7 @@ def copy_states_that_are_read(graph: fx.Graph, states: dict[str, fx.Node]) -> di
             # All that read after the last write read the same: one copy does for them.
             is_final = order[user] > order[last]
             if not is_final or (source, True) not in copies:
+                # A reader before the last write gets a copy of its own, made where it reads.
                 if not is_final:
                     place = graph.inserting_before(user)
                 elif order[source] > order[last]:  # a view that is made after the last write
@@ -200,6 +206,7 @@ def _ordinary(node: fx.Node) -> torch._ops.OpOverload | None:
     target = node.target
     assert isinstance(target, torch._ops.OpOverload)
     space, _, name = target._schema.name.partition("::")
+    # `__iand__` and its like have no counterpart of the name without its last underscore.
     if not name.endswith("_") or name.endswith("__"):
         return None
     packet = getattr(getattr(torch.ops, space), name[:-1], None)

@@ -30,8 +30,8 @@ from paceline.nouns.errors import WorkloadError
 
 _SLOTS = ("_parameters", "_buffers", "_modules")  # what the graph and the checks of buffers see already
 _PLAIN = (bool, int, float, complex, str, bytes, tuple, type(None), torch.Size, torch.dtype, torch.device)
-_MISSING = object()
-_DEPTH = 2  # of containers in containers
+_MISSING = object()  # in a place where there is no value: None is one
+_DEPTH = 2  # of containers in containers; it also ends the walk of those that hold themselves
 _MOST = 200  # elements of a container that are looked at
 _FAR = 1_000_003  # added to a number: no size or count of a batch comes near
 
@@ -115,6 +115,7 @@ class PythonStateWatch:
         Raises:
             WorkloadError: it put another tensor in a buffer's place.
         """
+        # Before the snapshots, so that what the first call left counts as what this one found.
         for suspect in self.earlier:
             _put(suspect, suspect.after)
             if self.is_moved:
@@ -133,6 +134,7 @@ class PythonStateWatch:
             replaced_buffer = self._find_replaced_buffer()
         finally:
             del torch.nn.Module.__getattribute__  # type: ignore[misc]
+            # In this order: first what this call changed goes, then what the first call left.
             self._put_back(before)
             for suspect in self.earlier:
                 _put(suspect, suspect.before)
@@ -158,9 +160,11 @@ class PythonStateWatch:
         recorder = self.recorder
 
         def look_up(module: torch.nn.Module, key: str) -> Any:
+            # Python's own look-ups, and what the graph or another check sees.
             if key[:2] == "__" or key in _SLOTS or module is recorder:
                 return original(module, key)
             values = original(module, "__dict__")
+            # `modules` holds the module itself: no other one can get its id while the watch runs.
             if id(module) not in modules:  # the first touch: it is as the call found it
                 modules[id(module)] = (module, {name: _snapshot(value) for name, value in values.items()})
                 reads[id(module)] = set()
@@ -217,11 +221,12 @@ class PythonStateWatch:
         return None
 
     def _is_changed(self, snapshot: _Snapshot | None, now: Any, is_read: bool) -> bool:
-        """True if a value that was read is another one now, by more than a constant kept for later."""
+        """True if a value that was read is another one now, and not just a constant that is kept for later."""
         if snapshot is None or now is not snapshot.value:
             if not is_read:
                 return False
             if isinstance(now, torch.Tensor):
+                # One that depends on no argument is the same in every call, so the constant in the graph stands for it.
                 return self.depends(now)
             return not _are_equal(_MISSING if snapshot is None else snapshot.value, now)
         if snapshot.items is None:
@@ -271,6 +276,7 @@ def _has_other_keys(now: Any, items: dict[Any, Any], before: dict[Any, _Snapshot
         return not items.keys() >= before.keys()
     if items.keys() == before.keys():
         return False
+    # A list may grow by what nothing computes with (frames, errors), but not shrink.
     if isinstance(now, list | collections.deque):
         new_items = [item for key, item in items.items() if key not in before]
         return any(map(_is_a_value, new_items)) or len(items) < len(before)
@@ -297,6 +303,7 @@ def _variables(function: Any, visited: set[int]) -> Iterator[tuple[str, Any, Any
     These are its closure, the attributes of its object, the globals that it names, and those of the person's
     functions among them.
     """
+    # `visited` ends the walk of functions that name each other.
     if id(function) in visited or len(visited) > _MOST:
         return
     visited.add(id(function))
@@ -306,10 +313,12 @@ def _variables(function: Any, visited: set[int]) -> Iterator[tuple[str, Any, Any
     if isinstance(function, types.MethodType):
         yield from _attributes(function.__self__)
         function = function.__func__
+    # An object that can be called: what it keeps is in its attributes.
     if not isinstance(function, types.FunctionType):
         if not isinstance(function, type | types.BuiltinFunctionType):
             yield from _attributes(function)
         return
+    # A function of the person's is followed, not watched: what it names can change as well.
     for name, holder, key in _named_variables(function):
         value = _get(holder, key)
         if isinstance(value, types.FunctionType) and _is_user_code(value.__module__):
@@ -340,6 +349,7 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _is_watched(value: Any) -> bool:
+    # Modules are watched as they are touched.
     if isinstance(value, torch.Tensor | torch.nn.Module):
         return isinstance(value, torch.Tensor)
     if isinstance(value, (*_PLAIN, list, dict, set, collections.deque)):
@@ -426,6 +436,7 @@ def _move(suspect: _Suspect) -> None:
 
 def _moved(value: Any) -> Any:
     """Return another value of the same type, or the value itself where none is known."""
+    # Before numbers: in Python a bool is one.
     if isinstance(value, bool):
         return not value
     if isinstance(value, numbers.Number):
@@ -440,6 +451,7 @@ def _moved(value: Any) -> Any:
 def _are_alike(first: _Snapshot, second: _Snapshot) -> bool:
     """True if two calls left equal plain values, and tensors of which none is of both."""
     if isinstance(first.value, torch.Tensor) and isinstance(second.value, torch.Tensor):
+        # The later call left the first call's tensor: in a graph that is a constant of the wrong batch.
         if first.value is second.value:
             return False
         return (first.value.shape, first.value.dtype) == (second.value.shape, second.value.dtype)
@@ -469,6 +481,7 @@ def _holds(container: Any, items: dict[Any, Any]) -> bool:
     now = _children(container)
     if now.keys() != items.keys():
         return False
+    # `is` and not `==`, which of tensors gives no single truth value.
     return all(now[key] is items[key] for key in items)
 
 

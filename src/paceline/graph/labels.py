@@ -33,6 +33,7 @@ class Spec:
 
 def tensor_inputs(node: fx.Node) -> list[fx.Node]:
     """Return the node's tensor inputs in the order of its arguments; one that is given twice stands twice."""
+    # Not `node.all_input_nodes`, which has each input once: rules count arguments.
     inputs: list[fx.Node] = []
 
     def note(value: fx.Node) -> fx.Node:

@@ -21,7 +21,7 @@ from paceline.graph.sample_rules import samples_after
 from paceline.graph.sharding_strategies import Choice, Options, choices
 
 aten = torch.ops.aten
-_SUM = "sum over samples"
+_SUM = "sum over samples"  # in the place of a placement
 _KEEPS_SUM = (
     aten.mul.Scalar, aten.div.Scalar, aten.neg.default, aten.to.dtype, aten.clone.default, aten.reshape.default,
     aten.view.default, aten.alias.default, aten.detach.default, aten._to_copy.default, aten.squeeze.default,
@@ -44,6 +44,7 @@ def coupled_at(captured: Captured) -> fx.Node | None:
     Batch norm comes last: its statistics can be shared, so it must not hide another operation behind it.
     """
     samples = _samples(captured)
+    # With one sample nothing can be cut, so nothing can meet.
     if samples is None or samples < 2:
         return None
     placements: dict[fx.Node, Any] = {}
@@ -60,6 +61,7 @@ def coupled_at(captured: Captured) -> fx.Node | None:
             return node  # type: ignore[no-any-return]
         if batch_norm is None:
             batch_norm = node
+        # Go on as if it kept samples apart: whatever else lets them meet must be found.
         placements[node] = placements.get(tensor_inputs(node)[0])
     loss = captured.output[0] if captured.output else None
     if isinstance(loss, fx.Node) and loss.op == "call_function" and placements.get(loss) != _SUM:
@@ -103,6 +105,7 @@ def _follow_inputs(
     is_written: bool,
 ) -> bool:
     """Note where the samples of a node's inputs lie in its output; False when they meet in it."""
+    # After the sum only further sums and scalings may follow.
     if any(placement == _SUM for placement in now):
         placements[node] = _SUM
         return _keeps_sum(node, inputs, now)

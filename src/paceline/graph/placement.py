@@ -60,6 +60,7 @@ def unflattened(blocks: tuple[int, ...], shape: tuple[int, ...], parts: int) -> 
         if outer == 0 or inner == 0 or len(blocks) % outer:
             continue
         first = blocks[: len(blocks) // outer]
+        # Each index of the dimensions before must repeat the same blocks, and they must fill the dimension.
         if blocks != first * outer or sum(first) != shape[dim] * inner:
             continue
         if any(block % inner for block in first):

@@ -51,6 +51,8 @@ def _replaced(owner: Any, **attributes: Any) -> Iterator[None]:
 @contextmanager
 def _gradients() -> Iterator[None]:
     """Refuse gradients that do not follow from the operations: custom functions, hooks, calls of autograd."""
+    # The graph holds forward operations; autograd differentiates these anew. A backward pass that the person wrote
+    # would not run.
     apply = vars(torch.autograd.Function)["apply"]
 
     def refuse(what: str, name: str) -> NoReturn:
@@ -133,6 +135,7 @@ class _UnseededGenerator(torch.Generator):
 def _seeds() -> Iterator[None]:
     """Refuse calls that seed torch's generators, by any name."""
     default = torch.default_generator
+    # torch's functions draw from the generator that C++ holds; Python code finds `guard` under its names.
     guard = _UnseededGenerator()
     state = default.get_state()
     torch.Generator.set_state(guard, state)
@@ -150,6 +153,7 @@ def _seeds() -> Iterator[None]:
         if default.initial_seed() != _SEED_MARK:
             raise _seeded("in its forward pass")
     finally:
+        # The mark, and what the trace drew, are gone afterwards.
         default.set_state(state)
 
 

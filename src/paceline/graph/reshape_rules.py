@@ -1,4 +1,4 @@
-"""Where a split goes when an operation only rearranges: reshapes, transposes, slices, concatenations.
+"""Follow a split through operations that only rearrange: reshapes, transposes, slices, concatenations.
 
 `carry(node, split, parts)` gives the split of the node's output (a list for several outputs) when the rank's
 piece, rearranged the same way, is the piece of the rearranged whole; None when it is not. `local_arguments` then
@@ -59,6 +59,7 @@ def local_arguments(node: fx.Node, split: Split, out: Carried, part: int, parts:
     if target is aten.expand.default:
         assert isinstance(out, Split)
         return target, (list(out.local_shape(shape_of(node), part, parts)), *rest[1:])
+    # Along the split dimension the sizes of the whole are wrong for a piece.
     if target in _SPLITTERS and _dim_of(node, _SPLITTERS[target]) == split.dim:
         sizes = [piece.size(part, parts) for piece in out]  # type: ignore[union-attr]
         return aten.split_with_sizes.default, (sizes, split.dim)
@@ -89,6 +90,7 @@ def _reshape(node: fx.Node, split: Split, parts: int) -> Carried:
         return None
     for first, last, out_first, out_last in _groups(before, after):
         if first <= split.dim < last:
+            # A split survives if its blocks, seen as runs of elements in memory order, are blocks of a new dimension.
             inside = Split(split.dim - first, split.blocks)
             carried = unflattened(flattened(inside, before[first:last]), after[out_first:out_last], parts)
             if carried is None:
@@ -106,6 +108,7 @@ def _groups(before: tuple[int, ...], after: tuple[int, ...]) -> list[tuple[int, 
 
     Both shapes are walked at once; the run with fewer elements so far takes its next dimension.
     """
+    # (2, 6, 5) -> (12, 5): [(0, 2, 0, 1), (2, 3, 1, 2)]
     groups = []
     i = 0
     j = 0
@@ -216,6 +219,7 @@ def _split(node: fx.Node, split: Split, parts: int) -> Carried:
     remaining = list(split.blocks)
     for output in outputs:
         taken: list[int] = []
+        # Each output takes whole blocks, so that a rank's piece of it is part of the rank's piece of the input.
         while remaining and sum(taken) < output.shape[dim]:
             taken.append(remaining.pop(0))
         if sum(taken) != output.shape[dim]:  # it cuts a block
@@ -272,6 +276,7 @@ def blocks_asked_for(graph: fx.Graph) -> dict[int, set[tuple[int, ...]]]:
         elif node.target is aten.slice.Tensor:
             _note_edges(node, edges)
         elif node.target in RESHAPES:
+            # A dimension of a fused matrix that is viewed as (3, ..): blocks of equal size.
             for size, count in _unflattened_sizes(node):
                 if 1 < count <= _MOST_BLOCKS:
                     asked.setdefault(size, set()).add((size // count,) * count)

@@ -1,4 +1,4 @@
-"""What each operation does with each dimension, as labels.
+"""Rules of operations: labels say what each does with each dimension.
 
 A dimension that keeps its label from an input to the output can be split there: every rank computes its piece.
 A label in `summed` is added up by the operation: pieces give parts of a sum. A dimension labelled None must
@@ -40,6 +40,7 @@ def spec_of(node: fx.Node) -> Spec | None:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return None
+    # torch tags its own element-wise operations, so most need no rule here.
     if torch.Tag.pointwise in target.tags or target._schema.name.removeprefix("aten::") in _ALSO_POINTWISE:
         return pointwise(node)
     return None
@@ -124,6 +125,7 @@ def _linear(node: fx.Node) -> Spec | None:
 
 def _addmm(node: fx.Node) -> Spec | None:
     # bias (o) + x (n i) @ weight (i o)
+    # With factors the bias would have to be scaled before it is added after the sum.
     if node.kwargs.get("beta", 1) != 1 or node.kwargs.get("alpha", 1) != 1:
         return None
     bias, *_ = tensor_inputs(node)

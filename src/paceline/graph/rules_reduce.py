@@ -22,6 +22,7 @@ def reduce(node: fx.Node) -> Spec | None:
     keeps_dims = bool(argument(node, 2, "keepdim", False))
     after = labels_without(dims, rank)
     output = after if keeps_dims else _dropped(after, dims)
+    # Of means and maxima no part can be added up: what they reduce over must be whole.
     if node.target is aten.sum.dim_IntList:
         return Spec((labels_without((), rank),), output, frozenset(f"d{dim}" for dim in dims))
     return Spec((after,), output)
@@ -69,6 +70,7 @@ def cross_entropy(node: fx.Node) -> Spec | None:
     scores = shape_of(inputs[0])
     classes = shape_of(inputs[1])
     reduction = argument(node, 3, "reduction", 1)
+    # 1, the mean: ranks with different numbers of rows have means of different weight.
     if len(scores) < 2 or len(classes) != len(scores) - 1 or reduction == 1:
         return None
     spatial = unlabelled(len(classes) - 1)
@@ -93,6 +95,7 @@ def pairwise_loss(node: fx.Node) -> Spec | None:
         if len(shape) > rank:
             return None
         labels.append(unless_broadcast(names[rank - len(shape) :], shape))
+    # As above: a mean of pieces is no part of a sum.
     if reduction == 1:
         return None
     if reduction == 2:

@@ -158,12 +158,14 @@ def _probed(node: fx.Node, placement: Split, samples: int) -> Samples:
         return None
     if any(isinstance(value, fx.Node) for value in [*node.args[1:], *node.kwargs.values()]):
         return None
+    # Real numbers, outside of the fake mode. float64 holds them exactly.
     numbers = _sample_numbers(len(shape), placement.dim, shape[placement.dim], samples).expand(shape)
     moved = node.target(numbers, *node.args[1:], **node.kwargs)  # type: ignore[operator]
     is_number = (moved >= _PROBE_BASE) & (moved < _PROBE_BASE + samples)  # the rest was filled up
     for dim, size in enumerate(moved.shape):
         if size % samples or not size:
             continue
+        # (samples, the rest of the dimension, the other dimensions)
         by_sample = is_number.movedim(dim, 0).unflatten(0, (samples, size // samples))
         if not bool((by_sample == by_sample[:1]).all()):
             continue  # what is filled up depends on a sample's place
@@ -211,6 +213,7 @@ def _index(node: fx.Node, now: Sequence[Any], samples: int) -> Samples:
     dims = [dim for dim, index in enumerate(indices) if index is not None]
     index_rank = max(len(shape_of(indices[dim])) for dim in dims)
     is_together = dims == list(range(dims[0], dims[-1] + 1))
+    # As numpy: dimensions of separated indices move to the front.
     start = dims[0] if is_together else 0  # where the dimensions of the indices come to lie
     table = now[0]
     if table is None:

@@ -20,7 +20,7 @@ from paceline.graph.placement import Placement, Split
 from paceline.graph.reshape_rules import carry, is_rearrangement, shape_of
 from paceline.graph.rules import spec_of
 
-OPERATIONS_PER_BYTE = 4
+OPERATIONS_PER_BYTE = 4  # that an exchanged byte costs
 CALL = 1000  # of one collective, whatever its size
 aten = torch.ops.aten
 
@@ -48,7 +48,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the choices at a node depend on and what is the same for all nodes of a graph."""
+    """The settings of a graph on which the choices at its nodes depend."""
 
     parts: int
     blocks: dict[int, set[tuple[int, ...]]]  # asked for by the model, per size of a dimension
@@ -76,6 +76,7 @@ def choices(
     if _has_several_outputs(node):
         whole_output = (None,) * len(node.meta["val"])
     yield Choice((None,) * len(inputs), whole_output, False, work)
+    # Written memory must be the same on all ranks; without inputs there is nothing to split.
     if node in options.pinned or not inputs:
         return
     if is_rearrangement(node):
@@ -112,6 +113,7 @@ def _work(node: fx.Node, options: Options) -> float:
         return work
     if len(shape_of(node)) >= 3:
         # A split sequence is asked for to hold less of every value, not to compute less.
+        # Without this term, time alone decides, and sequence parallelism is hardly ever chosen.
         work += OPERATIONS_PER_BYTE * size_bytes(node)
     return work
 
@@ -175,6 +177,7 @@ def _candidates(
             split_label = labels[placement.dim]
             if split_label is not None:
                 candidates[split_label, placement.blocks] = None
+        # Other operations follow the placement of their inputs; only these may begin one.
         can_lead = spec.heavy or "e" in labels  # a matrix product's weight or an embedding's table
         if can_lead and source in options.parameters and len(labels) > 1:
             for label, size in zip(labels, shape_of(source), strict=True):
@@ -223,9 +226,11 @@ def _split_along(
             yield Choice(needed, out, True, work)
         return
     size = size_bytes(node)
+    # An all_reduce moves the bytes twice: it is a reduce_scatter and an all_gather. Half of it is needed where the
+    # output may stay split.
     yield Choice(needed, None, True, work + exchanged(size, 2), after="sum")
     if _can_scatter(shape, options):
-        back = 1 if node in options.with_gradient else 0
+        back = 1 if node in options.with_gradient else 0  # the gradient is gathered
         out = _along_sequence(shape)
         yield Choice(needed, out, True, work + exchanged(size, 1 + back, 1 + back), after="scatter")
 
@@ -263,7 +268,7 @@ def _along_sequence(shape: tuple[int, ...]) -> Split:
 
 
 def _refuses_empty(node: fx.Node) -> bool:
-    """True if torch refuses the operation on empty pieces, as it does convolutions and norms without channels."""
+    """True if torch raises for the operation on empty pieces, as for convolutions and norms without channels."""
     name = str(node.target)
     return "conv" in name or "norm" in name
 
@@ -315,6 +320,7 @@ def _vocabulary_embedding(
     if is_fixed and placement != by_rows:
         return
     needed = (by_rows, None)
+    # The work is not divided: each rank makes an output of full size, with zeros for the rows of others.
     cost = work + exchanged(size_bytes(node), 2)
     yield Choice(needed, None, True, cost, "sum", "vocabulary embedding")
     shape = shape_of(node)

@@ -31,6 +31,7 @@ def check_stage_writes(
         comm: the axis that the graphs talk on; nothing is sent.
         precision: run under autocast to this dtype.
     """
+    # Most models write nothing: the check costs them nothing.
     if not captured.log:
         return
     writes: list[Write] = []
@@ -43,6 +44,7 @@ def check_stage_writes(
     finally:
         comm.ledger = ledger_before
     check_same_writes(captured.log, writes, "the graph of this rank")
+    # Two stages hold copies of the same buffer: what one writes, the other would not read.
     for state in dict.fromkeys(write.state for write in captured.log):
         holders = [number for number, stage in enumerate(stages) if state in stage.states]
         if len(holders) != 1:

@@ -52,7 +52,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Where one graph was cut, for other graphs of the same model to follow."""
+    """The cut of one graph, for other graphs of the same model to follow."""
 
     targets: list[object]  # the operations, in order
     stages: list[int]
@@ -100,19 +100,21 @@ def owners_of(captured: Captured, stages: Mapping[fx.Node, int]) -> Owners:
     owners: Owners = {}
     for name, state in captured.states.items():
         users = {stages[user] for user in state.users if user in stages}
-        owners[name] = tuple(sorted(users)) or (0,)
+        owners[name] = tuple(sorted(users)) or (0,)  # without readers: kept by the first
     return owners
 
 
 def computed_anew(captured: Captured) -> set[fx.Node]:
     """Return the nodes that depend on the batch, plain numbers and unwritten buffers alone, and draw nothing."""
     written = _written_memory(captured)
+    # Every rank of the pipeline has the batch and all unwritten buffers, so these values need no message.
     plain: set[fx.Node] = set(captured.inputs)
     for name, state in captured.states.items():
         if name in captured.buffers and storage_of(state) not in written:
             plain.add(state)
     for node in captured.graph.nodes:
         is_plain = node.op == "get_attr"
+        # A second draw would give other numbers: what draws runs in one stage, and its result is sent.
         if node.op == "call_function" and not _draws(node):
             is_plain = plain.issuperset(node.all_input_nodes)
         if is_plain:
@@ -159,6 +161,7 @@ def _crossing_values(
     """
     order = node_order(captured.graph)
     needed: list[set[fx.Node]] = [set() for _ in range(count)]  # staged values that each stage reads
+    # Step 1: what each stage reads of staged values; the last one also hands out the function's results.
     for node, stage in stages.items():
         needed[stage].update(source for source in node.all_input_nodes if source in stages)
     for result in results:
@@ -166,6 +169,7 @@ def _crossing_values(
             needed[count - 1].add(result)
         else:
             needed[count - 1] |= _closure(result, stages, captured, order)[1]
+    # Step 2: a stage receives what it or any later stage reads: messages only go from a stage to the next.
     crossing: list[list[fx.Node]] = [[]]
     for stage in range(1, count):
         read_later = set().union(*needed[stage:])
@@ -187,6 +191,7 @@ def _closure(
     node: fx.Node, stages: Mapping[fx.Node, int], captured: Captured, order: Mapping[fx.Node, int]
 ) -> tuple[list[fx.Node], set[fx.Node]]:
     """Return what must be computed anew for `node`, in order, and the staged values that it needs (normally none)."""
+    # Operations that write into one memory belong together: a copy of one alone would read an unwritten value.
     groups = written_groups(captured.graph)
     members: dict[int, list[fx.Node]] = {}
     for member, shared in groups.items():
@@ -246,6 +251,7 @@ def _build(
         used.update(node.all_input_nodes)
     state_names = [name for name, state in captured.states.items() if state in used]
     input_indices = [index for index, leaf in enumerate(captured.inputs) if leaf in used]
+    # Placeholders in the order that `Stage` promises and `StageProgram` calls with: states, inputs, received.
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
 
@@ -259,6 +265,7 @@ def _build(
         add_placeholder(captured.inputs[index], captured.inputs[index].name)
     for old in crossing[stage]:
         add_placeholder(old, f"from_before_{old.name}")
+    # The old graph's order is a topological one, so all sources are copied before their readers.
     for old in captured.graph.nodes:
         is_constant = old.op == "get_attr" and old in used
         if is_constant or old in operations_here:
@@ -297,6 +304,7 @@ def _cuts(captured: Captured, nodes: list[fx.Node], count: int) -> list[int]:
     Raises:
         PlanError: there are fewer places to cut than stages need.
     """
+    # A cost is a share of the stage's work, so that work and messages can be added: the unit is the whole graph's work.
     work_before = _shares_before(nodes)
     crossing = _crossing_bytes(captured, nodes)
     places = _good_places(crossing, work_before)
@@ -336,6 +344,7 @@ def _fastest_ends(positions: list[float], costs: list[float], count: int) -> lis
         costs: what it costs to cut at each, in the same unit.
         count: stages.
     """
+    # The search takes count * places^2 / 2 steps.
     # best[k][j]: the slowest of k + 1 stages when the last of them ends at j, and where the one before ended
     best = [[(position, -1) for position in positions]]
     for _ in range(count - 1):
@@ -366,15 +375,17 @@ def _crossing_bytes(captured: Captured, nodes: list[fx.Node]) -> list[float]:
     for node in captured.output:
         if node in index_of:
             last_use[node] = len(nodes)
-    crossing = [0.0] * (len(nodes) + 2)
+    crossing = [0.0] * (len(nodes) + 2)  # one more than places: results are read at len(nodes)
     for node, index in index_of.items():
         value = node.meta.get("val")
         # Several outputs in one value can't be sent: only what is taken from them.
         size = value.nbytes if isinstance(value, torch.Tensor) else math.inf
+        # It crosses every cut between itself and its last reader.
         for place in range(index + 1, last_use[node] + 1):
             crossing[place] += size
         if node.target is operator.getitem:  # beside what it is taken from
             crossing[index] = math.inf
+    # No cut between operations that share written memory: a stage has its own memory.
     for members in _tied_together(captured, index_of):
         for place in range(min(members) + 1, max(members) + 1):
             crossing[place] = math.inf
@@ -405,6 +416,7 @@ def _good_places(crossing: list[float], work_before: list[float]) -> list[int]:
         can_be_cut = crossing[place] < math.inf and 0 < work_before[place] < 1
         if not can_be_cut:
             continue
+        # Rearrangements count no work, so many places have the same share; of these only the best is tried.
         key = round(work_before[place], 6)
         if key not in best or crossing[place] <= crossing[best[key]]:
             best[key] = place

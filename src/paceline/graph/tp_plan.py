@@ -26,6 +26,7 @@ def own_plan(model: torch.nn.Module, captured: Captured, parts: int) -> dict[str
         module, _, kind = name.rpartition(".")
         shape = shape_of(node)
         dim = _dim(_style_of(module, plan), kind)
+        # Uneven pieces are left to the derived layout.
         if dim is not None and dim < len(shape) and shape[dim] % parts == 0:
             placements[name] = Split(dim, (shape[dim],))
     return placements

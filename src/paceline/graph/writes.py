@@ -57,11 +57,13 @@ class WriteLog(TorchDispatchMode):
 
     def __init__(self, states: Mapping[str, torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        # The caller holds the states, so no other tensor gets their addresses.
         self.names = {_memory(tensor): name for name, tensor in states.items()}
         self.writes: list[Write] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Look at the arguments, then run the operation."""
+        # Some schemas of batch norm mark no argument as written, although the kernel updates the statistics in place.
         named = kwargs or {}
         if "batch_norm" in function._schema.name and len(args) > 5:  # which one runs depends on more than the model
             is_training = args[5]
@@ -159,6 +161,7 @@ def check_same_writes(expected: Sequence[Write], actual: Sequence[Write], what: 
         operations = [write.operation for write in actual if write.state == state]
         if [write.operation for write in missing] == operations:
             continue
+        # What is left in `missing` has no counterpart: the first of it is named.
         for operation in operations:
             same = next((write for write in missing if write.operation == operation), None)
             if same is not None and len(missing) > 1:  # one stays: the message needs it
@@ -208,4 +211,5 @@ def _written_values(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 def _memory(tensor: torch.Tensor) -> int:
+    # The address of the storage object: views of one memory share it.
     return int(tensor.untyped_storage()._cdata)

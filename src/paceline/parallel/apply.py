@@ -75,6 +75,8 @@ class Parallel:
             device,
             overlaps=not placed.finishes_later,
         )
+        # Shared memory is open between the ranks of `replicate`; the step's numbers may use it where these are all
+        # ranks.
         shared = self.replicate.shared if comms.step.axis == "replicate" else None
         self.stats = StepStatsReducer(comms.step, shared, len(self.buffers.tensors), device, placed.counts_loss)
 
@@ -89,6 +91,7 @@ class Parallel:
         Raises:
             LossError: the loss has the wrong form.
         """
+        # Before the first forward pass: whatever it changes, or adds, is this step's.
         self.stats.clear()
         self.buffers.begin_step()
         self.replicate.begin_step(self.stats.finish)
@@ -96,6 +99,7 @@ class Parallel:
         self.is_mean = self.comms.step.size == 1 and len(microbatches) == 1 and self.placed.is_plain
 
         def after_forwards() -> None:
+            # All forward passes are done: the numbers of the step are known, and buffers are not written any more.
             self.stats.begin(is_stopping, self.buffers.find_changed())
             self.replicate.begin_last_backward()
 
@@ -104,12 +108,16 @@ class Parallel:
 
     def reduce_gradients(self) -> StepStats:
         """Make every gradient that of the global batch's mean loss."""
+        # In this order: replicas hold the same parts, so the parts' gradients must be final before `replicate` sums
+        # them.
         self.placed.finish_backward()
         self.replicate.reduce_gradients()
         scale = self.stats.finish()
         stats = self.stats.read()
+        # Otherwise `replicate` has divided by the weight in the pass that adds up.
         if self.replicate.comm.size == 1 and not self.is_mean and stats.weight:
             scale_gradients(self.placed.updated().values(), scale)
+        # Ranks of `tensor` run the same samples and change the same buffers: each change was counted by all of them.
         copies = self.mesh.size("tensor")
         self.buffers.reduce([ranks // copies for ranks in stats.changed])
         return stats

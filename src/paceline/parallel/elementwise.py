@@ -34,6 +34,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, axis: str) -> None:
     Raises:
         PlanError: it does not, or it can't be tried.
     """
+    # Groups that differ in sizes of numbers alone take the same path through the optimizer's code.
     settings = {repr(_kind(group)): group for group in optimizer.param_groups}  # one group of each kind
     with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
         for group in settings.values():
@@ -94,6 +95,7 @@ def _twin(optimizer: torch.optim.Optimizer, group: dict[str, Any], piece: torch.
     make: Any = type(optimizer)
     arguments = inspect.signature(make).parameters
     defaults = optimizer.defaults
+    # A class may keep more defaults than its constructor takes.
     if not any(argument.kind is argument.VAR_KEYWORD for argument in arguments.values()):
         defaults = {key: value for key, value in defaults.items() if key in arguments}
     settings = {key: value for key, value in group.items() if key not in ("params", "initial_lr")}

@@ -56,14 +56,17 @@ class GraphAdapter:
             if isinstance(tensor, torch.nn.Parameter):
                 self.whole[name] = tensor
         self.flat: FlatShard | None = None
+        # What the optimizer updates: whole pieces, or rows of them; the graphs always read `whole`.
         self.own: Mapping[str, torch.nn.Parameter] = self.whole
         if axes["shard"].size > 1:
             self.flat = FlatShard(self.whole, axes["shard"])
             self.flat.split()
             self.own = self.flat.rows
             self._show_rows()
+        # Ranks of `tensor` have the same samples, and only the last stage has a loss: one rank counts it.
         last_stage = split.stages - 1
         self.counts_loss = axes["tensor"].rank == 0 and last_stage in split.own_stages
+        # With tied weights or rows a gradient is summed once more after the backward pass: `replicate` has to wait.
         self.finishes_later = self.pipeline is not None or self.flat is not None
         self.holders: dict[str, list[int]] = {}
         for name, _ in split.form.named_parameters():
@@ -88,6 +91,7 @@ class GraphAdapter:
     def forward_backward(self, loss: Any, microbatches: Sequence[Any], hooks: StepHooks, longest: int) -> None:
         """Run micro-batches through the stages, or one after another where there is one stage."""
         if self.pipeline is not None:
+            # In a pipeline forward and backward passes alternate: all forwards are done only when the schedule is.
             self.pipeline.forward_backward(loss, microbatches, hooks.add)
             hooks.after_forwards()
             return
@@ -103,11 +107,14 @@ class GraphAdapter:
 
         Without `shard` every rank goes at its own pace.
         """
+        # Beside `shard` each micro-batch of an evaluation gathers: a rank that left it out would leave the others
+        # waiting.
         missing = longest - len(microbatches) if self.flat is not None else 0
         return [*microbatches, *[None] * missing]
 
     def finish_backward(self) -> None:
         """Add up what several stages and `shard`'s ranks have."""
+        # First the stages, then the rows: a tied weight's sum is over whole pieces.
         if self.pipeline is not None:
             add_tied_gradients(self.whole, self.holders, self.axes["pipeline"])
         if self.flat is not None:
@@ -121,6 +128,7 @@ class GraphAdapter:
         """Return whether this rank counts each parameter in the norm: one rank counts what several hold alike."""
         at = {axis: comm.rank for axis, comm in self.axes.items()}
         counts = {}
+        # Of the ranks with the same piece the first one counts; a rank with a piece of its own always does.
         for name, parameter in self.own.items():
             is_split = self.split.placements.get(name) is not None
             has_rows = self.flat is not None and parameter.dim() > 0

@@ -109,8 +109,10 @@ class SplitModel:
     watch: Callable[[fx.Graph], None] | None = None  # shown every graph before it runs, by who wants to look on
 
     def __post_init__(self) -> None:
+        # A copy: `allocate` puts this rank's pieces into the model itself.
         self.form = skeleton(self.model)
         if self.plan.checkpointing != "none":
+            # About one piece per block, as blocks are recomputed where the model runs by its own code.
             self.pieces = max(1, round(len(find_blocks(self.form)) / self.stages))
 
     @property
@@ -135,9 +137,12 @@ class SplitModel:
             PlanError: an axis is larger than what can be split.
         """
         captured = self.capture(function, batch)
+        # Stages first: they say which rank of the pipeline holds which state.
         stages = self._first_cut(captured)
         self.everywhere = _unwritten_buffers(captured)
         self.written = list(dict.fromkeys(write.state for write in captured.log))  # each once, in order
+        # What forbids micro-batches: an operation in which samples meet, or a write that would happen once for each of
+        # them.
         meeting = coupled_at(captured)
         if meeting is not None:
             self.coupled = f"{meeting.target} in {captured.module_path.get(meeting) or 'the model or the loss'}"
@@ -189,6 +194,7 @@ class SplitModel:
 
     def program(self, key: Hashable, function: Function, batch: Any, is_training: bool = True) -> Program:
         """Return this rank's part of `function` for batches like `batch`; made once per shape."""
+        # Shapes are constants of a graph, and so is the mode: dropout is an operation of one and not of the other.
         full_key = (key, is_training, signature(batch))
         if full_key not in self.programs:
             self.form.train(is_training)
@@ -211,12 +217,14 @@ class SplitModel:
         if self.tensor.size > 1:
             layout = choose_layout(captured, self.tensor.size, self._decided(captured), self.plan.sequence == "on")
             emitted, origin = emit(captured, layout, Exchanges(self.tensor), stages)
+            # For the local shapes and dtypes of what crosses a cut: the next stage allocates by them.
             dry_run(emitted, self.local_shapes(emitted), self.tensor, self.precision)
             stages = _stages_of_emitted(emitted, origin, stages)
             captured = emitted
         elif self.precision is not None:  # what crosses a cut has the dtypes that autocast gives
             dry_run(captured, {}, self.tensor, self.precision)
         pieces = cut_out(captured, stages, self.stages * self.pieces)
+        # The last pass over the graphs that will run: none of the passes before may have lost a write.
         check_stage_writes(pieces, captured, self.local_shapes(captured), self.tensor, self.precision)
         return captured, pieces
 
@@ -279,6 +287,7 @@ class SplitModel:
 
     def _first_cut(self, captured: Captured) -> dict[fx.Node, int]:
         """Cut into stages of so many pieces each; fewer pieces where there are too few places to cut."""
+        # Pieces only save memory, so they may be fewer; stages are asked for by the plan.
         while True:
             try:
                 return assign_stages(captured, self.stages * self.pieces)
@@ -306,6 +315,7 @@ class SplitModel:
                 for key, tensor in slots.items():  # type: ignore[assignment]
                     if tensor is not None and id(tensor) in replacements:
                         slots[key] = replacements[id(tensor)]  # type: ignore[assignment]
+        # The model's own code would compute with pieces as if they were whole.
         self.model.register_forward_pre_hook(_refuse_call)
 
 

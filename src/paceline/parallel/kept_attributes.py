@@ -35,6 +35,7 @@ class KeptAttributes:
 
     def __enter__(self) -> None:
         self.now = [(module, _attributes(module)) for module, _ in self.before]
+        # Copies again: a graph that is kept is computed again more than once.
         for module, values in self.before:
             _put(module, _copied(values))
 

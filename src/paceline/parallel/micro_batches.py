@@ -22,7 +22,7 @@ _SHAPES = 6  # how many are named in a note
 
 @dataclass(frozen=True, slots=True)
 class StepHooks:
-    """What the strategies want to know of a step while it runs.
+    """Calls by which the strategies follow a step while it runs.
 
     Attributes:
         add: a micro-batch's loss sum and weight.
@@ -65,12 +65,14 @@ def forward_backward(
             total = torch.where(torch.isfinite(total), total, 0.0) * 0.0  # infinity times 0 would be NaN
         else:
             hooks.add(total.detach(), weight)
+        # Before the last backward pass: what the hook sends travels while it runs.
         if is_last:
             hooks.after_forwards()
         hooks.before_backward(is_last, is_padding)
         if hooks.takes_mean:
             total = total / weight
         total.backward()  # type: ignore[no-untyped-call]
+    # A rank without samples has no forward pass, but the others wait for its numbers.
     if not microbatches:
         hooks.after_forwards()
 

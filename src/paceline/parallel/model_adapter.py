@@ -109,12 +109,15 @@ class OwnCode:
     def forward_backward(self, loss: Any, microbatches: Sequence[Any], hooks: StepHooks, longest: int) -> None:
         """Run this rank's micro-batches, and what fills them up."""
         filled_up = self.in_step(microbatches, longest)
+        # The loss is called in the order of `filled_up`: the real ones first.
         real = iter([True] * len(microbatches))
 
         def run(batch: Any) -> Any:
             counts = next(real, False)
             if self.shared is not None:
                 self.shared.counts = counts
+            # A micro-batch that fills up must leave no trace: a running mean would take it in, and one process has none
+            # of it.
             buffers: AbstractContextManager[Any] = nullcontext() if counts else KeptBuffers(self._written_alone())
             with buffers, self.autocast():
                 return self.call(loss, batch)

@@ -21,13 +21,14 @@ def global_norm(
         counted: whether this rank counts a parameter's part: of the ranks that hold the same part only one does.
         comms: the axes over which parts are spread; empty where every rank has everything.
     """
-    total = torch.zeros((), dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64)  # so that it does not depend on how tensors are cut
     for parameter in parameters:
         gradient = local_gradient(parameter)
         if gradient is None or not counted.get(parameter, True):
             continue
         values = gradient.coalesce().values() if gradient.is_sparse else gradient
         total = total.to(values.device) + square_norm(values)
+    # Squares add up over axes one after another: each part is counted by one rank only.
     for comm in comms:
         total = total.reshape(1)
         comm.all_reduce(total)

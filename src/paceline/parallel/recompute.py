@@ -133,6 +133,7 @@ class _DropConstants:
 
 def _with_buffers(block: torch.nn.Module, contexts: Contexts) -> tuple[Context, Context]:
     """Return contexts of a forward pass and of its recomputation, which finds the block's state as the pass did."""
+    # Called once for each forward pass of the block, before it: what is kept here is the state that the pass finds.
     first, again = contexts()
     modules = list(block.modules())
     buffers = KeptBuffers(modules)
@@ -150,6 +151,7 @@ def _has_batch_norm(block: torch.nn.Module) -> bool:
 
 
 def _policy(context: Any, operation: Any, *arguments: Any, **named: Any) -> CheckpointPolicy:
+    # torch.compile may decide otherwise where it says PREFER, not where it says MUST.
     if operation in _SAVED:
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE

@@ -126,11 +126,13 @@ class ServerParallel(Parallel):
             PeerLostError: the servers have gone.
         """
         handle = self._joined()
+        # Over an axis of one rank: nothing is sent. The servers add up the workers' numbers.
         self.stats.begin(self.was_stopping, self.buffers.find_changed())
         self.stats.finish()
         local = self.stats.read()
         if local.bad_ranks:
             return StepStats(local.loss, local.weight, local.is_stopping, [self.rank], local.changed)
+        # Where each push is an update of its own, the servers can't clip by a norm over all workers.
         if not self.is_by_rounds and self.workload.clip_norm is not None:
             self._clip_local(local.weight)
         clock_before = handle.clock

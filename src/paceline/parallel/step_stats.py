@@ -23,7 +23,7 @@ _FIRST_RANK = 3
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """What all ranks know after a step's forward passes."""
+    """The numbers that all ranks know after a step's forward passes."""
 
     loss: float  # summed over the global batch
     weight: float  # what the mean is divided by
@@ -55,6 +55,7 @@ class StepStatsReducer:
         self.buffers = buffers
         self.counts = counts
         self.scale: torch.Tensor | None = None
+        # float64 adds up whole numbers exactly up to 2**53: flags of buffers are sums of 2**20 and 1 over the ranks.
         length = _FIRST_RANK + comm.size + buffers
         self.mine = torch.zeros(length, dtype=torch.float64, device=device)
         self.reducer = exact_reducer(comm, shared, length, torch.float64, device)
@@ -73,6 +74,7 @@ class StepStatsReducer:
         if self.counts:
             self.mine[_LOSS] += loss
             self.mine[_WEIGHT] += weight
+        # A place per rank: the sum names the ranks. Stays on the device, as `loss` does: nobody waits here.
         self.mine[_FIRST_RANK + self.comm.rank] += ~torch.isfinite(loss)
 
     def begin(self, is_stopping: bool, changed: Sequence[int]) -> None:

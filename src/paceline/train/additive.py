@@ -160,6 +160,7 @@ def _is_tried(
     placed: ModelAdapter, workload: Workload, loader: RankLoader, trials: Sequence[Trial], notice: Notice
 ) -> bool:
     """Raise LossError if the loss does not add up; return False if nothing could tell."""
+    # Three ways, the strictest first: copies of the model; the operations of its graph; its own value.
     model = _model_to_copy(placed, workload, loader.device)
     answer = None
     if model is not None:
@@ -243,12 +244,14 @@ def _is_answered(
     results = _evaluate_all(make, loss, batches)
     if not all(result.is_finite for result in results):
         return False
+    # They add up: the usual case, one copy and three passes. All below looks for another reason than the loss.
     if not _difference(results, make.mode, sizes):
         return True
     # Code that counts its calls gives other values each time: on fresh copies it does not.
     results = _evaluate_on_fresh_copies(make, loss, batches)
     (again,) = _evaluate_all(make, loss, [batches[0]])
     _check_repeats(results[0], again, make.mode)
+    # Large terms that cancel leave more rounding than the tolerance, which is relative to their sum.
     slack = _rounding_slack(make, loss, batches[0])
     if difference := _difference(results, make.mode, sizes, slack):
         _check_draws(make, loss, (batches, results, sizes), slack)
@@ -304,6 +307,7 @@ def _check_draws(
     part_weights = [part.weight for part in results[1:]]
     weight_tolerance = max(make.mode.value_tolerance, together.rounding[1])
     is_weight = _are_apart(together.weight, part_weights, weight_tolerance)
+    # What changes with the seed, for the same batch, is drawn: then a difference between parts says nothing.
     for seed in _OTHER_SEEDS:
         for batch, before in zip(batches, results, strict=True):
             (now,) = _evaluate_all(make, loss, [batch], seed)
@@ -416,6 +420,7 @@ def _make_still(module: nn.Module, like: torch.Tensor) -> None:
         module.dropout = 0.0
     if isinstance(module, nn.modules.batchnorm._BatchNorm):
         module.eval()
+        # Without running statistics it would use those of the batch in evaluation too.
         if module.running_mean is None:
             module.running_mean = like.new_zeros(module.num_features)
             module.running_var = like.new_ones(module.num_features)
@@ -482,6 +487,7 @@ def _projected(gradient: torch.Tensor) -> tuple[float, float]:
     places = torch.arange(max(rows, _WIDTH), device=flat.device, dtype=torch.float64)
     across = torch.cos(1.3 * places[:_WIDTH] + 0.4)
     along = torch.cos(0.7 * places[:rows] + 0.1)
+    # One number per gradient is kept, so parts can be compared although no two gradients are held at once.
     product = flat[len(flat) - rest :] @ across[:rest]
     if rows:
         product = product + along @ (flat[: rows * _WIDTH].view(rows, _WIDTH) @ across)
@@ -537,6 +543,7 @@ def _differing_gradient(results: Sequence[_Evaluation], mode: _TrialMode, slack:
         part_sum = sum(part.projections.get(name, 0.0) for part in parts)
         remainder = abs(joint.projections.get(name, 0.0) - part_sum)
         norm = sum(result.norms.get(name, 0.0) for result in results)
+        # Relative to the tensor's own gradient; one that is tiny beside the others is rounding of theirs.
         tolerance = mode.gradient_tolerance * (norm + _FLOOR * norm_of_all)
         if remainder > tolerance + slack.projections.get(name, 0.0):
             return name
@@ -582,6 +589,7 @@ def _try_without_copy(placed: ModelAdapter, workload: Workload, loader: RankLoad
         tolerance = _NARROW_TOLERANCE
     mode = _TrialMode(dtype, 0.0, tolerance, gradient_tolerance=math.inf)
     to_float64 = workload.precision == "float64"
+    # In evaluation mode: dropout would drop other elements in the parts.
     was_training = placed.model.training
     placed.model.eval()
     try:

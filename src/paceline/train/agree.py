@@ -25,6 +25,7 @@ def check_same_model_everywhere(model: torch.nn.Module, comm: AxisComm) -> None:
     lines = []
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         lines.append(f"{name} {tuple(tensor.shape)} {tensor.dtype}")
+    # Only the form is compared, not values: rank 0's values are sent to all afterwards.
     text = "\n".join(lines).encode()
     # The texts are sent only where their digests differ.
     digests = [int(row) for row in comm.all_gather(torch.tensor([_seven_bytes(hashlib.sha256(text))]))]
@@ -75,6 +76,7 @@ def check_same_data_everywhere(samples: int, first: Any, comm: AxisComm, warn: C
     """
     if comm.size == 1:
         return
+    # The first sample stands for the data: to read all of it would take as long as an epoch.
     digest = hashlib.sha256()
     _digest(first, digest.update)
     rows = comm.all_gather(torch.tensor([samples, _seven_bytes(digest)]))
@@ -128,6 +130,7 @@ def _newest_step(resume: str | None) -> int:
     if resume is None:
         return -1
     path = Path(resume)
+    # `resume` is one checkpoint, or the folder of a run's checkpoints. A copy that is being replaced counts as one.
     checkpoints = [path] if (path / MANIFEST).exists() else list_checkpoints(path)
     steps = [step_of(checkpoint.name.removeprefix(REPLACED)) for checkpoint in checkpoints]
     return max((step for step in steps if step is not None), default=0)

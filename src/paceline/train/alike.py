@@ -126,6 +126,7 @@ def scheduler_state(scheduler: Any, saved: Mapping[str, Any]) -> dict[str, Any]:
         return dict(saved)  # a person's own class, which judges for itself
     is_torchs = type(scheduler).__module__.startswith("torch.")
     if is_torchs:
+        # Private attributes differ between versions of torch.
         public = {key for key in {*here, *saved} - _NO_LONGER if not key.startswith("_")}
         other = sorted(public - (here.keys() & saved.keys()))
         if other:

@@ -21,6 +21,7 @@ def parts_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     """Return the optimizer and the optimizers in its attributes, in lists, tuples and dicts of them too; each once."""
     parts = [optimizer]
     for part in parts:  # it grows: a part may have parts
+        # Attributes alone: an optimizer that a part holds elsewhere, in a closure, is not found.
         for name, value in vars(part).items():
             if name in _OF_TORCH:
                 continue
@@ -100,10 +101,12 @@ def restore_parts(
     Raises:
         CheckpointError: a part can't go on with its state of a parameter; nothing was changed.
     """
+    # All checks come before the first change.
     _check_state(optimizer, groups, state, names)
     for group, saved in zip(groups_of(optimizer), groups, strict=True):
         group.update(saved)
     parts = parts_of(optimizer)
+    # All are cleared before any is filled: parts that share one state would lose what the first was given.
     for part in parts:
         part.state.clear()
     for number, part in enumerate(parts):
@@ -122,6 +125,7 @@ def _check_state(
     settings = {id(group): saved for group, saved in zip(groups_of(optimizer), groups, strict=True)}
     parts = parts_of(optimizer)
     for part in parts:
+        # Parts that share one state dict each see what all of them have saved.
         owners = [number for number, other in enumerate(parts) if other.state is part.state]
         check = StateCheck(part)
         for group_number, group in enumerate(part.param_groups):

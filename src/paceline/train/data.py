@@ -188,6 +188,7 @@ class RankLoader:
 
     def _load(self, order: DataOrder, position: int, end: int, *stream: int) -> Iterator[Batch]:
         workers = self.workload.loader_workers
+        # One for the whole training: worker processes start once, and load ahead across steps and epochs.
         loader = DataLoader(
             _Positioned(self.data, order, *stream),
             batch_sampler=_Pieces(self, order, position, end),  # type: ignore[arg-type]
@@ -199,6 +200,7 @@ class RankLoader:
         batches = _started(loader)
         to_float64 = self.workload.precision == "float64"
         for positions in order.batches(position, end):
+            # The sampler yields in the same order as this loop asks.
             pieces = self.pieces(positions)
             if workers:
                 loaded = [next(batches) for _ in pieces]
@@ -242,6 +244,7 @@ def _sample_shapes(batch: Any) -> list[tuple[int, ...]]:
 def _collate_twice(collate: Callable[[list[Any]], Any], samples: list[Any]) -> tuple[Any, bool]:
     """Return a batch, and True if one of the same samples may differ: a mask, or what they are mixed with, is drawn."""
     cpu = torch.device("cpu")
+    # Two ways to notice a draw: a generator of torch, Python or numpy moves, or a second batch differs.
     before = random_state(cpu)
     batch = collate(samples)
     for name, state in random_state(cpu).items():
@@ -278,6 +281,7 @@ def cut_into(plan: Plan, mesh: Mesh, workload: Workload) -> int:
     """Return how many micro-batches a pipeline wants of a rank's part of a batch; 0 if there is no pipeline."""
     if mesh.size("pipeline") == 1:
         return 0
+    # 0 leaves it to the workload's micro_batch_size.
     if plan.micro_batches or workload.micro_batch_size:
         return plan.micro_batches
     return 2 * mesh.size("pipeline")

@@ -51,7 +51,7 @@ def evaluate(parallel: Parallel, batches: Iterable[Batch], score: Score, comm: A
     Raises:
         WorkloadError: `score` returned no dict, or the ranks' dicts have different names.
     """
-    totals: dict[str, torch.Tensor] = {}
+    totals: dict[str, torch.Tensor] = {}  # (sum, weight) by name, on the device: no micro-batch is waited for
     model = parallel.model
     was_training = model.training
     model.eval()
@@ -65,11 +65,12 @@ def evaluate(parallel: Parallel, batches: Iterable[Batch], score: Score, comm: A
                         _add(scores, totals, parallel.device)
     finally:
         model.train(was_training)
+    # A rank without samples has no names, but must take part in the sum below with the others' rows.
     names = _names_everywhere(sorted(totals), comm)
     zero = torch.zeros(2, dtype=torch.float64, device=parallel.device)
     if not names:
         return {}
-    table = torch.stack([totals.get(name, zero) for name in names])
+    table = torch.stack([totals.get(name, zero) for name in names])  # (names, 2)
     comm.all_reduce(table)
     ratios = {}
     for name, (total, weight) in zip(names, table.tolist(), strict=True):
@@ -97,6 +98,7 @@ def _as_float(pair: Any) -> Any:
 def reduce_metric(metric: Any, comm: AxisComm) -> Any:
     """Compute a torchmetrics Metric or MetricCollection from the counts of all ranks, and reset it."""
     metrics = list(metric.values()) if hasattr(metric, "items") else [metric]
+    # torchmetrics gathers its counts in `compute` by these functions; `_to_sync` is its private switch.
     for member in metrics:
         member.distributed_available_fn = lambda: comm.size > 1
         member.dist_sync_fn = lambda tensor, group=None: gather_rows(tensor, comm)
@@ -114,14 +116,17 @@ def gather_rows(tensor: torch.Tensor, comm: AxisComm) -> list[torch.Tensor]:
     """
     if comm.size == 1:
         return [tensor]
+    # Step 1: the forms, as rows of one length. With different dtypes or shapes Gloo ended the process, or read numbers
+    # as another type.
     padding = [0] * (_MAX_DIMS - tensor.dim())
     form = [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape, *padding]
     dtypes: list[torch.dtype] = []  # of each rank
     shapes: list[tuple[int, ...]] = []
     for row in comm.all_gather(torch.tensor([form], device=tensor.device)):
         number, dims, *sizes = row.flatten().tolist()
-        dtypes.append(_DTYPES[number])
+        dtypes.append(_DTYPES[number])  # the same list on all ranks
         shapes.append(tuple(sizes[:dims]))
+    # Step 2: agree on the form of ranks that have rows; the others take it over.
     filled = [rank for rank, shape in enumerate(shapes) if 0 not in shape]
     dtype = tensor.dtype
     if filled:

@@ -50,6 +50,7 @@ class Events:
 
     def last_step(self) -> int:
         """Return the last step of this attempt that is written down, whoever wrote it; 0 for none."""
+        # From the end: a long run's file has a line per step.
         for line in self._lines_backwards():
             try:
                 event = json.loads(line)

@@ -40,7 +40,10 @@ from paceline.train.step_board import StepBoard
 
 
 class Stopped(SystemExit):
-    """Raised out of `job.step` once every rank has saved: the job was asked to stop (Ctrl-C, SIGTERM)."""
+    """Raised out of `job.step` once every rank has saved: the job was asked to stop (Ctrl-C, SIGTERM).
+
+    It is no `Exception`, so a loop that catches those does not go on.
+    """
 
 
 def distribute(workload: Workload) -> Job:
@@ -113,9 +116,11 @@ class Job:
         self.data_part = mesh.data_part(self.rank)
         self.random_stream = mesh.random_stream(self.rank)
         prepare.check_plan_without_data(workload, plan, mesh)
+        # The data comes before the model: a split model is captured, and the loss tried, on its first samples.
         data = () if workload.data is None else open_data("data", workload.data)
         self.loader = self._make_loader(data, (self.data_part, mesh.data_size))
         self._make_parallel(mesh)
+        # After the split: the optimizer must hold the parameters that this rank updates.
         self.optimizer = prepare.make_optimizer(workload, self.model)
         prepare.keep_own(self.optimizer, mesh)
         self.scheduler = prepare.make_scheduler(workload, self.optimizer)
@@ -182,6 +187,7 @@ class Job:
         is_own = not isinstance(batch, Batch)
         if is_own:
             self._check_own_batch()
+        # A rank that waits in `save` or `load` for this one sees on the board that it went on.
         self.board.begin_step()
         if is_own:
             tensors = moved(batch, self.device, self.workload.precision == "float64")
@@ -236,6 +242,7 @@ class Job:
         Raises:
             WorkloadError: there is no data set for evaluation.
         """
+        # Evaluation is collective: a rank that is in a later step would never come.
         self.board.meet("job.evaluate", self.step_number)
         opened = prepare.evaluation_data(self.workload, data)
         if self.plan.server:  # workers may be at different steps, so each evaluates on all of it
@@ -281,14 +288,17 @@ class Job:
         self.board.meet("job.load", self.step_number)
         self.finish_save()
         self.world.barrier()  # no rank is writing any more: all find the same checkpoints
+        # Each rank verifies some of the files; a damaged checkpoint is passed over by all of them.
         folder = find_good(Path(path), self.notice, partial(check_files_together, comm=self.world))
         manifest = read_manifest(folder)
         prepare.check_same_job(folder, manifest, self.workload, len(self.loader.data))
         state = manifest["scheduler"]
         if self.scheduler is not None and state is not None:
             state = scheduler_state(self.scheduler, state)  # refused before anything is changed
+        # From here on the job leaves its step, which must not be lost: it is written first, where no checkpoint has it.
         last_checkpoint.set_aside(self)
         tensors = snapshot.read_state(folder, manifest, self.model, self._held(), self.world)
+        # The optimizer first: it refuses a checkpoint of another one before anything is written to the model.
         snapshot.restore_optimizer(self.model, self.optimizer, tensors, manifest["optimizer"])
         snapshot.restore_model(self.model, tensors, self._held())
         if self.scheduler is not None and state is not None:
@@ -313,6 +323,7 @@ class Job:
 
         Under another mesh no rank of now is one of then, so each draws from a new random stream.
         """
+        # Each rank's file has its own random states and residuals: they fit a rank at the same place of the same mesh.
         if (manifest["world_size"], manifest.get("mesh")) == (self.size, self._mesh()):
             rank_tensors = read_own(folder, manifest, self.rank)
             restore_random_state(snapshot.part(rank_tensors, "random/"), self.device)
@@ -402,6 +413,7 @@ class Job:
         self.events = Events(self.run_dir if self.rank == 0 else None, bool(os.environ.get(TAKES_OVER)))
         self.events.write(
             {
+                # Before `resumed`: who reads the file backwards (`last_step`) stops at the first of the two.
                 "event": "start",
                 "total_steps": self.total_steps,
                 "samples": len(self.loader.data),
@@ -411,6 +423,7 @@ class Job:
         )
         if self.run_dir is None:
             return
+        # From here on SIGTERM asks for a checkpoint and an end after the current step.
         before = signal.signal(signal.SIGTERM, self._asked_to_stop)
         try:
             self._find_start(self.run_dir)
@@ -426,6 +439,7 @@ class Job:
         prepare.check_space(run_dir, self.model)
         resume = os.environ.get("PACELINE_RESUME")
         if not self.plan.server:
+            # Before `load`, in which ranks with a checkpoint would wait for those without one.
             check_same_start(resume, self.world)
         if resume is not None:
             self.load(resume)
@@ -458,6 +472,7 @@ class Job:
             self._begin_save(self.checkpoint_folder(), self.plan.keep)
             self.saved_step = self.step_number
         if is_stopping:
+            # Collective: all ranks come here in the same step, because the flag was summed with the loss.
             asked = self._ranks_asked_to_stop()
             self.finish_save()
             last_checkpoint.save_last_step(self)
@@ -479,6 +494,7 @@ class Job:
         if self.rank == 0:
             remove_partial(folder)
         self.world.barrier()
+        # No rank writes before what an earlier attempt left is gone.
         self._begin_save(folder, keep)
         failure = first_failure(self.writer.wait(), folder, self.world)
         if failure is not None and self.rank == 0:
@@ -518,6 +534,7 @@ class Job:
         }
         parts = {**snapshot.model_parts(self.model, held, size), **optimizer_parts}
         rank_tensors = snapshot.own_tensors(random_state(self.device), self.parallel.state())
+        # `begin` copies the tensors before it returns: training may change them while they are written.
         self.writer.begin(folder, parts, rank_tensors, metadata, keep)
 
     def _held(self) -> dict[str, LocalShard]:
@@ -590,6 +607,7 @@ def current_step() -> int | None:
 
 def close_open_jobs() -> None:
     """End the jobs that the workload's file left open; the worker calls this after it."""
+    # Taken out first: a `close` that raises is not tried again.
     while _run_jobs:
         job = _run_jobs.pop()
         if job.process == os.getpid():  # not in a process that the file forked

@@ -60,6 +60,8 @@ def set_aside(job: Job) -> None:
         return
     folder = job.checkpoint_folder()
     stale = tuple(job.writer.stale)
+    # Under a hidden name: as a checkpoint it would be the newest, and a loop that returns from a divergence would load
+    # it.
     failure = job.write_checkpoint(left_of(folder))
     if failure is not None:
         job.notice(str(failure))
@@ -81,6 +83,7 @@ def go_back(job: Job, folder: Path) -> None:
     and end.
     """
     job.loaded_step = job.step_number
+    # Resolved, to be compared with the stale checkpoints' paths.
     job.loaded_folder = folder.resolve()
     job.saved_step = None
     if job.run_dir is not None and job.rank == 0 and not job.events.takes_over:
@@ -130,6 +133,7 @@ def save_last_step(job: Job) -> None:
     failure = job.write_checkpoint(folder, job.plan.keep)
     if failure is not None:
         job.notice(f"{failure}\npaceline: trying once more")
+        # All ranks have the same `failure`, so all of them try again.
         time.sleep(RETRY_AFTER_S)
         failure = job.write_checkpoint(folder, job.plan.keep)
     if failure is not None:
@@ -142,6 +146,7 @@ def _ends_as_loaded(job: Job) -> bool:
     if job.step_number != job.loaded_step:
         return False
     assert job.run_dir is not None
+    # The step that it left is on the disk under its hidden name: now it either becomes the last checkpoint or goes.
     if job.left is not None:
         if _has_loaded_stale(job, job.left):
             _drop(job, job.left)
@@ -207,6 +212,7 @@ def _report(job: Job, saved: Path, removed: list[str]) -> None:
 
 def _publish(job: Job, left: Left) -> None:
     """Make the step that the job went back from the run's newest checkpoint. Collective."""
+    # Rank 0 moves the folder; the others hear by `first_failure` whether it could.
     failure = left.failure
     if job.rank == 0 and failure is None:
         try:
@@ -230,8 +236,10 @@ def _publish(job: Job, left: Left) -> None:
 def _is_saved(job: Job) -> bool:
     """True if every rank has saved the job's step and its checkpoint is still there. Collective."""
     is_missing = job.saved_step != job.step_number
+    # One that the run, or a person, has removed since does not count.
     if job.rank == 0 and not job.checkpoint_folder().is_dir():
         is_missing = True
+    # "max": missing on one rank is missing.
     flag = torch.tensor([int(is_missing)])
     job.world.all_reduce(flag, "max")
     return not int(flag)
@@ -240,6 +248,7 @@ def _is_saved(job: Job) -> bool:
 def _save_elsewhere(job: Job) -> Path | None:
     """Save to the run directory itself, or to the folder for temporary files; return the checkpoint, or None."""
     assert job.run_dir is not None
+    # The first is on the same disk as the checkpoints, the second often on another.
     for parent in (job.run_dir, Path(tempfile.gettempdir())):
         folder = _new_folder(job, parent)
         if folder is None:
@@ -263,6 +272,7 @@ def _new_folder(job: Job, parent: Path) -> Path | None:
         except OSError:
             name = ""
     # Rank 0 sends the name, which is empty where it could make no folder.
+    # A broadcast needs the same size on all ranks, and only rank 0 knows the name.
     row = torch.zeros(_LONGEST_PATH, dtype=torch.uint8)
     content = name.encode()[:_LONGEST_PATH]
     row[: len(content)] = torch.tensor(list(content), dtype=torch.uint8)

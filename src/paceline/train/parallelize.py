@@ -53,6 +53,7 @@ def parallelize_model(
         torch.autocast, device.type, dtype=torch.bfloat16, enabled=workload.precision == "bf16"
     )
     is_split = mesh.size("tensor") > 1 or mesh.size("pipeline") > 1
+    # Before tensors are made: the setting holds for blocks that are allocated after it.
     if is_split or mesh.size("shard") > 1:
         _return_freed_memory()
     if is_split:
@@ -61,6 +62,7 @@ def parallelize_model(
         return _sharded(workload, comms, plan, device, (autocast, example, fake))  # type: ignore[no-any-return]
     if fake is None:
         model = prepare.make_model(workload, device, comms.data)
+        # A factory need not draw from the seed here: rank 0's values are sent to all.
         broadcast_state([*model.parameters(), *model.buffers()], comms.data)
     else:
         with fake():
@@ -113,17 +115,20 @@ def _split(workload: Workload, comms: Comms, plan: Plan, device: torch.device, r
     stages = 1
     if pipeline.size > 1:
         stages = pipeline.size * STAGES_PER_RANK[plan.schedule]
+    # Step 1: the model's form; its values are made in step 3, unless its factory can't be deferred.
     values, form = _values_and_form(workload, fake)
     model = skeleton(form, _dtype(workload))
     split = SplitModel(model, comms.axes["tensor"], pipeline, plan, device, stages)
     split.precision = torch.bfloat16 if workload.precision == "bf16" else None
     model.train()
+    # Step 2: the layout and the stages, from one micro-batch.
     split.decide(workload.loss, example)
     _check_writable(split, comms.axes["shard"].size)
     with contextlib.nullcontext() if fake is None else fake():
         split.allocate()
     if workload.micro_batch_size is None and comms.data.size > 1:
         split.shared = SharedStatistics(comms.data)
+    # Step 3: values, one tensor at a time: each rank keeps its piece and drops the rest.
     digests = []
     for name, tensor in values:
         split.fill(name, tensor)
@@ -215,6 +220,7 @@ def _values(workload: Workload) -> tuple[Iterator[tuple[str, torch.Tensor]], tor
     """Return the model's tensors, one at a time where its factory can be deferred, and its form."""
     from paceline.deferred_init.defer import CantDefer, defer
 
+    # A factory that can't be deferred is called again, from the same random numbers.
     state = torch.get_rng_state()
     try:
         deferred = defer(workload.model)
@@ -229,6 +235,7 @@ def _values(workload: Workload) -> tuple[Iterator[tuple[str, torch.Tensor]], tor
     prepare.check_model(deferred.model)
     if deferred.has_plain_tensors:  # the copy without values that runs or is captured needs theirs
         list(deferred.tensors([]))
+        # The values are drawn again by `tensors` below, from the same state.
         torch.set_rng_state(state)
     names = [name for name, _ in [*deferred.model.named_parameters(), *deferred.model.named_buffers()]]
     return deferred.tensors(names), deferred.model

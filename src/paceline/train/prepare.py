@@ -38,6 +38,8 @@ def run_dir(environment: Mapping[str, str]) -> Path | None:
 
 def stop_file(environment: Mapping[str, str]) -> Path | None:
     """Return the file whose existence asks the job to stop; None where the launcher sends a signal instead."""
+    # The supervisor makes the file (run/supervise/command_backend.py): mpirun kills a second after a signal, Hydra at
+    # once.
     text = environment.get("PACELINE_STOP_FILE")
     return Path(text) if text else None
 
@@ -48,6 +50,8 @@ def check_generation(environment: Mapping[str, str]) -> None:
     generation = environment.get("PACELINE_GENERATION")
     if folder is None or generation is None:
         return
+    # run/supervise/elastic.py writes the file before a generation's ranks start. Ranks of a host that was cut off may
+    # outlive theirs.
     current = read_text(folder / "generation", 100).strip()
     if current != generation:
         raise PeerLostError(
@@ -160,12 +164,14 @@ def make_optimizer(workload: Workload, model: torch.nn.Module) -> torch.optim.Op
             f"it made a {type(optimizer).__name__}",
             "return e.g. torch.optim.AdamW(model.parameters())",
         )
+    # Its `step` calls a closure, which would have to run the whole distributed step.
     if isinstance(optimizer, torch.optim.LBFGS):
         raise WorkloadError(
             "the optimizer should update once per step",
             "LBFGS evaluates the loss several times in a step",
             "use a first-order optimizer such as AdamW",
         )
+    # Raises where the optimizer has parameters that are not the model's: no strategy would sum their gradients.
     parameter_names(model, optimizer)
     return optimizer
 
@@ -183,6 +189,7 @@ def keep_own(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
         from paceline.parallel.elementwise import check_optimizer
 
         check_optimizer(optimizer, cutting_axes[0])
+    # Parameters of other stages are on the meta device. Some optimizers (Adagrad) have state of them from the start.
     for group in optimizer.param_groups:
         group["params"] = [parameter for parameter in group["params"] if not parameter.is_meta]
     for parameter in list(optimizer.state):
@@ -206,6 +213,7 @@ def check_may_cut(
             "process writes once per batch",
             "leave micro_batches out, or set Workload(micro_batch_size=...), which cuts the batch in one process too",
         )
+    # Where no batch is split, the loss may be anything.
     if mesh.data_size > 1 or workload.micro_batch_size is not None or loader.pieces_wanted > 1:
         check_loss_adds_up(placed, workload, loader, notice)
 
@@ -235,6 +243,7 @@ def make_scheduler(workload: Workload, optimizer: torch.optim.Optimizer) -> Any:
             f"it made a {type(scheduler).__name__}",
             "return one of torch.optim.lr_scheduler",
         )
+    # ReduceLROnPlateau wants the loss: refused here and not after the first step.
     argument = _required_argument(scheduler.step)
     if argument:
         raise WorkloadError(
@@ -321,6 +330,7 @@ def check_own_batch(workload: Workload, plan: Plan, step_number: int) -> None:
         plan: so do its micro_batches.
         step_number: steps done.
     """
+    # One micro-batch is the batch itself: nothing is cut.
     cuts = {"micro_batch_size": workload.micro_batch_size, "micro_batches": max(plan.micro_batches - 1, 0)}
     for name, value in cuts.items():
         if value:
@@ -348,6 +358,7 @@ def check_space(folder: Path, model: torch.nn.Module) -> None:
     folder = folder / CHECKPOINTS
     rank = os.environ.get("PACELINE_RANK", "0")
     try:
+        # Every rank tries, because hosts may see different disks; each its own file.
         try_writing(folder, f"rank-{rank}")
         if rank != "0":
             return

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
-# A value in the middle of each distribution, from the parameters of the operation.
+# A possible value of each distribution, often its middle, from the parameters of the operation.
 _CONSTANTS: dict[str, Callable[[dict[str, Any]], float]] = {
     "bernoulli": lambda given: 1.0,
     "cauchy": lambda given: given.get("median", 0.0),
@@ -94,6 +94,7 @@ def _widened(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
     if kwargs.get("dtype") in _NARROW:
         kwargs = {**kwargs, "dtype": torch.float64}
     dtypes = {tensor.dtype for tensor in _tensors(args) if tensor.is_floating_point()}
+    # One dtype needs nothing; for two, many operations raise.
     if len(dtypes) < 2 or torch.float64 not in dtypes or func is torch.ops.aten.copy_.default:
         return args, kwargs
     target = torch.float64

@@ -20,6 +20,7 @@ def seed_everything(*numbers: int) -> None:
     torch.manual_seed(seed)
     random.seed(seed)
     if "numpy" in sys.modules:
+        # numpy takes 32 bits.
         sys.modules["numpy"].random.seed(seed & 0xFFFFFFFF)
 
 
@@ -38,6 +39,7 @@ def seed_sample(*numbers: int) -> None:
 @contextmanager
 def kept_random_state() -> Iterator[None]:
     """Leave the CPU's random generators as they were found."""
+    # Not imported here: where nothing else has, nothing draws from it.
     numpy: Any = sys.modules.get("numpy")
     torch_state = torch.get_rng_state()
     python_state = random.getstate()
@@ -53,7 +55,7 @@ def kept_random_state() -> Iterator[None]:
 
 def random_state(device: torch.device) -> dict[str, torch.Tensor]:
     """Return the random generators' states as tensors, for a checkpoint."""
-    state = {"torch": torch.get_rng_state().clone(), "python": torch.tensor(random.getstate()[1])}
+    state = {"torch": torch.get_rng_state().clone(), "python": torch.tensor(random.getstate()[1])}  # 625 numbers
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
     if "numpy" in sys.modules:
@@ -80,6 +82,7 @@ def restore_random_state(state: dict[str, torch.Tensor], device: torch.device) -
 
 def _restore(state: dict[str, torch.Tensor], device: torch.device) -> None:
     torch.set_rng_state(state["torch"])
+    # None, and 0 for numpy below: a second Gaussian number that the generator had in store is not kept.
     random.setstate((3, tuple(state["python"].tolist()), None))  # 3: the version of Python's format
     if "cuda" in state and device.type == "cuda":
         torch.cuda.set_rng_state(state["cuda"], device)

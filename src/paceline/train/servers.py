@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 def batches(job: Job) -> Iterator[Batch]:
     """Yield this worker's part of every global batch, from the step that the others have come to."""
     _join(job)
+    # The loader goes through positions in order; after a jump it is made anew.
     is_behind = True
     while is_behind:
         is_behind = False
@@ -59,6 +60,7 @@ def check_may_load(job: Job) -> None:
 def _join(job: Job) -> None:
     parallel = _parallel(job)
     if parallel.handle is None:
+        # At the first batch and not at the start: a checkpoint may be loaded until then.
         parallel.join(job.optimizer, len(job.loader.data), job.total_steps, job.step_number)
         _go_to(job, parallel.step_number)
         if job.rank == 0 and job.events.takes_over:

@@ -77,6 +77,7 @@ def optimizer_state(
     Raises:
         WorkloadError: it holds a parameter that is not the model's, or state that JSON or a placement can't keep.
     """
+    # Names instead of torch's numbers: those depend on the order of groups and on what this rank holds.
     names = parameter_names(model, optimizer)
     parts: dict[str, LocalTensor] = {}
     numbers: dict[str, Any] = {}
@@ -91,6 +92,8 @@ def optimizer_state(
         parameter_shard = _shard_of_parameter(names[parameter], parameter, held, size)
         spec = parameter_shard.shard_spec
         local = local_part(value)
+        # State of the parameter's shape (Adam's moments) is cut as the parameter is; one number (a count) is on every
+        # rank.
         is_cut = tuple(local.shape) == spec.local_shape  # as the parameter is
         if not is_cut and spec.cuts and local.numel() != 1:
             raise _no_shard_spec(name, local, spec)
@@ -98,6 +101,7 @@ def optimizer_state(
         shard = _shard_of_state(global_shape, parameter_shard)
         if shard is not None:
             parts[name] = LocalTensor(local, shard)
+    # Groups are kept by names, so that a stage of another pipeline finds its own parameters in them.
     groups = [_group_as_json(group, names) for group in groups_of(optimizer)]
     description = {"class": type(optimizer).__name__, "groups": groups, "numbers": numbers}
     if len(parts_of(optimizer)) > 1:
@@ -172,6 +176,7 @@ def read_state(
     Raises:
         CheckpointError: the checkpoint is of another model, or damaged.
     """
+    # Step 1: what this rank wants of each tensor, and which parts its hashes cover. The mesh that saved may be another.
     local_model = model_parts(model, held, comm.size)
     shards = {name: part.held for name, part in local_model.items()}  # what this rank verifies
     wanted: dict[str, ShardSpec | None] = {name: shard.shard_spec for name, shard in shards.items()}  # and reads
@@ -183,10 +188,12 @@ def read_state(
         parameter_shard = _shard_of_parameter(parameter, parameters[parameter], held, comm.size)
         spec = parameter_shard.shard_spec
         global_shape = tuple(entry["shape"])
+        # None: all of it.
         wanted[name] = spec if global_shape == spec.shape else None
         shard = _shard_of_state(global_shape, parameter_shard)
         if shard is not None:
             shards[name] = shard
+    # Step 2: read; a rank that fails must still come to the collective below, or the others wait for it there.
     failure = None
     tensors: dict[str, torch.Tensor] = {}
     restored: dict[str, LocalTensor] = {}
@@ -210,6 +217,7 @@ def _parameter_of(name: str) -> str | None:
 
 def restore_model(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], held: Mapping[str, LocalShard]) -> None:
     """Write what `read_state` read to the model's own memory."""
+    # The parts are the model's own memory; the size of the world does not matter here.
     with torch.no_grad():
         for name, part in model_parts(model, held, 1).items():
             part.tensor.copy_(tensors[name])
@@ -237,6 +245,7 @@ def restore_optimizer(
     local_parameters = {name: parameter for parameter, name in names.items() if not parameter.is_meta}
     # torch's `load_state_dict` knows parameters by their number, counted through all groups.
     numbers = {name: number for number, name in enumerate(itertools.chain.from_iterable(groups))}
+    # What the checkpoint has of this rank's parameters, in the form of torch's `state_dict`.
     state: dict[int, dict[str, Any]] = {}
     for name, value in [*tensors.items(), *saved["numbers"].items()]:
         key, _, parameter = name.removeprefix(OPTIMIZER).partition("/")
@@ -246,6 +255,7 @@ def restore_optimizer(
     for saved_group, group, members in zip(saved["groups"], optimizer.param_groups, groups, strict=True):
         # What the checkpoint does not know stays: a scheduler that is new keeps its own numbers in the groups.
         packed.append({**group, **_settings_of(saved_group, group), "params": [numbers[name] for name in members]})
+    # torch's `load_state_dict` checks neither keys nor shapes: damage would be a KeyError in the next step.
     check = StateCheck(optimizer)
     for group_number, members in enumerate(groups):
         for name in members:
@@ -331,6 +341,8 @@ def _as_state_of(parameter: torch.nn.Parameter, value: Any) -> Any:
     if value.shape != local.shape:  # a count of steps is a plain tensor
         return value
     dtensor: Any = parameter
+    # Shape and stride are given: torch would take the parts of all ranks to be equally large. Without `run_check` it
+    # sends nothing.
     return from_local(
         value.to(local.device),
         dtensor.device_mesh,
@@ -379,6 +391,7 @@ def own_tensors(random: Mapping[str, torch.Tensor], wire: Mapping[str, torch.Ten
 
 def restore_wire(state: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> bool:
     """Put back what compression carries over; change nothing and return False if other compression was saved."""
+    # Residuals of another compression, or of other buckets, fit no bucket of now.
     saved = part(own, "wire/")
     if _layout(state) != _layout(saved):
         return False
@@ -402,6 +415,7 @@ def parameter_names(model: torch.nn.Module, optimizer: torch.optim.Optimizer) ->
     Raises:
         WorkloadError: one of them is not the model's.
     """
+    # A tied parameter has the first of its names, as in `model_parts`.
     names = {parameter: name for name, parameter in model.named_parameters()}
     for number, group in enumerate(groups_of(optimizer)):
         for parameter in group["params"]:

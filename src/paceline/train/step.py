@@ -45,8 +45,10 @@ def train_step(
     is_stopping, longest = control
     parallel.forward_backward(microbatches, is_stopping, longest)
     stats = parallel.reduce_gradients()
+    # Before the update, and on all ranks from the same sums: all raise, and the parameters stay as they were.
     check_finite(stats)
     norm = parallel.norm
+    # After the sum over all ranks: the norm of a rank's own gradient is another.
     if clip_norm is not None:
         norm = clip(parallel, clip_norm)
     parallel.update(optimizer)

@@ -88,6 +88,7 @@ class StepBoard:
         assert self.memory is not None
         begun, number = _SLOT.unpack_from(self.memory, rank * _SLOT.size)
         calls, index = divmod(number, _CALLS_PER_SLOT)
+        # It made this call less often and is steps ahead: it will never come here.
         if calls < self.calls and begun > self.begun:
             raise self._apart(call, rank, f"is in step {step + begun - self.begun}", step)
         if calls == self.calls and CALLS[index] != call:
@@ -108,6 +109,7 @@ class StepBoard:
 
 def _shared_memory(path: Path, size: int) -> mmap.mmap:
     """Map a file of `size` bytes, zero at first, that all ranks map."""
+    # Whichever rank comes first makes it; nobody opens a link in its place (O_NOFOLLOW).
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         if os.fstat(descriptor).st_size < size:

@@ -15,7 +15,7 @@ from torch.distributed.pipelining import _backward as torch_halves  # noqa: TID2
 
 @dataclass(slots=True)
 class Halves:
-    """What the first half of a backward pass leaves for the second."""
+    """The result of the first half of a backward pass, which the second starts from."""
 
     weights: list[torch.Tensor]
     groups: list[dict[str, Any]]
@@ -42,6 +42,7 @@ def backward_of_inputs(
                 weight.grad = gradient if weight.grad is None else weight.grad + gradient
         done = {id(weight) for weight in beside}
         weights = [weight for weight in weights if id(weight) not in done]
+    # It leaves the inputs' gradients in `.grad`; `groups` is what the weights' half starts from.
     _, groups = torch_halves.stage_backward_input(roots, gradients, inputs, iter(weights))  # type: ignore[arg-type]
     return Halves(weights, groups, roots)
 

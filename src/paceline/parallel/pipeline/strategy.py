@@ -70,12 +70,14 @@ class Pipeline:
         run = _StageRun(self, program, [batch], lambda total, weight: None)
         flat: list[Any] | None = None
         with torch.no_grad():
+            # In the order of stages: no rank waits for a message of a later stage.
             for stage in range(program.total_stages):
                 if stage in self.split.own_stages:
                     flat = run.forward(stage, 0)
             self.drain()
             last_rank = (program.total_stages - 1) % self.comm.size
             values = tensors_of(program)
+            # Scores are (sum, weight) pairs, numbers all: the last stage's rank hands them to the others.
             sent = torch.zeros(len(values), dtype=torch.float64, device=self.split.device)
             if self.comm.rank == last_rank and flat is not None:
                 sent = torch.stack([torch.as_tensor(value).to(sent) for value in flat])
@@ -100,6 +102,7 @@ def same_shapes(microbatches: Sequence[Any]) -> list[list[Any]]:
     before = None
     for batch in microbatches:
         now = signature(batch)
+        # Neighbours alone are joined: the order of micro-batches, and so of sums and draws, stays.
         if now != before:
             runs.append([])
         runs[-1].append(batch)
@@ -145,6 +148,7 @@ class _StageRun:
         program = self.by_index[stage]
         received = self._received(Action(FORWARD, stage, micro))
         if torch.is_grad_enabled():
+            # Received tensors are leaves here: the stage before is sent their `grad`.
             for tensor, has_gradient in zip(received, program.first.has_gradient, strict=True):
                 tensor.requires_grad_(has_gradient)
         with self.pipeline.autocast():
@@ -152,6 +156,7 @@ class _StageRun:
         if stage < self.program.total_stages - 1:
             for number, value in enumerate(sent):
                 self._send(value.detach(), stage + 1, micro, number, forwards=True)
+        # Until the backward pass, which needs the stage's graph of autograd.
         self.flights[stage, micro] = _Flight(received, sent)
         return sent
 
@@ -160,9 +165,11 @@ class _StageRun:
         if action.stage == self.program.total_stages - 1:
             total, weight = checked_loss(self.program.captured.rebuild(sent))
             self.add(total.detach(), weight)
+            # The backward pass begins at the loss, not at the function's other results.
             self.flights[action.stage, action.micro_batch].sent = [total]
 
     def _backward(self, action: Action) -> None:
+        # Taken out, so that the activations are freed with this pass: the schedule bounds how many are in flight.
         flight = self.flights.pop((action.stage, action.micro_batch))
         program = self.by_index[action.stage]
         if action.stage == self.program.total_stages - 1:
@@ -171,6 +178,7 @@ class _StageRun:
         else:
             roots = _where_flowing(flight.sent, program.last.sends_gradient)
             gradients = self._received(action)
+        # Zero-bubble: only the inputs' gradients now, for which the stage before waits.
         if self.has_halves:
             inputs = _where_flowing(flight.received, program.first.has_gradient)
             states = list(itertools.chain.from_iterable(program.states))
@@ -178,6 +186,7 @@ class _StageRun:
             self.flights[action.stage, action.micro_batch] = flight
         elif roots:
             torch.autograd.backward(roots, gradients)
+        # The dual of what was received: one message for each value through which a gradient flows.
         for number, (tensor, flows) in enumerate(zip(flight.received, program.first.has_gradient, strict=True)):
             if flows:  # zeros where the loss does not depend on it: the stage before waits for a message
                 gradient = tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
@@ -196,6 +205,7 @@ class _StageRun:
 
     def _ask(self, action: Action) -> None:
         """Begin to receive what `action` computes from, once."""
+        # The weights' half computes from what this rank has.
         if action in self.coming or action.kind == WEIGHTS:
             return
         program = self.by_index[action.stage]

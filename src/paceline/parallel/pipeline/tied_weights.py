@@ -34,12 +34,15 @@ def add_tied_gradients(
         parameter = parameters[name]
         if not parameter.requires_grad:
             continue
+        # (elements of the gradient + 1): the last is 1 if this rank has one
         mine = torch.zeros(parameter.numel() + 1, dtype=parameter.dtype, device=parameter.device)
         if parameter.grad is not None:
             mine[:-1] = parameter.grad.reshape(-1)
             mine[-1] = 1  # somebody has one
+        # All send before anybody waits in `receive`: two holders that waited for each other would hang.
         sending = [comm.begin_send(mine, rank, _TAG + number) for rank in ranks if rank != comm.rank]
         total = torch.zeros_like(mine)
+        # In the same order on every holder: rounding depends on it.
         for rank in ranks:
             gradient = mine
             if rank != comm.rank:

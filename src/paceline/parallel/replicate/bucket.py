@@ -27,7 +27,7 @@ class Bucket:
     parameters: list[torch.nn.Parameter]
     reducer: Reducer
     slices: list[list[torch.Tensor]]  # by inbox, then by parameter: shaped like the parameter
-    results: list[torch.Tensor]
+    results: list[torch.Tensor]  # by parameter: views of the outbox, which become the gradients
     filled: set[int] = field(default_factory=set)  # parameters whose gradient is in the inbox
     is_sent: bool = False
 
@@ -64,6 +64,7 @@ class Bucket:
         """Zero what has no gradient on this rank, and start the sum."""
         flags = torch.ones(len(self.parameters), dtype=self.reducer.outbox.dtype)
         for index in range(len(self.parameters)):
+            # Else the inbox still has the gradient of the step that filled it last.
             if index not in self.filled:
                 flags[index] = 0
                 self.slices[self.reducer.turn][index].zero_()
@@ -74,6 +75,7 @@ class Bucket:
     def receive(self, scale: torch.Tensor) -> None:
         """Wait for the sum and make it the parameters' gradients."""
         self.reducer.finish(scale)
+        # The flags are summed and scaled like the gradients, so only zero or not has a meaning.
         ranks_with_gradient = self.reducer.outbox[self.flags :].tolist()
         for parameter, result, ranks in zip(self.parameters, self.results, ranks_with_gradient, strict=True):
             set_local_gradient(parameter, result if ranks else None)
@@ -111,6 +113,7 @@ def _kind(parameter: torch.nn.Parameter) -> tuple[torch.dtype, torch.device]:
 
 def _bucket(parameters: list[torch.nn.Parameter], make_reducer: MakeWire) -> Bucket:
     shapes = [local(parameter).shape for parameter in parameters]
+    # The flat tensor: each parameter's elements one after another, then one flag per parameter.
     reducer = make_reducer(shapes, len(parameters), *_kind(parameters[0]))
     slices = [_slices(inbox, shapes) for inbox in reducer.inboxes]
     return Bucket(list(parameters), reducer, slices, _slices(reducer.outbox, shapes))

@@ -29,6 +29,7 @@ _SMALL_BYTES = 2**16  # what a copy of a buffer may take
 _LARGE_BYTES = 2**20  # above it a buffer's values are compared in the first steps alone
 _FIRST_STEPS = 3
 _WIDTH = 1024  # of the table whose rows and columns are summed
+# Sorted, so that a dtype's place is the same on every rank: it stands for the dtype in messages.
 _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 
 
@@ -96,6 +97,7 @@ class Buffers:
         """
         tensors = self.tensors
         touched = self._find_touched(tensors)
+        # Values are compared last, and only of buffers of which nothing else shows a write: to read them takes time.
         touched |= self._find_rewritten(touched)
         self.at_begin = []  # a replaced tensor's memory is free from here on
         self.changed = [False] * len(tensors)
@@ -129,11 +131,13 @@ class Buffers:
         """
         if self.comm.size == 1 or not any(flags):
             return
+        # The remainder is how many ranks changed it; the quotient, how many have it in another form than agreed.
         ranks_changed = [flag % _OTHER_FORM for flag in flags]
         due = []
         for index, tensor in enumerate(self.tensors):
             if ranks_changed[index] and not _is_elsewhere(tensor):
                 due.append(index)
+        # Shapes first, in a message of their own, and only in a step in which one is new on some rank.
         per_rank = self._agree_on_forms([index for index in due if flags[index] >= _OTHER_FORM])
         tensors = self.tensors  # anew: some were replaced by tensors of the agreed form
         by_dtype: dict[torch.dtype, list[int]] = {}
@@ -228,6 +232,7 @@ class Buffers:
 
     def _exchange(self, indices: list[int]) -> list[list[tuple[bool, _Form]]]:
         """Return for each buffer, rank by rank, whether it was changed there, and its form."""
+        # Per buffer: changed or not, dtype, number of dimensions, sizes. Rows may be of different lengths.
         mine: list[int] = []
         for index in indices:
             form = _form(self.tensors[index])

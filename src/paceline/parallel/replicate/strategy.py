@@ -93,21 +93,26 @@ class Replicate:
 
     def begin_last_backward(self) -> None:
         """Send gradients as they come from here on."""
+        # Not in earlier micro-batches: a parameter's gradient is complete after the last one.
         self.is_last_backward = self.overlaps
 
     def reduce_gradients(self) -> None:
         """Make every gradient that of the global batch's mean loss; the same bits on every rank."""
         if self.comm.size == 1:
             return
+        # Step 1: fill and send what the hooks have not. Those that they took have no `grad` any more.
         for bucket in self.buckets:
             for index, parameter in enumerate(bucket.parameters):
                 if parameter.grad is not None:  # accumulated earlier, but not reached by the last backward
                     self._fill(parameter, bucket, index)
         self._send_complete(all_of_them=True)
         self.is_last_backward = False  # a backward pass of the person's own, between steps, sends nothing
+        # Step 2: wait for the global weight, and then for the sums, in the order in which they were started.
         scale = self.scale()
         for bucket in self.buckets:
             bucket.receive(scale)
+        # Sorted: Python hashes strings differently in each process, so a set's order differs between ranks, and their
+        # collectives would not match.
         for name in sorted(self.sparse_names):
             if self.parameters[name].requires_grad:
                 self._gather_sparse(name, self.parameters[name], scale)
@@ -138,6 +143,7 @@ class Replicate:
         if self.comm.size == 1:
             return shared
         if transport == "shared_memory" and shared is None:
+            # The largest gradients are half of a region, in MiB: a region has two halves.
             raise PlanError(
                 "the plan's transport is shared_memory",
                 f"it needs one Linux host, CPUs, 2 to 8 ranks and at most {MAX_BYTES >> 21} MiB of gradients",
@@ -151,7 +157,7 @@ class Replicate:
         return shared
 
     def _fits_shared(self) -> bool:
-        """True if the gradients of dense parameters fit into shared memory twice."""
+        """True if the gradients of dense parameters fit into shared memory twice: its two halves are used in turn."""
         num_bytes = sum(parameter.nbytes for parameter in self._dense())
         return 2 * num_bytes <= MAX_BYTES
 
@@ -163,6 +169,7 @@ class Replicate:
         self.trained = {name: parameter.requires_grad for name, parameter in self.parameters.items()}
         if self.comm.size == 1:
             return
+        # Or gradients would go on to the earlier buckets.
         for hook in self.hooks:
             hook.remove()
         trained = [parameter for parameter in self._dense() if parameter.requires_grad]
@@ -211,6 +218,8 @@ class Replicate:
 
     def _send_complete(self, all_of_them: bool = False) -> None:
         """Start the sums of full buckets, in the same order on every rank, so that sums meet."""
+        # A rank that uses other parameters fills its buckets in another order: one that is full waits for those before
+        # it.
         while self.next_bucket < len(self.buckets):
             bucket = self.buckets[self.next_bucket]
             if not all_of_them and len(bucket.filled) < len(bucket.parameters):
@@ -232,8 +241,9 @@ class Replicate:
             values = parameter.new_zeros((0, *parameter.shape[1:]))
         else:
             gradient = gradient.coalesce()
-            indices = gradient.indices()[0]
-            values = gradient.values()
+            indices = gradient.indices()[0]  # (rows,)
+            values = gradient.values()  # (rows, width)
+        # Ranks have different numbers of rows, perhaps none; a row of several ranks is added up by `coalesce`.
         indices = torch.cat(self.comm.all_gather(indices))
         values = torch.cat(self.comm.all_gather(values)) * scale
         if indices.numel():
@@ -250,6 +260,7 @@ def broadcast_state(tensors: Sequence[torch.Tensor], comm: AxisComm) -> None:
         for tensor in tensors:
             batch = batches.setdefault(tensor.dtype, [])
             batch.append(tensor)
+            # Small tensors share a message; only so many, because they are copied for it.
             if sum(t.nbytes for t in batch) >= _BROADCAST_BYTES:
                 _broadcast_flat(batches.pop(tensor.dtype), comm)
         for batch in batches.values():

@@ -33,6 +33,7 @@ def kept_whole(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[str, nn.P
     """
     groups: dict[str, list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in model.named_parameters():
+        # Blocks are not nested, so one at most has it; "" is the root's group.
         owner = next((block for block in blocks if name.startswith(f"{block}.")), "")
         groups.setdefault(owner, []).append((name, parameter))
     unsplit: dict[str, nn.Parameter] = {}
@@ -95,6 +96,7 @@ def _visit(path: str, module: nn.Module, paths: dict[int, list[str]], blocks: di
             blocks[name] = candidate
     for name, child in module.named_children():
         below = _joined(path, name)
+        # Not below a block: FSDP2 would gather an inner group by itself, in a message of its own.
         if below not in blocks:
             _visit(below, child, paths, blocks)
 

@@ -38,6 +38,7 @@ class FsdpAdapter(OwnCode):
         self.autocast = autocast
         self.mesh = Mesh.parse(plan.mesh)
         self.shard = Shard(model, axes["shard"], plan, device)
+        # Read after the split, which puts DTensors in the places of parameters.
         self.parameters = dict(model.named_parameters())
         self.spare = example
 

@@ -60,6 +60,8 @@ class GradUsage:
             WorkloadError: the ranks did not gather and reduce the same groups in the same order, or a gradient
                 came after its group's were summed.
         """
+        # One message: uses (one number per parameter), a late gradient (one), checksums (one per rank, each in its own
+        # place).
         flags = torch.zeros(len(self.used) + 1 + self.comm.size, dtype=torch.int64)
         flags[: len(self.used)] = torch.tensor(self.used)
         # FSDP2 has taken the gradients of gathered parameters; one that is still there came after its group's sum.

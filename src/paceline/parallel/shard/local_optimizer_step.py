@@ -26,6 +26,7 @@ def step_on_rows(optimizer: torch.optim.Optimizer) -> None:
     for parameter in itertools.chain.from_iterable(before):
         if is_part(parameter):
             rows[parameter] = _rows(parameter)
+    # The optimizer finds state by parameter: it goes along with the rows, and back afterwards, also after an error.
     for parameter, row in rows.items():
         if parameter in optimizer.state:
             state = optimizer.state.pop(parameter)

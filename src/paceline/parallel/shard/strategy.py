@@ -117,6 +117,7 @@ class Shard:
             self.groups.forget_failed_step()
         self.reshard()
         self.grad_usage.clear()
+        # The checksums of the order are compared once per step.
         self.groups.collective_order.crc = 0
         self.groups.took_gradient = False
         self.is_open = True
@@ -135,6 +136,7 @@ class Shard:
         # With zero=2 a parameter may be used outside its block, so its values are kept to the end. So does the graph
         # of a gradient that the loss took.
         drops_blocks = self.plan.zero == 3 and not self.groups.took_gradient
+        # What FSDP2 does in this backward pass: reduce_scatter, drop blocks after use, end the step.
         phase = (sums_gradients, drops_blocks, is_last)
         if self.groups.took_gradient:
             self.groups.gather()
@@ -150,9 +152,11 @@ class Shard:
         """
         if self.groups is None:
             return
+        # Collective, and first: it also says whether the ranks' collectives met, before their results are used.
         unused = set(self.grad_usage.find_unused())
         self._reduce_whole(unused)
         self.reshard()
+        # FSDP2 leaves zeros where no rank had a gradient: AdamW would decay the parameter.
         for name in unused:
             self.parameters[name].grad = None
         self.is_open = False
@@ -184,6 +188,7 @@ class Shard:
 
     def _split(self) -> Groups:
         """Split the model in place: `fully_shard` groups, and hooks that see what is called."""
+        # While every rank still has whole tensors: rank 0's are the start of all.
         self._broadcast()
         for parameter in self.model.parameters():
             if not parameter.is_contiguous():  # channels_last, say; rows of it would lie scattered
@@ -199,6 +204,7 @@ class Shard:
         if self.plan.zero == 3:  # before FSDP2's own hooks on the output
             for block in self.blocks.values():
                 block.register_forward_hook(_without_views)
+        # From here on the model's parameters are DTensors of this rank's rows.
         groups = fully_shard.split(self.model, self.comm, self.device, grouping)
         self.model.forward = self._outside_too(self.model.forward)
         for name, block in self.blocks.items():
@@ -207,6 +213,7 @@ class Shard:
         return groups
 
     def _broadcast(self) -> None:
+        # Tensors on the meta device have no values yet: each rank fills its own part later.
         for tensor in (*self.model.parameters(), *self.model.buffers()):
             if not tensor.is_meta:
                 start = tensor.detach().contiguous()
@@ -233,6 +240,8 @@ class Shard:
         self.is_inside = True
         try:
             result = groups.forward(functools.partial(self._whole_call, groups, call))
+        # torch refuses operations on plain tensors and DTensors together: so a parameter was used while only its rows
+        # are here.
         except (RuntimeError, NotImplementedError, TypeError) as error:
             if "DTensor" in str(error):
                 raise self._used_in_part(str(error).splitlines()[0]) from error

@@ -40,6 +40,7 @@ class FlatShard:
         for name, parameter in self.whole.items():
             self.shapes[name] = parameter.shape
             if parameter.dim() == 0:
+                # Without dimensions there are no rows: every rank holds it, and `_sum_scalars` sums its gradient.
                 self.rows[name] = parameter
                 continue
             start, stop = chunk_range(parameter.shape[0], self.comm.rank, self.comm.size)
@@ -51,12 +52,15 @@ class FlatShard:
         """Make the parameters whole for a step."""
         with torch.no_grad():
             for names in self._by_dtype():
+                # One message per dtype. Each rank sends as many numbers, so the rows are padded to those of the rank
+                # with most.
                 mine = torch.cat([self._padded(name).reshape(-1) for name in names])
                 by_rank = self.comm.all_gather_along(mine, [mine.numel()] * self.comm.size, 0)
                 start = 0
                 for name in names:
                     shape = self.shapes[name]
                     stop = start + self._padded_rows(name) * _row_numel(shape)
+                    # Cut as by `torch.chunk`, so only the last ranks have fewer rows: all padding is at the end.
                     padded = torch.cat([values[start:stop] for values in by_rank])
                     self.whole[name].data = padded[: shape.numel()].view(shape)
                     start = stop
@@ -64,7 +68,9 @@ class FlatShard:
     def scatter(self) -> None:
         """Sum the gradients and keep this rank's rows of them; let the whole parameters go."""
         for names in self._by_dtype(trained_only=True):
+            # A gradient of zeros is not the same as none: AdamW would decay what no rank used.
             used = self._used(names)
+            # Not padded: each rank receives as many numbers as its own rows have.
             by_rank = [self._flat_gradients(names, rank) for rank in range(self.comm.size)]
             mine = self.comm.reduce_scatter_parts(by_rank)
             start = 0
@@ -74,6 +80,7 @@ class FlatShard:
                 rows.grad = mine[start:stop].view_as(rows) if is_used else None
                 start = stop
                 self.whole[name].grad = None
+        # Before the update: the whole parameters and the optimizer's temporaries are not held at once.
         self.release()
         self._sum_scalars()
 
@@ -136,6 +143,7 @@ class FlatShard:
 
 
 def _empty(parameter: torch.nn.Parameter) -> None:
+    # The object stays: the graphs' arguments refer to it.
     parameter.data = parameter.data.new_empty(0)
 
 
