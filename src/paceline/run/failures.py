@@ -187,7 +187,10 @@ def _read_failure(path: Path, rank: int) -> dict[str, Any]:
 
 
 def first_cause(failures: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Return the failure that the others follow from: the earliest that is not the loss of a peer."""
+    """Return the failure that the others follow from: the earliest that is not the loss of a peer.
+
+    Of peer losses alone, the earliest. Times are the writers' clocks: between hosts they may be off.
+    """
     return min(failures, key=lambda failure: (failure["is_peer_loss"], failure["at"]))
 
 

@@ -31,13 +31,14 @@ def run_server(private: Path, coordinator: str = "", host_address: str = "") -> 
     Args:
         private: a folder that only this user can enter: sockets, and credentials for what leaves the host.
         coordinator: HOST:PORT, in a job of several hosts; "": a socket in `private`.
-        own: this host's address, in a job of several.
+        host_address: this host's address, in a job of several.
 
     Returns:
         The exit code.
     """
     defer_compiler_import()
     if coordinator:
+        # Port 0: the kernel chooses a free one.
         work = serve(f"{host_address}:0", coordinator, _credentials(private, "server"))
     else:
         work = serve(f"{UNIX}{private / f'server-{os.getpid()}'}", coordinator_address(private), None)

@@ -31,7 +31,7 @@ def run_rank(script: str, arguments: list[str], stopped_code: int = 0) -> int:
     run_dir = os.environ.get("PACELINE_RUN_DIR")
     try:
         watchdog = begin_watching(os.environ, Path(run_dir)) if run_dir else None
-    except PacelineError as error:
+    except PacelineError as error:  # outside of `_run_to_end`, which reports all other errors
         return failed(error)
     try:
         return _run_to_end(script, arguments, stopped_code)
@@ -45,7 +45,7 @@ def _run_to_end(script: str, arguments: list[str], stopped_code: int) -> int:
     sys.path.insert(0, str(Path(script).parent))  # as `python FILE` does
     try:
         was_stopped = _run_file(script)
-        jobs.close_open_jobs()
+        jobs.close_open_jobs()  # writes the last checkpoint, so a rank that can't has failed
     except BaseException as error:
         return failed(error)
     if was_stopped:
@@ -84,7 +84,7 @@ def _workload(script: str, names: dict[str, Any]) -> Any:
 
 
 def failed(error: BaseException) -> int:
-    """Write what happened where the supervisor looks, and return the exit code."""
+    """Write what happened to `failures/RANK.json`, where the supervisor looks, and return the exit code."""
     error = _explained(error)
     rank = int(os.environ.get("PACELINE_RANK", "0"))
     failure = _failure(error, rank)

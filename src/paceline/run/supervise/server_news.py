@@ -35,7 +35,7 @@ class ServerNews:
         with self.path.open("rb") as file:
             file.seek(self.offset)
             content = file.read()
-        lines = content[: content.rfind(b"\n") + 1]
+        lines = content[: content.rfind(b"\n") + 1]  # the last line may still be being written
         self.offset += len(lines)
         for event in decoded(lines):
             self._take(event)
