@@ -85,7 +85,7 @@ _NUMBER = struct.Struct("<q")  # far below PIPE_BUF: each write is whole
 def main() -> None:
     """Serve one job."""
     control = socket.socket(fileno=int(sys.argv[1]))
-    # Settings, imports, ranks, and only then the handler of SIGCHLD and the wakeup descriptor: forks would inherit both.
+    # Settings, imports, ranks, and only then the handler of SIGCHLD and the wakeup descriptor: forks inherit both.
     # Not die_with_parent: when the supervisor is killed, somebody must still clear its private folder.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # see launch/local.py

@@ -9,7 +9,7 @@ from typing import Any
 from paceline.nouns.errors import WorkloadError
 from paceline.nouns.mesh import Mesh
 
-_FLOAT64_BYTES = 8
+_FLOAT64_BYTES = 8  # the float64 run is the largest
 _TRAINED = 4  # copies while training: parameter, gradient, Adam's two moments
 _RECORDED = 9  # copies kept to compare: the first parameters; parameters, gradients and moments of two steps
 _SPLITTING = ("shard", "tensor", "pipeline")

@@ -55,6 +55,7 @@ def main(path: Path) -> int:
     try:
         workload = find_workload(settings["script"])
         plan = Plan.of(settings["plan"], "the settings")
+        # Refusals before anything computes: a model of no right form, then one too large for this host.
         check_model(made_without_values(workload))
         models = describe_all(workload, plan)
         check_fits(models[0][0], Mesh.parse(plan.mesh))
@@ -119,7 +120,8 @@ def persons_calls(workload: Workload, ranks: int) -> list[list[list[Any]]]:
             f"one process had {first_loss!r} and then {losses[0]!r} for the same model and samples",
             "find what remembers or draws (a counter, a time, numbers of its own) and switch it off for verifying",
         )
-    has_calls = any(calls)  # then a loss may differ by rank here, where no other rank answers
+    # A loss that calls collectives may rightly differ by rank here: its own values come back in the others' place.
+    has_calls = any(calls)
     for rank, loss in enumerate(losses):
         if not has_calls and not _is_equal(losses[0], loss):
             raise WorkloadError(

@@ -34,7 +34,9 @@ def kept_wide(is_on: bool) -> Iterator[None]:
     if not is_on:
         yield
         return
-    replaced: list[tuple[Any, str, Any]] = []  # where, name, what was set there itself: None where it is inherited
+    # Where, name, and what the owner itself had there. None: it inherits the method (torch.Tensor most of its own from
+    # torch._C.TensorBase), so putting it back means to delete the replacement.
+    replaced: list[tuple[Any, str, Any]] = []
     try:
         for owner, name, wrap in _replacements():
             replaced.append((owner, name, vars(owner).get(name)))

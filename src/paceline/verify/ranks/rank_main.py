@@ -44,6 +44,7 @@ def main(path: Path) -> None:
     try:
         api.init()
         rank = api.rank()
+        # From here on a hang is noticed: HangWatch waits until every rank has a heartbeat.
         begin_heartbeat(folder / f"beat-{rank}.json")
         workload = find_workload(settings["script"])
         for run in settings["runs"]:
@@ -51,7 +52,7 @@ def main(path: Path) -> None:
                 api.world().comm.ledger = trace = Trace(file=file)
                 _RankRun(workload, run, folder, rank).play()
                 trace.file = None  # groups that are still open speak when they close
-        api.world().comm.barrier()
+        api.world().comm.barrier()  # no rank ends, and closes its connections, while another still needs it
     finally:
         os.environ["PACELINE_RUN_DIR"] = run_dir
 
@@ -78,13 +79,14 @@ class _RankRun:
             workload,
             precision=run["precision"],
             steps=run["steps"],
-            loader_workers=0,
+            loader_workers=0,  # samples are loaded in this process
             model=self._model(workload),
             loss=self._loss(workload),
         )
 
     def play(self) -> None:
         """Take the steps and write down what they made."""
+        # In narrow precisions both sides' values differ by rounding, and dropout by value would drop other elements.
         is_off = self.run["precision"] != "float64"
         with ExitStack() as stack:
             if not self.run.get("draws"):
@@ -113,7 +115,7 @@ class _RankRun:
         """Take a step; enter what it began with, what it returned and what it sent."""
         ledger = job.ledger
         assert isinstance(ledger, Trace)
-        calls_before = dict(ledger.calls)
+        calls_before = dict(ledger.calls)  # the ledger counts from the job's begin; a step is a difference
         bytes_before = dict(ledger.payload_bytes)
         self.facts["draws"].append(_hash_of_draws())
         self.facts["batch"] = [batch.positions.start, batch.positions.stop]

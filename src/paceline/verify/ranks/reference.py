@@ -67,8 +67,11 @@ def with_noise(
     for variation in list(variations):
         result = take_steps(workload, precision, steps, variation)
         loss_move = _relative(reference.losses, result.losses)
+        # In float64 one rounding is 2e-16. If it has grown to 1e-6 within the steps, a bug could not be told from it.
         is_chaotic = precision == "float64" and loss_move > 1e-6
         if is_chaotic and variation.is_reversed:
+            # In another order the loss is another function, so the change is no rounding. Removed from the caller's
+            # list: narrow precisions, where this could not be seen, must not take it for rounding either.
             variations.remove(variation)
             notices.append(
                 "the loss depends on the order of a batch's samples: rounding was measured without reversing it"
@@ -138,6 +141,7 @@ def write(
 
 def as_workload_error(error: Exception) -> WorkloadError:
     """Explain an error of the person's own code, in one process on CPU."""
+    # The most particular signs first: an operation without float64 mentions a dtype too.
     lines = str(error).strip().splitlines() or [""]
     found = f"{type(error).__name__}{_innermost_line(error)}: {lines[0]:.300}"
     if "cuda" in str(error).lower() or "cpu' backend" in str(error).lower():

@@ -67,6 +67,8 @@ def replay(
     needs_whole_batch = has_batch_norm and len(pieces_of_parts) > 1
     if needs_whole_batch and is_graph:  # its graph would need the other parts' statistics
         return {**watch.to_json(), "samples": samples, "losses": []}
+    # Batch norm takes its statistics over all ranks' samples. So the whole batch goes through the model, and of every
+    # value with a row per sample this part's rows are looked at.
     take = None
     if needs_whole_batch:
         positions = _all_positions(pieces_of_parts)

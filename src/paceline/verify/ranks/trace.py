@@ -36,7 +36,7 @@ class Trace(Ledger):
         Ledger.add(self, collective, axis, payload_bytes)  # super() does not find a class that got its slots later
         if self.file is not None:
             self.file.write(json.dumps([collective, axis, payload_bytes, asked_at(sys._getframe(1))]) + "\n")
-            self.file.flush()
+            self.file.flush()  # now: a rank that is killed in this collective writes nothing more
 
 
 def asked_at(frame: FrameType | None) -> str:
@@ -62,7 +62,7 @@ def begin_heartbeat(path: Path) -> None:
     main = threading.main_thread().ident
 
     def heartbeat() -> None:
-        draft = path.with_suffix(".draft")
+        draft = path.with_suffix(".draft")  # renamed when complete: the supervisor reads at any moment
         while True:
             draft.write_text(json.dumps({"cpu_s": time.process_time(), **standing(main)}))
             draft.replace(path)

@@ -54,6 +54,7 @@ class ModuleWatch:
         self.modules[place] = module
         if places is not None:
             self.splits.add(place)
+        # Of the value itself, not of `part`: a slice is outside of the model's graph, and gets no gradient.
         if value.requires_grad:
 
             def came_back(gradient: torch.Tensor) -> None:
