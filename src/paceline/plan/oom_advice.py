@@ -56,7 +56,7 @@ class Suggestion:
         costs = []
         if self.devices:
             costs.append(f"{self.devices} more device{'s' * (self.devices > 1)}")
-        if self.flops > 1.005:
+        if self.flops > 1.005:  # what rounds to 1 %
             costs.append(f"{self.flops - 1:.0%} more computation")
         elif self.way.kind in ("checkpointing", "both"):
             costs.append("all but matrix products computed again")

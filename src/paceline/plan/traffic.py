@@ -10,6 +10,7 @@ from typing import Any
 from paceline.nouns.buckets import group_parameters
 from paceline.nouns.plan import Plan
 
+# The ledger counts payloads, not what an algorithm such as a ring sends of them.
 _NARROW = {"bf16": 2, "fp16": 2}  # bytes of a compressed gradient's numbers
 
 
@@ -73,7 +74,7 @@ def replicated_gradients(plan: Plan, ranks: int, trained: Sequence[TensorFacts])
 
 def sums_bytes(ranks: int, buffers: int) -> int:
     """Return the bytes of every step's one small sum: loss, weight, stop flag, a flag per rank and one per buffer."""
-    return 8 * (3 + ranks + buffers)
+    return 8 * (3 + ranks + buffers)  # float64 numbers: sums of losses must not lose digits
 
 
 def tensor(graph: Sequence[Sequence[Mapping[str, Any]]]) -> list[Traffic]:

@@ -57,6 +57,7 @@ def describe(workload: Workload, plan: Plan | None = None, tensor_rank: int = 0,
     model = made_without_values(workload)
     if workload.precision == "float64":
         model = model.double()
+    # Frozen parameters get no gradients, so nothing of them is summed; `shard` and `tensor` still hold and gather them.
     sparse = sparse_names(model)
     parameters, frozen = [], []
     for name, parameter in model.named_parameters():

@@ -159,7 +159,7 @@ def _traffic(split: SplitModel, graph: Captured) -> tuple[Ledger, list[int]]:
             stage = stage_traffic(piece, captured, shapes, [split.tensor], split.recompute, split.precision)
             ledger.calls.update(stage.calls)
             ledger.payload_bytes.update(stage.payload_bytes)
-        messages += [value.nbytes for value in pieces[-1].sent]
+        messages += [value.nbytes for value in pieces[-1].sent]  # to the next stage
         # Backward, the gradients of what came in go the other way.
         received = zip(pieces[0].received, pieces[0].has_gradient, strict=True)
         messages += [value.nbytes for value, has_gradient in received if has_gradient]

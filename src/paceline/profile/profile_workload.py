@@ -34,7 +34,7 @@ def main() -> int:
     sys.argv = sys.argv[3:]
     sys.path.insert(0, str(Path(sys.argv[0]).parent))
     answers = sys.stdout
-    sys.stdout = sys.stderr  # a person's prints are no answers
+    sys.stdout = sys.stderr  # what the user's file prints is no answer
     try:
         workload = find_workload(sys.argv[0])
     except PacelineError as error:
