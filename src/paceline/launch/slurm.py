@@ -55,6 +55,7 @@ class SlurmOptions:
 
 def sbatch_script(rank: RankCommand, options: SlurmOptions) -> str:
     """Write the script. Shell variables of a rank stand nowhere in it: srun gives each its own."""
+    # `--signal` without `B:` goes to the steps, so srun's tasks get it, and not this script's shell.
     lines = [
         f"--job-name={_one_line(rank.job)}",
         f"--nodes={rank.nodes}",
@@ -114,7 +115,7 @@ def submit(script: str, options: SlurmOptions, environment: dict[str, str]) -> s
     """
     check_sbatch(options)
     done = subprocess.run(
-        [options.program, "--parsable"],
+        [options.program, "--parsable"],  # prints JOB or JOB;CLUSTER, and nothing else
         input=script,
         capture_output=True,
         text=True,

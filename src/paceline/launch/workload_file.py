@@ -11,7 +11,8 @@ from paceline.nouns.errors import PacelineError, ReadError, UsageError, Workload
 from paceline.nouns.reading import read_text, reason_of
 from paceline.nouns.workload import check_part_names, too_small_batch
 
-# Packages that start no threads and touch no GPU when imported, so that they may be loaded before a fork.
+# Packages that start no threads and touch no GPU when imported, so that they may be loaded before a fork. A thread does
+# not exist in the forked child, and a lock that it held stays locked there; a CUDA context can't be used there at all.
 _FORK_SAFE = ("torch", "transformers", "tokenizers", "numpy", "safetensors", "torchmetrics", "paceline")
 
 

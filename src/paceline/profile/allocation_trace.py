@@ -167,8 +167,8 @@ class Allocations(TorchDispatchMode):
     def _phase_and_module(self) -> tuple[str, str]:
         if torch._C._current_graph_task_id() == -1:  # no backward pass runs
             return self.phase, self.path[-1]
-        # The operations of a backward pass are in no module's call. A node has the sequence number of the forward operation that made it;
-        # the last module entered before that number is the one that it belongs to.
+        # The operations of a backward pass are in no module's call. A node has the sequence number of the forward
+        # operation that made it; it belongs to the last module that was entered before that number.
         node = torch._C._current_autograd_node()
         if node is None:
             return "backward", ""

@@ -96,6 +96,7 @@ class KubernetesJob:
     pod_group_api: str = POD_GROUP_APIS[0]
 
     def __post_init__(self) -> None:
+        # Single values first: later checks compare several, and rely on each being of its kind.
         self._check_words()
         self._check_surroundings()
         self._check_counts()
@@ -194,6 +195,7 @@ class KubernetesJob:
                 raise UsageError(
                     f"the job's {what}={text!r}", "it is no amount above 0", "write such as 16, 500m or 200Gi"
                 )
+        # A memory-backed emptyDir counts against the container's limit: filled, it would get the ranks killed.
         if (read_quantity(self.shm) or 0) >= (read_quantity(self.memory) or 0):
             raise UsageError(
                 f"a /dev/shm of {self.shm}",
@@ -264,6 +266,7 @@ class KubernetesJob:
                 "Kubernetes wants small letters, digits and hyphens, a letter first and no hyphen last",
                 "write such as bert-1",
             )
+        # A longer name may be accepted for the job itself, and then its controller can't make the pods.
         _, longest_name = max((len(name), name) for name in self._names())
         most = LABEL_LENGTH
         if self.kind == "rayjob":

@@ -63,7 +63,9 @@ def notes(job: KubernetesJob) -> list[str]:
 
 
 def check(manifests: Sequence[Manifest]) -> None:
-    """Hold manifests, also such as a person has edited, against the plan and the schedulers' rules.
+    """Check manifests, also such as a person has edited, against the plan and the schedulers' rules.
+
+    All that is wrong is in one error.
 
     Raises:
         PlanError: they break some; each is named, with why it matters.

@@ -52,6 +52,7 @@ def attach(job: KubernetesJob, sets: Sequence[PodSet]) -> None:
             **head.get("annotations", {}),
             GROUP: group_name(pod_set),
             GROUPS: text,
+            # Hard: after the timeout the application fails. Soft, the default, starts the pods that found room.
             POLICY: f"{TIMEOUT}={job.placeholder_timeout_s} {STYLE}=Hard",
         }
         pod_set.template["spec"]["schedulerName"] = SCHEDULER
@@ -209,7 +210,7 @@ def _selects(selector: Mapping[str, Any], pod_labels: Mapping[str, str]) -> bool
 
 def _text_reasons(text: Any, sets: Sequence[PodSet]) -> Iterator[str]:
     """Yield what is wrong with the annotation that states all groups."""
-    twice: list[str] = []
+    twice: list[str] = []  # json.loads keeps the last of equal keys, so they are noted while it reads
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         keys = [key for key, _ in pairs]
