@@ -17,6 +17,7 @@ def group_parameters(sizes: Sequence[tuple[int, Hashable]], limit_bytes: int) ->
     Returns:
         The parameters' indices, bucket by bucket.
     """
+    # Only neighbours share a bucket: with another order a bucket would wait for gradients from all over the model.
     buckets: list[list[int]] = []
     bucket_kind: Hashable = None  # of the last bucket
     held_bytes = 0

@@ -24,7 +24,7 @@ TEMPORARY = "temporaries"
 INPUTS = "inputs"
 COMMUNICATION = "gradient buckets"
 GATHERED = "gathered parameters"
-_MOST_BYTES = 2**30  # of a file
+_MOST_BYTES = 2**30  # of a file: a block is a row, and a large model's step has many
 _AMOUNT = Whole(0, 10**30)  # floating-point operations of a step; more than 64 bits
 _FORM = {
     "plan": str,

@@ -135,7 +135,7 @@ def _checked_norm(value: Any) -> float:
     number = 0.0
     if isinstance(value, int | float) and not isinstance(value, bool):
         number = value
-    elif not isinstance(value, bool | str):  # float() would also take True and "1"
+    elif not isinstance(value, bool | str):  # float() would also take True and "1"; a tensor of several raises
         with contextlib.suppress(TypeError, ValueError, RuntimeError):
             number = float(value)
     if number > 0:
