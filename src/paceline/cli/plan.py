@@ -146,7 +146,7 @@ def facts_of(plan: Plan, model: dict[str, Any]) -> dict[str, Any]:
         for stage, rows in enumerate(traffic):
             for row in rows:
                 traffic_rows.append({**asdict(row), "stage": stage})
-    samples = len(share(range(batch_size), 0, mesh.data_size))
+    samples = len(share(range(batch_size), 0, mesh.data_size))  # part 0 has most, where sizes don't divide
     split = model.get("split", {})
     micro_batch_size = min(model["micro_batch_size"] or samples, samples)
     micro_batches = split.get("micro_batches") or -(-samples // micro_batch_size)
