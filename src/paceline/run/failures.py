@@ -10,7 +10,7 @@ from typing import Any
 from paceline.nouns.errors import PacelineError, ReadError
 from paceline.nouns.reading import COUNT, Whole, parse_whole, read_json
 
-# Of what a rank writes down: see `run/rank/worker.py`.
+# Of what a rank writes down: see `run/rank/worker.py`. Checked, since a full disk or a crash may have cut it off.
 _FORM = {
     "rank": (COUNT, None),
     "step": (COUNT, None),
@@ -209,6 +209,8 @@ def format_failure(cause: Mapping[str, Any], others: int, word: str = "failed fi
         word: what its rank did; "failed" where others may have failed before.
     """
     lines = []
+    # Three kinds: an error of ours has its three lines, an exception of the file its traceback and a line with rank and
+    # step, a silent death its sentence.
     if cause["traceback"] and not cause["is_paceline"]:
         lines.append(cause["traceback"].rstrip())
     if cause["is_paceline"]:

@@ -89,7 +89,7 @@ def failed(error: BaseException) -> int:
     rank = int(os.environ.get("PACELINE_RANK", "0"))
     failure = _failure(error, rank)
     folder = Path(os.environ["PACELINE_RUN_DIR"], "failures")
-    draft = folder / f".{rank}.draft"
+    draft = folder / f".{rank}.draft"  # renamed when complete: the supervisor may read at any moment
     try:
         folder.mkdir(exist_ok=True)
         draft.write_text(json.dumps(failure))
@@ -120,6 +120,7 @@ def _failure(error: BaseException, rank: int) -> dict[str, Any]:
         "parts": None,
     }
     if isinstance(error, PacelineError):
+        # The error knows best: it may be about an earlier step, or about another rank.
         failure["step"] = error.step
         failure["exit_code"] = error.exit_code
         failure["parts"] = [error.asked, error.found, error.fix]

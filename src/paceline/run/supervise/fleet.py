@@ -33,7 +33,7 @@ _FAMILIES = (
 
 @dataclass(frozen=True, slots=True)
 class FleetOptions:
-    """How other hosts are reached, and what they get.
+    """The ways to reach other hosts, and what is sent to them.
 
     Args:
         ssh: how ssh is called.

@@ -40,7 +40,7 @@ Listen = Callable[[int, Callable[[], bool]], None]  # a descriptor, and what rea
 
 
 class HostEvents(Protocol):
-    """Who is told what happens on a host."""
+    """The receiver of a host's events: the supervisor, or an agent that passes them on."""
 
     def on_started(self, pids: dict[int, int]) -> None:
         """Take in that ranks have been started, by rank their processes."""
@@ -117,7 +117,7 @@ class LocalBackend:
         register(control, _Reader(control, self._told, lambda: events.on_lost(self)))
 
     def _told(self, text: str) -> None:
-        message = json.loads(text)
+        message = json.loads(text)  # trusted: the fork server is our own child
         if "started" in message:
             self.pids = {int(rank): pid for rank, pid in message["started"].items()}
             self.events.on_started(dict(self.pids))
@@ -161,7 +161,7 @@ class LocalBackend:
         """Wait for the fork server's end, and return its exit code."""
         if self.server is None:
             return 0
-        self.server.control.close()
+        self.server.control.close()  # the end that the fork server waits for
         return self.server.process.wait()
 
     def failure(self, status: int, at: float) -> dict[str, Any]:

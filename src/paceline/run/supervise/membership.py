@@ -16,12 +16,12 @@ from paceline.launch.hosts import Host
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What a job asks of its hosts.
+    """The limits within which a job changes its hosts.
 
     Args:
-        least, most: how many it runs on.
-        restarts: generations that may follow a failure.
-        patience: failures of one host after which it is no longer asked.
+        least, most: hosts that it runs on.
+        restarts: generations that may follow a failure, in the whole job.
+        patience: failures of one host after which it is no longer asked, unless it leaves the list and comes back.
     """
 
     least: int = 1

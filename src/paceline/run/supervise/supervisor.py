@@ -75,7 +75,7 @@ class JobRequest:
 
 @dataclass(slots=True)
 class Ending:
-    """How a job ended.
+    """The end of a job: its status, its exit code and the first cause of a failure.
 
     Attributes:
         status: "done", "stopped" or "failed".
