@@ -26,7 +26,7 @@ KINDS = ("gradient", "buffer", "state", "parameter")  # in the order in which a 
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """How far a value may be off: factors of the measured noise and of two largest values, which are added up."""
+    """Factors of the measured noise and of two largest values; a value may be off by the sum of the three products."""
 
     noise: float
     tensor: float  # of the tensor's largest value

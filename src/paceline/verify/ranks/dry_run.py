@@ -82,7 +82,8 @@ def describe_all(workload: Workload, plan: Plan) -> list[list[dict[str, Any]]]:
     micro_batches = cut_into(plan, mesh, workload)
     if first["split"]["coupled"] and micro_batches and not plan.micro_batches:
         micro_batches = 1
-    descriptions: dict[Any, dict[str, Any]] = {}  # by the shapes of the micro-batches and the rank of `tensor`
+    # By the shapes of the micro-batches and the rank of `tensor` (0 where all its ranks have pieces of equal sizes).
+    descriptions: dict[Any, dict[str, Any]] = {}
     data = open_data("data", workload.data)
     result = []
     for part in range(mesh.data_size):
@@ -180,6 +181,7 @@ def as_rank(rank: int, ranks: int) -> Iterator[list[list[Any]]]:
 
         def reduce_scatter(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
             self._enter("reduce_scatter", tensor)
+            # The shape must be right, the values need not: they are compared between ranks only without collectives.
             chunks = tensor.chunk(self.size)  # of few rows there are fewer than ranks
             return chunks[min(self.rank, len(chunks) - 1)].clone()
 

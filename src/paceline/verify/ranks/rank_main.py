@@ -122,7 +122,7 @@ class _RankRun:
         self.facts["pieces"] = [[piece.start, piece.stop] for piece in job.loader.pieces(batch.positions)]
         if self.run.get("watch"):
             self.facts["samples"] = [prints_of(micro_batch) for micro_batch in batch.microbatches]
-        self.facts["losses"].append(self._take_step(job, batch))
+        self.facts["losses"].append(self._take_step(job, batch))  # everything above is of the time before the step
         self.facts["rates"].append([float(group["lr"]) for group in job.optimizer.param_groups])
         assert job.last is not None
         if job.last.gradient_norm is not None:
@@ -166,6 +166,7 @@ class _RankRun:
 
     def _record(self, job: Job, step: int) -> None:
         """Copy this rank's part of everything, under STEP/KIND/NAME as in the reference."""
+        # By the same names `updated` has what this rank's optimizer updates: its rows, its pieces, or the parameters.
         parameters = {**dict(job.model.named_parameters()), **job.parallel.placed.updated()}
         for name, parameter in parameters.items():
             if parameter.is_meta:  # not on this rank
@@ -232,7 +233,7 @@ class _RankRun:
             with Branches() as branches:
                 result = workload.loss(model, batch)
             self.branches += branches.taken
-            if not isinstance(result[0], FakeTensor):
+            if not isinstance(result[0], FakeTensor):  # a capture calls the loss, too, without values
                 self.calls.append((float(result[0].detach()), float(result[1])))
             return result
 

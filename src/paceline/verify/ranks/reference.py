@@ -23,6 +23,7 @@ from paceline.verify.child_setup import read_settings, refuse
 from paceline.verify.judge.compare import Reference, bound_of, largest_of_each_kind, split_key
 from paceline.verify.ranks.reference_step import ReferenceStep, Variation, check_can_verify, take_steps
 
+# Reversing changes the order of sums over the batch; noise reaches every module.
 VARIATIONS = (Variation(is_reversed=True), Variation(noise_seed=1))
 
 

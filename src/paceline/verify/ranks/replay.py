@@ -35,6 +35,7 @@ def main(path: Path) -> int:
     workload = find_workload(settings["script"])
     pieces_of_parts: dict[int, list[list[int]]] = {}
     for rank in range(settings["ranks"]):
+        # Ranks of `tensor` and `pipeline` have the same part, and one of them is enough.
         watched = json.loads((folder / f"watched-{rank}.json").read_text())
         pieces_of_parts.setdefault(watched["data_part"], watched["pieces"])
     mesh = Mesh.parse(Plan.of(settings["plan"], "the settings").mesh)
