@@ -75,6 +75,7 @@ _NEEDS_VALUES = (
 def unnoticed() -> Iterator[None]:
     """Hide from transformers that tensors are fake: it computes other masks for those."""
     name = "transformers.utils.import_utils"
+    # Only if the user's file has imported it.
     if not hasattr(sys.modules.get(name), "is_fake_tensor"):
         yield
         return
