@@ -31,7 +31,7 @@ _FILES_OF_RANK = 8
 
 @dataclass(frozen=True, slots=True)
 class RankSettings:
-    """What the fork server must know to start ranks.
+    """The settings with which the fork server starts ranks; they travel as one line of JSON.
 
     Args:
         script, arguments: the person's file.

@@ -20,7 +20,7 @@ _TIME = re.compile(r"(\d+-)?\d+(:\d{1,2}){0,2}")
 
 @dataclass(frozen=True, slots=True)
 class SlurmOptions:
-    """What sbatch is asked for.
+    """The options of an sbatch script.
 
     Args:
         partition, account, qos, time: as sbatch knows them; "": the cluster's own.

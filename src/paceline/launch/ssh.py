@@ -27,7 +27,7 @@ _ALWAYS = (
 
 @dataclass(frozen=True, slots=True)
 class SshOptions:
-    """How ssh is called.
+    """The ssh program and the user's arguments for it.
 
     Args:
         program: which.

@@ -18,7 +18,7 @@ _FORK_SAFE = ("torch", "transformers", "tokenizers", "numpy", "safetensors", "to
 
 @dataclass(frozen=True, slots=True)
 class WorkloadFile:
-    """What the source says, without running it."""
+    """A workload file's path and imports, as its source has them."""
 
     path: Path
     imports: tuple[str, ...]  # modules that may be loaded before a fork
