@@ -94,6 +94,7 @@ class Mesh:
         """Return which of the `data_size` parts of a batch is `rank`'s."""
         at = self.coordinate(rank)
         part = 0
+        # Mixed radix again, of the data axes alone.
         for axis in DATA_AXES:
             part = part * self.size(axis) + at[axis]
         return part

@@ -14,7 +14,8 @@ from typing import Any
 from paceline.nouns.errors import WorkloadError
 from paceline.nouns.reading import COUNT, Whole, fault_of, read_json, reason_of, shown
 
-VERSION = 2
+VERSION = 2  # of the file's form
+# Kinds of blocks.
 PARAMETERS = "parameters"
 GRADIENTS = "gradients"
 OPTIMIZER = "optimizer state"
@@ -155,6 +156,7 @@ class Profile:
         holders: dict[str, int] = {}
         phases: dict[str, int] = {}
         blocks = []
+        # Names once, in the order in which they first come; blocks have their numbers. A dict keeps that order.
         for block in recording.blocks:
             holder = holders.setdefault(block.holder, len(holders))
             phase = phases.setdefault(block.phase, len(phases))
@@ -209,6 +211,7 @@ class Profile:
         if fault:
             raise ValueError(fault)
         blocks = _read_blocks(value)
+        # After these checks every number refers to something: readers index without looking.
         if any(not 1 <= abs(event) <= len(blocks) for event in value["events"]):
             raise ValueError(f"one of its events is about none of its {len(blocks)} blocks")
         phases = [_read_phase(item) for item in value["phases"]]

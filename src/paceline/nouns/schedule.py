@@ -228,7 +228,7 @@ def _interleaved(
     backward = _first_ready(backwards, stages, done)
     if held >= limit or not forwards:
         return backward
-    if _is_ready(forwards[0], stages, done):
+    if _is_ready(forwards[0], stages, done):  # the next in Megatron's order; another only if nothing else can run
         return forwards[0]
     if backward is not None:
         return backward
