@@ -41,6 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     plan = decide_plan(arguments)
     mesh = Mesh.parse(plan.mesh)
     _check_wanted(arguments, mesh)
+    # What can be refused from the source comes before the child that imports torch.
     file = read_workload_file(arguments.workload, plan.data_size)
     device = check_memory_arguments(arguments)
     command_line = [str(file.path), *arguments.arguments]
