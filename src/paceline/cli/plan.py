@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     command_line = [str(file.path), *arguments.arguments]
     description = facts_of(plan, describe_workload(plan, command_line))
     schedule = None
-    if mesh.size("pipeline") > 1:
+    if mesh.size("pipeline") > 1:  # made here as the ranks will make it
         schedule = make_schedule(plan.schedule, mesh.size("pipeline"), description["micro_batches"])
         description["schedule_bubble"] = round(schedule.bubble, 4)
     lines: list[str] = []

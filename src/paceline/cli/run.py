@@ -154,6 +154,7 @@ def decide_plan(arguments: argparse.Namespace, grows: bool = False) -> Plan:
 
 def _with_ranks(text: str, ranks: int | None) -> str:
     """Return a plan that names no axis with the ranks, or workers of servers, that -n says."""
+    # `-n 4 --plan server=2` means four workers: the axis is left out, so -n says its size.
     names = {item.partition("=")[0].strip() for item in text.split(",")}
     is_unknown = bool(names - {"", *OPTIONS, *SHORT_OPTIONS})  # an error then quotes what was written
     has_axis = not names.isdisjoint({*AXES, *SHORT})

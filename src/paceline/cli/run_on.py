@@ -158,7 +158,7 @@ def ranks_asked(arguments: argparse.Namespace) -> int | None:
                 f"-n {asked} and -j {arguments.shape} should agree", f"-j is {nodes * per_node} ranks", "leave one out"
             )
         asked = nodes * per_node
-    if asked is None and hosts and not arguments.plan:
+    if asked is None and hosts and not arguments.plan:  # a plan says itself how many ranks it covers
         asked = sum(host.slots for host in hosts)
     return asked
 
@@ -176,7 +176,7 @@ def environment_of(definitions: Sequence[str]) -> dict[str, str]:
             raise UsageError(f"-x {definition}", "that is no variable's name", "write -x NAME or -x NAME=VALUE")
         if not equals and name not in os.environ:
             raise UsageError(f"-x {name}", "it is not set here", f"write -x {name}=VALUE, or set it")
-        if equals and is_secret(name):
+        if equals and is_secret(name):  # `ps` shows every user's command lines
             raise UsageError(
                 f"-x {name}=...", "a secret on a command line is read by others", f"set it, then write -x {name}"
             )

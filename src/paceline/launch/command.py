@@ -22,7 +22,7 @@ class RankCommand:
     """A rank's command.
 
     Args:
-        file, arguments: the person's.
+        file, arguments: the user's.
         plan: of the job.
         runs, job: its run directory is RUNS/JOB.
         nodes, ranks_per_node: whose product the plan covers.

@@ -34,7 +34,7 @@ class RankSettings:
     """The settings with which the fork server starts ranks; they travel as one line of JSON.
 
     Args:
-        script, arguments: the person's file.
+        script, arguments: the user's file.
         world_size: ranks of the job, on all hosts.
         host_ranks: this host's.
         rendezvous: where they meet.

@@ -62,7 +62,7 @@ def sbatch_script(rank: RankCommand, options: SlurmOptions) -> str:
         f"--ntasks-per-node={rank.ranks_per_node}",
         f"--output={rank.run_dir.resolve()}/slurm-%j.log",
         "--open-mode=append",  # a job that goes back to the queue goes on in its log
-        "--requeue",
+        "--requeue",  # lets `scontrol requeue` below put the job back, whatever the cluster's default is
         f"--signal=TERM@{options.signal_s}",
     ]
     optional: dict[str, str | int] = {

@@ -28,7 +28,7 @@ def read_workload_file(text: str, ranks: int) -> WorkloadFile:
     """Check a workload file's source.
 
     Args:
-        text: the path as the person wrote it.
+        text: the path as the user wrote it.
         ranks: how many ranks will run it.
 
     Raises:

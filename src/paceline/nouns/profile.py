@@ -127,7 +127,7 @@ class Profile:
         modules: by path, the work of the module's own operations and those of the modules in it.
         traffic: rows as the ledger has them: collective, axis, calls, bytes.
         shared_bytes: memory that ranks of one host share, beside the recording's.
-        notices: what a person should know of how it was made.
+        notices: what a user should know of how it was made.
         servers: of each parameter server what it holds: parameters, optimizer_state, gradients.
         host_bytes: with offload=on, what the host holds for a GPU's rank, beside the recording's.
     """

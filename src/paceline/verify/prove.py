@@ -1,7 +1,7 @@
 """Run a verification from its first process to its verdict. Read this first.
 
 dry run       one process plays every rank: the same collectives everywhere? what should be sent?
-reference     one process, the person's plain step, and how far rounding carries in it        } at the same time
+reference     one process, the user's plain step, and how far rounding carries in it        } at the same time
 ranks         the plan's own processes take the same steps                                    }
 comparison    every rank's pieces with the reference's, the ledger with the prediction
 culprit       only if something differs: which module is the first, which collective is next to it
@@ -50,7 +50,7 @@ class VerifyRequest:
 
 
 def prove(request: VerifyRequest, say: Callable[[str], None] = lambda text: None) -> Verdict:
-    """Verify a plan on a person's workload.
+    """Verify a plan on a user's workload.
 
     Args:
         request: what to verify.
@@ -104,7 +104,7 @@ class _Proof:
         calls_in_loss = {}
         for rank, rows in enumerate(self.dry["persons"]):
             calls_in_loss[rank] = [Call(*row) for row in rows]
-        # The person's own collectives are on `world`, to which all ranks of any mesh belong.
+        # The user's own collectives are on `world`, to which all ranks of any mesh belong.
         disorder = find_disorder(calls_in_loss, Mesh.parse(f"replicate={self.plan.world_size}"))
         if disorder is not None:
             self.verdict.add("order", False, f"before running: {disorder.describe()}", disorder=disorder.to_json())

@@ -1,4 +1,4 @@
-"""A job on Kubernetes as a person asks for it, checked before anything is written or sent."""
+"""A job on Kubernetes as a user asks for it, checked before anything is written or sent."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from paceline.launch.kubernetes.quantities import read_quantity
 from paceline.nouns.errors import PlanError, UsageError, did_you_mean
 from paceline.nouns.plan import Plan
 
+# First the default of each: errors propose it.
 KINDS = ("jobset", "trainjob", "job", "mpijob", "rayjob")
 GANGS = ("none", "yunikorn", "kueue", "volcano", "coscheduling", "kai", "native")
 POD_GROUP_APIS = ("v1beta1", "v1alpha3", "v1alpha2")  # of scheduling.k8s.io: 1.37 has the first two, 1.36 the last

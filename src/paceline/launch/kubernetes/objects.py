@@ -21,7 +21,7 @@ class PodSet:
     """Pods that are made of one template.
 
     Args:
-        where: how a person finds it, such as `JobSet bert, worker`.
+        where: how a user finds it, such as `JobSet bert, worker`.
         count: how many.
         template: the pod template, as it stands in the manifest.
         owner: the manifest.
@@ -39,7 +39,7 @@ class PodSet:
 
 
 def field_of(node: Any, *path: str) -> Any:
-    """Return what stands at a path in a manifest that a person may have edited; None where there is nothing."""
+    """Return what stands at a path in a manifest that a user may have edited; None where there is nothing."""
     for key in path:
         node = node.get(key) if isinstance(node, dict) else None
     return node

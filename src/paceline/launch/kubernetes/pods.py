@@ -135,6 +135,7 @@ def run_command(job: KubernetesJob) -> list[str]:
 
 def mpi_command(job: KubernetesJob) -> list[str]:
     """Return the command of an MPIJob's launcher: one process for each rank, which becomes that rank."""
+    # sshd gives a process none of its pod's variables: mpirun hands them on by name.
     variables = []
     for name in ("HOME", "USER", *job.environment):
         variables += ["-x", name]
@@ -203,7 +204,7 @@ def anti_affinity(job: KubernetesJob, role: str) -> Manifest:
     roles = [WORKER] if role == WORKER else [SERVER, COORDINATOR]  # one gang: the same for both
     chosen = {"key": ROLE_LABEL, "operator": "In", "values": roles}
     selector = {"matchLabels": labels(job), "matchExpressions": [chosen]}
-    term = {"labelSelector": selector, "topologyKey": "kubernetes.io/hostname"}
+    term = {"labelSelector": selector, "topologyKey": "kubernetes.io/hostname"}  # a domain is a node
     if role == WORKER and job.gang != "yunikorn":
         return {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}
     wish = {"weight": 100, "podAffinityTerm": term}

@@ -279,9 +279,8 @@ def _clear(settings: RankSettings) -> None:
         shutil.rmtree(settings.private, ignore_errors=True)
 
 
-# Called once, before the first rank: the seconds of the imports are the longest time in which nobody reads the socket.
 def _is_gone(control: socket.socket) -> bool:
-    """True if the supervisor ended while torch was being imported."""
+    """True if the supervisor ended while torch was being imported: seconds in which nobody reads the socket."""
     readable, _, _ = select.select([control.fileno()], [], [], 0)
     return bool(readable)  # before ranks have been started the supervisor says nothing: it is the socket's end
 

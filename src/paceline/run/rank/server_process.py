@@ -69,7 +69,7 @@ def _exit_code(work: Coroutine[Any, Any, None]) -> int:
     except KeyboardInterrupt:
         return 0
     except PacelineError as error:
-        return failed(error.with_traceback(None))  # no line of the person's file is the cause
+        return failed(error.with_traceback(None))  # no line of the user's file is the cause
     except BaseException as error:
         return failed(error)
     return 0

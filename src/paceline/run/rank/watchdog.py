@@ -225,7 +225,7 @@ def _otherwise(file: str, name: str) -> str | None:
 
 
 def _is_user_code(file: str) -> bool:
-    """True if a source file is the person's own."""
+    """True if a source file is the user's own."""
     is_library = "site-packages" in file or f"{os.sep}lib{os.sep}python" in file
     is_paceline_or_no_file = file.startswith((_PACELINE, "<"))  # such as <string> and <frozen runpy>
     return not is_library and not is_paceline_or_no_file

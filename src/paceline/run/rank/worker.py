@@ -1,4 +1,4 @@
-"""Run a rank's process: the person's file, then the end of its jobs. Failures go to the run directory."""
+"""Run a rank's process: the user's file, then the end of its jobs. Failures go to the run directory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run_rank(script: str, arguments: list[str], stopped_code: int = 0) -> int:
     """Run `script` as `__main__`, and return the exit code. A file that only declares `workload` gets the plain loop.
 
     Args:
-        script, arguments: the person's.
+        script, arguments: the user's.
         stopped_code: the exit code of a job that was asked to stop, and has been saved before its end.
     """
     run_dir = os.environ.get("PACELINE_RUN_DIR")

@@ -164,7 +164,7 @@ class Agent:
             except PacelineError as error:
                 self._say_error(error.asked, error.found, error.fix)
                 self.is_over = True
-        # End-of-file: the supervisor has ended, or the connection. Nothing can be told apart here, nor need be.
+        # End-of-file: the supervisor has ended, or the connection. Either way the ranks are ended.
         self.is_over = self.is_over or self.lines.is_over
         return not self.lines.is_over
 

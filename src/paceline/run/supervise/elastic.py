@@ -274,7 +274,7 @@ class _Watch:
 
 
 def _goes_on(ending: Ending) -> bool:
-    """True if another generation may do better: the person's own error would come again."""
+    """True if another generation may do better: the user's own error would come again."""
     if ending.status == "failed":
         return ending.is_of_hosts
     return ending.status == "stopped" and ending.is_regroup

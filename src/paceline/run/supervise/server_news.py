@@ -16,7 +16,7 @@ class ServerNews:
 
     Args:
         run_dir: the run's folder.
-        say: prints a line for the person.
+        say: prints a line for the user.
         end: ends a process that has not answered; the rank of a server that never answered is None.
     """
 

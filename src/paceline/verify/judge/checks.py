@@ -163,7 +163,7 @@ def _is_bitwise(reference: Reference, ranks: list[RankResult]) -> bool:
 
 
 def check_branches(reference: Reference, ranks: list[RankResult]) -> None:
-    """Raise WorkloadError when the person's code went another way for a part of the batch than for all of it."""
+    """Raise WorkloadError when the user's code went another way for a part of the batch than for all of it."""
     expected = _outcomes_by_line(reference.facts["branches"])
     for result in ranks:
         for line, outcomes in _outcomes_by_line(result.facts["branches"]).items():

@@ -1,6 +1,6 @@
 """Compare every rank's shards with the tensors of the single process, within what rounding was measured to do.
 
-The bound is measured on the person's own model: the reference is run again with the batch's samples in the opposite
+The bound is measured on the user's own model: the reference is run again with the batch's samples in the opposite
 order, and with every module's result moved by one rounding. What those change, rounding can change; a bug moves values
 by many orders more. In float64 one rounding is 2e-16, so that the two can't be mistaken for each other. In narrower
 precisions, what two runs with moved gradients change is allowed too: see `bound_of`.

@@ -21,6 +21,7 @@ def needed_bytes(model: Mapping[str, Any], mesh: Mesh) -> int:
     shards = 1
     for axis in _SPLITTING:
         shards *= mesh.size(axis)
+    # Each rank holds its shard of everything; under `replicate` the shard is the whole model on each.
     # The reference keeps the records of two runs at once: its own, and that of the variation it is compared with.
     reference = _TRAINED + 2 * _RECORDED
     ranks = (_TRAINED + _RECORDED) * mesh.world_size / shards

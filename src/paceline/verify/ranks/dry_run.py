@@ -2,7 +2,7 @@
 
 Started as `python -m paceline.verify.ranks.dry_run SETTINGS.json`.
 
-One process plays every rank in turn. The person's loss runs on a few samples of the first batch, and calls
+One process plays every rank in turn. The user's loss runs on a few samples of the first batch, and calls
 like `paceline.all_reduce` in it are answered and written down; the graphs of `tensor` and `pipeline` run on fake
 tensors. It also finds a loss that depends on the rank, which no plan can make equal to one process.
 """
@@ -102,7 +102,7 @@ def describe_all(workload: Workload, plan: Plan) -> list[list[dict[str, Any]]]:
 
 
 def persons_calls(workload: Workload, ranks: int) -> list[list[list[Any]]]:
-    """Return what the person's own loss begins on each rank: [collective, axis, bytes, line].
+    """Return what the user's own loss begins on each rank: [collective, axis, bytes, line].
 
     Raises:
         WorkloadError: the loss of the same samples differs between ranks.
@@ -156,7 +156,7 @@ def _is_equal(expected: float, loss: float) -> bool:
 
 @contextmanager
 def as_rank(rank: int, ranks: int) -> Iterator[list[list[Any]]]:
-    """Let the person's code believe to be `rank`; collectives return what it gave, and are entered in a list.
+    """Let the user's code take this process for `rank`; collectives return what it gave, and are entered in a list.
 
     Yields:
         The list: [collective, axis, bytes, line] of each call.
@@ -203,6 +203,7 @@ def as_rank(rank: int, ranks: int) -> Iterator[list[list[Any]]]:
 
     rank_info = RankInfo(rank, ranks, rank, ranks)
     world = api.World(rank_info, Answered("world", rank, tuple(range(ranks)), None, Trace()))
+    # All the ways in which code may ask for its rank: Paceline's functions, launchers' variables, torch.distributed.
     variables = {
         "PACELINE_RANK": rank, "PACELINE_WORLD_SIZE": ranks, "PACELINE_LOCAL_RANK": rank, "RANK": rank,
         "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "PACELINE_LOCAL_SIZE": ranks,

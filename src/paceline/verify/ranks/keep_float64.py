@@ -23,7 +23,7 @@ _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 _CASTS = ("float", "half", "bfloat16")
 # Functions with a dtype among their arguments.
 _WITH_DTYPE = ("to", "type", "softmax", "log_softmax", "sum", "mean", "cumsum", "prod")
-# What is judged must do what it does: only the person's code, and torch's and transformers', is kept wide.
+# What is judged must do what it does: only the user's code, and torch's and transformers', is kept wide.
 _PACKAGES = ("parallel", "deferred_init", "comm", "train", "checkpoint")
 _JUDGED = tuple(str(Path(paceline.__file__).parent / name) + os.sep for name in _PACKAGES)
 

@@ -49,7 +49,7 @@ def with_noise(
     """Take the reference's steps, and measure how far rounding moves its tensors and losses.
 
     Args:
-        workload: the person's.
+        workload: the user's.
         precision: "float64", or the workload's own.
         steps: optimizer steps.
         variations: ways that differ by rounding alone. The reversed batch is removed from the list where it turns out,
@@ -141,7 +141,7 @@ def write(
 
 
 def as_workload_error(error: Exception) -> WorkloadError:
-    """Explain an error of the person's own code, in one process on CPU."""
+    """Explain an error of the user's own code, in one process on CPU."""
     # The most particular signs first: an operation without float64 mentions a dtype too.
     lines = str(error).strip().splitlines() or [""]
     found = f"{type(error).__name__}{_innermost_line(error)}: {lines[0]:.300}"

@@ -61,7 +61,7 @@ def take_steps(workload: Workload, precision: str, steps: int, variation: Variat
     """Train for some steps in this process.
 
     Args:
-        workload: the person's.
+        workload: the user's.
         precision: "float64", or the workload's own.
         steps: optimizer steps.
         variation: None for the reference itself.

@@ -53,7 +53,7 @@ def replay(
     """Take one part's micro-batches forwards and backwards; batch norm sees the whole batch, as it does on the ranks.
 
     Args:
-        workload: the person's.
+        workload: the user's.
         pieces: first and last position (exclusive) of each micro-batch of the part.
         pieces_of_parts: those of all parts.
         is_graph: True if the ranks ran a graph.

@@ -21,7 +21,7 @@ from paceline.comm.ledger import Ledger
 from paceline.graph.capture import is_capturing
 
 HEARTBEAT_S = 0.5
-_PACELINE = str(Path(paceline.__file__).parent) + os.sep  # a person's folder may have that name too
+_PACELINE = str(Path(paceline.__file__).parent) + os.sep  # a user's folder may have that name too
 _COMM = f"{_PACELINE}comm{os.sep}"
 
 
@@ -40,7 +40,9 @@ class Trace(Ledger):
 
 
 def asked_at(frame: FrameType | None) -> str:
-    """Return the nearest line of the person's code above `frame`; else the nearest of Paceline's outside `comm/`."""
+    """Return the nearest line of the user's code above `frame`; else the nearest of Paceline's outside `comm/`."""
+    # Without a line of the user's (a collective of the job's own, such as a bucket's sum) the caller in Paceline says
+    # which strategy asked.
     ours = ""
     while frame is not None:
         name = frame.f_code.co_filename
@@ -53,7 +55,7 @@ def asked_at(frame: FrameType | None) -> str:
 
 
 def is_persons(file: str) -> bool:
-    """True if a source file is the person's own."""
+    """True if a source file is the user's own."""
     return not ("site-packages" in file or file.startswith((_PACELINE, "<")) or f"{os.sep}lib{os.sep}python" in file)
 
 
@@ -72,7 +74,7 @@ def begin_heartbeat(path: Path) -> None:
 
 
 def standing(thread: int | None) -> dict[str, Any]:
-    """Return where a thread stands: `at` in the person's code, its innermost `line`, and whether it `waits` for others.
+    """Return where a thread stands: `at` in the user's code, its innermost `line`, and whether it `waits` for others.
 
     Keeps no frame: a frame keeps all its values alive. During a capture none is looked at.
     """

@@ -78,7 +78,7 @@ def watch_modules(
     """Enter what every module returns, at the place `MICRO-BATCH:MODULE#CALL/OUTPUT`.
 
     Args:
-        model: the person's.
+        model: the user's.
         watch: where it is entered.
         number: gives the number of the present micro-batch.
         take: the part of each value that is looked at.
