@@ -111,7 +111,7 @@ def start_ranks(settings: RankSettings) -> ForkServer:
         UsageError: a process may not open as many files as it will need.
     """
     allow_open_files(_FILES + _FILES_OF_RANK * len(settings.processes))  # before: limits are inherited
-    # A pipe for each process: whose line it is follows from the pipe, and its end says that the process has ended.
+    # A pipe for each process: whose line it is follows from the pipe.
     outputs: dict[int, int] = {}
     writing = []
     for rank in settings.processes:

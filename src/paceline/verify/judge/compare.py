@@ -38,9 +38,7 @@ class Tolerance:
 _TOLERANCES = {"float64": Tolerance(200, 1e-10, 1e-13)}
 
 TURNED = 2.0  # times what the runs with moved gradients changed: allowed on top of the rest
-_NOISE_AT_MOST = (
-    0.05  # of the largest value of its kind, in float64: so the noise never hides a value that is simply wrong
-)
+_NOISE_AT_MOST = 0.05  # of the largest value of its kind, in float64: noise must not hide a value that is simply wrong
 
 
 def tolerance_of(reference: Reference) -> Tolerance:
@@ -217,7 +215,7 @@ def largest_difference(reference: Reference, ranks: list[RankResult]) -> float:
         for key, actual in result.tensors.items():
             step, kind, name, _ = split_key(key)
             if kind == "parameter" and step == last_step and key in reference.tensors:
-                # In float64, whatever the tensors' dtype: squares of small float32 differences would vanish.
+                # In float64, whatever the tensors' dtype: sums of many float32 squares lose digits.
                 expected = take(reference.tensors[key], result.shard_spec(name)).astype("f8")
                 squared_error += float(((actual.astype("f8") - expected) ** 2).sum())
                 squared_norm += float((expected * expected).sum())
