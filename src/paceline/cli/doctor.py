@@ -75,7 +75,7 @@ def examine(
         hosts: those of the fleet; none is this host alone.
         question: what to look at.
         asker: the way to them.
-        has_runs: whether the user named a run directory.
+        has_runs: True if the user named a run directory.
     """
     if not hosts:
         host_facts = look(question)

@@ -60,9 +60,9 @@ class Rule:
 
     Args:
         flags: names of their values.
-        applies: whether they do.
-        found: why they don't, after "but".
-        fix: what to add.
+        applies: True if they do, for a command's arguments.
+        found: why they don't, for the error's second line.
+        fix: what to add, for its third.
     """
 
     flags: tuple[str, ...]

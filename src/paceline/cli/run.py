@@ -119,7 +119,7 @@ def decide_plan(arguments: argparse.Namespace, grows: bool = False) -> Plan:
 
     Args:
         arguments: of the command.
-        grows: whether the number of ranks follows from the hosts that there are, and may change.
+        grows: True if the number of ranks follows from the hosts that there are, and may change.
 
     Raises:
         UsageError: N is below 1.

@@ -63,7 +63,7 @@ def profile_workload(
     """Return the profile of each request, or why there is none.
 
     Args:
-        requests: what to rehearse.
+        requests: the steps to rehearse.
         command_line: the user's file and its arguments.
         done: told the number of each request as it is done.
 

@@ -102,7 +102,7 @@ def with_servers(host_ranks: Sequence[HostRanks], servers: int) -> tuple[HostRan
 
     Args:
         host_ranks: of all ranks of the job.
-        servers: how many; 0: there are none, and no coordinator.
+        servers: number of servers; 0: there are none, and no coordinator.
     """
     world_size = sum(ranks.count for ranks in host_ranks)
     numbers: list[list[int]] = [[] for _ in host_ranks]

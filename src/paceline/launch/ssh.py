@@ -57,7 +57,7 @@ def why_lost(host: str, last_words: str) -> UsageError:
 
     Args:
         host: that it should have reached.
-        last_words: what it wrote to its standard error.
+        last_words: the text that ssh wrote to its standard error.
     """
     lines = last_words.strip().splitlines() or ["ssh said nothing"]
     # OpenSSH has one exit code, 255, for all its own errors: only the words tell them apart. The first match counts.

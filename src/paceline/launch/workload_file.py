@@ -29,7 +29,7 @@ def read_workload_file(text: str, ranks: int) -> WorkloadFile:
 
     Args:
         text: the path as the user wrote it.
-        ranks: how many ranks will run it.
+        ranks: number of ranks that the batch is split over.
 
     Raises:
         UsageError: there is no such file, or it is not Python.

@@ -12,7 +12,7 @@ def group_parameters(sizes: Sequence[tuple[int, Hashable]], limit_bytes: int) ->
 
     Args:
         sizes: of each parameter its bytes and its kind (dtype and device).
-        limit_bytes: what a bucket may hold.
+        limit_bytes: most bytes of a bucket that has several parameters.
 
     Returns:
         The parameters' indices, bucket by bucket.

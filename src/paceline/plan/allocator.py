@@ -74,7 +74,7 @@ class CachingAllocator:
     Attributes:
         reserved, allocated: bytes in segments, and of those in use.
         peak_reserved, peak_allocated: their largest so far.
-        flushes: how often cached segments were given back for want of room.
+        flushes: times that cached segments were given back for want of room.
     """
 
     capacity: int | None = None

@@ -34,10 +34,10 @@ class Memory:
         at_peak: by kind, what lives then.
         between: by kind, what lives when the step begins.
         holders: the largest at the peak.
-        reserved: what torch's caching allocator takes from a GPU for it; None on CPUs.
+        reserved: bytes that torch's caching allocator takes from a GPU for it; None on CPUs.
         is_too_large: the device's memory is not enough.
-        shared: what ranks of one host share, besides.
-        host: with offload=on, what the host holds for a GPU's rank.
+        shared: bytes that ranks of one host share, besides.
+        host: with offload=on, bytes that the host holds for a GPU's rank.
     """
 
     rank: int

@@ -19,7 +19,7 @@ class Change:
 
     Args:
         kind: ways of one kind do the same, the one more than the other.
-        text: what to write.
+        text: what the user should write.
         plan: the plan with it.
         micro_batch_size: in place of the workload's; 0 leaves it.
         precision: in place of the workload's; "" leaves it.
@@ -41,7 +41,7 @@ class Suggestion:
     Attributes:
         way: the change.
         needed: bytes of the device, in all.
-        devices: how many more it takes.
+        devices: number of additional devices.
         flops: times those of the step as it was, over all its ranks.
     """
 

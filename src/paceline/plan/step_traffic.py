@@ -32,7 +32,7 @@ def step_traffic(plan: Plan, model: Mapping[str, Any], shard_rank: int = 0) -> l
 
     Args:
         plan: mesh and options.
-        model: what `profile/describe.py` says of the model under this plan.
+        model: the model under this plan, as `profile/describe.py` describes it.
         shard_rank: whose rows: where they don't divide, the first ranks have more.
 
     Returns:

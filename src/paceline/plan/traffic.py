@@ -42,7 +42,7 @@ def replicate(plan: Plan, trained: Sequence[TensorFacts], buffers: int) -> list[
     Args:
         plan: its mesh, compression and bucket size.
         trained: the parameters that get gradients, in the model's order.
-        buffers: how many buffers the model has.
+        buffers: number of buffers of the model.
 
     Returns:
         None where the traffic depends on the data: sparse parameters, top-k.

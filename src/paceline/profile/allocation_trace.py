@@ -37,7 +37,7 @@ class Allocations(TorchDispatchMode):
     """A dispatch mode that records allocations while it is entered, and frees ever after.
 
     Attributes:
-        recording: what was recorded.
+        recording: the blocks and events so far.
         names: paths of modules.
         phase: of the step, as the simulation sets it; backward passes are known without.
         stream: of the GPU, whose allocator keeps a pool for each.

@@ -343,7 +343,7 @@ def rehearse(workload: Workload, plan: Plan, rank: int = 0, device: str = "cpu",
     """Simulate a step and return what `rank` allocates, computes and sends in it.
 
     Args:
-        workload: what is trained.
+        workload: the workload that is trained.
         plan: how.
         rank: of the plan's world.
         device: "cpu" or "cuda", which need not be there.

@@ -31,7 +31,7 @@ class Ends:
 
     Args:
         run_dir: of the job; all ranks see the same.
-        size: how many ranks there are.
+        size: number of ranks.
     """
 
     def __init__(self, run_dir: Path, size: int) -> None:
@@ -115,7 +115,7 @@ def first_of(run_dir: Path, ended: Mapping[int, int], size: int, last: Mapping[s
     Args:
         run_dir: of the job, with what the ranks wrote down.
         ended: by rank, how those ended that are known to have.
-        size: how many ranks there are.
+        size: number of ranks.
         last: the last step's record; None: there was none.
     """
     failures = read_failures(run_dir)

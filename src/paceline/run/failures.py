@@ -44,7 +44,7 @@ def silent_death(rank: int, status: int, at: float, who: str = "") -> dict[str, 
         rank: which.
         status: its exit code, or LEFT; below 0 the signal that ended it.
         at: when the supervisor heard of it, seconds since the epoch.
-        who: what people call it; "": rank N.
+        who: its name in the message; "": rank N.
     """
     who = who or f"rank {rank}"
     if status < 0:
@@ -67,7 +67,7 @@ def left_early(rank: int, at: float, found: str = "its process ended with exit c
     Args:
         rank: which.
         at: when the supervisor heard of it, seconds since the epoch.
-        found: what it did.
+        found: the error's second line, up to "while others were still training".
     """
     error = PacelineError(
         f"rank {rank} should take as many steps as the other ranks",
@@ -205,8 +205,8 @@ def format_failure(cause: Mapping[str, Any], others: int, word: str = "failed fi
 
     Args:
         cause: the failure.
-        others: how many ranks ended with it.
-        word: what its rank did; "failed" where others may have failed before.
+        others: number of ranks that ended with it.
+        word: verb of the sentence about its rank; "failed" where others may have failed before.
     """
     lines = []
     # Three kinds: an error of ours has its three lines, an exception of the file its traceback and a line with rank and

@@ -53,7 +53,7 @@ def prove(request: VerifyRequest, say: Callable[[str], None] = lambda text: None
     """Verify a plan on a user's workload.
 
     Args:
-        request: what to verify.
+        request: the plan, the workload file and the checks.
         say: shows progress.
 
     Raises:

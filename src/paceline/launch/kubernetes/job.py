@@ -55,8 +55,8 @@ class KubernetesJob:
         runs: where the run directory is mounted.
         runs_claim: a PersistentVolumeClaim for it, which all nodes can write.
         max_restarts: of the whole job after a failure.
-        placeholder_timeout_s: how long a gang may take to be placed.
-        grace_s: what a pod has to save in after SIGTERM.
+        placeholder_timeout_s: seconds that a gang may take to be placed.
+        grace_s: seconds that a pod has to save after SIGTERM, until SIGKILL.
         runtime: a ClusterTrainingRuntime for a TrainJob; empty: one of its own is written.
         scheduler: the schedulerName, where the cluster does not use the usual one.
         egress: networks (CIDR) that pods may reach beside each other and DNS.

@@ -21,8 +21,8 @@ class PodSet:
     """Pods that are made of one template.
 
     Args:
-        where: how a user finds it, such as `JobSet bert, worker`.
-        count: how many.
+        where: its place in the manifests, for errors, such as `JobSet bert, worker`.
+        count: number of pods.
         template: the pod template, as it stands in the manifest.
         owner: the manifest.
     """

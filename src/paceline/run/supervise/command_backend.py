@@ -34,7 +34,7 @@ class CommandBackend:
     Args:
         command: it, and its arguments.
         environment: more of it; no secret may stand in a command.
-        request: what goes in on its standard input.
+        request: bytes for its standard input.
         name: of the program, for people; "": its file's.
     """
 

@@ -41,9 +41,9 @@ class Elastic:
     """A job that goes on while hosts come and go.
 
     Args:
-        rules: how many hosts it wants.
+        rules: limits on hosts, restarts and failures.
         discover: the hosts that there are now; raises UsageError when that can't be known.
-        fleet: how they are reached.
+        fleet: ways to reach them.
         plan: for any number of ranks: its `replicate` or `shard` axis grows and shrinks.
         request: the job; its ranks and posts are each generation's own.
         screen: for people.

@@ -36,7 +36,7 @@ class FleetOptions:
     """The ways to reach other hosts, and what is sent to them.
 
     Args:
-        ssh: how ssh is called.
+        ssh: the ssh program and its arguments.
         python: of each host.
         interface: that torch's sockets are bound to on every host; "": the one that ssh came to.
         environment: variables for the ranks, beside those whose names say that they are torch's or Python's.
@@ -165,7 +165,7 @@ def _answers(backends: Sequence[RemoteBackend]) -> list[dict[str, Any]]:
     # Each host counts as silent until it has answered: who is left here at the deadline is reported so.
     errors = {backend.host: _silent(backend.host) for backend in backends}
     deadline = time.monotonic() + ANSWER_S
-    # No threads: a signal ends the wait anywhere, and the stations are closed while nobody reads them.
+    # No threads: a signal ends the wait anywhere, and the backends are closed while nobody reads them.
     with selectors.DefaultSelector() as waited:
         for backend in backends:
             waited.register(backend.lines.descriptor, selectors.EVENT_READ, backend)

@@ -90,8 +90,8 @@ class HostBackend(Protocol):
         """Return the failure to tell when it was lost.
 
         Args:
-            status: what `close` gave.
-            at: when that was heard, seconds since the epoch.
+            status: exit code that `close` returned.
+            at: time at which that was heard, seconds since the epoch.
         """
 
 
@@ -174,8 +174,8 @@ class RemoteBackend:
 
     Args:
         host: its name.
-        command: what starts the agent there.
-        request: what the agent is told first: see `run/supervise/agent.py`.
+        command: starts the agent there.
+        request: the first message to the agent: see `run/supervise/agent.py`.
     """
 
     def __init__(self, host: str, command: Sequence[str], request: dict[str, Any]) -> None:
@@ -364,7 +364,7 @@ class _Reader:
 
 
 class Listening:
-    """The descriptors of some stations in one selector."""
+    """The descriptors of some host backends in one selector."""
 
     def __init__(self) -> None:
         self.selector = selectors.DefaultSelector()

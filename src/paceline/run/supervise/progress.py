@@ -162,7 +162,7 @@ class Screen:
     Args:
         out: where ranks' output goes.
         status: where the progress line goes; redrawn in place if it is a terminal.
-        every_s: how often a line is printed where it can't be redrawn.
+        every_s: seconds between two lines where the line can't be redrawn.
     """
 
     def __init__(self, out: TextIO, status: TextIO, every_s: float = 10.0) -> None:

@@ -39,7 +39,7 @@ class Stalls:
     Args:
         run_dir: of the job.
         notice_s: seconds without progress after which people are told; 0: never.
-        ranks: how many there are.
+        ranks: number of ranks of the job, on all hosts.
     """
 
     run_dir: Path
@@ -172,7 +172,7 @@ def _notice(reports: Sequence[Report], longest_s: float, missing: Mapping[int, s
     Args:
         reports: of the ranks that wrote one.
         longest_s: seconds without progress, of the rank that has had none for longest.
-        missing: what is known of the others.
+        missing: of the others, what is known of each, by rank.
         pause_s: until the same notice comes again.
     """
     ranks_by_standing: dict[str, list[int]] = {}

@@ -38,7 +38,7 @@ def check_order(
         verdict: gets a line.
         traces: by run, the calls of each rank.
         mesh: the ranks'.
-        dry: what the dry run wrote.
+        dry: content of dry.json.
     """
     # First the graphs from the dry run, by stage: the ranks of `tensor` must have the same collectives in them.
     graphs = dry["graphs"]
@@ -72,7 +72,7 @@ def check_step(
     Args:
         verdict: gets a line.
         reference: the single process.
-        ranks: what is compared with it.
+        ranks: results that are compared with it.
         name: of the line.
         found: the differences of tensors, if they are known already.
     """
@@ -195,9 +195,9 @@ def check_traffic(
 
     Args:
         verdict: gets a line.
-        plan: what was planned.
+        plan: for which traffic was predicted.
         models: for each part of the batch what each rank of `tensor` holds, as `profile/describe.py` has it.
-        ranks: what they did.
+        ranks: their results, with the ledger of each step.
     """
     total = 0
     for result in ranks:

@@ -18,7 +18,7 @@ def differ(first: Print, second: Print, floor: float = 0.0) -> bool:
     Args:
         first: a fingerprint.
         second: another.
-        floor: how far sums may be off besides, absolute.
+        floor: absolute tolerance of the sums, on top of the relative one.
     """
     if first[3] != second[3]:
         return True

@@ -82,7 +82,7 @@ def find_first_difference(folder: Path, plan: Plan, watch: Callable[[], WorldRes
 
     Args:
         folder: where the processes wrote.
-        plan: what was verified.
+        plan: that was verified.
         watch: runs the step on the ranks and in one process, which write `watched-RANK.json` and `replay.json`.
     """
     mesh = Mesh.parse(plan.mesh)
@@ -283,7 +283,7 @@ def _from_tensors(
         found: all differences, sorted.
         gradients: those of the first step's gradients with clipping undone.
         reference: the single process.
-        ranks: what they made.
+        ranks: their tensors and facts.
         mesh: theirs.
     """
     if not found:
@@ -438,7 +438,7 @@ def _wrong_rank(
         place: of the value.
         direction: "made" for the value, "back" for its gradient.
         expected: the fingerprint in one process.
-        floor: how far sums may be off besides, absolute.
+        floor: absolute tolerance of the sums, on top of the relative one.
     """
     groups: dict[Any, list[RankResult]] = {}  # ranks whose pieces make up one value
     for result in ranks:

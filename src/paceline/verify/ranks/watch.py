@@ -39,7 +39,7 @@ class ModuleWatch:
 
         Args:
             place: where it is made.
-            value: what is made; anything but a tensor of floating numbers is passed over.
+            value: the result; anything but a tensor of floating numbers is passed over.
             module: path of the module that makes it.
             places: of each of its elements in the full tensor; None: it is whole.
             take: the part of it that is looked at.
