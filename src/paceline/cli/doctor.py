@@ -75,7 +75,7 @@ def examine(
         hosts: those of the fleet; none is this host alone.
         question: what to look at.
         asker: the way to them.
-        has_runs: whether the person named a run directory.
+        has_runs: True if the user named a run directory.
     """
     if not hosts:
         host_facts = look(question)
@@ -106,6 +106,7 @@ def _question(arguments: argparse.Namespace, hosts: tuple[Host, ...]) -> Questio
             raise UsageError(f"the port {port}", "ports go from 1 to 65535", "write such as --port 29400")
         port = _PORT  # what MASTER_PORT says is a finding of its own
     runs = (arguments.runs or Path("runs")).absolute()
+    # A file of this name in the run directory, written on one host, tells whether the others see the same folder.
     marker = ""
     if len(hosts) > 1 and arguments.runs:
         marker = secrets.token_hex(16)

@@ -59,6 +59,7 @@ def settings(arguments: argparse.Namespace, environment: Mapping[str, str]) -> l
         UsageError: the launcher's variables contradict each other.
         PlanError, MeshError: the plan can't be read, or does not fit the ranks.
     """
+    # As `paceline run` decides it: a node first, then a rank, then a job that is started here.
     node = find_node(environment)
     position = LauncherPosition() if node is not None else find_position(environment)
     is_started = arguments.plan or arguments.n is not None  # by `paceline run`, where there is no other launcher

@@ -60,9 +60,9 @@ class Rule:
 
     Args:
         flags: names of their values.
-        applies: whether they do.
-        found: why they don't, after "but".
-        fix: what to add.
+        applies: True if they do, for a command's arguments.
+        found: why they don't, for the error's second line.
+        fix: what to add, for its third.
     """
 
     flags: tuple[str, ...]
@@ -133,6 +133,7 @@ def given(parser: argparse.ArgumentParser, command_line: Sequence[str]) -> dict[
     """
     actions = list(_actions(parser))
     flags = {action.dest: action.option_strings[0] for action in actions if action.option_strings}
+    # argparse does not say whether a value was written or is the default.
     for action in actions:
         action.default = argparse.SUPPRESS  # so that a flag which is not written leaves no value
     written, _ = parser.parse_known_args(list(command_line))
@@ -198,6 +199,7 @@ def misplaced(parser: argparse.ArgumentParser, after_file: Sequence[str]) -> lis
     for action in parser._actions:
         flags.update(action.option_strings)
     flags -= {"-h", "--help"}
+    # argparse.REMAINDER takes all words after FILE, also those that were meant for the command.
     return [word for word in after_file if _flag_of(word) in flags]
 
 
@@ -225,7 +227,7 @@ def check_after_file(file: str, words: Sequence[str], command: str, arguments: S
 
 def _flag_of(word: str) -> str:
     """Return the flag in a word such as --plan=shard=2 or -n2."""
-    joined = re.fullmatch(r"(-[nj])\d[\dx]*", word)
+    joined = re.fullmatch(r"(-[nj])\d[\dx]*", word)  # -n2, -j2x8
     return joined[1] if joined else word.partition("=")[0]
 
 

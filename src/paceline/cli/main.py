@@ -1,4 +1,4 @@
-"""Run the `paceline` command: hand the arguments to one verb, and turn a PacelineError into two lines."""
+"""Run the `paceline` command: hand the arguments to one verb, and print a PacelineError in its three lines."""
 
 from __future__ import annotations
 
@@ -71,6 +71,7 @@ def main(argv: list[str] | None = None) -> int:
 
     130: Ctrl-C; 141: nobody read it all.
     """
+    # Streams first: everything after this may print. `guarded` is outermost, since Ctrl-C's own line may fail too.
     _open_missing_streams()
     _accept_any_text()
     return guarded(lambda: _uninterrupted(argv))
@@ -103,6 +104,7 @@ def _accept_any_text() -> None:
 
 def _main(argv: list[str] | None) -> int:
     command_line = list(sys.argv[1:] if argv is None else argv)
+    # Found without argparse, whose error for an unknown command lists all of them and suggests none.
     verb = next((word for word in command_line if not word.startswith("-")), None)
     if verb is not None and verb not in VERBS and command_line[0] == verb:
         fix = did_you_mean(verb, VERBS, "see `paceline --help`")
@@ -120,7 +122,7 @@ def _main(argv: list[str] | None) -> int:
             check_rules(str(verb), parsed)
         return _run(parsed)
     except PacelineError as error:
-        if getattr(parsed, "json", False):
+        if getattr(parsed, "json", False):  # a program that reads JSON gets JSON for a refusal too
             failure = {"asked": error.asked, "found": error.found, "fix": error.fix}
             print(json.dumps({"status": "refused", "exit_code": error.exit_code, "error": failure}))
         print(f"paceline {verb}: error: {error}", file=sys.stderr)
@@ -177,6 +179,8 @@ def _parse(command_line: Sequence[str], verb: str | None, module: Any) -> argpar
     # `verify` declares no argument for what stands after `--`: the parser would not make the list.
     namespace = argparse.Namespace(arguments=[]) if verb == "verify" else None
     parsed = parser.parse_args(command_line, namespace)
+    # Read a second time, by a parser without defaults: a flag that is given with its default's value counts as given,
+    # and is refused where it does not apply.
     parsed.given = given(_fresh(module), command_line[command_line.index(verb) + 1 :])
     if verb in WITH_FILE:
         parsed.misplaced = misplaced(verb_parser, parsed.arguments)
@@ -199,11 +203,11 @@ def _lacks_file(module: Any, command_line: Sequence[str]) -> bool:
     if "-h" in command_line or "--help" in command_line:
         return False
     parser = _fresh(module)
-    parser.error = note  # type: ignore[method-assign]
+    parser.error = note  # type: ignore[method-assign]  # which would print, and end the process
     try:
         parser.parse_args(command_line)
     except _UnreadableError as error:
-        return "required: FILE" in str(error)
+        return "required: FILE" in str(error)  # argparse's words, with the metavar of the argument
     return False
 
 

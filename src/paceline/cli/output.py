@@ -41,6 +41,7 @@ def guarded(command: Callable[[], int]) -> int:
             for watched_stream in watched:
                 watched_stream.flush()
     except OutputLost as lost:
+        # Python flushes both streams when it ends, and would print an error of its own.
         for stream in streams:
             _discard(stream)
         if lost.errno == errno.EPIPE:
@@ -95,5 +96,5 @@ def _discard(stream: TextIO | None) -> None:
     except OSError:
         with contextlib.suppress(OSError, ValueError):
             nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, stream.fileno())
+            os.dup2(nowhere, stream.fileno())  # under the stream: its buffer can't be emptied otherwise
             os.close(nowhere)

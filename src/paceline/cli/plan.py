@@ -41,12 +41,13 @@ def run(arguments: argparse.Namespace) -> int:
     plan = decide_plan(arguments)
     mesh = Mesh.parse(plan.mesh)
     _check_wanted(arguments, mesh)
+    # What can be refused from the source comes before the child that imports torch.
     file = read_workload_file(arguments.workload, plan.data_size)
     device = check_memory_arguments(arguments)
     command_line = [str(file.path), *arguments.arguments]
     description = facts_of(plan, describe_workload(plan, command_line))
     schedule = None
-    if mesh.size("pipeline") > 1:
+    if mesh.size("pipeline") > 1:  # made here as the ranks will make it
         schedule = make_schedule(plan.schedule, mesh.size("pipeline"), description["micro_batches"])
         description["schedule_bubble"] = round(schedule.bubble, 4)
     lines: list[str] = []
@@ -146,7 +147,7 @@ def facts_of(plan: Plan, model: dict[str, Any]) -> dict[str, Any]:
         for stage, rows in enumerate(traffic):
             for row in rows:
                 traffic_rows.append({**asdict(row), "stage": stage})
-    samples = len(share(range(batch_size), 0, mesh.data_size))
+    samples = len(share(range(batch_size), 0, mesh.data_size))  # part 0 has most, where sizes don't divide
     split = model.get("split", {})
     micro_batch_size = min(model["micro_batch_size"] or samples, samples)
     micro_batches = split.get("micro_batches") or -(-samples // micro_batch_size)

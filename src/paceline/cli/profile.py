@@ -49,6 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     file = read_workload_file(arguments.workload, plan.data_size)
     request = ProfileRequest(asdict(plan), arguments.rank, device.kind)
+    # In a child process: this one starts without torch.
     (profile,) = profile_workload([request], [str(file.path), *arguments.arguments])
     if isinstance(profile, WorkloadError):
         raise profile

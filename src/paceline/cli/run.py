@@ -119,7 +119,7 @@ def decide_plan(arguments: argparse.Namespace, grows: bool = False) -> Plan:
 
     Args:
         arguments: of the command.
-        grows: whether the number of ranks follows from the hosts that there are, and may change.
+        grows: True if the number of ranks follows from the hosts that there are, and may change.
 
     Raises:
         UsageError: N is below 1.
@@ -154,6 +154,7 @@ def decide_plan(arguments: argparse.Namespace, grows: bool = False) -> Plan:
 
 def _with_ranks(text: str, ranks: int | None) -> str:
     """Return a plan that names no axis with the ranks, or workers of servers, that -n says."""
+    # `-n 4 --plan server=2` means four workers: the axis is left out, so -n says its size.
     names = {item.partition("=")[0].strip() for item in text.split(",")}
     is_unknown = bool(names - {"", *OPTIONS, *SHORT_OPTIONS})  # an error then quotes what was written
     has_axis = not names.isdisjoint({*AXES, *SHORT})
@@ -164,6 +165,7 @@ def _with_ranks(text: str, ranks: int | None) -> str:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the job, send it, or be a part of it."""
+    # Outside of the supervisor's time a signal unwinds to here. `ended` tells whether the job had ended by then.
     arguments.ended = None
     with interruptible() as interrupted:
         return _run(arguments)
@@ -175,6 +177,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     _check_stall_notice(arguments)
+    # First what this process is (a rank, a node, or who starts a job), then where the job goes. Flags are checked as
+    # soon as the place is known: each applies in some places only.
     place = run_as_rank.find_rank_info(arguments)
     if isinstance(place, LauncherPosition):
         check_place(arguments, NAMED_RANK if arguments.job else RANK, place.source)
@@ -203,7 +207,8 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _start(arguments: argparse.Namespace, plan: Plan, file: WorkloadFile) -> int:
     """Send the job to a scheduler, or start its ranks and supervise them."""
-    run_on.check_programs(arguments, plan)
+    run_on.check_programs(arguments, plan)  # before the run directory is made
+    # With --json standard output has the result alone.
     screen = Screen(sys.stderr if arguments.json else sys.stdout, sys.stderr)
     if arguments.on in (None, "local") and plan.world_size > (os.cpu_count() or 1):
         screen.say(f"paceline: {plan.world_size} ranks share {os.cpu_count()} cores: they will take turns")
@@ -212,7 +217,7 @@ def _start(arguments: argparse.Namespace, plan: Plan, file: WorkloadFile) -> int
         if arguments.on == "slurm":
             return _send(arguments, plan, folder, file.path)
         assignments = run_on.posts_of(arguments, plan, folder, file.path)
-    except BaseException:
+    except BaseException:  # Ctrl-C too: a run that did not begin leaves no folder, and its name stays free
         directory.remove_unbegun(folder)
         raise
     environment = {}
@@ -253,6 +258,7 @@ def _check_stall_notice(arguments: argparse.Namespace) -> None:
 
 def _folder(arguments: argparse.Namespace, script: Path, screen: Screen) -> tuple[Path, Path | None]:
     """Make or find the run directory, and return it with the checkpoint to go on from."""
+    # job.json is written when a job starts: without it there is nothing to go on with.
     may_start = False
     if arguments.resume_or_start and arguments.job:
         may_start = not (arguments.runs / arguments.job / "job.json").exists()
@@ -279,7 +285,7 @@ def _run_elastic(arguments: argparse.Namespace) -> int:
             "they stay where they are",
             "leave server out",
         )
-    file = read_workload_file(arguments.workload, 1)
+    file = read_workload_file(arguments.workload, 1)  # how many ranks there are is only known in each generation
     options = run_on.fleet_options(arguments)
     check_ssh(options.ssh)
     now = ", ".join(host.name for host in discover())  # asked before anything is written, too
@@ -315,10 +321,10 @@ def _supervise(arguments: argparse.Namespace, plan: Plan, request: JobRequest, s
     except PacelineError:
         directory.remove_unbegun(request.run_dir)
         raise
-    finally:
+    finally:  # the certificates for `paceline server top`, also when the job failed
         if request.assignments and request.servers:
             end_watch(request.run_dir)
-    arguments.ended = ending.exit_code
+    arguments.ended = ending.exit_code  # from here on a signal does not change the command's exit code
     _tell(request.run_dir, ending, progress)
     if arguments.json:
         print(json.dumps(result))

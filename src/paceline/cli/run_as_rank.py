@@ -32,10 +32,12 @@ def find_rank_info(arguments: argparse.Namespace) -> LauncherPosition | NodeInfo
     """
     if arguments.on is not None:
         return None
+    # A node before a rank: the one process of a node may have a rank's variables as well.
     node = find_node(os.environ)
     if node is not None:
         return node
     position = find_position(os.environ)
+    # A launcher that says "one rank" is as good as none: the job starts from here. Under torchrun it is a rank anyway.
     if position.size > 1 or position.source == TORCHRUN:
         return position
     return None
@@ -66,7 +68,8 @@ def be_rank(
         os.environ["PACELINE_RUN_DIR"] = str(run_dir.resolve())
         program = [sys.executable, "-m", module_names.EXTERNAL_RANK, arguments.workload]
         os.environ.update(variables_of(position))
-    sys.stdout.flush()
+    sys.stdout.flush()  # exec drops what Python has buffered
+    # exec, not a child: the launcher's signals and its wait are for this process.
     os.execv(sys.executable, [*program, *arguments.arguments])
 
 

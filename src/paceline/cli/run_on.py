@@ -117,6 +117,7 @@ def _shaped(hosts: tuple[Host, ...], text: str | None) -> tuple[Host, ...]:
     if shape is None:
         return hosts
     nodes, ranks = shape
+    # Hosts with fewer slots are passed over, the rest are taken in the order in which they were named.
     fit = [dataclasses.replace(host, slots=ranks) for host in hosts if host.slots >= ranks]
     if len(fit) < nodes:
         reason = f"{len(fit)} of the {len(hosts)} hosts have {ranks} slots"
@@ -157,7 +158,7 @@ def ranks_asked(arguments: argparse.Namespace) -> int | None:
                 f"-n {asked} and -j {arguments.shape} should agree", f"-j is {nodes * per_node} ranks", "leave one out"
             )
         asked = nodes * per_node
-    if asked is None and hosts and not arguments.plan:
+    if asked is None and hosts and not arguments.plan:  # a plan says itself how many ranks it covers
         asked = sum(host.slots for host in hosts)
     return asked
 
@@ -175,7 +176,7 @@ def environment_of(definitions: Sequence[str]) -> dict[str, str]:
             raise UsageError(f"-x {definition}", "that is no variable's name", "write -x NAME or -x NAME=VALUE")
         if not equals and name not in os.environ:
             raise UsageError(f"-x {name}", "it is not set here", f"write -x {name}=VALUE, or set it")
-        if equals and is_secret(name):
+        if equals and is_secret(name):  # `ps` shows every user's command lines
             raise UsageError(
                 f"-x {name}=...", "a secret on a command line is read by others", f"set it, then write -x {name}"
             )
@@ -314,10 +315,11 @@ def mpi_words(arguments: argparse.Namespace, plan: Plan, run_dir: Path, file: Pa
     hosts = hosts_of(arguments)
     environment = _supervised(arguments, run_dir)
     if len(hosts) > 1:
+        # Chosen at random, not found free: rank 0's host may be another one. On one host ranks meet in a file.
         port = _PORTS[int.from_bytes(os.urandom(4)) % len(_PORTS)]
         environment |= {"MASTER_ADDR": hosts[0].name, "MASTER_PORT": os.environ.get("MASTER_PORT", str(port))}
     program = [arguments.python, "-m", module_names.EXTERNAL_RANK, str(file.resolve()), *arguments.arguments]
-    names = sorted({*environment, "PACELINE_STOP_FILE"})
+    names = sorted({*environment, "PACELINE_STOP_FILE"})  # `CommandBackend` sets the latter
     mpirun = find_mpirun(arguments.mpirun, arguments.mpi_option)
     return mpi_command(mpirun, plan.world_size, hosts, names, program), environment
 
@@ -397,7 +399,7 @@ def _rendered_ssh(arguments: argparse.Namespace, plan: Plan, run_dir: Path, file
     lines = []
     for at, host in enumerate(host_ranks):
         request = agent_request(host_ranks, at, file, run_dir, options)
-        request["environment"] = shown(request["environment"])
+        request["environment"] = shown(request["environment"])  # what is printed may end in a log
         processes = f"ranks {host.first} to {host.ranks[-1]}" if host.count > 1 else f"rank {host.first}"
         for server in host.servers:
             processes += f", {replaced.name(server)}"

@@ -135,6 +135,7 @@ def _look(arguments: argparse.Namespace) -> dict[str, Any]:
     address = _coordinator(arguments.job)
     credentials = _credentials(arguments)
     if credentials is None and not address.is_unix and Path(arguments.job).is_dir():  # a run on several hosts
+        # Kept there by `run/supervise/fleet.py` while the job runs.
         watcher = credentials_folder(Path(arguments.job), "watcher")
         if not watcher.is_dir():
             raise UsageError(f"the servers of the run {arguments.job}", "it has ended", "name a run that goes on")

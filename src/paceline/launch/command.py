@@ -13,7 +13,7 @@ from paceline.nouns.plan import Plan
 # Of a variable whose name holds one of these, people are shown that it is set, and not to what.
 _SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL")
 _HARMLESS = "TOKENIZER"  # TOKENIZERS_PARALLELISM
-STOPPED_CODE = 75  # of a rank that saved before the end (sysexits.h, EX_TEMPFAIL: try again)
+STOPPED_CODE = 75  # of a rank that saved before the end (sysexits.h, EX_TEMPFAIL: try again); see launch/slurm.py
 HIDDEN = "(set, not shown)"
 
 
@@ -22,7 +22,7 @@ class RankCommand:
     """A rank's command.
 
     Args:
-        file, arguments: the person's.
+        file, arguments: the user's.
         plan: of the job.
         runs, job: its run directory is RUNS/JOB.
         nodes, ranks_per_node: whose product the plan covers.

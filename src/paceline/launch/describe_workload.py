@@ -26,7 +26,7 @@ def describe_workload(plan: Plan, command_line: list[str]) -> dict[str, Any]:
     lines = done.stdout.strip().splitlines()
     answer = None
     if done.returncode == 0 and lines:
-        with contextlib.suppress(ReadError):  # the person's code wrote something at its end
+        with contextlib.suppress(ReadError):  # the user's code wrote something at its end
             answer = parse_json(lines[-1], "the answer", _ANSWER)
     if answer is None:
         errors = done.stderr.strip().splitlines() or ["it printed nothing"]

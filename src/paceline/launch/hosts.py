@@ -52,6 +52,8 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
         fields = line.split("#")[0].split()
         if fields:
             hosts.append(_of_line(fields, f"{path}, line {number}"))
+    # Open MPI's rule: a host once a line without slots has as many as it has lines. With slots a second line would be
+    # a contradiction.
     with_slots = {host.name for host, has_slots in hosts if has_slots}
     merged: dict[str, int] = {}
     for host, _ in hosts:
@@ -69,7 +71,7 @@ def _of_word(word: str, text: str) -> Host:
     if word.startswith("["):
         name, _, rest = word[1:].partition("]")
         slots = rest.removeprefix(":") if rest else "1"
-    elif word.count(":") == 1:
+    elif word.count(":") == 1:  # more: an IPv6 address without brackets, which is a name as a whole
         name, slots = word.split(":")
     return Host(_name(name, text), _slots(slots, word, text))
 

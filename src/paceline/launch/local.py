@@ -31,10 +31,10 @@ _FILES_OF_RANK = 8
 
 @dataclass(frozen=True, slots=True)
 class RankSettings:
-    """What the fork server must know to start ranks.
+    """The settings with which the fork server starts ranks; they travel as one line of JSON.
 
     Args:
-        script, arguments: the person's file.
+        script, arguments: the user's file.
         world_size: ranks of the job, on all hosts.
         host_ranks: this host's.
         rendezvous: where they meet.
@@ -110,12 +110,14 @@ def start_ranks(settings: RankSettings) -> ForkServer:
     Raises:
         UsageError: a process may not open as many files as it will need.
     """
-    allow_open_files(_FILES + _FILES_OF_RANK * len(settings.processes))
+    allow_open_files(_FILES + _FILES_OF_RANK * len(settings.processes))  # before: limits are inherited
+    # A pipe for each process: whose line it is follows from the pipe.
     outputs: dict[int, int] = {}
     writing = []
     for rank in settings.processes:
         outputs[rank], write_end = os.pipe()
         writing.append(write_end)
+    # Both ways: settings and restarts go down, starts and ends come up. Whoever dies first, the other reads its end.
     ours, theirs = socket.socketpair()
     listener = [settings.rendezvous.listener] if settings.rendezvous.listener >= 0 else []
     lock = [settings.lock] if settings.lock >= 0 else []
@@ -136,6 +138,7 @@ def start_ranks(settings: RankSettings) -> ForkServer:
     theirs.close()
     for descriptor in [*writing, *listener]:  # the fork server has them now; an output ends when its rank does
         os.close(descriptor)
+    # Numbers of descriptors stay the same in the child: `pass_fds` inherits them as they are.
     complete = dataclasses.replace(settings, outputs=writing, is_forking=can_fork())
     ours.sendall(complete.to_json().encode() + b"\n")
     return ForkServer(process, ours, outputs)
@@ -170,6 +173,7 @@ def rank_environment(ranks: int) -> dict[str, str]:
     """Return this process's environment for ranks, with the cores shared out and the allocator set, unless they are."""
     environment = dict(os.environ)
     environment.pop("PACELINE_PLAN", None)  # the ranks' plan is in a file
+    # torch takes a thread per core in every process: with several ranks they would be more than the cores.
     cores = os.cpu_count() or 1
     environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))
     for name, value in _ALLOCATOR.items():

@@ -31,7 +31,7 @@ class Mpirun:
 
 
 def find_mpirun(program: str = "", more: Sequence[str] = ()) -> Mpirun:
-    """Find the mpirun to call, and whose it is.
+    """Find the mpirun to call, and whose it is: the two families' flags for the same thing differ.
 
     Args:
         program: which; "": the first of mpirun and mpiexec in PATH.
@@ -84,6 +84,7 @@ def _openmpi(ranks: int, hosts: Sequence[Host], variables: Sequence[str]) -> lis
     else:
         flags += ["--oversubscribe"]  # else it starts no more ranks than this host has cores
     # The tag names the rank whose line it is: see run/supervise/command_backend.py.
+    # By default Open MPI binds a rank, with all of its threads, to a core or a socket.
     flags += ["--bind-to", "none", "--tag-output"]
     for name in variables:
         flags += ["-x", name]

@@ -10,6 +10,9 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent ends, however that happens (Linux)."""
+    """Ask the kernel to kill this process when its parent ends, however that happens (Linux).
+
+    The request is not inherited by a fork: each child asks for itself. See prctl(2).
+    """
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -47,6 +47,7 @@ class ProfileRequest:
 
 def ranks_to_profile(plan: Plan) -> list[int]:
     """Return one rank of each stage of the pipeline: where sizes don't divide, the first along an axis has most."""
+    # Along the other axes ranks do the same work on pieces of equal or smaller size.
     mesh = Mesh.parse(plan.mesh)
     ranks = []
     for rank in range(mesh.world_size):
@@ -62,8 +63,8 @@ def profile_workload(
     """Return the profile of each request, or why there is none.
 
     Args:
-        requests: what to rehearse.
-        command_line: the person's file and its arguments.
+        requests: the steps to rehearse.
+        command_line: the user's file and its arguments.
         done: told the number of each request as it is done.
 
     Raises:
@@ -105,7 +106,7 @@ def profile_workload(
 
 
 def _read_answer(line: str) -> dict[str, Any] | None:
-    """Read the child's answer; None where it is a line that the person's code wrote below Python, as a library may."""
+    """Read the child's answer; None where it is a line that the user's code wrote below Python, as a library may."""
     try:
         return dict(parse_json(line, "an answer", _ANSWER))
     except ReadError:

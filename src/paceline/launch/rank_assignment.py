@@ -79,11 +79,12 @@ def seat(hosts: Sequence[Host], ranks: int | None) -> tuple[HostRanks, ...]:
         raise UsageError(
             f"can't place {wanted} ranks on {len(hosts)} hosts", reason, "add hosts, or slots to those that are there"
         )
+    # Ranks of one host follow each other: the mesh's innermost axes, which talk most, then stay on one host.
     counts: list[tuple[str, int]] = []
     left = wanted
     for host in hosts:
         count = min(host.slots, left)
-        if count > 0:
+        if count > 0:  # a host without a rank is no part of the job, and gets no agent
             counts.append((host.name, count))
             left -= count
     host_ranks = []
@@ -97,11 +98,11 @@ def seat(hosts: Sequence[Host], ranks: int | None) -> tuple[HostRanks, ...]:
 def with_servers(host_ranks: Sequence[HostRanks], servers: int) -> tuple[HostRanks, ...]:
     """Assign parameter servers to the hosts in turn, and the coordinator to the first.
 
-    So the two servers that keep a range are on two hosts.
+    A range's replicas are on servers that follow each other, so taken in turn they are on different hosts.
 
     Args:
         host_ranks: of all ranks of the job.
-        servers: how many; 0: there are none, and no coordinator.
+        servers: number of servers; 0: there are none, and no coordinator.
     """
     world_size = sum(ranks.count for ranks in host_ranks)
     numbers: list[list[int]] = [[] for _ in host_ranks]

@@ -14,7 +14,7 @@ STRATEGIES = ("PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD")
 
 @dataclass(frozen=True, slots=True)
 class RayOptions:
-    """What Ray is asked for.
+    """The cluster, the resources and the placement that Ray is asked for.
 
     Args:
         address: of a cluster, HOST:PORT or "auto" for the one that this host is in; "local": one for this job alone.

@@ -20,7 +20,7 @@ _TIME = re.compile(r"(\d+-)?\d+(:\d{1,2}){0,2}")
 
 @dataclass(frozen=True, slots=True)
 class SlurmOptions:
-    """What sbatch is asked for.
+    """The options of an sbatch script.
 
     Args:
         partition, account, qos, time: as sbatch knows them; "": the cluster's own.
@@ -55,13 +55,14 @@ class SlurmOptions:
 
 def sbatch_script(rank: RankCommand, options: SlurmOptions) -> str:
     """Write the script. Shell variables of a rank stand nowhere in it: srun gives each its own."""
+    # `--signal` without `B:` goes to the steps, so srun's tasks get it, and not this script's shell.
     lines = [
         f"--job-name={_one_line(rank.job)}",
         f"--nodes={rank.nodes}",
         f"--ntasks-per-node={rank.ranks_per_node}",
         f"--output={rank.run_dir.resolve()}/slurm-%j.log",
         "--open-mode=append",  # a job that goes back to the queue goes on in its log
-        "--requeue",
+        "--requeue",  # lets `scontrol requeue` below put the job back, whatever the cluster's default is
         f"--signal=TERM@{options.signal_s}",
     ]
     optional: dict[str, str | int] = {
@@ -114,7 +115,7 @@ def submit(script: str, options: SlurmOptions, environment: dict[str, str]) -> s
     """
     check_sbatch(options)
     done = subprocess.run(
-        [options.program, "--parsable"],
+        [options.program, "--parsable"],  # prints JOB or JOB;CLUSTER, and nothing else
         input=script,
         capture_output=True,
         text=True,

@@ -16,7 +16,7 @@ from paceline.nouns.errors import UsageError
 # No question can be answered here, an unknown or changed host key ends the attempt, and what was lost is noticed:
 # after 3 signs of life that nobody answered, 5 s apart.
 _ALWAYS = (
-    *("-T", "-x", "-a"),
+    *("-T", "-x", "-a"),  # no terminal, which would change the bytes; no X11; no agent for others to use on that host
     *("-o", "BatchMode=yes"),
     *("-o", "StrictHostKeyChecking=yes"),
     *("-o", "ConnectTimeout=15"),
@@ -27,7 +27,7 @@ _ALWAYS = (
 
 @dataclass(frozen=True, slots=True)
 class SshOptions:
-    """How ssh is called.
+    """The ssh program and the user's arguments for it.
 
     Args:
         program: which.
@@ -40,7 +40,7 @@ class SshOptions:
 
 def ssh_command(host: str, command: Sequence[str], options: SshOptions | None = None) -> list[str]:
     """Return the command that starts `command` on `host`: ssh hands it to that host's shell, so each word is quoted."""
-    options = options or SshOptions()
+    options = options or SshOptions()  # `--`: a host is never read as an option
     return [options.program, *options.more, *_ALWAYS, "--", host, shlex.join(command)]
 
 
@@ -57,9 +57,10 @@ def why_lost(host: str, last_words: str) -> UsageError:
 
     Args:
         host: that it should have reached.
-        last_words: what it wrote to its standard error.
+        last_words: the text that ssh wrote to its standard error.
     """
     lines = last_words.strip().splitlines() or ["ssh said nothing"]
+    # OpenSSH has one exit code, 255, for all its own errors: only the words tell them apart. The first match counts.
     fixes = (
         (
             "host key verification failed",

@@ -11,13 +11,14 @@ from paceline.nouns.errors import PacelineError, ReadError, UsageError, Workload
 from paceline.nouns.reading import read_text, reason_of
 from paceline.nouns.workload import check_part_names, too_small_batch
 
-# Packages that start no threads and touch no GPU when imported, so that they may be loaded before a fork.
+# Packages that start no threads and touch no GPU when imported, so that they may be loaded before a fork. A thread does
+# not exist in the forked child, and a lock that it held stays locked there; a CUDA context can't be used there at all.
 _FORK_SAFE = ("torch", "transformers", "tokenizers", "numpy", "safetensors", "torchmetrics", "paceline")
 
 
 @dataclass(frozen=True, slots=True)
 class WorkloadFile:
-    """What the source says, without running it."""
+    """A workload file's path and imports, as its source has them."""
 
     path: Path
     imports: tuple[str, ...]  # modules that may be loaded before a fork
@@ -27,8 +28,8 @@ def read_workload_file(text: str, ranks: int) -> WorkloadFile:
     """Check a workload file's source.
 
     Args:
-        text: the path as the person wrote it.
-        ranks: how many ranks will run it.
+        text: the path as the user wrote it.
+        ranks: number of ranks that the batch is split over.
 
     Raises:
         UsageError: there is no such file, or it is not Python.

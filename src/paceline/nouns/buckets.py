@@ -12,11 +12,12 @@ def group_parameters(sizes: Sequence[tuple[int, Hashable]], limit_bytes: int) ->
 
     Args:
         sizes: of each parameter its bytes and its kind (dtype and device).
-        limit_bytes: what a bucket may hold.
+        limit_bytes: most bytes of a bucket that has several parameters.
 
     Returns:
         The parameters' indices, bucket by bucket.
     """
+    # Only neighbours share a bucket: with another order a bucket would wait for gradients from all over the model.
     buckets: list[list[int]] = []
     bucket_kind: Hashable = None  # of the last bucket
     held_bytes = 0

@@ -1,4 +1,4 @@
-"""What can go wrong, as one tree.
+"""Define the errors that Paceline raises on purpose, as one tree.
 
     PacelineError
     ├── UsageError        a command or call asks for something that is not there
@@ -50,7 +50,7 @@ class PacelineError(Exception):
         self.step: int | None = None
 
     def at(self, rank: int | None = None, step: int | None = None) -> PacelineError:
-        """This error with the rank and step where it happened, for `raise error.at(rank=3)`."""
+        """Set the rank and step where it happened, and return this error, for `raise error.at(rank=3)`."""
         self.rank = self.rank if rank is None else rank
         self.step = self.step if step is None else step
         return self
@@ -114,7 +114,7 @@ class PeerLostError(PacelineError):
 
 
 def how_to_write(error: OSError) -> str:
-    """The fix for a file that can't be written, by the system's reason."""
+    """Return the fix for a file that can't be written, by the system's reason."""
     reasons = {
         **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free space there, or name another place with --runs"),
         **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit on open files (`ulimit -n 4096`)"),
@@ -125,7 +125,7 @@ def how_to_write(error: OSError) -> str:
 
 
 def did_you_mean(word: str, choices: Iterable[str], otherwise: str, same: Mapping[str, str] | None = None) -> str:
-    """The fix for a misspelt word: the nearest choice, or `otherwise` when none is near.
+    """Return the fix for a misspelt word: the nearest choice, or `otherwise` when none is near.
 
     Args:
         word: what was written.

@@ -60,6 +60,7 @@ class Mesh:
 
     def coordinate(self, rank: int) -> dict[str, int]:
         """Return the index of `rank` on every axis."""
+        # A rank is a number in mixed radix, whose last digit is the innermost axis.
         at = {}
         for axis, size in zip(reversed(AXES), reversed(self.sizes), strict=True):
             rank, at[axis] = divmod(rank, size)
@@ -68,6 +69,7 @@ class Mesh:
     def peers(self, rank: int, axis: str) -> tuple[int, ...]:
         """Return the ranks that share every coordinate with `rank` but the one on `axis`, in axis order."""
         at = self.coordinate(rank)
+        # Ranks between two neighbours on the axis: as many as all inner axes have places.
         stride = math.prod(self.sizes[AXES.index(axis) + 1 :])
         first = rank - at[axis] * stride
         return tuple(first + i * stride for i in range(self.size(axis)))
@@ -92,6 +94,7 @@ class Mesh:
         """Return which of the `data_size` parts of a batch is `rank`'s."""
         at = self.coordinate(rank)
         part = 0
+        # Mixed radix again, of the data axes alone.
         for axis in DATA_AXES:
             part = part * self.size(axis) + at[axis]
         return part

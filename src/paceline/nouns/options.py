@@ -62,7 +62,7 @@ def check_options(options: Mapping[str, Any], mesh: Mesh, named: set[str], serve
         options: by name, those that somebody asked for.
         mesh: the plan's.
         named: axes that the plan names, with any size.
-        servers: how many the plan has.
+        servers: the plan's number of parameter servers.
     """
     for name, value in options.items():
         scope = SCOPES[name]

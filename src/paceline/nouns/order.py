@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-_MASK = (1 << 64) - 1
+# What is computed here decides which samples a resumed job sees: a change breaks the order of every checkpoint.
+_MASK = (1 << 64) - 1  # Python's numbers have any length; splitmix64 has 64 bits
 _ROUNDS = 6
 
 
@@ -71,6 +72,7 @@ class DataOrder:
 
 def share(batch: range, part: int, parts: int) -> range:
     """Return the contiguous piece of `batch` that belongs to `part` of `parts`; the first pieces take the rest."""
+    # Sizes differ by 1 at most: `rest` parts have small + 1 samples, and stand first.
     small, rest = divmod(len(batch), parts)
     start = batch.start + part * small + min(part, rest)
     return range(start, start + small + (part < rest))
@@ -83,6 +85,8 @@ def cut(piece: range, size: int) -> list[range]:
 
 def _permuted(place: int, domain: int, key: int) -> int:
     """Return where a keyed permutation of 0 to `domain` - 1 puts `place`."""
+    # Both halves have as many bits, so the network permutes at most 4 times as many numbers as the domain has: on
+    # average it takes at most 4 passes to end inside.
     half_bits = max(1, ((domain - 1).bit_length() + 1) // 2)
     while True:
         place = _feistel(place, half_bits, key)

@@ -106,7 +106,7 @@ def check_function(name: str, value: Any, may_be_none: bool) -> None:
     if not callable(value):
         raise WorkloadError(asked, f"it is {shown(value)}", f"write {example}")
     try:
-        inspect.signature(value).bind(*arguments)
+        inspect.signature(value).bind(*arguments)  # without calling it: a model may be large
     except ValueError:
         return  # one that does not say what it takes
     except TypeError as error:
@@ -136,7 +136,7 @@ def _mistaken_for_function(name: str, value: Any) -> str:
 
 
 def _is_torch(kind: type, name: str) -> bool:
-    """True if a class is torch's class of that name, or a subclass of it."""
+    """True if a class is torch's class of that name, or a subclass of it: by name, since torch is not imported."""
     return any(base.__name__ == name and base.__module__.startswith("torch.") for base in kind.__mro__)
 
 

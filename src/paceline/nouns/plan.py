@@ -53,7 +53,7 @@ class Plan:
     version: int = VERSION
 
     def __post_init__(self) -> None:
-        self._check_kinds()
+        self._check_kinds()  # first: the others compare values, which a file may have of any kind
         Mesh.parse(self.mesh)
         self._check_choice("transport", TRANSPORTS)
         self._check_choice("compression", COMPRESSIONS)
@@ -204,6 +204,8 @@ class Plan:
         """Return the plan without the options of axes of size 1, which its mesh does not name."""
         default = Plan()
         mesh = Mesh.parse(self.mesh)
+        # A mesh is written without its axes of size 1. A plan that kept their options could not be read again: `of`
+        # refuses options without effect.
         named_axes = {item.partition("=")[0] for item in str(mesh).split(",")}
         changes = {}
         for name in without_effect({name: getattr(self, name) for name in SCOPES}, mesh):

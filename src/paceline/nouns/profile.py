@@ -14,7 +14,8 @@ from typing import Any
 from paceline.nouns.errors import WorkloadError
 from paceline.nouns.reading import COUNT, Whole, fault_of, read_json, reason_of, shown
 
-VERSION = 2
+VERSION = 2  # of the file's form
+# Kinds of blocks.
 PARAMETERS = "parameters"
 GRADIENTS = "gradients"
 OPTIMIZER = "optimizer state"
@@ -24,7 +25,7 @@ TEMPORARY = "temporaries"
 INPUTS = "inputs"
 COMMUNICATION = "gradient buckets"
 GATHERED = "gathered parameters"
-_MOST_BYTES = 2**30  # of a file
+_MOST_BYTES = 2**30  # of a file: a block is a row, and a large model's step has many
 _AMOUNT = Whole(0, 10**30)  # floating-point operations of a step; more than 64 bits
 _FORM = {
     "plan": str,
@@ -126,7 +127,7 @@ class Profile:
         modules: by path, the work of the module's own operations and those of the modules in it.
         traffic: rows as the ledger has them: collective, axis, calls, bytes.
         shared_bytes: memory that ranks of one host share, beside the recording's.
-        notices: what a person should know of how it was made.
+        notices: what a user should know of how it was made.
         servers: of each parameter server what it holds: parameters, optimizer_state, gradients.
         host_bytes: with offload=on, what the host holds for a GPU's rank, beside the recording's.
     """
@@ -155,6 +156,7 @@ class Profile:
         holders: dict[str, int] = {}
         phases: dict[str, int] = {}
         blocks = []
+        # Names once, in the order in which they first come; blocks have their numbers. A dict keeps that order.
         for block in recording.blocks:
             holder = holders.setdefault(block.holder, len(holders))
             phase = phases.setdefault(block.phase, len(phases))
@@ -209,6 +211,7 @@ class Profile:
         if fault:
             raise ValueError(fault)
         blocks = _read_blocks(value)
+        # After these checks every number refers to something: readers index without looking.
         if any(not 1 <= abs(event) <= len(blocks) for event in value["events"]):
             raise ValueError(f"one of its events is about none of its {len(blocks)} blocks")
         phases = [_read_phase(item) for item in value["phases"]]

@@ -130,7 +130,8 @@ def parse_json(
     """
     text = content if isinstance(content, str) else _decoded(content, source)
     try:
-        # Only in a text that has digits in such a row are numbers looked at one by one.
+        # int() takes time quadratic in the digits. A hook for each number is slow, so it is set only for a text that
+        # has so many digits in a row.
         parse_int = _int_of_json if _LONG_NUMBER.search(text) else None
         value = json.loads(text, parse_int=parse_int, object_pairs_hook=pairs or _object_of)
         if text.count("[") + text.count("{") > DEEPEST:
@@ -153,7 +154,7 @@ def parse_whole(text: str, least: int = 0, most: int = LARGEST) -> int | None:
     if not (digits.isascii() and digits.isdecimal()):
         return None
     digits = digits.lstrip("0") or "0"
-    if len(digits) > len(str(LARGEST)):
+    if len(digits) > len(str(LARGEST)):  # before int(): see `parse_json`
         return None
     number = int(digits)
     if text.startswith("-"):
@@ -190,6 +191,7 @@ def fault_of(value: Any, form: Form, where: str = "") -> str | None:
         where: the way to `value` in what was read, such as `workers[0].clock`.
     """
     if isinstance(form, tuple):
+        # Of several forms none of which fits, the last one's fault is told.
         faults = [fault_of(value, alternative, where) for alternative in form]
         return None if None in faults else faults[-1]
     if isinstance(form, list):
@@ -285,6 +287,7 @@ def _int_of_json(digits: str) -> int:
 
 def _check_depth(value: Any) -> None:
     """Raise ValueError where lists and objects are nested more than DEEPEST deep."""
+    # Level by level, without recursion: what is read may be nested as deep as json.loads lets it.
     level = [value]
     for _ in range(DEEPEST):
         next_level: list[Any] = []

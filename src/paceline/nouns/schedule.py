@@ -88,7 +88,7 @@ def make_schedule(name: str, ranks: int, micro_batches: int) -> Schedule:
             action = rule(rank, ranks, stages, actions[rank], todo[rank], done)
             if action is not None:
                 begun.append((rank, action))
-        if not begun:
+        if not begun:  # nothing can change any more: the same tick would come again
             raise _stuck(name, todo)
         for rank, action in begun:
             todo[rank].remove(action)
@@ -97,7 +97,7 @@ def make_schedule(name: str, ranks: int, micro_batches: int) -> Schedule:
             done.add(action)
         tick += 1
     schedule = Schedule(name, ranks, stages, micro_batches, tuple(map(tuple, actions)), tuple(map(tuple, ticks)))
-    check(schedule)
+    check(schedule)  # a proof of its own: it knows the order of actions alone, not how they were chosen
     return schedule
 
 
@@ -112,6 +112,8 @@ def check(schedule: Schedule) -> None:
         expected += _all_actions(schedule.name, rank, schedule.ranks, schedule.stages, schedule.micro_batches)
     if sorted(action for row in schedule.actions for action in row) != sorted(expected):
         raise _wrong(schedule.name, "an action is missing, double or of another rank")
+    # Each rank goes as far as it can, until none moves. Actions never become impossible again, so the order in which
+    # ranks are tried does not matter: who is left waits in a circle.
     places = [0] * schedule.ranks  # of each rank the next action
     done: set[Action] = set()
     has_moved = True
@@ -200,6 +202,8 @@ def _gpipe(
 def _one_forward_one_backward(
     rank: int, ranks: int, stages: int, past: list[Action], todo: list[Action], done: set[Action]
 ) -> Action | None:
+    # Backward before forward frees activations as early as possible. The limit is the number of stages from this one
+    # on: so many micro-batches are on their way before the first gradient can be back. Weights fill what is left.
     held = sum(_HOLDS[action.kind] for action in past)
     action = _first(BACKWARD, todo, stages, done)
     if action is None and held < ranks - rank:
@@ -224,7 +228,7 @@ def _interleaved(
     backward = _first_ready(backwards, stages, done)
     if held >= limit or not forwards:
         return backward
-    if _is_ready(forwards[0], stages, done):
+    if _is_ready(forwards[0], stages, done):  # the next in Megatron's order; another only if nothing else can run
         return forwards[0]
     if backward is not None:
         return backward

@@ -29,7 +29,7 @@ class Cut:
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
-        """What is kept of the dimension: (start, stop) per block."""
+        """The parts of the dimension that are kept: (start, stop) per block, `stop` not included."""
         ranges = []
         offset = 0
         for block in self.blocks:
@@ -40,7 +40,7 @@ class Cut:
 
     @property
     def size(self) -> int:
-        """How much of the dimension is kept."""
+        """The number of places of the dimension that are kept."""
         return sum(stop - start for start, stop in self.ranges)
 
 
@@ -78,7 +78,7 @@ class ShardSpec:
 
 def chunk_range(size: int, part: int, parts: int) -> tuple[int, int]:
     """Return where piece `part` of `size` things in `parts` pieces begins and ends, as `torch.chunk` cuts."""
-    length = -(-size // parts)
+    length = -(-size // parts)  # rounded up, so that the last pieces may be smaller or empty, as FSDP2's are
     return min(size, part * length), min(size, (part + 1) * length)
 
 

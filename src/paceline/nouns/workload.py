@@ -1,4 +1,4 @@
-"""The workload: what a person declares in Python, once, for every command and every plan."""
+"""The workload: what a user declares in Python, once, for every command and every plan."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PRECISIONS = ("float32", "bf16", "float64")
 
 @dataclass(frozen=True)
 class Workload:
-    """A model with its loss, optimizer and data. The loop stays the person's own: see `paceline.distribute`.
+    """A model with its loss, optimizer and data. The loop stays the user's own: see `paceline.distribute`.
 
     Args:
         model: makes the model, e.g. `lambda: BertForMaskedLM(config)`. Called once per rank, after the
@@ -135,7 +135,7 @@ def _checked_norm(value: Any) -> float:
     number = 0.0
     if isinstance(value, int | float) and not isinstance(value, bool):
         number = value
-    elif not isinstance(value, bool | str):  # float() would also take True and "1"
+    elif not isinstance(value, bool | str):  # float() would also take True and "1"; a tensor of several raises
         with contextlib.suppress(TypeError, ValueError, RuntimeError):
             number = float(value)
     if number > 0:

@@ -12,12 +12,13 @@ import bisect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-ROUND_BYTES = 512
-SMALL_BYTES = 2**20
-SMALL_SEGMENT = 2 * 2**20
-LARGE_BYTES = 10 * 2**20
-LARGE_SEGMENT = 20 * 2**20
-SEGMENT_STEP = 2 * 2**20
+# Bytes; the names in CUDACachingAllocator.cpp.
+ROUND_BYTES = 512  # kMinBlockSize
+SMALL_BYTES = 2**20  # kSmallSize
+SMALL_SEGMENT = 2 * 2**20  # kSmallBuffer
+LARGE_BYTES = 10 * 2**20  # kMinLargeAlloc
+LARGE_SEGMENT = 20 * 2**20  # kLargeBuffer
+SEGMENT_STEP = 2 * 2**20  # kRoundLarge
 
 Pool = tuple[bool, int]  # for small blocks or not, and the stream
 Key = tuple[int, int, int]  # size, segment and place: the order in which free blocks are tried
@@ -39,11 +40,15 @@ class OutOfMemoryError(Exception):
 
 @dataclass(slots=True, eq=False)
 class _Block:
-    """A block of a segment, in use or free; `before` and `after` are its neighbours."""
+    """A block of a segment, in use or free.
+
+    `before` and `after` are its neighbours in the segment, at lower and higher addresses. Two free blocks are never
+    neighbours: `give_back` joins them.
+    """
 
     nbytes: int
     segment: int
-    at: int
+    at: int  # bytes from the segment's begin
     pool: Pool
     before: _Block | None = None
     after: _Block | None = None
@@ -69,7 +74,7 @@ class CachingAllocator:
     Attributes:
         reserved, allocated: bytes in segments, and of those in use.
         peak_reserved, peak_allocated: their largest so far.
-        flushes: how often cached segments were given back for want of room.
+        flushes: times that cached segments were given back for want of room.
     """
 
     capacity: int | None = None
@@ -88,7 +93,7 @@ class CachingAllocator:
         Raises:
             OutOfMemoryError: there is no room for it.
         """
-        if not nbytes:
+        if not nbytes:  # torch allocates nothing for an empty tensor
             return
         size = -(-nbytes // ROUND_BYTES) * ROUND_BYTES
         pool = (size <= SMALL_BYTES, stream)
@@ -121,6 +126,7 @@ class CachingAllocator:
 
     def _new_segment(self, size: int, pool: Pool, event: int) -> _Block:
         nbytes = segment_bytes(size)
+        # As torch does when cudaMalloc fails: give everything cached back, and try once more.
         if self.capacity is not None and self.reserved + nbytes > self.capacity:
             self._flush()
             if self.reserved + nbytes > self.capacity:
@@ -132,6 +138,7 @@ class CachingAllocator:
 
     def _split(self, block: _Block, size: int) -> None:
         """Cut a block to `size`, unless what is left would be too small to be of use."""
+        # torch's should_split: a large block keeps a rest of up to 1 MiB, which counts as allocated with it.
         rest = block.nbytes - size
         is_small, _ = block.pool
         if is_small and rest < ROUND_BYTES:
@@ -164,6 +171,7 @@ class CachingAllocator:
         for pool, free in self.free.items():
             remaining = []
             for key, block in free:
+                # No neighbour on either side: the block is its segment.
                 is_whole_segment = block.before is None and block.after is None
                 if is_whole_segment:
                     self.reserved -= block.nbytes

@@ -34,10 +34,10 @@ class Memory:
         at_peak: by kind, what lives then.
         between: by kind, what lives when the step begins.
         holders: the largest at the peak.
-        reserved: what torch's caching allocator takes from a GPU for it; None on CPUs.
+        reserved: bytes that torch's caching allocator takes from a GPU for it; None on CPUs.
         is_too_large: the device's memory is not enough.
-        shared: what ranks of one host share, besides.
-        host: with offload=on, what the host holds for a GPU's rank.
+        shared: bytes that ranks of one host share, besides.
+        host: with offload=on, bytes that the host holds for a GPU's rank.
     """
 
     rank: int
@@ -70,6 +70,8 @@ def memory_of(profile: Profile, capacity: int | None = None) -> Memory:
     for number, event in enumerate(recording.events):
         size = recording.blocks[abs(event) - 1].nbytes
         live += size if event > 0 else -size
+        # Blocks of the steps before count as live, but no peak is taken there: the first step makes the optimizer's
+        # state, and is not like those that follow.
         if number >= recording.last_step and live > peak:
             peak = live
             peak_event = number
@@ -102,7 +104,7 @@ def activations_of(recording: Recording) -> int:
 
 def living(recording: Recording, count: int) -> list[int]:
     """Return the indices of the blocks that live after so many events, in the order of their allocation."""
-    alive: dict[int, None] = {}
+    alive: dict[int, None] = {}  # a set that keeps the order
     for event in recording.events[:count]:
         if event > 0:
             alive[event - 1] = None
@@ -129,7 +131,7 @@ def _reserved(profile: Profile, capacity: int | None) -> tuple[int | None, bool]
     streams = [block.stream for block in recording.blocks]
     try:
         return play(recording.events, sizes, streams, capacity).peak_reserved, False
-    except OutOfMemoryError:
+    except OutOfMemoryError:  # once more without a limit: people want to know by how much it is too large
         return play(recording.events, sizes, streams).peak_reserved, True
 
 

@@ -13,7 +13,7 @@ from paceline.plan.memory import Memory, phase_at
 
 WIDTH = 72  # of the picture, in characters
 HEIGHT = 8  # in lines
-_EIGHTHS = " ▁▂▃▄▅▆▇█"
+_EIGHTHS = " ▁▂▃▄▅▆▇█"  # index: eighths of a cell that are filled, from below
 
 
 def size(nbytes: float) -> str:
@@ -93,6 +93,8 @@ def picture(profile: Profile) -> list[str]:
     tops = []  # of each column the most live bytes
     phases = []  # of each column the phase in which it begins
     for column in range(WIDTH):
+        # A column stands for as many events, not for as long a time: how long operations take is not known. The
+        # maximum keeps a peak of a single event in sight.
         start = column * len(curve) // WIDTH
         stop = max((column + 1) * len(curve) // WIDTH, start + 1)
         tops.append(max(live for live, _ in curve[start:stop]))

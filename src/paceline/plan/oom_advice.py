@@ -19,7 +19,7 @@ class Change:
 
     Args:
         kind: ways of one kind do the same, the one more than the other.
-        text: what to write.
+        text: what the user should write.
         plan: the plan with it.
         micro_batch_size: in place of the workload's; 0 leaves it.
         precision: in place of the workload's; "" leaves it.
@@ -41,7 +41,7 @@ class Suggestion:
     Attributes:
         way: the change.
         needed: bytes of the device, in all.
-        devices: how many more it takes.
+        devices: number of additional devices.
         flops: times those of the step as it was, over all its ranks.
     """
 
@@ -56,7 +56,7 @@ class Suggestion:
         costs = []
         if self.devices:
             costs.append(f"{self.devices} more device{'s' * (self.devices > 1)}")
-        if self.flops > 1.005:
+        if self.flops > 1.005:  # what rounds to 1 %
             costs.append(f"{self.flops - 1:.0%} more computation")
         elif self.way.kind in ("checkpointing", "both"):
             costs.append("all but matrix products computed again")

@@ -32,7 +32,7 @@ def step_traffic(plan: Plan, model: Mapping[str, Any], shard_rank: int = 0) -> l
 
     Args:
         plan: mesh and options.
-        model: what `profile/describe.py` says of the model under this plan.
+        model: the model under this plan, as `profile/describe.py` describes it.
         shard_rank: whose rows: where they don't divide, the first ranks have more.
 
     Returns:
@@ -46,6 +46,7 @@ def step_traffic(plan: Plan, model: Mapping[str, Any], shard_rank: int = 0) -> l
     if "split" not in model and "shards" not in model:
         rows = replicate(plan, trained, buffers)
         return None if rows is None else [rows]
+    # One small sum over all ranks: loss, weight, flags (docs/design.md, "One small all_reduce").
     common = [Traffic("all_reduce", _step_axis(mesh), 1, sums_bytes(mesh.world_size, buffers))]
     if model["clips"]:  # the norm is summed over the axes that split gradients: one float64 each
         for axis in ("tensor", "shard", "pipeline"):
@@ -71,6 +72,7 @@ def _split(plan: Plan, mesh: Mesh, rank: Mapping[str, Any], shard_rank: int) -> 
     """Return what a rank of `pipeline` sends where the model is split; None where it depends on the data."""
     parameters = [as_tensor(sizes) for sizes in rank["parameters"]]
     frozen = [as_tensor(sizes) for sizes in rank["frozen"]]
+    # `replicate` sums what `shard` has left of each gradient on this rank.
     local_parameters = _rows_of(parameters, mesh.size("shard"), shard_rank)
     gradients = replicated_gradients(plan, mesh.size("replicate"), local_parameters)
     if gradients is None:
@@ -105,7 +107,7 @@ def _rows_of(tensors: list[TensorFacts], ranks: int, rank: int) -> list[TensorFa
         if not full.shape:  # a scalar is on every rank
             result.append(full)
             continue
-        rows, *others = full.shape
+        rows, *others = full.shape  # only the first dimension is cut
         start, stop = chunk_range(rows, rank, ranks)
         numel = full.numel // rows * (stop - start) if rows else full.numel
         result.append(dataclasses.replace(full, shape=(stop - start, *others), numel=numel))

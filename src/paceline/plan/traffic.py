@@ -10,6 +10,7 @@ from typing import Any
 from paceline.nouns.buckets import group_parameters
 from paceline.nouns.plan import Plan
 
+# The ledger counts payloads, not what an algorithm such as a ring sends of them.
 _NARROW = {"bf16": 2, "fp16": 2}  # bytes of a compressed gradient's numbers
 
 
@@ -41,7 +42,7 @@ def replicate(plan: Plan, trained: Sequence[TensorFacts], buffers: int) -> list[
     Args:
         plan: its mesh, compression and bucket size.
         trained: the parameters that get gradients, in the model's order.
-        buffers: how many buffers the model has.
+        buffers: number of buffers of the model.
 
     Returns:
         None where the traffic depends on the data: sparse parameters, top-k.
@@ -73,7 +74,7 @@ def replicated_gradients(plan: Plan, ranks: int, trained: Sequence[TensorFacts])
 
 def sums_bytes(ranks: int, buffers: int) -> int:
     """Return the bytes of every step's one small sum: loss, weight, stop flag, a flag per rank and one per buffer."""
-    return 8 * (3 + ranks + buffers)
+    return 8 * (3 + ranks + buffers)  # float64 numbers: sums of losses must not lose digits
 
 
 def tensor(graph: Sequence[Sequence[Mapping[str, Any]]]) -> list[Traffic]:

@@ -55,6 +55,7 @@ def shard_traffic(plan: Plan, ranks: int, parts: Sequence[ShardTraffic], micro_b
     reduces = 0
     reduce_bytes = 0
     for group, sharded in _groups(plan, parts).items():
+        # An all_gather's payload is what this rank gives, a reduce_scatter's what it hands in: `ranks` times as much.
         times = _gathers_of(plan, group, micro_batches)
         gathers += times
         gather_bytes += times * sum(_wire_bytes(plan, part, ranks) for part in sharded) // ranks
@@ -89,10 +90,11 @@ def _gathers_of(plan: Plan, group: str, micro_batches: int) -> int:
     """Return how often a group is gathered in a step."""
     if plan.zero < 3:
         return 1
-    # zero=3 drops a block after its forward pass and the root after its backward pass.
+    # zero=3 drops a block after its forward pass, and gathers it again in the backward pass. The root stays from its
+    # forward to its backward pass: it is needed again at once.
     return 2 * micro_batches if group else micro_batches
 
 
 def _wire_bytes(plan: Plan, part: ShardTraffic, ranks: int) -> int:
-    item_bytes = 2 if plan.compression == "bf16" else part.item_bytes
+    item_bytes = 2 if plan.compression == "bf16" else part.item_bytes  # FSDP2 casts before it gathers, too
     return part.padded_numel(ranks) * item_bytes

@@ -37,7 +37,7 @@ class Allocations(TorchDispatchMode):
     """A dispatch mode that records allocations while it is entered, and frees ever after.
 
     Attributes:
-        recording: what was recorded.
+        recording: the blocks and events so far.
         names: paths of modules.
         phase: of the step, as the simulation sets it; backward passes are known without.
         stream: of the GPU, whose allocator keeps a pool for each.
@@ -73,11 +73,14 @@ class Allocations(TorchDispatchMode):
         is_other = getattr(tensor, "fake_mode", self.fake_mode) is not self.fake_mode  # somebody asks for shapes
         if is_other or tensor.device.type == "meta" or tensor.layout != torch.strided:
             return
+        # By storage, not by tensor: views share one, and memory is freed with the last of them. `_cdata` is the address
+        # of the C++ object, which is the same however often Python wraps it.
         storage = tensor.untyped_storage()
         key = storage._cdata
         size = storage.nbytes()
         if key not in self.alive:
             self._allocate(key, size)
+            # torch keeps a storage's Python object as long as the C++ one lives, so this runs when the memory goes.
             weakref.finalize(storage, self._free, key).atexit = False
         elif self.sizes[key] != size:
             self._resize(key, size)
@@ -119,7 +122,7 @@ class Allocations(TorchDispatchMode):
         recording = self.recording
         self.alive[key] = len(recording.blocks)
         self.sizes[key] = size
-        recording.events.append(len(recording.blocks) + 1)
+        recording.events.append(len(recording.blocks) + 1)  # index + 1: 0 would have no sign
         recording.blocks.append(Block(size, TEMPORARY, holder, phase, self.stream))
 
     def _allocate_and_free(self, size: int) -> None:
@@ -136,6 +139,7 @@ class Allocations(TorchDispatchMode):
             return
         phase, _ = self._phase_and_module()
         self._enter_phase(phase)
+        # What a block was for is known at its end: by the phases in which it was made and freed.
         block = self.recording.blocks[index]
         if block.kind == TEMPORARY and block.phase == "forward" and phase != "forward":
             block.kind = ACTIVATIONS  # the forward pass left it for the backward pass
@@ -163,6 +167,8 @@ class Allocations(TorchDispatchMode):
     def _phase_and_module(self) -> tuple[str, str]:
         if torch._C._current_graph_task_id() == -1:  # no backward pass runs
             return self.phase, self.path[-1]
+        # The operations of a backward pass are in no module's call. A node has the sequence number of the forward
+        # operation that made it; it belongs to the last module that was entered before that number.
         node = torch._C._current_autograd_node()
         if node is None:
             return "backward", ""
@@ -198,6 +204,7 @@ class Allocations(TorchDispatchMode):
         if func.is_view or any(is_part(value) for value in args):
             return
         inputs = _tensors((args, kwargs))
+        # Each input read once and each result written once.
         nbytes = sum(value.nbytes for value in [*inputs, *_tensors(result)] if value.layout == torch.strided)
         flops = 0
         count_flops = flop_registry.get(func._overloadpacket)
@@ -220,6 +227,7 @@ class Allocations(TorchDispatchMode):
             return constant.item()
         if self.phase == "forward" and torch._C._current_graph_task_id() == -1:
             self.asked[self.path[-1]] += 1
+        # A loop such as `while error > limit` never ends on constant answers; the step is then measured instead.
         if self.phase in ("start", "forward"):
             self.answers += 1
         if self.answers > MOST_ANSWERS:

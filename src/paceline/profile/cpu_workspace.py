@@ -61,6 +61,7 @@ def _peak(func: Any, args: Any, kwargs: Any) -> int:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         result = func(*args, **kwargs)
     assert profiler.profiler is not None
+    # Kineto's "[memory]" events have signed sizes, in bytes: a free is negative.
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]  # type: ignore[union-attr]
     live = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):

@@ -1,6 +1,6 @@
 """Print a model's sizes as JSON, for commands that start without torch: `python -m paceline.profile.describe FILE ...`.
 
-It runs in a child process: the person's file is loaded, its loop is not, and the model is made on the meta
+It runs in a child process: the user's file is loaded, its loop is not, and the model is made on the meta
 device, so that no weights are held.
 """
 
@@ -25,7 +25,7 @@ from paceline.train.find_workload import find_workload
 def main() -> int:
     """Print one JSON object: the description, or the error. `--plan TEXT` before the file also splits the model."""
     plan = Plan()
-    sys.argv = sys.argv[1:]  # as the person's file expects it
+    sys.argv = sys.argv[1:]  # as the user's file expects it
     if sys.argv[0] == "--plan":
         plan = Plan.parse(sys.argv[1])
         sys.argv = sys.argv[2:]
@@ -57,6 +57,7 @@ def describe(workload: Workload, plan: Plan | None = None, tensor_rank: int = 0,
     model = made_without_values(workload)
     if workload.precision == "float64":
         model = model.double()
+    # Frozen parameters get no gradients, so nothing of them is summed; `shard` and `tensor` still hold and gather them.
     sparse = sparse_names(model)
     parameters, frozen = [], []
     for name, parameter in model.named_parameters():

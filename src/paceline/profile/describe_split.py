@@ -151,7 +151,7 @@ def _traffic(split: SplitModel, graph: Captured) -> tuple[Ledger, list[int]]:
     """Return what a rank's stages do for one micro-batch, and the bytes of its messages to other stages."""
     captured, stages = split.stages_of(graph)
     shapes = split.local_shapes(captured)
-    ledger = Ledger()
+    ledger = Ledger()  # of all stages of this rank, of which `interleaved` has several
     messages = []
     for index in split.own_stages:
         pieces = stages[index * split.pieces : (index + 1) * split.pieces]
@@ -159,7 +159,7 @@ def _traffic(split: SplitModel, graph: Captured) -> tuple[Ledger, list[int]]:
             stage = stage_traffic(piece, captured, shapes, [split.tensor], split.recompute, split.precision)
             ledger.calls.update(stage.calls)
             ledger.payload_bytes.update(stage.payload_bytes)
-        messages += [value.nbytes for value in pieces[-1].sent]
+        messages += [value.nbytes for value in pieces[-1].sent]  # to the next stage
         # Backward, the gradients of what came in go the other way.
         received = zip(pieces[0].received, pieces[0].has_gradient, strict=True)
         messages += [value.nbytes for value, has_gradient in received if has_gradient]
@@ -187,6 +187,7 @@ def _held(split: SplitModel) -> dict[str, Any]:
             frozen.append(sizes)
             continue
         parameters.append(sizes)
+        # A tied weight is on several stages; each rank that has one sends its gradient to the others.
         holders = {stage % split.pipeline.size for stage in split.owners(name)}
         # To each other holder go the gradient and one number that says whether there is one.
         tied += [(numel + 1) * parameter.itemsize] * (len(holders) - 1)

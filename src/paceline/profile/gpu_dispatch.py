@@ -49,6 +49,7 @@ def as_on_gpu(device: str, recorder: Allocations) -> Iterator[None]:
     with (
         mock.patch.object(functional, "scaled_dot_product_attention", attention),
         mock.patch.object(functional, "dropout", dropout),
+        # torch takes foreach by default only for devices of this list, and for types of the next.
         mock.patch(foreach, return_value=["cpu"]),
         mock.patch("torch.optim.optimizer._foreach_supported_types", [torch.Tensor, torch.nn.Parameter, FakeTensor]),
         mock.patch.multiple(
@@ -119,7 +120,7 @@ def attention(  # noqa: PLR0913 (torch's own arguments)
 
     Flash attention in half precision without a mask, the memory-efficient kernel for the rest.
     """
-    if torch.is_autocast_enabled("cpu"):
+    if torch.is_autocast_enabled("cpu"):  # CUDA's autocast has attention on its list of lower precision
         half = torch.get_autocast_dtype("cpu")
         query, key, value = query.to(half), key.to(half), value.to(half)
         if attn_mask is not None and attn_mask.is_floating_point():
@@ -138,6 +139,7 @@ def attention(  # noqa: PLR0913 (torch's own arguments)
             zeros = torch.zeros_like(attn_mask, dtype=query.dtype)
             attn_mask = zeros.masked_fill(attn_mask.logical_not(), -math.inf)
         attn_mask = attn_mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    # The kernel keeps a log-sum-exp per row for the backward pass, and only then.
     keeps_sums = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
     kernel = torch.ops.aten._scaled_dot_product_efficient_attention
     result = kernel(query, key, value, attn_mask, keeps_sums, dropout_p, is_causal, scale=scale)

@@ -2,7 +2,7 @@
 
 Started as `python -m paceline.profile.profile_workload ...`.
 
-It runs in a child process: the person's file is loaded, its loop is not. Standard output has a JSON object a line:
+It runs in a child process: the user's file is loaded, its loop is not. Standard output has a JSON object a line:
 which request is done, or why it can't be.
 """
 
@@ -27,14 +27,14 @@ from paceline.train.find_workload import find_workload
 def main() -> int:
     """Answer the requests in a file.
 
-    Arguments: the file with the requests, the folder for profiles, and then the person's file and arguments.
+    Arguments: the file with the requests, the folder for profiles, and then the user's file and arguments.
     """
     requests = read_json(Path(sys.argv[1]))
     folder = Path(sys.argv[2])
     sys.argv = sys.argv[3:]
     sys.path.insert(0, str(Path(sys.argv[0]).parent))
     answers = sys.stdout
-    sys.stdout = sys.stderr  # a person's prints are no answers
+    sys.stdout = sys.stderr  # what the user's file prints is no answer
     try:
         workload = find_workload(sys.argv[0])
     except PacelineError as error:
@@ -58,7 +58,7 @@ def _answer(number: int, workload: Workload, request: dict[str, Any], folder: Pa
         profile = rehearse(workload, plan, request["rank"], request["device"], request["is_brief"])
     except PacelineError as error:
         return _failed(number, error)
-    except Exception as error:  # of the person's code; the next request may do without it
+    except Exception as error:  # of the user's code; the next request may do without it
         first_line = str(error).splitlines()[0] if str(error) else "nothing more"
         asked = f"a step of {sys.argv[0]} under {request['plan']['mesh']}"
         found = f"it raised {type(error).__name__}: {first_line}"

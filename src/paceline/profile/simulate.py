@@ -75,6 +75,7 @@ _NEEDS_VALUES = (
 def unnoticed() -> Iterator[None]:
     """Hide from transformers that tensors are fake: it computes other masks for those."""
     name = "transformers.utils.import_utils"
+    # Only if the user's file has imported it.
     if not hasattr(sys.modules.get(name), "is_fake_tensor"):
         yield
         return
@@ -117,7 +118,7 @@ class SimulatedStep:
             # Shared memory needs the other ranks; `shared_bytes` counts what it would take.
             self.plan = dataclasses.replace(plan, transport="gloo")
         self.mesh = Mesh.parse(plan.mesh)
-        self.device = torch.device("cpu")
+        self.device = torch.device("cpu")  # also for a GPU's step: `as_on_gpu` exchanges what runs
         self.ledger = Ledger()
         self.mode = None if how.is_real else FakeTensorMode(allow_non_fake_inputs=True)
         self.recorder = self._make_recorder(how)
@@ -185,7 +186,7 @@ class SimulatedStep:
         """Take one training step."""
         recorder = self.recorder
         recorder.phase = "forward"
-        recorder.recording.last_step = len(recorder.recording.events)
+        recorder.recording.last_step = len(recorder.recording.events)  # the event at which the step begins
         recorder.operations.clear()
         recorder.modules.clear()
         with self.fake():
@@ -205,6 +206,7 @@ class SimulatedStep:
         if self.asked_device != "cpu" or self.plan.server or self.transport not in ("auto", "shared_memory"):
             return 0
         ranks = self.mesh.size("replicate")
+        # Two inboxes for each reducer, filled in turn, each as long as its outbox; every rank maps those of all ranks.
         bytes_of_rank: int = sum(2 * reducer.outbox.nbytes for reducer in self._reducers())
         if ranks == 1 or ranks > MAX_RANKS or bytes_of_rank > MAX_BYTES:
             return 0
@@ -241,6 +243,8 @@ class SimulatedStep:
     def _answer_for_the_others(self, parallel: Parallel) -> None:
         """Give an answer that all is well wherever ranks read values that others sent, and set phases on the way."""
 
+        # The sum that all ranks read has values of ranks that are not there. It must say that all is well, and agree
+        # with what this rank says of its buffers: otherwise a step would branch into an error.
         def read() -> StepStats:
             step_ranks = parallel.comms.step.size
             changed = [step_ranks if is_changed else 0 for is_changed in parallel.buffers.changed]
@@ -259,6 +263,7 @@ class SimulatedStep:
     def _set_phases(self, parallel: Parallel) -> None:
         """Tell the recorder the phases of a step, and name gradients and optimizer states as soon as they exist."""
         recorder = self.recorder
+        # Gradients and states are named when they exist, since fresh ones can't be told from temporaries before.
         begin_step = parallel.placed.begin_step
         reduce_gradients = parallel.reduce_gradients
         update = parallel.update
@@ -338,7 +343,7 @@ def rehearse(workload: Workload, plan: Plan, rank: int = 0, device: str = "cpu",
     """Simulate a step and return what `rank` allocates, computes and sends in it.
 
     Args:
-        workload: what is trained.
+        workload: the workload that is trained.
         plan: how.
         rank: of the plan's world.
         device: "cpu" or "cuda", which need not be there.
@@ -349,7 +354,7 @@ def rehearse(workload: Workload, plan: Plan, rank: int = 0, device: str = "cpu",
         WorkloadError: the model's path depends on values, and the plan has more than one rank.
     """
     _check(plan)
-    state = torch.get_rng_state()
+    state = torch.get_rng_state()  # the simulation seeds; a second try must begin as the first did
     try:
         return _simulate(workload, plan, rank, How(device, is_brief=is_brief))
     except _NEEDS_VALUES as error:
@@ -369,7 +374,7 @@ def _simulate(workload: Workload, plan: Plan, rank: int, how: How) -> Profile:
     """Take the steps in a world that has no other ranks, and return the last one's profile."""
     with _world(plan, rank):
         simulated = SimulatedStep(workload, plan, rank, how)
-        for _ in range(STEPS):
+        for _ in range(STEPS):  # cleared each time: the ledger and the work are the last step's
             simulated.ledger.calls.clear()
             simulated.ledger.payload_bytes.clear()
             simulated.step()

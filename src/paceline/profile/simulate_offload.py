@@ -36,6 +36,7 @@ class HostMemory:
 
         A gradient's shard is made on the GPU and copied at once. The update works where the shards are.
         """
+        # Events are renumbered: the GPU's recording has no gaps where the host's were.
         both = self.recorder.recording
         on_host = set(self.blocks)
         for number, block in enumerate(both.blocks):
@@ -55,7 +56,7 @@ class HostMemory:
             live += block.nbytes if event > 0 else -block.nbytes
             if number >= both.last_step:
                 most = max(most, live)
-            if event > 0 and block.kind == GRADIENTS:
+            if event > 0 and block.kind == GRADIENTS:  # for the moment until it is copied
                 device.events += [event, -event]
         new_numbers.append(len(device.events))
         device.phases = [(new_numbers[number], phase) for number, phase in both.phases]

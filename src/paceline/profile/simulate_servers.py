@@ -86,6 +86,7 @@ def servers_memory(parallel: ServerParallel, is_deterministic: bool) -> list[dic
     implementation = implementation_of(handle.optimizer, is_deterministic)
     groups = [settings_of(group) for group in handle.optimizer.param_groups]
     sizes = []  # of each range: bytes of its parameters and of the optimizer's state
+    # The store that a server would run takes one update of zeros, and what it then holds is counted.
     for segments in handle.layout.ranges(settings.servers):
         store = Segments(handle.layout, segments, implementation, None, settings.workers, settings.admission())
         for number, segment in enumerate(segments):

@@ -2,6 +2,9 @@
 
 runs/JOB/plan.json  job.json  events.jsonl  failures/RANK.json  stalls/RANK.json  ended/RANK  checkpoints/step-N/
          result.json
+
+plan.json and job.json are written before the ranks start, and result.json after they have ended; the rest is written by
+the ranks and the processes above them.
 """
 
 from __future__ import annotations
@@ -89,6 +92,7 @@ def find_run(runs: Path, job: str | None, script: Path) -> Path:
         raise UsageError(
             f"can't resume the job {job!r} in {runs}", "there is no such job", "look at the names in that folder"
         )
+    # By the time of job.json, which every start writes anew: the run that was started last, not the one made last.
     newest_first = sorted(runs.glob("*/job.json"), key=lambda path: path.stat().st_mtime, reverse=True)
     for path in newest_first:
         try:
@@ -115,7 +119,7 @@ def find_resume_point(folder: Path, report: Callable[[str], None]) -> Path | Non
     try:
         return find_good(checkpoints, report, fix=_NONE)
     except CheckpointError as error:
-        error.exit_code = 2
+        error.exit_code = 2  # nothing has started: the request can't be met
         raise
 
 
@@ -142,6 +146,7 @@ def write_start(folder: Path, plan: Plan, script: Path, arguments: Sequence[str]
 
 def _write_start(folder: Path, plan: Plan, script: Path, arguments: Sequence[str]) -> None:
     plan.write(folder / "plan.json")
+    # What an earlier attempt left would be read as this one's: its failures, its stalls, its result.
     failures = (folder / "failures").glob("*.json")
     stalls = (folder / "stalls").glob("*")
     for old in [*failures, *stalls, folder / "result.json"]:

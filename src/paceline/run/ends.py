@@ -1,7 +1,8 @@
 """Record how each rank ended in a job that we don't supervise: `ended/RANK` in the run directory.
 
 A rank's file is blank while it runs, and has its exit status afterwards. Rank 0 reads them before it writes the result.
-While a rank runs, the process above it touches the file: one that no longer changes is of a rank that nobody waits for.
+While a rank runs, the process above it touches the file. If the file no longer changes, that process is gone (its host
+was lost, or it was killed), and rank 0 stops waiting for the rank.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from paceline.launch.command import STOPPED_CODE
 from paceline.run.failures import first_cause, left_early, never_ended, read_failures, silent_death
 
 FOLDER = "ended"  # in the run directory
+# Seconds.
 HEARTBEAT_S = 10.0  # between two touches
 SILENT_S = 60.0  # without a touch, until a rank counts as one that will not write its end
 _LOOK_S = 1.0  # what one look counts at most: this process, or its whole allocation, may have been suspended
-_WIDTH = 4  # of a status
+_WIDTH = 4  # characters of a status: "-64" to "256"
 
 
 class Ends:
@@ -29,7 +31,7 @@ class Ends:
 
     Args:
         run_dir: of the job; all ranks see the same.
-        size: how many ranks there are.
+        size: number of ranks.
     """
 
     def __init__(self, run_dir: Path, size: int) -> None:
@@ -78,6 +80,7 @@ class Ends:
         They have left nothing here: their host does not see this folder, or they never began. Or what they left has
         not changed for SILENT_S, as this process looked on: the clocks of hosts differ.
         """
+        # The file's time is only compared with the one seen before, never with this host's clock.
         now_s = time.monotonic()
         passed_s = min(now_s - self._looked_s, _LOOK_S)
         self._looked_s = now_s
@@ -112,16 +115,18 @@ def first_of(run_dir: Path, ended: Mapping[int, int], size: int, last: Mapping[s
     Args:
         run_dir: of the job, with what the ranks wrote down.
         ended: by rank, how those ended that are known to have.
-        size: how many ranks there are.
+        size: number of ranks.
         last: the last step's record; None: there was none.
     """
     failures = read_failures(run_dir)
+    # A rank without a file of its own gets the latest time: when it died is not known, so who wrote comes first.
     at = max((failure["at"] for failure in failures.values()), default=time.time_ns() / 1e9)
     for rank, status in ended.items():
         if status not in (0, STOPPED_CODE) and rank not in failures:
             failures[rank] = silent_death(rank, status, at)
     ended_well = min((rank for rank, status in ended.items() if status == 0), default=None)
     if all(failure["is_peer_loss"] for failure in failures.values()):
+        # Nobody failed by itself: the peer that was lost either ended well, too early, or has not been heard of.
         missing = min(set(range(size)) - ended.keys(), default=None)
         if failures and ended_well is not None:
             return left_early(ended_well, at)

@@ -10,7 +10,7 @@ from typing import Any
 from paceline.nouns.errors import PacelineError, ReadError
 from paceline.nouns.reading import COUNT, Whole, parse_whole, read_json
 
-# Of what a rank writes down: see `run/rank/worker.py`.
+# Of what a rank writes down: see `run/rank/worker.py`. Checked, since a full disk or a crash may have cut it off.
 _FORM = {
     "rank": (COUNT, None),
     "step": (COUNT, None),
@@ -44,7 +44,7 @@ def silent_death(rank: int, status: int, at: float, who: str = "") -> dict[str, 
         rank: which.
         status: its exit code, or LEFT; below 0 the signal that ended it.
         at: when the supervisor heard of it, seconds since the epoch.
-        who: what people call it; "": rank N.
+        who: its name in the message; "": rank N.
     """
     who = who or f"rank {rank}"
     if status < 0:
@@ -67,7 +67,7 @@ def left_early(rank: int, at: float, found: str = "its process ended with exit c
     Args:
         rank: which.
         at: when the supervisor heard of it, seconds since the epoch.
-        found: what it did.
+        found: the error's second line, up to "while others were still training".
     """
     error = PacelineError(
         f"rank {rank} should take as many steps as the other ranks",
@@ -187,7 +187,10 @@ def _read_failure(path: Path, rank: int) -> dict[str, Any]:
 
 
 def first_cause(failures: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Return the failure that the others follow from: the earliest that is not the loss of a peer."""
+    """Return the failure that the others follow from: the earliest that is not the loss of a peer.
+
+    Of peer losses alone, the earliest. Times are the writers' clocks: between hosts they may be off.
+    """
     return min(failures, key=lambda failure: (failure["is_peer_loss"], failure["at"]))
 
 
@@ -202,10 +205,12 @@ def format_failure(cause: Mapping[str, Any], others: int, word: str = "failed fi
 
     Args:
         cause: the failure.
-        others: how many ranks ended with it.
-        word: what its rank did; "failed" where others may have failed before.
+        others: number of ranks that ended with it.
+        word: verb of the sentence about its rank; "failed" where others may have failed before.
     """
     lines = []
+    # Three kinds: an error of ours has its three lines, an exception of the file its traceback and a line with rank and
+    # step, a silent death its sentence.
     if cause["traceback"] and not cause["is_paceline"]:
         lines.append(cause["traceback"].rstrip())
     if cause["is_paceline"]:

@@ -43,10 +43,11 @@ def make_private(parent: str | None = None) -> PrivateFolder:
     """
     parent = parent or tempfile.gettempdir()
     sweep(Path(parent))
+    # Under a hidden name until its lock is taken: another job's sweep would take an unlocked folder for a dead job's.
     folder = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=parent))
     try:
         lock = _locked(folder / _LOCK)
-        visible = folder.with_name(folder.name.removeprefix("."))  # its lock is taken: others may look at it now
+        visible = folder.with_name(folder.name.removeprefix("."))
         return PrivateFolder(folder.rename(visible), lock)
     except OSError:
         shutil.rmtree(folder, ignore_errors=True)
@@ -71,6 +72,8 @@ def sweep(parent: Path) -> None:
         with contextlib.suppress(OSError):
             lock = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW)  # a folder without one is not of this kind
             try:
+                # A lock of flock(2) belongs to the open file: it is held as long as any process has the descriptor
+                # that it inherited, and the kernel drops it with the last of them, however they end.
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder, ignore_errors=True)
             finally:

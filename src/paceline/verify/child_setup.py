@@ -13,9 +13,10 @@ from paceline.nouns.errors import PacelineError
 
 
 def read_settings(path: Path) -> tuple[dict[str, Any], Path]:
-    """Read what is asked for and the folder where answers go; set `sys.argv` and `sys.path` for the person's file."""
+    """Read what is asked for and the folder where answers go; set `sys.argv` and `sys.path` for the user's file."""
     settings = json.loads(path.read_text())
-    if "PACELINE_RANK" not in os.environ:  # ranks end with their fork server
+    # The reference and the dry run are children of the command itself; ranks end with their fork server.
+    if "PACELINE_RANK" not in os.environ:
         die_with_parent()
     sys.argv = [settings["script"], *settings["arguments"]]
     sys.path.insert(0, str(Path(settings["script"]).parent))

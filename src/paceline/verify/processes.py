@@ -97,7 +97,8 @@ def run_world(folder: Path, settings: Path, ranks: int, preload: Sequence[str]) 
     """Start ranks and wait for their end, or until they hang."""
     run_dir = folder / f"{settings.stem}-run"
     (run_dir / "failures").mkdir(parents=True)
-    for old in folder.glob("beat-*.json"):  # heartbeats of the ranks before, which stand still
+    # Heartbeats of the ranks before stand still: HangWatch would take them for ranks that wait.
+    for old in folder.glob("beat-*.json"):
         old.unlink()
     hang = HangWatch(folder, ranks)
     with (run_dir / "output.txt").open("w") as output:

@@ -1,7 +1,7 @@
 """Run a verification from its first process to its verdict. Read this first.
 
 dry run       one process plays every rank: the same collectives everywhere? what should be sent?
-reference     one process, the person's plain step, and how far rounding carries in it        } at the same time
+reference     one process, the user's plain step, and how far rounding carries in it        } at the same time
 ranks         the plan's own processes take the same steps                                    }
 comparison    every rank's pieces with the reference's, the ledger with the prediction
 culprit       only if something differs: which module is the first, which collective is next to it
@@ -50,17 +50,17 @@ class VerifyRequest:
 
 
 def prove(request: VerifyRequest, say: Callable[[str], None] = lambda text: None) -> Verdict:
-    """Verify a plan on a person's workload.
+    """Verify a plan on a user's workload.
 
     Args:
-        request: what to verify.
+        request: the plan, the workload file and the checks.
         say: shows progress.
 
     Raises:
         WorkloadError, PlanError: it can't be verified, or not trained so.
     """
     began_s = time.monotonic()
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # of the children: the arithmetic that is compared is the CPU's
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # children inherit it: CPU arithmetic is compared
     with tempfile.TemporaryDirectory(prefix="paceline-verify-") as temporary:
         folder = (request.keep or Path(temporary)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
@@ -100,10 +100,11 @@ class _Proof:
         batch_size = self.dry["models"][0][0]["batch_size"]
         if batch_size < self.mesh.data_size:
             raise too_small_batch(batch_size, self.mesh.data_size)
+        # In the ranks a wrong order would be a hang; here it has its line before any rank starts.
         calls_in_loss = {}
         for rank, rows in enumerate(self.dry["persons"]):
             calls_in_loss[rank] = [Call(*row) for row in rows]
-        # The person's own collectives are on `world`, to which all ranks of any mesh belong.
+        # The user's own collectives are on `world`, to which all ranks of any mesh belong.
         disorder = find_disorder(calls_in_loss, Mesh.parse(f"replicate={self.plan.world_size}"))
         if disorder is not None:
             self.verdict.add("order", False, f"before running: {disorder.describe()}", disorder=disorder.to_json())
@@ -113,14 +114,16 @@ class _Proof:
     def _reference_and_ranks(self) -> None:
         precisions = precisions_of(self.dry["precision"])
         self.say(f"{self.plan.line()}: {self.request.steps} steps in one process and on {self.plan.world_size} ranks")
+        # At the same time: neither needs anything of the other before the comparison.
         reference = start_child(
             module_names.VERIFY_REFERENCE,
             self._settings("reference", precisions=precisions, steps=self.request.steps),
         )
         try:
             world = self._ranks("ranks", self.plan, self._runs(precisions))
+            # Before the ranks' failures are looked at: if one process refuses the workload too, that is the reason.
             finish_child(reference, self.folder, "the steps in one process")
-        finally:
+        finally:  # also when the ranks raise: no child outlives the command
             reference.kill()
             reference.wait()
         if not world.is_done:
@@ -135,6 +138,7 @@ class _Proof:
         """Return the runs of the ranks: one in each precision, and one with the model's own dropout."""
         common = {"plan": asdict(self.plan), "steps": self.request.steps}
         runs: list[dict[str, Any]] = [{**common, "name": name, "precision": name} for name in precisions]
+        # The checkpoint is of the float64 run: only there a wrong value after loading can't be taken for rounding.
         if {"resume", "reshard"} & set(self.request.what):
             runs[0] |= {"save": str(self.folder / "checkpoint"), "save_at": 1}
         runs.append({**common, "name": "draws", "precision": precisions[-1], "draws": True, "steps": 2})
@@ -150,6 +154,8 @@ class _Proof:
 
     def _explain(self, world: WorldResult, precisions: Sequence[str]) -> None:
         """Say why the ranks did not come to their end: a refusal, a hang, or a failure that one process has not."""
+        # A refusal says what to change, a kill from outside says nothing about the plan. Then the traces, since a rank
+        # that left the order explains most hangs and failures. The bare failure comes last.
         refusal = world.refusal()
         if refusal is not None and not world.hang.has_hung:
             raise refusal
@@ -204,11 +210,13 @@ class _Proof:
         """Look for the first difference in the widest precision in which the steps differ."""
         failed = {check.name for check in self.verdict.checks if not check.passed}
         if "step float64" in failed:
+            # A loss that branches differently on part of a batch is the loss's fault, and would be blamed on a module.
             check_branches(Reference.read(self.folder, "float64"), self._results("float64"))
             self.say("something differs: looking for the first module")
             first = find_first_difference(self.folder, self.plan, self._watch)
             self.verdict.culprit = first or self.verdict.culprit
             return
+        # Wrong only in a narrow precision: somewhere fewer digits are kept than promised.
         for precision in precisions[1:]:
             if f"step {precision}" in failed:
                 first = find_in_narrow(self.folder, self.plan, precision)

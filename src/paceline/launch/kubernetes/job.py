@@ -1,4 +1,4 @@
-"""A job on Kubernetes as a person asks for it, checked before anything is written or sent."""
+"""A job on Kubernetes as a user asks for it, checked before anything is written or sent."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from paceline.launch.kubernetes.quantities import read_quantity
 from paceline.nouns.errors import PlanError, UsageError, did_you_mean
 from paceline.nouns.plan import Plan
 
+# First the default of each: errors propose it.
 KINDS = ("jobset", "trainjob", "job", "mpijob", "rayjob")
 GANGS = ("none", "yunikorn", "kueue", "volcano", "coscheduling", "kai", "native")
 POD_GROUP_APIS = ("v1beta1", "v1alpha3", "v1alpha2")  # of scheduling.k8s.io: 1.37 has the first two, 1.36 the last
@@ -54,8 +55,8 @@ class KubernetesJob:
         runs: where the run directory is mounted.
         runs_claim: a PersistentVolumeClaim for it, which all nodes can write.
         max_restarts: of the whole job after a failure.
-        placeholder_timeout_s: how long a gang may take to be placed.
-        grace_s: what a pod has to save in after SIGTERM.
+        placeholder_timeout_s: seconds that a gang may take to be placed.
+        grace_s: seconds that a pod has to save after SIGTERM, until SIGKILL.
         runtime: a ClusterTrainingRuntime for a TrainJob; empty: one of its own is written.
         scheduler: the schedulerName, where the cluster does not use the usual one.
         egress: networks (CIDR) that pods may reach beside each other and DNS.
@@ -96,6 +97,7 @@ class KubernetesJob:
     pod_group_api: str = POD_GROUP_APIS[0]
 
     def __post_init__(self) -> None:
+        # Single values first: later checks compare several, and rely on each being of its kind.
         self._check_words()
         self._check_surroundings()
         self._check_counts()
@@ -194,6 +196,7 @@ class KubernetesJob:
                 raise UsageError(
                     f"the job's {what}={text!r}", "it is no amount above 0", "write such as 16, 500m or 200Gi"
                 )
+        # A memory-backed emptyDir counts against the container's limit: filled, it would get the ranks killed.
         if (read_quantity(self.shm) or 0) >= (read_quantity(self.memory) or 0):
             raise UsageError(
                 f"a /dev/shm of {self.shm}",
@@ -264,6 +267,7 @@ class KubernetesJob:
                 "Kubernetes wants small letters, digits and hyphens, a letter first and no hyphen last",
                 "write such as bert-1",
             )
+        # A longer name may be accepted for the job itself, and then its controller can't make the pods.
         _, longest_name = max((len(name), name) for name in self._names())
         most = LABEL_LENGTH
         if self.kind == "rayjob":

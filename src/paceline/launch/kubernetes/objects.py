@@ -21,8 +21,8 @@ class PodSet:
     """Pods that are made of one template.
 
     Args:
-        where: how a person finds it, such as `JobSet bert, worker`.
-        count: how many.
+        where: its place in the manifests, for errors, such as `JobSet bert, worker`.
+        count: number of pods.
         template: the pod template, as it stands in the manifest.
         owner: the manifest.
     """
@@ -39,7 +39,7 @@ class PodSet:
 
 
 def field_of(node: Any, *path: str) -> Any:
-    """Return what stands at a path in a manifest that a person may have edited; None where there is nothing."""
+    """Return what stands at a path in a manifest that a user may have edited; None where there is nothing."""
     for key in path:
         node = node.get(key) if isinstance(node, dict) else None
     return node
@@ -108,8 +108,9 @@ def jobset(job: KubernetesJob) -> list[Manifest]:
         ]
     replicated_jobs += [_replicated(job, WORKER, job.nodes, workers)]
     spec = {
+        # Ranks look for rank 0's name while its pod is starting: DNS must have it before the pod is ready.
         "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
-        "successPolicy": {"operator": "All", "targetReplicatedJobs": [WORKER]},
+        "successPolicy": {"operator": "All", "targetReplicatedJobs": [WORKER]},  # whatever servers do
         "failurePolicy": _failure_policy(job),
         "replicatedJobs": replicated_jobs,
     }
@@ -123,6 +124,7 @@ def jobset(job: KubernetesJob) -> list[Manifest]:
 
 
 def _failure_policy(job: KubernetesJob) -> Manifest:
+    # The Job gives up on exit code 2 (`podFailurePolicy` below), and this rule keeps the set from starting again.
     rule = {"name": "request_cant_be_met", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
     return {"maxRestarts": job.max_restarts, "rules": [rule]}
 
@@ -241,7 +243,7 @@ def mpi_job(job: KubernetesJob) -> list[Manifest]:
     spec = {
         "mpiImplementation": "OpenMPI",
         "slotsPerWorker": job.ranks_per_node,
-        "runLauncherAsWorker": True,
+        "runLauncherAsWorker": True,  # the first node: all pods are alike, and one gang
         "launcherCreationPolicy": policy,
         "sshAuthMountPath": pods.SSH_FOLDER,
         "runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": job.max_restarts},
@@ -264,7 +266,7 @@ def ray_job(job: KubernetesJob) -> list[Manifest]:
         cluster["workerGroupSpecs"] = [{**group, "rayStartParams": {}, "template": pods.pod(job, WORKER, [])}]
     spec = {
         "entrypoint": pods.ray_entrypoint(job),
-        "submissionMode": "HTTPMode",
+        "submissionMode": "HTTPMode",  # no other pod, for the submission alone
         "backoffLimit": job.max_restarts,
         "shutdownAfterJobFinishes": True,  # Kueue wants it
         "rayClusterSpec": cluster,

@@ -67,8 +67,8 @@ def pod(job: KubernetesJob, role: str, command: Sequence[str], environment: Sequ
     spec: Manifest = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": job.grace_s,
-        "automountServiceAccountToken": False,
-        "enableServiceLinks": False,
+        "automountServiceAccountToken": False,  # the pods ask nothing of Kubernetes
+        "enableServiceLinks": False,  # no variable for each Service of the namespace: there may be thousands
         "securityContext": pod_security(job),
         "affinity": anti_affinity(job, role),
         "containers": [container],
@@ -128,12 +128,14 @@ def with_coordinator(template: Manifest, coordinator: str) -> Manifest:
 
 def run_command(job: KubernetesJob) -> list[str]:
     """Return the command of each node: the same word for word on all, and again after a restart."""
+    # Kubernetes sends SIGKILL when the pod's grace has passed: the save must be over before.
     grace = ["--grace", str(job.grace_s - SAVE_MARGIN_S)]
     return [*_run(job), *grace, "-j", f"{job.nodes}x{job.ranks_per_node}", *job.command]
 
 
 def mpi_command(job: KubernetesJob) -> list[str]:
     """Return the command of an MPIJob's launcher: one process for each rank, which becomes that rank."""
+    # sshd gives a process none of its pod's variables: mpirun hands them on by name.
     variables = []
     for name in ("HOME", "USER", *job.environment):
         variables += ["-x", name]
@@ -166,6 +168,7 @@ def _literal(word: str) -> str:
 
 
 def _both(resources: dict[str, str]) -> Manifest:
+    # Equal requests and limits: the class Guaranteed, whose pods are evicted last.
     return {"requests": dict(resources), "limits": dict(resources)}
 
 
@@ -201,7 +204,7 @@ def anti_affinity(job: KubernetesJob, role: str) -> Manifest:
     roles = [WORKER] if role == WORKER else [SERVER, COORDINATOR]  # one gang: the same for both
     chosen = {"key": ROLE_LABEL, "operator": "In", "values": roles}
     selector = {"matchLabels": labels(job), "matchExpressions": [chosen]}
-    term = {"labelSelector": selector, "topologyKey": "kubernetes.io/hostname"}
+    term = {"labelSelector": selector, "topologyKey": "kubernetes.io/hostname"}  # a domain is a node
     if role == WORKER and job.gang != "yunikorn":
         return {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}
     wish = {"weight": 100, "podAffinityTerm": term}
@@ -254,6 +257,7 @@ def volumes(job: KubernetesJob, role: str) -> list[Manifest]:
 
 def network_policy(job: KubernetesJob) -> Manifest:
     """Render the policy that lets the job's pods reach each other and DNS, and nobody else reach them."""
+    # Egress needs DNS too, or the pods could not find each other by name.
     job_pods = [{"podSelector": {"matchLabels": labels(job)}}]
     names = [
         {
@@ -265,6 +269,7 @@ def network_policy(job: KubernetesJob) -> Manifest:
     ports = [{"protocol": protocol, "port": 53} for protocol in ("UDP", "TCP")]
     into: list[Manifest] = [{"from": job_pods}]
     if job.kind == "rayjob":
+        # The operator submits the job over the dashboard's port, and may be in any namespace.
         operator = {"namespaceSelector": {}, "podSelector": {"matchLabels": {NAME_LABEL: "kuberay-operator"}}}
         into += [{"from": [operator], "ports": [{"protocol": "TCP", "port": DASHBOARD_PORT}]}]
     out: list[Manifest] = [{"to": job_pods}, {"to": names, "ports": ports}]

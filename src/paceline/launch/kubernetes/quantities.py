@@ -18,6 +18,7 @@ _QUANTITY = re.compile(
 
 def read_quantity(text: Any) -> Fraction | None:
     """Return the exact value of a quantity; None where it is none. A bare whole number is one too."""
+    # Fractions are exact: sums of them are compared for equality with what a group states.
     if isinstance(text, int) and not isinstance(text, bool):
         return Fraction(text) if abs(text) < 10**_LONGEST else None
     if not isinstance(text, str) or len(text) > _LONGEST:

@@ -4,7 +4,7 @@
                                         send: the same text to `kubectl apply -f -`
 
 Nothing here asks a cluster: `check` knows the rules of the gang schedulers, so a gang that could never start is
-refused while a person looks on, and not after a night in a queue.
+refused while a user looks on, and not after a night in a queue.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def render(job: KubernetesJob) -> list[Manifest]:
 
 
 def notes(job: KubernetesJob) -> list[str]:
-    """Return what a person should know of a job's manifests, and they don't say."""
+    """Return what a user should know of a job's manifests, and they don't say."""
     remarks = []
     if not job.runs_claim:
         remarks.append(f"{job.runs} is the pods' own: checkpoints don't outlive them; name a claim with --runs-claim")
@@ -63,7 +63,9 @@ def notes(job: KubernetesJob) -> list[str]:
 
 
 def check(manifests: Sequence[Manifest]) -> None:
-    """Hold manifests, also such as a person has edited, against the plan and the schedulers' rules.
+    """Check manifests, also such as a user has edited, against the plan and the schedulers' rules.
+
+    All that is wrong is in one error.
 
     Raises:
         PlanError: they break some; each is named, with why it matters.
@@ -76,7 +78,7 @@ def check(manifests: Sequence[Manifest]) -> None:
         sets = pod_sets(manifests)
         reasons = [*_shape_reasons(manifests, sets), *_plan_reasons(manifests, sets), *gangs.reasons(manifests)]
     except (AttributeError, TypeError, LookupError, ValueError, RecursionError, ArithmeticError) as error:
-        # A person may have edited them: whatever is expected to be a table or a number can be something else.
+        # A user may have edited them: whatever is expected to be a table or a number can be something else.
         raise UsageError(
             "can't check the manifests", f"one has a part of the wrong form ({reason_of(error)})", "print them again"
         ) from None

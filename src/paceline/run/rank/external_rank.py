@@ -1,7 +1,8 @@
 """A rank that somebody else's launcher started: `python -m paceline.run.rank.external_rank FILE ARGS`.
 
-This process forks the rank, hands signals on to it, waits for it and ends as it did: so it knows whether the rank has
-run its file to the end. Torch is imported in the rank alone.
+This process forks the rank, hands signals on to it, waits for it and ends as it did. So it knows whether the rank has
+run its file to the end, which an exit code of 0 does not say: the file may call `os._exit(0)`. Torch is imported in the
+rank alone.
 
 Under srun, mpirun or in a pod nobody of ours supervises. Each rank's end then stands in `ended/RANK` of the run
 directory, rank 0 writes the result once all ranks have ended, and the exit code tells the launcher what to do: 0 done,
@@ -89,6 +90,7 @@ class JoinedRank:
 
     def run(self, script: str, arguments: list[str]) -> int:
         """Run the rank to its end, and return the exit code. Where a signal ended it, the same ends this process."""
+        # Before the fork: rank 0 takes a rank without a mark for one that never began.
         if not self.is_supervised:
             self.has_begun = self.ends.begin(self.rank)
         wake = _wake_at_signals()
@@ -100,6 +102,7 @@ class JoinedRank:
             status = int(self.left["exit_code"])  # of an error: after a signal a scheduler would start the job again
         if status == 0 and not _has_finished(finished):
             status = LEFT
+        # The failure before the end: when rank 0 sees that all have ended, it reads the failures at once.
         self._write_failure(status)
         if not self.is_supervised:
             self.ends.write(self.rank, status)
@@ -110,7 +113,7 @@ class JoinedRank:
     def _fork(self, script: str, arguments: list[str]) -> int:
         """Start the rank. Return the descriptor from which what it writes at its file's end can be read."""
         finished, rank_end = os.pipe()
-        os.set_blocking(finished, False)
+        os.set_blocking(finished, False)  # a process that the rank forked may still hold the other end
         self.pid = os.fork()
         if self.pid:
             os.close(rank_end)
@@ -129,7 +132,7 @@ class JoinedRank:
 
     def _hand_on(self, number: int, _: object) -> None:
         self.signals.append(number)
-        if self.pid:
+        if self.pid:  # 0 once the rank has ended: kill(0, ...) would go to this process's own group
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
@@ -140,7 +143,7 @@ class JoinedRank:
         while True:
             readable, _, _ = select.select([wake], [], [], timeout_s)
             if readable:
-                os.read(wake, 4096)
+                os.read(wake, 4096)  # a byte per signal; only that there was one matters
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
                 self.pid = 0  # a signal that comes from now on must not go to a process that has this number next
@@ -156,7 +159,10 @@ class JoinedRank:
                     self._look_for_stalls()
 
     def _look_for_stalls(self) -> None:
-        """Tell people of ranks that make no progress; end this rank where another left before it."""
+        """Tell people of ranks that make no progress; end this rank where another left before it.
+
+        Only rank 0 does so. Its end is what the launcher, or the other ranks' collectives, then fail by.
+        """
         for line in self.stalls.look(_time_stamp(), {self.rank: self.pid}):
             print(line, flush=True)
         if "PACELINE_COORDINATOR" in os.environ:  # a job with parameter servers
@@ -209,7 +215,11 @@ class JoinedRank:
         return status if _is_error(status) else ending.exit_code
 
     def _others(self, status: int) -> dict[int, int]:
-        """Return how the other ranks ended, without those that are waited for no longer."""
+        """Return how the other ranks ended, without those that are waited for no longer.
+
+        The wait ends when all have ended or one has failed, and otherwise SETTLE_S after the last reason to wait: this
+        rank ended well, no signal has come since, and every missing rank still shows signs of life.
+        """
         signals_before = len(self.signals)
         until_s = time.monotonic() + SETTLE_S
         tell_s = time.monotonic() + TELL_S
@@ -272,6 +282,7 @@ def _exit_code(status: int) -> int:
 def _end_as(status: int) -> int:
     """Return the exit code, or end this process by the signal that ended the rank: launchers tell it from an error."""
     if status < 0:
+        # No second core file: the rank has written its own, and this process holds nothing of interest.
         with contextlib.suppress(ImportError, ValueError, OSError):
             import resource
 

@@ -85,6 +85,7 @@ _NUMBER = struct.Struct("<q")  # far below PIPE_BUF: each write is whole
 def main() -> None:
     """Serve one job."""
     control = socket.socket(fileno=int(sys.argv[1]))
+    # Settings, imports, ranks, and only then the handler of SIGCHLD and the wakeup descriptor: forks inherit both.
     # Not die_with_parent: when the supervisor is killed, somebody must still clear its private folder.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # see launch/local.py
@@ -110,7 +111,7 @@ def main() -> None:
         os.close(settings.rendezvous.listener)
     _send(control, {"started": {rank: pid for pid, rank in pids.items()}})
     signal.set_wakeup_fd(pipes.wake_write, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.signal(signal.SIGCHLD, lambda *_: None)  # Python writes to the wakeup pipe only for handled signals
     _watch(pipes, pids, settings)
     if pids or settings.servers:  # the supervisor may have been killed; one that lives has no more use for it
         _clear(settings)
@@ -121,6 +122,7 @@ def preload(modules: list[str]) -> None:
     for name in ["torch.utils.data", module_names.JOB, module_names.WORKER, *modules]:
         with contextlib.suppress(Exception):
             importlib.import_module(name)
+    # What is imported lives on; frozen, no collection in a rank visits it, which would write to each object's header.
     gc.collect()
     gc.freeze()  # the ranks share these objects' pages as long as nobody writes to them
 
@@ -166,6 +168,8 @@ def _start(rank: int, settings: RankSettings, pipes: Pipes, more: Mapping[str, s
     output = settings.outputs[settings.processes.index(rank)]
     if not settings.is_forking:
         return _start_interpreter(rank, output, environment, settings, pipes)
+    # The parent must not report the rank before it has a session: a kill of its process group would miss it. The pipe
+    # is closed by the child after `setsid`, or by the kernel if the child dies before.
     has_session, in_session = os.pipe()
     pid = os.fork()
     if pid:
@@ -276,7 +280,7 @@ def _clear(settings: RankSettings) -> None:
 
 
 def _is_gone(control: socket.socket) -> bool:
-    """True if the supervisor ended while torch was being imported."""
+    """True if the supervisor ended while torch was being imported: seconds in which nobody reads the socket."""
     readable, _, _ = select.select([control.fileno()], [], [], 0)
     return bool(readable)  # before ranks have been started the supervisor says nothing: it is the socket's end
 
@@ -299,7 +303,7 @@ def _watch(pipes: Pipes, pids: dict[int, int], settings: RankSettings) -> None:
             content = control.recv(4096)
         except ConnectionResetError:  # it was killed before it had read everything
             content = b""
-        if not content:  # the supervisor's end
+        if not content:  # the supervisor's end; by process groups, so that data loaders' workers end too
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(pid, signal.SIGKILL)

@@ -26,6 +26,7 @@ def exit_process(code: int, before: Callable[[], object] | None = None) -> NoRet
         before: called last, after the functions registered with `atexit`.
     """
     try:
+        # The order of Py_FinalizeEx: threads, atexit, flushed streams. `os._exit` then leaves out the finalization.
         if code == 0:
             threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
@@ -34,5 +35,5 @@ def exit_process(code: int, before: Callable[[], object] | None = None) -> NoRet
                 stream.flush()
         if before is not None:
             before()
-    finally:
+    finally:  # also when an atexit function raises: nothing may return into the fork server's code
         os._exit(code)

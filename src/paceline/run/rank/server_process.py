@@ -31,13 +31,14 @@ def run_server(private: Path, coordinator: str = "", host_address: str = "") -> 
     Args:
         private: a folder that only this user can enter: sockets, and credentials for what leaves the host.
         coordinator: HOST:PORT, in a job of several hosts; "": a socket in `private`.
-        own: this host's address, in a job of several.
+        host_address: this host's address, in a job of several.
 
     Returns:
         The exit code.
     """
     defer_compiler_import()
     if coordinator:
+        # Port 0: the kernel chooses a free one.
         work = serve(f"{host_address}:0", coordinator, _credentials(private, "server"))
     else:
         work = serve(f"{UNIX}{private / f'server-{os.getpid()}'}", coordinator_address(private), None)
@@ -68,7 +69,7 @@ def _exit_code(work: Coroutine[Any, Any, None]) -> int:
     except KeyboardInterrupt:
         return 0
     except PacelineError as error:
-        return failed(error.with_traceback(None))  # no line of the person's file is the cause
+        return failed(error.with_traceback(None))  # no line of the user's file is the cause
     except BaseException as error:
         return failed(error)
     return 0

@@ -1,8 +1,9 @@
 """Watch a rank from a thread of its own: when it makes no progress, write down where it stands.
 
-Progress is a finished step or the begin of a collective. After a quarter of the notice time without any (at most of
-the default's), the thread writes `stalls/RANK.json` in the run directory, and again from time to time; with the next
-progress it removes the file. The supervisor reads these files: see `run/supervise/stalls.py`. Nothing is ended here.
+Progress is a finished step or the begin of a collective. After a quarter of the notice time without progress (of the
+default's, if that is shorter), the thread writes `stalls/RANK.json` in the run directory, and again from time to time;
+with the next progress it removes the file. The supervisor reads these files: see `run/supervise/stalls.py`. Nothing is
+ended here.
 
 Stacks come from `faulthandler`, which prints them without holding a frame: a frame that is held keeps its tensors
 alive, and a graph that is being captured notices that.
@@ -27,9 +28,9 @@ from paceline.comm import api
 from paceline.run.supervise.stalls import DEFAULT_S, FOLDER, notice_time
 from paceline.train import job as jobs
 
-_FIRST = 0.25  # of the pace: the first report of a rank
-_POLLS = 24  # looks in that time
-_MOST_POLL_S = 5.0
+_FIRST = 0.25  # of `pace_s`: the first report of a rank
+_POLLS = 24  # looks in `pace_s`: six before the first report
+_MOST_POLL_S = 5.0  # seconds between two looks at most
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
 _PACELINE = str(Path(paceline.__file__).parent) + os.sep
@@ -39,7 +40,7 @@ _COLLECTIVES = {
     "barrier", "receive", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "recv", "send",
 }  # fmt: skip
 
-_WAITS = {  # the files of `comm/` that wait, and in what
+_WAITS = {  # the files of `comm/` that wait (their stems), and in what; the outermost on the stack names it
     "shared_memory": "all_reduce",
     "reducer": "all_reduce",
     "collectives": "a collective",
@@ -54,8 +55,8 @@ class Watchdog:
     Args:
         run_dir: of the job.
         rank: this process's.
-        notice_s: seconds without progress after which people are told; 0: never, and the files are written all the
-            same, since whoever supervises ends a job that one of its ranks has left.
+        notice_s: seconds without progress after which people are told. With 0 nobody is told, but the files are
+            written: by them the supervisor finds a rank that left the job while others wait for it.
     """
 
     def __init__(self, run_dir: Path, rank: int, notice_s: float) -> None:
@@ -79,6 +80,7 @@ class Watchdog:
     def _watch(self) -> None:
         with contextlib.suppress(OSError):  # a full disk must not end the thread with a traceback
             self.path.unlink(missing_ok=True)
+        # CPU seconds of the whole process since the last progress tell a rank that computes from one that waits.
         since_s = time.monotonic()
         cpu_s = time.process_time()
         before = progress()
@@ -96,12 +98,12 @@ class Watchdog:
                     self.path.unlink(missing_ok=True)
                 is_written = False
             elif stalled_s >= next_s:
-                next_s += max(_FIRST * self.pace_s, stalled_s / 2)
+                next_s += max(_FIRST * self.pace_s, stalled_s / 2)  # ever rarer: files are written for as long
                 is_written = self._write(stalled_s, time.process_time() - cpu_s)
 
     def _write(self, stalled_s: float, cpu_s: float) -> bool:
         report = {"rank": self.rank, "at": time.time_ns() / 1e9, "stalled_s": stalled_s, "cpu_s": cpu_s, **standing()}
-        draft = self.folder / f".{self.rank}.draft"
+        draft = self.folder / f".{self.rank}.draft"  # renamed: the supervisor never reads half a report
         with contextlib.suppress(OSError):
             self.folder.mkdir(exist_ok=True)
             draft.write_text(json.dumps(report, indent=1))
@@ -110,14 +112,18 @@ class Watchdog:
 
 
 def begin_watching(environment: Mapping[str, str], run_dir: Path) -> Watchdog:
-    """Start this rank's watchdog."""
+    """Start this rank's watchdog.
+
+    Raises:
+        UsageError: PACELINE_STALL_NOTICE is no number of seconds.
+    """
     watchdog = Watchdog(run_dir, int(environment.get("PACELINE_RANK", "0")), notice_time(environment))
     watchdog.start()
     return watchdog
 
 
 def progress() -> tuple[int, int]:
-    """Return two numbers that change with every step and every collective."""
+    """Return two numbers that change with every step and every collective: steps taken, collectives begun."""
     job = jobs.newest()
     if job is not None:
         return job.step_number, _calls(job.ledger)
@@ -138,6 +144,7 @@ def standing() -> dict[str, Any]:
     threads = stacks()
     frames = threads.get(threading.main_thread().ident or 0, [])
     job = jobs.newest()
+    # The innermost line of the user's own code is what people can act on.
     line = function = None
     for file, number, name in frames:
         if _is_user_code(file):
@@ -191,7 +198,7 @@ def waits_in(frames: list[Frame]) -> str | None:
         stem = Path(file).stem
         if stem == "distributed_c10d" and name in _COLLECTIVES:
             return name
-        if stem in ("distributed_c10d", "c10d_logger", "threading"):
+        if stem in ("distributed_c10d", "c10d_logger", "threading"):  # wrappers around what waits
             continue
         if not file.startswith(f"{_PACELINE}comm{os.sep}") or stem not in _WAITS:
             return _of_comm(inside) or _otherwise(file, name)
@@ -218,7 +225,7 @@ def _otherwise(file: str, name: str) -> str | None:
 
 
 def _is_user_code(file: str) -> bool:
-    """True if a source file is the person's own."""
+    """True if a source file is the user's own."""
     is_library = "site-packages" in file or f"{os.sep}lib{os.sep}python" in file
     is_paceline_or_no_file = file.startswith((_PACELINE, "<"))  # such as <string> and <frozen runpy>
     return not is_library and not is_paceline_or_no_file

@@ -1,4 +1,4 @@
-"""Run a rank's process: the person's file, then the end of its jobs. Failures go to the run directory."""
+"""Run a rank's process: the user's file, then the end of its jobs. Failures go to the run directory."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def run_rank(script: str, arguments: list[str], stopped_code: int = 0) -> int:
     """Run `script` as `__main__`, and return the exit code. A file that only declares `workload` gets the plain loop.
 
     Args:
-        script, arguments: the person's.
+        script, arguments: the user's.
         stopped_code: the exit code of a job that was asked to stop, and has been saved before its end.
     """
     run_dir = os.environ.get("PACELINE_RUN_DIR")
     try:
         watchdog = begin_watching(os.environ, Path(run_dir)) if run_dir else None
-    except PacelineError as error:
+    except PacelineError as error:  # outside of `_run_to_end`, which reports all other errors
         return failed(error)
     try:
         return _run_to_end(script, arguments, stopped_code)
@@ -45,7 +45,7 @@ def _run_to_end(script: str, arguments: list[str], stopped_code: int) -> int:
     sys.path.insert(0, str(Path(script).parent))  # as `python FILE` does
     try:
         was_stopped = _run_file(script)
-        jobs.close_open_jobs()
+        jobs.close_open_jobs()  # writes the last checkpoint, so a rank that can't has failed
     except BaseException as error:
         return failed(error)
     if was_stopped:
@@ -84,12 +84,12 @@ def _workload(script: str, names: dict[str, Any]) -> Any:
 
 
 def failed(error: BaseException) -> int:
-    """Write what happened where the supervisor looks, and return the exit code."""
+    """Write what happened to `failures/RANK.json`, where the supervisor looks, and return the exit code."""
     error = _explained(error)
     rank = int(os.environ.get("PACELINE_RANK", "0"))
     failure = _failure(error, rank)
     folder = Path(os.environ["PACELINE_RUN_DIR"], "failures")
-    draft = folder / f".{rank}.draft"
+    draft = folder / f".{rank}.draft"  # renamed when complete: the supervisor may read at any moment
     try:
         folder.mkdir(exist_ok=True)
         draft.write_text(json.dumps(failure))
@@ -120,6 +120,7 @@ def _failure(error: BaseException, rank: int) -> dict[str, Any]:
         "parts": None,
     }
     if isinstance(error, PacelineError):
+        # The error knows best: it may be about an earlier step, or about another rank.
         failure["step"] = error.step
         failure["exit_code"] = error.exit_code
         failure["parts"] = [error.asked, error.found, error.fix]

@@ -41,8 +41,10 @@ from paceline.run.private import make_private
 from paceline.run.supervise.host_backend import MOST_TOLD_BYTES, HostBackend, Lines, Listening, LocalBackend
 from paceline.server.transport.credentials import keep_credentials
 
-LEASE_S = 20.0  # the ranks' life after the supervisor's last sign; none starts in their place before it has ended
-OUTLIVED_S = LEASE_S + 2.0  # on another host's clock, which may run unlike this one's
+# The supervisor can't tell a dead host from one that it only can't reach. So ranks live for a lease after its last
+# sign, and no others start in their place before the lease has ended: else two generations could write checkpoints.
+LEASE_S = 20.0  # ten heartbeats of `host_backend.HEARTBEAT_S`
+OUTLIVED_S = LEASE_S + 2.0  # as the supervisor's clock counts it, which may run faster than the agent's
 
 HELD_S = 3.0  # for output, after the fork server has ended
 END_S = 5.0  # for the last words to be taken
@@ -71,16 +73,21 @@ MOST_WAITING = 2**16  # lines that nobody takes; what ranks write after that is 
 
 
 class AgentWriter:
-    """Standard output, written by a thread of its own: a connection that takes nothing must not stop the agent."""
+    """Write standard output from a thread of its own.
+
+    If the connection takes nothing more, the pipe to sshd fills up and a write blocks. In the agent's main thread that
+    would keep the lease from being looked at, and the ranks would live on.
+    """
 
     def __init__(self) -> None:
+        # Without a maximum: `put` must never block. `say` bounds it.
         self.waiting: queue.Queue[str | None] = queue.Queue()
         self.is_broken = False
         self.thread = threading.Thread(target=self._write, daemon=True)
         self.thread.start()
 
     def say(self, line: str) -> None:
-        """Send a line, when it can be sent."""
+        """Queue a line. Output is dropped when too much is waiting; starts, ends and errors never are."""
         if self.waiting.qsize() < MOST_WAITING or not line.startswith('{"output"'):
             self.waiting.put(line)
 
@@ -98,7 +105,10 @@ class AgentWriter:
 
 
 class Agent:
-    """One host's part of one generation of a job."""
+    """One host's part of one generation of a job.
+
+    It is to its ranks what the supervisor is on one host: it has a `LocalBackend`, whose events it passes on.
+    """
 
     def __init__(self) -> None:
         self.backend = LocalBackend()
@@ -108,12 +118,14 @@ class Agent:
         self.lines = Lines(sys.stdin.fileno(), MOST_TOLD_BYTES)
         self.has_started = self.is_over = self.has_lost = False
         self.mouth = AgentWriter()
-        self.heard_s = time.monotonic()
+        self.heard_s = time.monotonic()  # any line renews the lease, not only a heartbeat
 
     def run(self) -> int:
         """Serve until the ranks have ended, or the supervisor has gone."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, lambda *_: None)  # the end of the input says it; ranks must not inherit "ignore"
+            # The end of the input tells the agent to end. A handler, not SIG_IGN: "ignore" would be inherited by the
+            # ranks through exec, while a handler is reset to the default there.
+            signal.signal(number, lambda *_: None)
         try:
             self.listening.register(sys.stdin.fileno(), self._hear)
             while not self.is_over and not self._is_alone():
@@ -129,7 +141,7 @@ class Agent:
         """Kill all ranks until nothing is left: those that are only about to start, too."""
         deadline = None
         while self.listening.open - {sys.stdin.fileno()}:
-            self.backend.kill()
+            self.backend.kill()  # in every turn: the fork server may have reported a rank only now
             if not self.backend.pids:
                 self.backend.finish()  # a fork server of a job with parameter servers waits for the word
             self.listening.turn(0.2)
@@ -152,6 +164,7 @@ class Agent:
             except PacelineError as error:
                 self._say_error(error.asked, error.found, error.fix)
                 self.is_over = True
+        # End-of-file: the supervisor has ended, or the connection. Either way the ranks are ended.
         self.is_over = self.is_over or self.lines.is_over
         return not self.lines.is_over
 
@@ -173,7 +186,11 @@ class Agent:
             keep_credentials(self.private.path, message["credentials"])
 
     def _prepare(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Look whether this host sees the same files, and find its address."""
+        """Check that this host sees the same files, and return its address.
+
+        Raises:
+            UsageError: the script or the run directory is not the supervisor's.
+        """
         os.environ.update(request["environment"])
         with contextlib.suppress(OSError):
             os.chdir(request["cwd"])
@@ -181,6 +198,8 @@ class Agent:
             raise UsageError(
                 f"the file {request['script']}", "it is not there", "keep the code in a folder that all hosts share"
             )
+        # A path of the same name proves nothing: each host may have its own. The token was written by the supervisor a
+        # moment ago, so who reads it sees the same folder.
         token = Path(request["run_dir"], f".token-{request['token'][:8]}")
         if not token.is_file() or token.read_text() != request["token"]:
             raise UsageError(
@@ -191,6 +210,8 @@ class Agent:
         address = own_address(request)
         port = 0
         if request["is_head"]:
+            # The socket is opened, or the port reserved, before any rank starts anywhere: a port that was free a moment
+            # ago may be taken by the time rank 0 wants it.
             self.listener = reserve_port(address) if request["has_servers"] else open_listener(address, 0)
             port = self.listener.getsockname()[1]
         return {"address": address, "port": port, "interface": interface_of(address) or ""}
@@ -198,6 +219,7 @@ class Agent:
     def _start(self, settings: RankSettings) -> None:
         rendezvous = settings.rendezvous
         if self.listener is not None and not settings.servers:
+            # Rank 0 inherits the listening socket for its TCPStore; `detach` keeps it open without an owner here.
             rendezvous = dataclasses.replace(rendezvous, listener=self.listener.detach())
             self.listener = None
         elif self.listener is not None and not CAN_SHARE:  # else it is kept: their coordinator may be started again

@@ -34,7 +34,7 @@ class CommandBackend:
     Args:
         command: it, and its arguments.
         environment: more of it; no secret may stand in a command.
-        request: what goes in on its standard input.
+        request: bytes for its standard input.
         name: of the program, for people; "": its file's.
     """
 
@@ -57,7 +57,7 @@ class CommandBackend:
         """
         self.settings = settings
         self.stop_file = Path(settings.run_dir, STOP)
-        self.stop_file.unlink(missing_ok=True)
+        self.stop_file.unlink(missing_ok=True)  # of an earlier attempt, which the ranks would obey at once
         stop_variable = {"PACELINE_STOP_FILE": str(self.stop_file)}
         environment = {**os.environ, **settings.environment, **self.environment, **stop_variable}
         try:
@@ -97,6 +97,7 @@ class CommandBackend:
                 self.last.append(text.strip())
             self.events.on_output(rank, text)
         if self.lines.is_over:
+            # The program has one exit code for all its ranks: how each of them ended is not known here.
             status = self.process.wait()
             is_killed = self.killed_s is not None
             if status == 0 or is_killed:
@@ -107,7 +108,7 @@ class CommandBackend:
         return not self.lines.is_over
 
     def signal(self, ranks: Iterable[int], number: int) -> None:
-        """Ask the ranks to save and stop."""
+        """Ask all ranks to save and stop, by the file: mpirun kills them a second after a signal, Hydra at once."""
         self.stop_file.touch()
 
     def kill(self) -> None:

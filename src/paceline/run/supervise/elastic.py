@@ -29,6 +29,7 @@ from paceline.run.supervise.membership import GiveUp, Membership, Regroup, Rules
 from paceline.run.supervise.progress import Progress, Screen
 from paceline.run.supervise.supervisor import Ending, JobRequest, Supervisor
 
+# Seconds.
 DISCOVER_S = 1.0  # between two looks, as Horovod has it
 SCRIPT_S = 30.0  # for the script to end
 WAIT_S = 600.0  # for enough hosts
@@ -40,9 +41,9 @@ class Elastic:
     """A job that goes on while hosts come and go.
 
     Args:
-        rules: how many hosts it wants.
+        rules: limits on hosts, restarts and failures.
         discover: the hosts that there are now; raises UsageError when that can't be known.
-        fleet: how they are reached.
+        fleet: ways to reach them.
         plan: for any number of ranks: its `replicate` or `shard` axis grows and shrinks.
         request: the job; its ranks and posts are each generation's own.
         screen: for people.
@@ -78,7 +79,7 @@ class Elastic:
             members, start = self._next(members)
             try:
                 ending, progress, members = self._generation(members, start)
-            except HostError as error:
+            except HostError as error:  # no rank has started, so there is no lease to wait out
                 self.screen.say(f"paceline: {error.asked}: {error.found}")
                 members = members.not_ready(error.hosts)
                 time.sleep(DISCOVER_S)
@@ -120,9 +121,11 @@ class Elastic:
             time.sleep(DISCOVER_S)
 
     def _discover(self, members: Membership) -> Sequence[Host]:
-        """Return the hosts that there are now; those known before where that can't be found out.
+        """Return the hosts that there are now; the known ones if the discovery fails.
 
-        A host on which a rank has failed before is asked over ssh first, unless it is in the present generation.
+        A host on which a rank has failed before is asked over ssh first. Otherwise a dead host that the script still
+        lists would be taken again and again, up to its patience. A host of the present generation is not asked: its
+        agent's connection says whether it lives.
 
         Raises:
             UsageError: none is known yet.
@@ -143,6 +146,7 @@ class Elastic:
             return members.known
 
     def _listed(self, members: Membership) -> Membership:
+        # By the discovery's own list: a host that only can't be reached has not left it, and keeps its failures.
         with contextlib.suppress(PacelineError):
             return members.listed([host.name for host in self.discover()])
         return members
@@ -183,9 +187,12 @@ class Elastic:
             HostError: a host is not ready; no rank has started.
         """
         run_dir = self.request.run_dir
+        # What this generation runs: the plan for its slots, from the newest good checkpoint.
         plan = self._fitting(sum(host.slots for host in start.hosts))
         host_ranks = seat(start.hosts, plan.world_size)
         directory.write_start(run_dir, plan, self.request.script, self.request.arguments)
+        # The number is written before the checkpoint is chosen: a rank of an older generation that is still somewhere
+        # reads it before it saves, and refuses (train/prepare.py). Else it could add a checkpoint after the choice.
         draft = run_dir / f".{GENERATION}"  # renamed when it is complete: who reads it never sees half a number
         draft.write_text(f"{start.generation}\n")
         draft.replace(run_dir / GENERATION)
@@ -193,6 +200,7 @@ class Elastic:
         hosts = ", ".join(f"{ranks.host}:{ranks.count}" for ranks in host_ranks)
         origin = f", from {resume.name}" if resume else ""
         self.screen.say(f"paceline: generation {start.generation}: {hosts}{origin}")
+        # Agents first: a host that is not ready ends the generation before any rank has started.
         assignments = open_posts(host_ranks, self.request.script, run_dir, self.fleet)
         environment = {**self.request.environment, "PACELINE_GENERATION": str(start.generation)}
         request = dataclasses.replace(
@@ -226,12 +234,17 @@ def fixed_size(plan: Plan) -> int:
 
 def _growing(mesh: Mesh) -> str:
     """Return the data axis that grows and shrinks with the number of ranks."""
+    # With both axes, `shard` keeps the number of ranks that hold one copy of the model, and `replicate` grows.
     is_only_sharded = mesh.size("shard") > 1 and mesh.size("replicate") == 1
     return "shard" if is_only_sharded else "replicate"
 
 
 class _Watch:
-    """A thread that looks for hosts while a generation runs."""
+    """A thread that looks for hosts while a generation runs.
+
+    The discovery script may take up to SCRIPT_S seconds; the supervisor's own loop must not wait for it. Only this
+    thread writes `members` until `__exit__` has joined it.
+    """
 
     def __init__(self, members: Membership, discover: Callable[[Membership], Sequence[Host]]) -> None:
         self.members = members
@@ -257,11 +270,11 @@ class _Watch:
             self.members, decision = self.members.discovered(self.discover(self.members))
             if isinstance(decision, Regroup):
                 self.regroup.set()
-                return
+                return  # one change ends the generation; what changes meanwhile is seen between two generations
 
 
 def _goes_on(ending: Ending) -> bool:
-    """True if another generation may do better: the person's own error would come again."""
+    """True if another generation may do better: the user's own error would come again."""
     if ending.status == "failed":
         return ending.is_of_hosts
     return ending.status == "stopped" and ending.is_regroup

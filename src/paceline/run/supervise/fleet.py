@@ -22,7 +22,9 @@ from paceline.run.supervise.supervisor import HostAssignment
 from paceline.server.coordinator.absences import SILENCE
 from paceline.server.transport.credentials import keep_credentials, new_credentials
 
-ANSWER_S = 60.0  # for ssh to connect, and Python to start from a cold file system
+ANSWER_S = 60.0  # seconds for ssh to connect, and Python to start from a cold file system
+# Beginnings of names. sshd starts an agent with the user's login environment, so the variables that make ranks compute
+# and communicate alike are sent along.
 _FAMILIES = (
     *("NCCL_", "GLOO_", "TORCH_", "OMP_", "MKL_", "PYTHONPATH", "PYTHONHASHSEED", "GLIBC_TUNABLES"),
     SILENCE,  # the coordinator and the workers must count alike
@@ -31,10 +33,10 @@ _FAMILIES = (
 
 @dataclass(frozen=True, slots=True)
 class FleetOptions:
-    """How other hosts are reached, and what they get.
+    """The ways to reach other hosts, and what is sent to them.
 
     Args:
-        ssh: how ssh is called.
+        ssh: the ssh program and its arguments.
         python: of each host.
         interface: that torch's sockets are bound to on every host; "": the one that ssh came to.
         environment: variables for the ranks, beside those whose names say that they are torch's or Python's.
@@ -77,6 +79,7 @@ def open_posts(
     Raises:
         HostError: a host can't be reached, or does not see the job's files. No rank has started.
     """
+    # Certificates are only for a job with servers: its workers connect to them over the network, with TLS.
     has_servers = any(ranks.servers for ranks in host_ranks)
     credentials = new_credentials() if has_servers else {}
     token = secrets.token_hex(16)
@@ -101,6 +104,7 @@ def open_posts(
         raise
     finally:
         path.unlink(missing_ok=True)
+    # Rank 0 and the coordinator are on the first host, so both meet there.
     first = f"{answers[0]['address']}:{answers[0]['port']}"
     rendezvous = Rendezvous(coordinator=first) if credentials else Rendezvous(master=first)
     assignments = []
@@ -123,7 +127,10 @@ def _roles(host_ranks: HostRanks) -> list[str]:
 
 
 def let_watch(run_dir: Path, credentials: Mapping[str, Mapping[str, str]]) -> None:
-    """Keep what `paceline server top` needs to look at a job of several hosts; `end_watch` removes it."""
+    """Keep the certificate that `paceline server top` needs for a job of several hosts; `end_watch` removes it.
+
+    It has the role "watcher", not a worker's.
+    """
     end_watch(run_dir)  # an earlier attempt's
     keep_credentials(run_dir, {"watcher": credentials["watcher"]})
 
@@ -155,9 +162,10 @@ def _answers(backends: Sequence[RemoteBackend]) -> list[dict[str, Any]]:
         HostError: some are not ready, or have not answered within ANSWER_S.
     """
     answers: dict[str, dict[str, Any]] = {}
+    # Each host counts as silent until it has answered: who is left here at the deadline is reported so.
     errors = {backend.host: _silent(backend.host) for backend in backends}
     deadline = time.monotonic() + ANSWER_S
-    # No threads: a signal ends the wait anywhere, and the stations are closed while nobody reads them.
+    # No threads: a signal ends the wait anywhere, and the backends are closed while nobody reads them.
     with selectors.DefaultSelector() as waited:
         for backend in backends:
             waited.register(backend.lines.descriptor, selectors.EVENT_READ, backend)

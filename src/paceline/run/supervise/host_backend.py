@@ -24,9 +24,9 @@ from paceline.nouns.errors import PacelineError, ReadError
 from paceline.nouns.reading import COUNT, Whole, parse_json, parse_whole
 from paceline.run.failures import LEFT, lost_host, lost_server
 
-HEARTBEAT_S = 2.0
-MOST_BYTES = 2**20  # of a line that a rank writes
-MOST_TOLD_BYTES = 2 * MOST_BYTES  # of a line of JSON that carries one, in base64
+HEARTBEAT_S = 2.0  # between two signs of life to an agent, which ends its ranks after LEASE_S without one
+MOST_BYTES = 2**20  # of a line that a rank writes: a rank that writes no line's end must not fill our memory
+MOST_TOLD_BYTES = 2 * MOST_BYTES  # of a line of JSON that carries one: base64 makes 4 bytes of 3
 _ERROR = {"error": {"asked": str, "found": str, "fix": str}}
 # What an agent says first, and then, a line each; see `run/supervise/agent.py`.
 _ANSWER = (_ERROR, {"address": str, "port": Whole(0, 65535), "interface": str})
@@ -40,7 +40,7 @@ Listen = Callable[[int, Callable[[], bool]], None]  # a descriptor, and what rea
 
 
 class HostEvents(Protocol):
-    """Who is told what happens on a host."""
+    """The receiver of a host's events: the supervisor, or an agent that passes them on."""
 
     def on_started(self, pids: dict[int, int]) -> None:
         """Take in that ranks have been started, by rank their processes."""
@@ -90,8 +90,8 @@ class HostBackend(Protocol):
         """Return the failure to tell when it was lost.
 
         Args:
-            status: what `close` gave.
-            at: when that was heard, seconds since the epoch.
+            status: exit code that `close` returned.
+            at: time at which that was heard, seconds since the epoch.
         """
 
 
@@ -117,7 +117,7 @@ class LocalBackend:
         register(control, _Reader(control, self._told, lambda: events.on_lost(self)))
 
     def _told(self, text: str) -> None:
-        message = json.loads(text)
+        message = json.loads(text)  # trusted: the fork server is our own child
         if "started" in message:
             self.pids = {int(rank): pid for rank, pid in message["started"].items()}
             self.events.on_started(dict(self.pids))
@@ -137,6 +137,7 @@ class LocalBackend:
 
     def kill(self) -> None:
         """Kill its ranks and all that they started."""
+        # Each rank leads a process group of its own, to which its data loader's workers belong.
         for pid in self.pids.values():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
@@ -160,7 +161,7 @@ class LocalBackend:
         """Wait for the fork server's end, and return its exit code."""
         if self.server is None:
             return 0
-        self.server.control.close()
+        self.server.control.close()  # the end that the fork server waits for
         return self.server.process.wait()
 
     def failure(self, status: int, at: float) -> dict[str, Any]:
@@ -173,8 +174,8 @@ class RemoteBackend:
 
     Args:
         host: its name.
-        command: what starts the agent there.
-        request: what the agent is told first: see `run/supervise/agent.py`.
+        command: starts the agent there.
+        request: the first message to the agent: see `run/supervise/agent.py`.
     """
 
     def __init__(self, host: str, command: Sequence[str], request: dict[str, Any]) -> None:
@@ -182,6 +183,7 @@ class RemoteBackend:
         self.processes: tuple[int, ...] = (0,)
         # By role, what goes there before the start: see server/transport/credentials.py.
         self.credentials: dict[str, dict[str, str]] = {}
+        # A new session: Ctrl-C in the terminal would end ssh, and the host's ranks with it, before they could save.
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
         )
@@ -227,7 +229,7 @@ class RemoteBackend:
     def start(self, settings: RankSettings) -> None:
         """Start its ranks."""
         self.processes = settings.processes
-        if self.credentials:
+        if self.credentials:  # before the start: servers read their certificates when they begin
             self.tell({"credentials": self.credentials})
         self.tell({"start": settings.to_json()})
 
@@ -242,6 +244,7 @@ class RemoteBackend:
         register(err, _Reader(err, self._complained, lambda: None))
 
     def _told(self, line: str) -> None:
+        # What another host says is checked against its form, and is only believed of that host's own ranks.
         try:
             message = parse_json(line, "an agent's line", _TOLD)
             if "started" in message:
@@ -316,7 +319,7 @@ class RemoteBackend:
 
 
 class Lines:
-    """Splits what comes from a descriptor into lines; of a longer one the end is kept."""
+    """Splits what comes from a descriptor into lines; of a line above `most_bytes` the end is kept."""
 
     def __init__(self, descriptor: int, most_bytes: int = MOST_BYTES) -> None:
         self.descriptor = descriptor
@@ -327,7 +330,7 @@ class Lines:
     def read(self) -> list[str]:
         """Return the lines that are there; wait for the first bytes."""
         try:
-            content = os.read(self.descriptor, 2**16)
+            content = os.read(self.descriptor, 2**16)  # as much as a Linux pipe holds
         except (ConnectionResetError, OSError):
             content = b""
         *lines, self.rest = (self.rest + content).split(b"\n")
@@ -361,7 +364,7 @@ class _Reader:
 
 
 class Listening:
-    """The descriptors of some stations in one selector."""
+    """The descriptors of some host backends in one selector."""
 
     def __init__(self) -> None:
         self.selector = selectors.DefaultSelector()

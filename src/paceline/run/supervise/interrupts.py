@@ -28,7 +28,7 @@ def interruptible() -> Iterator[list[int]]:
 
     def leave(number: int, frame: FrameType | None) -> None:
         signals.append(number)
-        if len(signals) == 1:
+        if len(signals) == 1:  # a second signal must not interrupt the clearing up that the first began
             raise Interrupted(number)
 
     if threading.current_thread() is not threading.main_thread():  # Python sets signal handlers in the main one alone

@@ -27,6 +27,7 @@ def run_job(plan: Plan, request: JobRequest, screen: Screen) -> tuple[Ending, Pr
 
 def finish(run_dir: Path, ending: Ending, progress: Progress, say: Callable[[str], None]) -> dict[str, Any]:
     """Write `result.json`, and return its content. Where it can't be written, say so: the job ends as it did."""
+    # All ranks have ended, so no one else writes here. A job that failed after `job.load` left its last step aside.
     published = directory.publish_last_left(run_dir)
     result = result_of(run_dir, ending, progress)
     if published is not None:

@@ -16,12 +16,12 @@ from paceline.launch.hosts import Host
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What a job asks of its hosts.
+    """The limits within which a job changes its hosts.
 
     Args:
-        least, most: how many it runs on.
-        restarts: generations that may follow a failure.
-        patience: failures of one host after which it is no longer asked.
+        least, most: hosts that it runs on.
+        restarts: generations that may follow a failure, in the whole job.
+        patience: failures of one host after which it is no longer asked, unless it leaves the list and comes back.
     """
 
     least: int = 1
@@ -86,12 +86,16 @@ class Membership:
 
     def discovered(self, hosts: Sequence[Host]) -> tuple[Membership, Decision]:
         """Take in that these hosts are there now, and no others."""
+        # Hosts keep the order in which they were first seen, whatever order the discovery lists them in. `Host` has the
+        # slots too, so a host with other slots compares as another one.
         slots = {host.name: host for host in hosts}
         names = [host.name for host in self.known if host.name in slots]
         names += [host.name for host in hosts if host.name not in names]
         now = replace(self, known=tuple(slots[name] for name in names))
         if not self.hosts:
             return now._begin()
+        # With too few hosts left, what runs goes on: a list may be empty for a moment, and ranks that are really gone
+        # end the generation by themselves.
         wanted = now._wanted()
         if self.is_regrouping or wanted == self.hosts or len(wanted) < self.rules.least:
             return now, None
@@ -111,7 +115,10 @@ class Membership:
         return replace(self, failures=MappingProxyType(failures))
 
     def not_ready(self, names: Iterable[str]) -> Membership:
-        """Take in that the generation could not begin: these hosts can't be reached, or are not fit."""
+        """Take in that the generation could not begin: these hosts can't be reached, or are not fit.
+
+        No rank has run, so it counts against the hosts but not as a restart.
+        """
         return replace(self, hosts=(), failures=self._counted(names), is_regrouping=False)
 
     def ended(self, names: Iterable[str] = (), is_failure: bool = True) -> tuple[Membership, Decision]:
@@ -137,9 +144,9 @@ class Membership:
         return tuple(host for host in self.known if self.failures.get(host.name, 0) < self.rules.patience)
 
     def _wanted(self) -> tuple[Host, ...]:
-        """Return the hosts for the next generation: those that are in already come first, in their order.
+        """Return the hosts for the next generation: those of the present one come first, in their order.
 
-        So rank 0's host stays, as long as it can.
+        So rank 0 stays on its host for as long as that is there.
         """
         order = {host.name: number for number, host in enumerate(self.hosts)}
         fit = sorted(self._fit(), key=lambda host: order.get(host.name, len(order)))  # stable: the others as they came
@@ -148,10 +155,12 @@ class Membership:
     def _begin(self) -> tuple[Membership, Decision]:
         wanted = self._wanted()
         if len(wanted) < self.rules.least:
+            # Said so that nobody looks for a host that is up, and was left out for its failures.
             excluded = [name for name, count in self.failures.items() if count >= self.rules.patience]
             suffix = ""
             if excluded:
                 suffix = f"; {', '.join(sorted(excluded))} failed {self.rules.patience} times"
             return self, Wait(f"{len(wanted)} of at least {self.rules.least} hosts are there{suffix}")
+        # Numbers only rise: ranks of an older generation see the newer one in the run directory, and don't save.
         number = self.generation + 1
         return replace(self, generation=number, hosts=wanted, is_regrouping=False), Start(number, wanted)

@@ -13,7 +13,7 @@ from paceline.nouns.errors import ReadError
 from paceline.nouns.reading import COUNT, NUMBER, fault_of, parse_json
 
 _WINDOW = 50  # steps over which the speed is taken
-_LONGEST_S = 1e12
+_LONGEST_S = 1e12  # seconds; a damaged event may have times from which follows anything
 # What an event must have; of another kind it can have anything.
 _FORMS = {
     "start": {"total_steps": COUNT},
@@ -27,7 +27,7 @@ _FORMS = {
 
 
 class Progress:
-    """Follows `events.jsonl`, from its present end."""
+    """Follows `events.jsonl`, from its present end: what is there belongs to earlier attempts of the job."""
 
     def __init__(self, run_dir: Path) -> None:
         self.path = run_dir / "events.jsonl"
@@ -162,7 +162,7 @@ class Screen:
     Args:
         out: where ranks' output goes.
         status: where the progress line goes; redrawn in place if it is a terminal.
-        every_s: how often a line is printed where it can't be redrawn.
+        every_s: seconds between two lines where the line can't be redrawn.
     """
 
     def __init__(self, out: TextIO, status: TextIO, every_s: float = 10.0) -> None:

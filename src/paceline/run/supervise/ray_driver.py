@@ -25,8 +25,8 @@ from paceline.launch.local import rank_environment
 from paceline.launch.orphans import die_with_parent
 from paceline.rendezvous.interfaces import address_towards, open_listener
 
-POLL_S = 0.1
-FAILED = 1
+POLL_S = 0.1  # seconds between two questions to the actors
+FAILED = 1  # the exit code of a rank whose actor has gone
 
 
 class HostActor:
@@ -167,6 +167,7 @@ def _start(ray: Any, host_ranks: Sequence[Any], job: dict[str, Any]) -> None:
         start = host_ranks[number].start
         calls.append(start.remote(job["program"], job["working_folder"], environment, len(on_node)))
     ray.get(calls)
+    # From here on a list index is a rank: `_watch` prefixes output with it.
     host_ranks[:] = [host_ranks[number] for number in order]  # type: ignore[index]
 
 
@@ -192,6 +193,7 @@ def _watch(ray: Any, host_ranks: Sequence[Any]) -> int:
                 statuses[rank] = status
         if failed_at is None and any(statuses.values()):
             failed_at = time.monotonic()
+        # Two seconds for the other ranks to write down what they saw; then whoever still waits for the dead is ended.
         if failed_at is not None and time.monotonic() - failed_at > 2.0:
             for seat in host_ranks:
                 ray.kill(seat)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-LIVED_S = 5.0  # one that ends sooner had no chance, or a fault that the next one will have too
-TRIES = 8
+LIVED_S = 5.0  # seconds; one that ends sooner had no chance, or a fault that the next one will have too
+TRIES = 8  # short lives in a row; a longer life sets the count back
 
 
 @dataclass(slots=True)
@@ -43,6 +43,7 @@ class Replaced:
             status: its exit code; below 0 the signal.
             now_s: the time.
         """
+        # An exit code is an error of the process itself, which another in its place would meet too.
         if not self.servers or status >= 0:
             return False
         lived_s = now_s - self.since_s.get(rank, now_s)

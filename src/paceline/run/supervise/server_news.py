@@ -16,7 +16,7 @@ class ServerNews:
 
     Args:
         run_dir: the run's folder.
-        say: prints a line for the person.
+        say: prints a line for the user.
         end: ends a process that has not answered; the rank of a server that never answered is None.
     """
 
@@ -35,7 +35,7 @@ class ServerNews:
         with self.path.open("rb") as file:
             file.seek(self.offset)
             content = file.read()
-        lines = content[: content.rfind(b"\n") + 1]
+        lines = content[: content.rfind(b"\n") + 1]  # the last line may still be being written
         self.offset += len(lines)
         for event in decoded(lines):
             self._take(event)

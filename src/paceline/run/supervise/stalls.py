@@ -39,7 +39,7 @@ class Stalls:
     Args:
         run_dir: of the job.
         notice_s: seconds without progress after which people are told; 0: never.
-        ranks: how many there are.
+        ranks: number of ranks of the job, on all hosts.
     """
 
     run_dir: Path
@@ -57,7 +57,7 @@ class Stalls:
             now: seconds since the epoch.
             pids: processes of ranks on this host, by rank.
         """
-        self.reports = read_reports(self.run_dir / FOLDER)
+        self.reports = read_reports(self.run_dir / FOLDER)  # also without notices: `who_left` judges by them
         if not self.notice_s:
             return []
         longest_s = max((_stalled_s(report, now) for report in self.reports), default=0.0)
@@ -66,6 +66,7 @@ class Stalls:
             return ["paceline: the job goes on"]
         if longest_s < _EARLY * self.notice_s:
             return []
+        # The same notice comes rarely: a rank that is slow in every step would otherwise fill the screen.
         key = self._notice_key()
         noticed_at, pause_s = self.notices.get(key, (0.0, 0.0))
         if now - noticed_at < pause_s:
@@ -98,12 +99,14 @@ class Stalls:
         return missing
 
     def clear(self) -> None:
-        """Remove the folder where nothing is in it."""
+        """Remove the folder if it is empty; reports of ranks that were killed stay for people to read."""
         with contextlib.suppress(OSError):
             (self.run_dir / FOLDER).rmdir()
 
     def who_left(self) -> int | None:
         """Return a rank that has closed its job while another waits for it in a later step; None: there is none."""
+        # Only a wait inside a step counts: a rank that waits elsewhere may still be met, for instance in `close`,
+        # where all ranks write the last checkpoint together. A rank that is still in its loop may only be slow.
         awaited_steps = []
         for report in self.reports:
             if report["waits_in"] and report["is_in_step"] and report["step"] is not None:
@@ -169,7 +172,7 @@ def _notice(reports: Sequence[Report], longest_s: float, missing: Mapping[int, s
     Args:
         reports: of the ranks that wrote one.
         longest_s: seconds without progress, of the rank that has had none for longest.
-        missing: what is known of the others.
+        missing: of the others, what is known of each, by rank.
         pause_s: until the same notice comes again.
     """
     ranks_by_standing: dict[str, list[int]] = {}

@@ -25,11 +25,12 @@ from paceline.run.supervise.server_news import ServerNews
 from paceline.run.supervise.stalls import DEFAULT_S, VARIABLE, Stalls, process_state
 from paceline.server.coordinator.absences import silence_s
 
+# All times are in seconds.
 SETTLE_S = 0.5  # after the first death the others may write down what they saw, then they are killed
 HELD_S = 3.0  # for output, after the last process has ended
 LEFT_BEHIND_S = 5.0  # for a worker that the others went on without, when they have ended
 GRACE_S = 30.0  # for a checkpoint after Ctrl-C or SIGTERM
-THE_COMMAND = "paceline run"  # as one who was asked to stop
+THE_COMMAND = "paceline run"  # in `Ending.stop_sent_to`: the command was asked to stop, not a rank
 _LOOK_S = 1.0  # between two looks for ranks that make no progress
 _TICK_S = 0.1
 # Characters of the folder for temporary files: with the private folder's name and a data loader's socket the path has
@@ -74,7 +75,7 @@ class JobRequest:
 
 @dataclass(slots=True)
 class Ending:
-    """How a job ended.
+    """The end of a job: its status, its exit code and the first cause of a failure.
 
     Attributes:
         status: "done", "stopped" or "failed".
@@ -141,7 +142,8 @@ class Supervisor:
     def run(self) -> tuple[Ending, Progress]:
         """Run the job to its end. Nothing is left behind: no process, no file outside the run directory.
 
-        Until `restore_signals`, signals that ask for a stop are noted, and after the job's end change nothing.
+        From here until `restore_signals`, SIGINT, SIGTERM and SIGHUP are only noted. One that comes after the job's end
+        changes nothing: it must not turn a job that is done into one that was stopped.
         """
         private = None
         assignments = self.request.assignments
@@ -149,6 +151,7 @@ class Supervisor:
             private = _private_folder()
             assignments = [self._local_assignment(private)]
         progress = self.progress
+        # Before the first process starts: a signal that ended this process now would leave ranks behind.
         self._catch_signals()
         statuses: dict[HostBackend, int] = {}
         try:
@@ -157,6 +160,7 @@ class Supervisor:
             while self.listening.open and not self._is_held_open():
                 self._turn(progress)
         finally:
+            # Processes first, then the folder that has their sockets.
             self._kill()
             for assignment in assignments:
                 statuses[assignment.backend] = assignment.backend.close()
@@ -165,7 +169,7 @@ class Supervisor:
                 private.remove()
             self.listening.close()
             self.stalls.clear()
-        progress.read()
+        progress.read()  # what ranks wrote after the last turn; the ending depends on a "stopped" event there
         if progress.last is not None:
             self.screen.show_progress(progress.line(), float("inf"))  # at once, however new the last line is
         self.screen.end()
@@ -202,10 +206,12 @@ class Supervisor:
         assignment.backend.listen(self.listening.register, self)
 
     def _turn(self, progress: Progress) -> None:
+        # One round: read what the hosts said, then act on signals, times and files.
         self.listening.turn(_TICK_S)
         now_s = self.clock.now_s()
         for backend in set(self.backends.values()):
             backend.heartbeat(now_s)
+        # Once a stop has been asked for, hosts that change start no other generation.
         if not self.is_regroup and not self.asked_to_stop:
             self.is_regroup = self.should_stop()
         self._pass_on_stop(now_s)
@@ -229,19 +235,26 @@ class Supervisor:
             self._end_stopped(local_pids)
         for line in self.stalls.look(_time_stamp(), local_pids):
             self.screen.say(line)
-        if self.request.servers:
+        if self.request.servers:  # workers don't wait for each other in collectives; the coordinator judges them
             return
+        # The one hang that is certain. The killed ranks' own statuses don't count: see `_is_own_doing`.
         left = self.stalls.who_left()
         if left is not None and self.kill_at_s is None:
             self.deaths[left] = left_early(left, _time_stamp(), "it left its loop and closed the job")
             self._kill()
 
     def _is_held_open(self) -> bool:
-        """True if all processes have ended, and only something that one of them has left behind holds its output."""
+        """True if all processes have ended, and only something that one of them has left behind holds its output.
+
+        Without this limit a program that a rank started in a session of its own would keep the job open for as long as
+        it has the pipe.
+        """
         if len(self.ended.keys() | self.gone) < len(self.backends):
-            self.all_ended_s = None
+            self.all_ended_s = None  # a process of a server job has been started again
         elif self.all_ended_s is None:
             self.all_ended_s = self.clock.now_s()
+            # The fork server of a job with parameter servers doesn't end with its last process: it may be told to
+            # start one again.
             for backend in set(self.backends.values()):
                 backend.finish()
         return self.all_ended_s is not None and self.clock.now_s() - self.all_ended_s > HELD_S
@@ -270,19 +283,22 @@ class Supervisor:
         self._kill()
 
     def _goes_on_without(self, lost: set[int]) -> bool:
-        """True if a host's processes may be missing: training is under way, and servers have the parameters.
+        """True if the others can train on without a host's processes.
 
-        Neither the coordinator's, nor rank 0's, which saves; under sync no worker's. When a stop has been asked for,
-        others may be saving, whoever died.
+        They can if training is under way and parameter servers hold the parameters. They can't without the coordinator,
+        nor without rank 0, which saves; under mode=sync not without any worker. They don't either if a process has
+        already died and the job is ending for it, unless a stop has been asked for: then others may be saving.
         """
         request = self.request
         other_workers = set(range(request.ranks)) - lost
         is_useful = any(self.ended.get(rank, 0) == 0 for rank in other_workers)
+        # The loss may be heard of before this turn has read the files: has the first step been taken, in which mode?
         self.progress.read()
         if self.news is not None:
             self.news.read()
         has_lost_worker = min(lost) < request.ranks
         needs_all = self.news is not None and self.news.mode == "sync" and has_lost_worker
+        # Before the first step the coordinator waits for all, and nobody would come in the lost ones' place.
         has_begun = bool(request.servers) and not needs_all and self.progress.last is not None
         is_failing = bool(self.deaths) and not self.asked_to_stop
         coordinator = request.ranks + request.servers
@@ -291,7 +307,8 @@ class Supervisor:
 
     def _leave_out(self, backend: HostBackend, lost: set[int]) -> None:
         self.survived.add(backend)
-        self.left_out |= lost
+        self.left_out |= lost  # `_have_workers_succeeded` does not ask for their success
+        # Nothing more will be heard of them: without a status the job would wait for their end.
         self.ended.update(dict.fromkeys(lost, -signal.SIGKILL))
         names = ", ".join(self.replaced.name(rank) for rank in sorted(lost))
         self.screen.say(f"paceline: {backend.host} is lost; the others go on without {names}")
@@ -300,7 +317,8 @@ class Supervisor:
     def _outwait_lost_coordinator(self) -> None:
         """Wait until the agent of a host that was lost with the coordinator has ended its ranks.
 
-        The host may train on until its agent knows that it was lost: nothing may take its place before.
+        The host may train on until its agent knows that it was lost, that is, until its lease ends. Nothing may take
+        its place before.
         """
         coordinator = self.request.ranks + self.request.servers
         if not (self.request.assignments and self.request.servers and coordinator in self.gone):
@@ -327,7 +345,7 @@ class Supervisor:
     def on_started(self, pids: dict[int, int]) -> None:
         """Take in that ranks have been started, by rank their processes."""
         self.alive.update(pids)
-        self.replaced.started(pids, self.clock.now_s())
+        self.replaced.started(pids, self.clock.now_s())  # a short life counts from here
         if self.has_told_ranks:  # the others were told before these were there
             self._tell_ranks(pids)
         self._end_if_all_workers_have()  # a server that comes back only now
@@ -342,6 +360,7 @@ class Supervisor:
         self._end_servers(rank, status)
         is_own_doing = self._is_own_doing(rank, status)
         if is_own_doing and status == -signal.SIGTERM:
+            # SIGTERM came before the rank had set its handler (while it imported, for instance).
             if not self.request.servers:  # without it the others can't save; workers of servers can
                 self._kill_after_settling()
         elif status != 0 and not is_own_doing:
@@ -359,7 +378,13 @@ class Supervisor:
     def _end_silent(self, rank: int | None, pid: int, silent_s: float) -> None:
         """Kill a process that the coordinator has given up, unless it has already ended; another takes its place.
 
-        Two hosts may have processes of the same number: where the rank is unknown too, and both run, none is killed.
+        Process numbers are unique on one host only. If the rank is unknown and two hosts have a process of this number,
+        none is killed: it might be a healthy one.
+
+        Args:
+            rank: of the process; None for a server that never answered.
+            pid: its process number.
+            silent_s: seconds for which it has not answered.
         """
         matching = []
         for alive_rank, alive_pid in self.alive.items():
@@ -375,8 +400,9 @@ class Supervisor:
     def _end_stopped(self, local_pids: dict[int, int]) -> None:
         """Kill processes of this host that have long been stopped (SIGSTOP) before the servers start.
 
-        Afterwards the coordinator gives up who is silent; before, it may not have heard of a process at all. One that
-        runs, and takes long to load its data, is left alone.
+        Once the servers run, the coordinator gives up a process that is silent. Before that it may not have heard of
+        the process at all, and the job would wait for it for ever. A process that runs, and takes long to load its
+        data, is left alone: only the kernel's state T counts.
         """
         now_s = self.clock.now_s()
         stopped = [rank for rank, pid in local_pids.items() if process_state(pid) == "T"]
@@ -395,6 +421,7 @@ class Supervisor:
         request = self.request
         if self._have_workers_ended():
             self._kill()
+        # The coordinator has the last number. It ends with 0 only when the training is over.
         elif request.servers and rank == request.ranks + request.servers and status == 0:
             self.is_over = True
             self.kill_at_s = self.clock.now_s() + LEFT_BEHIND_S
@@ -425,6 +452,7 @@ class Supervisor:
         def note(number: int, _: object) -> None:
             self.asked_to_stop.append(number)
 
+        # The handler only notes the number. Anything more could interrupt a write to the screen or to an agent halfway.
         caught = [signal.SIGINT, signal.SIGTERM]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
             caught.append(signal.SIGHUP)
@@ -439,6 +467,8 @@ class Supervisor:
         self.signals_before = {}
 
     def _pass_on_stop(self, now_s: float) -> None:
+        # The ranks are told once to save and stop; the second signal kills them.
+        # Before the first process has started, the stop waits until there is one.
         if not (self.asked_to_stop or self.is_regroup) or not self.alive:
             return
         if len(self.asked_to_stop) >= 2:
@@ -460,14 +490,17 @@ class Supervisor:
                 backend.signal(workers, signal.SIGTERM)
 
     def _kill(self) -> None:
+        # Before the kill: their ends must be recognized as the supervisor's own doing.
         self.killed |= self.alive.keys()
         for backend in {self.backends[rank] for rank in self.alive}:
             backend.kill()
 
     def _add_hosts(self, ending: Ending) -> None:
-        """Add to an ending what it says of the job's hosts."""
+        """Add to an ending what it says of the job's hosts; an elastic job decides by it whether to go on."""
         ending.is_regroup = self.is_regroup and not self.asked_to_stop and ending.status == "stopped"
         ending.lost_hosts = tuple(sorted({backend.host for backend, _ in self.lost}))
+        # A signal from outside (the kernel for want of memory, an administrator) speaks against the host; an exception
+        # in the file would come on any host.
         bad_hosts = set(ending.lost_hosts)
         for rank in self.deaths:
             if self._was_signalled(rank):
@@ -476,8 +509,8 @@ class Supervisor:
         ending.is_of_hosts = not self.asked_to_stop and self._is_of_hosts(ending.cause)
 
     def _is_of_hosts(self, cause: dict[str, Any] | None) -> bool:
-        """True if a failure is none of the file's errors, so that other hosts may do better."""
-        if not cause or "host" in cause:
+        """True if a failure is not an error of the user's file, so that other hosts may do better."""
+        if not cause or "host" in cause:  # ranks that hung, or a lost connection
             return True
         if cause["rank"] is not None and self._was_signalled(cause["rank"]):
             return True
@@ -493,6 +526,7 @@ class Supervisor:
             progress: read to the end of the job's events.
             statuses: exit codes of the backends.
         """
+        # A stop that the ranks completed comes first: ranks killed after saving are no failures.
         stop = self._stop_signal()
         if stop and progress.has_stopped:
             is_saved = progress.saved_step == progress.stopped_step
@@ -500,7 +534,7 @@ class Supervisor:
             exit_code = 0 if is_saved and stop == signal.SIGTERM else 128 + stop
             return self._stopped(exit_code)
         if self._have_workers_succeeded():
-            if progress.has_stopped:
+            if progress.has_stopped:  # the supervisor asked nobody: SIGTERM was sent to a rank itself
                 return Ending("stopped", 128 + signal.SIGTERM, stop_sent_to=_named(progress.asked_to_stop))
             return Ending("done", 0)  # also when the signal came too late to stop anything
         # What a rank wrote down of its end says more than what its process's status does.
@@ -516,6 +550,7 @@ class Supervisor:
         if not failures:  # those that were survived: nothing else explains the end
             return self._failed(list(host_failures.values()))
         for failure in failures:
+            # A dead process could not write down its step: it was in the one after the last that was recorded.
             if failure["type"] == "ProcessDied" and progress.last is not None:
                 failure["step"] = progress.last["step"] + 1
         return self._failed(failures)
@@ -547,9 +582,10 @@ class Supervisor:
         return not any(ended[rank] for rank in ended.keys() - left_behind)
 
     def _left_early(self, failures: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the failure of the first rank that ended well, where all failures are of ranks that lost a peer.
+        """Return the failure of the first rank that ended with 0, if all failures are of ranks that lost a peer.
 
-        It is the peer. Otherwise, and always with parameter servers, the list is empty.
+        That rank is the lost peer: it left the loop before the others. In any other case, and always with parameter
+        servers, the list is empty.
         """
         ended_well = [rank for rank, status in self._ended_workers().items() if status == 0]
         is_explained = bool(self.lost) or not all(failure["is_peer_loss"] for failure in failures)

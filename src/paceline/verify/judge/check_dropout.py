@@ -9,12 +9,14 @@ import numpy as np
 from paceline.verify.judge.compare import RankResult
 from paceline.verify.judge.verdict import FirstDifference, Verdict
 
-# Part of the batch and pipeline rank: each pair draws random numbers of its own, and ranks of one pair the same.
+# Part of the batch and pipeline rank: each pair draws random numbers of its own, and ranks of one pair the same. See
+# `Mesh.random_stream`.
 Stream = tuple[int, int]
 
 
 def check_draws(verdict: Verdict, ranks: list[RankResult]) -> None:
     """Compare what ranks draw and keep; then the copies of every parameter after steps with dropout."""
+    # From causes to effects: random states, masks, pieces of masks, parameters.
     message = _wrong_streams(ranks) or _wrong_masks(ranks)
     if message:
         verdict.add("dropout", False, message)
@@ -53,6 +55,7 @@ def _stream_name(stream: Stream, ranks: list[RankResult]) -> str:
 def _wrong_streams(ranks: list[RankResult]) -> str:
     """Say which streams begin a step with random numbers that they should not have; "" if none does."""
     for step in range(len(ranks[0].facts["draws"])):
+        # Both ways: ranks of one stream must have one state, and no two streams the same.
         states: dict[Stream, int] = {}
         for result in ranks:
             stream = _stream(result)
@@ -76,6 +79,7 @@ def _wrong_masks(ranks: list[RankResult]) -> str:
         owners: dict[int, Stream] = {}
         for result in ranks:
             forward, again = result.facts["masks"][step]
+            # A block that is recomputed draws masks again, from the state that the forward pass had kept for it.
             if set(again) - set(forward):
                 return (
                     f"step {step + 1}: rank {result.rank} computes activations again in the backward pass with other "

@@ -38,8 +38,9 @@ def check_order(
         verdict: gets a line.
         traces: by run, the calls of each rank.
         mesh: the ranks'.
-        dry: what the dry run wrote.
+        dry: content of dry.json.
     """
+    # First the graphs from the dry run, by stage: the ranks of `tensor` must have the same collectives in them.
     graphs = dry["graphs"]
     for key, calls in graphs.items():
         stage, tensor = key.split(",")
@@ -71,7 +72,7 @@ def check_step(
     Args:
         verdict: gets a line.
         reference: the single process.
-        ranks: what is compared with it.
+        ranks: results that are compared with it.
         name: of the line.
         found: the differences of tensors, if they are known already.
     """
@@ -83,7 +84,7 @@ def check_step(
         messages = scalars[:1]
         if found:
             messages.append(_describe_differences(found))
-        json_differences = [difference.to_json() for difference in found[:50]]
+        json_differences = [difference.to_json() for difference in found[:50]]  # the first say what matters
         verdict.add(label, False, "; ".join(messages), differences=json_differences, scalars=scalars)
         return
     largest = largest_difference(reference, ranks)
@@ -135,6 +136,7 @@ def _wrong_rates(reference: Reference, ranks: list[RankResult]) -> list[str]:
     messages = []
     for result in ranks:
         for step, actual, expected in _by_step(reference, result, "rates"):
+            # Rates follow from the same numbers on both sides: only rounding is allowed.
             if any(abs(a - b) > 1e-12 * abs(b) for a, b in zip(actual, expected, strict=True)):
                 messages.append(
                     f"after step {step} the learning rates are {actual} on rank {result.rank}, alone {expected}"
@@ -161,7 +163,7 @@ def _is_bitwise(reference: Reference, ranks: list[RankResult]) -> bool:
 
 
 def check_branches(reference: Reference, ranks: list[RankResult]) -> None:
-    """Raise WorkloadError when the person's code went another way for a part of the batch than for all of it."""
+    """Raise WorkloadError when the user's code went another way for a part of the batch than for all of it."""
     expected = _outcomes_by_line(reference.facts["branches"])
     for result in ranks:
         for line, outcomes in _outcomes_by_line(result.facts["branches"]).items():
@@ -193,9 +195,9 @@ def check_traffic(
 
     Args:
         verdict: gets a line.
-        plan: what was planned.
+        plan: for which traffic was predicted.
         models: for each part of the batch what each rank of `tensor` holds, as `profile/describe.py` has it.
-        ranks: what they did.
+        ranks: their results, with the ledger of each step.
     """
     total = 0
     for result in ranks:
@@ -267,8 +269,8 @@ def _batch_norms(plan: Plan, model: Mapping[str, Any], result: RankResult) -> It
         itemsize = 8 if held and held[0].dtype == np.float64 else 4
         size = elements * itemsize
         for _ in range(micro_batches):
-            yield ("all_gather", _data_axis(mesh)), 3 * size
-            yield ("all_reduce", _data_axis(mesh)), 2 * size
+            yield ("all_gather", _data_axis(mesh)), 3 * size  # forward: counts, means, sums of squares
+            yield ("all_reduce", _data_axis(mesh)), 2 * size  # backward: two sums per channel
 
 
 def _changed_buffers(plan: Plan, result: RankResult) -> Iterator[tuple[Operation, int]]:

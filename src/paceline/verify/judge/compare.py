@@ -1,6 +1,6 @@
 """Compare every rank's shards with the tensors of the single process, within what rounding was measured to do.
 
-The bound is measured on the person's own model: the reference is run again with the batch's samples in the opposite
+The bound is measured on the user's own model: the reference is run again with the batch's samples in the opposite
 order, and with every module's result moved by one rounding. What those change, rounding can change; a bug moves values
 by many orders more. In float64 one rounding is 2e-16, so that the two can't be mistaken for each other. In narrower
 precisions, what two runs with moved gradients change is allowed too: see `bound_of`.
@@ -26,7 +26,7 @@ KINDS = ("gradient", "buffer", "state", "parameter")  # in the order in which a 
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """How far a value may be off: factors of the measured noise and of two largest values, which are added up."""
+    """Factors of the measured noise and of two largest values; a value may be off by the sum of the three products."""
 
     noise: float
     tensor: float  # of the tensor's largest value
@@ -38,7 +38,7 @@ class Tolerance:
 _TOLERANCES = {"float64": Tolerance(200, 1e-10, 1e-13)}
 
 TURNED = 2.0  # times what the runs with moved gradients changed: allowed on top of the rest
-_NOISE_AT_MOST = 0.05  # of the largest value of its kind
+_NOISE_AT_MOST = 0.05  # of the largest value of its kind, in float64: noise must not hide a value that is simply wrong
 
 
 def tolerance_of(reference: Reference) -> Tolerance:
@@ -120,7 +120,11 @@ def split_key(key: str) -> tuple[int, str, str, str]:
 
 
 def take(full: Array, shard_spec: ShardSpec | None) -> Array:
-    """Return the part of a full tensor that a placement describes; all of it for None."""
+    """Return the part of a full tensor that a placement describes; all of it for None.
+
+    It follows what the rank itself says that it holds. Whether all ranks together hold everything is checked apart, in
+    `_uncovered`.
+    """
     if shard_spec is None:
         return full
     for cut in shard_spec.cuts:
@@ -143,6 +147,7 @@ def differences(reference: Reference, ranks: list[RankResult]) -> list[Differenc
 
     Sorted by step, then in the order in which a step makes them, then in the order in which modules begin.
     """
+    # Three ways to be wrong: a value differs, a tensor is not there, an element is on no rank.
     largest = largest_of_each_kind(reference)
     unsorted: list[Difference] = []
     for result in ranks:
@@ -166,7 +171,10 @@ def module_of(name: str) -> str:
 
 
 def before_clipping(reference: Reference, ranks: list[RankResult]) -> list[Difference]:
-    """Compare the first step's gradients with the clipping of each side undone by that side's own norm."""
+    """Compare the first step's gradients with the clipping of each side undone by that side's own norm.
+
+    A single wrong gradient changes the norm, and by it every clipped gradient: before clipping only that one differs.
+    """
     tensors, factor = _unclipped(reference.tensors, reference.facts["norms"], reference)
     noise = {key: value * factor for key, value in reference.noise.items()}
     # Without `turned`, the effect of moved gradients on updates: no update comes before the gradients of step 1.
@@ -185,6 +193,7 @@ def _unclipped(
     clip_norm = reference.facts["clip_norm"]
     factor = 1.0
     if clip_norm and norms:
+        # The inverse of `_gradients` in ranks/reference_step.py, with its 1e-6.
         factor = max(norms[0] + 1e-6, clip_norm) / clip_norm
     updated = set(reference.facts["updated"])
     gradients = {}
@@ -206,6 +215,7 @@ def largest_difference(reference: Reference, ranks: list[RankResult]) -> float:
         for key, actual in result.tensors.items():
             step, kind, name, _ = split_key(key)
             if kind == "parameter" and step == last_step and key in reference.tensors:
+                # In float64, whatever the tensors' dtype: sums of many float32 squares lose digits.
                 expected = take(reference.tensors[key], result.shard_spec(name)).astype("f8")
                 squared_error += float(((actual.astype("f8") - expected) ** 2).sum())
                 squared_norm += float((expected * expected).sum())
@@ -263,6 +273,7 @@ def _check(
     label = _label(name, state)
     full = reference.tensors.get(key)
     if full is None:
+        # Zeros are as good as none: a rank may have a gradient of zeros where one process has None.
         if actual.size and np.abs(actual).max() > 0 and kind != "state":
             error = float(np.abs(actual).max())
             yield Difference(step, kind, label, result.rank, error, 0, 0, "one process has none")
@@ -273,9 +284,9 @@ def _check(
         found = f"its shape is {actual.shape}, not {expected.shape}"
         yield Difference(step, kind, label, result.rank, float("inf"), 0, scale, found)
         return
-    if not actual.size:
+    if not actual.size:  # a rank beyond the last row
         return
-    if actual.dtype.kind != "f":
+    if actual.dtype.kind != "f":  # integers and bools have no rounding
         if not np.array_equal(actual, expected):
             error = float(np.abs(actual.astype("f8") - expected.astype("f8")).max())
             yield Difference(step, kind, label, result.rank, error, 0, scale, "")
@@ -306,6 +317,7 @@ def relation(actual: Array, expected: Array) -> str:
     if not squared_norm:
         return ""
     factor = float((actual * expected).sum()) / squared_norm  # the factor of the least-squares fit
+    # 1e-6 is far above float64's rounding and far below any factor that a bug gives, such as 2 or 1/2.
     if np.abs(actual - factor * expected).max() <= 1e-6 * abs(factor) * np.abs(expected).max():
         return f"{factor:.6g} times what it should be"
     return ""

@@ -18,10 +18,11 @@ def differ(first: Print, second: Print, floor: float = 0.0) -> bool:
     Args:
         first: a fingerprint.
         second: another.
-        floor: how far sums may be off besides, absolute.
+        floor: absolute tolerance of the sums, on top of the relative one.
     """
     if first[3] != second[3]:
         return True
+    # NaN and infinities can't be subtracted: only whether both have them is compared.
     first_is_finite = [math.isfinite(number) for number in first]
     second_is_finite = [math.isfinite(number) for number in second]
     if not all(first_is_finite) or not all(second_is_finite):

@@ -37,7 +37,7 @@ _BACKWARD = {
     "share_whole": "all_reduce", "gather_parts": "reduce_scatter", "scatter_parts": "all_gather",
     "keep_piece": "all_gather",
 }  # fmt: skip
-_IS_ONE = 1e-6  # how far a factor may be from one
+_IS_ONE = 1e-6  # how far a factor may be from one; factors are of float64 values
 # The collective that adds up gradients on each axis.
 _REDUCES = {"pipeline": "send", "shard": "reduce_scatter", "replicate": "all_reduce", "tensor": "all_reduce"}
 
@@ -82,7 +82,7 @@ def find_first_difference(folder: Path, plan: Plan, watch: Callable[[], WorldRes
 
     Args:
         folder: where the processes wrote.
-        plan: what was verified.
+        plan: that was verified.
         watch: runs the step on the ranks and in one process, which write `watched-RANK.json` and `replay.json`.
     """
     mesh = Mesh.parse(plan.mesh)
@@ -90,9 +90,12 @@ def find_first_difference(folder: Path, plan: Plan, watch: Callable[[], WorldRes
     ranks = read_ranks(folder, "float64", plan.world_size)
     all_differences = differences(reference, ranks)
     gradients = before_clipping(reference, ranks)
+    # The search follows the step: initial values, samples, forward, loss, backward, sums over ranks, update. The first
+    # that is wrong explains all that comes after it.
     for difference in all_differences:
         if difference.step == 0:
             return _at_start(difference, mesh)
+    # Without the watched step (it may fail where the plain one did not) only the step's results can be judged.
     if not watch().is_done or not (folder / "replay.json").exists():
         return _from_tensors(all_differences, gradients, reference, ranks, mesh)
     watched = read_ranks(folder, "watched", plan.world_size)
@@ -117,6 +120,7 @@ def check_adds_up(replay: Replay, reference: Reference) -> None:
     for record in replay.values():
         losses += record["losses"]
     weight = sum(weight for _, weight in losses)
+    # With another weight the parts are not the whole batch, and their losses can't be compared with its loss.
     if not losses or abs(weight - reference.facts["weights"][0]) > 1e-9 * weight:
         return
     of_parts = sum(loss_sum for loss_sum, _ in losses) / weight
@@ -132,7 +136,7 @@ def check_adds_up(replay: Replay, reference: Reference) -> None:
 
 def _at_start(difference: Difference, mesh: Mesh) -> FirstDifference:
     collective = ""
-    if mesh.size("replicate") > 1:
+    if mesh.size("replicate") > 1:  # it should have replaced what other ranks than 0 made (ranks/rank_main.py)
         collective = "broadcast on replicate"
     message = f"rank {difference.rank} begins with another {difference.name} than one process"
     return FirstDifference(module_of(difference.name), collective, "start", message)
@@ -145,11 +149,11 @@ def _in_data(watched: list[RankResult], mesh: Mesh) -> FirstDifference | None:
         pieces = result.facts["pieces"]
         taken[result.facts["data_part"]] = _positions_in(pieces)
         run = len({_micro_batch_of(place) for place in result.facts["watch"]["order"]})
-        if 0 < run < len(pieces):
+        if 0 < run < len(pieces):  # 0: nothing was watched on this rank
             message = f"rank {result.rank} runs {run} of its {len(pieces)} micro-batches"
             return FirstDifference("", "", "data", message)
     positions = sorted(position for part in taken.values() for position in part)
-    start, stop = watched[0].facts["batch"]
+    start, stop = watched[0].facts["batch"]  # positions in the data order; `stop` is not in the batch
     if positions != list(range(start, stop)):
         message = f"of samples {start} to {stop} of the order the ranks take {positions}: not each once"
         return FirstDifference("", "", "data", message)
@@ -192,7 +196,7 @@ def _in_micro_batches(watched: list[RankResult], replay: Replay) -> FirstDiffere
         for micro_batch, factor in factors.items():
             if factor is not None and abs(factor - 1) > _IS_ONE:
                 wrong[micro_batch] = factor
-        # Where all are off, no single micro-batch is at fault.
+        # If all are off, no single micro-batch is at fault.
         if wrong and len(wrong) < len(factors):
             micro_batch, factor = next(iter(wrong.items()))
             message = (
@@ -279,11 +283,12 @@ def _from_tensors(
         found: all differences, sorted.
         gradients: those of the first step's gradients with clipping undone.
         reference: the single process.
-        ranks: what they made.
+        ranks: their tensors and facts.
         mesh: theirs.
     """
     if not found:
         return None
+    # A wrong weight scales every gradient: it comes before them.
     in_weights = _in_weights(reference, ranks, mesh)
     if in_weights is not None:
         return in_weights
@@ -291,10 +296,12 @@ def _from_tensors(
         in_clipping = _in_clipping(gradients, reference, ranks)
         if in_clipping is not None:
             return in_clipping
+        # The last module going forward is the first going backward.
         module_order = {name: number for number, name in enumerate(reference.facts["modules"])}
         first_backward = max(gradients, key=lambda gradient: module_order.get(module_of(gradient.name), -1))
         return _in_sums(first_backward, gradients, ranks, mesh)
     if found[0].kind == "gradient" and found[0].step == 1:
+        # Right before clipping by each side's own norm, wrong after: the norms differ.
         axes = " and ".join(axis for axis in _REDUCES if mesh.size(axis) > 1)
         message = "clipping: gradients are right before it, and wrong by the factor that a wrong gradient norm gives"
         return FirstDifference(module_of(found[0].name), f"all_reduce on {axes} (of the norm)", "update", message)
@@ -371,7 +378,7 @@ def factor_of(difference: Difference) -> float | None:
     if not difference.found.endswith("times what it should be"):
         return None
     factor = float(difference.found.split(" ")[0])
-    return round(factor, 5) or factor
+    return round(factor, 5) or factor  # rounded, so that the factors of all gradients compare equal
 
 
 def _reduction(first: Difference, ranks: list[RankResult], mesh: Mesh) -> str:
@@ -383,6 +390,8 @@ def _reduction(first: Difference, ranks: list[RankResult], mesh: Mesh) -> str:
     reduces = dict(_REDUCES)
     if not any(_is_cut(result, first.name) for result in ranks):
         reduces["shard"] = "all_reduce"  # a scalar is not scattered
+    # A sum that was left out leaves each rank with its own part: the copies differ. A sum that ran twice, or a mean in
+    # its place, leaves equal copies that are off by the axis's size.
     for axis in axes:
         if _copies_differ(first, ranks, axis):
             return f"{reduces[axis]} on {axis}"
@@ -429,7 +438,7 @@ def _wrong_rank(
         place: of the value.
         direction: "made" for the value, "back" for its gradient.
         expected: the fingerprint in one process.
-        floor: how far sums may be off besides, absolute.
+        floor: absolute tolerance of the sums, on top of the relative one.
     """
     groups: dict[Any, list[RankResult]] = {}  # ranks whose pieces make up one value
     for result in ranks:

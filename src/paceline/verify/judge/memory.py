@@ -9,7 +9,7 @@ from typing import Any
 from paceline.nouns.errors import WorkloadError
 from paceline.nouns.mesh import Mesh
 
-_FLOAT64_BYTES = 8
+_FLOAT64_BYTES = 8  # the float64 run is the largest
 _TRAINED = 4  # copies while training: parameter, gradient, Adam's two moments
 _RECORDED = 9  # copies kept to compare: the first parameters; parameters, gradients and moments of two steps
 _SPLITTING = ("shard", "tensor", "pipeline")
@@ -21,6 +21,7 @@ def needed_bytes(model: Mapping[str, Any], mesh: Mesh) -> int:
     shards = 1
     for axis in _SPLITTING:
         shards *= mesh.size(axis)
+    # Each rank holds its shard of everything; under `replicate` the shard is the whole model on each.
     # The reference keeps the records of two runs at once: its own, and that of the variation it is compared with.
     reference = _TRAINED + 2 * _RECORDED
     ranks = (_TRAINED + _RECORDED) * mesh.world_size / shards

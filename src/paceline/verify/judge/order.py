@@ -13,6 +13,7 @@ from typing import Any
 
 from paceline.nouns.mesh import AXES, Mesh
 
+# Seconds. A hang ends within 10 s, as docs/verify.md promises: this, a heartbeat, and the time to end the ranks.
 IDLE_S = 6.0  # when all ranks wait for one another for so long, nobody will come any more
 _IDLE_CPU_S = 0.1  # more CPU time than that between two looks is work
 _PAIRWISE = ("send", "receive")  # begun by two ranks of an axis, so not the same on all
@@ -77,13 +78,18 @@ def read_trace(path: Path) -> list[Call]:
     for line in path.read_text().splitlines():
         try:
             calls.append(Call(*json.loads(line)))
-        except ValueError:
+        except ValueError:  # the rank was killed while it wrote
             break
     return calls
 
 
 def find_disorder(traces: dict[int, list[Call]], mesh: Mesh) -> Disorder | None:
-    """Return the earliest place where ranks of one group differ; None where they agree."""
+    """Return the earliest place where ranks of one group differ; None where they agree.
+
+    Groups are compared one by one: ranks of different groups may rightly interleave their collectives differently. Of
+    several disorders the one with the fewest collectives before it on its axis is returned; the others may follow
+    from it.
+    """
     disorders = []
     for axis in [*AXES, *_AXES_OF]:
         groups = {mesh.peers_on(rank, _AXES_OF.get(axis, [axis])) for rank in traces}
@@ -177,6 +183,7 @@ class HangWatch:
             except (OSError, ValueError):  # not every rank has started
                 return False
             self.standing[rank] = heartbeat
+            # -1: the first look at a rank counts as work, so that its idle time begins then.
             cpu_s, _ = self.last_work.get(rank, (-1.0, now))
             if heartbeat["cpu_s"] - cpu_s > _IDLE_CPU_S:
                 self.last_work[rank] = (heartbeat["cpu_s"], now)

@@ -92,7 +92,10 @@ class Verdict:
 
     @property
     def is_step_right(self) -> bool:
-        """True if the order of collectives and the steps themselves passed their checks."""
+        """True if the order of collectives and the steps themselves passed their checks.
+
+        Dropout and traffic may be wrong beside a right step; a checkpoint can then still be verified.
+        """
         return not any(name.startswith(("order", "step", "run")) for name in self._failed())
 
     def _failed(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""Record which way the person's code went where it looked at a tensor's value, with the line that looked."""
+"""Record which way the user's code went where it looked at a tensor's value, with the line that looked."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ class Branches:
     def __enter__(self) -> Branches:
         self.original = original = torch.Tensor.__bool__
 
+        # `if tensor:` calls __bool__; the frame above is the line with the `if`.
         def recorded(tensor: torch.Tensor) -> bool:
             outcome: bool = original(tensor)
             caller = sys._getframe(1)

@@ -109,6 +109,7 @@ def _with_piece(pieces: list[MaskPiece], node: fx.Node, part: int, parts: int) -
         draws = is_training and 0 < share < 1
         if draws and not _is_in_backward() and not isinstance(tensor, FakeTensor):
             with _disable_current_modes(), torch.no_grad():  # `DropoutTrace` must not count these draws
+                # Both masks from the state that the real draw below will start from, which is put back each time.
                 state = torch.get_rng_state()
                 piece = split_dropout(torch.ones_like(tensor), share, is_training, shape, *place)
                 torch.set_rng_state(state)

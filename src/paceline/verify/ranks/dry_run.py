@@ -2,7 +2,7 @@
 
 Started as `python -m paceline.verify.ranks.dry_run SETTINGS.json`.
 
-One process plays every rank in turn. The person's loss runs on a few samples of the first batch, and calls
+One process plays every rank in turn. The user's loss runs on a few samples of the first batch, and calls
 like `paceline.all_reduce` in it are answered and written down; the graphs of `tensor` and `pipeline` run on fake
 tensors. It also finds a loss that depends on the rank, which no plan can make equal to one process.
 """
@@ -55,6 +55,7 @@ def main(path: Path) -> int:
     try:
         workload = find_workload(settings["script"])
         plan = Plan.of(settings["plan"], "the settings")
+        # Refusals before anything computes: a model of no right form, then one too large for this host.
         check_model(made_without_values(workload))
         models = describe_all(workload, plan)
         check_fits(models[0][0], Mesh.parse(plan.mesh))
@@ -81,7 +82,8 @@ def describe_all(workload: Workload, plan: Plan) -> list[list[dict[str, Any]]]:
     micro_batches = cut_into(plan, mesh, workload)
     if first["split"]["coupled"] and micro_batches and not plan.micro_batches:
         micro_batches = 1
-    descriptions: dict[Any, dict[str, Any]] = {}  # by the shapes of the micro-batches and the rank of `tensor`
+    # By the shapes of the micro-batches and the rank of `tensor` (0 where all its ranks have pieces of equal sizes).
+    descriptions: dict[Any, dict[str, Any]] = {}
     data = open_data("data", workload.data)
     result = []
     for part in range(mesh.data_size):
@@ -100,7 +102,7 @@ def describe_all(workload: Workload, plan: Plan) -> list[list[dict[str, Any]]]:
 
 
 def persons_calls(workload: Workload, ranks: int) -> list[list[list[Any]]]:
-    """Return what the person's own loss begins on each rank: [collective, axis, bytes, line].
+    """Return what the user's own loss begins on each rank: [collective, axis, bytes, line].
 
     Raises:
         WorkloadError: the loss of the same samples differs between ranks.
@@ -119,7 +121,8 @@ def persons_calls(workload: Workload, ranks: int) -> list[list[list[Any]]]:
             f"one process had {first_loss!r} and then {losses[0]!r} for the same model and samples",
             "find what remembers or draws (a counter, a time, numbers of its own) and switch it off for verifying",
         )
-    has_calls = any(calls)  # then a loss may differ by rank here, where no other rank answers
+    # A loss that calls collectives may rightly differ by rank here: its own values come back in the others' place.
+    has_calls = any(calls)
     for rank, loss in enumerate(losses):
         if not has_calls and not _is_equal(losses[0], loss):
             raise WorkloadError(
@@ -153,7 +156,7 @@ def _is_equal(expected: float, loss: float) -> bool:
 
 @contextmanager
 def as_rank(rank: int, ranks: int) -> Iterator[list[list[Any]]]:
-    """Let the person's code believe to be `rank`; collectives return what it gave, and are entered in a list.
+    """Let the user's code take this process for `rank`; collectives return what it gave, and are entered in a list.
 
     Yields:
         The list: [collective, axis, bytes, line] of each call.
@@ -178,6 +181,7 @@ def as_rank(rank: int, ranks: int) -> Iterator[list[list[Any]]]:
 
         def reduce_scatter(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
             self._enter("reduce_scatter", tensor)
+            # The shape must be right, the values need not: they are compared between ranks only without collectives.
             chunks = tensor.chunk(self.size)  # of few rows there are fewer than ranks
             return chunks[min(self.rank, len(chunks) - 1)].clone()
 
@@ -199,6 +203,7 @@ def as_rank(rank: int, ranks: int) -> Iterator[list[list[Any]]]:
 
     rank_info = RankInfo(rank, ranks, rank, ranks)
     world = api.World(rank_info, Answered("world", rank, tuple(range(ranks)), None, Trace()))
+    # All the ways in which code may ask for its rank: Paceline's functions, launchers' variables, torch.distributed.
     variables = {
         "PACELINE_RANK": rank, "PACELINE_WORLD_SIZE": ranks, "PACELINE_LOCAL_RANK": rank, "RANK": rank,
         "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "PACELINE_LOCAL_SIZE": ranks,

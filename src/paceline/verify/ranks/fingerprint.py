@@ -13,6 +13,7 @@ import torch
 from paceline.comm.pytree import tensors_in
 from paceline.verify.judge.fingerprints import Print
 
+# Of the weights' cosines: two weightings by place, so that what cancels in one sum shows in the other.
 _PHASES = (1.2345678, 0.7071067)
 
 

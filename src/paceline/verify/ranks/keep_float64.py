@@ -23,7 +23,7 @@ _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 _CASTS = ("float", "half", "bfloat16")
 # Functions with a dtype among their arguments.
 _WITH_DTYPE = ("to", "type", "softmax", "log_softmax", "sum", "mean", "cumsum", "prod")
-# What is judged must do what it does: only the person's code, and torch's and transformers', is kept wide.
+# What is judged must do what it does: only the user's code, and torch's and transformers', is kept wide.
 _PACKAGES = ("parallel", "deferred_init", "comm", "train", "checkpoint")
 _JUDGED = tuple(str(Path(paceline.__file__).parent / name) + os.sep for name in _PACKAGES)
 
@@ -34,7 +34,9 @@ def kept_wide(is_on: bool) -> Iterator[None]:
     if not is_on:
         yield
         return
-    replaced: list[tuple[Any, str, Any]] = []  # where, name, what was set there itself: None where it is inherited
+    # Where, name, and what the owner itself had there. None: it inherits the method (torch.Tensor most of its own from
+    # torch._C.TensorBase), so putting it back means to delete the replacement.
+    replaced: list[tuple[Any, str, Any]] = []
     try:
         for owner, name, wrap in _replacements():
             replaced.append((owner, name, vars(owner).get(name)))

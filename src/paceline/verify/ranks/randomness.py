@@ -33,6 +33,8 @@ _NAMES = (
 def keep(values: torch.Tensor, share: float) -> torch.Tensor:
     """Return True where an element stays; of all different values the part `share` does not."""
     values = values.detach()
+    # 0.37 moves the steps' boundaries away from powers of two, where log2 is whole: models have many values such as
+    # 1 and 0.5, and rounding would decide their step.
     step = torch.floor(torch.log2(values.abs() + _TINY) * _STEPS_PER_OCTAVE + 0.37)
     # A sine's digits as a hash of the step and the sign, as shaders make noise.
     mixed = torch.sin(step * 12.9898 + (values > _TINY) * 78.233 + 0.5) * 43758.5453
@@ -82,6 +84,7 @@ def controlled(is_off: bool = False) -> Iterator[None]:
     Args:
         is_off: for narrow precisions, in which values differ by rounding: no dropout at all, and dtypes as asked.
     """
+    # Replaced in the module `torch.nn.functional`, where torch's own layers look them up at each call.
     originals: dict[str, Callable[..., Any]] = {name: getattr(F, name) for name in _NAMES}
     original_dropout = torch.dropout
 
@@ -113,7 +116,7 @@ def controlled(is_off: bool = False) -> Iterator[None]:
     ours["scaled_dot_product_attention"] = attention_by_value
     for name, function in ours.items():
         setattr(F, name, function)
-    torch.dropout = lambda input, p, train: drop(input, p, train, is_off)
+    torch.dropout = lambda input, p, train: drop(input, p, train, is_off)  # torch's own names: some call by keyword
     try:
         with kept_wide(not is_off):
             yield

@@ -44,6 +44,7 @@ def main(path: Path) -> None:
     try:
         api.init()
         rank = api.rank()
+        # From here on a hang is noticed: HangWatch waits until every rank has a heartbeat.
         begin_heartbeat(folder / f"beat-{rank}.json")
         workload = find_workload(settings["script"])
         for run in settings["runs"]:
@@ -51,7 +52,7 @@ def main(path: Path) -> None:
                 api.world().comm.ledger = trace = Trace(file=file)
                 _RankRun(workload, run, folder, rank).play()
                 trace.file = None  # groups that are still open speak when they close
-        api.world().comm.barrier()
+        api.world().comm.barrier()  # no rank ends, and closes its connections, while another still needs it
     finally:
         os.environ["PACELINE_RUN_DIR"] = run_dir
 
@@ -78,13 +79,14 @@ class _RankRun:
             workload,
             precision=run["precision"],
             steps=run["steps"],
-            loader_workers=0,
+            loader_workers=0,  # samples are loaded in this process
             model=self._model(workload),
             loss=self._loss(workload),
         )
 
     def play(self) -> None:
         """Take the steps and write down what they made."""
+        # In narrow precisions both sides' values differ by rounding, and dropout by value would drop other elements.
         is_off = self.run["precision"] != "float64"
         with ExitStack() as stack:
             if not self.run.get("draws"):
@@ -113,14 +115,14 @@ class _RankRun:
         """Take a step; enter what it began with, what it returned and what it sent."""
         ledger = job.ledger
         assert isinstance(ledger, Trace)
-        calls_before = dict(ledger.calls)
+        calls_before = dict(ledger.calls)  # the ledger counts from the job's begin; a step is a difference
         bytes_before = dict(ledger.payload_bytes)
         self.facts["draws"].append(_hash_of_draws())
         self.facts["batch"] = [batch.positions.start, batch.positions.stop]
         self.facts["pieces"] = [[piece.start, piece.stop] for piece in job.loader.pieces(batch.positions)]
         if self.run.get("watch"):
             self.facts["samples"] = [prints_of(micro_batch) for micro_batch in batch.microbatches]
-        self.facts["losses"].append(self._take_step(job, batch))
+        self.facts["losses"].append(self._take_step(job, batch))  # everything above is of the time before the step
         self.facts["rates"].append([float(group["lr"]) for group in job.optimizer.param_groups])
         assert job.last is not None
         if job.last.gradient_norm is not None:
@@ -164,6 +166,7 @@ class _RankRun:
 
     def _record(self, job: Job, step: int) -> None:
         """Copy this rank's part of everything, under STEP/KIND/NAME as in the reference."""
+        # By the same names `updated` has what this rank's optimizer updates: its rows, its pieces, or the parameters.
         parameters = {**dict(job.model.named_parameters()), **job.parallel.placed.updated()}
         for name, parameter in parameters.items():
             if parameter.is_meta:  # not on this rank
@@ -230,7 +233,7 @@ class _RankRun:
             with Branches() as branches:
                 result = workload.loss(model, batch)
             self.branches += branches.taken
-            if not isinstance(result[0], FakeTensor):
+            if not isinstance(result[0], FakeTensor):  # a capture calls the loss, too, without values
                 self.calls.append((float(result[0].detach()), float(result[1])))
             return result
 

@@ -23,6 +23,7 @@ from paceline.verify.child_setup import read_settings, refuse
 from paceline.verify.judge.compare import Reference, bound_of, largest_of_each_kind, split_key
 from paceline.verify.ranks.reference_step import ReferenceStep, Variation, check_can_verify, take_steps
 
+# Reversing changes the order of sums over the batch; noise reaches every module.
 VARIATIONS = (Variation(is_reversed=True), Variation(noise_seed=1))
 
 
@@ -48,7 +49,7 @@ def with_noise(
     """Take the reference's steps, and measure how far rounding moves its tensors and losses.
 
     Args:
-        workload: the person's.
+        workload: the user's.
         precision: "float64", or the workload's own.
         steps: optimizer steps.
         variations: ways that differ by rounding alone. The reversed batch is removed from the list where it turns out,
@@ -67,8 +68,11 @@ def with_noise(
     for variation in list(variations):
         result = take_steps(workload, precision, steps, variation)
         loss_move = _relative(reference.losses, result.losses)
+        # In float64 one rounding is 2e-16. If it has grown to 1e-6 within the steps, a bug could not be told from it.
         is_chaotic = precision == "float64" and loss_move > 1e-6
         if is_chaotic and variation.is_reversed:
+            # In another order the loss is another function, so the change is no rounding. Removed from the caller's
+            # list: narrow precisions, where this could not be seen, must not take it for rounding either.
             variations.remove(variation)
             notices.append(
                 "the loss depends on the order of a batch's samples: rounding was measured without reversing it"
@@ -137,7 +141,8 @@ def write(
 
 
 def as_workload_error(error: Exception) -> WorkloadError:
-    """Explain an error of the person's own code, in one process on CPU."""
+    """Explain an error of the user's own code, in one process on CPU."""
+    # The most particular signs first: an operation without float64 mentions a dtype too.
     lines = str(error).strip().splitlines() or [""]
     found = f"{type(error).__name__}{_innermost_line(error)}: {lines[0]:.300}"
     if "cuda" in str(error).lower() or "cpu' backend" in str(error).lower():

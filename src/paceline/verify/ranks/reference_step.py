@@ -61,7 +61,7 @@ def take_steps(workload: Workload, precision: str, steps: int, variation: Variat
     """Train for some steps in this process.
 
     Args:
-        workload: the person's.
+        workload: the user's.
         precision: "float64", or the workload's own.
         steps: optimizer steps.
         variation: None for the reference itself.
@@ -74,6 +74,7 @@ def take_steps(workload: Workload, precision: str, steps: int, variation: Variat
     variation = variation or Variation()
     is_double = precision == "float64"
     workload = dataclasses.replace(workload, precision=precision)
+    # Seeded as ranks are, and before the factory, so that both sides begin with the same parameters.
     seed_everything(workload.seed)
     model = workload.model()
     if is_double:
@@ -86,7 +87,7 @@ def take_steps(workload: Workload, precision: str, steps: int, variation: Variat
         updated=_updated_names(model, optimizer),
         epsilon=max(torch.finfo(dtype).eps for dtype in dtypes),
     )
-    record(result.tensors, 0, model, None)
+    record(result.tensors, 0, model, None)  # what training begins with
     with ExitStack() as stack:
         stack.enter_context(controlled(is_off=not is_double))
         if variation.noise_seed is not None:
@@ -99,6 +100,7 @@ def take_steps(workload: Workload, precision: str, steps: int, variation: Variat
             _gradients(workload, model, optimizer, next(batches), result, watch)
             with nudged(model, variation, step):
                 optimizer.step()
+            # Tensors are compared after these two steps; losses, weights, norms and rates after each.
             if step in (1, steps):
                 record(result.tensors, step, model, optimizer)
             if scheduler is not None:
@@ -137,6 +139,7 @@ def _gradients(
         loss_sum.backward()  # type: ignore[no-untyped-call]
         total += float(loss_sum.detach())
         weight += float(loss_weight)
+    # The plain form: sums over all micro-batches, divided once by the whole batch's weight.
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     for gradient in gradients:
         gradient /= weight
@@ -144,7 +147,7 @@ def _gradients(
         # In float64: torch's own float32 norm of a large tensor is off by 8e-5.
         norm = sum(float(gradient.to_dense().double().square().sum()) for gradient in gradients) ** 0.5
         for gradient in gradients:  # also those of an optimizer inside the optimizer
-            gradient *= min(1.0, workload.clip_norm / (norm + 1e-6))
+            gradient *= min(1.0, workload.clip_norm / (norm + 1e-6))  # 1e-6 as in torch.nn.utils.clip_grad_norm_
         result.norms.append(norm)
     result.losses.append(total / weight)
     result.weights.append(weight)
@@ -166,7 +169,7 @@ def checked(returned: Any) -> tuple[torch.Tensor, Any]:
 
 
 def record(tensors: Tensors, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Copy everything that a step makes into `tensors`; without an optimizer parameters and buffers alone."""
+    """Copy everything that a step makes into `tensors`; without an optimizer, only parameters and buffers."""
     for name, parameter in model.named_parameters():
         tensors[f"{step}/parameter/{name}"] = dense_copy(parameter)
         if optimizer is None:
@@ -260,7 +263,7 @@ def one_rounding_off(model: torch.nn.Module, epsilon: float, seed: int) -> Itera
 
     The gradients that flow back through it are moved alike (stochastic arithmetic, Vignes 1993).
     """
-    random = torch.Generator().manual_seed(seed)
+    random = torch.Generator().manual_seed(seed)  # of its own: the model's random numbers must stay as they are
 
     def moved(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or not value.is_floating_point():
@@ -279,6 +282,7 @@ def one_rounding_off(model: torch.nn.Module, epsilon: float, seed: int) -> Itera
 
     handles: list[Any] = []
     for module in model.modules():
+        # A container often returns what its last module returned, which would then be moved twice.
         is_leaf = next(module.children(), None) is None
         if is_leaf:
             handles.append(module.register_forward_hook(hook))
@@ -304,7 +308,7 @@ def nudged(model: torch.nn.Module, variation: Variation, step: int) -> Iterator[
         yield
         return
     originals = []  # gradients and copies of their values
-    random = torch.Generator().manual_seed(step)
+    random = torch.Generator().manual_seed(step)  # the same signs in both runs: they mirror each other
     direction = -1 if variation.is_mirrored else 1
     for name, parameter in model.named_parameters():
         gradient = parameter.grad

@@ -35,6 +35,7 @@ def main(path: Path) -> int:
     workload = find_workload(settings["script"])
     pieces_of_parts: dict[int, list[list[int]]] = {}
     for rank in range(settings["ranks"]):
+        # Ranks of `tensor` and `pipeline` have the same part, and one of them is enough.
         watched = json.loads((folder / f"watched-{rank}.json").read_text())
         pieces_of_parts.setdefault(watched["data_part"], watched["pieces"])
     mesh = Mesh.parse(Plan.of(settings["plan"], "the settings").mesh)
@@ -52,7 +53,7 @@ def replay(
     """Take one part's micro-batches forwards and backwards; batch norm sees the whole batch, as it does on the ranks.
 
     Args:
-        workload: the person's.
+        workload: the user's.
         pieces: first and last position (exclusive) of each micro-batch of the part.
         pieces_of_parts: those of all parts.
         is_graph: True if the ranks ran a graph.
@@ -67,6 +68,8 @@ def replay(
     needs_whole_batch = has_batch_norm and len(pieces_of_parts) > 1
     if needs_whole_batch and is_graph:  # its graph would need the other parts' statistics
         return {**watch.to_json(), "samples": samples, "losses": []}
+    # Batch norm takes its statistics over all ranks' samples. So the whole batch goes through the model, and of every
+    # value with a row per sample this part's rows are looked at.
     take = None
     if needs_whole_batch:
         positions = _all_positions(pieces_of_parts)

@@ -21,7 +21,7 @@ from paceline.comm.ledger import Ledger
 from paceline.graph.capture import is_capturing
 
 HEARTBEAT_S = 0.5
-_PACELINE = str(Path(paceline.__file__).parent) + os.sep  # a person's folder may have that name too
+_PACELINE = str(Path(paceline.__file__).parent) + os.sep  # a user's folder may have that name too
 _COMM = f"{_PACELINE}comm{os.sep}"
 
 
@@ -36,11 +36,13 @@ class Trace(Ledger):
         Ledger.add(self, collective, axis, payload_bytes)  # super() does not find a class that got its slots later
         if self.file is not None:
             self.file.write(json.dumps([collective, axis, payload_bytes, asked_at(sys._getframe(1))]) + "\n")
-            self.file.flush()
+            self.file.flush()  # now: a rank that is killed in this collective writes nothing more
 
 
 def asked_at(frame: FrameType | None) -> str:
-    """Return the nearest line of the person's code above `frame`; else the nearest of Paceline's outside `comm/`."""
+    """Return the nearest line of the user's code above `frame`; else the nearest of Paceline's outside `comm/`."""
+    # Without a line of the user's (a collective of the job's own, such as a bucket's sum) the caller in Paceline says
+    # which strategy asked.
     ours = ""
     while frame is not None:
         name = frame.f_code.co_filename
@@ -53,7 +55,7 @@ def asked_at(frame: FrameType | None) -> str:
 
 
 def is_persons(file: str) -> bool:
-    """True if a source file is the person's own."""
+    """True if a source file is the user's own."""
     return not ("site-packages" in file or file.startswith((_PACELINE, "<")) or f"{os.sep}lib{os.sep}python" in file)
 
 
@@ -62,7 +64,7 @@ def begin_heartbeat(path: Path) -> None:
     main = threading.main_thread().ident
 
     def heartbeat() -> None:
-        draft = path.with_suffix(".draft")
+        draft = path.with_suffix(".draft")  # renamed when complete: the supervisor reads at any moment
         while True:
             draft.write_text(json.dumps({"cpu_s": time.process_time(), **standing(main)}))
             draft.replace(path)
@@ -72,7 +74,7 @@ def begin_heartbeat(path: Path) -> None:
 
 
 def standing(thread: int | None) -> dict[str, Any]:
-    """Return where a thread stands: `at` in the person's code, its innermost `line`, and whether it `waits` for others.
+    """Return where a thread stands: `at` in the user's code, its innermost `line`, and whether it `waits` for others.
 
     Keeps no frame: a frame keeps all its values alive. During a capture none is looked at.
     """

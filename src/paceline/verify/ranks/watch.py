@@ -39,7 +39,7 @@ class ModuleWatch:
 
         Args:
             place: where it is made.
-            value: what is made; anything but a tensor of floating numbers is passed over.
+            value: the result; anything but a tensor of floating numbers is passed over.
             module: path of the module that makes it.
             places: of each of its elements in the full tensor; None: it is whole.
             take: the part of it that is looked at.
@@ -54,6 +54,7 @@ class ModuleWatch:
         self.modules[place] = module
         if places is not None:
             self.splits.add(place)
+        # Of the value itself, not of `part`: a slice is outside of the model's graph, and gets no gradient.
         if value.requires_grad:
 
             def came_back(gradient: torch.Tensor) -> None:
@@ -77,7 +78,7 @@ def watch_modules(
     """Enter what every module returns, at the place `MICRO-BATCH:MODULE#CALL/OUTPUT`.
 
     Args:
-        model: the person's.
+        model: the user's.
         watch: where it is entered.
         number: gives the number of the present micro-batch.
         take: the part of each value that is looked at.

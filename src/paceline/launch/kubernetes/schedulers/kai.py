@@ -29,6 +29,7 @@ def attach(job: KubernetesJob, manifests: list[Manifest]) -> list[Manifest]:
             manifest["metadata"]["annotations"] = dict(members)
         if manifest["kind"] == "JobSet":
             manifest["spec"]["startupPolicy"] = {"startupPolicyOrder": "AnyOrder"}  # else KAI makes a gang of each role
+    # Of a runtime the Trainer makes a JobSet, which takes over the annotations of this template.
     for manifest in manifests:
         if manifest["kind"] == "TrainingRuntime":
             manifest["spec"]["template"]["metadata"] = {"annotations": dict(members)}

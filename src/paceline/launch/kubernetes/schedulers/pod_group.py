@@ -71,6 +71,7 @@ def reasons(kind: PodGroups, manifests: Sequence[Manifest], sets: Sequence[PodSe
     for manifest in manifests:
         if manifest.get("kind") == "PodGroup" and _api(manifest) == kind.api:
             groups[str(field_of(manifest, "metadata", "name"))] = manifest
+    # Neither a group nor a pod that names one: this scheduler is not used.
     has_users = any(field_of(pod_set.template, *kind.reference) for pod_set in sets)
     if not has_users and not groups:
         return

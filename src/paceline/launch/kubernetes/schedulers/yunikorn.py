@@ -52,6 +52,7 @@ def attach(job: KubernetesJob, sets: Sequence[PodSet]) -> None:
             **head.get("annotations", {}),
             GROUP: group_name(pod_set),
             GROUPS: text,
+            # Hard: after the timeout the application fails. Soft, the default, starts the pods that found room.
             POLICY: f"{TIMEOUT}={job.placeholder_timeout_s} {STYLE}=Hard",
         }
         pod_set.template["spec"]["schedulerName"] = SCHEDULER
@@ -77,7 +78,7 @@ def task_groups(sets: Sequence[PodSet]) -> list[Manifest]:
     for pod_set in sets:
         spec = pod_set.template["spec"]
         name = group_name(pod_set)
-        if name in groups:
+        if name in groups:  # servers and their coordinator: equal requests and constraints, so one group
             groups[name]["minMember"] += pod_set.count
             continue
         groups[name] = {
@@ -136,11 +137,13 @@ def pod_reasons(pod_set: PodSet) -> Iterator[str]:
     unknown = [key for key in _marks(pod_set) if key.startswith(PREFIX) and key not in KNOWN]
     for key in unknown:
         yield f"{pod_set.where}: YuniKorn knows no {key} ({did_you_mean(key, KNOWN, 'leave it out')})"
+    # As much of the name as YuniKorn takes over into a placeholder's name.
     if not _POD_NAME.fullmatch(str(_label(pod_set, APP) or "")[:28]):
         yield (
             f"{pod_set.where}: {APP} must be of small letters, digits and hyphens, for placeholders are named after it"
         )
     policy = str(_annotation(pod_set, POLICY) or f"{STYLE}=Hard")
+    # A missing annotation has its own reason above, so its style is not told as well.
     for reason in _policy_reasons(policy):
         yield f"{pod_set.where}: {POLICY} {reason}"
     yield from _anti_affinity_reasons(pod_set)
@@ -209,7 +212,7 @@ def _selects(selector: Mapping[str, Any], pod_labels: Mapping[str, str]) -> bool
 
 def _text_reasons(text: Any, sets: Sequence[PodSet]) -> Iterator[str]:
     """Yield what is wrong with the annotation that states all groups."""
-    twice: list[str] = []
+    twice: list[str] = []  # json.loads keeps the last of equal keys, so they are noted while it reads
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         keys = [key for key, _ in pairs]
@@ -295,7 +298,7 @@ def _difference_reasons(called: str, group: Mapping[str, Any], pod_set: PodSet) 
     """
     spec = field_of(pod_set.template, "spec") or {}
     stated = group.get("minResource")
-    asked = pod_resources(spec)
+    asked = pod_resources(spec)  # of all containers, as the scheduler sums them
     if not isinstance(stated, dict):
         stated = {}
     reserved = {key: read_quantity(text) or Fraction(0) for key, text in stated.items()}
