@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from paceline import __version__
-from paceline.doctor.facts import Cores, HostFacts, HostMemory, Limits, Shm
+from paceline.doctor.facts import Cores, HostFacts, Limits, MemoryFacts, Shm
 from paceline.doctor.probe.accelerators import look_at_accelerators
 from paceline.doctor.probe.disk import look_at_folder, look_for_leftovers, mount_of
 from paceline.doctor.probe.network import is_clock_synchronised, look_at_network
@@ -133,7 +133,7 @@ def cgroup_folders(root: Path, controller: str) -> list[Path]:
     return found
 
 
-def look_at_memory(root: Path) -> HostMemory:
+def look_at_memory(root: Path) -> MemoryFacts:
     """Main memory, swap, and the control group's limit."""
     lines = [line.split() for line in _text(root / "proc/meminfo").splitlines()]
     table = {}
@@ -144,7 +144,7 @@ def look_at_memory(root: Path) -> HostMemory:
     pages = _text(root / "sys/kernel/mm/transparent_hugepage/enabled")
     limit, used = _cgroup_memory(root)
     swap = table.get("SwapTotal", 0)
-    return HostMemory(
+    return MemoryFacts(
         table.get("MemTotal"),
         table.get("MemAvailable"),
         limit,
