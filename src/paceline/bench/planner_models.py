@@ -1,4 +1,4 @@
-"""Seven models whose memory is predicted and measured: small ones for CPUs, and as large as people use for GPUs."""
+"""Define seven models whose memory is predicted and measured: small for CPUs, and as large as people use for GPUs."""
 
 from __future__ import annotations
 
@@ -72,34 +72,36 @@ def vit(is_full: bool = False) -> nn.Module:
     return ViTForImageClassification(ViTConfig(**({} if is_full else sizes), **more))
 
 
-class Block(nn.Module):
-    """Two convolutions and a way past them."""
+class ResidualBlock(nn.Module):
+    """Two convolutions and a residual connection."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.first, self.second = (nn.Conv2d(channels, channels, 3, padding=1) for _ in range(2))
+        self.first = nn.Conv2d(channels, channels, 3, padding=1)
+        self.second = nn.Conv2d(channels, channels, 3, padding=1)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Of `images`, as many and as large ones."""
+        """Return images of the same shape, (batch, channels, height, width)."""
         return images + self.second(F.relu(self.first(F.relu(images))))  # type: ignore[no-any-return]
 
 
 def cnn(is_full: bool = False) -> nn.Module:
     """A residual network of convolutions."""
     channels, count = (256, 8) if is_full else (48, 3)
-    blocks = [Block(channels) for _ in range(count)]
-    first, last = nn.Conv2d(3, channels, 3, padding=1), nn.Linear(16 * channels, 10)
+    blocks = [ResidualBlock(channels) for _ in range(count)]
+    first = nn.Conv2d(3, channels, 3, padding=1)
+    last = nn.Linear(16 * channels, 10)  # 4 x 4 places of each channel
     return nn.Sequential(first, *blocks, nn.AdaptiveAvgPool2d(4), nn.Flatten(), last)
 
 
 def mlp(is_full: bool = False) -> nn.Module:
-    """Linear layers and GELUs."""
+    """A multilayer perceptron: linear layers and GELUs."""
     width = 8192 if is_full else 384
     blocks = [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(4)]
     return nn.Sequential(nn.Linear(192, width), *blocks, nn.Linear(width, 10))
 
 
-MODELS = {one.__name__: one for one in (bert, gpt2, llama, t5, vit, cnn, mlp)}
+MODELS = {model.__name__: model for model in (bert, gpt2, llama, t5, vit, cnn, mlp)}
 OPTIMIZERS = {
     "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9),
@@ -119,12 +121,12 @@ def _pair_loss(model: Any, batch: Any) -> Any:
 def _image_loss(model: Any, batch: Any) -> Any:
     images, labels = batch
     scores = model(images)
-    scores = getattr(scores, "logits", scores)
+    scores = getattr(scores, "logits", scores)  # transformers' models return an object
     return F.cross_entropy(scores, labels, reduction="sum"), len(labels)
 
 
 def workload(name: str, optimizer: str = "adamw", **parts: Any) -> paceline.Workload:
-    """A small model with data that fit it.
+    """Return the workload of a small model, with made-up data.
 
     Args:
         name: of `MODELS`.
@@ -135,7 +137,7 @@ def workload(name: str, optimizer: str = "adamw", **parts: Any) -> paceline.Work
 
 
 def full_workload(name: str, batch: int, length: int, **parts: Any) -> paceline.Workload:
-    """A model of the size that people use.
+    """Return the workload of a model of the size that people use, with made-up data.
 
     Args:
         name: of `MODELS`.
@@ -147,15 +149,15 @@ def full_workload(name: str, batch: int, length: int, **parts: Any) -> paceline.
 
 
 def _workload(name: str, optimizer: str, sizes: tuple[bool, int, int], parts: dict[str, Any]) -> paceline.Workload:
-    draws = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     is_full, length, pixels = sizes
-    samples = 4 * parts["batch_size"]
+    samples = 4 * parts["batch_size"]  # more than the three steps take
     if name in ("vit", "cnn", "mlp"):
         shape = (192,) if name == "mlp" else (3, pixels, pixels)
-        data: Any = [(torch.randn(shape, generator=draws), number % 10) for number in range(samples)]
+        data: Any = [(torch.randn(shape, generator=generator), number % 10) for number in range(samples)]
         loss = _image_loss
     else:
-        data = list(torch.randint(0, WORDS, (samples, length), generator=draws))
+        data = list(torch.randint(0, WORDS, (samples, length), generator=generator))
         loss = _pair_loss if name == "t5" else _text_loss
     make = MODELS[name]
     usual = {"model": lambda: make(is_full), "loss": loss, "optimizer": OPTIMIZERS[optimizer], "data": data}
