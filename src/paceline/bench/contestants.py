@@ -97,7 +97,7 @@ def _start(name: str, folder: Path, contestants: Mapping[str, Contestant]) -> li
 
 def _set_place(name: str, rank: int, ranks: int, port: int, folder: Path) -> None:
     """Set the variables that the contestant's launcher would set."""
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # for all alike, as launchers set it for several ranks of a host
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     if name.startswith("paceline") or name == "alone":
         os.environ.update(PACELINE_RANK=str(rank), PACELINE_WORLD_SIZE=str(ranks))
@@ -149,6 +149,7 @@ def _wait_for_all(ranks: int) -> None:
 
 
 def _free_port() -> int:
+    """Return a port for MASTER_PORT that was free just now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -168,6 +169,7 @@ def _loader(folder: Path, rank: int, ranks: int) -> DataLoader[Any]:
 
 
 def _forever(loader: Any) -> Iterator[Any]:
+    """Yield batches of one epoch after another; turns may take more steps than an epoch has."""
     while True:
         yield from loader
 
@@ -216,7 +218,7 @@ def _flat_all_reduce(folder: Path, rank: int, ranks: int) -> Step:
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         flat = torch.cat([gradient.flatten() for gradient in gradients])
         dist.all_reduce(flat)
-        flat /= ranks
+        flat /= ranks  # Gloo has no average
         means = flat.split([gradient.numel() for gradient in gradients])
         for gradient, mean_gradient in zip(gradients, means, strict=True):
             gradient.copy_(mean_gradient.view_as(gradient))
@@ -234,7 +236,7 @@ def _accelerate(folder: Path, rank: int, ranks: int) -> Step:
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
-    if accelerator.num_processes != ranks:
+    if accelerator.num_processes != ranks:  # it would train alone, and look fast
         raise RuntimeError(f"Accelerate runs {accelerator.num_processes} processes, not {ranks}")
     model, optimizer = _model()
     loader = DataLoader(MaskedSequences(folder / "train.npy"), BATCH, shuffle=True, drop_last=True)

@@ -33,6 +33,7 @@ SOURCES = {
     "DeepSpeed": ("bert", "process"),
     "google-research/bert": ("bert", "process"),
 }
+# Metrics of memory, and of speed: a row with a speed says that the job ran, so that it fitted.
 MEMORY = ("peak_memory", "gpu_memory", "gpu_memory_total", "peak_reserved_memory", "activation_memory")
 RAN = ("tokens_per_s_per_gpu", "throughput", "iter_time", "MFU")
 UNITS = {"GB": 1e9, "GiB": 2.0**30}  # bytes

@@ -89,6 +89,7 @@ def _split_by_tensor(model: Any, ranks: int) -> None:
     embeddings, head = model.bert["embeddings"], model.cls["predictions"]
     parallelize_module(embeddings, mesh, {"word_embeddings": RowwiseParallel(input_layouts=Replicate())})
     parallelize_module(head, mesh, {"decoder": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)})
+    # `parallelize_module` replaced the parameters by DTensors, each its own.
     head.decoder.weight = embeddings.word_embeddings.weight  # tied again: both are rows of the vocabulary
     head.bias = head.decoder.bias
 

@@ -21,7 +21,10 @@ from paceline.launch.local import rank_environment
 from paceline.nouns import module_names
 from paceline.nouns.errors import UsageError
 
-SEQUENCES, LENGTH, VOCABULARY = 4096, 64, 4096
+# Of the made-up data: as many tokens in a sequence, and in the vocabulary, as the demo's prepared text has.
+SEQUENCES = 4096
+LENGTH = 64
+VOCABULARY = 4096
 BATCH = 8  # samples of a process and step
 _FIRST_TOKEN = 5  # the demo's special tokens are 0 to 4
 SLICES = 5  # turns of a contestant in a round: short ones, so that all meet the same moods of the machine

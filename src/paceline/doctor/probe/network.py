@@ -165,8 +165,9 @@ def resolve(name: str) -> Name:
     try:
         answers = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
-        has_text = isinstance(error, OSError) and bool(error.strerror)
-        message = str(error.strerror) if has_text else str(error)
+        message = str(error)
+        if isinstance(error, OSError) and error.strerror:
+            message = error.strerror
         return Name(seconds=time.monotonic() - began_s, error=message)
     # "%" begins the interface of a link-local address.
     addresses = tuple(dict.fromkeys(str(answer[4][0]).partition("%")[0] for answer in answers))
