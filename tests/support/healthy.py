@@ -11,9 +11,9 @@ from paceline.doctor.facts import (
     Cores,
     Folder,
     HostFacts,
-    HostMemory,
     Interface,
     Limits,
+    MemoryFacts,
     Name,
     Network,
     Port,
@@ -35,7 +35,7 @@ def healthy(number=1, others=()):
             "3.12.4", "/usr/bin/python", "0.1.0", "2.13.0+cu128", "", 2.0, "12.8", "", "2.27.3", "570.86", "12.8"
         ),
         cores=Cores(16, 16, None, 0.5),
-        memory=HostMemory(64 * GIB, 60 * GIB, None, 0, 0, 0, "madvise"),
+        memory=MemoryFacts(64 * GIB, 60 * GIB, None, 0, 0, 0, "madvise"),
         accelerators=Accelerators(
             tuple(Accelerator("NVIDIA H200", 139 * GIB, 0, f"GPU-{number}{index}") for index in range(2)),
             {"GPU0-GPU1": "NV18"},

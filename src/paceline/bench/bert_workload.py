@@ -1,4 +1,4 @@
-"""What both sides of `bench strategies` train: the demo's BERT on made-up tokens, the same batches in the same order.
+"""Define what both sides of `bench strategies` train: the demo's BERT on made-up tokens, in the same batches.
 
 Like the demo, every sequence hides as many tokens, named by position, as Google's original does.
 """
@@ -21,8 +21,11 @@ from paceline.nouns.order import DataOrder, share
 from paceline.nouns.workload import Workload
 from paceline.train.seed import seed_everything
 
-BATCH, MICRO_BATCHES, SEED = 16, 4, 0  # samples of a step over all ranks; pieces of it in a pipeline
-HIDDEN, STRIDE = 10, 6  # tokens hidden of a sequence, and how far apart
+BATCH = 16  # samples of a step over all ranks
+MICRO_BATCHES = 4  # of a step in a pipeline
+SEED = 0
+HIDDEN = 10  # tokens hidden of a sequence of 64, about 15 % as in the demo
+STRIDE = 6  # tokens from one hidden token to the next
 
 Batch = dict[str, Tensor]
 
@@ -39,28 +42,29 @@ class HiddenTokens(Dataset[Batch]):
     def __getitem__(self, index: int) -> Batch:
         row = torch.from_numpy(self.rows[index].astype(np.int64))
         places = (torch.arange(HIDDEN) * STRIDE + index) % len(row)
-        return {"input_ids": row.index_fill(0, places, MASK), "places": places, "labels": row[places]}
+        hidden = row.index_fill(0, places, MASK)
+        return {"input_ids": hidden, "places": places, "labels": row[places]}
 
 
 def scores_of(model: Any, batch: Batch) -> Tensor:
-    """The model's scores for the hidden tokens: (batch * HIDDEN, vocabulary)."""
+    """Return the model's scores for the hidden tokens: (batch * HIDDEN, vocabulary)."""
     scores: Tensor = model(batch["input_ids"], batch["places"])
     return scores
 
 
 def loss(model: torch.nn.Module, batch: Batch) -> tuple[Tensor, int]:
-    """Cross entropy of the hidden tokens, added up, and how many there are."""
+    """Return the cross entropy of the hidden tokens, added up, and their number."""
     labels = batch["labels"].flatten()
     return F.cross_entropy(scores_of(model, batch), labels, reduction="sum"), labels.numel()
 
 
 def make_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
-    """AdamW as torch has it by default."""
+    """Return the optimizer of both sides, AdamW."""
     return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
 
 
 def make_workload(folder: Path) -> Workload:
-    """Paceline's side: as a person would declare it."""
+    """Return Paceline's side, as a user would declare it."""
     return Workload(
         model=lambda: Bert(BertConfig()),
         loss=loss,
@@ -73,15 +77,19 @@ def make_workload(folder: Path) -> Workload:
 
 
 def make_model() -> Bert:
-    """The other side's model, with the values that Paceline's starts from."""
+    """Return the other side's model, with the values that Paceline's starts from."""
     seed_everything(SEED)
     return Bert(BertConfig())
 
 
-def batches(folder: Path, part: int = 0, parts: int = 1) -> Iterator[Batch]:
-    """The other side's data: a part's samples of every global batch, without end, in Paceline's order."""
+def batches(folder: Path, rank: int = 0, ranks: int = 1) -> Iterator[Batch]:
+    """Yield the other side's batches without end: a rank's samples of each global batch, in Paceline's order."""
     data = HiddenTokens(folder / "train.npy")
-    order = DataOrder(SEED, len(data), BATCH)
-    positions = order.batches(0, order.position_after(10**6))
-    indices: Any = ([order.index(at) for at in share(batch, part, parts)] for batch in positions)
-    yield from DataLoader(data, batch_sampler=indices)
+    sampler: Any = _indices(len(data), rank, ranks)
+    yield from DataLoader(data, batch_sampler=sampler)
+
+
+def _indices(num_samples: int, rank: int, ranks: int) -> Iterator[list[int]]:
+    order = DataOrder(SEED, num_samples, BATCH)
+    for positions in order.batches(0, order.position_after(10**6)):
+        yield [order.index(position) for position in share(positions, rank, ranks)]

@@ -1,4 +1,4 @@
-"""The processes that `bench step` times: the same BERT, data and optimizer under Paceline and under its peers.
+"""Run the processes that `bench step` times: the same BERT, data and optimizer under Paceline and under its peers.
 
 `python -m paceline.bench.contestants FOLDER NAME ...` imports torch once, forks each contestant's ranks, then
 reads names from stdin: for each it runs some steps and prints seconds per step, and the losses where it knows them,
@@ -31,113 +31,132 @@ from paceline.demo.workload import MaskedSequences, loss, make_workload
 from paceline.nouns.plan import Plan
 from paceline.train.job import Job
 
-BATCH, STEPS, WARM_UP, SEED = 8, 4, 3, 0  # samples of a process, steps of a turn
-Step = Callable[[], float | None]  # takes a step; its mean loss, where this rank knows it
-Contestant = Callable[[Path, int, int], Step]  # of the data's folder, the rank and the ranks
-ALONE = ("plain", "paceline_alone")  # share a process and take turns step by step: 1 % is to be seen
+BATCH = 8  # samples of a process
+STEPS = 4  # of a turn
+WARM_UP = 3  # steps before the first turn
+SEED = 0
+Step = Callable[[], float | None]  # takes a step and returns its mean loss, where this rank knows it
+Contestant = Callable[[Path, int, int], Step]  # arguments: the data's folder, the rank, the number of ranks
+# These share a process and take turns step by step: a difference of 1 % must be seen.
+ALONE = ("plain", "paceline_alone")
 
 
 def serve(contestants: Mapping[str, Contestant]) -> None:
     """Serve turns of the contestants named on the command line until stdin ends."""
-    folder, names = Path(sys.argv[1]), sys.argv[2:]
-    pipes = {name: _start(name, folder, contestants) for name in names}
-    for name, ends in pipes.items():
-        for end in ends:
-            end.recv_bytes()  # ready
+    folder = Path(sys.argv[1])
+    names = sys.argv[2:]
+    connections = {name: _start(name, folder, contestants) for name in names}
+    for name, ranks in connections.items():
+        for connection in ranks:
+            connection.recv_bytes()  # ready
         print(json.dumps({"ready": name}), flush=True)
     for line in sys.stdin:
-        ends = pipes[line.strip()]
-        for end in ends:
-            end.send_bytes(b"go")
-        answers = [json.loads(end.recv_bytes()) for end in ends]
+        ranks = connections[line.strip()]
+        for connection in ranks:
+            connection.send_bytes(b"go")
+        answers = [json.loads(connection.recv_bytes()) for connection in ranks]
         print(json.dumps(_combined(answers)), flush=True)
 
 
 def _combined(answers: list[dict[str, Any]]) -> dict[str, Any]:
-    """The ranks' answers as one: the slowest's time, the mean of the losses of those that know them."""
-    seconds = {name: max(answer["seconds"][name] for answer in answers) for name in answers[0]["seconds"]}
-    steps = zip(*(answer["losses"] for answer in answers), strict=True)
-    known = [[loss for loss in step if loss is not None] for step in steps]
-    return {"seconds": seconds, "losses": [statistics.mean(losses) for losses in known if losses]}
+    """Return the ranks' answers as one: the time of the slowest, and the mean of the losses where ranks know them."""
+    seconds = {}
+    for name in answers[0]["seconds"]:
+        seconds[name] = max(answer["seconds"][name] for answer in answers)
+    means = []
+    for step in zip(*(answer["losses"] for answer in answers), strict=True):
+        losses = [loss for loss in step if loss is not None]
+        if losses:
+            means.append(statistics.mean(losses))
+    return {"seconds": seconds, "losses": means}
 
 
 def _start(name: str, folder: Path, contestants: Mapping[str, Contestant]) -> list[Connection[Any, Any]]:
-    ranks, port, ends = 1 if name == "alone" else 2, _free_port(), []
+    """Fork the ranks of a contestant, and return a connection to each."""
+    ranks = 1 if name == "alone" else 2
+    port = _free_port()
+    connections = []
     for rank in range(ranks):
         ours, theirs = Pipe()
         if os.fork() == 0:
             try:
-                ours.close()
+                ours.close()  # else this rank would hold its own pipe open, and never see its end
                 _set_place(name, rank, ranks, port, folder)
                 if name == "alone":
                     _serve_pair(_plain(folder, rank, ranks), _paceline(folder, ranks, "auto"), theirs)
                 _serve(name, contestants[name](folder, rank, ranks), theirs, ranks)
-            except EOFError:
+            except EOFError:  # the parent has closed the pipe: the benchmark is over
                 os._exit(0)
             except BaseException as error:
                 print(f"{name}, rank {rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-            os._exit(1)
+            os._exit(1)  # not sys.exit: the parent's exit handlers and buffers are the parent's
         theirs.close()
-        ends.append(ours)
-    return ends
+        connections.append(ours)
+    return connections
 
 
 def _set_place(name: str, rank: int, ranks: int, port: int, folder: Path) -> None:
-    torch.set_num_threads(1)
+    """Set the variables that the contestant's launcher would set."""
+    torch.set_num_threads(1)  # for all alike, as launchers set it for several ranks of a host
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     if name.startswith("paceline") or name == "alone":
-        values = (rank, ranks, rank, ranks)
-        names = ("PACELINE_RANK", "PACELINE_WORLD_SIZE", "PACELINE_LOCAL_RANK", "PACELINE_LOCAL_SIZE")
-        os.environ.update({key: str(value) for key, value in zip(names, values, strict=True)})
+        os.environ.update(PACELINE_RANK=str(rank), PACELINE_WORLD_SIZE=str(ranks))
+        os.environ.update(PACELINE_LOCAL_RANK=str(rank), PACELINE_LOCAL_SIZE=str(ranks))
         os.environ["PACELINE_RENDEZVOUS"] = str(folder / f"rendezvous-{name}")
         return
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GROUP_RANK="0", TORCHELASTIC_RUN_ID="bench")
 
 
-def _serve_pair(plain: Step, ours: Step, end: Connection[Any, Any]) -> None:
-    for step in (plain, ours) * WARM_UP:
+def _serve_pair(plain: Step, paceline: Step, connection: Connection[Any, Any]) -> None:
+    """Serve turns in which the two contestants of ALONE take their steps one by one, the first of them by turns."""
+    for step in (plain, paceline) * WARM_UP:
         step()
-    end.send_bytes(b"ready")
-    while end.recv_bytes():
-        plain()
+    connection.send_bytes(b"ready")
+    while connection.recv_bytes():
+        plain()  # not timed: it wakes the process, which slept since its last turn
         seconds: dict[str, list[float]] = {name: [] for name in ALONE}
-        for number in range(STEPS):
-            pairs = list(zip(ALONE, (plain, ours), strict=True))
-            for name, step in pairs[:: 1 if number % 2 else -1]:
-                began = time.perf_counter()
+        pairs = list(zip(ALONE, (plain, paceline), strict=True))
+        for _ in range(STEPS):
+            pairs.reverse()
+            for name, step in pairs:
+                began_s = time.perf_counter()
                 step()
-                seconds[name].append(time.perf_counter() - began)
+                seconds[name].append(time.perf_counter() - began_s)
         means = {name: sum(values) / STEPS for name, values in seconds.items()}
-        end.send_bytes(json.dumps({"seconds": means, "losses": []}).encode())
+        connection.send_bytes(json.dumps({"seconds": means, "losses": []}).encode())
 
 
-def _serve(name: str, step: Step, end: Connection[Any, Any], ranks: int) -> None:
+def _serve(name: str, step: Step, connection: Connection[Any, Any], ranks: int) -> None:
+    """Serve turns of one rank of a contestant."""
     losses = [step() for _ in range(WARM_UP)]
-    end.send_bytes(b"ready")
-    while end.recv_bytes():
-        _together(ranks)
+    connection.send_bytes(b"ready")
+    while connection.recv_bytes():
+        # One step that is not timed, since all ranks slept; then all begin to measure at the same time.
+        _wait_for_all(ranks)
         losses.append(step())
-        _together(ranks)
-        began = time.perf_counter()
+        _wait_for_all(ranks)
+        began_s = time.perf_counter()
         losses += [step() for _ in range(STEPS)]
-        seconds = {name: (time.perf_counter() - began) / STEPS}
-        end.send_bytes(json.dumps({"seconds": seconds, "losses": losses}).encode())
+        seconds = {name: (time.perf_counter() - began_s) / STEPS}
+        connection.send_bytes(json.dumps({"seconds": seconds, "losses": losses}).encode())
         losses = []
 
 
-def _together(ranks: int) -> None:
+def _wait_for_all(ranks: int) -> None:
     if ranks > 1:
         dist.barrier()
 
 
 def _free_port() -> int:
+    """Return a port for MASTER_PORT that was free just now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def _model() -> tuple[Bert, torch.optim.Optimizer]:
+    """Return the model, with the same values on all ranks and in all contestants, and its optimizer."""
     torch.manual_seed(SEED)
     model = Bert(BertConfig())
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
@@ -150,6 +169,7 @@ def _loader(folder: Path, rank: int, ranks: int) -> DataLoader[Any]:
 
 
 def _forever(loader: Any) -> Iterator[Any]:
+    """Yield batches of one epoch after another; turns may take more steps than an epoch has."""
     while True:
         yield from loader
 
@@ -183,11 +203,13 @@ def _plain(folder: Path, rank: int, ranks: int) -> Step:
 
 
 def _no_communication(folder: Path, rank: int, ranks: int) -> Step:
+    """Train two models side by side: the speed that a contestant which communicates can't exceed."""
     dist.init_process_group("gloo")
     return _plain(folder, rank, ranks)
 
 
 def _flat_all_reduce(folder: Path, rank: int, ranks: int) -> Step:
+    """Average all gradients with one all-reduce after the backward pass, without overlap."""
     dist.init_process_group("gloo")
     model, optimizer = _model()
 
@@ -196,9 +218,10 @@ def _flat_all_reduce(folder: Path, rank: int, ranks: int) -> Step:
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         flat = torch.cat([gradient.flatten() for gradient in gradients])
         dist.all_reduce(flat)
-        flat /= ranks
-        for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-            gradient.copy_(part.view_as(gradient))
+        flat /= ranks  # Gloo has no average
+        means = flat.split([gradient.numel() for gradient in gradients])
+        for gradient, mean_gradient in zip(gradients, means, strict=True):
+            gradient.copy_(mean_gradient.view_as(gradient))
 
     return _loop(model, optimizer, _forever(_loader(folder, rank, ranks)), backward)
 
@@ -213,7 +236,7 @@ def _accelerate(folder: Path, rank: int, ranks: int) -> Step:
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
-    if accelerator.num_processes != ranks:
+    if accelerator.num_processes != ranks:  # it would train alone, and look fast
         raise RuntimeError(f"Accelerate runs {accelerator.num_processes} processes, not {ranks}")
     model, optimizer = _model()
     loader = DataLoader(MaskedSequences(folder / "train.npy"), BATCH, shuffle=True, drop_last=True)
@@ -236,8 +259,9 @@ def _lightning(folder: Path, rank: int, ranks: int) -> Step:
 
 def _paceline(folder: Path, ranks: int, transport: str) -> Step:
     api.init()
-    parts: dict[str, Any] = {"scheduler": None, "clip_norm": None, "evaluation": None}
-    workload = make_workload(folder, 10**6, BATCH * ranks, **parts)
+    # The peers' loops have none of these.
+    omitted: dict[str, Any] = {"scheduler": None, "clip_norm": None, "evaluation": None}
+    workload = make_workload(folder, 10**6, BATCH * ranks, **omitted)
     job = Job(workload, Plan(mesh=f"replicate={ranks}", transport=transport))
     batches = job.batches()
 

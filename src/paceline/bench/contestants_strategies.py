@@ -1,4 +1,4 @@
-"""The processes that `bench strategies` times: Paceline's strategies, and each of them by hand in raw torch."""
+"""Run the processes that `bench strategies` times: Paceline's strategies, and each of them by hand in raw torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ PLANS = {
 }
 
 
-def _ours(plan: str) -> Contestant:
+def _paceline(plan: str) -> Contestant:
+    """Return the contestant that trains under a plan."""
+
     def start(folder: Path, rank: int, ranks: int) -> Step:
         api.init()
         job = Job(make_workload(folder), Plan.parse(plan))
@@ -34,7 +36,7 @@ def _ours(plan: str) -> Contestant:
 
 
 CONTESTANTS: dict[str, Contestant] = {
-    **{name: _ours(plan) for name, plan in PLANS.items()},
+    **{name: _paceline(plan) for name, plan in PLANS.items()},
     "raw_shard": raw_shard,
     "raw_tensor": raw_tensor,
     "raw_gpipe": raw_gpipe,

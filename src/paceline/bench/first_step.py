@@ -1,4 +1,4 @@
-"""One step of the demo's BERT on made-up tokens, then the time: what the start-up benchmark runs.
+"""Take one step of the demo's BERT on made-up tokens, then write the time: the job of the start-up benchmark.
 
 `paceline run -n 2 first_step.py FOLDER MARK` and `torchrun --nproc-per-node 2 first_step.py FOLDER MARK` run the
 same file; rank 0 writes nanoseconds since the epoch to MARK when its first step is done.

@@ -29,9 +29,11 @@ from paceline.nouns.errors import UsageError
 _FILE = Path(__file__).with_name("small_gpt.py")
 LIBRARIES = ("paceline", "ddp", "accelerate", "lightning")
 SETTINGS = ("quiet", "busy")
+# Computes until its parent is another process than the one whose number it got: then the benchmark was killed.
 _SPIN = "import os, sys\nwhile os.getppid() == int(sys.argv[1]):\n    for _ in range(10**6): pass\n"
 
-RANKS, BATCH = 2, 32  # samples of a step, over all ranks: see small_gpt.py
+RANKS = 2
+BATCH = 32  # samples of a step, over all ranks: see small_gpt.py
 
 Measured = dict[str, dict[str, list[float]]]  # by setting, then by library: a number for each round
 
@@ -52,28 +54,29 @@ def run_jobs(folder: Path, rounds: int, steps: int, busy: int, tell: Callable[[s
     Raises:
         UsageError: a number is too small, or a library is missing or failed.
     """
-    for name, value, least in (("--rounds", rounds, 1), ("--steps", steps, 2), ("--busy", busy, 1)):
-        if value < least:
-            raise UsageError("can't measure whole jobs", f"{name} is {value}", f"write {name} {least} or more")
-    for library in ("accelerate", "lightning"):
-        if not version(library):
-            raise UsageError(f"can't measure {library}", "it is not installed", "pip install 'paceline[bench]'")
+    _check_request(rounds, steps, busy)
     load_before = os.getloadavg()[0]
-    rates: Measured = {setting: {library: [] for library in LIBRARIES} for setting in SETTINGS}
-    wholes: Measured = {setting: {library: [] for library in LIBRARIES} for setting in SETTINGS}
-    began_s, done = time.monotonic(), 0
+    rates = _no_measurements()
+    durations = _no_measurements()
+    began_s = time.monotonic()
+    num_jobs = rounds * len(SETTINGS) * len(LIBRARIES)
+    num_done = 0
     for number in range(rounds):
+        # Forwards and backwards, so that nobody always follows the same neighbour.
+        libraries = LIBRARIES if number % 2 == 0 else LIBRARIES[::-1]
         for setting in SETTINGS:
             with busy_processes(busy if setting == "busy" else 0):
-                # Forwards and backwards, so that nobody always follows the same neighbour.
-                for library in LIBRARIES[:: 1 if number % 2 == 0 else -1]:
-                    rate, whole_s = _run_job(folder, library, steps)
+                for library in libraries:
+                    rate, duration_s = _run_job(folder, library, steps)
                     rates[setting][library].append(rate)
-                    wholes[setting][library].append(whole_s)
-                    done += 1
-                    tell(progress(done, rounds * len(SETTINGS) * len(LIBRARIES), time.monotonic() - began_s))
+                    durations[setting][library].append(duration_s)
+                    num_done += 1
+                    tell(progress(num_done, num_jobs, time.monotonic() - began_s))
+    rows = []
+    for setting in SETTINGS:
+        rows += [_row(setting, library, rates, durations) for library in LIBRARIES]
     return {
-        "rows": [_row(setting, library, rates, wholes) for setting in SETTINGS for library in LIBRARIES],
+        "rows": rows,
         "ratios": ratios(rates),
         "rounds": rounds,
         "steps": steps,
@@ -83,28 +86,46 @@ def run_jobs(folder: Path, rounds: int, steps: int, busy: int, tell: Callable[[s
     }
 
 
+def _check_request(rounds: int, steps: int, busy: int) -> None:
+    # Two steps at least: the first is not timed.
+    for name, value, least in (("--rounds", rounds, 1), ("--steps", steps, 2), ("--busy", busy, 1)):
+        if value < least:
+            raise UsageError("can't measure whole jobs", f"{name} is {value}", f"write {name} {least} or more")
+    for library in ("accelerate", "lightning"):
+        if not version(library):
+            raise UsageError(f"can't measure {library}", "it is not installed", "pip install 'paceline[bench]'")
+
+
+def _no_measurements() -> Measured:
+    measured: Measured = {}
+    for setting in SETTINGS:
+        measured[setting] = {library: [] for library in LIBRARIES}
+    return measured
+
+
 def ratios(rates: Measured) -> dict[str, float]:
-    """Paceline's samples per second over each other library's, by setting."""
-    return {
-        f"{setting}_over_{library}": round(median_ratio(of["paceline"], of[library]), 4)
-        for setting, of in rates.items()
-        for library in LIBRARIES
-        if library != "paceline"
-    }
+    """Return Paceline's samples per second over each other library's, by setting."""
+    result = {}
+    for setting, by_library in rates.items():
+        for library in LIBRARIES:
+            if library != "paceline":
+                ratio = median_ratio(by_library["paceline"], by_library[library])
+                result[f"{setting}_over_{library}"] = round(ratio, 4)
+    return result
 
 
 def progress(done: int, jobs: int, elapsed_s: float) -> str:
-    """How far the comparison is, and how long the rest takes if it goes on so."""
+    """Return a line with the jobs done, and the seconds that the rest takes at this speed."""
     left_s = elapsed_s / done * (jobs - done)
     return f"jobs, {done} of {jobs}: {left_s:.0f} s left"
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result as aligned lines."""
+    """Return the result as aligned lines."""
     lines = [f"{'':<8}{'':<12}{'samples/s':>12}{'min':>10}{'max':>10}{'whole job s':>14}"]
     for row in result["rows"]:
-        numbers = "".join(f"{row[key]:>{width}.1f}" for key, width in (("samples_per_s", 12), ("min", 10), ("max", 10)))
-        lines.append(f"{row['setting']:<8}{row['library']:<12}{numbers}{row['whole_s']:>14.1f}")
+        rates = f"{row['samples_per_s']:>12.1f}{row['min']:>10.1f}{row['max']:>10.1f}"
+        lines.append(f"{row['setting']:<8}{row['library']:<12}{rates}{row['whole_s']:>14.1f}")
     lines.append("")
     lines += [f"{name:<32}{value:>8.3f}" for name, value in result["ratios"].items()]
     where = result["machine"]
@@ -134,48 +155,51 @@ def busy_processes(count: int) -> Iterator[None]:
 
 
 def command_of(folder: Path, library: str, steps: int) -> list[str]:
-    """How a user of the library starts the job."""
+    """Return the command by which a user of the library starts the job."""
     job = [str(_FILE), library, str(steps), str(folder / "mark")]
     if library == "paceline":
         run = ["-m", module_names.COMMAND, "run", "-n", str(RANKS), "--runs", str(folder / "runs")]
         return [sys.executable, *run, "--checkpoint-every", "0", *job]
-    if library == "lightning":
+    if library == "lightning":  # Fabric starts the second process itself
         return [sys.executable, *job]
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS), *job]
 
 
 def _run_job(folder: Path, library: str, steps: int) -> tuple[float, float]:
-    """Samples per second of its steps but the first, and the seconds of the whole command."""
+    """Run a job, and return samples per second of its steps but the first, and the seconds of the whole command."""
     mark = folder / "mark"
     mark.unlink(missing_ok=True)
     command = command_of(folder, library, steps)
-    foreign = ("PACELINE_", "TORCHELASTIC")
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(foreign)}
+    # A benchmark that a launcher started must not make its jobs ranks of that launcher.
+    launchers = ("PACELINE_", "TORCHELASTIC")
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(launchers)}
     environment["OMP_NUM_THREADS"] = "1"  # as torchrun and Paceline set it for several ranks of a host
     began_s = time.monotonic()
     ended = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder)
-    whole_s = time.monotonic() - began_s
-    written = json.loads(mark.read_text()) if mark.exists() else None
-    if ended.returncode or written is None or written["steps"] != steps:
-        last = (ended.stderr.strip().splitlines() or ["it printed nothing"])[-1]
+    duration_s = time.monotonic() - began_s
+    result = json.loads(mark.read_text()) if mark.exists() else None
+    if ended.returncode or result is None or result["steps"] != steps:
+        lines = ended.stderr.strip().splitlines()
+        last_line = lines[-1] if lines else "it printed nothing"
         raise UsageError(
             f"{library} should train {steps} steps on {RANKS} ranks",
-            f"it did not: {last}",
+            f"it did not: {last_line}",
             "run it alone: " + " ".join(command),
         )
-    return (steps - 1) * BATCH / written["seconds"], whole_s
+    return (steps - 1) * BATCH / result["seconds"], duration_s
 
 
-def _row(setting: str, library: str, rates: Measured, wholes: Measured) -> dict[str, Any]:
-    taken = rates[setting][library]
+def _row(setting: str, library: str, rates: Measured, durations: Measured) -> dict[str, Any]:
+    samples_per_s = rates[setting][library]
+    seconds = durations[setting][library]
     return {
         "setting": setting,
         "library": library,
         "ranks": RANKS,
-        "samples_per_s": round(statistics.median(taken), 2),
-        "min": round(min(taken), 2),
-        "max": round(max(taken), 2),
-        "rounds": [round(rate, 2) for rate in taken],
-        "whole_s": round(statistics.median(wholes[setting][library]), 3),
-        "whole_rounds_s": [round(value, 3) for value in wholes[setting][library]],
+        "samples_per_s": round(statistics.median(samples_per_s), 2),
+        "min": round(min(samples_per_s), 2),
+        "max": round(max(samples_per_s), 2),
+        "rounds": [round(rate, 2) for rate in samples_per_s],
+        "whole_s": round(statistics.median(seconds), 3),
+        "whole_rounds_s": [round(value, 3) for value in seconds],
     }

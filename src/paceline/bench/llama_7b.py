@@ -1,4 +1,4 @@
-"""Profiles a step of a Llama of seven billion parameters, and says what that took."""
+"""Profile a step of a Llama of seven billion parameters, and print the memory that this took."""
 
 from __future__ import annotations
 
@@ -22,5 +22,5 @@ workload = paceline.Workload(
     batch_size=2,
 )
 memory = memory_of(rehearse(workload, Plan()))
-resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
 print(json.dumps({"parameters": memory.between[PARAMETERS], "peak": memory.peak, "resident_bytes": resident}))

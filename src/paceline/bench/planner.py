@@ -1,4 +1,4 @@
-"""`paceline bench planner`: what the planner says of memory, against what was measured here and published elsewhere.
+"""`paceline bench planner`: compare predicted memory with what was measured here and what was published elsewhere.
 
 On CPUs small models are trained under plans, their peaks of live tensors seen by torch's profiler; on a GPU models of
 the size that people use, by torch's caching allocator. The profile of a Llama of seven billion parameters is timed.
@@ -26,7 +26,8 @@ Tell = Callable[[str], None]
 # The programs that the published measurements were made with: in a clone, not in the installed package.
 PROGRAMS = Path(__file__).parents[3] / "benchmarks"
 OTHERWISE = {"precision": "bf16", "optimizer": "sgd"}
-# Model, plan and how: all seven models, both optimizers, both precisions and every axis, alone and with others.
+# Model, plan and parts of the Workload: all seven models, both optimizers, both precisions, and every axis alone and
+# with others.
 CELLS: list[tuple[str, str, dict[str, Any]]] = [
     *((name, "replicate=1", {}) for name in ("bert", "gpt2", "llama", "t5", "vit", "cnn", "mlp")),
     *((name, "replicate=1", OTHERWISE) for name in ("bert", "cnn")),
@@ -37,7 +38,7 @@ CELLS: list[tuple[str, str, dict[str, Any]]] = [
     *(("llama", "shard=2,tensor=2", {}), ("t5", "pipeline=2,tensor=2", {})),
 ]
 TRIES = 3  # the profiler does not hear what other threads free: on a busy machine it may see too much
-# Model, samples, words or pixels, and how: ten steps on a GPU.
+# Model, samples, words or pixels, and parts of the Workload: ten models on a GPU.
 GPU_CELLS: list[tuple[str, int, int, dict[str, Any]]] = [
     *(("bert", 32, 128, {}), ("bert", 16, 512, {"precision": "bf16"}), ("gpt2", 8, 512, {})),
     *(("gpt2", 16, 1024, {"precision": "bf16"}), ("llama", 4, 1024, {}), ("llama", 8, 2048, {"precision": "bf16"})),
@@ -52,44 +53,51 @@ def run_planner(folder: Path, device: str, published: Path | None, tell: Tell) -
         folder: an empty one.
         device: "cpu", or "cuda" to measure on a GPU of this host besides.
         published: a table of measurements; None leaves its ratios out.
-        tell: told what is going on.
+        tell: called with progress lines.
 
     Returns:
-        `rows` (model, plan, predicted and measured bytes), `published` (what was said of each row and why), `ratios`
-        (`cpu_memory_error_max`, `profile_7b_s`, and where asked `gpu_memory_error_max`, `gpu_reserved_error_max`,
-        `published_fit_accuracy`, `published_memory_error_median`), and the machine.
+        `rows` (model, plan, predicted and measured bytes), `published` (the prediction of each row, or why there is
+        none), `ratios` (`cpu_memory_error_max`, `profile_7b_s`, and where asked `gpu_memory_error_max`,
+        `gpu_reserved_error_max`, `published_fit_accuracy`, `published_memory_error_median`), and the machine.
 
     Raises:
         UsageError: a GPU is asked for and there is none, or a run failed.
     """
     load_before = os.getloadavg()[0]
-    if published is not None:  # both before anything takes time
+    # What was asked for is checked before anything takes time.
+    if published is not None:
         _need_the_programs()
         published_table.read(published)
     if device == "cuda":
         _need_a_gpu()
+
     rows = []
     for number, cell in enumerate(CELLS):
         tell(f"planner: {number + 1} of {len(CELLS)}, {cell[0]} under {cell[1]}")
         rows += check_cell(folder / str(number), cell)
     ratios: dict[str, float | None] = {"cpu_memory_error_max": max(row["error"] for row in rows)}
+
     if device == "cuda":
-        rows += (measured := _on_gpu(tell))
-        ratios["gpu_memory_error_max"] = max(row["error"] for row in measured)
-        ratios["gpu_reserved_error_max"] = max(row["reserved_error"] for row in measured)
+        gpu_rows = _on_gpu(tell)
+        rows += gpu_rows
+        ratios["gpu_memory_error_max"] = max(row["error"] for row in gpu_rows)
+        ratios["gpu_reserved_error_max"] = max(row["reserved_error"] for row in gpu_rows)
+
     tell("planner: a profile of 7 billion parameters")
-    taken = time_7b()
-    result: dict[str, Any] = {"rows": rows, "profile_7b": taken}
-    ratios |= {"published_fit_accuracy": None, "published_memory_error_median": None}
+    profile = time_7b()
+    result: dict[str, Any] = {"rows": rows, "profile_7b": profile}
+
+    ratios["published_fit_accuracy"] = None
+    ratios["published_memory_error_median"] = None
     if published is not None:
         result["published"] = _predict(published)
         ratios |= result["published"].pop("ratios")
-    ratios["profile_7b_s"] = taken["seconds"]
+    ratios["profile_7b_s"] = profile["seconds"]
     return {**result, "ratios": ratios, "machine": machine(load_before)}
 
 
 def check_cell(folder: Path, cell: tuple[str, str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each rank's peak under a plan, rehearsed and measured.
+    """Rehearse and measure a plan, and return each rank's predicted and measured peak, in bytes.
 
     Raises:
         UsageError: the run failed.
@@ -97,20 +105,28 @@ def check_cell(folder: Path, cell: tuple[str, str, dict[str, Any]]) -> list[dict
     name, line, parts = cell
     plan = Plan.parse(line)
     predicted = [memory["peak"] for memory in _rehearse(["cpu", name, line, json.dumps(parts)])]
+
+    # The lowest of some tries counts: what goes wrong in a measurement only makes it larger (see TRIES).
     lowest: list[int] = []
     for _ in range(TRIES):
         peaks = [answer["peak"] for answer in _measure(folder, cell, plan.world_size)]
-        lowest = peaks if not lowest else [min(pair) for pair in zip(lowest, peaks, strict=True)]
-        if all(peak <= own for own, peak in zip(predicted, lowest, strict=True)):
+        if lowest:
+            peaks = [min(pair) for pair in zip(lowest, peaks, strict=True)]
+        lowest = peaks
+        has_excess = any(peak > prediction for prediction, peak in zip(predicted, lowest, strict=True))
+        if not has_excess:
             break
-    return [
-        {"device": "cpu", "model": name, "plan": line, "parts": parts, "rank": rank}
-        | {"predicted": own, "measured": peak, "error": abs(own / peak - 1)}
-        for rank, (own, peak) in enumerate(zip(predicted, lowest, strict=True))
-    ]
+
+    rows = []
+    for rank, (prediction, peak) in enumerate(zip(predicted, lowest, strict=True)):
+        row = {"device": "cpu", "model": name, "plan": line, "parts": parts, "rank": rank}
+        row |= {"predicted": prediction, "measured": peak, "error": abs(prediction / peak - 1)}
+        rows.append(row)
+    return rows
 
 
 def _measure(folder: Path, cell: tuple[str, str, dict[str, Any]], ranks: int) -> list[dict[str, Any]]:
+    """Train under a plan, and return what each rank measured."""
     name, line, parts = cell
     folder.mkdir(exist_ok=True)
     script = Path(__file__).with_name("planner_peaks.py")
@@ -121,32 +137,46 @@ def _measure(folder: Path, cell: tuple[str, str, dict[str, Any]], ranks: int) ->
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
 
 
-def _rehearse(words: Sequence[str]) -> list[dict[str, Any]]:
-    """By rank, what a rehearsal says of memory."""
-    command = [sys.executable, "-m", module_names.PLANNER_REHEARSAL, *words]
-    return list(json.loads(_run(command, "the rehearsal", {"OMP_NUM_THREADS": "1"}).splitlines()[-1]))
+def _rehearse(arguments: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the memory that a rehearsal predicts, by rank."""
+    command = [sys.executable, "-m", module_names.PLANNER_REHEARSAL, *arguments]
+    # One thread, as the ranks have: the size of kernels' buffers depends on it.
+    output = _run(command, "the rehearsal", {"OMP_NUM_THREADS": "1"})
+    return list(_last_line(output))
+
+
+def _last_line(output: str) -> Any:
+    """Return what the last line of a program's output says in JSON; libraries may print before it."""
+    return json.loads(output.splitlines()[-1])
 
 
 def _on_gpu(tell: Tell) -> list[dict[str, Any]]:
-    """Steps on a GPU of this host, each in a process of its own, and what was predicted of them."""
+    """Train on a GPU of this host and rehearse the same, and return measured and predicted bytes.
+
+    Each model has a process of its own: the caching allocator keeps what an earlier one reserved.
+    """
     rows = []
     for name, batch, length, parts in GPU_CELLS:
         tell(f"planner: {name}, {batch} x {length}, on the GPU")
-        words = [name, str(batch), str(length), json.dumps(parts)]
-        command = [sys.executable, "-m", module_names.PLANNER_GPU, *words]
-        real = json.loads(_run(command, f"{name} on the GPU", {}).splitlines()[-1])
-        (memory,) = _rehearse(["cuda", *words])
-        rows.append(
-            {"device": real["device"], "model": name, "batch": batch, "length": length, "parts": parts}
-            | {"predicted": memory["peak"], "measured": real["allocated"]}
-            | {"predicted_reserved": memory["reserved"], "measured_reserved": real["reserved"]}
-            | {"error": abs(memory["peak"] / real["allocated"] - 1)}
-            | {"reserved_error": abs(memory["reserved"] / real["reserved"] - 1)}
-        )
+        arguments = [name, str(batch), str(length), json.dumps(parts)]
+        command = [sys.executable, "-m", module_names.PLANNER_GPU, *arguments]
+        measured = _last_line(_run(command, f"{name} on the GPU", {}))
+        (predicted,) = _rehearse(["cuda", *arguments])
+        row = {"device": measured["device"], "model": name, "batch": batch, "length": length, "parts": parts}
+        row |= {
+            "predicted": predicted["peak"],
+            "measured": measured["allocated"],
+            "predicted_reserved": predicted["reserved"],
+            "measured_reserved": measured["reserved"],
+            "error": abs(predicted["peak"] / measured["allocated"] - 1),
+            "reserved_error": abs(predicted["reserved"] / measured["reserved"] - 1),
+        }
+        rows.append(row)
     return rows
 
 
 def _need_a_gpu() -> None:
+    # In a process of its own: this one does not import torch.
     code = "import torch; print(torch.cuda.is_available())"
     if _run([sys.executable, "-c", code], "torch", {}).strip() != "True":
         raise UsageError(
@@ -164,9 +194,12 @@ def _need_the_programs() -> None:
 
 
 def _predict(published: Path) -> dict[str, Any]:
-    """The table's rows; its process tells on stderr how far it is."""
+    """Predict the rows of a table; the process prints its progress to stderr, which is not caught."""
     command = [sys.executable, "-m", "published.predict", str(published)]
-    folders = [str(PROGRAMS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    folders = [str(PROGRAMS)]
+    user_folders = os.environ.get("PYTHONPATH")
+    if user_folders:
+        folders.append(user_folders)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment)
     if done.returncode:
@@ -175,37 +208,44 @@ def _predict(published: Path) -> dict[str, Any]:
 
 
 def time_7b() -> dict[str, float]:
-    """How long a profile of a Llama of 7 billion parameters takes, and its memory, in a process of its own."""
-    began = time.monotonic()
-    said = json.loads(_run([sys.executable, "-m", module_names.LLAMA_7B], "the profile", {}).splitlines()[-1])
-    return {"seconds": time.monotonic() - began, "resident_bytes": said["resident_bytes"]}
+    """Profile a Llama of 7 billion parameters in a process of its own, and return its time and memory."""
+    began_s = time.monotonic()
+    answer = _last_line(_run([sys.executable, "-m", module_names.LLAMA_7B], "the profile", {}))
+    return {"seconds": time.monotonic() - began_s, "resident_bytes": answer["resident_bytes"]}
 
 
-def _run(command: Sequence[str], what: str, more: dict[str, str]) -> str:
+def _run(command: Sequence[str], what: str, variables: dict[str, str]) -> str:
+    """Run a program with some variables set, and return its output.
+
+    Raises:
+        UsageError: it failed.
+    """
+    # Settings of this shell must not change what is measured.
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PACELINE_")}
-    done = subprocess.run(command, capture_output=True, text=True, env={**environment, **more})
+    done = subprocess.run(command, capture_output=True, text=True, env={**environment, **variables})
     if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        raise UsageError(f"can't measure {what}", f"it failed: {last}", "run it alone: " + " ".join(command))
+        lines = done.stderr.strip().splitlines()
+        last_line = lines[-1] if lines else "it said nothing"
+        raise UsageError(f"can't measure {what}", f"it failed: {last_line}", "run it alone: " + " ".join(command))
     return done.stdout
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result as aligned lines."""
+    """Return the result as aligned lines."""
     mib = 2**20
     lines = [f"{'':<40}{'rank':>5}{'predicted MiB':>15}{'measured MiB':>14}{'off':>9}"]
     for row in result["rows"]:
-        what = f"{row['model']}, {row.get('plan') or str(row['batch']) + ' x ' + str(row['length'])}"
-        what += "".join(f", {value}" for value in row["parts"].values())
-        lines.append(
-            f"{what:<40}{row.get('rank', 0):>5}{row['predicted'] / mib:>15.2f}{row['measured'] / mib:>14.2f}"
-            f"{100 * row['error']:>8.3f}%"
-        )
+        size = row.get("plan") or f"{row['batch']} x {row['length']}"  # rows of a GPU have no plan
+        cells = [row["model"], size, *(str(value) for value in row["parts"].values())]
+        predicted = row["predicted"] / mib
+        measured = row["measured"] / mib
+        numbers = f"{row.get('rank', 0):>5}{predicted:>15.2f}{measured:>14.2f}{100 * row['error']:>8.3f}%"
+        lines.append(f"{', '.join(cells):<40}{numbers}")
     resident = result["profile_7b"]["resident_bytes"] / 2**30
     lines += ["", f"a profile of 7 billion parameters held {resident:.2f} GiB", ""]
-    lines += [
-        f"{name:<40}{'-' if value is None else format(value, '.4f'):>10}" for name, value in result["ratios"].items()
-    ]
+    for name, value in result["ratios"].items():
+        number = "-" if value is None else f"{value:.4f}"
+        lines.append(f"{name:<40}{number:>10}")
     if "published" in result:
         lines += ["", *published_table.table(result["published"])]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Some steps of a model on a GPU, and what torch's caching allocator held for them: one process of `bench planner`.
+"""Take some steps of a model on a GPU, and print the memory that torch's caching allocator held for them.
 
 `python -m paceline.bench.planner_gpu NAME BATCH LENGTH PARTS` prints one JSON object.
 """
@@ -17,20 +17,20 @@ from paceline.train.job import Job
 
 
 def main() -> None:
-    """Train, and say the largest number of bytes allocated and reserved since the second step began."""
-    name, batch, length, parts = sys.argv[1:]
+    """Train, and print the largest number of bytes allocated and reserved since the second step began."""
+    name, batch_size, length, parts = sys.argv[1:]
     api.init()
-    job = Job(full_workload(name, int(batch), int(length), **json.loads(parts)), Plan())
-    for number, one in enumerate(job.batches()):
-        if number == 1:
+    job = Job(full_workload(name, int(batch_size), int(length), **json.loads(parts)), Plan())
+    for number, batch in enumerate(job.batches()):
+        if number == 1:  # the first step makes the optimizer's state
             torch.cuda.reset_peak_memory_stats()
-        job.step(one)
-    facts = {
+        job.step(batch)
+    peaks = {
         "device": torch.cuda.get_device_name(),
         "allocated": torch.cuda.max_memory_allocated(),
         "reserved": torch.cuda.max_memory_reserved(),
     }
-    print(json.dumps(facts))
+    print(json.dumps(peaks))
 
 
 if __name__ == "__main__":

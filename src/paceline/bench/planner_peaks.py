@@ -1,4 +1,4 @@
-"""What a real step holds at most, rank by rank, as torch's profiler sees it: the measured half of `bench planner`.
+"""Measure the peak memory of a real step, rank by rank, with torch's profiler: the measured half of `bench planner`.
 
 `paceline run -n N planner_peaks.py NAME PLAN PARTS FOLDER` trains a small model under a plan and writes
 `FOLDER/RANK.json`.
@@ -22,48 +22,52 @@ from paceline.train.job import Job
 
 
 def measured(plan: Any, name: str, parts: dict[str, Any]) -> tuple[int, int, list[dict[str, Any]]]:
-    """Of this rank: the most live bytes in the last step, the bytes at its end, and the ledger's rows of that step.
+    """Train, and return this rank's peak of live bytes in the last step, those at its end, and its ledger's rows.
 
-    The profiler hears only the threads that it was started in. Gloo lets go of what it has sent in a thread of its
-    own; so after each collective there is time for that before this thread lets go.
+    The profiler records only the thread that started it. Gloo releases a buffer that it has sent in a thread of its
+    own; if that were the last reference, the release would not be recorded. So `wait` gives it time for that, before
+    this thread releases the buffer (`with_time_to_let_go`).
     """
     api.init()
-    made = workload(name, **parts)  # its data are no part of the job
+    training = workload(name, **parts)  # before the profiler starts: its data are no part of the job
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        job = Job(made, plan)
-        began = 0
+        job = Job(training, plan)
+        began_ns = 0
         for batch in job.batches():
-            began = time.time_ns()
+            began_ns = time.time_ns()
+            # Of each step anew, so that the last one's are left.
             job.ledger.calls.clear()
             job.ledger.payload_bytes.clear()
             job.step(batch)
         rows = job.ledger.rows()
+    # An event for each allocation and, with negative bytes, for each release.
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    live = peak = 0
+    live = 0
+    peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         live += event.nbytes()
-        if event.start_ns() >= began:
+        if event.start_ns() >= began_ns:
             peak = max(peak, live)
     return peak, live, rows
 
 
 def with_time_to_let_go() -> None:
-    """See `measured`."""
+    """Let each wait for a collective take 10 ms longer; see `measured`."""
     from torch._C._distributed_c10d import Work
 
     wait = Work.wait
 
-    def slowly(self: Any, *arguments: Any) -> Any:
+    def slow_wait(self: Any, *arguments: Any) -> Any:
         result = wait(self, *arguments)
         time.sleep(0.01)
         return result
 
-    if wait.__name__ != "slowly":
-        Work.wait = slowly  # type: ignore[method-assign, assignment]
+    if wait.__name__ != "slow_wait":  # not twice
+        Work.wait = slow_wait  # type: ignore[method-assign, assignment]
 
 
 def main() -> None:
-    """One rank."""
+    """Measure one rank."""
     name, line, parts, folder = sys.argv[1:]
     torch.set_num_threads(1)  # kernels' scratch memory depends on it
     with_time_to_let_go()

@@ -1,4 +1,4 @@
-"""What is predicted of a model's memory: the other half of `bench planner`, in a process of its own.
+"""Predict a model's memory: the other half of `bench planner`, in a process of its own.
 
 `python -m paceline.bench.planner_rehearsal cpu NAME PLAN PARTS`, or `... cuda NAME BATCH LENGTH PARTS`, prints a JSON
 list, by rank.
@@ -19,14 +19,16 @@ from paceline.profile.simulate import rehearse
 
 def main() -> None:
     """Rehearse a step of every rank."""
-    device, name, *words, text = sys.argv[1:]
-    parts, memories = json.loads(text), []
+    device, name, *sizes, text = sys.argv[1:]
+    parts = json.loads(text)
+    memories = []
     torch.set_num_threads(1)  # as the ranks have
     if device == "cuda":
-        batch, length = (int(word) for word in words)
-        memories.append(memory_of(rehearse(full_workload(name, batch, length, **parts), Plan(), device="cuda")))
+        batch, length = sizes
+        training = full_workload(name, int(batch), int(length), **parts)
+        memories.append(memory_of(rehearse(training, Plan(), device="cuda")))
     else:
-        plan = Plan.parse(words[0])
+        plan = Plan.parse(sizes[0])
         for rank in range(plan.world_size):
             memories.append(memory_of(rehearse(workload(name, **parts), plan, rank)))
     print(json.dumps([memory.to_json() for memory in memories]))

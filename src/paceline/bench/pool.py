@@ -1,4 +1,4 @@
-"""Holds a benchmark's contestants in processes that wait, and gives them turns."""
+"""Hold a benchmark's contestants in processes that wait, and give them turns."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from paceline.nouns.errors import UsageError
 
 
 class Turn(NamedTuple):
-    """What a contestant did in its turn.
+    """The result of a contestant's turn.
 
     Attributes:
         seconds: per step, by name: contestants that share a process take their turn together.
-        losses: of every step since the turn before, where the contestant says them.
+        losses: of every step since the turn before; empty where the contestant does not report them.
     """
 
     seconds: dict[str, float]
@@ -30,9 +30,9 @@ class Pool:
 
     Args:
         module: the one that serves them.
-        folder: where their data is.
-        names: who.
-        environment: theirs.
+        folder: the folder of their data.
+        names: the contestants.
+        environment: variables of their processes.
     """
 
     def __init__(self, module: str, folder: Path, names: Sequence[str], environment: dict[str, str]) -> None:
@@ -40,11 +40,11 @@ class Pool:
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
-        for _ in names:
+        for _ in names:  # each reports once that it is ready
             self._answer()
 
     def turn(self, name: str) -> Turn:
-        """Some steps of one contestant."""
+        """Let one contestant take some steps, and return its times and losses."""
         assert self.process.stdin is not None
         self.process.stdin.write(name + "\n")
         self.process.stdin.flush()
@@ -54,9 +54,10 @@ class Pool:
         """End the contestants: their pipes close with the pool."""
         self.process.terminate()
         self.process.wait()
-        time.sleep(0.1)
+        time.sleep(0.1)  # for the contestants, which end when they see the end of their pipes
 
     def _answer(self) -> dict[str, Any]:
+        """Return the next line of JSON."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         while line and not line.startswith("{"):  # a peer's own remarks

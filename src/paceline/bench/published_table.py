@@ -1,8 +1,8 @@
-"""A table of published measurements, row by row against what is predicted: memory, and what fits.
+"""Read a table of published measurements, and compare its rows with predictions: of memory, and of what fits.
 
 The table is a CSV file with the columns source, model, hardware, gpus, framework, strategy, precision, seq_len,
-micro_batch, global_batch, act_ckpt, metric, value, unit and note. A row that tells a speed also tells that the job
-ran; one that tells memory is held against the same number that its authors read.
+micro_batch, global_batch, act_ckpt, metric, value, unit and note. A row with a speed also says that the job ran; one
+with memory is compared with the same number that its authors read.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ SOURCES = {
     "DeepSpeed": ("bert", "process"),
     "google-research/bert": ("bert", "process"),
 }
+# Metrics of memory, and of speed: a row with a speed says that the job ran, so that it fitted.
 MEMORY = ("peak_memory", "gpu_memory", "gpu_memory_total", "peak_reserved_memory", "activation_memory")
 RAN = ("tokens_per_s_per_gpu", "throughput", "iter_time", "MFU")
-UNITS = {"GB": 1e9, "GiB": 2.0**30}
-OFF = 0.12  # from here on a row is listed
+UNITS = {"GB": 1e9, "GiB": 2.0**30}  # bytes
+OFF = 0.12  # relative error: rows with a larger one are listed
 COLUMNS = ("source", "model", "hardware", "gpus", "strategy", "precision", "seq_len", "micro_batch", "act_ckpt")
 
 
 @dataclass(frozen=True, slots=True)
 class PublishedRow:
-    """What was predicted of a row.
+    """A row of the table and its prediction.
 
     Attributes:
         number: the row's line in the file.
@@ -66,38 +67,46 @@ class PublishedRow:
 
 
 def claim_of(row: Row) -> str | None:
-    """What a row tells of memory: None where nothing."""
-    if not source_of(row) or (row["metric"] in RAN and not row["micro_batch"] and not row["global_batch"]):
+    """Return the claim about memory that a row makes; None where it makes none."""
+    metric = row["metric"]
+    if not source_of(row):
         return None
-    if row["metric"] in MEMORY:
+    if metric in MEMORY:
         return "memory"
-    if row["metric"] == "fits":
+    if metric == "fits":
         return "out of memory" if row["value"] == "OOM" else "ran"
-    if row["metric"] == "max_batch":
+    if metric == "max_batch":
         return "largest batch" if float(row["value"]) else "out of memory"
-    return "ran" if row["metric"] in RAN else None
+    # A speed without a batch size says nothing: no step could be built from it.
+    has_batch = bool(row["micro_batch"] or row["global_batch"])
+    return "ran" if metric in RAN and has_batch else None
 
 
 def source_of(row: Row) -> tuple[str, str] | None:
-    """The file that builds a row's steps, and the number to compare."""
-    return next((what for name, what in SOURCES.items() if row["source"].startswith(name)), None)
+    """Return the file that builds a row's steps, and the number to compare; None for an unknown source."""
+    for prefix, program in SOURCES.items():
+        if row["source"].startswith(prefix):
+            return program
+    return None
 
 
 def device_of(row: Row) -> Device:
-    """The row's GPU; of 80 GB where it does not say."""
-    found = re.search(r"(\d+) ?(?:GB|gb)\b", row["hardware"])
-    if found is None and "H200" in row["hardware"]:
+    """Return the row's GPU; one of 80 GB where the row does not say."""
+    match = re.search(r"(\d+) ?(?:GB|gb)\b", row["hardware"])
+    if match:
+        return Device.parse(f"{match[1]}GB")
+    if "H200" in row["hardware"]:
         return Device.parse("141GB")
-    return Device.parse(f"{found[1] if found else 80}GB")
+    return Device.parse("80GB")
 
 
 def communicators_of(row: Row) -> int:
-    """One, where there are several GPUs."""
+    """Return the number of communicators: 1 where there are several GPUs, else 0."""
     return int(row["gpus"] or 1) > 1
 
 
 def read(path: Path) -> list[tuple[int, Row]]:
-    """The rows of a table and their lines.
+    """Return the rows of a table, each with the number of its line.
 
     Raises:
         UsageError: the file can't be read, or columns are missing.
@@ -105,6 +114,7 @@ def read(path: Path) -> list[tuple[int, Row]]:
     what = f"the table of published measurements {path}"
     try:
         with path.open(newline="") as file:
+            # Line 1 is the heading.
             rows = [(number, dict(row)) for number, row in enumerate(csv.DictReader(file), 2)]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UsageError(what, f"it can't be read: {error}", "name a CSV file with --published") from None
@@ -116,77 +126,117 @@ def read(path: Path) -> list[tuple[int, Row]]:
 
 
 def said_of(number: int, row: Row, prediction: tuple[float, bool] | str) -> PublishedRow:
-    """What a prediction says of a row: bytes and whether that is too much, or why there is none."""
+    """Return a row with its prediction.
+
+    Args:
+        number: the row's line.
+        row: its columns.
+        prediction: the bytes and whether they are more than the GPU has, or why there is no prediction.
+    """
     claim = claim_of(row) or ""
-    short = ", ".join(value for value in (row[one] for one in COLUMNS[1:]) if value)
+    columns = [row[name] for name in COLUMNS[1:]]  # the source has a field of its own
+    short = ", ".join(column for column in columns if column)
     if isinstance(prediction, str):
         return PublishedRow(number, short, row["source"], claim, why_not=prediction)
     nbytes, is_too_large = prediction
     if claim == "memory":
         gpus = int(row["gpus"]) if row["metric"].endswith("_total") else 1
         published = float(row["value"]) * UNITS[row["unit"]] / gpus
-        return PublishedRow(number, short, row["source"], claim, nbytes, published, nbytes / published - 1)
-    there = float(device_of(row).memory or 0)
+        error = nbytes / published - 1
+        return PublishedRow(number, short, row["source"], claim, nbytes, published, error)
+    capacity = float(device_of(row).memory or 0)
     is_right = is_too_large == (claim == "out of memory")
-    return PublishedRow(number, short, row["source"], claim, nbytes, there, None, is_right)
+    return PublishedRow(number, short, row["source"], claim, nbytes, capacity, is_right=is_right)
 
 
-def ratios(said: Sequence[PublishedRow]) -> dict[str, float | None]:
-    """The shares of rows that are right, and the errors of memory."""
-    fits = [one.is_right for one in said if one.is_right is not None]
-    errors = sorted(abs(one.error) for one in said if one.error is not None)
-    told = [one for one in said if one.claim == "memory"]
+def ratios(rows: Sequence[PublishedRow]) -> dict[str, float | None]:
+    """Return the share of rows that are right of those about fitting, and the relative errors of memory."""
+    fits = [row.is_right for row in rows if row.is_right is not None]
+    errors = sorted(abs(row.error) for row in rows if row.error is not None)
+    num_memory_rows = sum(row.claim == "memory" for row in rows)
+    result: dict[str, float | None] = {
+        "published_fit_accuracy": None,
+        "published_memory_error_median": None,
+        "published_memory_error_p90": None,
+        "published_memory_predicted": None,
+    }
+    if fits:
+        result["published_fit_accuracy"] = sum(fits) / len(fits)
+    if errors:
+        result["published_memory_error_median"] = statistics.median(errors)
+        result["published_memory_error_p90"] = errors[min(int(0.9 * len(errors)), len(errors) - 1)]
+    if num_memory_rows:
+        result["published_memory_predicted"] = len(errors) / num_memory_rows
+    return result
+
+
+def by_source(rows: Sequence[PublishedRow]) -> list[dict[str, Any]]:
+    """Return the numbers of each source: its rows, those that are right, and the errors of memory."""
+    groups: dict[str, list[PublishedRow]] = defaultdict(list)
+    for row in rows:
+        groups[row.source].append(row)
+    return [_summary_of_source(source, group) for source, group in groups.items()]
+
+
+def _summary_of_source(source: str, rows: Sequence[PublishedRow]) -> dict[str, Any]:
+    errors = [abs(row.error) for row in rows if row.error is not None]
+    fits = [row for row in rows if row.is_right is not None]
+    oom = [row for row in fits if row.claim == "out of memory"]
     return {
-        "published_fit_accuracy": sum(fits) / len(fits) if fits else None,
-        "published_memory_error_median": statistics.median(errors) if errors else None,
-        "published_memory_error_p90": errors[min(int(0.9 * len(errors)), len(errors) - 1)] if errors else None,
-        "published_memory_predicted": len(errors) / len(told) if told else None,
+        "source": source,
+        "rows": len(rows),
+        "memory_rows": len(errors),
+        "fit_rows": len(fits),
+        "memory_error_median": statistics.median(errors) if errors else None,
+        "memory_error_max": max(errors, default=None),
+        "fit_right": sum(bool(row.is_right) for row in fits),
+        "oom_rows": len(oom),
+        "oom_right": sum(bool(row.is_right) for row in oom),
+        "not_predicted": sum(row.why_not is not None for row in rows),
     }
 
 
-def by_source(said: Sequence[PublishedRow]) -> list[dict[str, Any]]:
-    """A line for each source."""
-    groups: dict[str, list[PublishedRow]] = defaultdict(list)
-    for one in said:
-        groups[one.source].append(one)
-    lines = []
-    for source, rows in groups.items():
-        errors = [abs(one.error) for one in rows if one.error is not None]
-        fits = [one for one in rows if one.is_right is not None]
-        oom = [one for one in fits if one.claim == "out of memory"]
-        lines.append(
-            {"source": source, "rows": len(rows), "memory_rows": len(errors), "fit_rows": len(fits)}
-            | {"memory_error_median": statistics.median(errors) if errors else None}
-            | {"memory_error_max": max(errors) if errors else None}
-            | {"fit_right": sum(bool(one.is_right) for one in fits)}
-            | {"oom_rows": len(oom), "oom_right": sum(bool(one.is_right) for one in oom)}
-            | {"not_predicted": sum(one.why_not is not None for one in rows)}
-        )
+def table(result: dict[str, Any]) -> list[str]:
+    """Return the result as aligned lines: by source, then each row that is off and each that was not predicted."""
+    lines = _lines_of_sources(result["sources"])
+    lines += ["", f"off by more than {100 * OFF:.0f} %, or wrong:"]
+    for row in result["rows"]:
+        name = f"line {row['number']}: {row['source']}, {row['row']}"
+        if row["is_right"] is False:  # None: the row is not about fitting
+            sizes = f"{row['predicted'] / 2**30:.1f} of {row['published'] / 2**30:.1f} GiB"
+            lines.append(f"{name}: {row['claim']}, predicted {sizes}")
+        elif row["error"] is not None and abs(row["error"]) > OFF:
+            sizes = f"published {row['published'] / 1e9:.1f}, predicted {row['predicted'] / 1e9:.1f} GB"
+            lines.append(f"{name}: {sizes} ({100 * row['error']:+.0f} %)")
+    # Rows that lack a prediction for the same reason are one line.
+    reasons: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for row in result["rows"]:
+        if row["why_not"] is not None:
+            reasons[row["source"], row["why_not"]].append(row["number"])
+    lines += ["", "not predicted:"]
+    for (source, reason), numbers in reasons.items():
+        lines.append(f"{source}: {reason} (lines {', '.join(map(str, numbers))})")
     return lines
 
 
-def table(result: dict[str, Any]) -> list[str]:
-    """The result as aligned lines: by source, then each row that is off and each that was not predicted."""
+def _lines_of_sources(sources: Sequence[dict[str, Any]]) -> list[str]:
     heads = ("rows", "memory", "median", "worst", "fits", "right", "OOM", "right", "not predicted")
     lines = ["published elsewhere" + " " * 15 + "".join(f"{head:>9}" for head in heads[:-1]) + f"{heads[-1]:>15}"]
-    for one in result["sources"]:
-        errors = [one["memory_error_median"], one["memory_error_max"]]
-        shown = ["-" if error is None else f"{100 * error:.1f}%" for error in errors]
-        cells = [one["rows"], one["memory_rows"], *shown, one["fit_rows"], one["fit_right"]]
-        cells += [one["oom_rows"], one["oom_right"]]
-        lines.append(f"{one['source']:<34}" + "".join(f"{cell:>9}" for cell in cells) + f"{one['not_predicted']:>15}")
-    lines += ["", f"off by more than {100 * OFF:.0f} %, or wrong:"]
-    for one in result["rows"]:
-        if one["is_right"] is False:
-            there = f"{one['predicted'] / 2**30:.1f} of {one['published'] / 2**30:.1f} GiB"
-            lines.append(f"line {one['number']}: {one['source']}, {one['row']}: {one['claim']}, predicted {there}")
-        elif one["error"] is not None and abs(one["error"]) > OFF:
-            both = f"published {one['published'] / 1e9:.1f}, predicted {one['predicted'] / 1e9:.1f} GB"
-            lines.append(f"line {one['number']}: {one['source']}, {one['row']}: {both} ({100 * one['error']:+.0f} %)")
-    reasons: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for one in result["rows"]:
-        if one["why_not"] is not None:
-            reasons[one["source"], one["why_not"]].append(one["number"])
-    lines += ["", "not predicted:"]
-    lines += [f"{source}: {why} (lines {', '.join(map(str, numbers))})" for (source, why), numbers in reasons.items()]
+    for source in sources:
+        cells = [
+            source["rows"],
+            source["memory_rows"],
+            _percent(source["memory_error_median"]),
+            _percent(source["memory_error_max"]),
+            source["fit_rows"],
+            source["fit_right"],
+            source["oom_rows"],
+            source["oom_right"],
+        ]
+        numbers = "".join(f"{cell:>9}" for cell in cells)
+        lines.append(f"{source['source']:<34}{numbers}{source['not_predicted']:>15}")
     return lines
+
+
+def _percent(error: float | None) -> str:
+    return "-" if error is None else f"{100 * error:.1f}%"

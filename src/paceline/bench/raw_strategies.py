@@ -1,4 +1,4 @@
-"""Each strategy by hand in raw torch, as its tutorials have it, for the demo's BERT on two ranks.
+"""Train the demo's BERT on two ranks with each strategy by hand in raw torch, as torch's tutorials do.
 
 raw_shard       `fully_shard` on every layer and on the model (FSDP2)
 raw_tensor      `parallelize_module`: attention and feed-forward by columns, then rows (Megatron's plan);
@@ -37,26 +37,26 @@ Step = Callable[[], float | None]
 
 
 def raw_shard(folder: Path, rank: int, ranks: int) -> Step:
-    """FSDP2; gradients are means over the ranks, whose losses weigh the same."""
+    """Return a step under FSDP2; gradients are means over the ranks, whose losses weigh the same."""
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (ranks,))
     model: Any = make_model()
     for layer in model.bert["encoder"]["layer"]:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    return _whole_step(model, batches(folder, rank, ranks))
+    return _full_step(model, batches(folder, rank, ranks))
 
 
 def raw_tensor(folder: Path, rank: int, ranks: int) -> Step:
-    """Tensor parallelism; every rank sees the whole batch."""
+    """Return a step under tensor parallelism; every rank sees the whole batch."""
     dist.init_process_group("gloo")
     model = make_model()
     _split_by_tensor(model, ranks)
-    return _whole_step(model, batches(folder), loss_parallel)
+    return _full_step(model, batches(folder), loss_parallel)
 
 
-def _whole_step(model: Any, data: Iterator[Batch], context: Callable[[], Any] = contextlib.nullcontext) -> Step:
-    """Loss, gradients of its mean, update."""
+def _full_step(model: Any, data: Iterator[Batch], context: Callable[[], Any] = contextlib.nullcontext) -> Step:
+    """Return a step of a model that each rank calls as one: the loss, gradients of its mean, the update."""
     optimizer = make_optimizer(model)
 
     def step() -> float:
@@ -84,11 +84,12 @@ def _split_by_tensor(model: Any, ranks: int) -> None:
         "output.dense": RowwiseParallel(),
     }
     for layer in model.bert["encoder"]["layer"]:
-        layer.attention["self"].heads //= ranks
+        layer.attention["self"].heads //= ranks  # each rank has columns of query, key and value for its share of heads
         parallelize_module(layer, mesh, plan)
     embeddings, head = model.bert["embeddings"], model.cls["predictions"]
     parallelize_module(embeddings, mesh, {"word_embeddings": RowwiseParallel(input_layouts=Replicate())})
     parallelize_module(head, mesh, {"decoder": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)})
+    # `parallelize_module` replaced the parameters by DTensors, each its own.
     head.decoder.weight = embeddings.word_embeddings.weight  # tied again: both are rows of the vocabulary
     head.bias = head.decoder.bias
 
@@ -99,11 +100,12 @@ class FirstHalf(nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         layers = list(model.bert["encoder"]["layer"])
-        self.embeddings, self.layers = model.bert["embeddings"], nn.ModuleList(layers[: len(layers) // 2])
+        self.embeddings = model.bert["embeddings"]
+        self.layers = nn.ModuleList(layers[: len(layers) // 2])
         self.tied = model.bert["embeddings"].word_embeddings.weight
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """(batch, length) to (batch, length, hidden)."""
+        """Return (batch, length, hidden) from (batch, length)."""
         hidden: Tensor = self.embeddings(input_ids)
         for layer in self.layers:
             hidden = layer(hidden)
@@ -116,40 +118,44 @@ class SecondHalf(nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         layers = list(model.bert["encoder"]["layer"])
-        self.layers, self.head = nn.ModuleList(layers[len(layers) // 2 :]), model.cls["predictions"]
+        self.layers = nn.ModuleList(layers[len(layers) // 2 :])
+        self.head = model.cls["predictions"]
         self.tied = model.cls["predictions"].decoder.weight
 
     def forward(self, hidden: Tensor, places: Tensor) -> Tensor:
-        """(batch, length, hidden) to scores for the hidden tokens."""
+        """Return scores for the hidden tokens, (batch * places, vocabulary), from (batch, length, hidden)."""
         for layer in self.layers:
             hidden = layer(hidden)
-        rows = torch.arange(len(places))[:, None]
+        rows = torch.arange(len(places))[:, None]  # (batch, 1), against places of (batch, hidden tokens)
         scores: Tensor = self.head(hidden[rows, places])
         return scores.flatten(0, 1)
 
 
 def raw_gpipe(folder: Path, rank: int, ranks: int) -> Step:
-    """All forward passes, then all backward passes."""
+    """Return a step of a pipeline with all forward passes first, then all backward passes."""
     return _pipeline(folder, rank, ranks, ScheduleGPipe)
 
 
 def raw_1f1b(folder: Path, rank: int, ranks: int) -> Step:
-    """Forward and backward passes in turn."""
+    """Return a step of a pipeline with forward and backward passes in turn."""
     return _pipeline(folder, rank, ranks, Schedule1F1B)
 
 
 def _pipeline(folder: Path, rank: int, ranks: int, schedule_type: Any) -> Step:
     dist.init_process_group("gloo")
-    half: Any = (SecondHalf if rank else FirstHalf)(make_model())
+    model = make_model()  # in full on both ranks, from one seed: so the tied weights start alike
+    half: Any = FirstHalf(model) if rank == 0 else SecondHalf(model)
     stage = PipelineStage(half, rank, ranks, torch.device("cpu"))
 
     def mean_loss(scores: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(scores, labels.flatten())
 
     schedule = schedule_type(stage, MICRO_BATCHES, loss_fn=mean_loss)
-    optimizer, data = make_optimizer(half), batches(folder)
+    optimizer = make_optimizer(half)
+    data = batches(folder)
 
     def run(batch: Batch) -> float | None:
+        """Run all micro-batches, and return the mean loss on the rank that has it."""
         if rank == 0:
             schedule.step(batch["input_ids"])
             return None
@@ -160,6 +166,7 @@ def _pipeline(folder: Path, rank: int, ranks: int, schedule_type: Any) -> Step:
     def step() -> float | None:
         optimizer.zero_grad(set_to_none=True)
         mean = run(next(data))
+        # Each rank has the gradient of its own use of the tied weight; their sum updates both copies alike.
         dist.all_reduce(half.tied.grad)
         optimizer.step()
         return mean

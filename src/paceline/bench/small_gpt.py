@@ -20,7 +20,11 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import paceline
 
-VOCABULARY, LENGTH, WIDTH, HEADS, LAYERS = 65, 64, 64, 4, 2
+VOCABULARY = 65
+LENGTH = 64
+WIDTH = 64
+HEADS = 4
+LAYERS = 2
 BATCH = 32  # samples of a step, over all ranks
 LEARNING_RATE = 1e-3
 
@@ -30,16 +34,18 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.attention_norm, self.feed_forward_norm = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attention_norm = nn.LayerNorm(WIDTH)
+        self.feed_forward_norm = nn.LayerNorm(WIDTH)
         self.queries_keys_values = nn.Linear(WIDTH, 3 * WIDTH)
         self.output = nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Apply the block."""
         batch, length, _ = x.shape
         heads = self.queries_keys_values(self.attention_norm(x)).view(batch, length, 3, HEADS, WIDTH // HEADS)
-        query, key, value = heads.permute(2, 0, 3, 1, 4)
+        query, key, value = heads.permute(2, 0, 3, 1, 4)  # (batch, heads, length, width / heads) each
         attended = scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.output(attended.transpose(1, 2).reshape(batch, length, WIDTH))
         output: torch.Tensor = x + self.down(gelu(self.up(self.feed_forward_norm(x))))
@@ -47,13 +53,15 @@ class Block(nn.Module):
 
 
 class SmallGpt(nn.Module):
-    """Characters (batch, length) to logits (batch, length, vocabulary)."""
+    """A GPT on characters: (batch, length) to logits (batch, length, vocabulary)."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.positions = nn.Embedding(LENGTH, WIDTH)
         self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, characters: torch.Tensor) -> torch.Tensor:
         """Predict each next character."""
@@ -78,20 +86,20 @@ class Windows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 
 def summed_loss(model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
-    """Cross entropy summed over characters, and their number."""
+    """Return the cross entropy summed over characters, and their number."""
     characters, following = batch
     logits = model(characters)
     return cross_entropy(logits.flatten(0, 1), following.flatten(), reduction="sum"), following.numel()
 
 
 def mean_loss(model: nn.Module, batch: Any) -> torch.Tensor:
-    """Mean cross entropy of this process's samples."""
+    """Return the mean cross entropy of this process's samples."""
     total, count = summed_loss(model, batch)
     return total / count
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW, as everywhere here."""
+    """Return the optimizer of all libraries, AdamW."""
     return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
 
 
@@ -105,18 +113,20 @@ workload = paceline.Workload(
 
 
 def train_with_paceline(steps: int, timed: Timed) -> bool:
-    """Train; returns whether this is rank 0."""
+    """Train with Paceline; returns whether this is rank 0."""
     job = paceline.distribute(workload)
     timed.steps(job.batches(), lambda batch: float(job.step(batch)))
     return job.rank == 0
 
 
 def train_with_ddp(steps: int, timed: Timed) -> bool:
-    """As `train_with_paceline`, in plain torch."""
+    """Train in plain torch; returns whether this is rank 0."""
     torch.distributed.init_process_group("gloo")
-    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    rank = torch.distributed.get_rank()
+    ranks = torch.distributed.get_world_size()
     model = nn.parallel.DistributedDataParallel(SmallGpt())
-    optimizer, data = make_optimizer(model), Windows(BATCH * steps)
+    optimizer = make_optimizer(model)
+    data = Windows(BATCH * steps)
     sampler: Any = DistributedSampler(data, ranks, rank)
 
     def step(batch: Any) -> float:
@@ -132,7 +142,7 @@ def train_with_ddp(steps: int, timed: Timed) -> bool:
 
 
 def train_with_accelerate(steps: int, timed: Timed) -> bool:
-    """As `train_with_paceline`, with Hugging Face Accelerate."""
+    """Train with Hugging Face Accelerate; returns whether this is rank 0."""
     from accelerate import Accelerator
 
     accelerator: Any = Accelerator(cpu=True)
@@ -154,7 +164,7 @@ def train_with_accelerate(steps: int, timed: Timed) -> bool:
 
 
 def train_with_lightning(steps: int, timed: Timed) -> bool:
-    """As `train_with_paceline`, with Lightning Fabric, which starts the second process itself."""
+    """Train with Lightning Fabric, which starts the second process itself; returns whether this is rank 0."""
     from lightning.fabric import Fabric
 
     fabric: Any = Fabric(accelerator="cpu", devices=2, strategy="ddp")
@@ -188,7 +198,7 @@ class Timed:
         began_s = time.perf_counter()
         for batch in batches:
             self.loss = step(batch)
-            if self.count == 0:
+            if self.count == 0:  # the first step allocates, and connects the ranks
                 began_s = time.perf_counter()
             self.count += 1
         self.seconds = time.perf_counter() - began_s

@@ -1,4 +1,4 @@
-"""How long it takes from the command to the end of the first step of two ranks, against torchrun."""
+"""Time the start of two ranks, from the command to the end of their first step, against torchrun."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ _FILE = Path(__file__).with_name("first_step.py")
 
 
 def time_starts(folder: Path, rounds: int, tell: Callable[[str], None]) -> dict[str, list[float]]:
-    """Seconds to the first step under each launcher, in turn, after one start of each that is not counted.
+    """Return the seconds to the first step under each launcher, which take turns.
+
+    One start of each is not counted: it may read torch from the disk, the others from memory.
 
     Raises:
         UsageError: a launcher did not get to its first step.
@@ -34,24 +36,30 @@ def time_starts(folder: Path, rounds: int, tell: Callable[[str], None]) -> dict[
         for name, command in commands.items():
             tell(f"start-up, round {turn} of {rounds}: {name}")
             taken = _time(name, command, mark)
-            if turn:
+            if turn > 0:
                 seconds[name].append(taken)
     return seconds
 
 
 def _time(name: str, command: list[str], mark: Path) -> float:
     mark.unlink(missing_ok=True)
-    began = time.time_ns()
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("PACELINE_", "TORCHELASTIC"))}
+    # A benchmark that a launcher started must not make its jobs ranks of that launcher.
+    launchers = ("PACELINE_", "TORCHELASTIC")
+    began_ns = time.time_ns()  # since the epoch, as the other process writes it
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(launchers)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if not mark.exists():
-        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        lines = done.stderr.strip().splitlines()
+        last_line = lines[-1] if lines else "it said nothing"
         raise UsageError(
-            f"{name} should take a first step", f"it did not: {last}", "run it alone: " + " ".join(command)
+            f"{name} should take a first step", f"it did not: {last_line}", "run it alone: " + " ".join(command)
         )
-    return (int(mark.read_text()) - began) / 1e9
+    return (int(mark.read_text()) - began_ns) / 1e9
 
 
 def median_ratio(ours: list[float], theirs: list[float]) -> float:
-    """The median over rounds of ours over theirs."""
+    """Return the median over the rounds of our number over theirs.
+
+    The two of a round are measured one after the other, so that a change in the machine's speed hits both.
+    """
     return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))

@@ -21,8 +21,12 @@ from paceline.launch.local import rank_environment
 from paceline.nouns import module_names
 from paceline.nouns.errors import UsageError
 
-SEQUENCES, LENGTH, VOCABULARY = 4096, 64, 4096
+# Of the made-up data: as many tokens in a sequence, and in the vocabulary, as the demo's prepared text has.
+SEQUENCES = 4096
+LENGTH = 64
+VOCABULARY = 4096
 BATCH = 8  # samples of a process and step
+_FIRST_TOKEN = 5  # the demo's special tokens are 0 to 4
 SLICES = 5  # turns of a contestant in a round: short ones, so that all meet the same moods of the machine
 STOCK = "ddp_stock_allocator"  # DDP as torchrun starts it, without the allocator setting that all others get
 TWO_RANKS = ("paceline", "paceline_gloo", "ddp", "flat_all_reduce", "no_communication", "accelerate", "lightning")
@@ -38,7 +42,7 @@ def run_bench(folder: Path, rounds: int, startup_rounds: int, tell: Callable[[st
         folder: an empty folder for made-up data.
         rounds: turns of each contestant.
         startup_rounds: starts of each launcher.
-        tell: told what is going on.
+        tell: called with progress lines.
 
     Returns:
         `rows` (name, ranks, samples_per_s by round, median), `ratios`, and the machine and versions.
@@ -52,23 +56,18 @@ def run_bench(folder: Path, rounds: int, startup_rounds: int, tell: Callable[[st
     make_data(folder)
     load_before = os.getloadavg()[0]
     names = ["alone", *TWO_RANKS]
-    pools = [Pool(_SERVED, folder, names, rank_environment(2)), Pool(_SERVED, folder, ["ddp"], _stock_environment())]
+    pool = Pool(_SERVED, folder, names, rank_environment(2))
+    # glibc reads its allocator setting as a process starts: DDP without it needs a pool of its own.
+    stock_pool = Pool(_SERVED, folder, ["ddp"], _stock_environment())
     seconds: dict[str, list[float]] = {name: [] for name in [*ONE_RANK, *TWO_RANKS, STOCK]}
     try:
         for number in range(rounds):
             tell(f"step, round {number + 1} of {rounds}")
-            turns: dict[str, list[float]] = {name: [] for name in seconds}
-            for slice_ in range(SLICES):
-                # Forwards and backwards, so that nobody always follows the same neighbour.
-                for name in [*names, STOCK][:: 1 if slice_ % 2 == 0 else -1]:
-                    answer = pools[name == STOCK].turn("ddp" if name == STOCK else name)
-                    for which, value in answer.seconds.items():
-                        turns[STOCK if name == STOCK else which].append(value)
-            for name, values in turns.items():
+            for name, values in _round(names, pool, stock_pool).items():
                 seconds[name].append(statistics.mean(values))
     finally:
-        for pool in pools:
-            pool.close()
+        pool.close()
+        stock_pool.close()
     starts = time_starts(folder, startup_rounds, tell)
     return {
         "rows": [_row(name, values) for name, values in seconds.items()],
@@ -80,22 +79,38 @@ def run_bench(folder: Path, rounds: int, startup_rounds: int, tell: Callable[[st
     }
 
 
-def ratios(seconds: dict[str, list[float]], starts: dict[str, list[float]]) -> dict[str, float]:
-    """Throughputs over throughputs, except `overhead_over_plain` and `startup_over_torchrun`: times over times."""
+def _round(names: list[str], pool: Pool, stock_pool: Pool) -> dict[str, list[float]]:
+    """Give each contestant SLICES turns, and return its seconds per step in each turn."""
+    turns: dict[str, list[float]] = {name: [] for name in [*ONE_RANK, *TWO_RANKS, STOCK]}
+    order = [*names, STOCK]
+    for _ in range(SLICES):
+        for name in order:
+            if name == STOCK:
+                turns[STOCK] += stock_pool.turn("ddp").seconds.values()
+                continue
+            for contestant, value in pool.turn(name).seconds.items():  # "alone" has both of ONE_RANK
+                turns[contestant].append(value)
+        order = order[::-1]  # forwards and backwards, so that nobody always follows the same neighbour
+    return turns
 
-    def faster(ours: str, theirs: str) -> float:
+
+def ratios(seconds: dict[str, list[float]], starts: dict[str, list[float]]) -> dict[str, float]:
+    """Return ratios of throughputs; `overhead_over_plain` and `startup_over_torchrun` are ratios of times."""
+
+    def speedup(ours: str, theirs: str) -> float:
         return round(median_ratio(seconds[theirs], seconds[ours]), 4)
 
     return {
-        "paceline_over_ddp": faster("paceline", "ddp"),
-        "paceline_over_ddp_stock_allocator": faster("paceline", STOCK),
-        "paceline_over_flat_all_reduce": faster("paceline", "flat_all_reduce"),
-        "paceline_over_accelerate": faster("paceline", "accelerate"),
-        "paceline_over_lightning": faster("paceline", "lightning"),
-        "paceline_over_ceiling": faster("paceline", "no_communication"),
-        "paceline_gloo_over_ddp": faster("paceline_gloo", "ddp"),
-        "paceline_gloo_over_flat_all_reduce": faster("paceline_gloo", "flat_all_reduce"),
-        "ceiling_over_ddp": faster("no_communication", "ddp"),
+        "paceline_over_ddp": speedup("paceline", "ddp"),
+        "paceline_over_ddp_stock_allocator": speedup("paceline", STOCK),
+        "paceline_over_flat_all_reduce": speedup("paceline", "flat_all_reduce"),
+        "paceline_over_accelerate": speedup("paceline", "accelerate"),
+        "paceline_over_lightning": speedup("paceline", "lightning"),
+        "paceline_over_ceiling": speedup("paceline", "no_communication"),
+        "paceline_gloo_over_ddp": speedup("paceline_gloo", "ddp"),
+        "paceline_gloo_over_flat_all_reduce": speedup("paceline_gloo", "flat_all_reduce"),
+        "ceiling_over_ddp": speedup("no_communication", "ddp"),
+        # Against twice the speed of one process, which two ranks could have at best.
         "paceline_over_one_process": round(2 * median_ratio(seconds["paceline_alone"], seconds["paceline"]), 4),
         "overhead_over_plain": round(median_ratio(seconds["paceline_alone"], seconds["plain"]), 4),
         "startup_over_torchrun": round(median_ratio(starts["paceline"], starts["torchrun"]), 4),
@@ -106,15 +121,16 @@ def make_data(folder: Path) -> None:
     """Write made-up tokens in the form of the demo's prepared text."""
     import numpy as np
 
-    rows = np.random.default_rng(0).integers(5, VOCABULARY, (SEQUENCES, LENGTH)).astype(np.uint16)
+    rows = np.random.default_rng(0).integers(_FIRST_TOKEN, VOCABULARY, (SEQUENCES, LENGTH)).astype(np.uint16)
     np.save(folder / "train.npy", rows)
     np.save(folder / "held_out.npy", rows[:64])
-    (folder / "corpus.json").write_text(json.dumps({"most_frequent_id": 5}))
+    # The demo's workload reads this one value of the summary.
+    (folder / "corpus.json").write_text(json.dumps({"most_frequent_id": _FIRST_TOKEN}))
 
 
 def _stock_environment() -> dict[str, str]:
-    environment = {**rank_environment(2)}
-    if "GLIBC_TUNABLES" not in os.environ:
+    environment = dict(rank_environment(2))
+    if "GLIBC_TUNABLES" not in os.environ:  # else it is the user's own setting, which torchrun would keep, too
         environment.pop("GLIBC_TUNABLES", None)
     return environment
 
@@ -133,7 +149,7 @@ def _row(name: str, seconds: list[float]) -> dict[str, Any]:
 
 
 def machine(load_before: float) -> dict[str, Any]:
-    """What the numbers were measured on, and how busy others kept it."""
+    """Return the machine that was measured on, and its load before and after."""
     return {
         "cores": os.cpu_count(),
         "platform": platform.platform(),
@@ -143,7 +159,7 @@ def machine(load_before: float) -> dict[str, Any]:
 
 
 def version(package: str) -> str | None:
-    """What is installed of a package; None where nothing is."""
+    """Return the installed version of a package, or None."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

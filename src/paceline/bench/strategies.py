@@ -36,8 +36,8 @@ def run_strategies(folder: Path, rounds: int, tell: Callable[[str], None]) -> di
 
     Args:
         folder: an empty folder for made-up data.
-        rounds: how often each contestant has its turns.
-        tell: told what is going on.
+        rounds: each has SLICES turns of each contestant.
+        tell: called with progress lines.
 
     Returns:
         `rows` (name, strategy, side, step_s by turn and its median), `ratios`, `loss_differences`, and the machine.
@@ -50,26 +50,35 @@ def run_strategies(folder: Path, rounds: int, tell: Callable[[str], None]) -> di
         raise UsageError("can't measure without rounds", f"--rounds is {rounds}", "write --rounds 1 or more")
     load_before = os.getloadavg()[0]
     make_data(folder)
-    names = [f"{side}_{strategy}" for strategy in STRATEGIES for side in SIDES]
+    names = []
+    for strategy in STRATEGIES:
+        names += [f"{side}_{strategy}" for side in SIDES]
     tell(f"strategies: {len(names)} contestants of two ranks start, load {load_before:.1f}")
     pool = Pool(module_names.CONTESTANTS_STRATEGIES, folder, names, rank_environment(2))
     seconds: Seconds = {name: [] for name in names}
     losses: dict[str, list[float]] = {name: [] for name in names}
-    began_s, turns = time.monotonic(), rounds * SLICES
+    began_s = time.monotonic()
+    turns = rounds * SLICES
     try:
         for turn in range(turns):
+            # Neither side always goes first: the machine may slow down between the two.
+            sides = SIDES if turn % 2 == 0 else SIDES[::-1]
             for strategy in STRATEGIES:
-                for side in SIDES[:: 1 if turn % 2 == 0 else -1]:
-                    answer = pool.turn(f"{side}_{strategy}")
-                    seconds[f"{side}_{strategy}"] += answer.seconds.values()
-                    losses[f"{side}_{strategy}"] += answer.losses
-            if turn == 0:
+                for side in sides:
+                    name = f"{side}_{strategy}"
+                    answer = pool.turn(name)
+                    seconds[name] += answer.seconds.values()
+                    losses[name] += answer.losses
+            if turn == 0:  # a comparison of different computations must not take hours first
                 differences = check_losses(losses)
             tell(progress(turn + 1, turns, time.monotonic() - began_s))
     finally:
         pool.close()
+    rows = []
+    for strategy in STRATEGIES:
+        rows += [_row(strategy, side, seconds) for side in SIDES]
     return {
-        "rows": [_row(strategy, side, seconds) for strategy in STRATEGIES for side in SIDES],
+        "rows": rows,
         "ratios": ratios(seconds),
         "loss_differences": differences,
         "rounds": rounds,
@@ -79,51 +88,55 @@ def run_strategies(folder: Path, rounds: int, tell: Callable[[str], None]) -> di
 
 
 def ratios(seconds: Seconds) -> dict[str, float]:
-    """Paceline's seconds over raw torch's, by axis; `pipeline` over its schedules together, and each."""
-    of: dict[str, tuple[list[float], list[float]]] = {axis: ([], []) for axis in STRATEGIES.values()}
+    """Return Paceline's seconds over raw torch's, by axis; for `pipeline` of its schedules together, and of each."""
+    ours: Seconds = {axis: [] for axis in STRATEGIES.values()}
+    theirs: Seconds = {axis: [] for axis in STRATEGIES.values()}
     for strategy, axis in STRATEGIES.items():
-        for both, side in zip(of[axis], SIDES, strict=True):
-            both.extend(seconds[f"{side}_{strategy}"])
-    result = {f"{axis}_over_raw": median_ratio(*both) for axis, both in of.items()}
+        ours[axis] += seconds[f"paceline_{strategy}"]
+        theirs[axis] += seconds[f"raw_{strategy}"]
+    result = {f"{axis}_over_raw": median_ratio(ours[axis], theirs[axis]) for axis in ours}
     for strategy, axis in STRATEGIES.items():
-        if strategy != axis:
-            ours, theirs = (seconds[f"{side}_{strategy}"] for side in SIDES)
-            result[f"{axis}_{strategy}_over_raw"] = median_ratio(ours, theirs)
+        if strategy != axis:  # an axis with several strategies: its schedules
+            name = f"{axis}_{strategy}_over_raw"
+            result[name] = median_ratio(seconds[f"paceline_{strategy}"], seconds[f"raw_{strategy}"])
     return {name: round(ratio, 4) for name, ratio in result.items()}
 
 
 def check_losses(losses: dict[str, list[float]]) -> dict[str, float]:
-    """The largest relative difference between the two sides' losses in their first steps, by strategy.
+    """Return the largest relative difference between the two sides' losses in their first steps, by strategy.
 
     Raises:
         CollectiveError: it is more than rounding explains.
     """
     differences = {}
     for strategy in STRATEGIES:
-        ours, theirs = (losses[f"{side}_{strategy}"][:COMPARED] for side in SIDES)
-        apart = [abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True)]
-        if not apart or not all(difference <= TOLERANCE for difference in apart):  # NaN is no agreement either
+        ours = losses[f"paceline_{strategy}"][:COMPARED]
+        theirs = losses[f"raw_{strategy}"][:COMPARED]
+        errors = [abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True)]
+        # Not `any(error > TOLERANCE)`: that is false for NaN.
+        agree = bool(errors) and all(error <= TOLERANCE for error in errors)
+        if not agree:
             raise CollectiveError(
                 f"both sides of {strategy} should compute the same losses, up to {TOLERANCE:g} of them",
                 f"they are {_shown(ours)} and {_shown(theirs)}",
                 "compare each with one process (`paceline verify`); the times say nothing until they agree",
             )
-        differences[strategy] = max(apart)
+        differences[strategy] = max(errors)
     return differences
 
 
 def progress(done: int, turns: int, elapsed_s: float) -> str:
-    """How far the comparison is, and how long the rest takes if it goes on so."""
+    """Return a line with the turns done, and the seconds that the rest takes at this speed."""
     left_s = elapsed_s / done * (turns - done)
     return f"strategies, turn {done} of {turns}: {left_s:.0f} s left"
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result as aligned lines."""
+    """Return the result as aligned lines."""
     lines = [f"{'':<20}{'ranks':>6}{'step ms':>12}{'min':>10}{'max':>10}"]
     for row in result["rows"]:
-        cells = "".join(f"{1000 * row[key]:>{width}.1f}" for key, width in (("step_s", 12), ("min", 10), ("max", 10)))
-        lines.append(f"{row['name']:<20}{row['ranks']:>6}{cells}")
+        median_ms, min_ms, max_ms = 1000 * row["step_s"], 1000 * row["min"], 1000 * row["max"]
+        lines.append(f"{row['name']:<20}{row['ranks']:>6}{median_ms:>12.1f}{min_ms:>10.1f}{max_ms:>10.1f}")
     lines.append("")
     lines += [f"{name:<32}{value:>8.3f}" for name, value in result["ratios"].items()]
     where = result["machine"]

@@ -1,4 +1,4 @@
-"""BERT for masked language modelling (Devlin et al. 2019), as a plain torch module.
+"""Define BERT for masked language modelling (Devlin et al. 2019), as a plain torch module.
 
 Parameter names and numerics are those of transformers' BertForMaskedLM, so what is trained here loads
 there; a test holds the two against each other. The head runs on masked positions alone, as Google's
@@ -40,9 +40,10 @@ class Embeddings(nn.Module):
         self.LayerNorm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Embed one segment."""
+        """Embed one segment: (batch, length) to (batch, length, hidden)."""
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)
         embedded = self.word_embeddings(input_ids) + self.position_embeddings(positions)
+        # One segment alone: every token has the first type, as transformers does without token_type_ids.
         return self.LayerNorm(embedded + self.token_type_embeddings.weight[0])  # type: ignore[no-any-return]
 
 
@@ -59,12 +60,12 @@ class SelfAttention(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """(batch, length, hidden) to the same shape."""
         batch, length, _ = hidden.shape
-        query, key, value = (
-            projection(hidden).view(batch, length, self.heads, -1).transpose(1, 2)
-            for projection in (self.query, self.key, self.value)
-        )
-        mixed = F.scaled_dot_product_attention(query, key, value)
-        return mixed.transpose(1, 2).reshape(batch, length, -1)
+        # Each (batch, heads, length, hidden / heads).
+        query = self.query(hidden).view(batch, length, self.heads, -1).transpose(1, 2)
+        key = self.key(hidden).view(batch, length, self.heads, -1).transpose(1, 2)
+        value = self.value(hidden).view(batch, length, self.heads, -1).transpose(1, 2)
+        attended = F.scaled_dot_product_attention(query, key, value)
+        return attended.transpose(1, 2).reshape(batch, length, -1)
 
 
 class Output(nn.Module):
@@ -116,7 +117,7 @@ class Predictions(nn.Module):
         self.transform = Transform(config)
         self.decoder = nn.Linear(config.hidden_size, config.vocab_size)
         self.decoder.weight = embeddings.weight
-        self.bias = self.decoder.bias
+        self.bias = self.decoder.bias  # transformers has it under both names
 
     def forward(self, hidden: Tensor) -> Tensor:
         """(positions, hidden) to (positions, vocabulary)."""
@@ -136,12 +137,12 @@ class Bert(nn.Module):
         self.apply(self._initialise)
 
     def forward(self, input_ids: Tensor, chosen: Tensor | None = None) -> Tensor:
-        """Scores over the vocabulary.
+        """Return scores over the vocabulary.
 
         Args:
             input_ids: (batch, length) token numbers.
             chosen: positions that scores are made for: (batch, k) numbers of positions, or (batch, length) bool; all
-                where None. Numbers keep every shape known beforehand, as tensor and pipeline need.
+                where None. With numbers no shape depends on values, as tensor and pipeline need.
 
         Returns:
             (positions, vocabulary), sequence by sequence.
@@ -163,4 +164,5 @@ def _picked(hidden: Tensor, chosen: Tensor | None) -> Tensor:
         return hidden.flatten(0, 1)
     if chosen.dtype == torch.bool:
         return hidden[chosen]
-    return hidden.gather(1, chosen.unsqueeze(-1).expand(-1, -1, hidden.shape[-1])).flatten(0, 1)
+    indices = chosen.unsqueeze(-1).expand(-1, -1, hidden.shape[-1])  # (batch, k, hidden)
+    return hidden.gather(1, indices).flatten(0, 1)

@@ -1,4 +1,4 @@
-"""The demo from its first line to its table: prepare text, measure one process, train with two, report."""
+"""Run the demo from its first line to its table: prepare text, measure one process, train with several, report."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ from paceline.run.supervise.progress import Screen, speed
 from paceline.run.supervise.supervisor import JobRequest
 
 WORKLOAD = Path(__file__).with_name("workload.py")
+# Imported once, before the ranks are forked.
 PRELOAD = ("numpy", "torch.utils.data", module_names.DEMO_WORKLOAD)
-_SPEED_STEPS, _WARM_UP = 16, 3
+_SPEED_STEPS = 16
+_WARM_UP = 3  # steps that a speed leaves out
 
 
 @dataclass(frozen=True, slots=True)
 class DemoRequest:
-    """What the demo is to do."""
+    """The sizes of the demo, and the folder of its runs."""
 
     steps: int
     batch_size: int
@@ -47,11 +49,11 @@ def run_demo(request: DemoRequest, say: Callable[[str], None], screen: Screen) -
 
     Args:
         request: its sizes.
-        say: shows a line.
+        say: prints a line.
         screen: shows the jobs' progress.
 
     Returns:
-        Everything in the table, and where the results lie.
+        Everything in the table, and the paths of the results.
 
     Raises:
         DemoFailed: a job failed or was stopped.
@@ -74,18 +76,19 @@ def run_demo(request: DemoRequest, say: Callable[[str], None], screen: Screen) -
         f"3/3  {request.steps} steps of {request.batch_size} samples with {request.ranks} processes; "
         "held-out text is looked at now and then"
     )
-    every = -(-request.steps // 6)
-    words = ["--steps", str(request.steps), "--evaluate-every", str(every), "--save", str(folder / "model")]
-    trained = _job(request, folder, request.ranks, words, screen, corpus)
-    speeds = {1: alone, request.ranks: trained} if request.ranks > 1 else {1: trained}
+    every = -(-request.steps // 6)  # rounded up: six evaluations at most, besides the first
+    arguments = ["--steps", str(request.steps), "--evaluate-every", str(every), "--save", str(folder / "model")]
+    trained = _job(request, folder, request.ranks, arguments, screen, corpus)
+    speeds = {1: alone, request.ranks: trained}  # with one rank, the speed of the longer job
     return _close(folder, speeds, corpus, began_s, say)
 
 
 def _close(
     folder: Path, speeds: dict[int, float], corpus: Corpus, began_s: float, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Draw the curve, print the table, return what is in it."""
-    steps, evaluations = report.read_events(folder, "step"), report.read_events(folder, "evaluation")
+    """Draw the curve, print the table, and return what is in it."""
+    steps = report.read_events(folder, "step")
+    evaluations = report.read_events(folder, "evaluation")
     has_picture = report.draw_curve(steps, evaluations, folder / "loss.png")
     rows = report.summary(evaluations[0], evaluations[-1], speeds, corpus.most_frequent)
     minutes, seconds = divmod(round(time.monotonic() - began_s), 60)
@@ -121,21 +124,28 @@ def _about(corpus: Corpus) -> str:
     )
 
 
-def _job(request: DemoRequest, folder: Path, ranks: int, words: Sequence[str], screen: Screen, corpus: Corpus) -> float:
+def _job(
+    request: DemoRequest, folder: Path, ranks: int, options: Sequence[str], screen: Screen, corpus: Corpus
+) -> float:
     """Run one job and return its samples per second."""
     for name in ("checkpoints", "failures"):
         (folder / name).mkdir(parents=True, exist_ok=True)
-    arguments = [corpus.folder, *words, "--batch-size", str(request.batch_size)]
+    arguments = [corpus.folder, *options, "--batch-size", str(request.batch_size)]
     plan = Plan(mesh=f"replicate={ranks}")
     ending, _, _ = run_job(plan, JobRequest(WORKLOAD, arguments, ranks, folder, preload=PRELOAD), screen)
     if ending.status != "done":
-        text = format_failure(ending.cause, ending.others) if ending.cause else f"the demo was stopped; {folder}"
+        text = f"the demo was stopped; {folder}"
+        if ending.cause:
+            text = format_failure(ending.cause, ending.others)
         raise DemoFailed(ending.exit_code or 1, text)
     return _speed_of_steps(folder)
 
 
 def _speed_of_steps(folder: Path) -> float:
-    """Samples per second of the steps alone: evaluations and the first steps are left out."""
+    """Return samples per second of the steps alone: evaluations and the first steps are left out."""
     steps = report.read_events(folder, "step")[_WARM_UP:]
+    if not steps:
+        return speed(steps) or 0.0
+    samples = sum(step["samples"] for step in steps)
     seconds = sum(step["seconds"] for step in steps)
-    return float(sum(step["samples"] for step in steps) / seconds) if steps else speed(steps) or 0.0
+    return float(samples / seconds)

@@ -1,4 +1,4 @@
-"""The demo's text: the standard library's own source, a WordPiece tokenizer trained on it, two sets of sequences.
+"""Prepare the demo's text: the standard library's source, as tokens of a WordPiece tokenizer that is trained on it.
 
 Files are held out whole, chosen by a hash of their name, so that no sentence of the evaluation was trained
 on. No torch here: it runs before any rank starts.
@@ -24,13 +24,13 @@ VOCABULARY = 4096
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 PAD, _, CLS, SEP, MASK = range(len(SPECIAL))
 _SKIPPED = ("site-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__")
-_TOKENIZER_BYTES = 2_500_000  # of text that the tokenizer sees
-_LIMIT_BYTES = 6_000_000  # of text in all: enough for far more steps than the demo takes
+_TOKENIZER_CHARACTERS = 2_500_000  # of text that the tokenizer sees
+_LIMIT_CHARACTERS = 6_000_000  # of text in all: enough for far more steps than the demo takes
 
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Where the prepared text lies, and what it holds."""
+    """The folder of the prepared text, and the numbers of its files, bytes and sequences."""
 
     folder: str
     files: int
@@ -43,17 +43,21 @@ class Corpus:
 
 
 def read_corpus(folder: Path) -> Corpus:
-    """What an earlier call prepared in `folder`.
+    """Return the summary of what an earlier call prepared in `folder`.
 
     Raises:
         DataError: it can't be read.
     """
-    facts = _read_summary(folder, {one.name: str if one.type == "str" else COUNT for one in fields(Corpus)})
-    return Corpus(**{one.name: facts[one.name] for one in fields(Corpus)})
+    form: dict[str, Any] = {}
+    for field in fields(Corpus):
+        # The types are strings, since this module postpones annotations.
+        form[field.name] = str if field.type == "str" else COUNT
+    summary = _read_summary(folder, form)
+    return Corpus(**{name: summary[name] for name in form})
 
 
 def read_most_frequent_id(folder: Path) -> int:
-    """The number of the most frequent token of the text in `folder`.
+    """Return the number of the most frequent token of the text in `folder`.
 
     Raises:
         DataError: it can't be read.
@@ -62,12 +66,12 @@ def read_most_frequent_id(folder: Path) -> int:
 
 
 def _read_summary(folder: Path, form: dict[str, Any]) -> dict[str, Any]:
-    summary = folder / "corpus.json"
+    path = folder / "corpus.json"
     try:
-        facts: dict[str, Any] = read_json(summary, form)
+        summary: dict[str, Any] = read_json(path, form)
     except ReadError as error:
-        raise DataError(f"the prepared text in {summary}", error.found, f"remove {folder}: it is made again") from None
-    return facts
+        raise DataError(f"the prepared text in {path}", error.found, f"remove {folder}: it is made again") from None
+    return summary
 
 
 def prepare(folder: Path) -> Corpus:
@@ -78,46 +82,58 @@ def prepare(folder: Path) -> Corpus:
         DataError: this Python has no source of its standard library.
     """
     summary = folder / "corpus.json"
-    if summary.exists():
+    if summary.exists():  # it is written last: then all other files are there
         return read_corpus(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    kept, held_out = _texts()
-    tokenizer = _tokenizer(kept)
+    training_texts, held_out_texts = _texts()
+    tokenizer = _tokenizer(training_texts)
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "vocab.txt").write_text(
-        "\n".join(sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().__getitem__)) + "\n"
+    numbers = tokenizer.get_vocab()
+    tokens = sorted(numbers, key=numbers.__getitem__)  # line N of a BERT vocabulary is token N
+    (folder / "vocab.txt").write_text("\n".join(tokens) + "\n")
+    training = _sequences(tokenizer, training_texts)
+    held_out = _sequences(tokenizer, held_out_texts)
+    np.save(folder / "train.npy", training)
+    np.save(folder / "held_out.npy", held_out)
+    ordinary = training[training >= len(SPECIAL)]
+    most_frequent_id = int(np.bincount(ordinary).argmax())
+    corpus = Corpus(
+        folder=str(folder),
+        files=len(training_texts) + len(held_out_texts),
+        held_out_files=len(held_out_texts),
+        text_bytes=sum(len(text) for text in (*training_texts, *held_out_texts)),
+        sequences=len(training),
+        held_out_sequences=len(held_out),
+        most_frequent=tokenizer.id_to_token(most_frequent_id),
+        most_frequent_id=most_frequent_id,
     )
-    train, test = (_sequences(tokenizer, texts) for texts in (kept, held_out))
-    np.save(folder / "train.npy", train)
-    np.save(folder / "held_out.npy", test)
-    ordinary = train[train >= len(SPECIAL)]
-    frequent = int(np.bincount(ordinary).argmax())
-    total = sum(len(text) for text in (*kept, *held_out))
-    word = tokenizer.id_to_token(frequent)
-    corpus = Corpus(str(folder), len(kept) + len(held_out), len(held_out), total, len(train), len(test), word, frequent)
     summary.write_text(json.dumps(asdict(corpus)))
     return corpus
 
 
 def _texts() -> tuple[list[str], list[str]]:
-    """The library's files, those trained on and those held out: about one in ten."""
+    """Return the texts to train on and those held out, about one in ten."""
     root = Path(sysconfig.get_path("stdlib"))
-    kept: list[str] = []
+    training: list[str] = []
     held_out: list[str] = []
-    read = 0
+    num_characters = 0
     for path in sorted(_files(root), key=_digest):
         text = path.read_text(encoding="utf-8", errors="ignore")
-        (held_out if int(_digest(path), 16) % 10 == 0 else kept).append(text)
-        read += len(text)
-        if read >= _LIMIT_BYTES:
+        is_held_out = int(_digest(path), 16) % 10 == 0
+        if is_held_out:
+            held_out.append(text)
+        else:
+            training.append(text)
+        num_characters += len(text)
+        if num_characters >= _LIMIT_CHARACTERS:
             break
-    if not kept or not held_out:
+    if not training or not held_out:
         raise DataError(
             f"can't take text from the standard library in {root}",
             "its source is not there",
             "use a Python that ships its .py files",
         )
-    return kept, held_out
+    return training, held_out
 
 
 def _files(root: Path) -> Iterator[Path]:
@@ -143,7 +159,7 @@ def _tokenizer(texts: Sequence[str]):  # type: ignore[no-untyped-def]
     trainer = trainers.WordPieceTrainer(vocab_size=VOCABULARY, special_tokens=list(SPECIAL), show_progress=False)
     sample: list[str] = []
     for text in texts:
-        if sum(map(len, sample)) > _TOKENIZER_BYTES:
+        if sum(map(len, sample)) > _TOKENIZER_CHARACTERS:
             break
         sample.append(text)
     tokenizer.train_from_iterator(sample, trainer)
@@ -151,11 +167,11 @@ def _tokenizer(texts: Sequence[str]):  # type: ignore[no-untyped-def]
 
 
 def _sequences(tokenizer, texts: Sequence[str]) -> np.ndarray:  # type: ignore[no-untyped-def,type-arg]
-    """(sequences, LENGTH) token numbers; a sequence never crosses a file, the rest of a file is left out."""
-    body = LENGTH - 2
+    """Return token numbers, (sequences, LENGTH); a sequence never crosses a file, the rest of a file is left out."""
+    body = LENGTH - 2  # without [CLS] and [SEP]
     rows = []
     for encoded in tokenizer.encode_batch(list(texts), add_special_tokens=False):
         ids = encoded.ids
         for start in range(0, len(ids) - body + 1, body):
             rows.append([CLS, *ids[start : start + body], SEP])
-    return np.array(rows, dtype=np.uint16)
+    return np.array(rows, dtype=np.uint16)  # numbers below VOCABULARY

@@ -1,4 +1,4 @@
-"""What the demo shows at its end: a short table and the loss curve, on the terminal and as a picture."""
+"""Show the demo's results: a short table and the loss curve, on the terminal and as a picture."""
 
 from __future__ import annotations
 
@@ -15,18 +15,22 @@ _COLUMNS = 60
 
 
 def read_events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
-    """The events of one kind that a run wrote."""
-    return [event for event in decoded((run_dir / "events.jsonl").read_bytes()) if event.get("event") == kind]
+    """Return the events of one kind that a run wrote."""
+    events = decoded((run_dir / "events.jsonl").read_bytes())
+    return [event for event in events if event.get("event") == kind]
 
 
 def terminal_curve(losses: Sequence[float], columns: int = _COLUMNS) -> str:
-    """The losses as one line of blocks, each the mean of its stretch."""
+    """Return the losses as one line of blocks, each the mean of a stretch of steps."""
     width = min(columns, len(losses))
     edges = [round(index * len(losses) / width) for index in range(width + 1)]
     means = [sum(losses[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
     low, high = min(means), max(means)
-    span = (high - low) or 1.0
-    blocks = "".join(_LEVELS[min(7, int((mean - low) / span * 8))] for mean in means)
+    span = (high - low) or 1.0  # all losses alike: the lowest block
+    blocks = ""
+    for mean in means:
+        level = int((mean - low) / span * len(_LEVELS))
+        blocks += _LEVELS[min(len(_LEVELS) - 1, level)]  # the highest mean would be one level more
     return f"{high:.2f} {blocks} {low:.2f}"
 
 
@@ -36,21 +40,16 @@ def draw_curve(steps: Sequence[dict[str, Any]], evaluations: Sequence[dict[str, 
         import matplotlib
     except ImportError:
         return False
-    matplotlib.use("Agg")
+    matplotlib.use("Agg")  # needs no display; chosen before pyplot is imported
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=120)
-    axes.plot(
-        [s["step"] for s in steps], [s["loss"] for s in steps], color="#9db4c0", linewidth=1, label="training batch"
-    )
-    axes.plot(
-        [e["step"] for e in evaluations],
-        [e["loss"] for e in evaluations],
-        color="#c1440e",
-        marker="o",
-        markersize=4,
-        label="held-out text",
-    )
+    numbers = [step["step"] for step in steps]
+    losses = [step["loss"] for step in steps]
+    axes.plot(numbers, losses, color="#9db4c0", linewidth=1, label="training batch")
+    numbers = [evaluation["step"] for evaluation in evaluations]
+    losses = [evaluation["loss"] for evaluation in evaluations]
+    axes.plot(numbers, losses, color="#c1440e", marker="o", markersize=4, label="held-out text")
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("masked-token loss (nats)")
     axes.set_title("A small BERT on Python's own source, two processes")
@@ -64,13 +63,13 @@ def draw_curve(steps: Sequence[dict[str, Any]], evaluations: Sequence[dict[str, 
 
 
 def table(rows: Sequence[tuple[str, str]]) -> str:
-    """Two aligned columns."""
+    """Return the rows as two aligned columns."""
     width = max(len(name) for name, _ in rows) + 2
     return "\n".join(f"  {name:<{width}}{value}" for name, value in rows)
 
 
 def summary(first: dict[str, Any], last: dict[str, Any], speeds: dict[int, float], word: str) -> list[tuple[str, str]]:
-    """The rows of the closing table.
+    """Return the rows of the closing table.
 
     Args:
         first: the evaluation before the first step.
@@ -85,13 +84,16 @@ def summary(first: dict[str, Any], last: dict[str, Any], speeds: dict[int, float
         (f"always guessing {word!r}", f"{100 * last['baseline']:.1f} %"),
     ]
     for ranks, rate in sorted(speeds.items()):
-        beside = f"  ({rate / speeds[1]:.2f} times one process)" if ranks > 1 and 1 in speeds else ""
-        rows.append((f"samples/s, {ranks} process{'es' if ranks > 1 else ''}", f"{rate:.1f}{beside}"))
+        plural = "es" if ranks > 1 else ""
+        value = f"{rate:.1f}"
+        if ranks > 1 and 1 in speeds:
+            value += f"  ({rate / speeds[1]:.2f} times one process)"
+        rows.append((f"samples/s, {ranks} process{plural}", value))
     return rows
 
 
 def can_show_blocks() -> bool:
-    """Whether the terminal's encoding has block characters."""
+    """Return True if the terminal's encoding has block characters."""
     try:
         _LEVELS.encode(sys.stdout.encoding or "ascii")
     except UnicodeEncodeError:

@@ -1,4 +1,7 @@
-"""The demo's workload and loop. `paceline run -n 2 .../demo/workload.py DATA` is what `paceline demo` runs."""
+"""Define the demo's workload and its training loop.
+
+`paceline run -n 2 .../demo/workload.py DATA` is what `paceline demo` runs.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +23,14 @@ from paceline.demo.corpus import CLS, MASK, PAD, SEP, SPECIAL, VOCABULARY, read_
 
 MASKED = 0.15  # of the tokens; of these 80 % become [MASK], 10 % another token, 10 % stay (Devlin et al. 2019)
 EVALUATED = 512  # held-out sequences
-IGNORED = -100  # a label that counts nothing
+IGNORED = -100  # a label that counts nothing: cross_entropy's default
 
 
 class MaskedSequences(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """Sequences with some tokens hidden. Which ones depends on the seed and the position alone."""
+    """Sequences with some tokens hidden, which depend on the seed and the position alone."""
 
     def __init__(self, path: Path, limit: int | None = None) -> None:
-        self.rows = np.load(path, mmap_mode="r")[:limit]
+        self.rows = np.load(path, mmap_mode="r")[:limit]  # mapped: the ranks of a host share its pages
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -35,29 +38,33 @@ class MaskedSequences(torch.utils.data.Dataset[dict[str, Tensor]]):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         tokens = torch.from_numpy(self.rows[index].astype(np.int64))
         ordinary = (tokens != CLS) & (tokens != SEP) & (tokens != PAD)
-        # As many in every sequence, as BERT's own data has them: shapes must not depend on a draw.
-        chosen = torch.where(ordinary, torch.rand(tokens.shape), -1.0).topk(round(MASKED * len(tokens))).indices
-        was = tokens[chosen]
-        fate = torch.rand(was.shape)
-        other = torch.randint(len(SPECIAL), VOCABULARY, was.shape)
-        becomes = torch.where(fate < 0.8, MASK, torch.where(fate < 0.9, other, was))
-        is_real = ordinary[chosen]  # a very short sequence has fewer ordinary tokens
-        hidden = tokens.index_put((chosen,), torch.where(is_real, becomes, was))
-        return {"input_ids": hidden, "labels": torch.where(is_real, was, IGNORED), "chosen": chosen}
+        # As many in every sequence, as BERT's own data has them: shapes must not depend on a draw. The places of the
+        # highest random numbers are a sample without repetition; special tokens have -1 and are drawn last.
+        draws = torch.where(ordinary, torch.rand(tokens.shape), -1.0)
+        chosen = draws.topk(round(MASKED * len(tokens))).indices
+        originals = tokens[chosen]
+        fate = torch.rand(originals.shape)
+        others = torch.randint(len(SPECIAL), VOCABULARY, originals.shape)
+        replacements = torch.where(fate < 0.8, MASK, torch.where(fate < 0.9, others, originals))
+        is_ordinary = ordinary[chosen]  # a very short sequence has fewer ordinary tokens
+        input_ids = tokens.index_put((chosen,), torch.where(is_ordinary, replacements, originals))
+        labels = torch.where(is_ordinary, originals, IGNORED)
+        return {"input_ids": input_ids, "labels": labels, "chosen": chosen}
 
 
 def loss(model: torch.nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Cross entropy of the hidden tokens, added up, and how many there are."""
+    """Return the cross entropy of the hidden tokens, added up, and their number."""
     labels = batch["labels"].flatten()
     scores = model(batch["input_ids"], batch["chosen"])
     return F.cross_entropy(scores, labels, reduction="sum", ignore_index=IGNORED), (labels != IGNORED).sum()
 
 
 def score_against(frequent: int) -> Any:
-    """The held-out loss, the accuracy, and that of always guessing the most frequent token."""
+    """Return the score of a batch: loss, accuracy, and the accuracy of always guessing the most frequent token."""
 
     def score(model: torch.nn.Module, batch: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-        scores, labels = model(batch["input_ids"], batch["chosen"]), batch["labels"].flatten()
+        scores = model(batch["input_ids"], batch["chosen"])
+        labels = batch["labels"].flatten()
         count = (labels != IGNORED).sum()
         return {
             "loss": (F.cross_entropy(scores, labels, reduction="sum", ignore_index=IGNORED), count),
@@ -69,42 +76,42 @@ def score_against(frequent: int) -> Any:
 
 
 def make_workload(data: Path, steps: int, batch_size: int = 32, **parts: Any) -> paceline.Workload:
-    """The demo's workload on prepared text in `data`; `parts` replace or add parts."""
+    """Return the demo's workload on prepared text in `data`; `parts` replace or add parts."""
     most_frequent_id = read_most_frequent_id(data)
     warm_up = max(1, steps // 10)
 
-    def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-        return torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: min((step + 1) / warm_up, max(0.02, (steps - step) / max(1, steps - warm_up)))
-        )
+    def rate_factor(step: int) -> float:
+        """Return the learning rate's factor: up to 1 in the warm-up, then down to 0.02, both in a line."""
+        rising = (step + 1) / warm_up
+        falling = max(0.02, (steps - step) / max(1, steps - warm_up))
+        return min(rising, falling)
 
-    return paceline.Workload(
-        **{
-            "model": lambda: Bert(BertConfig()),
-            "loss": loss,
-            "optimizer": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01),
-            "scheduler": schedule,
-            "data": lambda: MaskedSequences(data / "train.npy"),
-            "evaluation": lambda: MaskedSequences(data / "held_out.npy", EVALUATED),
-            "score": score_against(most_frequent_id),
-            "batch_size": batch_size,
-            "steps": steps,
-            "clip_norm": 1.0,
-            **parts,
-        }
-    )
+    def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, rate_factor)
+
+    defaults: dict[str, Any] = {
+        "model": lambda: Bert(BertConfig()),
+        "loss": loss,
+        "optimizer": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01),
+        "scheduler": schedule,
+        "data": lambda: MaskedSequences(data / "train.npy"),
+        "evaluation": lambda: MaskedSequences(data / "held_out.npy", EVALUATED),
+        "score": score_against(most_frequent_id),
+        "batch_size": batch_size,
+        "steps": steps,
+        "clip_norm": 1.0,
+    }
+    return paceline.Workload(**{**defaults, **parts})
 
 
 def save_for_transformers(model: Bert, data: Path, folder: Path) -> None:
     """Write config, weights and vocabulary as transformers' BertForMaskedLM reads them."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: p.detach().cpu().contiguous() for name, p in model.named_parameters()}
-    bias = next(
-        name
-        for name in weights
-        if name.startswith("cls.predictions.") and weights[name].shape == (model.config.vocab_size,)
-    )
-    weights["cls.predictions.bias"] = weights.pop(bias)
+    # Here the head has its bias under two names, of which `named_parameters` gives one; transformers wants this one.
+    head = [name for name in weights if name.startswith("cls.predictions.")]
+    biases = [name for name in head if weights[name].shape == (model.config.vocab_size,)]
+    weights["cls.predictions.bias"] = weights.pop(biases[0])
     safetensors.torch.save_file(weights, folder / "model.safetensors", {"format": "pt"})
     config = {
         "architectures": ["BertForMaskedLM"],
@@ -130,11 +137,11 @@ def _arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Train, looking at held-out text now and then."""
+    """Train, and evaluate on held-out text now and then."""
     arguments = _arguments()
     job = paceline.distribute(make_workload(arguments.data, arguments.steps, arguments.batch_size))
     every = arguments.evaluate_every
-    if every and job.step_number == 0:
+    if every and job.step_number == 0:  # not again after a restart from a checkpoint
         job.evaluate()
     for batch in job.batches():
         job.step(batch)

@@ -1,8 +1,8 @@
-"""Asks the hosts of a fleet what they are, and answers when another host asks.
+"""Gather the facts of all hosts of a fleet, and answer when another host asks for this one's.
 
 A request and its answer are one JSON object each, over the standard input and output of `paceline doctor --answer`,
 started here or by the user's own ssh. In the first round a host looks at itself; in the second all hosts try to
-reach each other at the same time; a third removes the file by which a shared run directory is known.
+reach each other at the same time; a third removes the file by which hosts that share a run directory know it.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from paceline.nouns.reading import Whole, parse_json, reason_of
 
 _ANSWER = ("-m", module_names.COMMAND, "doctor", "--answer")
 _LIMIT_S = 240.0  # of one answer: torch may come from a slow disk
-_MAX_BYTES = 2**22  # of an answer: a host sends some kilobytes
+_MAX_BYTES = 2**22  # of an answer: a host sends some kilobytes, and a login may print before it
 _MEET_S = 10.0  # hosts start within some seconds of each other
 _LONGEST_MEET_S = 60.0  # whatever is asked: a port is not left open
-_AT_ONCE = 32  # ssh's at a time
+_AT_ONCE = 32  # processes of ssh at a time
 
 
 class Asker(Protocol):
-    """Reaches the doctor of a host."""
+    """A way to the doctor of a host."""
 
     def ask(self, host: str, request: bytes) -> bytes:
-        """The answer to a request.
+        """Return the answer to a request.
 
         Raises:
             UsageError: the host can't be asked.
@@ -48,10 +48,10 @@ class Asker(Protocol):
 
 
 class LocalAsker:
-    """Asks this host, whatever its name, through a child process as ssh would start it."""
+    """Asks this host, whatever its name, through a child process, as ssh would start it."""
 
     def ask(self, host: str, request: bytes) -> bytes:
-        """The answer of a child process."""
+        """Return the answer of a child process."""
         return _answer_of([sys.executable, *_ANSWER], host, request, is_ssh=False)
 
 
@@ -68,41 +68,44 @@ class SshAsker:
     options: SshOptions = field(default_factory=SshOptions)
 
     def needs_ssh(self, host: str) -> bool:
-        """Whether a host is another one."""
+        """True if a host is another one."""
         return not is_this_host(host)
 
     def ask(self, host: str, request: bytes) -> bytes:
-        """The answer of the doctor on `host`."""
+        """Return the answer of the doctor on `host`."""
         if not self.needs_ssh(host):
             return LocalAsker().ask(host, request)
-        return _answer_of(ssh_command(host, [self.python, *_ANSWER], self.options), host, request, is_ssh=True)
+        command = ssh_command(host, [self.python, *_ANSWER], self.options)
+        return _answer_of(command, host, request, is_ssh=True)
 
 
 def is_this_host(name: str) -> bool:
-    """Whether a name is this host's own, as hosts files of one host have it."""
-    own = socket.gethostname()
-    return name in ("localhost", "127.0.0.1", "::1", own, own.partition(".")[0])
+    """True if a name is this host's own, as hosts files of one host have it."""
+    hostname = socket.gethostname()
+    short_name = hostname.partition(".")[0]
+    return name in ("localhost", "127.0.0.1", "::1", hostname, short_name)
 
 
 def _answer_of(command: list[str], host: str, request: bytes, is_ssh: bool) -> bytes:
     try:
         done = subprocess.run(command, input=request, capture_output=True, timeout=_LIMIT_S)
     except subprocess.TimeoutExpired:
-        found = f"it did not answer within {_LIMIT_S:.0f} s"
-        raise UsageError(f"can't ask {host}", found, f"see what `paceline doctor` waits for on {host}") from None
+        problem = f"it did not answer within {_LIMIT_S:.0f} s"
+        raise UsageError(f"can't ask {host}", problem, f"see what `paceline doctor` waits for on {host}") from None
     except OSError as error:
         raise UsageError(f"can't ask {host}", f"{command[0]} can't be started ({error})", "install it") from None
     if done.returncode == 0:
         return done.stdout
-    said = done.stderr.decode(errors="replace")
+    error_text = done.stderr.decode(errors="replace")
     if is_ssh:
-        raise why_lost(host, said)
-    last = (said.strip().splitlines() or [f"it ended with {done.returncode}"])[-1]
-    raise UsageError(f"can't ask {host}", f"its process failed: {last}", "run `paceline doctor` there")
+        raise why_lost(host, error_text)
+    lines = error_text.strip().splitlines()
+    last_line = lines[-1] if lines else f"it ended with {done.returncode}"
+    raise UsageError(f"can't ask {host}", f"its process failed: {last_line}", "run `paceline doctor` there")
 
 
 _PORT = Whole(0, 65535)
-# What another host's doctor asks of this one.
+# The forms that a request of another host's doctor may have, one for each kind: look, meet, tidy.
 _REQUEST = (
     {
         "kind": str,
@@ -122,7 +125,7 @@ _REQUEST = (
 
 @dataclass(frozen=True, slots=True)
 class Offset:
-    """How far a host's clock is ahead of the asking host's, in seconds, and by how much that may be wrong."""
+    """The seconds that a host's clock is ahead of the asking host's, and by how many that may be wrong."""
 
     seconds: float
     uncertainty_s: float
@@ -130,13 +133,13 @@ class Offset:
 
 @dataclass(slots=True)
 class FleetFacts:
-    """What the hosts of a fleet answered.
+    """The answers of all hosts of a fleet. Every dictionary has the names of hosts as keys.
 
     Args:
         hosts: the facts of those that answered.
-        silent: why the others did not.
+        silent: the errors of the others.
         offsets: of their clocks.
-        reached: by host, what happened as it tried to reach each other one; "" is reached.
+        reached: by host, the outcome for each other host that it tried to reach; "" is reached, else why not.
         marker: by host, whether it sees the file that the first host wrote to the run directory.
         ports: where each host listened: "address:port".
     """
@@ -156,34 +159,41 @@ def ask_fleet(
     say: Callable[[str], None] = lambda text: None,
     meet_s: float = _MEET_S,
 ) -> FleetFacts:
-    """Ask every host what it is, then let all of them reach each other.
+    """Ask every host for its facts, then let all of them reach each other.
 
     Args:
         names: the hosts.
-        question: what each looks at. With a marker, the first host that answers leaves it in the run directory.
+        question: what each looks at. With a marker, the first of `names` leaves it in the run directory.
         asker: the way to them.
-        say: told what happens, for the person who waits.
-        meet_s: how long hosts try to reach each other.
+        say: called with progress lines.
+        meet_s: seconds for which hosts try to reach each other.
     """
     fleet = FleetFacts()
+
+    # First round: each host looks at itself. Only the first one writes the marker, which the others then look for.
     say(f"asking {len(names)} hosts what they are")
-    answers = _ask_all({name: _look_request(question, name == names[0]) for name in names}, asker, fleet)
-    for name, (answer, began_ns, ended_ns) in answers.items():
+    requests = {name: _look_request(question, name == names[0]) for name in names}
+    for name, (answer, began_ns, ended_ns) in _ask_all(requests, asker, fleet).items():
         try:
             fleet.hosts[name] = HostFacts.from_json(answer.get("facts"))
             fleet.offsets[name] = clock_offset(
                 began_ns, _integer(answer, "heard_ns"), _integer(answer, "said_ns"), ended_ns
             )
         except ValueError as error:
-            fleet.hosts.pop(name, None)
+            fleet.hosts.pop(name, None)  # its facts were right, its times were not
             fleet.silent[name] = _nonsense(name, str(error))
+
+    # Second round: all hosts at the same time, since each listens only for some seconds.
     seats = _seats(fleet)
     if len(seats) > 1:
         fleet.ports = {seat.host: f"{seat.address}:{seat.port}" for seat in seats}
         say(f"each host listens on one port for up to {meet_s:.0f} s, and the others try to reach it")
-        first = fleet.hosts.get(names[0], HostFacts()).runs
-        marker = question.marker if first.path and not first.error else ""  # else the first host could not write it
-        _let_meet(fleet, seats, (first.path, marker), asker, meet_s)
+        runs = fleet.hosts.get(names[0], HostFacts()).runs
+        is_written = bool(runs.path) and not runs.error
+        marker = question.marker if is_written else ""
+        _let_meet(fleet, seats, (runs.path, marker), asker, meet_s)
+
+    # Third round: the host that wrote the marker removes it. If it is silent now, that is no finding of its own.
     if question.marker and names[0] in fleet.hosts:
         tidy = {"kind": "tidy", "folder": fleet.hosts[names[0]].runs.path, "marker": question.marker}
         _ask_all({names[0]: tidy}, asker, FleetFacts())
@@ -196,34 +206,42 @@ def _look_request(question: Question, is_first: bool) -> dict[str, Any]:
 
 
 def _seats(fleet: FleetFacts) -> list[ReachableHost]:
+    """Return where each host is to listen, each with a token that only the hosts of this fleet get to know."""
     seats = []
-    for name, facts in fleet.hosts.items():
-        address = chosen_address(facts)
-        if address and facts.network.free_port:
-            seats.append(ReachableHost(name, address, facts.network.free_port, secrets.token_hex(16)))
+    for name, host in fleet.hosts.items():
+        address = chosen_address(host)
+        port = host.network.free_port
+        if address and port:
+            seats.append(ReachableHost(name, address, port, secrets.token_hex(16)))
     return seats
 
 
 def _let_meet(
     fleet: FleetFacts, seats: list[ReachableHost], runs: tuple[str, str], asker: Asker, meet_s: float
 ) -> None:
+    """Let all hosts with a seat reach each other, and write the outcome to `fleet`."""
     folder, marker = runs
-    request = {"kind": "meet", "seats": [asdict(seat) for seat in seats], "seconds": meet_s}
-    requests = {seat.host: {**request, "own": seat.host, "folder": folder, "marker": marker} for seat in seats}
-    late = FleetFacts()
-    for name, (answer, _, _) in _ask_all(requests, asker, late).items():
+    common = {"kind": "meet", "seats": [asdict(seat) for seat in seats], "seconds": meet_s}
+    requests: dict[str, dict[str, Any]] = {}
+    for seat in seats:
+        requests[seat.host] = {**common, "own": seat.host, "folder": folder, "marker": marker}
+    for name, (answer, _, _) in _ask_all(requests, asker, fleet).items():
+        # Another host wrote the answer, so that its types are not certain.
         reached = answer.get("reached")
         if isinstance(reached, dict):
-            fleet.reached[name] = {str(other): str(why) for other, why in reached.items()}
-        if marker and isinstance(answer.get("has_marker"), bool):
-            fleet.marker[name] = answer["has_marker"]
-    fleet.silent.update(late.silent)
+            fleet.reached[name] = {str(other): str(reason) for other, reason in reached.items()}
+        has_marker = answer.get("has_marker")
+        if marker and isinstance(has_marker, bool):
+            fleet.marker[name] = has_marker
 
 
 def _ask_all(
     requests: Mapping[str, dict[str, Any]], asker: Asker, fleet: FleetFacts
 ) -> dict[str, tuple[dict[str, Any], int, int]]:
-    """Each host's answer, with this host's clock before and after (ns since 1970); failures go to `fleet.silent`."""
+    """Return each host's answer, with this host's clock before and after it (ns since 1970).
+
+    Hosts that fail are left out; their errors go to `fleet.silent`.
+    """
 
     def ask(name: str) -> tuple[dict[str, Any], int, int]:
         request = json.dumps(requests[name]).encode()
@@ -233,7 +251,8 @@ def _ask_all(
 
     answers = {}
     with ThreadPoolExecutor(min(_AT_ONCE, len(requests))) as pool:
-        for name, future in {name: pool.submit(ask, name) for name in requests}.items():
+        futures = {name: pool.submit(ask, name) for name in requests}  # all at once, before the first is waited for
+        for name, future in futures.items():
             try:
                 answers[name] = future.result()
             except PacelineError as error:
@@ -245,8 +264,9 @@ def _parse(name: str, text: bytes) -> dict[str, Any]:
     if len(text) > _MAX_BYTES:
         raise _nonsense(name, f"{len(text)} bytes")
     try:
-        lines = text.decode().strip().splitlines() or [""]
-        return dict(parse_json(lines[-1], "its answer", dict))  # a login may greet before it
+        lines = text.decode().strip().splitlines()
+        last_line = lines[-1] if lines else ""  # a login may print something before the answer
+        return dict(parse_json(last_line, "its answer", dict))
     except ValueError as error:
         raise _nonsense(name, reason_of(error)) from None
 
@@ -265,7 +285,10 @@ def _integer(answer: Mapping[str, Any], name: str) -> int:
 
 
 def clock_offset(began_ns: int, heard_ns: int, said_ns: int, ended_ns: int) -> Offset:
-    """How far the other clock is ahead. It lies between the two ways; their middle may be wrong by half their sum.
+    """Return how far the other host's clock is ahead.
+
+    The way there looks longer by the offset, and the way back shorter. Half the difference is the offset if both ways
+    take the same time; if they don't, it is wrong by half of their sum at most.
 
     Args:
         began_ns: this host's clock as the question left.
@@ -275,12 +298,13 @@ def clock_offset(began_ns: int, heard_ns: int, said_ns: int, ended_ns: int) -> O
 
     Source: Mills 1991, Internet time synchronization: the Network Time Protocol, IEEE Trans. Communications 39(10).
     """
-    there, back = (heard_ns - began_ns) / 1e9, (ended_ns - said_ns) / 1e9
-    return Offset((there - back) / 2, max(0.0, (there + back) / 2))
+    there_s = (heard_ns - began_ns) / 1e9
+    back_s = (ended_ns - said_ns) / 1e9
+    return Offset((there_s - back_s) / 2, max(0.0, (there_s + back_s) / 2))
 
 
 def answer(text: bytes, heard_ns: int) -> dict[str, Any]:
-    """Do what another host's doctor asks of this one.
+    """Do what another host's doctor requests, and return the answer.
 
     Args:
         text: its request.
@@ -293,27 +317,30 @@ def answer(text: bytes, heard_ns: int) -> dict[str, Any]:
         request = parse_json(text, "the request", _REQUEST)
         kind = request["kind"]
         if kind == "look":
-            facts = look(_question(request["question"])).to_json()
-            return {"facts": facts, "heard_ns": heard_ns, "said_ns": time.time_ns()}
+            host = look(_question(request["question"])).to_json()
+            # The clock is read last: looking takes seconds, which are no part of the way back.
+            return {"facts": host, "heard_ns": heard_ns, "said_ns": time.time_ns()}
         if kind == "meet":
-            reached = meet(
-                request["own"],
-                [ReachableHost(**seat) for seat in request["seats"]],
-                min(request["seconds"], _LONGEST_MEET_S),
-            )
+            seats = [ReachableHost(**seat) for seat in request["seats"]]
+            reached = meet(request["own"], seats, min(request["seconds"], _LONGEST_MEET_S))
             marker = request["marker"]
-            return {"reached": reached, "has_marker": bool(marker) and marker_path(request["folder"], marker).exists()}
+            has_marker = bool(marker) and marker_path(request["folder"], marker).exists()
+            return {"reached": reached, "has_marker": has_marker}
         if kind == "tidy":
             marker_path(request["folder"], request["marker"]).unlink(missing_ok=True)
             return {}
         raise ValueError(f"the kind {kind!r}")
     except (ValueError, KeyError, TypeError, StopIteration, OSError) as error:  # OSError: a path too long
-        found = f"it can't be read ({reason_of(error)})"
-        raise UsageError(
-            "can't answer another host's doctor", found, "install one version of Paceline on all hosts"
-        ) from None
+        problem = f"it can't be read ({reason_of(error)})"
+        fix = "install one version of Paceline on all hosts"
+        raise UsageError("can't answer another host's doctor", problem, fix) from None
 
 
 def _question(value: Mapping[str, Any]) -> Question:
-    names, ports = tuple(value["names"]), tuple(value["ports"])
-    return Question(names, value["runs"], ports, value["is_quick"], value["marker"])
+    return Question(
+        names=tuple(value["names"]),
+        runs=value["runs"],
+        ports=tuple(value["ports"]),
+        is_quick=value["is_quick"],
+        marker=value["marker"],
+    )

@@ -1,4 +1,4 @@
-"""What one host is: plain values that `look*.py` gathers, `checks*.py` judges, and that travel between hosts as JSON.
+"""Define the facts of one host: plain values that `probe/` gathers, `checks/` judges, and hosts exchange as JSON.
 
 Every value may be unknown: another operating system, a container that hides it, or a host with another version of
 Paceline. Then it has its default, and the check says "not checked".
@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Versions:
-    """What software is there. A version that is not known is "" (not there, or the child could not say)."""
+    """Versions of the software. One that is not known is "" (not there, or the child could not say)."""
 
     python: str = ""
     executable: str = ""
@@ -43,7 +43,7 @@ class Cores:
 
 
 @dataclass(frozen=True, slots=True)
-class HostMemory:
+class MemoryFacts:
     """Main memory in bytes; None is unknown or without limit."""
 
     total_bytes: int | None = None
@@ -92,7 +92,7 @@ class Interface:
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """What a name resolves to on this host, and back."""
+    """A name as this host resolves it, and the names that its address resolves back to."""
 
     addresses: tuple[str, ...] = ()
     names_back: tuple[str, ...] = ()  # what the first address that is not loopback resolves back to
@@ -102,7 +102,7 @@ class Name:
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """Whether a port can be listened on."""
+    """A port that a rank could listen on, unless `error` says why not."""
 
     error: str = ""  # "" is free
     holder: str = ""  # the process that has it, where that can be seen
@@ -110,7 +110,7 @@ class Port:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """Interfaces, names, ports."""
+    """Interfaces, names and ports of a host."""
 
     hostname: str = ""
     interfaces: tuple[Interface, ...] = ()
@@ -126,7 +126,7 @@ class Network:
 
 @dataclass(frozen=True, slots=True)
 class Shm:
-    """`/dev/shm`."""
+    """`/dev/shm`, the file system of shared memory."""
 
     exists: bool | None = None  # None: not looked
     size_bytes: int = 0
@@ -138,7 +138,7 @@ class Shm:
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """Where something is written; `path` is the nearest folder that exists."""
+    """A folder that a job writes to; `path` is the nearest one that exists."""
 
     asked: str = ""
     path: str = ""
@@ -165,7 +165,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """Something that a job which is no more left behind."""
+    """A file or folder that a job left behind when it ended."""
 
     path: str = ""
     num_bytes: int = 0
@@ -177,7 +177,7 @@ class HostFacts:
 
     versions: Versions = Versions()
     cores: Cores = Cores()
-    memory: HostMemory = HostMemory()
+    memory: MemoryFacts = MemoryFacts()
     accelerators: Accelerators = Accelerators()
     network: Network = Network()
     shm: Shm = Shm()
@@ -191,45 +191,69 @@ class HostFacts:
     leftovers: tuple[Leftover, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """This as values that `json` knows."""
+        """Return the facts as values that `json` can write."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, value: object) -> HostFacts:
-        """The facts that another host sent. What this version does not know is left out.
+        """Return the facts that another host sent. Fields that this version does not know are left out.
 
         Raises:
             ValueError: a value has another type than it should.
         """
-        facts = _read(cls, value, "facts")
-        assert isinstance(facts, HostFacts)
-        return facts
+        host = _read(cls, value, "facts")
+        assert isinstance(host, HostFacts)
+        return host
 
 
 def _read(kind: Any, value: object, where: str) -> Any:
-    """`value` as a `kind`, for the kinds that the fields above have."""
-    origin, inside = typing.get_origin(kind), typing.get_args(kind)
+    """Return `value` as a `kind`, which is one of those that the fields above have.
+
+    Args:
+        kind: a type, or a generic such as `dict[str, Port]`.
+        value: from JSON: another host sent it, so nothing is taken for granted.
+        where: its place, for the error.
+
+    Raises:
+        ValueError: `value` is not a `kind`.
+    """
+    origin = typing.get_origin(kind)
+    arguments = typing.get_args(kind)
     if is_dataclass(kind):
-        hints = typing.get_type_hints(kind)
-        given = _expect(dict, value, where)
-        known = [one.name for one in fields(kind) if one.name in given]
-        values = {name: _read(hints[name], given[name], f"{where}.{name}") for name in known}
-        return typing.cast(Any, kind)(**values)
-    if origin is types.UnionType:
-        chosen = next(part for part in inside if part is not type(None))
-        return None if value is None else _read(chosen, value, where)
+        return _read_dataclass(kind, value, where)
+    if origin is types.UnionType:  # X | None
+        if value is None:
+            return None
+        inner = next(argument for argument in arguments if argument is not type(None))
+        return _read(inner, value, where)
     if origin is tuple:
-        return tuple(_read(inside[0], one, where) for one in _expect(list | tuple, value, where))
+        items = _expect(list | tuple, value, where)
+        return tuple(_read(arguments[0], item, where) for item in items)
     if origin is dict:
-        return {str(key): _read(inside[1], one, f"{where}.{key}") for key, one in _expect(dict, value, where).items()}
+        result = {}
+        for key, item in _expect(dict, value, where).items():
+            result[str(key)] = _read(arguments[1], item, f"{where}.{key}")
+        return result
     if kind is float:
-        return float(_expect(int | float, value, where))
-    if kind is int and isinstance(value, bool):
+        return float(_expect(int | float, value, where))  # JSON may have 1 for 1.0
+    if kind is int and isinstance(value, bool):  # a bool is an int in Python, not in JSON
         raise ValueError(f"{where} should be a number")
     return _expect(kind, value, where)
 
 
+def _read_dataclass(kind: Any, value: object, where: str) -> Any:
+    hints = typing.get_type_hints(kind)  # not the fields' types: with annotations postponed these are strings
+    given = _expect(dict, value, where)
+    values = {}
+    for field_ in fields(kind):
+        # A field that is not there keeps its default: the other host may have an older version.
+        if field_.name in given:
+            values[field_.name] = _read(hints[field_.name], given[field_.name], f"{where}.{field_.name}")
+    return kind(**values)
+
+
 def _expect(kind: Any, value: object, where: str) -> Any:
+    """Return `value` if it is a `kind`; raise ValueError otherwise."""
     if not isinstance(value, kind):
         raise ValueError(f"{where} should be {getattr(kind, '__name__', kind)}, it is {type(value).__name__}")
     return value

@@ -1,4 +1,4 @@
-"""Hosts of a fleet try to reach each other: each listens on one port for some seconds and connects to all others.
+"""Test whether the hosts of a fleet reach each other: each listens on one port for seconds and connects to all others.
 
 A port is open only while the doctor asks, on one address, and says nothing to who does not bring a token of this
 fleet: 32 hexadecimal digits that the asking host drew and handed to each host on its standard input.
@@ -16,13 +16,13 @@ from dataclasses import dataclass
 
 _TOKEN_BYTES = 32
 _TRY_S = 2.0  # one attempt; a firewall that drops is known by then
-_PAUSE_S = 0.2
+_PAUSE_S = 0.2  # between attempts
 _BACKLOG = 128
 
 
 @dataclass(frozen=True, slots=True)
 class ReachableHost:
-    """Where one host listens, and the token that it answers with."""
+    """The address and port on which one host listens, and the token that it brings and answers with."""
 
     host: str
     address: str
@@ -31,12 +31,12 @@ class ReachableHost:
 
 
 def meet(own: str, seats: Sequence[ReachableHost], seconds: float) -> dict[str, str]:
-    """What happened with each other host: "" is reached, else why not.
+    """Try to reach each other host, and return by host "" where it was reached, else why not.
 
     Args:
         own: this host's name in `seats`.
         seats: of all hosts.
-        seconds: how long to try; hosts don't start at the same moment, so a refusal is tried again.
+        seconds: the time to try; hosts don't start at the same moment, so a refusal is tried again.
     """
     deadline_s = time.monotonic() + seconds
     here = next(seat for seat in seats if seat.host == own)
@@ -51,8 +51,10 @@ def meet(own: str, seats: Sequence[ReachableHost], seconds: float) -> dict[str, 
     threads = [threading.Thread(target=reach, args=(seat,), daemon=True) for seat in others]
     for thread in threads:
         thread.start()
+    # The listener is waited for, too: hosts that were reached early must still be answered when others come late.
     for thread in [*threads, listener]:
         thread.join(max(0.0, deadline_s + _TRY_S - time.monotonic()))
+    # A thread that is still at it has no result; it is a daemon, and ends with the process.
     return {seat.host: results.get(seat.host, "no answer") for seat in others}
 
 
@@ -64,40 +66,48 @@ def _listen(here: ReachableHost, others: Sequence[ReachableHost], deadline_s: fl
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((here.address, here.port))
         listener.listen(_BACKLOG)
+        # Each token counts once. The port closes as soon as all have come.
         while waiting and time.monotonic() < deadline_s:
             listener.settimeout(max(0.01, deadline_s - time.monotonic()))
             connection, _ = listener.accept()
+            # Someone else may connect and leave, or say nothing: the others are still answered.
             with contextlib.suppress(OSError), connection:
                 connection.settimeout(_TRY_S)
-                said = _read(connection)
-                known = {token for token in waiting if hmac.compare_digest(token, said)}
-                if known:
+                token = _read(connection)
+                # Compared in constant time, so that the time of a refusal says nothing of the token.
+                matches = {expected for expected in waiting if hmac.compare_digest(expected, token)}
+                if matches:
                     connection.sendall(here.token.encode())
-                waiting -= known
+                waiting -= matches
 
 
 def _reach(here: ReachableHost, seat: ReachableHost, deadline_s: float) -> str:
-    """Connect to a host and read its token; "" or the last reason why not."""
-    why = "no time"
+    """Connect to a host until it answers with its token; return "" or the last reason why it did not."""
+    reason = "no time"
     while time.monotonic() < deadline_s:
         try:
             with socket.create_connection((seat.address, seat.port), timeout=_TRY_S) as connection:
                 connection.sendall(here.token.encode())
                 if hmac.compare_digest(_read(connection), seat.token):
                     return ""
-                why = "something else answered"
-        except TimeoutError:
-            why = "timed out"
-        except ConnectionRefusedError:
-            why = "refused"
+                reason = "something else answered"
+        except TimeoutError:  # a firewall that drops packets
+            reason = "timed out"
+        except ConnectionRefusedError:  # the host does not listen yet, or a firewall rejects
+            reason = "refused"
         except OSError as error:
-            why = error.strerror or str(error)
+            reason = error.strerror or str(error)
         time.sleep(_PAUSE_S)
-    return why
+    return reason
 
 
 def _read(connection: socket.socket) -> str:
-    got = b""
-    while len(got) < _TOKEN_BYTES and (part := connection.recv(_TOKEN_BYTES - len(got))):
-        got += part
-    return got.decode("ascii", "replace").replace("�", "?")
+    """Read a token, or what comes before the other side closes."""
+    data = b""
+    while len(data) < _TOKEN_BYTES:
+        chunk = connection.recv(_TOKEN_BYTES - len(data))
+        if not chunk:
+            break
+        data += chunk
+    # `hmac.compare_digest` takes text only if all of it is ASCII.
+    return data.decode("ascii", "replace").replace("�", "?")

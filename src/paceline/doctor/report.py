@@ -1,4 +1,4 @@
-"""Shows what the doctor found: a table for people, worst first, and JSON for programs."""
+"""Print the doctor's findings: as a table for people, worst first, and as JSON for programs."""
 
 from __future__ import annotations
 
@@ -11,31 +11,37 @@ from typing import Any
 from paceline.doctor.facts import HostFacts
 from paceline.doctor.finding import FLEET, LEVELS, Finding, count
 
+_MOST_HOST_WIDTH = 28  # columns
 _LEAST_WIDTH = 40  # of the column of texts, however narrow the terminal
 
 
 def worst_first(findings: Iterable[Finding]) -> list[Finding]:
-    """The findings by level; within a level in the order in which they were found."""
+    """Return the findings by level; within a level they keep their order, since `sorted` is stable."""
     return sorted(findings, key=lambda finding: LEVELS.index(finding.level))
 
 
 def table(findings: Sequence[Finding], width: int = 120) -> list[str]:
-    """The findings as aligned lines, each with its fix below it. What several hosts have alike is told once.
+    """Return the findings as aligned lines, each with its fix below it; those of several hosts that are alike as one.
 
     Args:
         findings: of all hosts.
         width: of a line, in columns.
     """
-    folded = _folded(worst_first(findings))
+    rows = _folded(worst_first(findings))
     has_hosts = len({finding.host for finding in findings}) > 1
-    columns = [len(max((row.level for row in folded), key=len, default=""))]
-    columns += [min(28, max((len(row.host) for row in folded), default=0))] if has_hosts else []
-    columns += [max((len(row.check) for row in folded), default=0)]
-    margin = sum(columns) + 2 * len(columns)
+
+    # Widths of the columns before the text.
+    sizes = [max((len(row.level) for row in rows), default=0)]
+    if has_hosts:
+        longest = max((len(row.host) for row in rows), default=0)
+        sizes.append(min(_MOST_HOST_WIDTH, longest))
+    sizes.append(max((len(row.check) for row in rows), default=0))
+    margin = sum(sizes) + 2 * len(sizes)  # two spaces after each column
+
     lines = []
-    for row in folded:
-        words = [row.level, row.host, row.check] if has_hosts else [row.level, row.check]
-        front = "".join(f"{word:<{size}}  " for word, size in zip(words, columns, strict=True))
+    for row in rows:
+        cells = [row.level, row.host, row.check] if has_hosts else [row.level, row.check]
+        front = "".join(f"{cell:<{size}}  " for cell, size in zip(cells, sizes, strict=True))
         lines += _wrapped(front, row.found, margin, width)
         if row.fix:
             lines += _wrapped(" " * margin, f"fix: {row.fix}", margin, width)
@@ -43,54 +49,69 @@ def table(findings: Sequence[Finding], width: int = 120) -> list[str]:
 
 
 def _wrapped(front: str, text: str, margin: int, width: int) -> list[str]:
-    parts = textwrap.wrap(text, max(_LEAST_WIDTH, width - margin), break_long_words=False, break_on_hyphens=False) or [
-        ""
-    ]
-    return [(front + parts[0]).rstrip(), *(" " * margin + part for part in parts[1:])]
+    # Long words and hyphens stay whole: paths and commands are to be copied.
+    text_width = max(_LEAST_WIDTH, width - margin)
+    pieces = textwrap.wrap(text, text_width, break_long_words=False, break_on_hyphens=False)
+    if not pieces:  # `wrap` has no line for an empty text
+        pieces = [""]
+    lines = [(front + pieces[0]).rstrip()]
+    for piece in pieces[1:]:
+        lines.append(" " * margin + piece)
+    return lines
 
 
 def _folded(findings: Sequence[Finding]) -> list[Finding]:
-    """One row for what several hosts have alike; of what is right one row a check, the fleet's own where it has one."""
-    rows: dict[tuple[str, str, str, str], list[Finding]] = {}
-    for one in findings:
-        key = ("ok", one.check, "", "") if one.level == "ok" else (one.level, one.check, one.found, one.fix)
-        rows.setdefault(key, []).append(one)
-    return [_one_row(alike) for alike in rows.values()]
+    """Return one row for all findings that are alike, and one row a check for all that is right."""
+    groups: dict[tuple[str, str, str, str], list[Finding]] = {}
+    for finding in findings:
+        key = (finding.level, finding.check, finding.found, finding.fix)
+        if finding.level == "ok":  # "ok" texts have numbers that differ from host to host
+            key = ("ok", finding.check, "", "")
+        groups.setdefault(key, []).append(finding)
+    return [_fold(alike) for alike in groups.values()]
 
 
-def _one_row(alike: Sequence[Finding]) -> Finding:
-    first = next((one for one in alike if one.host == FLEET), alike[0])
-    hosts = list(dict.fromkeys(one.host for one in alike))
-    texts = list(dict.fromkeys(one.found for one in alike))
-    if first.host == FLEET:
-        return first
+def _fold(alike: Sequence[Finding]) -> Finding:
+    """Return one row for findings that are alike: the fleet's own where there is one, for it speaks of all hosts."""
+    for finding in alike:
+        if finding.host == FLEET:
+            return finding
+    first = alike[0]
+    # Dictionaries, not sets: they keep the order.
+    hosts = list(dict.fromkeys(finding.host for finding in alike))
+    texts = list(dict.fromkeys(finding.found for finding in alike))
     host = ", ".join(hosts) if len(hosts) < 3 else f"{hosts[0]} and {len(hosts) - 1} more"
-    if first.level == "ok" and len(texts) > 1:
-        return replace(
-            first, host=host, found="; ".join(texts) if len(hosts) == 1 else f"{texts[0]} on {hosts[0]}, ..."
-        )
-    return replace(first, host=host)
+    if first.level != "ok" or len(texts) == 1:
+        return replace(first, host=host)
+    text = "; ".join(texts) if len(hosts) == 1 else f"{texts[0]} on {hosts[0]}, ..."
+    return replace(first, host=host, found=text)
 
 
 def summary(findings: Sequence[Finding], num_hosts: int) -> dict[str, int]:
-    """How many findings there are of each level, and the hosts."""
-    numbers = Counter(finding.level for finding in findings)
-    return {"hosts": num_hosts, **{level.replace(" ", "_"): numbers[level] for level in LEVELS}}
+    """Return the number of hosts, and of the findings of each level."""
+    counts = Counter(finding.level for finding in findings)
+    result = {"hosts": num_hosts}
+    for level in LEVELS:
+        result[level.replace(" ", "_")] = counts[level]
+    return result
 
 
 def summary_line(findings: Sequence[Finding], num_hosts: int) -> str:
-    """The last line, for people."""
+    """Return the last line of the report for people."""
     numbers = summary(findings, num_hosts)
     verdict = "this will not train well" if numbers["error"] else "nothing was found that prevents training"
-    parts = [count(numbers["error"], "error"), count(numbers["warning"], "warning")]
-    parts += [f"{numbers['not_checked']} not checked"] if numbers["not_checked"] else []
-    return f"{count(num_hosts, 'host')}: {', '.join(parts)}, {numbers['ok']} ok; {verdict}"
+    levels = [count(numbers["error"], "error"), count(numbers["warning"], "warning")]
+    if numbers["not_checked"]:
+        levels.append(f"{numbers['not_checked']} not checked")
+    return f"{count(num_hosts, 'host')}: {', '.join(levels)}, {numbers['ok']} ok; {verdict}"
 
 
 def as_json(hosts: Mapping[str, HostFacts], findings: Sequence[Finding]) -> dict[str, Any]:
-    """Facts, findings and summary as values that `json` knows."""
+    """Return facts, findings and summary as values that `json` can write."""
+    names = set(hosts)  # those that answered; the others have findings that say why not
+    names.update(finding.host for finding in findings if finding.host != FLEET)
     return {
-        "hosts": {name: facts.to_json() for name, facts in hosts.items()},
+        "hosts": {name: host.to_json() for name, host in hosts.items()},
         "findings": [asdict(finding) for finding in worst_first(findings)],
-        "summary": summary(findings, len({*hosts, *(one.host for one in findings if one.host != FLEET)})),
+        "summary": summary(findings, len(names)),
     }

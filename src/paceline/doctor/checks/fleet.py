@@ -1,35 +1,41 @@
-"""Judges the hosts of a fleet against each other: their answers in, findings out."""
+"""Compares the hosts of a fleet with each other: takes their answers and yields findings.
+
+A check yields what is wrong, or one "ok" so that the report says what was looked at.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from operator import attrgetter
 
 from paceline.doctor.ask import FleetFacts
 from paceline.doctor.checks.host import usable_cores
 from paceline.doctor.checks.network import chosen_interface, find_interface, is_loopback
 from paceline.doctor.checks.torch_stack import release
-from paceline.doctor.facts import HostFacts
+from paceline.doctor.facts import HostFacts, Name
 from paceline.doctor.finding import FLEET, Finding, Level, count, size
 
-_OFFSET_S = 0.5
-_UNEQUAL = 0.8  # of the largest
+_OFFSET_S = 0.5  # clocks that differ by less are right; what the measurement leaves open is added to it
+_NEAR = 0.8  # hosts are alike where the least has this share of the most
+# Beginnings of variables that must not differ between ranks.
 _SETTINGS = ("NCCL_", "GLOO_", "OMP_NUM_THREADS", "MASTER_", "CUDA_VISIBLE_DEVICES")
 
 
 def check_fleet(fleet: FleetFacts, slots: Mapping[str, int], has_runs: bool = False) -> list[Finding]:
-    """All findings between hosts.
+    """Return all findings between hosts.
 
     Args:
-        fleet: what they answered.
-        slots: how many ranks each is to take.
-        has_runs: whether the person named a run directory for all of them.
+        fleet: the hosts' answers.
+        slots: the number of ranks of each host.
+        has_runs: whether the user named a run directory for all of them.
     """
-    findings = [*_silent(fleet)]
+    findings = list(_silent(fleet))
     if len(fleet.hosts) > 1:
-        for check in (_versions, _devices, _alike, _same_machine, _clocks, _names, _names_back, _interfaces, _settings):
+        for check in _CHECKS:
             findings += check(fleet)
-        findings += _reached(fleet)
-        findings += _shared(fleet) if has_runs else []
+        if has_runs:
+            findings += _run_directory(fleet)
     return [*findings, *_slots(fleet, slots)]
 
 
@@ -41,100 +47,148 @@ def _silent(fleet: FleetFacts) -> Iterator[Finding]:
         yield Finding("error", host, "ssh", f"{error.asked}: {error.found}", fix)
 
 
-def _groups(fleet: FleetFacts, value: Callable[[HostFacts], str]) -> dict[str, list[str]]:
-    """The hosts by what they have, the most frequent first."""
+def _groups(fleet: FleetFacts, value_of: Callable[[HostFacts], str]) -> dict[str, list[str]]:
+    """Return the names of the hosts by the value that they have, the most frequent value first."""
     groups: dict[str, list[str]] = {}
-    for host, facts in fleet.hosts.items():
-        groups.setdefault(value(facts), []).append(host)
+    for host, host_facts in fleet.hosts.items():
+        groups.setdefault(value_of(host_facts), []).append(host)
     return dict(sorted(groups.items(), key=lambda group: -len(group[1])))
 
 
-def _told(groups: Mapping[str, list[str]]) -> str:
-    """ "2.13.0 on h1, h2; 2.11.0 on h3"."""
+def _describe(groups: Mapping[str, list[str]]) -> str:
+    """Return a text such as "2.13.0 on h1, h2; 2.11.0 on h3"."""
     return "; ".join(f"{value or 'none'} on {_listed(hosts)}" for value, hosts in groups.items())
 
 
 def _listed(hosts: list[str]) -> str:
-    return ", ".join(hosts) if len(hosts) <= 4 else f"{', '.join(hosts[:3])} and {len(hosts) - 3} more"
+    if len(hosts) <= 4:
+        return ", ".join(hosts)
+    return f"{', '.join(hosts[:3])} and {len(hosts) - 3} more"
+
+
+def _python(host_facts: HostFacts) -> str:
+    return ".".join(map(str, release(host_facts.versions.python)))  # 3.11.7 and 3.11.9 work together
+
+
+# Name in the report, level where it differs, what follows from a difference, and where the version stands.
+_VERSIONS: tuple[tuple[str, Level, str, Callable[[HostFacts], str]], ...] = (
+    ("paceline", "error", "ranks of two versions don't understand each other", attrgetter("versions.paceline")),
+    ("torch", "error", "ranks of two versions may hang or give other numbers", attrgetter("versions.torch")),
+    ("NCCL", "error", "NCCL refuses or hangs between versions", attrgetter("versions.nccl")),
+    ("python", "error", "ranks of two versions may not read each other's data", _python),
+    ("CUDA", "error", "kernels round differently", attrgetter("versions.cuda_build")),
+    ("driver", "warning", "what one host runs another may not", attrgetter("versions.driver")),
+    ("architecture", "warning", "kernels round differently", attrgetter("versions.architecture")),
+)
 
 
 def _versions(fleet: FleetFacts) -> Iterator[Finding]:
-    checks: tuple[tuple[str, Level, str, Callable[[HostFacts], str]], ...] = (
-        ("paceline", "error", "ranks of two versions don't understand each other", lambda f: f.versions.paceline),
-        ("torch", "error", "ranks of two versions may hang or give other numbers", lambda f: f.versions.torch),
-        ("NCCL", "error", "NCCL refuses or hangs between versions", lambda f: f.versions.nccl),
-        ("python", "error", "ranks of two versions may not read each other's data", _python),
-        ("CUDA", "error", "kernels round differently", lambda f: f.versions.cuda_build),
-        ("driver", "warning", "what one host runs another may not", lambda f: f.versions.driver),
-        ("architecture", "warning", "kernels round differently", lambda f: f.versions.architecture),
-    )
-    for name, level, why, value in checks:
-        groups = _groups(fleet, value)
+    for name, level, consequence, version_of in _VERSIONS:
+        groups = _groups(fleet, version_of)
+        most_frequent = next(iter(groups))
         if len(groups) > 1:
-            most = next(iter(groups)) or "one"
-            yield Finding(level, FLEET, name, f"it differs: {_told(groups)}; {why}", f"install {most} on all hosts")
-        elif next(iter(groups)):
-            yield Finding("ok", FLEET, name, f"{next(iter(groups))} on all hosts")
+            problem = f"it differs: {_describe(groups)}; {consequence}"
+            yield Finding(level, FLEET, name, problem, f"install {most_frequent or 'one'} on all hosts")
+        elif most_frequent:  # "" on all hosts: they have none, or nobody knows it
+            yield Finding("ok", FLEET, name, f"{most_frequent} on all hosts")
 
 
-def _python(facts: HostFacts) -> str:
-    return ".".join(map(str, release(facts.versions.python)))  # 3.11.7 and 3.11.9 work together
+def _device_count(host_facts: HostFacts) -> str:
+    return str(len(host_facts.accelerators.devices))
+
+
+def _device_kinds(host_facts: HostFacts) -> str:
+    kinds = {device.name for device in host_facts.accelerators.devices}
+    return ", ".join(sorted(kinds))
 
 
 def _devices(fleet: FleetFacts) -> Iterator[Finding]:
-    numbers = _groups(fleet, lambda facts: str(len(facts.accelerators.devices)))
-    kinds = _groups(fleet, lambda facts: ", ".join(sorted({one.name for one in facts.accelerators.devices})))
-    if len(numbers) > 1:
-        found = f"their number differs: {_told(numbers)}; a job with the same ranks on each host takes the least"
+    counts = _groups(fleet, _device_count)
+    if len(counts) > 1:
+        problem = f"their number differs: {_describe(counts)}; a job with the same ranks on each host takes the least"
         fix = "give each host its own slots (h1:8,h2:4), and see with nvidia-smi whether one has fallen off the bus"
-        yield Finding("warning", FLEET, "accelerators", found, fix)
+        yield Finding("warning", FLEET, "accelerators", problem, fix)
+    kinds = _groups(fleet, _device_kinds)
     if len(kinds) > 1:
-        found = f"their kind differs: {_told(kinds)}; the slowest sets the pace"
-        yield Finding("warning", FLEET, "accelerators", found, "train on hosts with equal ones")
+        problem = f"their kind differs: {_describe(kinds)}; the slowest sets the pace"
+        yield Finding("warning", FLEET, "accelerators", problem, "train on hosts with equal ones")
 
 
-def _alike(fleet: FleetFacts) -> Iterator[Finding]:
-    texts: tuple[tuple[str, Callable[[HostFacts], str], str], ...] = (
-        ("open files", lambda f: str(f.limits.files or "unlimited"), "set one limit for all hosts' sshd or service"),
-        ("/dev/shm", lambda f: size(f.shm.size_bytes), "give all hosts the largest of them"),
-    )
-    for name, value, fix in texts:
-        groups = _groups(fleet, value)
-        if len(groups) > 1 and not (name == "/dev/shm" and _near(fleet, lambda f: f.shm.size_bytes)):
-            yield Finding("warning", FLEET, name, f"it differs: {_told(groups)}; the least decides", fix)
-    for name, number in (("cores", usable_cores), ("memory", lambda f: f.memory.total_bytes or 0)):
-        if not _near(fleet, number):
-            groups = _groups(fleet, lambda f, n=number, k=name: size(n(f)) if k == "memory" else f"{n(f):g}")  # type: ignore[misc]
-            fix = "give each host slots by what it has, or train on equal hosts"
-            yield Finding("warning", FLEET, name, f"they differ: {_told(groups)}; the least sets the pace", fix)
+def _open_files(host_facts: HostFacts) -> str:
+    return str(host_facts.limits.files or "unlimited")
 
 
-def _near(fleet: FleetFacts, value: Callable[[HostFacts], float]) -> bool:
-    values = [value(facts) for facts in fleet.hosts.values()]
-    return min(values) >= _UNEQUAL * max(values)
+def _shm_bytes(host_facts: HostFacts) -> int:
+    return host_facts.shm.size_bytes
+
+
+def _shm_size(host_facts: HostFacts) -> str:
+    return size(_shm_bytes(host_facts))
+
+
+def _core_count(host_facts: HostFacts) -> str:
+    return f"{usable_cores(host_facts):g}"
+
+
+def _memory_bytes(host_facts: HostFacts) -> int:
+    return host_facts.memory.total_bytes or 0
+
+
+def _memory_size(host_facts: HostFacts) -> str:
+    return size(_memory_bytes(host_facts))
+
+
+def _resources(fleet: FleetFacts) -> Iterator[Finding]:
+    limits = _groups(fleet, _open_files)
+    if len(limits) > 1:
+        problem = f"it differs: {_describe(limits)}; the least decides"
+        yield Finding("warning", FLEET, "open files", problem, "set one limit for all hosts' sshd or service")
+    # By default /dev/shm has half of the memory, which differs a little between equal hosts.
+    shm_sizes = _groups(fleet, _shm_size)
+    if len(shm_sizes) > 1 and not _are_near(fleet, _shm_bytes):
+        problem = f"it differs: {_describe(shm_sizes)}; the least decides"
+        yield Finding("warning", FLEET, "/dev/shm", problem, "give all hosts the largest of them")
+    fix = "give each host slots by what it has, or train on equal hosts"
+    if not _are_near(fleet, usable_cores):
+        problem = f"they differ: {_describe(_groups(fleet, _core_count))}; the least sets the pace"
+        yield Finding("warning", FLEET, "cores", problem, fix)
+    if not _are_near(fleet, _memory_bytes):
+        problem = f"they differ: {_describe(_groups(fleet, _memory_size))}; the least sets the pace"
+        yield Finding("warning", FLEET, "memory", problem, fix)
+
+
+def _are_near(fleet: FleetFacts, value_of: Callable[[HostFacts], float]) -> bool:
+    values = [value_of(host_facts) for host_facts in fleet.hosts.values()]
+    return min(values) >= _NEAR * max(values)
+
+
+def _machine(host_facts: HostFacts) -> str:
+    return f"{host_facts.network.hostname} {host_facts.boot}"
 
 
 def _same_machine(fleet: FleetFacts) -> Iterator[Finding]:
-    groups = _groups(fleet, lambda facts: f"{facts.network.hostname} {facts.boot}")
+    # The boot id is the same in all containers of a machine; these are hosts of their own, with other hostnames.
+    groups = _groups(fleet, _machine)
     for hosts in groups.values():
         if len(hosts) > 1 and fleet.hosts[hosts[0]].boot:
-            found = f"{_listed(hosts)} are one machine: their ranks would share its cores and accelerators"
+            problem = f"{_listed(hosts)} are one machine: their ranks would share its cores and accelerators"
             fix = "name each host once, and look at /etc/hosts or the name server"
-            yield Finding("error", FLEET, "hosts", found, fix)
+            yield Finding("error", FLEET, "hosts", problem, fix)
 
 
 def _clocks(fleet: FleetFacts) -> Iterator[Finding]:
     is_right = True
     for host, offset in fleet.offsets.items():
+        # Only what the time of the question and the answer can't explain is a fault (see `ask.clock_offset`).
         if abs(offset.seconds) > _OFFSET_S + offset.uncertainty_s:
             is_right = False
-            word = "ahead of" if offset.seconds > 0 else "behind"
-            found = (
-                f"it is {abs(offset.seconds):.1f} s (give or take {offset.uncertainty_s:.1f} s) {word} this host's:"
+            side = "ahead of" if offset.seconds > 0 else "behind"
+            problem = (
+                f"it is {abs(offset.seconds):.1f} s (give or take {offset.uncertainty_s:.1f} s) {side} this host's:"
                 " who failed first can't be told, certificates may fail"
             )
             fix = "start chrony or systemd-timesyncd there, with the same servers on all hosts"
-            yield Finding("error", host, "clock", found, fix)
+            yield Finding("error", host, "clock", problem, fix)
     if is_right and fleet.offsets:
         widest = max(offset.uncertainty_s for offset in fleet.offsets.values())
         yield Finding("ok", FLEET, "clock", f"no more apart than can be measured ({widest + _OFFSET_S:.1f} s)")
@@ -143,49 +197,67 @@ def _clocks(fleet: FleetFacts) -> Iterator[Finding]:
 def _names(fleet: FleetFacts) -> Iterator[Finding]:
     is_right = True
     for name in fleet.hosts:
-        seen = {host: facts.network.names[name] for host, facts in fleet.hosts.items() if name in facts.network.names}
-        lost = [host for host, one in seen.items() if one.error]
-        if lost:
+        for finding in _faults_of_name(fleet, name):
             is_right = False
-            why = seen[lost[0]].error
-            found = f"{name} does not resolve on {_listed(lost)} ({why}): ranks there can't find it"
-            yield Finding(
-                "error", FLEET, "names", found, f"write {name} in /etc/hosts of {_listed(lost)}, or in the name server"
-            )
-        for host, one in seen.items():
-            if host != name and one.addresses and all(map(is_loopback, one.addresses)) and not is_loopback(name):
-                is_right = False
-                found = f"{name} is {one.addresses[0]} on {host}: it would speak to itself"
-                yield Finding("error", host, "names", found, f"mend /etc/hosts of {host}")
-        groups = _groups_of_addresses({host: one.addresses for host, one in seen.items() if host != name})
-        if len(groups) > 1:
-            is_right = False
-            found = f"{name} resolves differently: {_told(groups)}; some hosts would speak to another machine"
-            yield Finding("error", FLEET, "names", found, "use one name server or one /etc/hosts for all hosts")
+            yield finding
     if is_right:
         yield Finding("ok", FLEET, "names", "every host resolves all others, to the same addresses")
 
 
-def _groups_of_addresses(seen: Mapping[str, tuple[str, ...]]) -> dict[str, list[str]]:
+def _faults_of_name(fleet: FleetFacts, name: str) -> Iterator[Finding]:
+    """Yield what is wrong with how the hosts resolve the name of one of them."""
+    answers: dict[str, Name] = {}  # by the host that asked
+    for host, host_facts in fleet.hosts.items():
+        if name in host_facts.network.names:
+            answers[host] = host_facts.network.names[name]
+
+    failed = [host for host, answer in answers.items() if answer.error]
+    if failed:
+        problem = (
+            f"{name} does not resolve on {_listed(failed)} ({answers[failed[0]].error}): ranks there can't find it"
+        )
+        fix = f"write {name} in /etc/hosts of {_listed(failed)}, or in the name server"
+        yield Finding("error", FLEET, "names", problem, fix)
+
+    # A host may resolve its own name to loopback (Debian writes 127.0.1.1); the others may not.
+    others = {host: answer for host, answer in answers.items() if host != name}
+    for host, answer in others.items():
+        is_local = bool(answer.addresses) and all(map(is_loopback, answer.addresses))
+        if is_local and not is_loopback(name):
+            problem = f"{name} is {answer.addresses[0]} on {host}: it would speak to itself"
+            yield Finding("error", host, "names", problem, f"mend /etc/hosts of {host}")
+
+    groups = _groups_of_addresses(others)
+    if len(groups) > 1:
+        problem = f"{name} resolves differently: {_describe(groups)}; some hosts would speak to another machine"
+        yield Finding("error", FLEET, "names", problem, "use one name server or one /etc/hosts for all hosts")
+
+
+def _groups_of_addresses(answers: Mapping[str, Name]) -> dict[str, list[str]]:
     groups: dict[str, list[str]] = {}
-    for host, addresses in seen.items():
-        if addresses and not all(map(is_loopback, addresses)):
-            groups.setdefault(", ".join(sorted(addresses)), []).append(host)
+    for host, answer in answers.items():
+        if answer.addresses and not all(map(is_loopback, answer.addresses)):
+            # Sorted: a name server gives the addresses of a name in turn, in another order each time.
+            groups.setdefault(", ".join(sorted(answer.addresses)), []).append(host)
     return groups
 
 
 def _names_back(fleet: FleetFacts) -> Iterator[Finding]:
-    told = set()
-    for host, facts in fleet.hosts.items():
-        for name, one in facts.network.names.items():
-            short = {back.partition(".")[0] for back in one.names_back}
-            is_other = name in fleet.hosts and not _is_address(name) and one.names_back
-            if is_other and name.partition(".")[0] not in short and (name, one.names_back) not in told:
-                told.add((name, one.names_back))
-                outer = next(address for address in one.addresses if not is_loopback(address))
-                found = f"{name} is {outer} on {host}, and {outer} is {one.names_back[0]} there"
-                fix = "mend the reverse entry: schedulers and ssh keys go by the name that comes back"
-                yield Finding("warning", host, "names", found, fix)
+    reported: set[tuple[str, tuple[str, ...]]] = set()  # all hosts may see the same fault: it is reported once
+    for host, host_facts in fleet.hosts.items():
+        for name, answer in host_facts.network.names.items():
+            if name not in fleet.hosts or _is_address(name) or not answer.names_back:
+                continue
+            # The domain is left out: hosts files have short names, name servers long ones.
+            short_names = {back.partition(".")[0] for back in answer.names_back}
+            fault = (name, answer.names_back)
+            if name.partition(".")[0] in short_names or fault in reported:
+                continue
+            reported.add(fault)
+            address = next(address for address in answer.addresses if not is_loopback(address))
+            problem = f"{name} is {address} on {host}, and {address} is {answer.names_back[0]} there"
+            fix = "mend the reverse entry: schedulers and ssh keys go by the name that comes back"
+            yield Finding("warning", host, "names", problem, fix)
 
 
 def _is_address(name: str) -> bool:
@@ -194,59 +266,72 @@ def _is_address(name: str) -> bool:
 
 def _interfaces(fleet: FleetFacts) -> Iterator[Finding]:
     names = _groups(fleet, chosen_interface)
-    mtus = _groups(fleet, _mtu)
     if len(names) > 1:
-        found = f"their names differ: {_told(names)}; one GLOO_SOCKET_IFNAME can't fit all hosts"
+        problem = f"their names differ: {_describe(names)}; one GLOO_SOCKET_IFNAME can't fit all hosts"
         fix = "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME on each host by itself, or leave them out on all"
-        yield Finding("warning", FLEET, "interface", found, fix)
+        yield Finding("warning", FLEET, "interface", problem, fix)
+    mtus = _groups(fleet, _mtu)
     if len(mtus) > 1:
-        found = f"it differs: {_told(mtus)}; small messages pass, large ones hang"
-        yield Finding("error", FLEET, "MTU", found, "set one MTU on all hosts and switches: ip link set DEV mtu N")
+        problem = f"it differs: {_describe(mtus)}; small messages pass, large ones hang"
+        yield Finding("error", FLEET, "MTU", problem, "set one MTU on all hosts and switches: ip link set DEV mtu N")
 
 
-def _mtu(facts: HostFacts) -> str:
-    one = find_interface(facts.network, chosen_interface(facts))
-    return str(one.mtu) if one else ""
+def _mtu(host_facts: HostFacts) -> str:
+    interface = find_interface(host_facts.network, chosen_interface(host_facts))
+    return str(interface.mtu) if interface else ""
+
+
+def _setting(name: str, host_facts: HostFacts) -> str:
+    return host_facts.environment.get(name, "unset")
 
 
 def _settings(fleet: FleetFacts) -> Iterator[Finding]:
-    names = {name for facts in fleet.hosts.values() for name in facts.environment if name.startswith(_SETTINGS)}
+    names: set[str] = set()
+    for host_facts in fleet.hosts.values():
+        names.update(name for name in host_facts.environment if name.startswith(_SETTINGS))
     for name in sorted(names):
-        groups = _groups(fleet, lambda facts, name=name: facts.environment.get(name, "unset"))  # type: ignore[misc]
+        groups = _groups(fleet, partial(_setting, name))
         if len(groups) > 1:
-            found = f"it differs: {_told(groups)}; ssh does not hand the shell's variables on"
-            yield Finding("warning", FLEET, name, found, "set it for the job, not in one shell")
+            problem = f"it differs: {_describe(groups)}; ssh does not hand the shell's variables on"
+            yield Finding("warning", FLEET, name, problem, "set it for the job, not in one shell")
 
 
 def _reached(fleet: FleetFacts) -> Iterator[Finding]:
     failures = 0
     for host, others in fleet.reached.items():
-        for other, why in others.items():
-            if why:
-                failures += 1
-                found = f"{host} can't reach {other} at {fleet.ports.get(other, '?')}: {why}"
-                fix = (
-                    f"let {other}'s firewall pass all TCP ports from {host} (Gloo and NCCL take any), or set "
-                    "GLOO_SOCKET_IFNAME to the interface of their common network"
-                )
-                yield Finding("error", host, "reach", found, fix)
+        for other, reason in others.items():
+            if not reason:  # "" is reached
+                continue
+            failures += 1
+            problem = f"{host} can't reach {other} at {fleet.ports.get(other, '?')}: {reason}"
+            fix = (
+                f"let {other}'s firewall pass all TCP ports from {host} (Gloo and NCCL take any), or set "
+                "GLOO_SOCKET_IFNAME to the interface of their common network"
+            )
+            yield Finding("error", host, "reach", problem, fix)
     pairs = sum(map(len, fleet.reached.values()))
     if pairs and not failures:
         yield Finding("ok", FLEET, "reach", f"all {count(pairs, 'way')} between hosts are open")
+    # A host without an address has no port to listen on (`ask.ask_fleet`). One that is silent has its own finding.
     missing = [host for host in fleet.hosts if host not in fleet.reached and host not in fleet.silent]
     if missing:
-        found = f"{_listed(missing)} did not say whether the others can be reached"
-        yield Finding("not checked", FLEET, "reach", found, "give each host an interface with an address")
+        problem = f"{_listed(missing)} did not say whether the others can be reached"
+        yield Finding("not checked", FLEET, "reach", problem, "give each host an interface with an address")
 
 
-def _shared(fleet: FleetFacts) -> Iterator[Finding]:
-    without = [host for host, sees in fleet.marker.items() if not sees]
-    if without:
+def _run_directory(fleet: FleetFacts) -> Iterator[Finding]:
+    # The first host wrote a marker file; each host was asked whether it sees it.
+    blind = [host for host, sees in fleet.marker.items() if not sees]
+    if blind:
         first = next(iter(fleet.hosts))
         path = fleet.hosts[first].runs.path
-        found = f"{_listed(without)} don't see in {path} what {first} writes there: checkpoints would be in parts"
+        problem = f"{_listed(blind)} don't see in {path} what {first} writes there: checkpoints would be in parts"
         yield Finding(
-            "error", FLEET, "run directory", found, "name a folder that all hosts share (NFS, Lustre, ...) with --runs"
+            "error",
+            FLEET,
+            "run directory",
+            problem,
+            "name a folder that all hosts share (NFS, Lustre, ...) with --runs",
         )
     elif fleet.marker:
         yield Finding("ok", FLEET, "run directory", "all hosts see the same")
@@ -258,13 +343,21 @@ def _shared(fleet: FleetFacts) -> Iterator[Finding]:
 
 def _slots(fleet: FleetFacts, slots: Mapping[str, int]) -> Iterator[Finding]:
     for host, number in slots.items():
-        facts = fleet.hosts.get(host)
-        if facts is None:
+        host_facts = fleet.hosts.get(host)
+        if host_facts is None:  # it did not answer: `_silent` says so
             continue
-        devices, cores = len(facts.accelerators.devices), usable_cores(facts)
+        devices = len(host_facts.accelerators.devices)
+        cores = usable_cores(host_facts)
         if devices and number > devices:
-            found = f"{count(number, 'slot')} for {count(devices, 'accelerator')}: ranks would train on the CPU"
-            yield Finding("error", host, "slots", found, f"write {host}:{devices}")
+            problem = f"{count(number, 'slot')} for {count(devices, 'accelerator')}: ranks would train on the CPU"
+            yield Finding("error", host, "slots", problem, f"write {host}:{devices}")
         elif cores and number > cores:
-            found = f"{count(number, 'slot')} for {cores:g} cores: ranks wait for each other"
-            yield Finding("warning", host, "slots", found, f"write {host}:{max(1, int(cores))}")
+            problem = f"{count(number, 'slot')} for {cores:g} cores: ranks wait for each other"
+            yield Finding("warning", host, "slots", problem, f"write {host}:{max(1, int(cores))}")
+
+
+# In the order of the report.
+_CHECKS: tuple[Callable[[FleetFacts], Iterator[Finding]], ...] = (
+    *(_versions, _devices, _resources, _same_machine, _clocks),
+    *(_names, _names_back, _interfaces, _settings, _reached),
+)

@@ -1,4 +1,7 @@
-"""What accelerators a host has: from the driver's own tool, and from torch in a child process."""
+"""Look at the accelerators of a host: with nvidia-smi, and with torch in a child process.
+
+The doctor itself never imports torch: a broken installation is one of the things that it reports.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ _TOOL_LIMIT_S = 15
 _TORCH_LIMIT_S = 120  # from a slow network disk, importing torch takes a minute and more
 _MIB = 2**20
 _MOST_MIB = 2**40
-# What `torch_facts.py` says.
+# The form of what `torch_facts.py` prints.
 _ANSWER = {
     "torch?": str,
     "error?": str,
@@ -35,14 +38,16 @@ _LINK = re.compile(r"NV\d+|SYS|NODE|PHB|PXB|PIX|X|OK")
 
 
 def look_at_accelerators() -> tuple[Versions, Accelerators]:
-    """The versions of torch and of the driver, and the devices."""
+    """Return the versions of torch and of the driver, and the devices."""
     torch = _ask_torch()
     listed, error = _run(
         "--query-gpu=name,memory.total,memory.used,uuid,driver_version", "--format=csv,noheader,nounits"
     )
     devices, driver = read_devices(listed)
+    # Each call takes a second or so where the driver is not resident: none is made in vain.
     overview = _run()[0] if devices else ""
     topology = _run("topo", "-m")[0] if len(devices) > 1 else ""
+    # The overview has the CUDA version, such as "CUDA Version: 12.4".
     cuda = re.search(r"CUDA (?:\w+ )?Version:\s*([\d.]+)", overview)
     versions = Versions(
         torch=torch.get("torch", ""),
@@ -55,66 +60,80 @@ def look_at_accelerators() -> tuple[Versions, Accelerators]:
         cuda_driver=cuda[1] if cuda else "",
         has_distributed=torch.get("has_distributed", True),
     )
-    return versions, Accelerators(
-        devices,
-        read_links(topology),
-        tuple(torch.get("devices", ())),
-        torch.get("device_error", ""),
-        tuple(torch.get("unsupported", ())),
-        error,
+    accelerators = Accelerators(
+        devices=devices,
+        links=read_links(topology),
+        seen_by_torch=tuple(torch.get("devices", ())),
+        torch_error=torch.get("device_error", ""),
+        unsupported=tuple(torch.get("unsupported", ())),
+        driver_error=error,
     )
+    return versions, accelerators
 
 
 def read_devices(text: str) -> tuple[tuple[Accelerator, ...], str]:
-    """The devices and the driver's version of `nvidia-smi --query-gpu`, one device a line."""
-    devices, driver = [], ""
+    """Return the devices and the driver's version from the output of `nvidia-smi --query-gpu`, one device a line."""
+    devices = []
+    driver = ""
     for line in text.splitlines():
-        words = [word.strip() for word in line.split(",")]
-        if len(words) == 5:
-            name, total, used, uuid, driver = words
+        cells = [cell.strip() for cell in line.split(",")]
+        if len(cells) == 5:  # other lines are no devices
+            name, total, used, uuid, driver = cells
             devices.append(Accelerator(name, _mib(total), _mib(used), uuid))
     return tuple(devices), driver
 
 
 def read_links(text: str) -> dict[str, str]:
-    """What joins each pair of devices, of `nvidia-smi topo -m`: {"GPU0-GPU1": "NV18"}; network cards are left out."""
+    """Return the link of each pair of devices from the output of `nvidia-smi topo -m`, such as {"GPU0-GPU1": "NV18"}.
+
+    Network cards, which the table has too, are left out.
+    """
     plain = re.sub(r"\x1b\[[0-9;]*m", "", text)  # the heading is underlined
     links: dict[str, str] = {}
     columns: list[str] = []
     for line in plain.splitlines():
-        words = line.split()
-        if words and not columns and all(word.startswith(("GPU", "NIC", "mlx")) for word in words[:2]):
-            columns = [word for word in words if re.fullmatch(r"GPU\d+", word)]
-        elif words and words[0] in columns:
-            for other, link in zip(columns, words[1:], strict=False):
-                if columns.index(other) > columns.index(words[0]) and _LINK.fullmatch(link):
-                    links[f"{words[0]}-{other}"] = link
+        cells = line.split()
+        if not cells:
+            continue
+        # The heading has names only; a row has a name and then links.
+        is_heading = not columns and all(cell.startswith(("GPU", "NIC", "mlx")) for cell in cells[:2])
+        if is_heading:
+            columns = [cell for cell in cells if re.fullmatch(r"GPU\d+", cell)]
+        elif cells[0] in columns:
+            row = columns.index(cells[0])
+            # The cells after the devices' are those of network cards, and of the processor's cores.
+            for column, (other, link) in enumerate(zip(columns, cells[1:], strict=False)):
+                if column > row and _LINK.fullmatch(link):  # the table is symmetric
+                    links[f"{cells[0]}-{other}"] = link
     return links
 
 
-def _mib(word: str) -> int:
-    return (parse_whole(word, most=_MOST_MIB) or 0) * _MIB
+def _mib(text: str) -> int:
+    """Return the bytes of a number of MiB; 0 where it is none ("[N/A]" on some devices)."""
+    return (parse_whole(text, most=_MOST_MIB) or 0) * _MIB
 
 
-def _run(*words: str) -> tuple[str, str]:
-    """What the driver's tool prints, and why it failed; both are empty where there is no such tool."""
+def _run(*arguments: str) -> tuple[str, str]:
+    """Return what nvidia-smi prints, and why it failed; both are empty where there is no such tool."""
     program = shutil.which(_TOOL)
     if program is None:
         return "", ""
     try:
-        command = [program, *words]
+        command = [program, *arguments]
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_TOOL_LIMIT_S)
     except subprocess.TimeoutExpired:
         return "", f"{_TOOL} did not answer within {_TOOL_LIMIT_S} s"
     except OSError as error:
         return "", f"{_TOOL} can't be started: {error.strerror}"
     if done.returncode:
-        said = (done.stdout + done.stderr).strip().splitlines()
-        return "", said[0] if said else f"{_TOOL} ended with {done.returncode}"
+        lines = (done.stdout + done.stderr).strip().splitlines()  # it writes errors to stdout, too
+        reason = lines[0] if lines else f"{_TOOL} ended with {done.returncode}"
+        return "", reason
     return done.stdout, ""
 
 
 def _ask_torch() -> dict[str, Any]:
+    """Return what torch says of itself, in the form `_ANSWER`; `error` alone where its process failed."""
     command = [sys.executable, "-m", module_names.TORCH_FACTS]
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_TORCH_LIMIT_S)
@@ -122,7 +141,8 @@ def _ask_torch() -> dict[str, Any]:
         return {"error": f"importing it did not end within {_TORCH_LIMIT_S} s"}
     lines = done.stdout.strip().splitlines()
     try:
-        return dict(parse_json(lines[-1], "the answer", _ANSWER))
-    except (IndexError, ReadError):
-        last = (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1]
-        return {"error": f"its process failed: {last}"}
+        return dict(parse_json(lines[-1], "the answer", _ANSWER))  # importing torch may print lines before it
+    except (IndexError, ReadError):  # IndexError: nothing was printed, as after a crash of a library
+        error_lines = done.stderr.strip().splitlines()
+        last_line = error_lines[-1] if error_lines else f"it ended with {done.returncode}"
+        return {"error": f"its process failed: {last_line}"}

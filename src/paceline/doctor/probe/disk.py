@@ -1,4 +1,4 @@
-"""What folders can take, how fast, and what earlier jobs left on this host."""
+"""Look at the folders that a job writes to, and for what earlier jobs left on this host."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.doctor.facts import Folder, Leftover
 from paceline.nouns.reading import LARGEST, parse_whole
 
 _TEST_BYTES = 64 * 2**20
-_PART_BYTES = 4 * 2**20
+_CHUNK_BYTES = 4 * 2**20
 _TEST_S = 4.0  # a slow disk is known by then
 _ROOM = 4  # the speed is measured only where the file fits this many times
 _READ_ONLY = 1  # ST_RDONLY
@@ -23,7 +23,7 @@ _CLOCK_TICKS = 100  # of /proc/PID/stat, per second, on every Linux that Python 
 
 
 def look_at_folder(asked: str, is_timed: bool, marker: str = "") -> Folder:
-    """Whether a folder can be written, how much it takes, and how fast.
+    """Look whether a folder can be written, how much room it has, and how fast it is.
 
     Args:
         asked: the folder; the nearest one that exists is looked at.
@@ -39,45 +39,51 @@ def look_at_folder(asked: str, is_timed: bool, marker: str = "") -> Folder:
         return Folder(asked, str(path), error=str(error))
     free = status.f_bavail * status.f_frsize
     file_system, _ = mount_of(str(path))
-    failed, speed = "", None
+    failed = ""
+    speed = None
+    has_room = free > _ROOM * _TEST_BYTES
+    num_bytes = _TEST_BYTES if is_timed and has_room else 1  # one byte shows that the folder can be written
     try:
-        speed = _write(path, _TEST_BYTES if is_timed and free > _ROOM * _TEST_BYTES else 1)
+        speed = _write(path, num_bytes)
         if marker:
             _make_marker(path, marker)
     except OSError as failure:
         failed = failure.strerror or str(failure)
     return Folder(
-        asked,
-        str(path),
-        file_system,
-        free,
-        status.f_files,
-        status.f_favail,
-        bool(status.f_flag & _READ_ONLY),
-        failed,
-        speed if is_timed else None,
+        asked=asked,
+        path=str(path),
+        file_system=file_system,
+        free_bytes=free,
+        files=status.f_files,
+        free_files=status.f_favail,
+        is_read_only=bool(status.f_flag & _READ_ONLY),
+        error=failed,
+        bytes_per_s=speed if is_timed else None,
     )
 
 
 def _write(folder: Path, num_bytes: int) -> float | None:
-    """Write a file of the doctor's own through to the medium and remove it: bytes a second, None for a few bytes."""
+    """Write a file through to the medium, remove it, and return bytes per second; None for a single byte."""
     path = folder / f".paceline-doctor-{secrets.token_hex(8)}"
-    part = os.urandom(min(num_bytes, _PART_BYTES))  # some file systems compress, and zeros would cost nothing
+    chunk = os.urandom(min(num_bytes, _CHUNK_BYTES))  # some file systems compress, and zeros would cost nothing
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        began_s, written = time.monotonic(), 0
+        began_s = time.monotonic()
+        written = 0
         while written < num_bytes and time.monotonic() - began_s < _TEST_S:
-            written += os.write(descriptor, part)
-        os.fsync(descriptor)
+            written += os.write(descriptor, chunk)
+        os.fsync(descriptor)  # else the speed would be that of the page cache
         took_s = time.monotonic() - began_s
     finally:
         os.close(descriptor)
         path.unlink()
-    return written / max(took_s, 1e-9) if num_bytes > 1 else None
+    if num_bytes == 1:
+        return None
+    return written / max(took_s, 1e-9)
 
 
 def marker_path(folder: str, marker: str) -> Path:
-    """Where a marker lies. Its name is checked: another host sent it.
+    """Return the path of a marker. Its name is checked: another host sent it, and the file is removed later.
 
     Raises:
         ValueError: it is not one of the doctor's markers.
@@ -88,67 +94,98 @@ def marker_path(folder: str, marker: str) -> Path:
 
 
 def _make_marker(folder: Path, marker: str) -> None:
-    os.close(os.open(marker_path(str(folder), marker), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL  # never a file of someone else's
+    os.close(os.open(marker_path(str(folder), marker), flags, 0o600))
 
 
 def mount_of(path: str, root: Path = Path("/")) -> tuple[str, tuple[str, ...]]:
-    """The file system that holds `path`, and the flags it is mounted with; empty where the system does not say."""
-    best: tuple[int, str, tuple[str, ...]] = (-1, "", ())
+    """Return the type of the file system that holds `path`, and its mount flags; empty where the system does not say.
+
+    Source of the format: proc(5), /proc/PID/mountinfo.
+    """
+    longest = -1  # length of the deepest mount point that holds `path`
+    file_system = ""
+    flags: tuple[str, ...] = ()
     try:
         lines = (root / "proc/self/mountinfo").read_text(errors="replace").splitlines()
     except OSError:
         return "", ()
-    inside = "/" + os.path.relpath(path, root) if root != Path("/") else os.path.realpath(path)
+    # Tests give a root of their own; under it no link is followed, for links lead to the real one.
+    target = os.path.realpath(path) if root == Path("/") else "/" + os.path.relpath(path, root)
     for line in lines:
-        before, _, after = line.partition(" - ")
-        words, kind = before.split(), after.split()
-        if len(words) < 6 or not kind:
+        # ID, parent, device, root, mount point, flags, optional fields; " - "; type, source, more.
+        mount, _, source = line.partition(" - ")
+        mount_fields = mount.split()
+        source_fields = source.split()
+        if len(mount_fields) < 6 or not source_fields:
             continue
-        point = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), words[4])  # a space is \040 there
-        holds = inside == point or inside.startswith(point.rstrip("/") + "/")
-        if holds and len(point) >= best[0]:  # a later mount on the same point covers the earlier one
-            best = (len(point), kind[0], tuple(words[5].split(",")))
-    return best[1], best[2]
+        point = re.sub(r"\\([0-7]{3})", _decode_octal, mount_fields[4])
+        is_holder = target == point or target.startswith(point.rstrip("/") + "/")
+        if is_holder and len(point) >= longest:  # a later mount on the same point covers the earlier one
+            longest = len(point)
+            file_system = source_fields[0]
+            flags = tuple(mount_fields[5].split(","))
+    return file_system, flags
+
+
+def _decode_octal(code: re.Match[str]) -> str:
+    return chr(int(code[1], 8))  # a space in a mount point is written as \040
 
 
 def look_for_leftovers(root: Path, temporary: Path) -> tuple[Leftover, ...]:
-    """What jobs that are no more left: private folders of `paceline run`, and shared memory of torch's data loaders.
+    """Return what ended jobs left: private folders of `paceline run`, and shared memory of torch's data loaders.
 
-    A folder has no process's name on it. It is left over when no living Paceline process was there when it was made.
+    A folder does not name its process. It is left over if it is older than every living Paceline process.
     """
     if not sys.platform.startswith("linux"):
         return ()
-    oldest = _oldest_paceline_ns(root)
-    found = []
+    oldest_ns = _oldest_paceline_ns(root)
+    leftovers = []
     for path in sorted(temporary.glob("paceline-*")):
-        with contextlib.suppress(OSError):
-            status = path.stat()
-            is_ours = _OURS.fullmatch(path.name) and path.is_dir()
-            if is_ours and status.st_uid == os.getuid() and (oldest is None or status.st_ctime_ns < oldest):
-                found.append(Leftover(str(path), sum(one.stat().st_size for one in path.rglob("*") if one.is_file())))
+        with contextlib.suppress(OSError):  # it may be removed while it is looked at
+            if _is_left_over(path, oldest_ns):
+                num_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+                leftovers.append(Leftover(str(path), num_bytes))
+    # torch names shared memory torch_PID_..., after the process that made it.
     for path in sorted((root / "dev/shm").glob("torch_*")):
         owner = re.match(r"torch_(\d+)_", path.name)
         with contextlib.suppress(OSError):
             if owner and not (root / "proc" / owner[1]).exists():
-                found.append(Leftover(str(path), path.stat().st_size))
-    return tuple(found)
+                leftovers.append(Leftover(str(path), path.stat().st_size))
+    return tuple(leftovers)
+
+
+def _is_left_over(path: Path, oldest_ns: int | None) -> bool:
+    """True if a folder is this user's, was made by Paceline, and is older than `oldest_ns` (ns since 1970)."""
+    status = path.stat()
+    if not _OURS.fullmatch(path.name) or not path.is_dir():
+        return False
+    if status.st_uid != os.getuid():
+        return False
+    return oldest_ns is None or status.st_ctime_ns < oldest_ns
 
 
 def _oldest_paceline_ns(root: Path) -> int | None:
-    """When the oldest living Paceline process was started (ns since 1970), this one left out; None: there is none."""
-    starts = []
+    """Return the start of the oldest living Paceline process but this one (ns since 1970); None where there is none."""
+    starts_ns = []
     boot_s = re.search(r"^btime (\d+)", _read(root / "proc/stat"), re.MULTILINE)
     ticks = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else _CLOCK_TICKS
     for folder in (root / "proc").glob("[0-9]*"):
+        # The parent may be a shell or ssh whose command line names this doctor.
         if boot_s is None or folder.name in (str(os.getpid()), str(os.getppid())):
             continue
         if "paceline" not in _read(folder / "cmdline"):
             continue
-        rest = _read(folder / "stat").rpartition(")")[2].split()  # the program's name may hold spaces
-        since, started = parse_whole(boot_s[1]), parse_whole(rest[19], -LARGEST) if len(rest) > 19 else None
-        if since is not None and started is not None:
-            starts.append((since * ticks + started) * 10**9 // ticks)
-    return min(starts, default=None)
+        # Fields after the program's name, which is in parentheses and may hold spaces. The 20th of them is the start in
+        # clock ticks since boot: field 22 of proc(5), starttime.
+        fields = _read(folder / "stat").rpartition(")")[2].split()
+        if len(fields) < 20:  # the process has ended
+            continue
+        boot = parse_whole(boot_s[1])
+        started = parse_whole(fields[19], -LARGEST)
+        if boot is not None and started is not None:
+            starts_ns.append((boot * ticks + started) * 10**9 // ticks)
+    return min(starts_ns, default=None)
 
 
 def _read(path: Path) -> str:

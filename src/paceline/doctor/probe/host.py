@@ -1,4 +1,4 @@
-"""Gathers what this host is, by small functions that never fail: what can't be seen keeps its default.
+"""Gather the facts of this host, by functions that never fail: a fact that can't be seen keeps its default.
 
 Nothing is changed on the host: the only files written are the doctor's own, and they are removed.
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from paceline import __version__
-from paceline.doctor.facts import Cores, HostFacts, HostMemory, Limits, Shm
+from paceline.doctor.facts import Cores, HostFacts, Limits, MemoryFacts, Shm
 from paceline.doctor.probe.accelerators import look_at_accelerators
 from paceline.doctor.probe.disk import look_at_folder, look_for_leftovers, mount_of
 from paceline.doctor.probe.network import is_clock_synchronised, look_at_network
@@ -28,17 +28,19 @@ _NAMES = (
     *("LD_PRELOAD", "TMPDIR", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
 )
 _NO_LIMIT = 2**60  # cgroup v1 writes its "no limit" as a number near 2^63
+# Files of the limit and of what is used, of cgroup versions 2 and 1.
+_CGROUP_MEMORY = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What to look at, beyond the host itself.
+    """The names, ports and folders to look at, beyond the host itself.
 
     Args:
         names: of other hosts, to resolve.
         runs: the run directory.
         ports: to try to listen on.
-        is_quick: whether to leave out what takes seconds (the disk's speed).
+        is_quick: whether to leave out the disk's speed, which takes seconds.
         marker: the name of a file to write to the run directory, for other hosts to find; "" is none.
     """
 
@@ -50,10 +52,10 @@ class Question:
 
 
 def look(question: Question, root: Path = Path("/")) -> HostFacts:
-    """What this host is. Takes as long as importing torch once, and a second or two for the disk.
+    """Return the facts of this host. Takes as long as importing torch once, and a second or two for the disk.
 
     Args:
-        question: what to look at.
+        question: names, ports and folders to look at.
         root: in place of `/`, for `/proc`, `/sys` and `/dev`.
     """
     environment = chosen_environment(dict(os.environ))
@@ -85,39 +87,44 @@ def look(question: Question, root: Path = Path("/")) -> HostFacts:
 
 
 def chosen_environment(environment: dict[str, str]) -> dict[str, str]:
-    """The variables that matter to training, without those whose names speak of secrets."""
-    return {
-        name: value
-        for name, value in sorted(environment.items())
-        if (name in _NAMES or name.startswith(_PREFIXES)) and not is_secret(name)
-    }
+    """Return the variables that matter to training, without those whose names speak of secrets."""
+    chosen = {}
+    for name, value in sorted(environment.items()):
+        matters = name in _NAMES or name.startswith(_PREFIXES)
+        if matters and not is_secret(name):
+            chosen[name] = value
+    return chosen
 
 
 def look_at_cores(root: Path) -> Cores:
-    """Cores, and the limits on them."""
+    """Return the number of cores, and the limits on them."""
     online = os.cpu_count() or 0
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else online
     load = None
     with contextlib.suppress(OSError):
-        load = os.getloadavg()[0]
+        load = os.getloadavg()[0]  # of the last minute
     return Cores(online, affinity, _cgroup_cores(root), load)
 
 
 def _cgroup_cores(root: Path) -> float | None:
+    """Return the lowest limit on this process's time, in cores: microseconds of a quota over those of its period."""
     limits = []
     for folder in cgroup_folders(root, "cpu"):
-        words = _text(folder / "cpu.max").split()  # version 2: "200000 100000" or "max 100000"
-        pairs = [words, [_text(folder / "cpu.cfs_quota_us"), _text(folder / "cpu.cfs_period_us")]]  # 1: -1 is no limit
-        for pair in pairs:
-            numbers = [parse_whole(word, 1) for word in pair]
+        version_2 = _text(folder / "cpu.max").split()  # "200000 100000", or "max 100000" without a limit
+        version_1 = [_text(folder / "cpu.cfs_quota_us"), _text(folder / "cpu.cfs_period_us")]  # -1: no limit
+        for texts in (version_2, version_1):
+            numbers = [parse_whole(text, 1) for text in texts]  # None for what is no number of 1 or more
             if len(numbers) == 2 and numbers[0] and numbers[1]:
                 limits.append(numbers[0] / numbers[1])
     return min(limits, default=None)
 
 
 def cgroup_folders(root: Path, controller: str) -> list[Path]:
-    """This process's control group and those around it, of versions 1 and 2: a limit of any of them holds."""
-    found = []
+    """Return the folders of this process's control group and of those around it: a limit of any of them holds.
+
+    Source: cgroups(7). A line of /proc/self/cgroup is "0::/path" in version 2, "4:cpu,cpuacct:/path" in version 1.
+    """
+    folders = []
     for line in _text(root / "proc/self/cgroup").splitlines():
         if line.count(":") < 2:
             continue
@@ -129,91 +136,112 @@ def cgroup_folders(root: Path, controller: str) -> list[Path]:
         else:
             continue
         group = top / path.lstrip("/")
-        found += [group, *(parent for parent in group.parents if parent == top or top in parent.parents)]
-    return found
+        folders.append(group)
+        folders += [parent for parent in group.parents if parent.is_relative_to(top)]
+    return folders
 
 
-def look_at_memory(root: Path) -> HostMemory:
-    """Main memory, swap, and the control group's limit."""
-    lines = [line.split() for line in _text(root / "proc/meminfo").splitlines()]
+def look_at_memory(root: Path) -> MemoryFacts:
+    """Return main memory, swap, and the control group's limit, in bytes."""
     table = {}
-    for words in lines:
-        kibibytes = parse_whole(words[1]) if len(words) > 1 else None
+    for line in _text(root / "proc/meminfo").splitlines():  # such as "MemTotal:  16316412 kB"
+        cells = line.split()
+        kibibytes = parse_whole(cells[1]) if len(cells) > 1 else None
         if kibibytes is not None:
-            table[words[0].rstrip(":")] = kibibytes * 1024
+            table[cells[0].rstrip(":")] = kibibytes * 1024
+    # Such as "always [madvise] never": the brackets show the setting.
     pages = _text(root / "sys/kernel/mm/transparent_hugepage/enabled")
     limit, used = _cgroup_memory(root)
     swap = table.get("SwapTotal", 0)
-    return HostMemory(
-        table.get("MemTotal"),
-        table.get("MemAvailable"),
-        limit,
-        used,
-        swap,
-        swap - table.get("SwapFree", 0),
-        pages.partition("[")[2].partition("]")[0],
+    return MemoryFacts(
+        total_bytes=table.get("MemTotal"),
+        available_bytes=table.get("MemAvailable"),
+        limit_bytes=limit,
+        used_of_limit_bytes=used,
+        swap_bytes=swap,
+        swap_used_bytes=swap - table.get("SwapFree", 0),
+        huge_pages=pages.partition("[")[2].partition("]")[0],
     )
 
 
 def _cgroup_memory(root: Path) -> tuple[int | None, int]:
-    """The tightest limit, and what is used of it; what the kernel can drop (files that were read) is not counted."""
-    tightest: tuple[int | None, int] = (None, 0)
+    """Return the lowest limit, and the bytes used of it; those that the kernel can drop are not counted."""
+    lowest: int | None = None
+    used_of_lowest = 0
     for folder in cgroup_folders(root, "memory"):
-        for limit_name, used_name in (
-            ("memory.max", "memory.current"),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-        ):
-            limit, used = parse_whole(_text(folder / limit_name)), parse_whole(_text(folder / used_name))
+        for limit_name, used_name in _CGROUP_MEMORY:
+            limit = parse_whole(_text(folder / limit_name))
             if limit is None or limit > _NO_LIMIT:
                 continue
-            stat = dict(line.split() for line in _text(folder / "memory.stat").splitlines() if line.count(" ") == 1)
-            dropped = parse_whole(stat.get("inactive_file", stat.get("total_inactive_file", ""))) or 0
-            if tightest[0] is None or limit < tightest[0]:
-                tightest = limit, max(0, (used or 0) - dropped)
-    return tightest
+            if lowest is None or limit < lowest:
+                lowest = limit
+                used = parse_whole(_text(folder / used_name)) or 0
+                used_of_lowest = max(0, used - _droppable_bytes(folder))
+    return lowest, used_of_lowest
+
+
+def _droppable_bytes(folder: Path) -> int:
+    """Return a control group's inactive page cache, which the kernel drops before it kills a process."""
+    statistics = {}
+    for line in _text(folder / "memory.stat").splitlines():
+        if line.count(" ") == 1:
+            name, value = line.split()
+            statistics[name] = value
+    # total_* is of version 1, and counts the groups below in.
+    text = statistics.get("inactive_file", statistics.get("total_inactive_file", ""))
+    return parse_whole(text) or 0
 
 
 def look_at_shm(root: Path) -> Shm:
-    """`/dev/shm`: torch's data loaders and NCCL keep their shared memory there."""
+    """Look at `/dev/shm`, where torch's data loaders and NCCL keep their shared memory."""
     if not sys.platform.startswith("linux"):
         return Shm()
     path = root / "dev/shm"
     try:
-        status, mode = os.statvfs(path), path.stat().st_mode & 0o7777
+        status = os.statvfs(path)
+        mode = path.stat().st_mode & 0o7777
     except OSError:
         return Shm(exists=False)
     _, flags = mount_of(str(path), root)
-    size = status.f_blocks * status.f_frsize
-    return Shm(True, size, status.f_bavail * status.f_frsize, os.access(path, os.W_OK | os.X_OK), mode, flags)
+    return Shm(
+        exists=True,
+        size_bytes=status.f_blocks * status.f_frsize,
+        free_bytes=status.f_bavail * status.f_frsize,
+        is_writable=os.access(path, os.W_OK | os.X_OK),
+        mode=mode,
+        flags=flags,
+    )
 
 
 def look_at_limits(root: Path) -> Limits:
-    """What `ulimit` says of this process."""
+    """Return the limits of this process, as `ulimit` shows them."""
     try:
         import resource
     except ImportError:  # Windows
         return Limits()
 
-    def limit(name: str, part: int = 0) -> int | None:
+    def limit(name: str, index: int = 0) -> int | None:
+        """Return the soft limit (index 0) or the hard one (1)."""
         kind = getattr(resource, name, None)
         if kind is None:
             return -1
-        value = resource.getrlimit(kind)[part]
+        value = resource.getrlimit(kind)[index]
         return None if value == resource.RLIM_INFINITY else value
 
     return Limits(
-        limit("RLIMIT_NOFILE"),
-        limit("RLIMIT_NOFILE", 1),
-        limit("RLIMIT_NPROC"),
-        limit("RLIMIT_MEMLOCK"),
-        limit("RLIMIT_CORE"),
-        _text(root / "proc/sys/kernel/core_pattern"),
+        files=limit("RLIMIT_NOFILE"),
+        files_hard=limit("RLIMIT_NOFILE", 1),
+        processes=limit("RLIMIT_NPROC"),
+        locked_bytes=limit("RLIMIT_MEMLOCK"),
+        core_bytes=limit("RLIMIT_CORE"),
+        core_pattern=_text(root / "proc/sys/kernel/core_pattern"),
     )
 
 
 def missing_preloads(preload: str) -> tuple[str, ...]:
-    """The files of LD_PRELOAD that are not there; names without a folder are the loader's to find."""
-    return tuple(word for word in preload.replace(":", " ").split() if "/" in word and not Path(word).exists())
+    """Return the files of LD_PRELOAD that don't exist; names without a folder are left to the loader's search."""
+    names = preload.replace(":", " ").split()  # ld.so(8) takes both separators
+    return tuple(name for name in names if "/" in name and not Path(name).exists())
 
 
 def _text(path: Path) -> str:

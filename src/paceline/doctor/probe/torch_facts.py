@@ -1,4 +1,4 @@
-"""What torch says of itself and of its devices: a child process of the doctor, which has no torch.
+"""Print what torch says of itself and of its devices: a child process of the doctor, which does not import torch.
 
 Prints one line of JSON. `python -m paceline.doctor.probe.torch_facts` also runs alone.
 """
@@ -13,13 +13,13 @@ from typing import Any
 
 
 def torch_facts() -> dict[str, Any]:
-    """Versions and devices; `error` alone when torch can't be imported."""
+    """Return versions and devices; `error` alone where torch can't be imported."""
     began_s = time.monotonic()
     try:
         import torch
     except Exception as error:  # a broken installation raises anything: OSError of a library, ImportError, ...
         return {"error": f"{type(error).__name__}: {error}"}
-    facts: dict[str, Any] = {
+    answer: dict[str, Any] = {
         "torch": torch.__version__,
         "seconds": time.monotonic() - began_s,
         "cuda_build": torch.version.cuda or "",
@@ -30,47 +30,59 @@ def torch_facts() -> dict[str, Any]:
         "unsupported": [],
         "device_error": "",
     }
-    if facts["cuda_build"] or facts["hip_build"]:
-        _add_devices(facts)
-    return facts
+    if answer["cuda_build"] or answer["hip_build"]:
+        _add_devices(answer)
+    return answer
 
 
-def _add_devices(facts: dict[str, Any]) -> None:
+def _add_devices(answer: dict[str, Any]) -> None:
     import torch
 
     try:
-        facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        answer["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     except Exception:  # this build has none: said by its absence
-        facts["nccl"] = ""
-    with warnings.catch_warnings(record=True) as said:
+        answer["nccl"] = ""
+    # torch only warns where the driver is too old, and then says that there are no devices.
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             number = torch.cuda.device_count()
-            facts["devices"] = [torch.cuda.get_device_name(index) for index in range(number)]
+            answer["devices"] = [torch.cuda.get_device_name(index) for index in range(number)]
             built = torch.cuda.get_arch_list()
             for index in range(number):
-                if facts["cuda_build"] and not _runs_on(torch.cuda.get_device_capability(index), built):
-                    facts["unsupported"].append(facts["devices"][index])
-        except Exception as error:  # the driver's: told as it is
-            facts["device_error"] = str(error).strip().split("\n")[0]
-    if said and not facts["devices"] and not facts["device_error"]:
-        facts["device_error"] = str(said[0].message).strip().split("\n")[0]
+                # ROCm has no compute capabilities; its architectures are names such as gfx90a.
+                if answer["cuda_build"] and not _runs_on(torch.cuda.get_device_capability(index), built):
+                    answer["unsupported"].append(answer["devices"][index])
+        except Exception as error:  # the driver's: reported as it is
+            answer["device_error"] = _first_line(str(error))
+    if caught and not answer["devices"] and not answer["device_error"]:
+        answer["device_error"] = _first_line(str(caught[0].message))
+
+
+def _first_line(text: str) -> str:
+    return text.strip().split("\n")[0]
 
 
 def _runs_on(capability: tuple[int, int], built: list[str]) -> bool:
-    """Whether code for one of `built` ("sm_90", "compute_90") runs on a device of this capability."""
+    """Return True if code for one of `built` ("sm_90", "compute_90") runs on a device of this capability.
+
+    Machine code (sm) runs on devices of the same major version and the same minor one or a later one; PTX (compute) on
+    all later devices, since the driver compiles it for them.
+
+    Source: NVIDIA, CUDA C++ Programming Guide, binary and PTX compatibility.
+    """
     major, minor = capability
     for name in built:
         kind, _, digits = name.partition("_")
-        digits = "".join(c for c in digits if c.isdigit())
+        digits = "".join(c for c in digits if c.isdigit())  # "sm_90a"
         if not digits:
             continue
         built_major, built_minor = int(digits[:-1]), int(digits[-1])
         if kind == "sm" and built_major == major and built_minor <= minor:
             return True
-        if kind == "compute" and (built_major, built_minor) <= (major, minor):  # compiled again by the driver
+        if kind == "compute" and (built_major, built_minor) <= (major, minor):
             return True
-    return not built
+    return not built  # a build that does not list its architectures: nothing is known against it
 
 
 if __name__ == "__main__":
