@@ -24,5 +24,5 @@ def test_a_reserved_port_is_for_those_who_name_it():
 
 
 def test_an_address_of_another_host():
-    with pytest.raises(UsageError, match=r"192.0.2.1:0\n  found: it can't be had"):
+    with pytest.raises(UsageError, match=r"192.0.2.1:0\n  found: Cannot assign"):
         reserve_port("192.0.2.1")

@@ -162,13 +162,13 @@ def test_with_one_replica_a_spare_server_does_not_save_the_job():
 @pytest.mark.parametrize(
     ("replicas", "is_silent", "says"),
     [
-        (1, False, "can't keep range 0 of the parameters on 1 server\n  found: the server that had it has ended\n"),
-        (1, True, "can't keep range 0 of the parameters on 1 server\n  found: it has not answered for 60 s\n"),
-        (2, False, "can't keep range 0 of the parameters on 2 servers\n  found: all servers that had it have ended\n"),
+        (1, False, "range 0 of the parameters should be on 1 server\n  found: the server that had it has ended\n"),
+        (1, True, "range 0 of the parameters should be on 1 server\n  found: it has not answered for 60 s\n"),
+        (2, False, "range 0 of the parameters should be on 2 servers\n  found: all servers that had it have ended\n"),
         (
             2,
             True,
-            "can't keep range 0 of the parameters on 2 servers\n  found: no server that has it has answered for 60 s\n",
+            "range 0 of the parameters should be on 2 servers\n  found: no server that has it has answered for 60 s\n",
         ),
     ],
 )

@@ -227,7 +227,7 @@ def test_parameters_found_lost_at_a_workers_goodbye_end_the_job(tmp_path, monkey
     process.on_message(connection, 0, messages.WorkerHeartbeat((1, 0), 0, 3, is_done=True))
     process.log.close()
     assert [str(error).partition("\n  fix:")[0] for error in failures] == [
-        "can't keep range 0 of the parameters on 2 servers\n  found: all servers that had it have ended"
+        "range 0 of the parameters should be on 2 servers\n  found: all servers that had it have ended"
     ]
     assert not ends
 

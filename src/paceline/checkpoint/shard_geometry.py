@@ -157,7 +157,7 @@ def _pieces_of_window(
 def move(target: Any, wanted: ShardSpec, source: Any, held: ShardSpec) -> None:
     """Copy the elements that both parts of a tensor have from `source` to `target`.
 
-    Both are arrays of one kind and dtype (torch or numpy), of their placements' local shapes.
+    Both are arrays of one kind and dtype (torch or numpy), of their shard specs' local shapes.
     """
     # Pairs of boxes: a part has few (up to 20, see manifest_schema.py).
     for target_piece in pieces(wanted):

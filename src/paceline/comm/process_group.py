@@ -176,7 +176,7 @@ def _tcp_store(rank_info: RankInfo) -> Any:
     except dist.DistNetworkError as error:
         raise PeerLostError(
             f"rank {rank_info.rank} can't reach rank 0's store at {host}:{port}",
-            f"it did not within {START_S} s ({str(error).splitlines()[0]})",
+            f"no answer within {START_S} s ({str(error).splitlines()[0]})",
             "see whether rank 0 runs, and whether a firewall is between them: `paceline doctor -H ...` looks",
         ) from None
 

@@ -119,7 +119,5 @@ def _bound(address: str, port: int, backlog: int) -> socket.socket:
             listener.listen(backlog)
     except OSError as error:
         listener.close()
-        raise UsageError(
-            f"can't listen at {address}:{port}", f"it can't be had ({error.strerror})", "name another port"
-        ) from None
+        raise UsageError(f"can't listen at {address}:{port}", f"{error.strerror}", "name another port") from None
     return listener

@@ -95,4 +95,4 @@ class JobSettings:
             return cls(**values)
         except ValueError as error:
             found = f"they can't be read ({reason_of(error)})"
-            raise PlanError("a job's settings", found, "use one version everywhere") from None
+            raise PlanError("can't read a job's settings", found, "use one version everywhere") from None

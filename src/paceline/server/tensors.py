@@ -296,7 +296,7 @@ class Segments:
         except (safetensors.SafetensorError, KeyError, ValueError, IndexError) as error:
             raise CheckpointError(
                 "can't read the state of a range of parameters",
-                f"it can't be read ({error})",
+                f"it is not of this range, or of another version ({error})",
                 "report this, with both versions",
             ) from None
 
@@ -363,7 +363,7 @@ def states_of(
     except (safetensors.SafetensorError, KeyError, ValueError, IndexError, RuntimeError) as error:
         raise CheckpointError(
             "can't read the optimizer's state on the servers",
-            f"it can't be read ({error})",
+            f"it is not of this range, or of another version ({error})",
             "report this, with both versions",
         ) from None
 

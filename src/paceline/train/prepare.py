@@ -384,7 +384,7 @@ def check_may_write(folder: Path) -> None:
         is_other = any(folder.iterdir()) and not (folder / MANIFEST).exists()
     if is_other:
         raise CheckpointError(
-            f"a checkpoint in {folder}", "there is something else", "name a new folder; nothing was written"
+            f"can't write a checkpoint to {folder}", "there is something else", "name a new folder; nothing was written"
         )
 
 

@@ -75,7 +75,7 @@ def optimizer_state(
     A tensor that other ranks hold too, and save, is left out.
 
     Raises:
-        WorkloadError: it holds a parameter that is not the model's, or state that JSON or a placement can't keep.
+        WorkloadError: it holds a parameter that is not the model's, or state that JSON or a shard spec can't keep.
     """
     # Names instead of torch's numbers: those depend on the order of groups and on what this rank holds.
     names = parameter_names(model, optimizer)

@@ -398,7 +398,7 @@ class Coordination(Peers):
 
     def _step_that_waits(self, coordinator: Coordinator) -> int:
         """Return the step, from 1, for which rounds wait under sync."""
-        # The furthest: a lost worker's last beat, or a new worker's first, may give the number of an earlier step.
+        # The furthest: a lost worker's last heartbeat, or a new worker's first, may give the number of an earlier step.
         clocks: list[int] = []
         for worker, (_, heartbeat) in coordinator.heard.items():
             if worker in coordinator.workers:
@@ -611,11 +611,11 @@ def _lost_range(number: int, replicas: int, has_ended: bool, silence_s: float) -
     if replicas == 1:
         found = "the server that had it has ended" if has_ended else f"it has not answered for {silence_s:g} s"
         fix = f"{fix}; two servers with replicas=2 survive the loss of one"
-        return CheckpointError(f"can't keep range {number} of the parameters on 1 server", found, fix)
+        return CheckpointError(f"range {number} of the parameters should be on 1 server", found, fix)
     found = f"no server that has it has answered for {silence_s:g} s"
     if has_ended:
         found = "all servers that had it have ended"
-    return CheckpointError(f"can't keep range {number} of the parameters on {replicas} servers", found, fix)
+    return CheckpointError(f"range {number} of the parameters should be on {replicas} servers", found, fix)
 
 
 def _layout_of(hello: setup.Hello) -> tuple[ServerLayout, dict[str, Any]]:
@@ -629,4 +629,4 @@ def _layout_of(hello: setup.Hello) -> tuple[ServerLayout, dict[str, Any]]:
         layout = ServerLayout.of_json(json.dumps(value["layout"]))
         return layout, {name: value["settings"][name] for name in OF_WORKERS}
     except ReadError as error:
-        raise PlanError("a worker's layout", error.found, "use one version everywhere") from None
+        raise PlanError("can't read a worker's layout", error.found, "use one version everywhere") from None

@@ -112,7 +112,7 @@ async def listen(
     except OSError as error:
         raise UsageError(
             f"can't listen at {address}",
-            f"it can't be had ({error.strerror or error})",
+            f"{error.strerror or error}",
             "free it, or name another with --listen; `paceline run`, started again, takes another port",
         ) from None
 
@@ -145,7 +145,7 @@ async def connect(address: Address, make: Callable[[], Connection], credentials:
             return protocol
     except (OSError, TimeoutError) as error:
         fix = "see whether it runs, and whether its credentials are of the same job"
-        raise PeerLostError(f"can't connect to {address}", f"it fails ({error or 'no answer'})", fix) from None
+        raise PeerLostError(f"can't connect to {address}", str(error) or "no answer", fix) from None
 
 
 def role_of(transport: Any) -> str | None:

@@ -116,7 +116,7 @@ class Peers:
     def send(self, sent: Sent) -> None:
         """Hand messages to their connections.
 
-        What is for a peer that is not connected is dropped: once it is, `connected` sends it again.
+        What is for a peer that is not connected is dropped: the protocol sends it again.
         """
         for addressee, number, message in sent:
             connection = self.connections.get(addressee)
