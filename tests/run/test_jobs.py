@@ -477,7 +477,7 @@ def test_where_forking_is_unsafe_ranks_are_fresh_interpreters(tmp_path, monkeypa
     file.write_text(
         file.read_text().replace("    job.step(batch)", "    job.step(batch); job.step_number == 3 and 1 / 0")
     )
-    assert main(["run", "--runs", str(tmp_path / "runs"), "--job", "b", str(file)]) == 1
+    assert main(["run", "-n", "2", "--runs", str(tmp_path / "runs"), "--job", "b", str(file)]) == 1
     assert "ZeroDivisionError" in capsys.readouterr().err
     file.write_text(file.read_text().replace("job.step_number == 3 and 1 / 0", "job.step_number == 3 and os._exit(0)"))
     assert main(["run", "--runs", str(tmp_path / "runs"), "--job", "c", str(file)]) == 1

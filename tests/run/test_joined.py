@@ -14,8 +14,9 @@ import psutil
 import pytest
 
 from paceline.launch.command import STOPPED_CODE
+from paceline.nouns.errors import LossError
 from paceline.run.ends import Ends, first_of
-from paceline.run.failures import LEFT
+from paceline.run.failures import LEFT, in_one_line, lost_server
 from paceline.run.rank.external_rank import JoinedRank
 
 from support.jobs import LOOP, STEPS, command, leftovers, losses, marked, start, wait_for, write_workload
@@ -322,3 +323,14 @@ def test_a_rank_that_left_comes_before_the_loss_of_it(tmp_path):
     lost_peer(tmp_path, 0)
     cause = first_of(tmp_path, {0: 1, 1: LEFT}, 2, {"step": 2})
     assert (cause["rank"], cause["step"], cause["type"]) == (1, 3, "ProcessDied")
+
+
+def test_a_failure_in_one_line_says_what_was_found():
+    """An error of ours by its first two lines, whoever wrote the message; anything else by its first."""
+    lost = lost_server(-9, 0.0)
+    assert in_one_line(lost) == "the fork server should live as long as its ranks: it was ended by SIGKILL"
+    error = LossError("the loss should be a finite number", "it is NaN", "lower the learning rate").at(rank=1, step=3)
+    line = "[rank 1, step 3] the loss should be a finite number: it is NaN"
+    assert in_one_line({"message": str(error)}) == line
+    assert in_one_line({"message": "first\nsecond"}) == "first"
+    assert in_one_line({"message": ""}) == ""

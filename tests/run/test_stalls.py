@@ -398,4 +398,4 @@ def test_rank_0_that_leaves_its_loop_is_the_first_cause(tmp_path, notice_s):
     ended = paceline(tmp_path, *words, write_workload(tmp_path, hook), timeout=60, PYTHONPATH=str(tmp_path))
     assert ended.code == 1
     assert "rank 0 should take as many steps as the other ranks\n  found: it left its loop" in ended.err
-    assert ended.seconds < 60
+    assert ended.seconds < 30  # far below the 60 s after which any stall is told of

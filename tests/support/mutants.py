@@ -450,7 +450,7 @@ def gathered_gradients_not_added():
         def forth(y):
             return differentiable._all_gather(y, pieces, self.comm)
 
-        return self._exchange(x, forth, lambda g: self._own(g, pieces))
+        return self._exchange(x, forth, lambda g: self._local(g, pieces))
 
     wrap(Exchanges, "gather_parts", gather)
 

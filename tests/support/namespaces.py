@@ -112,10 +112,10 @@ def _make_network(made: Hosts) -> None:
     _call("ip", "link", "add", made.prefix, "type", "bridge")
     _call("ip", "link", "set", made.prefix, "up")
     for number, name in enumerate(("from", *made.names), 1):
-        space, reducer = f"{made.prefix}-{name}", f"{made.prefix}v{number}"
+        space, cable = f"{made.prefix}-{name}", f"{made.prefix}v{number}"
         _call("ip", "netns", "add", space)
-        _call("ip", "link", "add", reducer, "type", "veth", "peer", "name", "eth0", "netns", space)
-        _call("ip", "link", "set", reducer, "master", made.prefix, "up")
+        _call("ip", "link", "add", cable, "type", "veth", "peer", "name", "eth0", "netns", space)
+        _call("ip", "link", "set", cable, "master", made.prefix, "up")
         _call("ip", "-n", space, "addr", "add", f"10.77.{made.subnet}.{number}/24", "dev", "eth0")
         _call("ip", "-n", space, "addr", "add", f"10.78.{made.subnet}.{number}/24", "dev", "eth0", "label", "eth0:1")
         _call("ip", "-n", space, "link", "set", "eth0", "up")

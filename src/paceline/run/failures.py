@@ -34,6 +34,7 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
+_FOUND = "  found: "  # how the second line of an error of ours begins
 LEFT = 256  # a status beside the exit codes: the process ended with 0 in the middle of its file, by os._exit(0)
 
 
@@ -194,10 +195,15 @@ def first_cause(failures: Iterable[dict[str, Any]]) -> dict[str, Any]:
     return min(failures, key=lambda failure: (failure["is_peer_loss"], failure["at"]))
 
 
-def first_line(cause: Mapping[str, Any]) -> str:
-    """Return the first line of a failure's message; "" where it has none, as of a bare `assert`."""
-    lines = cause["message"].splitlines() or [""]
-    return str(lines[0])
+def in_one_line(cause: Mapping[str, Any]) -> str:
+    """Return a failure's message in one line; "" where it has none, as of a bare `assert`.
+
+    Of an error of ours these are the first two of its lines: what should be, and what was found.
+    """
+    lines = str(cause["message"]).splitlines() or [""]
+    if len(lines) > 1 and lines[1].startswith(_FOUND):
+        return f"{lines[0]}: {lines[1].removeprefix(_FOUND)}"
+    return lines[0]
 
 
 def format_failure(cause: Mapping[str, Any], others: int, word: str = "failed first") -> str:
@@ -231,6 +237,6 @@ def format_failure(cause: Mapping[str, Any], others: int, word: str = "failed fi
 def format_failure_briefly(cause: Mapping[str, Any], word: str) -> str:
     """Return the failure in a line."""
     kind = cause["type"] if cause["traceback"] else ""
-    description = ": ".join(part for part in (kind, first_line(cause)) if part)
+    description = ": ".join(part for part in (kind, in_one_line(cause)) if part)
     step = "" if cause["step"] is None else f", step {cause['step']}"
     return f"rank {cause['rank']}{step} {word}: {description}"

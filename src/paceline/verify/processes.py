@@ -13,7 +13,7 @@ from typing import Any
 from paceline.launch.local import rank_environment
 from paceline.nouns import module_names
 from paceline.nouns.errors import WorkloadError
-from paceline.run.failures import format_failure
+from paceline.run.failures import in_one_line
 from paceline.run.supervise.progress import Screen
 from paceline.run.supervise.supervisor import Ending, JobRequest, Supervisor
 from paceline.verify.judge.order import HangWatch
@@ -48,7 +48,8 @@ class WorldResult:
         cause = self.ending.cause
         if cause is None:
             return "it was stopped"
-        return format_failure({**cause, "traceback": ""}, self.ending.others).splitlines()[0]
+        step = "" if cause["step"] is None else f" (step {cause['step']})"
+        return f"{in_one_line(cause)}{'' if cause['is_paceline'] else step}"
 
 
 def write_settings(folder: Path, name: str, **settings: Any) -> Path:

@@ -20,7 +20,7 @@ from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
 from paceline.nouns.reading import parse_whole, read_text
 from paceline.run import directory
-from paceline.run.failures import first_line, refusal
+from paceline.run.failures import in_one_line, refusal
 from paceline.run.supervise.agent import OUTLIVED_S
 from paceline.run.supervise.fleet import FleetOptions, HostError, open_posts
 from paceline.run.supervise.interrupts import Interrupted
@@ -338,4 +338,4 @@ def script_hosts(script: Path) -> Callable[[], tuple[Host, ...]]:
 def _why(ending: Ending) -> str:
     if ending.status == "stopped":
         return "its hosts change"
-    return first_line(ending.cause or {"message": "its ranks hung"})
+    return in_one_line(ending.cause or {"message": "its ranks hung"})

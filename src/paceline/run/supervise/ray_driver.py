@@ -133,30 +133,30 @@ def _run(ray: Any, job: dict[str, Any]) -> int:
         )
         return 2
     kind = ray.remote(HostActor)
-    host_ranks = []
+    actors = []
     for number, bundle in enumerate(job["bundles"]):
         configured = kind.options(
             num_cpus=bundle.get("CPU", 0),
             num_gpus=bundle.get("GPU", 0),
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number),
         )
-        host_ranks.append(configured.remote())
-    _start(ray, host_ranks, job)
-    return _watch(ray, host_ranks)
+        actors.append(configured.remote())
+    _start(ray, actors, job)
+    return _watch(ray, actors)
 
 
-def _start(ray: Any, host_ranks: Sequence[Any], job: dict[str, Any]) -> None:
+def _start(ray: Any, actors: Sequence[Any], job: dict[str, Any]) -> None:
     """Tell every rank its place: ranks of one node follow each other, in the order in which nodes come."""
-    where = ray.get([seat.where.remote() for seat in host_ranks])
+    where = ray.get([actor.where.remote() for actor in actors])
     nodes = list(dict.fromkeys(where))  # in the order in which they come first
-    order = sorted(range(len(host_ranks)), key=lambda number: (nodes.index(where[number]), number))
-    master = ray.get(host_ranks[order[0]].listen.remote(nodes))
+    order = sorted(range(len(actors)), key=lambda number: (nodes.index(where[number]), number))
+    master = ray.get(actors[order[0]].listen.remote(nodes))
     calls = []
     for rank, number in enumerate(order):
         on_node = [at for at in order if where[at] == where[number]]
         place = {
             "PACELINE_RANK": str(rank),
-            "PACELINE_WORLD_SIZE": str(len(host_ranks)),
+            "PACELINE_WORLD_SIZE": str(len(actors)),
             "PACELINE_LOCAL_RANK": str(on_node.index(number)),
             "PACELINE_LOCAL_SIZE": str(len(on_node)),
             "PACELINE_CROSS_RANK": str(nodes.index(where[number])),
@@ -164,22 +164,22 @@ def _start(ray: Any, host_ranks: Sequence[Any], job: dict[str, Any]) -> None:
             "PACELINE_MASTER": master,
         }
         environment = {**job["environment"], **place}
-        start = host_ranks[number].start
+        start = actors[number].start
         calls.append(start.remote(job["program"], job["working_folder"], environment, len(on_node)))
     ray.get(calls)
     # From here on a list index is a rank: `_watch` prefixes output with it.
-    host_ranks[:] = [host_ranks[number] for number in order]  # type: ignore[index]
+    actors[:] = [actors[number] for number in order]  # type: ignore[index]
 
 
-def _watch(ray: Any, host_ranks: Sequence[Any]) -> int:
+def _watch(ray: Any, actors: Sequence[Any]) -> int:
     """Show what the ranks write until all have ended; when one fails, the others have a moment to say so too."""
     import time
 
     statuses: dict[int, int] = {}
     failed_at: float | None = None
-    while len(statuses) < len(host_ranks):
+    while len(statuses) < len(actors):
         time.sleep(POLL_S)
-        for rank, seat in enumerate(host_ranks):
+        for rank, seat in enumerate(actors):
             if rank in statuses:
                 continue
             try:
@@ -195,7 +195,7 @@ def _watch(ray: Any, host_ranks: Sequence[Any]) -> int:
             failed_at = time.monotonic()
         # Two seconds for the other ranks to write down what they saw; then whoever still waits for the dead is ended.
         if failed_at is not None and time.monotonic() - failed_at > 2.0:
-            for seat in host_ranks:
+            for seat in actors:
                 ray.kill(seat)
             break
     return _exit_code(statuses.values())
