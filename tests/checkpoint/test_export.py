@@ -172,7 +172,7 @@ WRONG = {
     "a torn file": (tear, "SAVED OUT", 1, "rank-00001.safetensors has"),
     "no manifest": (lambda saved, out: (saved / "manifest.json").unlink(), "SAVED OUT", 1, "there is none"),
     "no checkpoint": (nothing, "SAVED/missing OUT", 2, "there is no such folder"),
-    "an unknown form": (nothing, "SAVED --to onx OUT", 2, "there are hf, safetensors"),
+    "an unknown form": (nothing, "SAVED --to onx OUT", 2, "the choices are hf, safetensors"),
     "no folder": (nothing, "SAVED", 2, "the following arguments are required: DIR"),
     "a folder that can't be": (nothing, "SAVED SAVED/manifest.json/out", 2, "it can't be written"),
 }

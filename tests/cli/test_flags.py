@@ -97,9 +97,9 @@ def test_a_flag_of_run_is_refused_exactly_where_it_changes_nothing(kind, nothing
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["run", "--check", "train.py"], "--check for a job on this host"),
-        (["run", "--on", "slurm", "--min-hosts", "2", "train.py"], "--min-hosts for a job --on slurm"),
-        (["run", "--on", "mpi", "--max-hosts", "2", "train.py"], "--max-hosts for a job --on mpi"),
+        (["run", "--check", "train.py"], "--check does not apply to a job on this host"),
+        (["run", "--on", "slurm", "--min-hosts", "2", "train.py"], "--min-hosts does not apply to a job --on slurm"),
+        (["run", "--on", "mpi", "--max-hosts", "2", "train.py"], "--max-hosts does not apply to a job --on mpi"),
         (["run", "-j", "2x8", "train.py"], "no host is named"),
         (["run", "--on", "mpi", "-j", "2x8", "train.py"], "no host is named"),
         (["run", "--on", "kubernetes", "--gang", "kueue", "--pod-group-api", "v1alpha2", "x.py"], "add --gang native"),
@@ -139,7 +139,7 @@ def test_a_flag_that_needs_another_is_refused_without_it(words, said, tmp_path, 
 def test_a_flag_after_the_file_is_refused(verb, nothing_starts, capsys):
     wrong = []
     for words in flags_of(verb).values():
-        if main([verb, "train.py", *words]) != 2 or f"{words[0]} after train.py" not in capsys.readouterr().err:
+        if main([verb, "train.py", *words]) != 2 or f"{words[0]} should stand before train.py" not in capsys.readouterr().err:
             wrong.append(words)
     assert not wrong
     for joined in ("-n2", "--plan=tensor=2"):

@@ -229,7 +229,7 @@ def test_secrets_are_not_shown():
         (["--on", "ssh"], "no host is named"),
         (["--on", "ssh", "-H", "h1:2", "-n", "3"], "2 slots"),
         (["--on", "ssh", "-H", "h1:2", "--hostfile", "x"], "leave one out"),
-        (["--on", "slurm", "-H", "h1:2"], "-H for a job --on slurm\n  found: it belongs to --on ssh"),
+        (["--on", "slurm", "-H", "h1:2"], "-H does not apply to a job --on slurm\n  found: it belongs to --on ssh"),
         (["-H", "h1:2"], "write --on ssh"),
         (["-j", "2"], "NODESxRANKS"),
         (["-j", "0x2"], "NODESxRANKS"),

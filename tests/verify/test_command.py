@@ -152,7 +152,7 @@ REFUSED = {
     ),
     "compression": ((), "replicate=2 --compression bf16", "compression=none"),
     "one step": ((), "replicate=2 --steps 1", "write --steps 2"),
-    "an unknown check": ((), "replicate=2 --what steps", "there are order, step"),
+    "an unknown check": ((), "replicate=2 --what steps", "the choices are order, step"),
     "no workload": ((WORKLOAD, "another = paceline.Workload("), "replicate=2", "no variable `workload`"),
 }  # fmt: skip
 

@@ -75,7 +75,7 @@ def plan_export(path: Path, form: str, report: Callable[[str], None], shard_byte
         CheckpointError: there is no checkpoint that is whole.
     """
     if not path.exists():
-        raise UsageError(f"the checkpoint {path}", "there is no such folder", "name a checkpoint or a run")
+        raise UsageError(f"can't read the checkpoint {path}", "there is no such folder", "name a checkpoint or a run")
     inside = path / "checkpoints"
     source = find_good(inside if inside.is_dir() else path, report, fix=_NONE)
     manifest = read_manifest(source)

@@ -103,7 +103,7 @@ def _question(arguments: argparse.Namespace, hosts: tuple[Host, ...]) -> Questio
         port = parse_whole(os.environ.get("MASTER_PORT", ""), most=65535) or _PORT
     if not 0 < port < 65536:
         if arguments.port is not None:
-            raise UsageError(f"the port {port}", "ports go from 1 to 65535", "write such as --port 29400")
+            raise UsageError(f"can't use the port {port}", "ports go from 1 to 65535", "write such as --port 29400")
         port = _PORT  # what MASTER_PORT says is a finding of its own
     runs = (arguments.runs or Path("runs")).absolute()
     # A file of this name in the run directory, written on one host, tells whether the others see the same folder.

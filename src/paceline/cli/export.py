@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.to not in FORMS:
         fix = did_you_mean(arguments.to, FORMS, f"write --to {FORMS[0]}")
-        raise UsageError(f"can't export to the form {arguments.to!r}", f"there are {', '.join(FORMS)}", fix)
+        raise UsageError(f"can't export to the form {arguments.to!r}", f"the choices are {', '.join(FORMS)}", fix)
     folder = arguments.folder
     check_may_export(folder)
     export = plan_export(arguments.checkpoint, arguments.to, lambda text: print(f"paceline: {text}", file=sys.stderr))

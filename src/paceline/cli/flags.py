@@ -176,7 +176,7 @@ def check_place(arguments: argparse.Namespace, place: str, launcher: str = "") -
                 f"leave {flag} out, or start the job with `paceline run -n N` in its place",
             )
         here = {"local": "on this host", ELASTIC: "on hosts that come and go", CHECK: "with --check"}
-        asked = f"{flag} for a job {here.get(place, f'--on {place}')}"
+        asked = f"{flag} does not apply to a job {here.get(place, f'--on {place}')}"
         if "local" in RUN_FLAGS[name]:
             raise UsageError(asked, "it changes nothing there", f"leave {flag} out")
         wanted = _written(RUN_FLAGS[name])
@@ -219,7 +219,7 @@ def check_after_file(file: str, words: Sequence[str], command: str, arguments: S
     for word in words:
         if _flag_of(word) not in strings:
             raise UsageError(
-                f"{word} after {file}",
+                f"{word} should stand before {file}",
                 f"that is the file's own argument, and this is a flag of `{command}`",
                 f"write it before {file}, or write `{line}` if the file has such a flag",
             )

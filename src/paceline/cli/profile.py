@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     device = Device.parse(arguments.device)
     if not 0 <= arguments.rank < plan.world_size:
         raise UsageError(
-            f"rank {arguments.rank} of the plan {plan.mesh}",
+            f"the plan {plan.mesh} has no rank {arguments.rank}",
             f"its ranks are 0 to {plan.world_size - 1}",
             "write --rank 0",
         )

@@ -131,7 +131,7 @@ def decide_plan(arguments: argparse.Namespace, grows: bool = False) -> Plan:
     may_be_axes = "=" in (arguments.plan or "=")
     if not may_be_axes and os.path.isdir(arguments.plan):  # False, not an error, for what is longer than a path can be
         fix = "name the plan.json in it, or axes with sizes such as replicate=2"
-        raise UsageError(f"the plan {arguments.plan}", "it is a folder", fix)
+        raise UsageError(f"can't read the plan {arguments.plan}", "it is a folder", fix)
     ranks = 1 if grows else arguments.n
     text = _with_ranks(arguments.plan or "", ranks)
     is_file = text.endswith(".json")
@@ -266,7 +266,7 @@ def _folder(arguments: argparse.Namespace, script: Path, screen: Screen) -> tupl
     if may_start or not must_go_on:
         return directory.new_run(arguments.runs, arguments.job, script), None
     if arguments.job is None and not arguments.resume:
-        raise UsageError("--resume-or-start", "no job is named", "write --job NAME")
+        raise UsageError("--resume-or-start needs a job's name", "no job is named", "write --job NAME")
     folder = directory.find_run(arguments.runs, arguments.job, script)
     directory.check_writable(folder)
     resume = directory.find_resume_point(folder, lambda text: screen.say(f"paceline: {text}"))

@@ -138,7 +138,7 @@ def shape_of(text: str | None) -> tuple[int, int] | None:
     ranks = parse_whole(after, 1, MOST_RANKS)
     if nodes is None or ranks is None:
         fix = "write such as -j 2x8: 2 hosts with 8 ranks each"
-        raise UsageError(f"-j {text[:100]}", "it is not NODESxRANKS", fix)
+        raise UsageError(f"can't read -j {text[:100]}", "it is not NODESxRANKS", fix)
     return nodes, ranks
 
 
@@ -173,12 +173,16 @@ def environment_of(definitions: Sequence[str]) -> dict[str, str]:
     for definition in definitions:
         name, equals, value = definition.partition("=")
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise UsageError(f"-x {definition}", "that is no variable's name", "write -x NAME or -x NAME=VALUE")
+            raise UsageError(
+                f"can't pass -x {definition}", "that is no variable's name", "write -x NAME or -x NAME=VALUE"
+            )
         if not equals and name not in os.environ:
-            raise UsageError(f"-x {name}", "it is not set here", f"write -x {name}=VALUE, or set it")
+            raise UsageError(f"can't pass -x {name}", "it is not set here", f"write -x {name}=VALUE, or set it")
         if equals and is_secret(name):  # `ps` shows every user's command lines
             raise UsageError(
-                f"-x {name}=...", "a secret on a command line is read by others", f"set it, then write -x {name}"
+                f"can't pass -x {name}=...",
+                "a secret on a command line is read by others",
+                f"set it, then write -x {name}",
             )
         environment[name] = value if equals else os.environ[name]
     return environment
@@ -197,7 +201,7 @@ def check_place(arguments: argparse.Namespace, plan: Plan) -> None:
     if shape is not None and place == "ray":
         print("paceline run: Ray places each rank by itself; -j says only how many there are", file=sys.stderr)
     if place == "ssh" and not hosts:
-        raise UsageError("--on ssh", "no host is named", "write -H h1:4,h2:4 or --hostfile FILE")
+        raise UsageError("--on ssh needs hosts", "no host is named", "write -H h1:4,h2:4 or --hostfile FILE")
     if plan.server:
         silence_s(os.environ)
     if plan.server and place in ("mpi", "slurm", "ray"):
@@ -287,7 +291,9 @@ def elastic_rules(arguments: argparse.Namespace) -> tuple[Rules, Callable[[], Se
         )
     if not 1 <= least <= most:
         raise UsageError(
-            f"can't take between {least} and {most} hosts", "there is no such number", "let 1 <= min <= max"
+            "--min-hosts should be at least 1 and not above --max-hosts",
+            f"they are {least} and {most}",
+            "let 1 <= min <= max",
         )
     rules = Rules(least, most)
     if hosts:

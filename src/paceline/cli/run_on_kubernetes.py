@@ -68,7 +68,9 @@ def job_of(arguments: argparse.Namespace, plan: Plan) -> KubernetesJob:
     for name in environment:
         if is_secret(name):
             raise UsageError(
-                f"-x {name} on Kubernetes", "a manifest is plain text", "put it into a Secret of the cluster's"
+                f"can't pass -x {name} to Kubernetes",
+                "a manifest is plain text",
+                "put it into a Secret of the cluster's",
             )
     nodes, ranks = shape_of(arguments.shape) or (1, plan.world_size)
     name_of_file = Path(arguments.workload).stem.replace("_", "-").lower()  # Kubernetes' names have no underscore

@@ -138,7 +138,9 @@ def _look(arguments: argparse.Namespace) -> dict[str, Any]:
         # Kept there by `run/supervise/fleet.py` while the job runs.
         watcher = credentials_folder(Path(arguments.job), "watcher")
         if not watcher.is_dir():
-            raise UsageError(f"the servers of the run {arguments.job}", "it has ended", "name a run that goes on")
+            raise UsageError(
+                f"can't find the servers of the run {arguments.job}", "it has ended", "name a run that goes on"
+            )
         credentials = Credentials(watcher)
     return asyncio.run(look(address, credentials))
 
@@ -148,7 +150,9 @@ def _coordinator(job: str) -> Address:
     folder = Path(job)
     if not folder.is_dir() and ":" not in job:
         raise UsageError(
-            f"the servers of the run {job}", "there is no such folder", "name a run directory, unix:PATH or HOST:PORT"
+            f"can't find the servers of the run {job}",
+            "there is no such folder",
+            "name a run directory, unix:PATH or HOST:PORT",
         )
     if not folder.is_dir():
         return Address.parse(job)
@@ -157,7 +161,7 @@ def _coordinator(job: str) -> Address:
     except ReadError as error:
         reason = f"it has no {SERVERS} that can be read: {error.found}"
         raise UsageError(
-            f"the servers of the run {job}", reason, "name a run whose plan has servers, or an address"
+            f"can't find the servers of the run {job}", reason, "name a run whose plan has servers, or an address"
         ) from None
 
 

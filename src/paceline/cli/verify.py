@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     plan = decide_plan(arguments)
     if arguments.steps < 2:
         raise UsageError(
-            f"can't compare {arguments.steps} steps",
+            "verify needs at least 2 steps",
             "errors in what a step leaves behind (optimizer state, stale copies) show in the next step",
             "write --steps 2 or more",
         )

@@ -216,7 +216,7 @@ def check_op(op: str, choices: Sequence[str] = OPS) -> None:
         name = str(op).rpartition(".")[2].lower()  # torch's own are such as ReduceOp.SUM
         synonym = _SYNONYMS.get(name, name)
         fix = f"write {synonym!r}" if synonym in choices else "write one of these"
-        raise UsageError(f"the reduction {op!r} is unknown", f"there are {', '.join(choices)}", fix)
+        raise UsageError(f"the reduction {op!r} is unknown", f"the choices are {', '.join(choices)}", fix)
 
 
 # Names of the same in other libraries. What is only spelt alike is not advised: a median is no mean.

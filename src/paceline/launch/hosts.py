@@ -46,7 +46,7 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
     try:
         lines = read_text(path).splitlines()
     except ReadError as error:
-        raise UsageError(f"the hosts of {path}", error.found, "name a file with a host a line") from None
+        raise UsageError(f"can't read the hosts of {path}", error.found, "name a file with a host a line") from None
     hosts = []
     for number, line in enumerate(lines, 1):
         fields = line.split("#")[0].split()
@@ -61,7 +61,9 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
             raise _twice(host.name, str(path))
         merged[host.name] = merged.get(host.name, 0) + host.slots
     if not merged:
-        raise UsageError(f"the hosts of {path}", "it names none", "write a host a line, such as `h1 slots=4`")
+        raise UsageError(
+            f"can't read the hosts of {path}", "it names none", "write a host a line, such as `h1 slots=4`"
+        )
     return tuple(Host(name, slots) for name, slots in merged.items())
 
 
@@ -91,7 +93,9 @@ def _of_line(fields: Sequence[str], where: str) -> tuple[Host, bool]:
 
 def _name(name: str, text: str) -> str:
     if not _NAME.fullmatch(name) or len(name) > _LONGEST_NAME:
-        raise UsageError(f"the hosts {shown(text)}", f"{shown(name)} is no host's name", "write such as h1:4,h2:4")
+        raise UsageError(
+            f"can't read the hosts {shown(text)}", f"{shown(name)} is no host's name", "write such as h1:4,h2:4"
+        )
     return name
 
 
@@ -99,7 +103,7 @@ def _slots(value: str, word: str, text: str) -> int:
     slots = parse_whole(value, 1, MOST_RANKS)
     if slots is None:
         reason = f"{shown(word)} has no number of slots from 1 to {MOST_RANKS}"
-        raise UsageError(f"the hosts {shown(text)}", reason, "write such as h1:4,h2:4")
+        raise UsageError(f"can't read the hosts {shown(text)}", reason, "write such as h1:4,h2:4")
     return slots
 
 
@@ -114,4 +118,6 @@ def _checked(hosts: Iterable[Host], text: str) -> tuple[Host, ...]:
 
 
 def _twice(name: str, text: str) -> UsageError:
-    return UsageError(f"the hosts of {text}", f"{name} is named twice", "name each host once, with all its slots")
+    return UsageError(
+        f"can't read the hosts of {text}", f"{name} is named twice", "name each host once, with all its slots"
+    )

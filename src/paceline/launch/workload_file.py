@@ -75,7 +75,7 @@ def _no_file(path: Path) -> PacelineError:
     fix = "name the Python file that declares it"
     if near:
         fix = f"did you mean {path.parent / near[0]}? Name the file"
-    return UsageError(f"the workload file {path}", reason, fix)
+    return UsageError(f"can't read the workload file {path}", reason, fix)
 
 
 def _check_call(call: ast.Call, path: Path, ranks: int) -> None:

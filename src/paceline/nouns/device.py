@@ -55,7 +55,7 @@ class Device:
         gigabytes = parse_number(number) if number != size else None
         if gigabytes is None or not 0 < gigabytes <= _MOST_GIGABYTES:
             raise PlanError(
-                f"the device {shown(text)}",
+                f"can't use the device {shown(text)}",
                 "its memory is not known",
                 "write cpu, cuda, 16GB or a name such as V100-16GB",
             )

@@ -94,7 +94,7 @@ class Plan:
         if value not in choices:
             raise PlanError(
                 f"the plan's {name} is {value!r}",
-                f"there are {', '.join(choices)}",
+                f"the choices are {', '.join(choices)}",
                 did_you_mean(value, choices, "write one of these", _SAME),
             )
 

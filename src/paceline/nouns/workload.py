@@ -94,7 +94,7 @@ class Workload:
         if self.precision not in PRECISIONS:
             raise WorkloadError(
                 f"the workload's precision is {self.precision!r}",
-                f"there are {', '.join(PRECISIONS)}",
+                f"the choices are {', '.join(PRECISIONS)}",
                 _precision_advice(str(self.precision)),
             )
         if self.clip_norm is not None:

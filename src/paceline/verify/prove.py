@@ -324,5 +324,7 @@ def check_what(words: Sequence[str]) -> tuple[str, ...]:
     """
     unknown = [word for word in words if word not in (*WHAT, "all")]
     if unknown:
-        raise WorkloadError(f"can't verify {unknown[0]!r}", f"there are {', '.join(WHAT)}, all", "write one of these")
+        raise WorkloadError(
+            f"can't verify {unknown[0]!r}", f"the choices are {', '.join(WHAT)}, all", "write one of these"
+        )
     return WHAT if "all" in words else tuple(words)

@@ -132,7 +132,7 @@ class KubernetesJob:
         ):
             if word not in choices:
                 fix = did_you_mean(word, choices, f"write {choices[0]}")
-                raise UsageError(f"the {what} {word!r} on Kubernetes", f"there are {', '.join(choices)}", fix)
+                raise UsageError(f"the {what} {word!r} on Kubernetes", f"the choices are {', '.join(choices)}", fix)
         if not self.image or any(letter.isspace() for letter in self.image):
             raise UsageError(f"the image {self.image!r}", "it is no image's name", "write such as registry/bert:1")
         if not self.command or not self.command[0]:

@@ -38,7 +38,7 @@ class Mode:
         if self.kind not in MODES:
             raise PlanError(
                 f"the server's mode is {self.kind!r}",
-                f"there are {', '.join(MODES)}",
+                f"the choices are {', '.join(MODES)}",
                 did_you_mean(self.kind, MODES, "write mode=sync"),
             )
         if self.kind == "quorum" and self.quorum < 1:

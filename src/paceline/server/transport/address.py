@@ -49,7 +49,7 @@ class Address:
         number = parse_whole(port, most=65535)
         if not host or number is None or "\0" in text:
             raise UsageError(
-                f"the address {shown(text)}", "it is neither unix:PATH nor HOST:PORT", "write one of these"
+                f"can't read the address {shown(text)}", "it is neither unix:PATH nor HOST:PORT", "write one of these"
             )
         return cls(host, number)
 
