@@ -139,7 +139,10 @@ def test_a_flag_that_needs_another_is_refused_without_it(words, said, tmp_path, 
 def test_a_flag_after_the_file_is_refused(verb, nothing_starts, capsys):
     wrong = []
     for words in flags_of(verb).values():
-        if main([verb, "train.py", *words]) != 2 or f"{words[0]} should stand before train.py" not in capsys.readouterr().err:
+        if (
+            main([verb, "train.py", *words]) != 2
+            or f"{words[0]} should stand before train.py" not in capsys.readouterr().err
+        ):
             wrong.append(words)
     assert not wrong
     for joined in ("-n2", "--plan=tensor=2"):
