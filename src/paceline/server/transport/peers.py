@@ -34,6 +34,10 @@ _FROM_SERVER = (
     *(messages.Pushed, messages.Pulled, messages.Stale, setup.StateRead, setup.Installed),
 )
 
+# A segment has at least one element. A length of 0 is a damaged prefix: such a message would be handled
+# without its payload, before anything looks at the payload's length.
+_NEVER_EMPTY = (messages.Push, messages.Forward)
+
 
 class Peers:
     """The connections of one process.
@@ -221,6 +225,8 @@ class Peers:
                 raise FrameError(f"a hello with {nbytes} bytes, which are not its to send")
         elif connection.peer is None or not _may_send(connection.peer, kind):
             raise FrameError(f"a {kind.__name__} is not its to send")
+        elif not nbytes and kind in _NEVER_EMPTY:
+            raise FrameError(f"a {kind.__name__} without its bytes")
 
     def on_message(self, connection: Connection, number: int, message: Any) -> None:
         """Handle a message. A wrong one ends its connection, an error of this process's own the process."""
