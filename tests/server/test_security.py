@@ -263,6 +263,34 @@ def test_a_server_closes_the_connection_over_which_a_damaged_state_comes(monkeyp
     assert [end.startswith("a wrong Install: ") for end in ends] == [True]
 
 
+def test_a_server_closes_the_connection_over_which_an_install_without_content_comes(monkeypatch):
+    layout = ServerLayout((Entry("w", (8,), "float32", 0),), "SGD", ({"lr": 0.1},), 24)
+    server = Server(Address.parse("unix:/s"), Address.parse("unix:/c"))
+    ends, failures = [], []
+    monkeypatch.setattr(server, "failed", failures.append)
+    connection = SimpleNamespace(peer=COORDINATOR, close=ends.append)
+    server.on_message(connection, 0, setup.StartServers(JobSettings(1, 1).to_json(), layout.to_json().encode()))
+    connection.peer = (0, 0)
+    server.on_message(connection, 0, setup.Install((0,)))
+    assert not failures
+    assert ends == ["a wrong Install: an Install without content"]
+
+
+@pytest.mark.parametrize(
+    ("peer", "kind"),
+    [
+        ((0, 0), messages.Push),
+        *[(1, kind) for kind in (messages.Forward, messages.Pulled, messages.State, setup.StateRead)],
+    ],
+)
+def test_a_message_whose_prefix_says_that_its_bytes_are_none_is_refused(peer, kind):
+    server = Server(Address.parse("unix:/s"), Address.parse("unix:/c"))
+    connection = SimpleNamespace(peer=peer)
+    server.check_may_send(connection, kind, 1)
+    with pytest.raises(FrameError, match=f"a {kind.__name__} without its bytes"):
+        server.check_may_send(connection, kind, 0)
+
+
 @pytest.mark.parametrize("content", [b"{", b"[1]", b"\xff", '{"1": "nowhere"}', '{"a": "unix:/x"}', '{"1": 2}'])
 def test_facts_and_addresses_that_are_none(content):
     with pytest.raises(FrameError):

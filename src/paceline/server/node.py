@@ -128,6 +128,8 @@ class Server(Peers):
             raise FrameError(f"range {number} of {len(self.member.replicas)}")
         replica = self.member.replicas[number]
         if isinstance(message, setup.Install):
+            if not message.content:
+                raise FrameError("an Install without content")
             # First content that comes again, after a broken connection, must not undo what was trained since.
             if not replica.is_synced:
                 replica.store.restore(message.content)

@@ -34,9 +34,10 @@ _FROM_SERVER = (
     *(messages.Pushed, messages.Pulled, messages.Stale, setup.StateRead, setup.Installed),
 )
 
-# A segment has at least one element. A length of 0 is a damaged prefix: such a message would be handled
-# without its payload, before anything looks at the payload's length.
-_NEVER_EMPTY = (messages.Push, messages.Forward)
+# A segment has at least one element, and a state at least one segment. A length of 0 is a damaged prefix: such a
+# message would be handled without its payload, before anything looks at the payload's length. `Install` is not here:
+# the coordinator sends it to workers without content.
+_NEVER_EMPTY = (messages.Push, messages.Forward, messages.Pulled, messages.State, setup.StateRead)
 
 
 class Peers:
