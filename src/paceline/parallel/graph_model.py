@@ -159,6 +159,15 @@ class SplitModel:
                 )
         return captured
 
+    def copy_decisions(self, other: SplitModel) -> None:
+        """Take over what another rank's model has decided; `decide` would find the same here, at some cost."""
+        self.placements = other.placements
+        self.assignment = other.assignment
+        self.everywhere = other.everywhere
+        self.coupled = other.coupled
+        self.written = other.written
+        self.pieces = other.pieces
+
     def fill(self, name: str, full: torch.Tensor) -> None:
         """Take this rank's piece of a full tensor."""
         if name not in self.local:

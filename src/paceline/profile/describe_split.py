@@ -56,7 +56,7 @@ def describe_split(workload: Workload, plan: Plan, tensor_rank: int = 0, data_pa
     first = splits[0]
     captured = first.decide(workload.loss, example)
     for split in splits[1:]:
-        _copy_decisions(first, split)
+        split.copy_decisions(first)
     micro_batches = cut_into(plan, mesh, workload)
     if first.coupled and micro_batches and not plan.micro_batches:
         micro_batches = 1
@@ -72,16 +72,6 @@ def describe_split(workload: Workload, plan: Plan, tensor_rank: int = 0, data_pa
         "coupled": first.coupled,
         "is_even": all(_is_even(first, graph) for graph in graphs),
     }
-
-
-def _copy_decisions(source: SplitModel, split: SplitModel) -> None:
-    """Give another rank's model what the first has decided; every rank would decide the same, at some cost."""
-    split.placements = source.placements
-    split.assignment = source.assignment
-    split.everywhere = source.everywhere
-    split.coupled = source.coupled
-    split.pieces = source.pieces
-    split.written = source.written
 
 
 def describe_shards(workload: Workload, plan: Plan) -> list[dict[str, Any]]:

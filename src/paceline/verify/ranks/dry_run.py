@@ -251,19 +251,9 @@ def graph_calls(workload: Workload, plan: Plan) -> dict[str, list[list[Any]]]:
         if first is None or captured is None:
             first = split
             captured = split.decide(workload.loss, example)
-        _copy_decisions(first, split)
+        split.copy_decisions(first)
         calls[f"{pipeline},{tensor}"] = _calls_of(split, *split.stages_of(captured))
     return calls
-
-
-def _copy_decisions(source: SplitModel, split: SplitModel) -> None:
-    """Give another rank's model what the first has decided; every rank would decide the same, at some cost."""
-    split.placements = source.placements
-    split.assignment = source.assignment
-    split.everywhere = source.everywhere
-    split.coupled = source.coupled
-    split.written = source.written
-    split.pieces = source.pieces
 
 
 def _calls_of(split: SplitModel, captured: Any, stages: list[Any]) -> list[list[Any]]:
