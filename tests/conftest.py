@@ -10,7 +10,7 @@ TESTS = Path(__file__).parent
 # Measured with `--durations`; the other files follow as they are found.
 LONGEST = (
     "verify/test_command.py",
-    "train/test_rehearse.py",
+    "profile/test_simulate.py",
     "verify/test_unusual.py",
     "run/test_jobs.py",
     "verify/test_mutants.py",

@@ -56,14 +56,14 @@ def test_a_gpu_that_is_not_there(capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cell", [("mlp", "replicate=2", {}), ("vit", "replicate=1", planner.OTHERWISE)], ids=str)
-def test_a_cell_is_rehearsed_and_measured(tmp_path, cell):
+def test_a_cell_is_simulated_and_measured(tmp_path, cell):
     rows = planner.check_cell(tmp_path, cell)
     assert [row["rank"] for row in rows] == list(range(len(rows)))
     assert all(row["predicted"] > 2**20 and row["error"] < 0.005 for row in rows)
 
 
 def test_the_error_is_of_the_measured_bytes(tmp_path, monkeypatch):
-    monkeypatch.setattr(planner, "_rehearse", lambda words: [{"peak": 90}, {"peak": 105}])
+    monkeypatch.setattr(planner, "_simulate", lambda words: [{"peak": 90}, {"peak": 105}])
     monkeypatch.setattr(planner, "_measure", lambda folder, cell, ranks: [{"peak": 100}, {"peak": 100}])
     rows = planner.check_cell(tmp_path, ("mlp", "replicate=2", {}))
     assert [round(row["error"], 3) for row in rows] == [0.1, 0.05]
@@ -71,7 +71,7 @@ def test_the_error_is_of_the_measured_bytes(tmp_path, monkeypatch):
 
 def test_of_several_tries_the_lowest_counts(tmp_path, monkeypatch):
     tries = iter([[{"peak": 103}], [{"peak": 100}], [{"peak": 999}]])
-    monkeypatch.setattr(planner, "_rehearse", lambda words: [{"peak": 100}])
+    monkeypatch.setattr(planner, "_simulate", lambda words: [{"peak": 100}])
     monkeypatch.setattr(planner, "_measure", lambda folder, cell, ranks: next(tries))
     (row,) = planner.check_cell(tmp_path, ("mlp", "replicate=1", {}))
     assert row["error"] == 0

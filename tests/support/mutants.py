@@ -65,14 +65,14 @@ def wrap(owner, name, around):
 def missing_all_reduce_of_a_norms_gradient():
     from paceline.comm.differentiable import Exchanges
 
-    wrap(Exchanges, "share_whole", lambda plain, self, x: x if x.dim() == 1 else plain(self, x))
+    wrap(Exchanges, "copy_to_group", lambda plain, self, x: x if x.dim() == 1 else plain(self, x))
 
 
 @mutant("tensor=2", module=("head",), collective="all_reduce on tensor")
 def missing_all_reduce_into_the_columns():
     from paceline.comm.differentiable import Exchanges
 
-    wrap(Exchanges, "share_whole", lambda plain, self, x: x.view_as(x))
+    wrap(Exchanges, "copy_to_group", lambda plain, self, x: x.view_as(x))
 
 
 @mutant(
@@ -83,7 +83,7 @@ def missing_all_reduce_into_the_columns():
 def mean_for_sum_after_the_rows():
     from paceline.comm.differentiable import Exchanges
 
-    wrap(Exchanges, "add_parts", lambda plain, self, x: plain(self, x) / self.comm.size)
+    wrap(Exchanges, "reduce_from_group", lambda plain, self, x: plain(self, x) / self.comm.size)
 
 
 @mutant("tensor=2", module=("blocks.0",))
@@ -159,7 +159,7 @@ def gathered_in_the_wrong_order():
 
     from paceline.comm.differentiable import Exchanges
 
-    wrap(Exchanges, "add_parts", reverse)
+    wrap(Exchanges, "reduce_from_group", reverse)
 
 
 @mutant("replicate=2,tensor=2", module=("norm", "blocks.", "words", "head"), collective="of the norm")
@@ -452,14 +452,14 @@ def gathered_gradients_not_added():
 
         return self._exchange(x, forth, lambda g: self._local(g, pieces))
 
-    wrap(Exchanges, "gather_parts", gather)
+    wrap(Exchanges, "gather_with_partial_grad", gather)
 
 
 @mutant("tensor=2,sequence=on", module=("blocks.0", "words"), collective="reduce_scatter on tensor")
 def scattered_without_a_sum():
     from paceline.comm.differentiable import Exchanges
 
-    wrap(Exchanges, "scatter_parts", lambda plain, self, x, pieces: self.keep_of_parts(x, pieces))
+    wrap(Exchanges, "reduce_scatter_to_group", lambda plain, self, x, pieces: self.slice_with_partial_grad(x, pieces))
 
 
 @mutant("tensor=2", module=("", "head"), collective="all_reduce on tensor")

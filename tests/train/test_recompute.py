@@ -16,7 +16,7 @@ from paceline.nouns.device import Device
 from paceline.nouns.plan import Plan
 from paceline.nouns.profile import NOTHING_TO_RECOMPUTE
 from paceline.plan.oom_advice import ways
-from paceline.profile.simulate import rehearse
+from paceline.profile.simulate import simulate
 from paceline.train.job import Job
 
 from support.ranks import run_ranks
@@ -89,15 +89,15 @@ def test_two_ranks():
 
 
 @pytest.mark.parametrize("plan", ["replicate=1", "shard=2", "tensor=2", "pipeline=2"])
-def test_a_rehearsal_says_so_too(plan):
-    profile = rehearse(workload("no blocks, batch norm"), Plan.parse(f"{plan},checkpointing=full"))
+def test_a_simulation_says_so_too(plan):
+    profile = simulate(workload("no blocks, batch norm"), Plan.parse(f"{plan},checkpointing=full"))
     assert [notice for notice in profile.notices if NOTHING_TO_RECOMPUTE in notice]
 
 
 def test_checkpointing_that_saves_nothing_is_no_way_out(monkeypatch):
     candidates = [way for way in ways(Plan(), 8, "float32") if way.kind in ("checkpointing", "micro-batch", "both")]
-    plain = rehearse(workload("no blocks"), Plan())
-    same = rehearse(workload("no blocks"), Plan.parse("checkpointing=full"))
+    plain = simulate(workload("no blocks"), Plan())
+    same = simulate(workload("no blocks"), Plan.parse("checkpointing=full"))
     memory = SimpleNamespace(is_too_large=False, reserved=1)
     answers = [same if "checkpointing" in way.text else plain for way in candidates]
     monkeypatch.setattr(plan_memory, "profile_workload", lambda *_: answers)

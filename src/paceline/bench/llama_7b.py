@@ -12,7 +12,7 @@ import paceline
 from paceline.nouns.plan import Plan
 from paceline.nouns.profile import PARAMETERS
 from paceline.plan.memory import memory_of
-from paceline.profile.simulate import rehearse
+from paceline.profile.simulate import simulate
 
 workload = paceline.Workload(
     model=lambda: LlamaForCausalLM(LlamaConfig(use_cache=False)),
@@ -21,6 +21,6 @@ workload = paceline.Workload(
     data=list(torch.randint(0, 32000, (4, 2048))),
     batch_size=2,
 )
-memory = memory_of(rehearse(workload, Plan()))
+memory = memory_of(simulate(workload, Plan()))
 resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
 print(json.dumps({"parameters": memory.between[PARAMETERS], "peak": memory.peak, "resident_bytes": resident}))

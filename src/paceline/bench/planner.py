@@ -97,14 +97,14 @@ def run_planner(folder: Path, device: str, published: Path | None, tell: Tell) -
 
 
 def check_cell(folder: Path, cell: tuple[str, str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rehearse and measure a plan, and return each rank's predicted and measured peak, in bytes.
+    """Simulate and measure a plan, and return each rank's predicted and measured peak, in bytes.
 
     Raises:
         UsageError: the run failed.
     """
     name, line, parts = cell
     plan = Plan.parse(line)
-    predicted = [memory["peak"] for memory in _rehearse(["cpu", name, line, json.dumps(parts)])]
+    predicted = [memory["peak"] for memory in _simulate(["cpu", name, line, json.dumps(parts)])]
 
     # The lowest of some tries counts: what goes wrong in a measurement only makes it larger (see TRIES).
     lowest: list[int] = []
@@ -137,11 +137,11 @@ def _measure(folder: Path, cell: tuple[str, str, dict[str, Any]], ranks: int) ->
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
 
 
-def _rehearse(arguments: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the memory that a rehearsal predicts, by rank."""
-    command = [sys.executable, "-m", module_names.PLANNER_REHEARSAL, *arguments]
+def _simulate(arguments: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the memory that a simulation predicts, by rank."""
+    command = [sys.executable, "-m", module_names.PLANNER_SIMULATION, *arguments]
     # One thread, as the ranks have: the size of kernels' buffers depends on it.
-    output = _run(command, "the rehearsal", {"OMP_NUM_THREADS": "1"})
+    output = _run(command, "the simulation", {"OMP_NUM_THREADS": "1"})
     return list(_last_line(output))
 
 
@@ -151,7 +151,7 @@ def _last_line(output: str) -> Any:
 
 
 def _on_gpu(tell: Tell) -> list[dict[str, Any]]:
-    """Train on a GPU of this host and rehearse the same, and return measured and predicted bytes.
+    """Train on a GPU of this host and simulate the same, and return measured and predicted bytes.
 
     Each model has a process of its own: the caching allocator keeps what an earlier one reserved.
     """
@@ -161,7 +161,7 @@ def _on_gpu(tell: Tell) -> list[dict[str, Any]]:
         arguments = [name, str(batch), str(length), json.dumps(parts)]
         command = [sys.executable, "-m", module_names.PLANNER_GPU, *arguments]
         measured = _last_line(_run(command, f"{name} on the GPU", {}))
-        (predicted,) = _rehearse(["cuda", *arguments])
+        (predicted,) = _simulate(["cuda", *arguments])
         row = {"device": measured["device"], "model": name, "batch": batch, "length": length, "parts": parts}
         row |= {
             "predicted": predicted["peak"],

@@ -56,7 +56,7 @@ def explain(
     """
     fields = asdict(plan)
     requests = [ProfileRequest(fields, rank, device.kind) for rank in ranks_to_profile(plan)]
-    profiles = _without_errors(profile_workload(requests, command_line, _progress(len(requests), "rehearsing")))
+    profiles = _without_errors(profile_workload(requests, command_line, _progress(len(requests), "simulating")))
     capacity = device.capacity(communicators(plan))
     memories = [memory_of(profile, capacity) for profile in profiles]
     largest = max(range(len(memories)), key=lambda index: memories[index].peak)
@@ -148,7 +148,7 @@ def _changes_nothing(profile: Profile) -> bool:
 
 
 def _flops(plan: Plan, profiles: Sequence[Profile]) -> float:
-    """Return the operations of all ranks: those not rehearsed do as much as the one of their stage that was."""
+    """Return the operations of all ranks: those not simulated do as much as the one of their stage that was."""
     return sum(profile.flops for profile in profiles) * plan.world_size / len(profiles)
 
 

@@ -235,8 +235,8 @@ def all_to_all(tensor: torch.Tensor, splits: Sequence[int] | None = None) -> tup
         is_valid = len(counts) == size() and sum(counts) == rows and min(counts) >= 0
     if not is_valid:
         raise UsageError(
-            f"all_to_all of {rows} rows over {size()} ranks",
-            f"the splits are {splits}",
+            f"all_to_all of {rows} rows over {size()} ranks needs a count of rows for each rank",
+            f"splits is {splits}",
             "give one count per rank that add up to the rows",
         )
     return _comm().all_to_all(tensor.detach(), counts)

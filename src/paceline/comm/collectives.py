@@ -119,7 +119,7 @@ class AxisComm:
             dist.all_gather(parts, padded, group=self.group)
         return [part.narrow(dim, 0, length) for part, length in zip(parts, lengths, strict=True)]
 
-    def reduce_scatter_parts(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    def reduce_scatter_list(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return this rank's piece of the sum, shaped as `parts[rank]`; `parts[i]` is added for rank i."""
         # Pieces in the order of ranks, flat, as all_to_all_single cuts dim 0.
         flat = torch.cat([part.reshape(-1) for part in parts])

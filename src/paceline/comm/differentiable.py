@@ -1,14 +1,15 @@
 """Run collectives inside a model, each with the collective that its gradient takes in the backward pass.
 
-    forward                           backward
-    share_whole    nothing            all_reduce        whole values whose gradients come in parts
-    add_parts      all_reduce         nothing           parts of a sum, gradients whole
-    gather         all_gather         keep own piece    a split value made whole, gradient whole
-    gather_parts   all_gather         reduce_scatter    a split value made whole, gradients in parts
-    scatter_parts  reduce_scatter     all_gather        parts of a sum, each rank one piece of it
-    keep_piece     nothing            all_gather        a whole value split, gradient whole
-    keep_of_parts  nothing            zeros elsewhere   the same where the gradient is in parts anyway
+                              forward          backward
+    copy_to_group             nothing          all_reduce       a replicated value with partial gradients
+    reduce_from_group         all_reduce       nothing          partial sums; the gradient is replicated
+    gather_from_group         all_gather       own piece        a split value made whole; the gradient is replicated
+    gather_with_partial_grad  all_gather       reduce_scatter   a split value made whole; the gradients are partial
+    reduce_scatter_to_group   reduce_scatter   all_gather       partial sums, of which each rank gets one piece
+    scatter_to_group          own piece        all_gather       a whole value split; the gradient is replicated
+    slice_with_partial_grad   own piece        zeros elsewhere  the same where the gradients are partial
 
+*Partial* means what DTensor means by it: the value is the sum over the ranks of what each of them has.
 Source: f and g of Shoeybi et al. 2019 (Megatron-LM), and those of sequence parallelism, Korthikanti et al. 2022.
 All functions work on fake tensors too, where they only compute shapes.
 """
@@ -30,29 +31,29 @@ Pieces = tuple[int, tuple[int, ...]]  # the dimension that is split and its bloc
 
 
 def _is_dry(tensor: torch.Tensor) -> bool:
-    """True if only shapes are wanted. False in a rehearsal, where the process group is fake too and runs as it will."""
+    """True if only shapes are wanted. False in a simulation, where the process group is fake too."""
     if not isinstance(tensor, FakeTensor):
         return False
     # torch's fake process group does nothing, so the real code path runs on fake tensors.
-    is_rehearsal = dist.is_initialized() and dist.get_backend() == "fake"
-    return not is_rehearsal
+    is_simulation = dist.is_initialized() and dist.get_backend() == "fake"
+    return not is_simulation
 
 
-def piece_ranges(blocks: tuple[int, ...], part: int, parts: int) -> list[tuple[int, int]]:
+def piece_ranges(blocks: tuple[int, ...], rank: int, num_ranks: int) -> list[tuple[int, int]]:
     """Return a rank's piece as ranges of the full dimension: (start, stop) per block."""
     ranges = []
     block_start = 0
     for block in blocks:
-        start, stop = chunk_range(block, part, parts)
+        start, stop = chunk_range(block, rank, num_ranks)
         ranges.append((block_start + start, block_start + stop))
         block_start += block
     return ranges
 
 
-def take_piece(whole: torch.Tensor, pieces: Pieces, part: int, parts: int) -> torch.Tensor:
+def take_piece(whole: torch.Tensor, pieces: Pieces, rank: int, num_ranks: int) -> torch.Tensor:
     """Return a rank's piece of a full tensor: a view where it is one contiguous block, else a copy."""
     dim, blocks = pieces
-    views = [whole.narrow(dim, start, stop - start) for start, stop in piece_ranges(blocks, part, parts)]
+    views = [whole.narrow(dim, start, stop - start) for start, stop in piece_ranges(blocks, rank, num_ranks)]
     if len(views) == 1:
         return views[0].contiguous()
     return torch.cat(views, dim)
@@ -66,28 +67,28 @@ def _all_gather(piece: torch.Tensor, pieces: Pieces, comm: AxisComm) -> torch.Te
         comm.ledger.add("all_gather", comm.axis, piece.nbytes)
         return piece.new_empty(shape)
     # All ranks know all lengths, from blocks and ranks: they need not be exchanged.
-    lengths = [_length(blocks, part, comm.size) for part in range(comm.size)]
+    lengths = [_length(blocks, rank, comm.size) for rank in range(comm.size)]
     gathered = comm.all_gather_along(piece, lengths, dim)
     if len(blocks) == 1:
         return torch.cat(gathered, dim)
     full = piece.new_empty(shape)  # each rank has a piece of every block, so they can't just be joined
-    for part, values in enumerate(gathered):
+    for rank, values in enumerate(gathered):
         offset = 0
-        for start, stop in piece_ranges(blocks, part, comm.size):
+        for start, stop in piece_ranges(blocks, rank, comm.size):
             full.narrow(dim, start, stop - start).copy_(values.narrow(dim, offset, stop - start))
             offset += stop - start
     return full
 
 
-def _reduce_scatter(parts: torch.Tensor, pieces: Pieces, comm: AxisComm) -> torch.Tensor:
+def _reduce_scatter(partial: torch.Tensor, pieces: Pieces, comm: AxisComm) -> torch.Tensor:
     dim, blocks = pieces
-    if _is_dry(parts):
-        comm.ledger.add("reduce_scatter", comm.axis, parts.nbytes)
-        shape = list(parts.shape)
+    if _is_dry(partial):
+        comm.ledger.add("reduce_scatter", comm.axis, partial.nbytes)
+        shape = list(partial.shape)
         shape[dim] = _length(blocks, comm.rank, comm.size)
-        return parts.new_empty(shape)
-    pieces_by_rank = [take_piece(parts, pieces, part, comm.size) for part in range(comm.size)]
-    return comm.reduce_scatter_parts(pieces_by_rank)
+        return partial.new_empty(shape)
+    pieces_by_rank = [take_piece(partial, pieces, rank, comm.size) for rank in range(comm.size)]
+    return comm.reduce_scatter_list(pieces_by_rank)
 
 
 def _all_reduce(tensor: torch.Tensor, comm: AxisComm) -> torch.Tensor:
@@ -100,8 +101,8 @@ def _all_reduce(tensor: torch.Tensor, comm: AxisComm) -> torch.Tensor:
     return result
 
 
-def _length(blocks: tuple[int, ...], part: int, parts: int) -> int:
-    return sum(stop - start for start, stop in piece_ranges(blocks, part, parts))
+def _length(blocks: tuple[int, ...], rank: int, num_ranks: int) -> int:
+    return sum(stop - start for start, stop in piece_ranges(blocks, rank, num_ranks))
 
 
 class _Exchange(torch.autograd.Function):
@@ -122,36 +123,36 @@ class Exchanges:
 
     comm: AxisComm
 
-    def share_whole(self, tensor: torch.Tensor) -> torch.Tensor:
+    def copy_to_group(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor; its gradients are added up over the ranks."""
         return self._exchange(tensor, lambda x: x.view_as(x), lambda g: _all_reduce(g, self.comm))
 
-    def add_parts(self, tensor: torch.Tensor) -> torch.Tensor:
+    def reduce_from_group(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum over the ranks."""
         return self._exchange(tensor, lambda x: _all_reduce(x, self.comm), lambda g: g)
 
-    def gather(self, tensor: torch.Tensor, pieces: Pieces) -> torch.Tensor:
+    def gather_from_group(self, tensor: torch.Tensor, pieces: Pieces) -> torch.Tensor:
         """Return the full tensor of a split one; every rank computes the same from it."""
         return self._exchange(tensor, lambda x: _all_gather(x, pieces, self.comm), lambda g: self._local(g, pieces))
 
-    def gather_parts(self, tensor: torch.Tensor, pieces: Pieces) -> torch.Tensor:
+    def gather_with_partial_grad(self, tensor: torch.Tensor, pieces: Pieces) -> torch.Tensor:
         """Return the full tensor of a split one; ranks compute different things from it, so gradients are added up."""
         return self._exchange(
             tensor, lambda x: _all_gather(x, pieces, self.comm), lambda g: _reduce_scatter(g, pieces, self.comm)
         )
 
-    def scatter_parts(self, tensor: torch.Tensor, pieces: Pieces) -> torch.Tensor:
+    def reduce_scatter_to_group(self, tensor: torch.Tensor, pieces: Pieces) -> torch.Tensor:
         """Return this rank's piece of the sum over the ranks."""
         return self._exchange(
             tensor, lambda x: _reduce_scatter(x, pieces, self.comm), lambda g: _all_gather(g, pieces, self.comm)
         )
 
-    def keep_piece(self, tensor: torch.Tensor, pieces: Pieces) -> torch.Tensor:
+    def scatter_to_group(self, tensor: torch.Tensor, pieces: Pieces) -> torch.Tensor:
         """Return this rank's piece of a tensor that all ranks have."""
         return self._exchange(tensor, lambda x: self._local(x, pieces), lambda g: _all_gather(g, pieces, self.comm))
 
-    def keep_of_parts(self, tensor: torch.Tensor, pieces: Pieces) -> torch.Tensor:
-        """Return this rank's piece of a tensor whose gradients are in parts."""
+    def slice_with_partial_grad(self, tensor: torch.Tensor, pieces: Pieces) -> torch.Tensor:
+        """Return this rank's piece of a tensor whose gradients are partial."""
         return take_piece(tensor, pieces, self.comm.rank, self.comm.size)
 
     def _local(self, tensor: torch.Tensor, pieces: Pieces) -> torch.Tensor:

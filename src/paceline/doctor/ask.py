@@ -25,7 +25,7 @@ from paceline.doctor.probe.disk import marker_path
 from paceline.doctor.probe.host import Question, look
 from paceline.launch.ssh import SshOptions, ssh_command, why_lost
 from paceline.nouns import module_names
-from paceline.nouns.errors import PacelineError, UsageError
+from paceline.nouns.errors import PacelineError, UsageError, last_error_of
 from paceline.nouns.reading import Whole, parse_json, reason_of
 
 _ANSWER = ("-m", module_names.COMMAND, "doctor", "--answer")
@@ -99,9 +99,8 @@ def _answer_of(command: list[str], host: str, request: bytes, is_ssh: bool) -> b
     error_text = done.stderr.decode(errors="replace")
     if is_ssh:
         raise why_lost(host, error_text)
-    lines = error_text.strip().splitlines()
-    last_line = lines[-1] if lines else f"it ended with {done.returncode}"
-    raise UsageError(f"can't ask {host}", f"its process failed: {last_line}", "run `paceline doctor` there")
+    reason = last_error_of(error_text, f"it ended with {done.returncode}")
+    raise UsageError(f"can't ask {host}", f"its process failed: {reason}", "run `paceline doctor` there")
 
 
 _PORT = Whole(0, 65535)

@@ -63,11 +63,11 @@ class _Emitter:
     current: fx.Node | None = None
 
     @property
-    def part(self) -> int:
+    def rank(self) -> int:
         return self.exchanges.comm.rank
 
     @property
-    def parts(self) -> int:
+    def num_ranks(self) -> int:
         return self.exchanges.comm.size
 
     def run(self) -> Captured:
@@ -151,11 +151,11 @@ class _Emitter:
 
         def bring(old: fx.Node) -> Any:
             number = len(sources)
-            for_parts = choice.is_split
+            is_grad_partial = choice.is_split
             if number == bias_number:
                 # A bias is added after the sum, by every rank alike, or by each to its part of a scattered sum.
-                for_parts = choice.after == "scatter"
-            source = self._with_placement(old, choice.inputs[number], for_parts)
+                is_grad_partial = choice.after == "scatter"
+            source = self._with_placement(old, choice.inputs[number], is_grad_partial)
             sources.append(source)
             return source
 
@@ -177,12 +177,12 @@ class _Emitter:
             placement = choice.inputs[0]
             assert placement is not None
             output = list(choice.output) if isinstance(choice.output, tuple) else choice.output
-            target, rest = local_arguments(node, placement, output, self.part, self.parts)
+            target, rest = local_arguments(node, placement, output, self.rank, self.num_ranks)
             return self._call(target, sources[0], *rest)
         # All ranks of the axis share a random stream: each draws the whole mask and keeps its piece.
         if choice.is_split and node.target in _RANDOM:
             assert isinstance(choice.output, Split)
-            place = (_pieces(choice.output), self.part, self.parts)
+            place = (_pieces(choice.output), self.rank, self.num_ranks)
             return self._call(split_dropout, *arguments, shape_of(node), place)
         if choice.is_split and node.target is aten.scaled_dot_product_attention.default and _dropout_of(node):
             return self._attention_with_dropout(node, choice, arguments, named)
@@ -210,7 +210,7 @@ class _Emitter:
             by_name.get("scale"),
         )
         weights_shape = (*query[:-1], key[-2])  # (.., positions of the query, positions of the key)
-        place = (_pieces(choice.output), self.part, self.parts)
+        place = (_pieces(choice.output), self.rank, self.num_ranks)
         dropped = self._call(split_dropout, weights, _dropout_of(node), True, weights_shape, place)
         dropped.meta["lies"] = choice.output
         return self._call(attention_values, dropped, by_name["value"])
@@ -242,10 +242,10 @@ class _Emitter:
         if choice.after is None:
             return new
         if choice.after == "sum":
-            new = self._call(self.exchanges.add_parts, new)
+            new = self._call(self.exchanges.reduce_from_group, new)
         else:
             pieces = _pieces(choice.output) if isinstance(choice.output, Split) else None
-            new = self._call(self.exchanges.scatter_parts, new, pieces)
+            new = self._call(self.exchanges.reduce_scatter_to_group, new, pieces)
         if choice.kind != "plain":
             return new
         spec = spec_of(node)
@@ -259,40 +259,42 @@ class _Emitter:
             bias = self._call(aten.reshape.default, bias, [-1, *([1] * spatial_dims)])
         return self._call(aten.add.Tensor, new, bias)
 
-    def _with_placement(self, old: fx.Node, wanted: Placement, for_parts: bool) -> Any:
-        """Return the value of `old`, lying as wanted; a whole one whose gradients come in parts where `for_parts`."""
+    def _with_placement(self, old: fx.Node, wanted: Placement, is_grad_partial: bool) -> Any:
+        """Return the value of `old` as `wanted`; `is_grad_partial`: ranks compute different things from it."""
         current = self.placements.get(old)
         value = self.new_nodes[old]
         # Several outputs are converted one by one, where `getitem` takes them.
         if isinstance(current, tuple) or not isinstance(old.meta.get("val"), torch.Tensor):
             return value
-        if current == wanted and (current is not None or not for_parts):
+        if current == wanted and (current is not None or not is_grad_partial):
             return value
         stage = None if self.current is None else self.stages.get(self.current)
-        # `_convert` looks at `for_parts` only where a whole value is wanted.
-        key = (old, wanted, wanted is not None or for_parts, stage)
+        # `_convert` looks at `is_grad_partial` only where a whole value is wanted.
+        key = (old, wanted, wanted is not None or is_grad_partial, stage)
         if key in self.converted:
             return self.converted[key]
-        converted = self._convert(old, value, current, wanted, for_parts)
+        converted = self._convert(old, value, current, wanted, is_grad_partial)
         # A copy of memory that is written would be out of date for the next reader.
         if old not in self.captured.no_grad and not _is_written(old):
             self.converted[key] = converted
         return converted
 
-    def _convert(self, old: fx.Node, value: fx.Node, current: Placement, wanted: Placement, for_parts: bool) -> fx.Node:
+    def _convert(
+        self, old: fx.Node, value: fx.Node, current: Placement, wanted: Placement, is_grad_partial: bool
+    ) -> fx.Node:
         """Add the exchange that changes a value's placement."""
         if current is None and wanted is None:
             # Nothing moves forwards; only a floating-point value has a gradient to add up.
-            return self._call(self.exchanges.share_whole, value) if _is_float(old) else value
+            return self._call(self.exchanges.copy_to_group, value) if _is_float(old) else value
         if current is None:
             assert wanted is not None
-            return self._call(self.exchanges.keep_piece, value, _pieces(wanted))
+            return self._call(self.exchanges.scatter_to_group, value, _pieces(wanted))
         if wanted is None:
-            gather = self.exchanges.gather_parts if for_parts else self.exchanges.gather
+            gather = self.exchanges.gather_with_partial_grad if is_grad_partial else self.exchanges.gather_from_group
             return self._call(gather, value, _pieces(current))
         # From one split to another: gather, then keep the new piece.
-        gathered = self._call(self.exchanges.gather_parts, value, _pieces(current))
-        return self._call(self.exchanges.keep_of_parts, gathered, _pieces(wanted))
+        gathered = self._call(self.exchanges.gather_with_partial_grad, value, _pieces(current))
+        return self._call(self.exchanges.slice_with_partial_grad, gathered, _pieces(wanted))
 
 
 def _dropout_of(attention: fx.Node) -> float:

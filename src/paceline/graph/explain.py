@@ -29,23 +29,23 @@ class Line:
     why: str
 
 
-def explain(captured: Captured, layout: Layout, parts: int) -> list[Line]:
+def explain(captured: Captured, layout: Layout, num_ranks: int) -> list[Line]:
     """Return a line per state tensor, in the order in which they are read."""
     lines = []
     for name, node in captured.states.items():
         placement = layout.placements.get(name)
-        lines.append(Line(name, shape_of(node), _shown(placement, parts), _why(node, placement, layout, parts)))
+        lines.append(Line(name, shape_of(node), _shown(placement, num_ranks), _why(node, placement, layout, num_ranks)))
     return lines
 
 
-def _why(state: fx.Node, placement: Split | None, layout: Layout, parts: int) -> str:
+def _why(state: fx.Node, placement: Split | None, layout: Layout, num_ranks: int) -> str:
     users = [user for user in state.users if user in layout.choices]
     if placement is None:
-        return _why_whole(state, users, layout, parts)
+        return _why_whole(state, users, layout, num_ranks)
     return _why_split(state, users, layout)
 
 
-def why_nothing_is_split(captured: Captured, parts: int) -> str:
+def why_nothing_is_split(captured: Captured, num_ranks: int) -> str:
     """Say why a layout splits no weight.
 
     There is an operation without a rule, a size at which it does not pay, or no dimension with enough rows.
@@ -53,13 +53,13 @@ def why_nothing_is_split(captured: Captured, parts: int) -> str:
     weights = [name for name in captured.states if name in captured.trained]
     # By name where sizes are equal, so that the message is the same each time.
     weights.sort(key=lambda name: (-captured.states[name].meta["val"].numel(), name))  # the largest is named
-    options = options_of(captured, parts)
+    options = options_of(captured, num_ranks)
     without_rule = ""
     too_small = ""
     for name in weights:
         node = captured.states[name]
         shape = shape_of(node)
-        if len(shape) < 2 or max(shape) < parts:
+        if len(shape) < 2 or max(shape) < num_ranks:
             continue
         weight = f"{name} of {'x'.join(map(str, shape))}"
         # It could be split, so the costs have decided against it.
@@ -75,7 +75,7 @@ def why_nothing_is_split(captured: Captured, parts: int) -> str:
     if too_small:
         others = "other " if without_rule else ""
         reasons.append(f"to split {others}weights would send more than it saves at this size (largest: {too_small})")
-    return "; ".join(reasons) or f"no weight has a dimension that can be split in {parts}"
+    return "; ".join(reasons) or f"no weight has a dimension that can be split in {num_ranks}"
 
 
 def _first_without_rule(nodes: Iterable[fx.Node]) -> fx.Node | None:
@@ -93,11 +93,11 @@ def _can_be_split(state: fx.Node, user: fx.Node, options: Options) -> bool:
     return any(choice.inputs[number] is not None for choice in possible)
 
 
-def _shown(placement: Split | None, parts: int) -> str:
+def _shown(placement: Split | None, num_ranks: int) -> str:
     if placement is None:
         return "whole"
     blocks = f", {len(placement.blocks)} blocks" if len(placement.blocks) > 1 else ""
-    return f"dim {placement.dim} in {parts}{blocks}"
+    return f"dim {placement.dim} in {num_ranks}{blocks}"
 
 
 def _why_split(state: fx.Node, users: list[fx.Node], layout: Layout) -> str:
@@ -121,7 +121,7 @@ def _role(state: fx.Node, user: fx.Node, choice: Choice) -> str:
     return "gathered where it is used"
 
 
-def _why_whole(state: fx.Node, users: list[fx.Node], layout: Layout, parts: int) -> str:
+def _why_whole(state: fx.Node, users: list[fx.Node], layout: Layout, num_ranks: int) -> str:
     shape = shape_of(state)
     if any(layout.choices[user].is_split for user in users):
         if len(shape) <= 1:
@@ -132,6 +132,6 @@ def _why_whole(state: fx.Node, users: list[fx.Node], layout: Layout, parts: int)
     unknown = _first_without_rule(users)
     if unknown is not None:
         return f"{unknown.target} has no rule: it runs whole"
-    if len(shape) > 1 and all(size % parts for size in shape):
-        return f"none of its sizes divides by {parts}, and uneven pieces save less than they send"
+    if len(shape) > 1 and all(size % num_ranks for size in shape):
+        return f"none of its sizes divides by {num_ranks}, and uneven pieces save less than they send"
     return "its input and output are whole here"

@@ -69,7 +69,7 @@ def gradients_of(captured: Captured) -> set[fx.Node]:
     return {node for node in captured.graph.nodes if node.meta["flows"]}
 
 
-def options_of(captured: Captured, parts: int, is_sequence_split: bool = False) -> Options:
+def options_of(captured: Captured, num_ranks: int, is_sequence_split: bool = False) -> Options:
     """Return what the choices at every node depend on and what is the same for all of them."""
     unsplit = _must_stay_whole(captured)
     parameters = {}
@@ -77,7 +77,7 @@ def options_of(captured: Captured, parts: int, is_sequence_split: bool = False) 
         if node.meta["val"].is_floating_point() and node not in unsplit:
             parameters[node] = name
     return Options(
-        parts,
+        num_ranks,
         blocks_asked_for(captured.graph),
         parameters,
         set(written_groups(captured.graph)),
@@ -89,17 +89,17 @@ def options_of(captured: Captured, parts: int, is_sequence_split: bool = False) 
 
 
 def choose_layout(
-    captured: Captured, parts: int, decided: Mapping[str, Placement] | None = None, is_sequence_split: bool = False
+    captured: Captured, num_ranks: int, decided: Mapping[str, Placement] | None = None, is_sequence_split: bool = False
 ) -> Layout:
-    """Return the cheapest layout of the graph over `parts` ranks.
+    """Return the cheapest layout of the graph over `num_ranks` ranks.
 
     Args:
         captured: the graph.
-        parts: ranks on the `tensor` axis.
+        num_ranks: ranks on the `tensor` axis.
         decided: placements of states that an earlier graph of the same model fixed.
         is_sequence_split: also split norms and dropout along the sequence (Korthikanti et al. 2022).
     """
-    options = options_of(captured, parts, is_sequence_split)
+    options = options_of(captured, num_ranks, is_sequence_split)
     last_use = _last_uses(captured.graph)
     start: State = {}
     decided = decided or {}
@@ -229,7 +229,7 @@ def _after(  # noqa: PLR0913
 
 def _cost_of_state(state: fx.Node, placement: Placement, options: Options) -> float:
     """Return what it costs a rank to hold and update a state; one that stays whole is every rank's."""
-    ranks = 1 if placement is None else options.parts
+    ranks = 1 if placement is None else options.num_ranks
     return OPERATIONS_PER_BYTE * size_bytes(state) / ranks
 
 
@@ -240,7 +240,7 @@ def _is_split_output(output: Placement | tuple[Placement, ...]) -> bool:
 
 
 def conversion_cost(
-    source: fx.Node, current: Placement, wanted: Placement, for_parts: bool, with_gradient: bool
+    source: fx.Node, current: Placement, wanted: Placement, is_grad_partial: bool, with_gradient: bool
 ) -> float:
     """Return what it costs to change a value's placement, its gradient's way back included.
 
@@ -248,7 +248,7 @@ def conversion_cost(
         source: the value.
         current: its placement.
         wanted: the new one.
-        for_parts: whether ranks compute different things from it, so that its gradient comes in parts.
+        is_grad_partial: whether ranks compute different things from it, so that its gradient is partial.
         with_gradient: whether a gradient flows back.
     """
     if not isinstance(source.meta.get("val"), torch.Tensor):
@@ -257,10 +257,10 @@ def conversion_cost(
     # The costs are those of the exchanges that `emit._convert` adds, forwards and backwards.
     if current is None:
         if wanted is None:  # forwards nothing moves; an all-reduce of the gradient's parts
-            return exchanged(size, 2) if for_parts and with_gradient else 0.0
+            return exchanged(size, 2) if is_grad_partial and with_gradient else 0.0
         return exchanged(size, 1) if with_gradient else 0.0  # each rank keeps its piece; the gradient is gathered
     times = 1
-    if with_gradient and (wanted is not None or for_parts):
+    if with_gradient and (wanted is not None or is_grad_partial):
         times += 1  # the gradient's way back
     return exchanged(size, times, times)
 

@@ -15,22 +15,22 @@ class Split:
     dim: int
     blocks: tuple[int, ...]
 
-    def size(self, part: int, parts: int) -> int:
-        """Return how much of the dimension piece `part` has."""
-        ranges = [chunk_range(block, part, parts) for block in self.blocks]
+    def size(self, rank: int, num_ranks: int) -> int:
+        """Return how much of the dimension piece `rank` has."""
+        ranges = [chunk_range(block, rank, num_ranks) for block in self.blocks]
         return sum(stop - start for start, stop in ranges)
 
-    def local_shape(self, shape: tuple[int, ...], part: int, parts: int) -> tuple[int, ...]:
+    def local_shape(self, shape: tuple[int, ...], rank: int, num_ranks: int) -> tuple[int, ...]:
         """Return the shape of one rank's piece of a tensor of `shape`."""
-        return (*shape[: self.dim], self.size(part, parts), *shape[self.dim + 1 :])
+        return (*shape[: self.dim], self.size(rank, num_ranks), *shape[self.dim + 1 :])
 
-    def is_even(self, parts: int) -> bool:
+    def is_even(self, num_ranks: int) -> bool:
         """True if every rank has as much of every block."""
-        return all(block % parts == 0 for block in self.blocks)
+        return all(block % num_ranks == 0 for block in self.blocks)
 
-    def shard_spec(self, shape: tuple[int, ...], part: int, parts: int) -> ShardSpec:
+    def shard_spec(self, shape: tuple[int, ...], rank: int, num_ranks: int) -> ShardSpec:
         """Return one rank's piece of a tensor of `shape`, as checkpoints describe it."""
-        return ShardSpec(shape, (Cut(self.dim, self.blocks, part, parts),))
+        return ShardSpec(shape, (Cut(self.dim, self.blocks, rank, num_ranks),))
 
 
 Placement = Split | None  # None: whole on every rank
@@ -48,7 +48,7 @@ def flattened(split: Split, shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(block * inner for block in split.blocks) * outer
 
 
-def unflattened(blocks: tuple[int, ...], shape: tuple[int, ...], parts: int) -> Split | None:
+def unflattened(blocks: tuple[int, ...], shape: tuple[int, ...], num_ranks: int) -> Split | None:
     """Return the split of `shape` whose row is split into `blocks`, or None when there is none.
 
     A dimension d carries it when every block is whole steps of what lies inside d, and, where d is not the
@@ -66,6 +66,6 @@ def unflattened(blocks: tuple[int, ...], shape: tuple[int, ...], parts: int) -> 
         if any(block % inner for block in first):
             continue
         candidate = Split(dim, tuple(block // inner for block in first))
-        if inner == 1 or candidate.is_even(parts):
+        if inner == 1 or candidate.is_even(num_ranks):
             return candidate
     return None

@@ -38,10 +38,10 @@ def shape_of(node: fx.Node) -> tuple[int, ...]:
     return tuple(node.meta["val"].shape)
 
 
-def carry(node: fx.Node, split: Split, parts: int) -> Carried:
+def carry(node: fx.Node, split: Split, num_ranks: int) -> Carried:
     """Return the output's split when the first input is split so; None when the operation can't keep it."""
     rule = _RULES.get(node.target)  # type: ignore[arg-type]
-    return rule(node, split, parts) if rule is not None else None
+    return rule(node, split, num_ranks) if rule is not None else None
 
 
 def is_rearrangement(node: fx.Node) -> bool:
@@ -49,24 +49,26 @@ def is_rearrangement(node: fx.Node) -> bool:
     return node.target in _RULES
 
 
-def local_arguments(node: fx.Node, split: Split, out: Carried, part: int, parts: int) -> tuple[Any, tuple[Any, ...]]:
+def local_arguments(
+    node: fx.Node, split: Split, out: Carried, rank: int, num_ranks: int
+) -> tuple[Any, tuple[Any, ...]]:
     """Return the operation and its further arguments on this rank's piece."""
     target: Any = node.target
     rest = node.args[1:]
     if target in RESHAPES or target in _SQUEEZES:  # a piece may be one long where the whole is not
         assert isinstance(out, Split)
-        return aten.reshape.default, (list(out.local_shape(shape_of(node), part, parts)),)
+        return aten.reshape.default, (list(out.local_shape(shape_of(node), rank, num_ranks)),)
     if target is aten.expand.default:
         assert isinstance(out, Split)
-        return target, (list(out.local_shape(shape_of(node), part, parts)), *rest[1:])
+        return target, (list(out.local_shape(shape_of(node), rank, num_ranks)), *rest[1:])
     # Along the split dimension the sizes of the whole are wrong for a piece.
     if target in _SPLITTERS and _dim_of(node, _SPLITTERS[target]) == split.dim:
-        sizes = [piece.size(part, parts) for piece in out]  # type: ignore[union-attr]
+        sizes = [piece.size(rank, num_ranks) for piece in out]  # type: ignore[union-attr]
         return aten.split_with_sizes.default, (sizes, split.dim)
     if target is aten.slice.Tensor and _dim_of(node, 1, 0) == split.dim:
         first, count = _sliced_blocks(node, split)  # type: ignore[misc]
-        start = Split(split.dim, split.blocks[:first]).size(part, parts)
-        length = Split(split.dim, split.blocks[first : first + count]).size(part, parts)
+        start = Split(split.dim, split.blocks[:first]).size(rank, num_ranks)
+        length = Split(split.dim, split.blocks[first : first + count]).size(rank, num_ranks)
         return aten.slice.Tensor, (split.dim, start, start + length)
     return target, rest
 
@@ -83,7 +85,7 @@ def _input(node: fx.Node) -> tuple[int, ...]:
     return shape_of(node.args[0])  # type: ignore[arg-type]
 
 
-def _reshape(node: fx.Node, split: Split, parts: int) -> Carried:
+def _reshape(node: fx.Node, split: Split, num_ranks: int) -> Carried:
     before = _input(node)
     after = shape_of(node)
     if math.prod(before) == 0:
@@ -92,12 +94,12 @@ def _reshape(node: fx.Node, split: Split, parts: int) -> Carried:
         if first <= split.dim < last:
             # A split survives if its blocks, seen as runs of elements in memory order, are blocks of a new dimension.
             inside = Split(split.dim - first, split.blocks)
-            carried = unflattened(flattened(inside, before[first:last]), after[out_first:out_last], parts)
+            carried = unflattened(flattened(inside, before[first:last]), after[out_first:out_last], num_ranks)
             if carried is None:
                 return None
             is_regrouped = last - first > 1 or out_last - out_first > 1
             # Uneven pieces of the old dimensions and of the new ones end at different elements.
-            if is_regrouped and not split.is_even(parts):
+            if is_regrouped and not split.is_even(num_ranks):
                 return None
             return Split(carried.dim + out_first, carried.blocks)
     return None
@@ -135,7 +137,7 @@ def _groups(before: tuple[int, ...], after: tuple[int, ...]) -> list[tuple[int, 
     return groups
 
 
-def _transpose(node: fx.Node, split: Split, parts: int) -> Carried:
+def _transpose(node: fx.Node, split: Split, num_ranks: int) -> Carried:
     rank = len(_input(node))
     first = int(node.args[1]) % rank  # type: ignore[arg-type]
     second = int(node.args[2]) % rank  # type: ignore[arg-type]
@@ -143,24 +145,24 @@ def _transpose(node: fx.Node, split: Split, parts: int) -> Carried:
     return Split(swapped.get(split.dim, split.dim), split.blocks)
 
 
-def _t(node: fx.Node, split: Split, parts: int) -> Carried:
+def _t(node: fx.Node, split: Split, num_ranks: int) -> Carried:
     if len(_input(node)) != 2:  # a vector stays as it is
         return split
     return Split(1 - split.dim, split.blocks)
 
 
-def _permute(node: fx.Node, split: Split, parts: int) -> Carried:
+def _permute(node: fx.Node, split: Split, num_ranks: int) -> Carried:
     rank = len(_input(node))
     order = [dim % rank for dim in node.args[1]]  # type: ignore[union-attr, operator]
     return Split(order.index(split.dim), split.blocks)
 
 
-def _unsqueeze(node: fx.Node, split: Split, parts: int) -> Carried:
+def _unsqueeze(node: fx.Node, split: Split, num_ranks: int) -> Carried:
     dim = int(node.args[1]) % len(shape_of(node))  # type: ignore[arg-type]
     return Split(split.dim + (dim <= split.dim), split.blocks)  # behind the new dimension
 
 
-def _squeeze(node: fx.Node, split: Split, parts: int) -> Carried:
+def _squeeze(node: fx.Node, split: Split, num_ranks: int) -> Carried:
     before = _input(node)
     if node.target is aten.squeeze.default:
         candidates: Any = range(len(before))
@@ -175,19 +177,19 @@ def _squeeze(node: fx.Node, split: Split, parts: int) -> Carried:
     return Split(split.dim - gone_before, split.blocks)
 
 
-def _expand(node: fx.Node, split: Split, parts: int) -> Carried:
+def _expand(node: fx.Node, split: Split, num_ranks: int) -> Carried:
     added = len(shape_of(node)) - len(_input(node))  # new dimensions come first
     return Split(split.dim + added, split.blocks)
 
 
-def _select(node: fx.Node, split: Split, parts: int) -> Carried:
+def _select(node: fx.Node, split: Split, num_ranks: int) -> Carried:
     dim = _dim_of(node, 1)
     if dim == split.dim:  # the output would be on one rank alone
         return None
     return Split(split.dim - (dim < split.dim), split.blocks)
 
 
-def _slice(node: fx.Node, split: Split, parts: int) -> Carried:
+def _slice(node: fx.Node, split: Split, num_ranks: int) -> Carried:
     if _dim_of(node, 1, 0) != split.dim:
         return split
     sliced = _sliced_blocks(node, split)
@@ -210,7 +212,7 @@ def _sliced_blocks(node: fx.Node, split: Split) -> tuple[int, int] | None:
     return edges.index(first), edges.index(last) - edges.index(first)
 
 
-def _split(node: fx.Node, split: Split, parts: int) -> Carried:
+def _split(node: fx.Node, split: Split, num_ranks: int) -> Carried:
     dim = _dim_of(node, _SPLITTERS[node.target])  # type: ignore[index]
     outputs = node.meta["val"]
     if dim != split.dim:
@@ -228,14 +230,14 @@ def _split(node: fx.Node, split: Split, parts: int) -> Carried:
     return pieces
 
 
-def _unbind(node: fx.Node, split: Split, parts: int) -> Carried:
+def _unbind(node: fx.Node, split: Split, num_ranks: int) -> Carried:
     dim = _dim_of(node, 1)
     if dim == split.dim:  # each output would be on one rank alone
         return None
     return [Split(split.dim - (dim < split.dim), split.blocks)] * len(node.meta["val"])
 
 
-def _flip(node: fx.Node, split: Split, parts: int) -> Carried:
+def _flip(node: fx.Node, split: Split, num_ranks: int) -> Carried:
     rank = len(_input(node))
     flipped = [dim % rank for dim in node.args[1]]  # type: ignore[union-attr, operator]
     return None if split.dim in flipped else split  # flipped, the first rank's piece would be the last rank's

@@ -50,7 +50,7 @@ class Choice:
 class Options:
     """The settings of a graph on which the choices at its nodes depend."""
 
-    parts: int
+    num_ranks: int
     blocks: dict[int, set[tuple[int, ...]]]  # asked for by the model, per size of a dimension
     parameters: dict[fx.Node, str]  # float states, by node
     pinned: set[fx.Node]  # must run whole: they write into shared memory
@@ -81,7 +81,7 @@ def choices(
         return
     if is_rearrangement(node):
         if placements[0] is not None:
-            yield from _carried_along(node, placements[0], options.parts, work)
+            yield from _carried_along(node, placements[0], options.num_ranks, work)
         return
     yield from _vocabulary_choices(node, placements, fixed, options, work)
     spec = spec_of(node)
@@ -90,14 +90,14 @@ def choices(
             yield from _split_along(node, spec, label, blocks, options, work)
 
 
-def _carried_along(node: fx.Node, placement: Split, parts: int, work: float) -> Iterator[Choice]:
+def _carried_along(node: fx.Node, placement: Split, num_ranks: int, work: float) -> Iterator[Choice]:
     """Yield the way to rearrange each rank's piece of the first input, if there is one."""
-    carried = carry(node, placement, parts)
+    carried = carry(node, placement, num_ranks)
     if carried is None:
         return
     output = tuple(carried) if isinstance(carried, list) else carried
     others = (None,) * (len(tensor_inputs(node)) - 1)
-    yield Choice((placement, *others), output, True, work / parts)
+    yield Choice((placement, *others), output, True, work / num_ranks)
 
 
 def _has_several_outputs(node: fx.Node) -> bool:
@@ -181,7 +181,7 @@ def _candidates(
         can_lead = spec.heavy or "e" in labels  # a matrix product's weight or an embedding's table
         if can_lead and source in options.parameters and len(labels) > 1:
             for label, size in zip(labels, shape_of(source), strict=True):
-                if label is not None and size >= options.parts:
+                if label is not None and size >= options.num_ranks:
                     for blocks in _blocks_of(size, options):
                         candidates[label, blocks] = None
     if not spec.heavy:
@@ -198,7 +198,7 @@ def _blocks_of(size: int, options: Options) -> Iterator[tuple[int, ...]]:
     """Yield the ways to take a dimension of a new weight apart: as one block, or as the model itself does."""
     yield (size,)
     for blocks in options.blocks.get(size, ()):
-        if all(block % options.parts == 0 for block in blocks):
+        if all(block % options.num_ranks == 0 for block in blocks):
             yield blocks
 
 
@@ -218,10 +218,10 @@ def _split_along(
     needed = _needed_placements(node, spec, label, blocks, options)
     if needed is None:
         return
-    work = work / options.parts
+    work = work / options.num_ranks
     shape = shape_of(node)
     if label not in spec.summed:
-        out = _lay_along(spec.output, label, blocks, shape, options.parts)
+        out = _lay_along(spec.output, label, blocks, shape, options.num_ranks)
         if isinstance(out, Split):
             yield Choice(needed, out, True, work)
         return
@@ -241,26 +241,26 @@ def _needed_placements(
     """Return how the inputs must lie to split one label; None when they can't."""
     needed: list[Placement] = []
     for number, (source, labels) in enumerate(zip(tensor_inputs(node), spec.inputs, strict=True)):
-        placement = _lay_along(labels, label, blocks, shape_of(source), options.parts)
+        placement = _lay_along(labels, label, blocks, shape_of(source), options.num_ranks)
         if placement == "impossible":
             return None
         assert placement is None or isinstance(placement, Split)
         if number == spec.bias and label in spec.summed:
             placement = None  # added once, after the sum
         needed.append(placement)
-    if _refuses_empty(node) and any(_leaves_a_rank_empty(placement, options.parts) for placement in needed):
+    if _refuses_empty(node) and any(_leaves_a_rank_empty(placement, options.num_ranks) for placement in needed):
         return None
     return tuple(needed)
 
 
-def _leaves_a_rank_empty(placement: Placement, parts: int) -> bool:
+def _leaves_a_rank_empty(placement: Placement, num_ranks: int) -> bool:
     """True if the last rank, whose piece is the smallest, has nothing."""
-    return placement is not None and placement.size(parts - 1, parts) == 0
+    return placement is not None and placement.size(num_ranks - 1, num_ranks) == 0
 
 
 def _can_scatter(shape: tuple[int, ...], options: Options) -> bool:
     """True if a sum of this shape, (..., sequence, features), may be scattered along the sequence."""
-    return options.is_sequence_split and len(shape) >= 3 and shape[-2] >= options.parts
+    return options.is_sequence_split and len(shape) >= 3 and shape[-2] >= options.num_ranks
 
 
 def _along_sequence(shape: tuple[int, ...]) -> Split:
@@ -274,7 +274,7 @@ def _refuses_empty(node: fx.Node) -> bool:
 
 
 def _lay_along(
-    labels: Sequence[str | None], label: str, blocks: tuple[int, ...], shape: tuple[int, ...], parts: int
+    labels: Sequence[str | None], label: str, blocks: tuple[int, ...], shape: tuple[int, ...], num_ranks: int
 ) -> Placement | str:
     """Return the split of a tensor along the dimension with a label, or "impossible"; None if it has none."""
     if label not in labels:
@@ -285,7 +285,7 @@ def _lay_along(
         return Split(dim, blocks)
     # Fewer key and value heads than query heads: the same share of each.
     for block in blocks:
-        is_divisible = block % parts == 0 and block * shape[dim] % (total * parts) == 0
+        is_divisible = block % num_ranks == 0 and block * shape[dim] % (total * num_ranks) == 0
         if not is_divisible:
             return "impossible"
     return Split(dim, tuple(block * shape[dim] // total for block in blocks))
@@ -304,7 +304,7 @@ def _vocabulary_choices(
     if scores is not None and scores.dim == 1 and len(scores.blocks) == 1:
         rows = shape_of(inputs[0])[0]
         # For each row the largest score, the sum of exponentials and the label's score: 12 bytes.
-        cost = work / options.parts + exchanged(12 * rows, 2)
+        cost = work / options.num_ranks + exchanged(12 * rows, 2)
         yield Choice((scores, None), None, True, cost, kind="vocabulary loss")
 
 
@@ -315,7 +315,7 @@ def _vocabulary_embedding(
     rows = shape_of(tensor_inputs(node)[0])[0]
     by_rows = Split(0, (rows,))
     has_options = any(node.args[3:])  # scale_grad_by_freq, sparse
-    if has_options or rows < options.parts:
+    if has_options or rows < options.num_ranks:
         return
     if is_fixed and placement != by_rows:
         return

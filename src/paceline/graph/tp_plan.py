@@ -16,7 +16,7 @@ _COLUMNS = ("colwise", "colwise_rep", "colwise_gather_output")
 _ROWS = ("rowwise", "rowwise_rep")
 
 
-def own_plan(model: torch.nn.Module, captured: Captured, parts: int) -> dict[str, Placement]:
+def own_plan(model: torch.nn.Module, captured: Captured, num_ranks: int) -> dict[str, Placement]:
     """Return the placements of weights that the model's own plan names, where their sizes divide."""
     plan: Any = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
     if not isinstance(plan, Mapping):
@@ -27,7 +27,7 @@ def own_plan(model: torch.nn.Module, captured: Captured, parts: int) -> dict[str
         shape = shape_of(node)
         dim = _dim(_style_of(module, plan), kind)
         # Uneven pieces are left to the derived layout.
-        if dim is not None and dim < len(shape) and shape[dim] % parts == 0:
+        if dim is not None and dim < len(shape) and shape[dim] % num_ranks == 0:
             placements[name] = Split(dim, (shape[dim],))
     return placements
 

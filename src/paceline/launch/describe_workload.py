@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from paceline.nouns import module_names
-from paceline.nouns.errors import ReadError, WorkloadError
+from paceline.nouns.errors import ReadError, WorkloadError, last_error_of
 from paceline.nouns.plan import Plan
 from paceline.nouns.reading import parse_json
 
@@ -29,8 +29,7 @@ def describe_workload(plan: Plan, command_line: list[str]) -> dict[str, Any]:
         with contextlib.suppress(ReadError):  # the user's code wrote something at its end
             answer = parse_json(lines[-1], "the answer", _ANSWER)
     if answer is None:
-        errors = done.stderr.strip().splitlines() or ["it printed nothing"]
-        reason = f"its process failed: {errors[-1]}"
+        reason = f"its process failed: {last_error_of(done.stderr, 'it printed nothing')}"
         raise WorkloadError(f"can't load {command_line[0]}", reason, "run it alone with python first")
     if "error" in answer:
         raise WorkloadError(**answer["error"])

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.nouns import module_names
-from paceline.nouns.errors import ReadError, WorkloadError
+from paceline.nouns.errors import ReadError, WorkloadError, last_error_of
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
 from paceline.nouns.profile import Profile
@@ -26,7 +26,7 @@ _ANSWER = (
 
 @dataclass(frozen=True, slots=True)
 class ProfileRequest:
-    """One step to rehearse.
+    """One step to simulate.
 
     Args:
         plan: the plan's fields.
@@ -63,7 +63,7 @@ def profile_workload(
     """Return the profile of each request, or why there is none.
 
     Args:
-        requests: the steps to rehearse.
+        requests: the steps to simulate.
         command_line: the user's file and its arguments.
         done: told the number of each request as it is done.
 
@@ -96,10 +96,10 @@ def profile_workload(
                 process.wait()
             if status or not answers:
                 errors.seek(0)
-                lines = errors.read().strip().splitlines() or ["it printed nothing"]
+                reason = last_error_of(errors.read(), "it printed nothing")
                 raise WorkloadError(
                     f"can't simulate a step of {command_line[0]}",
-                    f"its process failed: {lines[-1]}",
+                    f"its process failed: {reason}",
                     "run it alone with python first",
                 )
     return answers

@@ -77,7 +77,9 @@ def seat(hosts: Sequence[Host], ranks: int | None) -> tuple[HostRanks, ...]:
         listed = ", ".join(f"{host.name}:{host.slots}" for host in hosts)
         reason = f"they have {slots} slots: {listed}"
         raise UsageError(
-            f"can't place {wanted} ranks on {len(hosts)} hosts", reason, "add hosts, or slots to those that are there"
+            f"can't place {wanted} ranks on {len(hosts)} host{'s' * (len(hosts) > 1)}",
+            reason,
+            "add hosts, or slots to those that are there",
         )
     # Ranks of one host follow each other: the mesh's innermost axes, which talk most, then stay on one host.
     counts: list[tuple[str, int]] = []

@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.nouns.errors import UsageError
+from paceline.nouns.errors import UsageError, last_error_of
 
 # No question can be answered here, an unknown or changed host key ends the attempt, and what was lost is noticed:
 # after 3 signs of life that nobody answered, 5 s apart.
@@ -59,7 +59,6 @@ def why_lost(host: str, last_words: str) -> UsageError:
         host: that it should have reached.
         last_words: the text that ssh wrote to its standard error.
     """
-    lines = last_words.strip().splitlines() or ["ssh said nothing"]
     # OpenSSH has one exit code, 255, for all its own errors: only the words tell them apart. The first match counts.
     fixes = (
         (
@@ -82,7 +81,8 @@ def why_lost(host: str, last_words: str) -> UsageError:
         ("no such file", f"{host} needs the same Python and folder as this host, or --python"),
     )
     asked = f"can't reach {host} over ssh"
+    found = last_error_of(last_words, "ssh said nothing")
     for sign, fix in fixes:
         if sign in last_words.lower():
-            return UsageError(asked, lines[-1], fix)
-    return UsageError(asked, lines[-1], f"see that `ssh {host} true` works")
+            return UsageError(asked, found, fix)
+    return UsageError(asked, found, f"see that `ssh {host} true` works")

@@ -61,6 +61,22 @@ class PacelineError(Exception):
         return f"{prefix}{self.asked}\n  found: {self.found}\n  fix: {self.fix}"
 
 
+def last_error_of(stderr: str, nothing: str) -> str:
+    """Return in one line why a process failed.
+
+    Args:
+        stderr: what it wrote. Its last line says why, or the three lines of a PacelineError do.
+        nothing: what to return if it wrote nothing.
+    """
+    lines = stderr.strip().splitlines()
+    if not lines:
+        return nothing
+    has_three_parts = len(lines) >= 3 and lines[-1].startswith("  fix: ") and lines[-2].startswith("  found: ")
+    if has_three_parts:
+        return f"{lines[-3].strip()}: {lines[-2].removeprefix('  found: ')}"
+    return lines[-1]
+
+
 def _cut(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most - 3]}..."
 

@@ -32,6 +32,6 @@ VERIFY_REPLAY = "paceline.verify.ranks.replay"
 # The benchmarks' children.
 CONTESTANTS = "paceline.bench.contestants"
 CONTESTANTS_STRATEGIES = "paceline.bench.contestants_strategies"
-PLANNER_REHEARSAL = "paceline.bench.planner_rehearsal"
+PLANNER_SIMULATION = "paceline.bench.planner_simulation"
 PLANNER_GPU = "paceline.bench.planner_gpu"
 LLAMA_7B = "paceline.bench.llama_7b"

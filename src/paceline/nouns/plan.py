@@ -125,7 +125,8 @@ class Plan:
             raise PlanError("the plan's quorum does not fit its workers", found, f"write quorum={max(1, workers - 1)}")
         if (self.mode == "deadline") != (self.deadline > 0):
             found = f"its mode is {self.mode} and its deadline {self.deadline:g} s"
-            raise PlanError("the plan's deadline", found, "write both, such as mode=deadline,deadline=1")
+            fix = "write both, such as mode=deadline,deadline=1"
+            raise PlanError("a deadline goes with mode=deadline alone", found, fix)
         if self.staleness and self.mode != "stale":
             raise PlanError(f"the plan's staleness={self.staleness}", f"its mode is {self.mode}", "write mode=stale")
 
@@ -325,7 +326,7 @@ def _seconds(text: str) -> float:
 
 def _unknown(text: str, name: str) -> MeshError:
     return MeshError(
-        f"the plan {shown(text)} names {shown(name)}",
+        f"a plan has no axis or option {shown(name)}",
         f"a plan's axes are {', '.join(AXES)}, its options {', '.join(OPTIONS)}",
         did_you_mean(name, [*AXES, *SHORT, *OPTIONS], "write one of these, or leave it out"),
     )

@@ -49,18 +49,18 @@ def main() -> int:
 
 def _answer(number: int, workload: Workload, request: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Simulate a step and write its profile; return the JSON object of the line to print."""
-    from paceline.profile.simulate import rehearse
+    from paceline.profile.simulate import simulate
 
     try:
         changes = {name: request[name] for name in ("micro_batch_size", "precision") if request.get(name)}
         workload = dataclasses.replace(workload, **changes)
         plan = Plan.of(request["plan"], "the request")
-        profile = rehearse(workload, plan, request["rank"], request["device"], request["is_brief"])
+        profile = simulate(workload, plan, request["rank"], request["device"], request["is_brief"])
     except PacelineError as error:
         return _failed(number, error)
     except Exception as error:  # of the user's code; the next request may do without it
         first_line = str(error).splitlines()[0] if str(error) else "nothing more"
-        asked = f"a step of {sys.argv[0]} under {request['plan']['mesh']}"
+        asked = f"can't simulate a step of {sys.argv[0]} under {request['plan']['mesh']}"
         found = f"it raised {type(error).__name__}: {first_line}"
         return _failed(number, WorkloadError(asked, found, "run it alone with python first"))
     path = folder / f"profile-{number}.json"

@@ -339,7 +339,7 @@ def _state(parallel: Parallel, optimizer: torch.optim.Optimizer) -> Iterator[tup
                 yield name, value
 
 
-def rehearse(workload: Workload, plan: Plan, rank: int = 0, device: str = "cpu", is_brief: bool = False) -> Profile:
+def simulate(workload: Workload, plan: Plan, rank: int = 0, device: str = "cpu", is_brief: bool = False) -> Profile:
     """Simulate a step and return what `rank` allocates, computes and sends in it.
 
     Args:
@@ -347,7 +347,7 @@ def rehearse(workload: Workload, plan: Plan, rank: int = 0, device: str = "cpu",
         plan: how.
         rank: of the plan's world.
         device: "cpu" or "cuda", which need not be there.
-        is_brief: rehearse two micro-batches of many: memory is the same, operations are multiplied.
+        is_brief: simulate two micro-batches of many: memory is the same, operations are multiplied.
 
     Raises:
         PlanError: the plan has what can't be tried out beforehand.

@@ -198,7 +198,9 @@ def connect(
     unknown = options.keys() - {"clip_norm", "is_deterministic"}
     if unknown:
         raise UsageError(
-            f"the option {min(unknown)!r}", "there are clip_norm, is_deterministic and credentials", "leave it out"
+            f"there is no option {min(unknown)!r}",
+            "there are clip_norm, is_deterministic and credentials",
+            "leave it out",
         )
     credentials = Credentials(Path(folder)) if folder else None
     handle = Handle(model, optimizer)

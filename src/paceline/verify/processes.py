@@ -12,7 +12,7 @@ from typing import Any
 
 from paceline.launch.local import rank_environment
 from paceline.nouns import module_names
-from paceline.nouns.errors import WorkloadError
+from paceline.nouns.errors import WorkloadError, last_error_of
 from paceline.run.failures import in_one_line
 from paceline.run.supervise.progress import Screen
 from paceline.run.supervise.supervisor import Ending, JobRequest, Supervisor
@@ -87,11 +87,11 @@ def finish_child(child: subprocess.Popen[str], folder: Path, what: str) -> None:
     if (folder / "refused.json").exists():
         raise WorkloadError(**json.loads((folder / "refused.json").read_text()))
     if child.returncode:
-        lines = stderr.strip().splitlines() or [f"it ended with {child.returncode}"]
-        found = lines[-1]
+        found = last_error_of(stderr, f"it ended with {child.returncode}")
         if child.returncode == -9:  # SIGKILL, after which nothing is on stderr
             found = "it was killed, as the kernel does for want of memory"
-        raise WorkloadError(what, found, "see that the file trains alone: python FILE; verify a smaller model")
+        fix = "see that the file trains alone: python FILE; verify a smaller model"
+        raise WorkloadError(f"{what} should end", found, fix)
 
 
 def run_world(folder: Path, settings: Path, ranks: int, preload: Sequence[str]) -> WorldResult:

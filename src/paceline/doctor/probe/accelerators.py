@@ -13,7 +13,7 @@ from typing import Any
 
 from paceline.doctor.facts import Accelerator, Accelerators, Versions
 from paceline.nouns import module_names
-from paceline.nouns.errors import ReadError
+from paceline.nouns.errors import ReadError, last_error_of
 from paceline.nouns.reading import parse_json, parse_whole
 
 _TOOL = "nvidia-smi"
@@ -143,6 +143,5 @@ def _ask_torch() -> dict[str, Any]:
     try:
         return dict(parse_json(lines[-1], "the answer", _ANSWER))  # importing torch may print lines before it
     except (IndexError, ReadError):  # IndexError: nothing was printed, as after a crash of a library
-        error_lines = done.stderr.strip().splitlines()
-        last_line = error_lines[-1] if error_lines else f"it ended with {done.returncode}"
-        return {"error": f"its process failed: {last_line}"}
+        reason = last_error_of(done.stderr, f"it ended with {done.returncode}")
+        return {"error": f"its process failed: {reason}"}

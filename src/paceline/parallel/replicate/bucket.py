@@ -17,12 +17,12 @@ from paceline.comm.reducer import Reducer
 from paceline.nouns.buckets import group_parameters
 from paceline.nouns.errors import WorkloadError
 
-MakeWire = Callable[[Sequence[torch.Size], int, torch.dtype, torch.device], Reducer]
+MakeReducer = Callable[[Sequence[torch.Size], int, torch.dtype, torch.device], Reducer]
 
 
 @dataclass(slots=True)
 class Bucket:
-    """Parameters of one dtype and device, and the wire that sums their gradients."""
+    """Parameters of one dtype and device, and the reducer that sums their gradients."""
 
     parameters: list[torch.nn.Parameter]
     reducer: Reducer
@@ -42,7 +42,7 @@ class Bucket:
         self.is_sent = False
 
     def fill(self, index: int, gradient: torch.Tensor, scale: torch.Tensor | None) -> None:
-        """Copy a gradient in, times `scale` where the wire wants that first.
+        """Copy a gradient in, times `scale` where the reducer wants that first.
 
         Raises:
             WorkloadError: the gradient came twice (re-entrant checkpointing), so the first was not all.
@@ -94,7 +94,7 @@ def set_local_gradient(parameter: torch.nn.Parameter, value: torch.Tensor | None
     parameter.grad = value
 
 
-def make_buckets(parameters: Sequence[torch.nn.Parameter], limit_bytes: int, make_reducer: MakeWire) -> list[Bucket]:
+def make_buckets(parameters: Sequence[torch.nn.Parameter], limit_bytes: int, make_reducer: MakeReducer) -> list[Bucket]:
     """Return buckets of at most `limit_bytes` (or one larger parameter), last parameter first.
 
     The backward pass makes the gradients in about that order.
@@ -111,7 +111,7 @@ def _kind(parameter: torch.nn.Parameter) -> tuple[torch.dtype, torch.device]:
     return parameter.dtype, parameter.device
 
 
-def _bucket(parameters: list[torch.nn.Parameter], make_reducer: MakeWire) -> Bucket:
+def _bucket(parameters: list[torch.nn.Parameter], make_reducer: MakeReducer) -> Bucket:
     shapes = [local(parameter).shape for parameter in parameters]
     # The flat tensor: each parameter's elements one after another, then one flag per parameter.
     reducer = make_reducer(shapes, len(parameters), *_kind(parameters[0]))

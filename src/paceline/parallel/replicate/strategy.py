@@ -173,7 +173,7 @@ class Replicate:
         for hook in self.hooks:
             hook.remove()
         trained = [parameter for parameter in self._dense() if parameter.requires_grad]
-        self.buckets = make_buckets(trained, self.plan.bucket_bytes, self._make_wire)
+        self.buckets = make_buckets(trained, self.plan.bucket_bytes, self._make_reducer)
         self.hooks = []
         if not self.overlaps:
             return
@@ -182,7 +182,9 @@ class Replicate:
                 gradient_is_here = partial(self._gradient_is_here, bucket, index)
                 self.hooks.append(parameter.register_post_accumulate_grad_hook(gradient_is_here))
 
-    def _make_wire(self, shapes: Sequence[torch.Size], flags: int, dtype: torch.dtype, device: torch.device) -> Reducer:
+    def _make_reducer(
+        self, shapes: Sequence[torch.Size], flags: int, dtype: torch.dtype, device: torch.device
+    ) -> Reducer:
         """Return what sums a bucket of tensors of these shapes and so many flags, compressed as the plan says."""
         numel = sum(shape.numel() for shape in shapes) + flags
         if self.plan.compression in _NARROW:
@@ -210,7 +212,7 @@ class Replicate:
                 f"parameter of shape {tuple(parameter.shape)} got a sparse one",
                 "only nn.Embedding and nn.EmbeddingBag with sparse=True may; set it on the module",
             )
-        # Compressed wires scale first: a sum over a batch can leave float16's range. Others scale in the pass that
+        # Compressing reducers scale first: a sum over a batch can leave float16's range. Others scale in the pass that
         # adds: asked for here, the scale waits for the other ranks' forward passes.
         scale = self.scale() if bucket.reducer.is_scaled_first else None
         bucket.fill(index, gradient, scale)
@@ -233,7 +235,7 @@ class Replicate:
         if gradient is not None and not gradient.is_sparse:
             raise WorkloadError(
                 f"the gradient of {name} should be sparse",
-                "it got a dense one",
+                "it is a dense one",
                 "use its weight in the embedding alone",
             )
         if gradient is None:

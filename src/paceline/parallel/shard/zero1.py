@@ -72,7 +72,7 @@ class FlatShard:
             used = self._used(names)
             # Not padded: each rank receives as many numbers as its own rows have.
             by_rank = [self._flat_gradients(names, rank) for rank in range(self.comm.size)]
-            mine = self.comm.reduce_scatter_parts(by_rank)
+            mine = self.comm.reduce_scatter_list(by_rank)
             start = 0
             for name, is_used in zip(names, used, strict=True):
                 rows = self.rows[name]

@@ -36,7 +36,7 @@ _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
 _PACELINE = str(Path(paceline.__file__).parent) + os.sep
 _JOB = f"{_PACELINE}train{os.sep}job.py"
 _COLLECTIVES = {
-    "all_reduce", "all_gather", "all_gather_along", "broadcast", "reduce_scatter", "reduce_scatter_parts", "all_to_all",
+    "all_reduce", "all_gather", "all_gather_along", "broadcast", "reduce_scatter", "reduce_scatter_list", "all_to_all",
     "barrier", "receive", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "recv", "send",
 }  # fmt: skip
 

@@ -93,13 +93,15 @@ class Absences:
         name, step = worker[0], wait["step"]
         if not self.is_replaced:
             found = "it has been silent" if wait["is_connected"] else "it is lost, and none has taken its place"
-            raise PeerLostError(f"worker {name} at step {step}", f"{found} for {self.patience_s:g} s", _RESUME)
+            raise PeerLostError(
+                f"worker {name} should go on at step {step}", f"{found} for {self.patience_s:g} s", _RESUME
+            )
         if not wait["is_connected"] or pid is None:
             return []  # whoever starts another knows that its process has ended
         # Another process that stops at the same step shows that the step is at fault, not the process.
         if self.given_up_at.get(name) == step:
             raise PeerLostError(
-                f"worker {name} at step {step}",
+                f"worker {name} should go on at step {step}",
                 f"it was silent for {self.patience_s:g} s, and so was the one that took its place",
                 f"look for what blocks all of its threads in this step; {SILENCE} sets a longer time",
             )

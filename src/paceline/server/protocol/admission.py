@@ -51,7 +51,9 @@ class Mode:
             )
         if (self.kind == "deadline") != (self.deadline_s > 0):
             raise PlanError(
-                f"a deadline of {self.deadline_s:g} s", f"the mode is {self.kind}", "write mode=deadline,deadline=1"
+                "a deadline goes with mode=deadline alone",
+                f"the mode is {self.kind} and the deadline {self.deadline_s:g} s",
+                "write mode=deadline,deadline=1",
             )
 
     @property

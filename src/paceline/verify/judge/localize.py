@@ -30,12 +30,12 @@ from paceline.verify.processes import WorldResult
 
 # What the exchanges of a split graph send going forward, and with the gradients going back (comm/differentiable.py).
 _FORWARD = {
-    "add_parts": "all_reduce", "gather": "all_gather", "gather_parts": "all_gather",
-    "scatter_parts": "reduce_scatter", "split_cross_entropy": "all_reduce",
+    "reduce_from_group": "all_reduce", "gather_from_group": "all_gather", "gather_with_partial_grad": "all_gather",
+    "reduce_scatter_to_group": "reduce_scatter", "split_cross_entropy": "all_reduce",
 }  # fmt: skip
 _BACKWARD = {
-    "share_whole": "all_reduce", "gather_parts": "reduce_scatter", "scatter_parts": "all_gather",
-    "keep_piece": "all_gather",
+    "copy_to_group": "all_reduce", "gather_with_partial_grad": "reduce_scatter",
+    "reduce_scatter_to_group": "all_gather", "scatter_to_group": "all_gather",
 }  # fmt: skip
 _IS_ONE = 1e-6  # how far a factor may be from one; factors are of float64 values
 # The collective that adds up gradients on each axis.

@@ -10,7 +10,7 @@ from paceline.nouns.plan import Plan
 from paceline.nouns.profile import GRADIENTS, OPTIMIZER, PARAMETERS
 from paceline.plan.memory import memory_of
 from paceline.plan.memory_table import table
-from paceline.profile.simulate import rehearse
+from paceline.profile.simulate import simulate
 
 pytestmark = pytest.mark.slow
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 def pair():
     """The same rank's step without and with it, as on a GPU."""
     workload = planner_models.workload("bert")
-    return [rehearse(workload, Plan.parse(line), device="cuda") for line in ("shard=2", "shard=2,offload=on")]
+    return [simulate(workload, Plan.parse(line), device="cuda") for line in ("shard=2", "shard=2,offload=on")]
 
 
 def test_parts_and_their_state_are_the_hosts(pair):

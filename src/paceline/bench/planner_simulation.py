@@ -1,6 +1,6 @@
 """Predict a model's memory: the other half of `bench planner`, in a process of its own.
 
-`python -m paceline.bench.planner_rehearsal cpu NAME PLAN PARTS`, or `... cuda NAME BATCH LENGTH PARTS`, prints a JSON
+`python -m paceline.bench.planner_simulation cpu NAME PLAN PARTS`, or `... cuda NAME BATCH LENGTH PARTS`, prints a JSON
 list, by rank.
 """
 
@@ -14,11 +14,11 @@ import torch
 from paceline.bench.planner_models import full_workload, workload
 from paceline.nouns.plan import Plan
 from paceline.plan.memory import memory_of
-from paceline.profile.simulate import rehearse
+from paceline.profile.simulate import simulate
 
 
 def main() -> None:
-    """Rehearse a step of every rank."""
+    """Simulate a step of every rank."""
     device, name, *sizes, text = sys.argv[1:]
     parts = json.loads(text)
     memories = []
@@ -26,11 +26,11 @@ def main() -> None:
     if device == "cuda":
         batch, length = sizes
         training = full_workload(name, int(batch), int(length), **parts)
-        memories.append(memory_of(rehearse(training, Plan(), device="cuda")))
+        memories.append(memory_of(simulate(training, Plan(), device="cuda")))
     else:
         plan = Plan.parse(sizes[0])
         for rank in range(plan.world_size):
-            memories.append(memory_of(rehearse(workload(name, **parts), plan, rank)))
+            memories.append(memory_of(simulate(workload(name, **parts), plan, rank)))
     print(json.dumps([memory.to_json() for memory in memories]))
 
 

@@ -15,7 +15,7 @@ from paceline.nouns.errors import PlanError, WorkloadError
 from paceline.nouns.plan import Plan
 from paceline.nouns.profile import ACTIVATIONS, GRADIENTS, OPTIMIZER, PARAMETERS
 from paceline.plan.memory import memory_of
-from paceline.profile.simulate import rehearse
+from paceline.profile.simulate import simulate
 
 from support.ranks import run_ranks
 
@@ -30,10 +30,10 @@ def measure(rank, plan, name, parts):
 
 
 def check_same(line, name, parts):
-    """Each rank's peak and ledger, of a real job and of its rehearsals."""
+    """Each rank's peak and ledger, of a real job and of its simulations."""
     plan = Plan.parse(line)
     torch.set_num_threads(1)  # as the ranks have; kernels' scratch memory depends on it
-    profiles = [rehearse(planner_models.workload(name, **parts), plan, rank) for rank in range(plan.world_size)]
+    profiles = [simulate(planner_models.workload(name, **parts), plan, rank) for rank in range(plan.world_size)]
     expected = [memory_of(profile).peak for profile in profiles]
     for _ in range(TRIES):
         answers = run_ranks(plan.world_size, measure, plan, name, parts)
@@ -122,7 +122,7 @@ def small(**parts):
 
 
 def test_whose_memory_it_is():
-    memory = memory_of(rehearse(small(data=list(torch.randn(512, 64)), batch_size=512), Plan()))
+    memory = memory_of(simulate(small(data=list(torch.randn(512, 64)), batch_size=512), Plan()))
     size = (64 * 256 + 256 + 256 * 8 + 8) * 4
     held = dict(memory.between)
     assert held[PARAMETERS] == held[GRADIENTS] == size
@@ -137,14 +137,14 @@ def test_whose_memory_it_is():
 )
 def test_what_ranks_of_a_host_share(line, transport, times):
     """Two halves of each rank's gradients, and little more."""
-    shared = rehearse(small(), Plan.parse(line, transport=transport)).shared_bytes
+    shared = simulate(small(), Plan.parse(line, transport=transport)).shared_bytes
     size = (64 * 256 + 256 + 256 * 8 + 8) * 4
     assert times * size <= shared <= times * (size + 200)
 
 
 def test_operations_are_counted():
     """Forward, and twice as much backward; but nobody wants the first layer's gradient of its input."""
-    profile = rehearse(small(), Plan())
+    profile = simulate(small(), Plan())
     forward = 2 * 16 * (64 * 256 + 256 * 8)
     assert profile.flops == 3 * forward - 2 * 16 * 64 * 256
     assert sum(work.flops for work in profile.modules.values()) == profile.flops
@@ -153,7 +153,7 @@ def test_operations_are_counted():
 
 def test_of_many_micro_batches_two_are_enough():
     workload = small(micro_batch_size=2)
-    whole, brief = rehearse(workload, Plan()), rehearse(workload, Plan(), is_brief=True)
+    whole, brief = simulate(workload, Plan()), simulate(workload, Plan(), is_brief=True)
     assert memory_of(brief).peak == memory_of(whole).peak
     assert brief.flops == whole.flops
     assert len(brief.recording.events) < len(whole.recording.events)
@@ -162,7 +162,7 @@ def test_of_many_micro_batches_two_are_enough():
 @pytest.mark.slow
 def test_a_gpu_updates_all_parameters_at_once_and_keeps_small_masks():
     workload = planner_models.workload("bert")
-    cpu, gpu = rehearse(workload, Plan()), rehearse(workload, Plan(), device="cuda")
+    cpu, gpu = simulate(workload, Plan()), simulate(workload, Plan(), device="cuda")
     memory = memory_of(gpu)
     assert memory.reserved >= memory.peak
     assert memory.at_peak[ACTIVATIONS] < memory_of(cpu).at_peak[ACTIVATIONS]
@@ -204,7 +204,7 @@ class Cube(torch.autograd.Function):
 def test_an_unusual_model():
     data = list(torch.randint(0, 50, (32, 6)))
     workload = small(model=Tied, data=data, loss=lambda m, b: (F.cross_entropy(m(b).flatten(0, 1), b.flatten()), 1))
-    held = memory_of(rehearse(workload, Plan())).between
+    held = memory_of(simulate(workload, Plan())).between
     assert held[PARAMETERS] == 50 * 16 * 4 + (16 * 16 + 16) * 4 + 3 * 8 + 16 * 8
     assert held[GRADIENTS] == 50 * 16 * 4 + 16 * 8
 
@@ -223,9 +223,9 @@ class Sparse(nn.Module):
 def test_sparse_gradients_alone_and_on_several_ranks():
     words = list(torch.randint(0, 100, (32, 5)))
     workload = small(model=Sparse, data=words, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
-    assert memory_of(rehearse(workload, Plan())).between[PARAMETERS] == (100 * 8 + 8 * 8 + 8) * 4
+    assert memory_of(simulate(workload, Plan())).between[PARAMETERS] == (100 * 8 + 8 * 8 + 8) * 4
     with pytest.raises(WorkloadError, match=r"exchange the rows of rows\.weight"):
-        rehearse(workload, Plan.parse("replicate=2"))
+        simulate(workload, Plan.parse("replicate=2"))
 
 
 def asks(model, batch):
@@ -235,11 +235,11 @@ def asks(model, batch):
 
 
 def test_a_model_that_asks_for_values_is_measured_or_refused():
-    profile = rehearse(small(loss=asks), Plan())
+    profile = simulate(small(loss=asks), Plan())
     assert "a real step was measured" in profile.notices[0]
     assert memory_of(profile).peak > 0
     with pytest.raises(WorkloadError, match="the model asks for values"):
-        rehearse(small(loss=asks), Plan.parse("replicate=2"))
+        simulate(small(loss=asks), Plan.parse("replicate=2"))
 
 
 def test_a_branch_on_a_value_is_a_guess_and_says_so():
@@ -247,7 +247,7 @@ def test_a_branch_on_a_value_is_a_guess_and_says_so():
         hidden = model(batch)
         return (hidden if bool(hidden.sum() > 0) else hidden * 2).square().sum(), len(batch)
 
-    assert "is a guess" in rehearse(small(loss=branches), Plan()).notices[0]
+    assert "is a guess" in simulate(small(loss=branches), Plan()).notices[0]
 
 
 def test_a_loop_that_waits_for_a_value_ends():
@@ -258,7 +258,7 @@ def test_a_loop_that_waits_for_a_value_ends():
                 break
         return hidden.square().sum(), len(batch)
 
-    assert "a real step was measured" in rehearse(small(loss=waits), Plan()).notices[0]
+    assert "a real step was measured" in simulate(small(loss=waits), Plan()).notices[0]
 
 
 @pytest.mark.parametrize(
@@ -270,7 +270,7 @@ def test_a_loop_that_waits_for_a_value_ends():
 )
 def test_what_can_not_be_tried_out(line, more, device, found):
     with pytest.raises(PlanError, match=found):
-        rehearse(small(), Plan.parse(line, **more), device=device)
+        simulate(small(), Plan.parse(line, **more), device=device)
 
 
 @SLOW

@@ -17,7 +17,7 @@ from paceline.nouns.plan import Plan
 from paceline.nouns.profile import COMMUNICATION, OPTIMIZER, Profile
 from paceline.plan.memory import memory_of
 from paceline.plan.memory_table import servers_table
-from paceline.profile.simulate import rehearse
+from paceline.profile.simulate import simulate
 
 LINE = "server=2,replicate=2"
 
@@ -38,7 +38,7 @@ SIZE = (512 * 1024 + 1024 + 1024 * 8 + 8) * 4
 
 
 def test_servers_keep_what_workers_do_not():
-    profile = rehearse(wide(), Plan.parse("server=2,replicate=3,replicas=1"))
+    profile = simulate(wide(), Plan.parse("server=2,replicate=3,replicas=1"))
     assert OPTIMIZER not in memory_of(profile).between
     assert sum(held["parameters"] for held in profile.servers) == pytest.approx(SIZE, abs=512)  # segments are aligned
     state = sum(held["optimizer_state"] for held in profile.servers)
@@ -47,19 +47,19 @@ def test_servers_keep_what_workers_do_not():
 
 
 def test_replicas_hold_it_twice():
-    one, two = (rehearse(wide(), Plan.parse(f"{LINE},replicas={count}")).servers for count in (1, 2))
+    one, two = (simulate(wide(), Plan.parse(f"{LINE},replicas={count}")).servers for count in (1, 2))
     assert sum(h["parameters"] for h in two) == 2 * sum(h["parameters"] for h in one)
     assert [h["gradients"] for h in two] == [h["gradients"] for h in one]
 
 
 def test_a_gpus_worker_has_its_connection_on_the_host():
-    memory = memory_of(rehearse(wide(), Plan.parse(LINE), device="cuda"))
+    memory = memory_of(simulate(wide(), Plan.parse(LINE), device="cuda"))
     assert memory.at_peak[COMMUNICATION] < 64  # the sums of losses
     assert memory.peak < 3 * SIZE
 
 
 def test_a_small_model_has_fewer_ranges_than_servers():
-    held = rehearse(wide(), Plan.parse("server=9,replicate=2")).servers
+    held = simulate(wide(), Plan.parse("server=9,replicate=2")).servers
     assert len(held) == 9
     assert sum(one["parameters"] for one in held) == pytest.approx(2 * SIZE, abs=2 * 512)
     is_head = [one["gradients"] > 0 for one in held]
@@ -69,13 +69,13 @@ def test_a_small_model_has_fewer_ranges_than_servers():
 
 
 def test_they_are_written_and_shown(tmp_path):
-    profile = rehearse(wide(), Plan.parse(LINE))
+    profile = simulate(wide(), Plan.parse(LINE))
     profile.write(tmp_path / "profile.json")
     again = Profile.read(tmp_path / "profile.json")
     assert again.servers == profile.servers
     lines = servers_table(again)
     assert [line[:8] for line in lines[1:3]] == ["server 0", "server 1"]
-    assert servers_table(rehearse(wide(), Plan())) == []
+    assert servers_table(simulate(wide(), Plan())) == []
 
 
 @pytest.mark.slow
@@ -88,7 +88,7 @@ def test_a_workers_step_is_that_of_a_real_job(tmp_path):
     torch.set_num_threads(1)
     for rank in range(2):
         real = json.loads(Path(tmp_path, f"{rank}.json").read_text())
-        profile = rehearse(planner_models.workload("bert"), Plan.parse(LINE), rank)
+        profile = simulate(planner_models.workload("bert"), Plan.parse(LINE), rank)
         memory = memory_of(profile)
         own = memory.peak - memory.at_peak[COMMUNICATION]
         assert abs(own / real["peak"] - 1) < 0.005, (own, real["peak"])
