@@ -87,13 +87,14 @@ def test_a_disk_that_is_full_at_a_checkpoint_ends_nothing(tmp_path):
 
 
 DIES = """
-import paceline.train.servers as servers
-plain = servers.end_step
-def end_step(job):
+from paceline.train.servers import ServerSteps
+plain = ServerSteps.end_step
+def end_step(self, batch):
+    job = self.job
     if job.rank == 0 and job.step_number == 6 and "PACELINE_TAKES_OVER" not in os.environ:
         os.kill(os.getpid(), signal.SIGKILL)  # the servers have the step, and nobody has written its line
-    plain(job)
-servers.end_step = end_step
+    plain(self, batch)
+ServerSteps.end_step = end_step
 """
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from unittest import mock
 
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from paceline.nouns.patching import patched
 
 
 @contextmanager
@@ -31,7 +32,7 @@ def fake_world(rank: int, size: int) -> Iterator[None]:
             return make(*arguments, **named)  # type: ignore[arg-type]
 
     try:
-        with mock.patch.object(DeviceMesh, "from_group", from_group):
+        with patched(DeviceMesh, from_group=from_group):
             yield
     finally:
         dist.destroy_process_group()

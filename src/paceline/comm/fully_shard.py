@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -24,6 +23,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
 from paceline.comm.collectives import AxisComm, named_failure
+from paceline.nouns.patching import patched
 
 # torch 2.13 renamed them; the old names warn there, the new ones are not in 2.11.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -295,7 +295,7 @@ def copies_from_host() -> Iterator[None]:
     def copied(parameter: FSDPParam) -> list[torch.Tensor]:
         return [part.clone() for part in read(parameter)]
 
-    with mock.patch.object(FSDPParam, "all_gather_inputs", property(copied)):
+    with patched(FSDPParam, all_gather_inputs=property(copied)):
         yield
 
 

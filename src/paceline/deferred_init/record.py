@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.deferred_init.replay import CPU, Draw, Op, ReplayedMemory, Storage, View, changed, find_all, plan
+from paceline.nouns.patching import patched
 
 META = torch.device("meta")
 # Each noted draw leaves its generator at a seed of its own, "Pace" and a number: a state that the factory
@@ -367,14 +368,9 @@ def recording(recorder: Recorder) -> Iterator[None]:
             return plain(tensor, *args, **kwargs)  # type: ignore[misc]
         return python.inside(lambda: recorder.note_as_one(plain, tensor, args, kwargs))
 
-    try:
-        if plain:
-            setattr(torch.nn.init, AS_ONE, noted)
-        with python, Aten(recorder):
-            yield
-    finally:
-        if plain:
-            setattr(torch.nn.init, AS_ONE, plain)
+    replacements = {AS_ONE: noted} if plain else {}
+    with patched(torch.nn.init, **replacements), python, Aten(recorder):
+        yield
 
 
 def _is_alias(call: Any) -> bool:

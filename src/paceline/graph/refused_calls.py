@@ -10,6 +10,7 @@ import torch
 
 from paceline.graph.writes import user_line
 from paceline.nouns.errors import WorkloadError
+from paceline.nouns.patching import patched
 
 OWN_CODE = "train it by replicate or shard, which run the model's own code"
 _SEED_MARK = 0x5EED_0F_7ACE  # a seed that nobody else is likely to set
@@ -30,22 +31,6 @@ def effects_as_written(states: Mapping[str, torch.Tensor]) -> Iterator[None]:
         for replacement in (_gradients(), _frozen(states), _seeds(), _data(), _inference()):
             stack.enter_context(replacement)
         yield
-
-
-@contextmanager
-def _replaced(owner: Any, **attributes: Any) -> Iterator[None]:
-    """Give a module or class other attributes for a while."""
-    before = {name: vars(owner).get(name) for name in attributes}
-    for name, value in attributes.items():
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:  # inherited
-                delattr(owner, name)
-            else:
-                setattr(owner, name, value)
 
 
 @contextmanager
@@ -79,9 +64,9 @@ def _gradients() -> Iterator[None]:
         )
 
     with (
-        _replaced(torch.autograd, grad=differentiated, backward=differentiated),
-        _replaced(torch.autograd.Function, apply=classmethod(checked)),
-        _replaced(torch.Tensor, register_hook=hooked),
+        patched(torch.autograd, grad=differentiated, backward=differentiated),
+        patched(torch.autograd.Function, apply=classmethod(checked)),
+        patched(torch.Tensor, register_hook=hooked),
     ):
         yield
 
@@ -109,7 +94,7 @@ def _frozen(states: Mapping[str, torch.Tensor]) -> Iterator[None]:
         check(tensor, requires_grad)
         return set_flag(tensor, requires_grad)  # type: ignore[no-any-return]
 
-    with _replaced(torch.Tensor, requires_grad=property(flag.__get__, assign), requires_grad_=call):
+    with patched(torch.Tensor, requires_grad=property(flag.__get__, assign), requires_grad_=call):
         yield
 
 
@@ -144,10 +129,10 @@ def _seeds() -> Iterator[None]:
     default.manual_seed(_SEED_MARK)  # seen by whoever holds it by another name; draws leave its first seed alone
     try:
         with (
-            _replaced(torch, default_generator=guard, **calls),
-            _replaced(torch.random, default_generator=guard, **calls),
-            _replaced(torch.cuda, **on_devices),
-            _replaced(torch.cuda.random, **on_devices),
+            patched(torch, default_generator=guard, **calls),
+            patched(torch.random, default_generator=guard, **calls),
+            patched(torch.cuda, **on_devices),
+            patched(torch.cuda.random, **on_devices),
         ):
             yield
         if default.initial_seed() != _SEED_MARK:
@@ -169,7 +154,7 @@ def _data() -> Iterator[None]:
         )
 
     detach: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach
-    with _replaced(torch.Tensor, data=property(detach, assign)):
+    with patched(torch.Tensor, data=property(detach, assign)):
         yield
 
 
@@ -184,5 +169,5 @@ def _inference() -> Iterator[None]:
     def leave(self: Any, *error: Any) -> None:
         torch.set_grad_enabled(self._paceline_before)
 
-    with _replaced(torch.inference_mode, __enter__=enter, __exit__=leave):
+    with patched(torch.inference_mode, __enter__=enter, __exit__=leave):
         yield

@@ -189,6 +189,20 @@ class Plan:
             return text
         return _number(text)
 
+    @property
+    def strategy(self) -> str:
+        """Return `servers` where parameter servers update the model, else `collectives`."""
+        return "servers" if self.server else "collectives"
+
+    def without_shared_memory(self) -> Plan:
+        """Return the plan with Gloo where its ranks may use shared memory; servers and their workers have none."""
+        return self if self.server else replace(self, transport="gloo")
+
+    @property
+    def is_one_process(self) -> bool:
+        """True if one process trains, without servers."""
+        return self.world_size == 1 and not self.server
+
     def check_effect(self, options: Iterable[str], axes: str) -> None:
         """Raise PlanError where an option has no effect under the plan's axes.
 
@@ -326,7 +340,7 @@ def _seconds(text: str) -> float:
 
 def _unknown(text: str, name: str) -> MeshError:
     return MeshError(
-        f"a plan has no axis or option {shown(name)}",
-        f"a plan's axes are {', '.join(AXES)}, its options {', '.join(OPTIONS)}",
+        f"the plan {shown(text)} should name axes and options alone",
+        f"it names {shown(name)}; the axes are {', '.join(AXES)}, the options {', '.join(OPTIONS)}",
         did_you_mean(name, [*AXES, *SHORT, *OPTIONS], "write one of these, or leave it out"),
     )

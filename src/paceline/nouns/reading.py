@@ -85,7 +85,9 @@ def read_bytes(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
                     break
                 content += chunk
     except (OSError, ValueError) as error:  # ValueError: a path with a null character
-        raise ReadError(f"can't read {path}", reason_of(error), "see that it is there") from None
+        raise ReadError(
+            f"can't read {path}", f"it can't be read ({reason_of(error)})", "see that it is there"
+        ) from None
     if len(content) > most_bytes:
         raise ReadError(f"can't read {path}", f"it has more than {most_bytes} bytes", "see what wrote it")
     return bytes(content)

@@ -1,5 +1,8 @@
 """The one place where strategies meet: which of them fills which moment of a step, in what order.
 
+`strategy_of` chooses between collectives, below, and parameter servers (`parallel/server.py`), whose workers push and
+pull in `reduce` and clip on the servers. Under collectives:
+
 gather        shard          parameters made whole for the step
 forward,      tensor         inside every stage
 backward      pipeline       micro-batches through the stages
@@ -15,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -28,6 +31,8 @@ from paceline.nouns.workload import Workload
 from paceline.parallel.micro_batches import StepHooks
 from paceline.parallel.model_adapter import ModelAdapter
 from paceline.parallel.norm import global_norm, scale_gradients
+from paceline.parallel.observer import FORWARD, GATHER, Observers, StepObserver
+from paceline.parallel.peer_values import PeerValues
 from paceline.parallel.replicate.buffers import Buffers
 from paceline.parallel.replicate.strategy import Replicate
 from paceline.parallel.step_stats import StepStats, StepStatsReducer
@@ -44,6 +49,14 @@ class Comms:
     step: AxisComm  # ranks that take a step together: all of them
 
 
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """A rank's number in the job, and the device on which it computes."""
+
+    rank: int
+    device: torch.device
+
+
 class Parallel:
     """A step's moments, as this rank's strategies fill them.
 
@@ -52,17 +65,27 @@ class Parallel:
         workload: loss and precision.
         comms: the mesh's axes.
         plan: the rest.
-        device: where this rank computes.
+        place: this rank.
     """
 
-    def __init__(
-        self, placed: ModelAdapter, workload: Workload, comms: Comms, plan: Plan, device: torch.device
-    ) -> None:
+    # What must see samples before the first step, and why; tensor and pipeline have reasons of their own.
+    why_samples: ClassVar[dict[str, str]] = {}
+
+    @staticmethod
+    def comm_mesh(mesh: Mesh, rank: int) -> tuple[Mesh, int]:
+        """Return the mesh of process groups that a rank of `mesh` is in, and its number there."""
+        return mesh, rank
+
+    def __init__(self, placed: ModelAdapter, workload: Workload, comms: Comms, plan: Plan, place: RankPlace) -> None:
+        device = place.device
         self.placed = placed
         self.workload = workload
         self.comms = comms
         self.plan = plan
+        self.rank = place.rank
         self.device = device
+        self.observers = Observers()
+        self.peer_values = PeerValues()
         self.mesh = Mesh.parse(plan.mesh)
         self.model = placed.model
         self.norm: float | None = None  # of the last gradient, where it was clipped on the way
@@ -80,6 +103,21 @@ class Parallel:
         shared = self.replicate.shared if comms.step.axis == "replicate" else None
         self.stats = StepStatsReducer(comms.step, shared, len(self.buffers.tensors), device, placed.counts_loss)
 
+    @property
+    def clip_norm(self) -> float | None:
+        """Return the largest norm of the whole gradient, where this rank is to clip by it."""
+        return self.workload.clip_norm
+
+    def observe(self, observer: StepObserver) -> None:
+        """Call `observer`'s methods in all steps from here on."""
+        self.observers.observers.append(observer)
+        self.placed.attach(self.observers, self.peer_values)
+
+    def read_by(self, peer_values: PeerValues) -> None:
+        """Read by `peer_values` what other ranks have sent."""
+        self.peer_values = peer_values
+        self.placed.attach(self.observers, peer_values)
+
     def forward_backward(self, microbatches: Sequence[Any], is_stopping: bool, longest: int = 1) -> None:
         """Run forward and backward passes over this rank's micro-batches.
 
@@ -95,7 +133,9 @@ class Parallel:
         self.stats.clear()
         self.buffers.begin_step()
         self.replicate.begin_step(self.stats.finish)
+        self.observers.phase_begins(GATHER)
         self.placed.begin_step()
+        self.observers.phase_begins(FORWARD)
         self.is_mean = self.comms.step.size == 1 and len(microbatches) == 1 and self.placed.is_plain
 
         def after_forwards() -> None:
@@ -113,7 +153,7 @@ class Parallel:
         self.placed.finish_backward()
         self.replicate.reduce_gradients()
         scale = self.stats.finish()
-        stats = self.stats.read()
+        stats = self.peer_values.step_stats(self.stats, self.buffers.changed)
         # Otherwise `replicate` has divided by the weight in the pass that adds up.
         if self.replicate.comm.size == 1 and not self.is_mean and stats.weight:
             scale_gradients(self.placed.updated().values(), scale)
@@ -154,6 +194,15 @@ class Parallel:
         """Let go of the other ranks."""
         self.placed.close()
         self.replicate.close()
+
+
+def strategy_of(plan: Plan) -> type[Parallel]:
+    """Return the class that runs the steps of a plan."""
+    if plan.server:
+        from paceline.parallel.server import ServerParallel  # others need nothing of the servers' package
+
+        return ServerParallel
+    return Parallel
 
 
 def open_comms(mesh: Mesh, rank: int, ledger: Ledger) -> Comms:

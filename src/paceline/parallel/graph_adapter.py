@@ -15,6 +15,8 @@ from paceline.nouns.shard_spec import Cut, LocalShard, ShardSpec
 from paceline.parallel.graph_model import SplitModel
 from paceline.parallel.micro_batches import StepHooks, forward_backward
 from paceline.parallel.model_adapter import Autocast
+from paceline.parallel.observer import StepObserver
+from paceline.parallel.peer_values import PeerValues
 from paceline.parallel.pipeline.strategy import Pipeline
 from paceline.parallel.pipeline.tied_weights import add_tied_gradients
 from paceline.parallel.shard.zero1 import FlatShard
@@ -71,6 +73,9 @@ class GraphAdapter:
         self.holders: dict[str, list[int]] = {}
         for name, _ in split.form.named_parameters():
             self.holders[name] = sorted(self._pipeline_ranks(name))
+
+    def attach(self, observer: StepObserver, peer_values: PeerValues) -> None:
+        """Do nothing: a graph's numbers depend on no other rank's."""
 
     def updated(self) -> Mapping[str, torch.nn.Parameter]:
         """Return this rank's pieces; rows of them where `shard` splits them further."""

@@ -14,6 +14,8 @@ import torch
 from paceline.comm.batch_norm import SharedForward, SharedStatistics
 from paceline.nouns.shard_spec import LocalShard
 from paceline.parallel.micro_batches import StepHooks, forward_backward
+from paceline.parallel.observer import StepObserver
+from paceline.parallel.peer_values import PeerValues
 from paceline.parallel.replicate.buffers import KeptBuffers
 from paceline.parallel.replicate.strategy import sparse_names
 
@@ -44,6 +46,9 @@ class ModelAdapter(Protocol):
     couples_samples: str
     notices: Sequence[str]
     written_buffers: list[str]
+
+    def attach(self, observer: StepObserver, peer_values: PeerValues) -> None:
+        """Call `observer` in the steps from here on, and read the other ranks' numbers by `peer_values`."""
 
     def updated(self) -> Mapping[str, torch.nn.Parameter]:
         """Return the parameters that this rank's optimizer updates, by name."""
@@ -101,6 +106,9 @@ class OwnCode:
     shared: SharedStatistics | None
     spare: Any
     autocast: Autocast
+
+    def attach(self, observer: StepObserver, peer_values: PeerValues) -> None:
+        """Do nothing: what the strategies around the model do is watched there."""
 
     def call(self, function: Any, batch: Any) -> Any:
         """Call `function(model, batch)`."""

@@ -20,18 +20,20 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from paceline.comm.process_group import COORDINATOR
 from paceline.nouns.errors import LossError, UsageError
+from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
 from paceline.nouns.workload import Workload
-from paceline.parallel.apply import Comms, Parallel
+from paceline.parallel.apply import Comms, Parallel, RankPlace
 from paceline.parallel.micro_batches import StepHooks
 from paceline.parallel.model_adapter import ModelAdapter
 from paceline.parallel.norm import scale_gradients
+from paceline.parallel.observer import FORWARD
 from paceline.parallel.replicate.bucket import local_gradient
 from paceline.parallel.step_stats import StepStats
 from paceline.server.handle import Handle
@@ -51,21 +53,19 @@ class ServerParallel(Parallel):
         workload: loss, clipping and precision.
         comms: axes of one rank: workers don't speak to each other.
         plan: the servers' part of it.
-        device: where this worker computes.
-        rank: its number.
+        place: this worker.
     """
 
-    def __init__(
-        self,
-        placed: ModelAdapter,
-        workload: Workload,
-        comms: Comms,
-        plan: Plan,
-        here: tuple[torch.device, int],
-    ) -> None:
-        super().__init__(placed, workload, comms, plan, here[0])
+    why_samples: ClassVar[dict[str, str]] = {"server": "shows every worker its samples"}
+
+    @staticmethod
+    def comm_mesh(mesh: Mesh, rank: int) -> tuple[Mesh, int]:
+        """Return a mesh of this worker alone: workers exchange gradients with the servers, not with each other."""
+        return Mesh.parse("replicate=1"), 0
+
+    def __init__(self, placed: ModelAdapter, workload: Workload, comms: Comms, plan: Plan, place: RankPlace) -> None:
+        super().__init__(placed, workload, comms, plan, place)
         self.buffers.is_compared = True  # the axes have one rank, but the servers average
-        self.rank = here[1]
         self.handle: Handle | None = None
         self.base = 0  # the step of the checkpoint that the servers began with
         self.was_stopping = False
@@ -100,6 +100,11 @@ class ServerParallel(Parallel):
         self.handle.join(where, self.rank, steps - base, options, credentials)
 
     @property
+    def clip_norm(self) -> float | None:
+        """Return None: the servers clip, they have the gradients."""
+        return None
+
+    @property
     def is_by_rounds(self) -> bool:
         """True if several workers' gradients make one update."""
         return JobSettings.of(self.plan).admission().is_by_rounds
@@ -113,6 +118,7 @@ class ServerParallel(Parallel):
         """Make the gradients of this worker's loss sum; of its mean where it is the only one with one micro-batch."""
         self.stats.clear()
         self.buffers.begin_step()
+        self.observers.phase_begins(FORWARD)
         self.was_stopping = is_stopping
         self.is_mean = self.plan.world_size == 1 and len(microbatches) == 1
         hooks = StepHooks(self.stats.add, self.placed.before_backward, lambda: None, self.is_mean)
@@ -129,7 +135,7 @@ class ServerParallel(Parallel):
         # Over an axis of one rank: nothing is sent. The servers add up the workers' numbers.
         self.stats.begin(self.was_stopping, self.buffers.find_changed())
         self.stats.finish()
-        local = self.stats.read()
+        local = self.peer_values.step_stats(self.stats, self.buffers.changed)
         if local.bad_ranks:
             return StepStats(local.loss, local.weight, local.is_stopping, [self.rank], local.changed)
         # Where each push is an update of its own, the servers can't clip by a norm over all workers.

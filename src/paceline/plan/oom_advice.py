@@ -98,7 +98,7 @@ def ways(plan: Plan, micro_batch: int, precision: str, has_bf16: bool | None = T
         checkpointed = dataclasses.replace(plan, checkpointing="full")
         for size in smaller:
             yield Change("both", f"checkpointing=full and micro_batch_size={size}", checkpointed, size)
-    if mesh.world_size == 1 and not plan.server:
+    if plan.is_one_process:
         for ranks in (2, 4, 8):
             yield Change("shard", f"shard={ranks} as the plan", _sharded(plan, ranks))
 

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException
@@ -25,6 +24,7 @@ from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
 from paceline.comm.fully_shard import has_parts, is_part, local
+from paceline.nouns.patching import patched
 from paceline.nouns.profile import ACTIVATIONS, GATHERED, TEMPORARY, Block, Recording, Work
 from paceline.profile.cpu_workspace import scratch_bytes
 
@@ -260,8 +260,8 @@ class Allocations(TorchDispatchMode):
         ]
         try:
             with (
-                mock.patch.object(torch.UntypedStorage, "resize_", resize_),
-                mock.patch.object(torch, "get_rng_state", get_rng_state),
+                patched(torch.UntypedStorage, resize_=resize_),
+                patched(torch, get_rng_state=get_rng_state),
                 self,
             ):
                 yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,11 +20,11 @@ from paceline.graph.sharding_strategies import operations
 from paceline.graph.stages import assign_stages
 from paceline.nouns.mesh import AXES, Mesh
 from paceline.nouns.plan import Plan
-from paceline.nouns.schedule import STAGES_PER_RANK
 from paceline.nouns.workload import Workload
 from paceline.parallel.graph_model import SplitModel
 from paceline.parallel.shard.blocks import find_blocks, kept_whole
-from paceline.train.data import RankLoader, cut_into, open_data
+from paceline.train.data import RankLoader, cut_into, cut_without_changing, open_data
+from paceline.train.parallelize import split_model
 
 
 def describe_split(workload: Workload, plan: Plan, tensor_rank: int = 0, data_part: int = 0) -> dict[str, Any]:
@@ -49,17 +50,13 @@ def describe_split(workload: Workload, plan: Plan, tensor_rank: int = 0, data_pa
     example = loader.example()
     splits = []
     for rank in range(mesh.size("pipeline")):
-        comms = _comms(mesh, {"pipeline": rank, "tensor": tensor_rank})
-        split = SplitModel(form, comms["tensor"], comms["pipeline"], plan, device, stages_of_plan(plan))
-        split.precision = torch.bfloat16 if workload.precision == "bf16" else None
-        splits.append(split)
+        comms = comms_without_groups(mesh, {"pipeline": rank, "tensor": tensor_rank}, Ledger())
+        splits.append(split_model(workload, form, comms, plan, device))
     first = splits[0]
     captured = first.decide(workload.loss, example)
     for split in splits[1:]:
         split.copy_decisions(first)
-    micro_batches = cut_into(plan, mesh, workload)
-    if first.coupled and micro_batches and not plan.micro_batches:
-        micro_batches = 1
+    micro_batches = cut_without_changing(plan, cut_into(plan, mesh, workload), first.coupled)
     loader = dataclasses.replace(loader, pieces_wanted=micro_batches, rank=data_part)
     batch = next(iter(loader.training(0, loader.order(workload.batch_size).batch_at(0).stop)))
     graphs = [first.capture(workload.loss, micro_batch) for micro_batch in batch.microbatches]
@@ -105,17 +102,9 @@ def form_of(workload: Workload) -> torch.nn.Module:
     return skeleton(model, dtype).train()
 
 
-def stages_of_plan(plan: Plan) -> int:
-    """Return the number of pipeline stages on all ranks."""
-    ranks = Mesh.parse(plan.mesh).size("pipeline")
-    if ranks == 1:
-        return 1
-    return ranks * STAGES_PER_RANK[plan.schedule]
-
-
-def _comms(mesh: Mesh, at: dict[str, int]) -> dict[str, AxisComm]:
+def comms_without_groups(mesh: Mesh, at: Mapping[str, int], ledger: Ledger) -> dict[str, AxisComm]:
     """Return an AxisComm for each axis without a process group: graphs are only dry-run."""
-    return {axis: AxisComm(axis, at.get(axis, 0), tuple(range(mesh.size(axis))), None, Ledger()) for axis in AXES}
+    return {axis: AxisComm(axis, at.get(axis, 0), tuple(range(mesh.size(axis))), None, ledger) for axis in AXES}
 
 
 def _layout(captured: Captured, split: SplitModel, mesh: Mesh) -> list[dict[str, Any]]:

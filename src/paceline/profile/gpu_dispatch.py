@@ -11,14 +11,15 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.cpu
+import torch.optim.optimizer as optimizer_module  # `torch.optim` itself does not name it
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from paceline.nouns.patching import patched
 from paceline.profile.allocation_trace import Allocations
 
 FLASH_HEAD = 256  # the widest head that flash attention takes
@@ -45,14 +46,15 @@ def as_on_gpu(device: str, recorder: Allocations) -> Iterator[None]:
     if device == "cpu":
         yield
         return
-    foreach = "torch.optim.optimizer._get_foreach_kernels_supported_devices"
     with (
-        mock.patch.object(functional, "scaled_dot_product_attention", attention),
-        mock.patch.object(functional, "dropout", dropout),
+        patched(functional, scaled_dot_product_attention=attention, dropout=dropout),
         # torch takes foreach by default only for devices of this list, and for types of the next.
-        mock.patch(foreach, return_value=["cpu"]),
-        mock.patch("torch.optim.optimizer._foreach_supported_types", [torch.Tensor, torch.nn.Parameter, FakeTensor]),
-        mock.patch.multiple(
+        patched(
+            optimizer_module,
+            _get_foreach_kernels_supported_devices=lambda: ["cpu"],
+            _foreach_supported_types=[torch.Tensor, torch.nn.Parameter, FakeTensor],
+        ),
+        patched(
             torch.cpu,
             Stream=Stream,
             stream=lambda stream: _on(recorder, stream),

@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 
 from paceline.nouns.profile import COMMUNICATION
+from paceline.parallel.apply import Parallel
 from paceline.parallel.server import ServerParallel
 from paceline.profile.allocation_trace import Allocations
 from paceline.server.handle import Handle
@@ -62,17 +63,22 @@ class AbsentServers(Handle):
             super().take()
 
 
-def join_nobody(
-    parallel: ServerParallel, optimizer: torch.optim.Optimizer, samples: int, recorder: Allocations | None
-) -> None:
-    """Let a worker step as if its servers had answered.
+def join_absent_servers(
+    parallel: Parallel, optimizer: torch.optim.Optimizer, samples: int, recorder: Allocations | None
+) -> list[dict[str, int]]:
+    """Let a worker step as if its servers had answered; return what each server would hold.
+
+    Nothing, and an empty list, where ranks exchange tensors without servers.
 
     Raises:
         PlanError: the servers can't run the optimizer.
     """
+    if not isinstance(parallel, ServerParallel):
+        return []
     handle = AbsentServers(parallel.model, optimizer, samples)
     handle.join_nobody(parallel.plan.server, recorder)
     parallel.handle = handle
+    return servers_memory(parallel, parallel.workload.deterministic)
 
 
 def servers_memory(parallel: ServerParallel, is_deterministic: bool) -> list[dict[str, int]]:

@@ -287,6 +287,19 @@ def cut_into(plan: Plan, mesh: Mesh, workload: Workload) -> int:
     return 2 * mesh.size("pipeline")
 
 
+def cut_without_changing(plan: Plan, micro_batches: int, coupling: str) -> int:
+    """Return into how many micro-batches a pipeline cuts a batch, once it is known whether samples meet in the model.
+
+    Args:
+        plan: its own number stands as it is.
+        micro_batches: what `cut_into` said.
+        coupling: the operation in which samples meet, or "".
+    """
+    if coupling and micro_batches and not plan.micro_batches:
+        return 1
+    return micro_batches
+
+
 def moved(batch: Any, device: torch.device, to_float64: bool) -> Any:
     """Return `batch` with its tensors on `device`; floating ones in float64 if `to_float64`."""
 

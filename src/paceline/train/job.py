@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import signal
 import threading
@@ -25,18 +24,22 @@ from paceline.nouns.plan import Plan
 from paceline.nouns.record import StepRecord
 from paceline.nouns.shard_spec import LocalShard
 from paceline.nouns.workload import Workload
-from paceline.parallel.apply import open_comms
+from paceline.parallel.apply import RankPlace
 from paceline.train import evaluate as evaluation
-from paceline.train import last_checkpoint, prepare, servers, snapshot
-from paceline.train.agree import check_same_data_everywhere, check_same_start
+from paceline.train import last_checkpoint, prepare, snapshot
+from paceline.train.agree import check_same_data_everywhere
 from paceline.train.alike import load_scheduler, scheduler_state
-from paceline.train.data import Batch, RankLoader, cut_into, moved, no_data, open_data
+from paceline.train.assemble import Assembly
+from paceline.train.collective_steps import CollectiveSteps
+from paceline.train.data import Batch, moved, no_data, open_data
 from paceline.train.events import TAKES_OVER, Events, peak_memory_bytes
 from paceline.train.last_checkpoint import first_failure
-from paceline.train.parallelize import make_parallel, parallelize_model
 from paceline.train.seed import random_state, restore_random_state, seed_everything
+from paceline.train.servers import ServerSteps
 from paceline.train.step import train_step
 from paceline.train.step_board import StepBoard
+
+STEPS = {"collectives": CollectiveSteps, "servers": ServerSteps}  # by `Plan.strategy`
 
 
 class Stopped(SystemExit):
@@ -96,33 +99,25 @@ class Job:
         self.workload = workload
         self.plan = plan
         self.clock = clock or WallClock()
+        self.rank_info = world.rank_info
         self.rank = world.rank_info.rank
         self.size = world.rank_info.size
         self.device = world.rank_info.device
         self.world = world.comm
         self.ledger = world.comm.ledger
-        mesh = Mesh.parse(plan.mesh)
-        mesh.check_fits(self.size)
-        workload.check_ranks(mesh.data_size)
-        if plan.server:  # workers exchange gradients with the servers, not with each other
-            self.comms = open_comms(Mesh.parse("replicate=1"), 0, self.ledger)
-        else:
-            self.comms = open_comms(mesh, self.rank, self.ledger)
-        self.comm = self.comms.data
+        self.mesh = Mesh.parse(plan.mesh)
+        self.mesh.check_fits(self.size)
+        workload.check_ranks(self.mesh.data_size)
         self.run_dir = prepare.run_dir(os.environ)
         self.stop_file = prepare.stop_file(os.environ) if self.rank == 0 else None
         if workload.deterministic:
             prepare.be_deterministic()
-        self.data_part = mesh.data_part(self.rank)
-        self.random_stream = mesh.random_stream(self.rank)
-        prepare.check_plan_without_data(workload, plan, mesh)
+        self.data_part = self.mesh.data_part(self.rank)
+        self.random_stream = self.mesh.random_stream(self.rank)
+        prepare.check_plan_without_data(workload, plan, self.mesh)
         # The data comes before the model: a split model is captured, and the loss tried, on its first samples.
         data = () if workload.data is None else open_data("data", workload.data)
-        self.loader = self._make_loader(data, (self.data_part, mesh.data_size))
-        self._make_parallel(mesh)
-        # After the split: the optimizer must hold the parameters that this rank updates.
-        self.optimizer = prepare.make_optimizer(workload, self.model)
-        prepare.keep_own(self.optimizer, mesh)
+        self._assemble(data)
         self.scheduler = prepare.make_scheduler(workload, self.optimizer)
         seed_everything(workload.seed, 1 + self.random_stream)  # dropout draws from here on
         if self.size > 1 and len(data):
@@ -130,24 +125,24 @@ class Job:
             check_same_data_everywhere(len(data), first, self.comms.step, self.notice)
         self._begin_run()
 
-    def _make_parallel(self, mesh: Mesh) -> None:
+    def _assemble(self, data: Any) -> None:
         """Split the model over the ranks as the plan says, and check that its batches can be split."""
-        workload, plan = self.workload, self.plan
-        example = None
-        if self.size > 1 and len(self.loader.data):
-            example = self.loader.example()
-        seed_everything(workload.seed)  # every rank draws the same initial values
-        placed = parallelize_model(workload, self.comms, plan, self.device, example)
+        assembly = Assembly(self.workload, self.plan, RankPlace(self.rank, self.device), data, self.ledger)
+        self.comms = assembly.comms
+        self.comm = self.comms.data
+        placed = assembly.place_model(assembly.example())
         for notice in placed.notices:
             self.notice(notice)
-        if placed.couples_samples and self.loader.pieces_wanted and not plan.micro_batches:
-            self.loader = dataclasses.replace(self.loader, pieces_wanted=1)
-            self.notice(
-                f"the loss is no sum over samples at {placed.couples_samples}: the pipeline does not cut batches"
-            )
-        prepare.check_may_cut(placed, workload, self.loader, mesh, self.notice)
-        self.parallel = make_parallel(placed, workload, self.comms, plan, (self.device, self.rank))
+        if assembly.cut_notice:
+            self.notice(assembly.cut_notice)
+        self.loader = assembly.loader
+        prepare.check_may_cut(placed, self.workload, self.loader, self.mesh, self.notice)
+        assembly.finish(placed)
+        self.assembly = assembly
+        self.parallel = assembly.parallel
         self.model = self.parallel.model
+        self.optimizer = assembly.optimizer
+        self.steps = STEPS[self.plan.strategy](self)
 
     def batches(self) -> Iterator[Batch]:
         """Yield this rank's part of every global batch from here to the last step; hand each to `step`.
@@ -158,10 +153,7 @@ class Job:
         if self.workload.data is None:
             raise no_data()
         self.model.train()
-        if self.plan.server:
-            yield from servers.batches(self)
-        else:
-            yield from self.loader.training(self.position, self.end)
+        yield from self.steps.batches()
 
     def step(self, batch: Any) -> float:
         """Take one optimizer step; return the mean loss of the global batch, the same on every rank.
@@ -179,8 +171,7 @@ class Job:
             Stopped: the job was asked to stop; it has been saved.
         """
         self._check_may_step()
-        if self.plan.server:
-            servers.begin_step(self)
+        self.steps.begin_step()
         began_s = self.clock.now_s()
         sent_before = self.ledger.total_bytes
         self.is_stepping = True
@@ -192,25 +183,17 @@ class Job:
         if is_own:
             tensors = moved(batch, self.device, self.workload.precision == "float64")
             batch = Batch([tensors], range(self.position, self.position))  # the position in the data order stays
-        clip_norm = None if self.plan.server else self.workload.clip_norm  # the servers clip, they have the gradients
         try:
             stats, norm = train_step(
                 batch.microbatches,
                 self.parallel,
                 self.optimizer,
-                clip_norm,
                 (self._is_asked_to_stop(), batch.longest),
             )
         except PacelineError as error:
             rank = self.rank if error.rank is None else error.rank
             raise error.at(rank=rank, step=self.step_number + 1) from error.__cause__
-        if self.plan.server:
-            servers.end_step(self)
-        else:
-            if self.scheduler is not None:
-                self.scheduler.step()
-            self.step_number += 1
-            self.position = batch.positions.stop
+        self.steps.end_step(batch)
         self.last = StepRecord(
             self.step_number,
             self.position,
@@ -245,10 +228,7 @@ class Job:
         # Evaluation is collective: a rank that is in a later step would never come.
         self.board.meet("job.evaluate", self.step_number)
         opened = prepare.evaluation_data(self.workload, data)
-        if self.plan.server:  # workers may be at different steps, so each evaluates on all of it
-            loader = self._make_loader(opened, (0, 1))
-        else:
-            loader = self._make_loader(opened, (self.data_part, Mesh.parse(self.plan.mesh).data_size))
+        loader = self.assembly.make_loader(opened, self.steps.evaluation_part)
         score = score or self.workload.score or self._score
         prepare.check_can_score(self.parallel.placed, metrics)
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.workload.precision == "bf16"):
@@ -268,8 +248,8 @@ class Job:
         folder = Path(path)
         self.board.meet("job.save", self.step_number)
         prepare.check_may_write(folder)
-        if self.plan.server and self.rank != 0:
-            return  # the servers' state is the same for all
+        if not self.steps.is_saving:
+            return
         failure = self.write_checkpoint(folder)
         if failure is not None:
             raise failure
@@ -283,8 +263,7 @@ class Job:
         Raises:
             CheckpointError: none is whole, or it is of another model, optimizer or data set.
         """
-        if self.plan.server:
-            servers.check_may_load(self)
+        self.steps.check_may_load()
         self.board.meet("job.load", self.step_number)
         self.finish_save()
         self.world.barrier()  # no rank is writing any more: all find the same checkpoints
@@ -312,19 +291,18 @@ class Job:
         self.step_number = manifest["step"]
         self.position = manifest["position"]
         last_checkpoint.go_back(self, folder)
-        if not self.plan.server:  # there, random numbers are drawn anew for every step
-            self._restore_own_state(folder, manifest)
+        self.steps.restore_own_state(folder, manifest)
         self.events.write(
             {"event": "resumed", "step": self.step_number, "position": self.position, "path": str(folder)}
         )
 
-    def _restore_own_state(self, folder: Path, manifest: dict[str, Any]) -> None:
+    def restore_own_state(self, folder: Path, manifest: dict[str, Any]) -> None:
         """Restore what belongs to this rank alone, if the checkpoint is of the same mesh: random states, compression.
 
         Under another mesh no rank of now is one of then, so each draws from a new random stream.
         """
         # Each rank's file has its own random states and residuals: they fit a rank at the same place of the same mesh.
-        if (manifest["world_size"], manifest.get("mesh")) == (self.size, self._mesh()):
+        if (manifest["world_size"], manifest.get("mesh")) == (self.size, str(self.mesh)):
             rank_tensors = read_own(folder, manifest, self.rank)
             restore_random_state(snapshot.part(rank_tensors, "random/"), self.device)
             if not snapshot.restore_wire(self.parallel.state(), rank_tensors):
@@ -332,7 +310,7 @@ class Job:
         else:
             seed_everything(self.workload.seed, 1 + self.random_stream, self.position)
             ranks = f"{manifest['world_size']} ranks ({manifest.get('mesh')})"
-            self.notice(f"{ranks} saved {folder.name}, {self.size} ({self._mesh()}) go on: dropout draws other numbers")
+            self.notice(f"{ranks} saved {folder.name}, {self.size} ({self.mesh!s}) go on: dropout draws other numbers")
 
     def close(self, save: bool = True) -> None:
         """End the job: save the last step that it trained if it runs under `paceline run`, and finish writing.
@@ -356,10 +334,6 @@ class Job:
         self.events.close()
         self.board.close()
         self.parallel.close()
-
-    def _make_loader(self, data: Any, parts: tuple[int, int]) -> RankLoader:
-        pieces = cut_into(self.plan, Mesh.parse(self.plan.mesh), self.workload)
-        return RankLoader(data, self.workload, *parts, self.device, pieces)
 
     def _check_may_step(self) -> None:
         api.check_own_process()
@@ -403,13 +377,8 @@ class Job:
         self.is_stepping = False  # stays set when a step fails
         self.process = os.getpid()
         _newest_job[:] = [self]
-        rank_info = api.world().rank_info
-        if self.plan.server:  # workers may be at different steps, and rank 0 alone saves
-            self.board = StepBoard(dataclasses.replace(rank_info, size=1))
-            self.writer = CheckpointWriter(0, 1, self._report_save)
-        else:
-            self.board = StepBoard(rank_info)
-            self.writer = CheckpointWriter(self.rank, self.size, self._report_save)
+        self.board = StepBoard(self.steps.board_place)
+        self.writer = CheckpointWriter(*self.steps.writer_place, self._report_save)
         self.events = Events(self.run_dir if self.rank == 0 else None, bool(os.environ.get(TAKES_OVER)))
         self.events.write(
             {
@@ -438,9 +407,7 @@ class Job:
         prepare.check_can_save(self.optimizer, self.scheduler)
         prepare.check_space(run_dir, self.model)
         resume = os.environ.get("PACELINE_RESUME")
-        if not self.plan.server:
-            # Before `load`, in which ranks with a checkpoint would wait for those without one.
-            check_same_start(resume, self.world)
+        self.steps.check_start(resume)
         if resume is not None:
             self.load(resume)
 
@@ -509,10 +476,9 @@ class Job:
     def _begin_save(self, folder: Path, keep: int) -> None:
         prepare.check_generation(os.environ)
         self.finish_save()
-        if self.plan.server:
-            if self.rank != 0:
-                return
-            servers.take_state(self)
+        if not self.steps.is_saving:
+            return
+        self.steps.take_state()
         held = self._held()
         size = self.world.size
         optimizer_parts, optimizer = snapshot.optimizer_state(self.model, self.optimizer, held, size)
@@ -526,7 +492,7 @@ class Job:
             "samples": len(self.loader.data),
             "batch_size": self.workload.batch_size,
             "world_size": size,
-            "mesh": "replicate=1" if self.plan.server else self._mesh(),
+            "mesh": self.steps.saved_mesh,
             "optimizer": optimizer,
             "scheduler": snapshot.as_json("the scheduler's state", scheduler),
             "torch": torch.__version__,
@@ -540,9 +506,6 @@ class Job:
     def _held(self) -> dict[str, LocalShard]:
         """Return what of the model's state the strategies have cut; ask each time, they may change it."""
         return self.parallel.held()
-
-    def _mesh(self) -> str:
-        return str(Mesh.parse(self.plan.mesh))
 
     def finish_save(self) -> None:
         """Wait for the run's checkpoint that is being written; where it fails, say so."""

@@ -125,8 +125,8 @@ def save_last_step(job: Job) -> None:
     Raises:
         CheckpointError: the checkpoint can't be written.
     """
-    if job.plan.server and job.rank != 0:
-        return  # the servers' state is the same for all
+    if not job.steps.is_saving:
+        return
     if _ends_as_loaded(job) or _is_saved(job):
         return
     folder = job.checkpoint_folder()

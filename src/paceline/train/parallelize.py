@@ -9,7 +9,7 @@ import contextlib
 import ctypes
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
 from paceline.nouns.schedule import STAGES_PER_RANK
 from paceline.nouns.workload import Workload
-from paceline.parallel.apply import Comms, Parallel
+from paceline.parallel.apply import Comms
 from paceline.parallel.model_adapter import EagerAdapter, ModelAdapter
 from paceline.parallel.replicate.strategy import broadcast_state
 from paceline.train import prepare
@@ -73,30 +73,8 @@ def parallelize_model(
     return placed
 
 
-def make_parallel(
-    placed: ModelAdapter, workload: Workload, comms: Comms, plan: Plan, here: tuple[torch.device, int]
-) -> Parallel:
-    """Make the object that runs the parts of a step under the plan.
-
-    Args:
-        placed: the model as this rank holds it.
-        workload: loss and precision.
-        comms: the mesh's axes.
-        plan: its mesh, or its servers.
-        here: this rank's device and number.
-    """
-    if not plan.server:
-        device, _ = here
-        return Parallel(placed, workload, comms, plan, device)
-    from paceline.parallel.server import ServerParallel
-
-    return ServerParallel(placed, workload, comms, plan, here)
-
-
 def _split(workload: Workload, comms: Comms, plan: Plan, device: torch.device, run: tuple[Any, Any, Any]) -> Any:
-    from paceline.graph.capture import skeleton
     from paceline.parallel.graph_adapter import GraphAdapter
-    from paceline.parallel.graph_model import SplitModel
 
     if plan.offload == "on":
         raise PlanError(
@@ -111,16 +89,9 @@ def _split(workload: Workload, comms: Comms, plan: Plan, device: torch.device, r
             "leave compile out, or use it with replicate, shard or pipeline",
         )
     autocast, example, fake = run
-    pipeline = comms.axes["pipeline"]
-    stages = 1
-    if pipeline.size > 1:
-        stages = pipeline.size * STAGES_PER_RANK[plan.schedule]
     # Step 1: the model's form; its values are made in step 3, unless its factory can't be deferred.
     values, form = _values_and_form(workload, fake)
-    model = skeleton(form, _dtype(workload))
-    split = SplitModel(model, comms.axes["tensor"], pipeline, plan, device, stages)
-    split.precision = torch.bfloat16 if workload.precision == "bf16" else None
-    model.train()
+    split = split_model(workload, form, comms.axes, plan, device)
     # Step 2: the layout and the stages, from one micro-batch.
     split.decide(workload.loss, example)
     _check_writable(split, comms.axes["shard"].size)
@@ -137,6 +108,30 @@ def _split(workload: Workload, comms: Comms, plan: Plan, device: torch.device, r
         _check_same_everywhere(digests, comms.step)
     with contextlib.nullcontext() if fake is None else fake():
         return GraphAdapter(split, comms.axes, plan, comms.step.peers[comms.step.rank], autocast)
+
+
+def split_model(
+    workload: Workload, form: torch.nn.Module, axes: Mapping[str, AxisComm], plan: Plan, device: torch.device
+) -> Any:
+    """Return the model as `SplitModel` cuts it on one rank, before `decide`.
+
+    Args:
+        workload: its precision.
+        form: the model, with or without values.
+        axes: `tensor` and `pipeline`, of this rank; without process groups if nothing is to run.
+        plan: the mesh's schedule and options.
+        device: where the rank computes.
+    """
+    from paceline.graph.capture import skeleton
+    from paceline.parallel.graph_model import SplitModel
+
+    stages = 1
+    if axes["pipeline"].size > 1:
+        stages = axes["pipeline"].size * STAGES_PER_RANK[plan.schedule]
+    model = skeleton(form, _dtype(workload)).train()
+    split = SplitModel(model, axes["tensor"], axes["pipeline"], plan, device, stages)
+    split.precision = torch.bfloat16 if workload.precision == "bf16" else None
+    return split
 
 
 def _check_writable(split: Any, shards: int) -> None:

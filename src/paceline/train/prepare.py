@@ -19,6 +19,7 @@ from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
 from paceline.nouns.reading import read_text
 from paceline.nouns.workload import Workload
+from paceline.parallel.apply import strategy_of
 from paceline.parallel.model_adapter import ModelAdapter
 from paceline.train.additive import check_loss_adds_up
 from paceline.train.agree import check_same_model_everywhere
@@ -308,15 +309,15 @@ def check_plan_without_data(workload: Workload, plan: Plan, mesh: Mesh) -> None:
     """
     if workload.data is not None:
         return
-    needs = [axis for axis in ("tensor", "pipeline") if mesh.size(axis) > 1]
-    if plan.server:
-        needs.append("server")
+    needs = {}
+    for axis in ("tensor", "pipeline"):
+        if mesh.size(axis) > 1:
+            needs[axis] = "splits the model by what the loss does to a batch"
+    needs.update(strategy_of(plan).why_samples)
     if needs:
-        reason = (
-            "shows every worker its samples" if plan.server else "splits the model by what the loss does to a batch"
-        )
+        name, reason = next(iter(needs.items()))
         raise PlanError(
-            f"a plan with {needs[0]}, which {reason}",
+            f"a plan with {name}, which {reason}",
             "the workload's data is None",
             "write replicate or shard, or hand in data=... with samples like those of your batches",
         )

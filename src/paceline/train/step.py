@@ -10,6 +10,7 @@ import torch
 from paceline.nouns.errors import LossError
 from paceline.parallel.apply import Parallel
 from paceline.parallel.norm import scale_gradients
+from paceline.parallel.observer import REDUCE, UPDATE
 from paceline.parallel.step_stats import StepStats
 
 
@@ -24,7 +25,6 @@ def train_step(
     microbatches: Sequence[Any],
     parallel: Parallel,
     optimizer: torch.optim.Optimizer,
-    clip_norm: float | None,
     control: tuple[bool, int],
 ) -> Outcome:
     """Run forward, backward, reduce, check, clip, update. Update nothing if the loss is not finite.
@@ -33,7 +33,6 @@ def train_step(
         microbatches: this rank's.
         parallel: the strategies.
         optimizer: over this rank's parameters.
-        clip_norm: largest norm of the whole gradient.
         control: whether this rank was asked to stop; the most micro-batches that any rank has.
 
     Raises:
@@ -44,14 +43,20 @@ def train_step(
     parallel.model.zero_grad(set_to_none=True)  # parameters that the optimizer does not have count in the norm too
     is_stopping, longest = control
     parallel.forward_backward(microbatches, is_stopping, longest)
+    observer = parallel.observers
+    observer.phase_begins(REDUCE)
     stats = parallel.reduce_gradients()
+    updated = parallel.placed.updated()
+    observer.gradients_reduced(updated)
     # Before the update, and on all ranks from the same sums: all raise, and the parameters stay as they were.
     check_finite(stats)
     norm = parallel.norm
     # After the sum over all ranks: the norm of a rank's own gradient is another.
-    if clip_norm is not None:
-        norm = clip(parallel, clip_norm)
+    if parallel.clip_norm is not None:
+        norm = clip(parallel, parallel.clip_norm)
+    observer.phase_begins(UPDATE)
     parallel.update(optimizer)
+    observer.parameters_updated(updated, optimizer)
     return Outcome(stats, norm)
 
 

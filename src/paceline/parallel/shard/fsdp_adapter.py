@@ -13,6 +13,8 @@ from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
 from paceline.nouns.shard_spec import LocalShard
 from paceline.parallel.model_adapter import Autocast, OwnCode
+from paceline.parallel.observer import StepObserver
+from paceline.parallel.peer_values import PeerValues
 from paceline.parallel.shard.local_optimizer_step import step_on_rows
 from paceline.parallel.shard.strategy import Shard
 
@@ -48,6 +50,10 @@ class FsdpAdapter(OwnCode):
             self.shard.fill(name, full)
         else:
             dict(self.model.named_buffers())[name].copy_(full)
+
+    def attach(self, observer: StepObserver, peer_values: PeerValues) -> None:
+        """Have `observer` told of gathered blocks, and the uses of parameters read by `peer_values`."""
+        self.shard.attach(observer, peer_values)
 
     def updated(self) -> Mapping[str, torch.nn.Parameter]:
         """Return this rank's rows, as DTensors."""

@@ -46,6 +46,8 @@ from paceline.comm.fully_shard import CollectiveOrder, Grouping, Groups, is_part
 from paceline.nouns.errors import PlanError, WorkloadError
 from paceline.nouns.plan import Plan
 from paceline.nouns.shard_spec import Cut, ShardSpec
+from paceline.parallel.observer import StepObserver
+from paceline.parallel.peer_values import PeerValues
 from paceline.parallel.shard.blocks import find_blocks, first_sparse, kept_whole, owners
 from paceline.parallel.shard.grad_usage import GradUsage
 
@@ -95,6 +97,15 @@ class Shard:
         collective_order = self.groups.collective_order if self.groups else CollectiveOrder(comm)
         self.grad_usage = GradUsage(self.trained, self.whole, comm, collective_order, device)
         self.parameters = dict(model.named_parameters())  # anew: `fully_shard` puts DTensors in their places
+        self.observer = StepObserver()
+        self.peer_values = PeerValues()
+
+    def attach(self, observer: StepObserver, peer_values: PeerValues) -> None:
+        """Have `observer` told of gathered blocks, and the uses of parameters read by `peer_values`."""
+        self.observer = observer
+        self.peer_values = peer_values
+        if self.groups is not None:
+            self.groups.collective_order.sums_on_cpu = peer_values.sums_on_cpu
 
     def forward(self, function: Callable[[Any, Any], Any], batch: Any) -> Any:
         """Call `function(model, batch)`, a loss or a score; the root's parameters are whole while it runs.
@@ -153,7 +164,7 @@ class Shard:
         if self.groups is None:
             return
         # Collective, and first: it also says whether the ranks' collectives met, before their results are used.
-        unused = set(self.grad_usage.find_unused())
+        unused = set(self.peer_values.unused(self.grad_usage))
         self._reduce_whole(unused)
         self.reshard()
         # FSDP2 leaves zeros where no rank had a gradient: AdamW would decay the parameter.
@@ -258,16 +269,20 @@ class Shard:
     def _whole_call(self, groups: Groups, call: Callable[[], Any]) -> Any:
         if self.plan.zero < 3:  # they stay whole anyhow, so a loss may use any of them, anywhere
             groups.gather()
-        self._watch("", self.model)
+        self._note_gathered("", self.model)
         return call()
 
     def _block_is_whole(self, name: str, block: nn.Module, inputs: Any) -> None:
         self.called.add(name)
-        self._watch(f"{name}.", block)
+        self._note_gathered(f"{name}.", block)
 
-    def _watch(self, prefix: str, module: nn.Module) -> None:
-        """Note the uses of what is whole in `module`; FSDP2 keeps these tensors, so once is enough."""
-        if prefix in self.watched:
+    def _note_gathered(self, prefix: str, module: nn.Module) -> None:
+        """Note from now on which parameters of `module` are used, and tell the observer that they are gathered."""
+        self._note_uses(prefix, module)
+        self.observer.block_gathered(prefix, module)
+
+    def _note_uses(self, prefix: str, module: nn.Module) -> None:
+        if prefix in self.watched:  # FSDP2 keeps these tensors, so once is enough
             return
         self.watched.add(prefix)
         unsplit = {}

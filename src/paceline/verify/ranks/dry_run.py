@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -27,13 +26,15 @@ from paceline.comm.collectives import AxisComm
 from paceline.comm.process_group import RankInfo
 from paceline.comm.pytree import signature
 from paceline.nouns.errors import PacelineError, WorkloadError
-from paceline.nouns.mesh import AXES, Mesh
+from paceline.nouns.mesh import Mesh
+from paceline.nouns.patching import patched, patched_items
 from paceline.nouns.plan import Plan
 from paceline.nouns.schedule import make_schedule
 from paceline.nouns.workload import Workload
 from paceline.profile.describe import describe, made_without_values
-from paceline.train.data import RankLoader, cut_into, moved, open_data
+from paceline.train.data import RankLoader, cut_into, cut_without_changing, moved, open_data
 from paceline.train.find_workload import find_workload
+from paceline.train.parallelize import split_model
 from paceline.train.prepare import check_model
 from paceline.train.seed import seed_everything
 from paceline.verify.child_setup import read_settings, refuse
@@ -79,9 +80,7 @@ def describe_all(workload: Workload, plan: Plan) -> list[list[dict[str, Any]]]:
     first = describe(workload, plan)
     if "split" not in first:
         return [[first]] * mesh.data_size
-    micro_batches = cut_into(plan, mesh, workload)
-    if first["split"]["coupled"] and micro_batches and not plan.micro_batches:
-        micro_batches = 1
+    micro_batches = cut_without_changing(plan, cut_into(plan, mesh, workload), first["split"]["coupled"])
     # By the shapes of the micro-batches and the rank of `tensor` (0 where all its ranks have pieces of equal sizes).
     descriptions: dict[Any, dict[str, Any]] = {}
     data = open_data("data", workload.data)
@@ -214,8 +213,8 @@ def as_rank(rank: int, ranks: int) -> Iterator[list[list[Any]]]:
     api._world[:] = [world]
     try:
         with (
-            mock.patch.dict(os.environ, environment),
-            mock.patch.multiple(
+            patched_items(os.environ, environment),
+            patched(
                 dist, get_rank=lambda group=None: rank, get_world_size=lambda group=None: ranks,
                 is_initialized=lambda: True, **collectives,
             ),
@@ -230,8 +229,7 @@ def graph_calls(workload: Workload, plan: Plan) -> dict[str, list[list[Any]]]:
 
     The pipeline's schedule is made, and thereby proved free of deadlock.
     """
-    from paceline.parallel.graph_model import SplitModel
-    from paceline.profile.describe_split import form_of, stages_of_plan
+    from paceline.profile.describe_split import comms_without_groups, form_of
 
     mesh = Mesh.parse(plan.mesh)
     stages = mesh.size("pipeline")
@@ -245,9 +243,8 @@ def graph_calls(workload: Workload, plan: Plan) -> dict[str, list[list[Any]]]:
     calls = {}
     for pipeline, tensor in itertools.product(range(stages), range(mesh.size("tensor"))):
         at = {"pipeline": pipeline, "tensor": tensor}
-        comms = {axis: AxisComm(axis, at.get(axis, 0), tuple(range(mesh.size(axis))), None, Trace()) for axis in AXES}
-        split = SplitModel(form, comms["tensor"], comms["pipeline"], plan, torch.device("cpu"), stages_of_plan(plan))
-        split.precision = torch.bfloat16 if workload.precision == "bf16" else None
+        comms = comms_without_groups(mesh, at, Trace())
+        split = split_model(workload, form, comms, plan, torch.device("cpu"))
         if first is None or captured is None:
             first = split
             captured = split.decide(workload.loss, example)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from torch.nn import functional as F
 
 import paceline
+from paceline.nouns.patching import patched
 
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 _CASTS = ("float", "half", "bfloat16")
@@ -34,20 +35,10 @@ def kept_wide(is_on: bool) -> Iterator[None]:
     if not is_on:
         yield
         return
-    # Where, name, and what the owner itself had there. None: it inherits the method (torch.Tensor most of its own from
-    # torch._C.TensorBase), so putting it back means to delete the replacement.
-    replaced: list[tuple[Any, str, Any]] = []
-    try:
+    with ExitStack() as stack:
         for owner, name, wrap in _replacements():
-            replaced.append((owner, name, vars(owner).get(name)))
-            setattr(owner, name, wrap(getattr(owner, name)))
+            stack.enter_context(patched(owner, **{name: wrap(getattr(owner, name))}))
         yield
-    finally:
-        for owner, name, original in replaced:
-            if original is None:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, original)
 
 
 def _replacements() -> list[tuple[Any, str, Callable[..., Any]]]:

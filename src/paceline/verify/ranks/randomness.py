@@ -20,6 +20,7 @@ import torch
 from torch.nn import functional as F
 
 from paceline.nouns.errors import WorkloadError
+from paceline.nouns.patching import patched
 from paceline.verify.ranks.keep_float64 import kept_wide
 
 _STEPS_PER_OCTAVE = 32.0
@@ -85,8 +86,7 @@ def controlled(is_off: bool = False) -> Iterator[None]:
         is_off: for narrow precisions, in which values differ by rounding: no dropout at all, and dtypes as asked.
     """
     # Replaced in the module `torch.nn.functional`, where torch's own layers look them up at each call.
-    originals: dict[str, Callable[..., Any]] = {name: getattr(F, name) for name in _NAMES}
-    original_dropout = torch.dropout
+    original_attention = F.scaled_dot_product_attention
 
     def dropout_by_value(
         input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
@@ -108,22 +108,18 @@ def controlled(is_off: bool = False) -> Iterator[None]:
             arguments = (*arguments[:4], 0.0, *arguments[5:])
         elif share:
             named = {**named, "dropout_p": 0.0}
-        result: torch.Tensor = originals["scaled_dot_product_attention"](*arguments, **named)
+        result: torch.Tensor = original_attention(*arguments, **named)
         return result
 
     ours: dict[str, Callable[..., Any]] = {name: dropout_by_value for name in ("dropout", "alpha_dropout")}
     ours |= {name: dropout_of_channels for name in ("dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout")}
     ours["scaled_dot_product_attention"] = attention_by_value
-    for name, function in ours.items():
-        setattr(F, name, function)
-    torch.dropout = lambda input, p, train: drop(input, p, train, is_off)  # torch's own names: some call by keyword
-    try:
-        with kept_wide(not is_off):
-            yield
-    finally:
-        for name, function in originals.items():
-            setattr(F, name, function)
-        torch.dropout = original_dropout
+
+    def dropped(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:  # torch's own names: some call by keyword
+        return drop(input, p, train, is_off)
+
+    with patched(F, **ours), patched(torch, dropout=dropped), kept_wide(not is_off):
+        yield
 
 
 def _kept_channels(input: torch.Tensor, share: float) -> torch.Tensor:

@@ -1,0 +1,39 @@
+"""Read the numbers on which a step's path depends and which come from other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from paceline.parallel.shard.grad_usage import GradUsage
+    from paceline.parallel.step_stats import StepStats, StepStatsReducer
+
+
+class PeerValues:
+    """Reads what the ranks have exchanged.
+
+    In a simulated step the other ranks are not there and tensors have no values: a subclass answers in their place.
+
+    Attributes:
+        sums_on_cpu: whether tensors on the CPU are summed as process groups for CPUs do it; False: as on a GPU.
+    """
+
+    sums_on_cpu = True
+
+    def step_stats(self, stats: StepStatsReducer, changed: Sequence[bool]) -> StepStats:
+        """Return the step's numbers, which all ranks have summed.
+
+        Args:
+            stats: holds the sum.
+            changed: by buffer, whether this rank's forward passes changed it.
+        """
+        return stats.read()
+
+    def unused(self, usage: GradUsage) -> list[str]:
+        """Return the names of the parameters that no rank used in this step. Collective.
+
+        Raises:
+            WorkloadError: see `GradUsage.find_unused`.
+        """
+        return usage.find_unused()

@@ -1,0 +1,90 @@
+"""Follow a simulated step: name what it allocates, and answer for ranks that are not there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from paceline.comm.fully_shard import is_part
+from paceline.nouns.profile import GATHERED, GRADIENTS, OPTIMIZER
+from paceline.parallel.observer import StepObserver
+from paceline.parallel.peer_values import PeerValues
+from paceline.parallel.shard.grad_usage import GradUsage
+from paceline.parallel.step_stats import StepStats, StepStatsReducer
+from paceline.profile.allocation_trace import Allocations
+from paceline.profile.simulate_offload import HostMemory
+
+Parameters = Mapping[str, torch.nn.Parameter]
+
+
+class MemoryObserver(StepObserver):
+    """Tells the recorder the phases of a step, and names tensors as soon as they can be told from temporaries.
+
+    Args:
+        recorder: of the step's allocations.
+        host: what stays in host memory under offload=on, if that is simulated.
+    """
+
+    def __init__(self, recorder: Allocations, host: HostMemory | None) -> None:
+        self.recorder = recorder
+        self.host = host
+
+    def phase_begins(self, phase: str) -> None:
+        """Enter the phase."""
+        self.recorder.phase = phase
+
+    def block_gathered(self, prefix: str, module: torch.nn.Module) -> None:
+        """Name FSDP2's full parameters, which are allocated and freed in every step."""
+        full = []
+        for name, parameter in module.named_parameters():
+            if not is_part(parameter):
+                full.append((f"{prefix}{name}", parameter))
+        self.recorder.note_all(full, GATHERED)
+
+    def gradients_reduced(self, parameters: Parameters) -> None:
+        """Name the gradients: fresh ones can't be told from temporaries before."""
+        self.recorder.note_all(_gradients(parameters), GRADIENTS)
+        if self.host is not None:
+            self.host.note(gradient for _, gradient in _gradients(parameters))
+
+    def parameters_updated(self, parameters: Parameters, optimizer: torch.optim.Optimizer) -> None:
+        """Name the optimizer's states, which its first step makes."""
+        self.recorder.note_all(states_of(parameters, optimizer), OPTIMIZER)
+
+
+class AbsentPeers(PeerValues):
+    """Says that all is well, and that the other ranks did what this one does: otherwise a step would raise.
+
+    Args:
+        ranks: that take the step together.
+        sums_on_cpu: False if a GPU's step is simulated.
+    """
+
+    def __init__(self, ranks: int, sums_on_cpu: bool) -> None:
+        self.ranks = ranks
+        self.sums_on_cpu = sums_on_cpu
+
+    def step_stats(self, stats: StepStatsReducer, changed: Sequence[bool]) -> StepStats:
+        """Return a finite loss, and every change of a buffer as made by all ranks."""
+        ranks_changed = [self.ranks if is_changed else 0 for is_changed in changed]
+        return StepStats(1.0, 1.0, False, [], ranks_changed)
+
+    def unused(self, usage: GradUsage) -> list[str]:
+        """Send what `GradUsage.find_unused` sends, and return this rank's own answer."""
+        usage.comm.all_reduce(torch.zeros(len(usage.used) + 1 + usage.comm.size, dtype=torch.int64))
+        return [name for name, index in usage.number.items() if not usage.used[index]]
+
+
+def _gradients(parameters: Parameters) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, parameter in parameters.items():
+        if parameter.grad is not None:
+            yield name, parameter.grad
+
+
+def states_of(parameters: Parameters, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the optimizer's tensors for each parameter, by the parameter's name."""
+    for name, parameter in parameters.items():
+        for value in optimizer.state.get(parameter, {}).values():
+            if isinstance(value, torch.Tensor):
+                yield name, value

@@ -1,0 +1,106 @@
+"""Assemble one rank: the one recipe that a job's rank and the planner's simulated rank share.
+
+process groups    of the mesh, or of a worker alone
+loader            this rank's part of the data
+model             from the same seed on every rank; replicated, sharded or split (train/parallelize.py)
+strategies        parallel/apply.py
+optimizer         over the parameters that this rank updates
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import Any
+
+import torch
+
+from paceline.comm.ledger import Ledger
+from paceline.nouns.mesh import Mesh
+from paceline.nouns.plan import Plan
+from paceline.nouns.workload import Workload
+from paceline.parallel.apply import Parallel, RankPlace, open_comms, strategy_of
+from paceline.parallel.model_adapter import ModelAdapter
+from paceline.train import prepare
+from paceline.train.data import RankLoader, cut_into, cut_without_changing
+from paceline.train.parallelize import Fake, parallelize_model
+from paceline.train.seed import seed_everything
+
+
+class Assembly:
+    """The parts of a rank. The steps are separate, so that a simulation can capture graphs between them.
+
+    Args:
+        workload: the model, data and optimizer.
+        plan: the mesh, or the servers, and options.
+        place: this rank.
+        data: the opened data set; () where the training loop makes its own batches.
+        ledger: where collectives are entered.
+
+    Attributes:
+        mesh: of the plan.
+        comms: process groups. Collective: every rank makes its assembly.
+        loader: of this rank's micro-batches; `place_model` may have it cut no batches.
+        cut_notice: what the user should know if the loader cuts no batches because of the loss.
+
+    Raises:
+        MeshError, WorkloadError: the mesh does not fit the ranks or the batch.
+    """
+
+    parallel: Parallel
+    optimizer: torch.optim.Optimizer
+
+    def __init__(self, workload: Workload, plan: Plan, place: RankPlace, data: Any, ledger: Ledger) -> None:
+        self.workload = workload
+        self.plan = plan
+        self.place = place
+        self.mesh = Mesh.parse(plan.mesh)
+        self.strategy = strategy_of(plan)
+        self.cut_notice = ""
+        self.comms = open_comms(*self.strategy.comm_mesh(self.mesh, place.rank), ledger)
+        self.loader = self.make_loader(data, (self.mesh.data_part(place.rank), self.mesh.data_size))
+
+    def make_loader(self, data: Any, part: tuple[int, int]) -> RankLoader:
+        """Return a loader of one part of a data set, of how many."""
+        micro_batches = cut_into(self.plan, self.mesh, self.workload)
+        return RankLoader(data, self.workload, *part, self.place.device, micro_batches)
+
+    def example(self) -> Any:
+        """Return a micro-batch for which a model is split, and with which a rank without samples keeps step.
+
+        None where no rank needs one.
+        """
+        if self.mesh.world_size == 1 or not len(self.loader.data):
+            return None
+        return self.loader.example()
+
+    def place_model(self, example: Any, fake: Fake | None = None) -> ModelAdapter:
+        """Make the model as this rank holds it.
+
+        Args:
+            example: from `example`.
+            fake: as `parallelize_model` takes it.
+
+        Raises:
+            WorkloadError, PlanError: the model can't be split as the plan says.
+        """
+        seed_everything(self.workload.seed)  # every rank draws the same initial values
+        placed = parallelize_model(self.workload, self.comms, self.plan, self.place.device, example, fake)
+        pieces = cut_without_changing(self.plan, self.loader.pieces_wanted, placed.couples_samples)
+        if pieces != self.loader.pieces_wanted:
+            self.loader = dataclasses.replace(self.loader, pieces_wanted=pieces)
+            self.cut_notice = (
+                f"the loss is no sum over samples at {placed.couples_samples}: the pipeline does not cut batches"
+            )
+        return placed
+
+    def finish(self, placed: ModelAdapter, fake: Fake = contextlib.nullcontext) -> None:
+        """Make the strategies and the optimizer, which must hold the parameters that this rank updates.
+
+        Raises:
+            PlanError, WorkloadError: the optimizer does not fit the plan.
+        """
+        with fake():
+            self.parallel = self.strategy(placed, self.workload, self.comms, self.plan, self.place)
+            self.optimizer = prepare.make_optimizer(self.workload, self.parallel.model)
+        prepare.keep_own(self.optimizer, self.mesh)

@@ -1,0 +1,80 @@
+"""What of a job depends on how its ranks go on: here all of them take every step together.
+
+`train/servers.py` has the same for workers of parameter servers, which may be at different steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from paceline.train.agree import check_same_start
+from paceline.train.data import Batch
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from paceline.comm.process_group import RankInfo
+    from paceline.train.job import Job
+
+
+class CollectiveSteps:
+    """How a rank of a job goes on from step to step, and what it saves, where ranks exchange tensors."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+
+    @property
+    def board_place(self) -> RankInfo:
+        """Return this rank among those that wait for each other in `save`, `load`, `evaluate` and `close`."""
+        return self.job.rank_info
+
+    @property
+    def writer_place(self) -> tuple[int, int]:
+        """Return this rank's number among those that write a checkpoint together, and how many they are."""
+        return self.job.rank, self.job.size
+
+    @property
+    def is_saving(self) -> bool:
+        """True if this rank takes part in writing checkpoints."""
+        return True
+
+    @property
+    def saved_mesh(self) -> str:
+        """Return the mesh of the ranks that write a checkpoint together."""
+        return str(self.job.mesh)
+
+    @property
+    def evaluation_part(self) -> tuple[int, int]:
+        """Return which part of the evaluation's samples this rank takes, of how many."""
+        return self.job.data_part, self.job.mesh.data_size
+
+    def check_start(self, resume: str | None) -> None:
+        """Raise UsageError where ranks start from different checkpoints. Collective."""
+        # Before `load`, in which ranks with a checkpoint would wait for those without one.
+        check_same_start(resume, self.job.world)
+
+    def check_may_load(self) -> None:
+        """Do nothing: the parameters are here, and may be replaced between any two steps."""
+
+    def restore_own_state(self, folder: Path, manifest: dict[str, Any]) -> None:
+        """Restore what belongs to this rank alone: random states, what compression left out."""
+        self.job.restore_own_state(folder, manifest)
+
+    def batches(self) -> Iterator[Batch]:
+        """Yield this rank's part of every global batch from here to the last step."""
+        yield from self.job.loader.training(self.job.position, self.job.end)
+
+    def begin_step(self) -> None:
+        """Do nothing: the ranks are at the same step."""
+
+    def end_step(self, batch: Batch) -> None:
+        """Go to the next step."""
+        job = self.job
+        if job.scheduler is not None:
+            job.scheduler.step()
+        job.step_number += 1
+        job.position = batch.positions.stop
+
+    def take_state(self) -> None:
+        """Do nothing: the optimizer's state is here."""
