@@ -1,0 +1,181 @@
+"""The API reference has every public name, each docstring has its parts, and every example works."""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import io
+import re
+
+import pytest
+import torch
+
+import paceline
+from paceline.nouns.errors import PlanError, UsageError
+from paceline.train import job as jobs
+
+from support.cluster import Cluster
+from support.reference import INTERNAL, PAGES, Public, documented, gaps, public, undocumented_members
+
+PUBLIC = public()
+DOCUMENTED = documented()
+INDEX = (PAGES / "README.md").read_text()
+SETUP = re.search(r"```python\n(.*?)```", INDEX, re.DOTALL).group(1)
+FLAGS = doctest.ELLIPSIS
+
+
+def test_every_name_of_the_package_is_on_one_page():
+    names = [one.path.removeprefix("paceline.") for one in PUBLIC if one.path.count(".") == 1]
+    assert sorted(names) == sorted(paceline.__all__)
+
+
+def test_the_index_has_every_name_beside_its_page():
+    rows = dict(re.findall(r"^\| \[.*?\]\((.*?)\) \| (.*) \|$", INDEX, re.MULTILINE))
+    listed = {page: re.findall(r"`(\w+)`", names) for page, names in rows.items()}
+    found = {page: [one.name for one in PUBLIC if one.page == page] for page in {one.page for one in PUBLIC}}
+    assert {page: sorted(names) for page, names in listed.items()} == {
+        page: sorted(names) for page, names in found.items()
+    }
+
+
+def test_every_error_is_on_a_page():
+    errors = {paceline.PacelineError, *paceline.PacelineError.__subclasses__()}
+    assert errors <= {one.what for one in PUBLIC}
+
+
+@pytest.mark.parametrize("one", PUBLIC, ids=lambda one: one.path)
+def test_a_class_shows_its_methods_or_says_that_they_are_internal(one):
+    assert undocumented_members(one) == [], "name them on the page, or in INTERNAL"
+
+
+@pytest.mark.parametrize("path", DOCUMENTED)
+def test_a_docstring_has_its_parts(path):
+    assert gaps(path, DOCUMENTED[path]) == []
+
+
+def run_example(path, docstring, shown):
+    """Run the examples of a docstring; return how many there were, and what failed."""
+    names = {}
+    exec(SETUP, names)
+    test = doctest.DocTestParser().get_doctest(docstring, names, path, None, 0)
+    runner = doctest.DocTestRunner(optionflags=FLAGS)
+    runner.run(test, out=shown.write, clear_globs=False)
+    return runner.summarize(verbose=False)
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A folder to write to; what the examples change in this process is put back."""
+    monkeypatch.chdir(tmp_path)
+    threads = torch.get_num_threads()
+    with torch.random.fork_rng():
+        yield tmp_path
+    torch.set_num_threads(threads)
+    if jobs.newest() is not None:
+        jobs.newest().close()
+    paceline.shutdown()
+
+
+@pytest.mark.parametrize("path", [path for path, what in DOCUMENTED.items() if not isinstance(what, property)])
+def test_an_example_works(path, place):
+    shown = io.StringIO()
+    with contextlib.ExitStack() as stack:
+        if path.startswith("paceline.server."):
+            cluster = stack.enter_context(Cluster("replicate=1,server=1"))
+            (place / "coordinator").symlink_to(cluster.folder / "c")
+        failed, run = run_example(path, DOCUMENTED[path].__doc__, shown)
+    assert run > 0
+    assert failed == 0, shown.getvalue()
+
+
+# The checks themselves: each of these lacks one part.
+
+
+def whole(rate: float) -> float:
+    """Return half of it.
+
+    Args:
+        rate: steps per second.
+
+    Returns:
+        Steps per second.
+
+    Raises:
+        UsageError: it is negative.
+
+    Examples:
+        >>> paceline.size
+        <function size at ...>
+    """
+    if rate < 0:
+        raise UsageError("a rate should be positive", f"it is {rate}", "write another").at(rank=0)
+    return rate / 2
+
+
+LACKS = {
+    "does not explain the argument rate": ("rate: steps per second.", "other words"),
+    "explains the argument pace, which it does not have": ("rate: steps", "pace: steps"),
+    "has no Returns": ("Returns:", "Note:"),
+    "raises UsageError, which it does not say": ("UsageError: it", "PlanError: it"),
+    "has no example": (">>> ", ""),
+}
+
+
+def made_of(docstring):
+    def other(rate: float) -> float:
+        if rate < 0:
+            raise UsageError("a rate should be positive", f"it is {rate}", "write another").at(rank=0)
+        return rate / 2
+
+    other.__doc__ = docstring
+    return other
+
+
+def test_a_whole_docstring_lacks_nothing():
+    assert gaps("whole", whole) == []
+    assert gaps("made", made_of(whole.__doc__)) == []
+
+
+@pytest.mark.parametrize("gap", LACKS)
+def test_a_part_that_is_missing_is_named(gap):
+    before, after = LACKS[gap]
+    assert before in whole.__doc__
+    assert f"made {gap}" in gaps("made", made_of(whole.__doc__.replace(before, after)))
+
+
+def test_the_errors_of_a_constructor_and_its_arguments_are_looked_for():
+    class Rate:
+        """A rate.
+
+        Attributes:
+            per_second: steps.
+            per_minute: steps.
+        """
+
+        def __init__(self, per_second: float) -> None:
+            if per_second < 0:
+                raise PlanError("a rate should be positive", f"it is {per_second}", "write another")
+            self.per_second = per_second
+
+        def stop(self) -> None:
+            """Stop."""
+
+    assert gaps("Rate", Rate) == [
+        "Rate has no example",
+        "Rate documents the attribute per_minute, which is not there",
+        "Rate raises PlanError, which it does not say",
+    ]
+    assert undocumented_members(Public("", "paceline.Rate", Rate)) == ["stop"]
+
+
+def test_an_example_that_prints_something_else_fails(place):
+    shown = io.StringIO()
+    assert run_example("half", ">>> 1 / 2\n0.5\n>>> 1 / 4\n0.5\n", shown) == (1, 2)
+    assert "Got:\n    0.25" in shown.getvalue()
+    assert run_example("lost", ">>> paceline.no_such_name\n", shown).failed == 1
+
+
+def test_what_is_internal_is_there():
+    classes = {one.name: one.what for one in PUBLIC}
+    for name, members in INTERNAL.items():
+        assert [member for member in members if not hasattr(classes[name], member)] == []
