@@ -27,6 +27,8 @@ PATTERNS = (
 )
 _LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)#:\s]+)\)")  # to a file; neither to an anchor nor to another site
 
+_ERROR = re.compile(r"<code>(\w+Error)</code>")
+
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Replace the files of `docs` by those of the repository that PATTERNS name."""
@@ -48,11 +50,17 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return _LINK.sub(shown, markdown)
 
 
+def on_page_content(html: str, **_: Any) -> str:
+    """Link the names of errors to their entries; mkdocstrings does so only where a docstring's module imports them."""
+    # `optional`: Python's own errors have no entry.
+    return _ERROR.sub(r'<code><autoref identifier="paceline.nouns.errors.\1" optional>\1</autoref></code>', html)
+
+
 def _path(target: Path) -> str:
     return target.resolve().relative_to(ROOT).as_posix()
 
 
 def on_config(config: MkDocsConfig, **_: Any) -> MkDocsConfig:
     """Watch the files outside of `docs`, too, under `mkdocs serve`."""
-    config.watch = [*config.watch, str(ROOT / "README.md"), str(ROOT / "src")]
+    config.watch = [*config.watch, *(str(path) for path in ROOT.glob("*.md")), str(ROOT / "src")]
     return config

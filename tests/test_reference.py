@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import doctest
 import io
+import os
 import re
 
 import pytest
@@ -15,13 +15,18 @@ from paceline.nouns.errors import PlanError, UsageError
 from paceline.train import job as jobs
 
 from support.cluster import Cluster
-from support.reference import INTERNAL, PAGES, Public, documented, gaps, public, undocumented_members
+from support.ranks import run_ranks
+from support.reference import INTERNAL, PAGES, Public, documented, gaps, public, run_example, undocumented_members
 
 PUBLIC = public()
 DOCUMENTED = documented()
+# Their examples print the same on any number of ranks.
+ON_TWO_RANKS = [
+    *(f"paceline.{name}" for name in ("is_initialized", "local_rank", "all_reduce", "all_gather", "broadcast")),
+    *(f"paceline.{name}" for name in ("reduce_scatter", "all_to_all", "barrier", "Workload")),
+    *(f"paceline.Job.{name}" for name in ("batches", "evaluate", "save", "load", "close")),
+]
 INDEX = (PAGES / "README.md").read_text()
-SETUP = re.search(r"```python\n(.*?)```", INDEX, re.DOTALL).group(1)
-FLAGS = doctest.ELLIPSIS
 
 
 def test_every_name_of_the_package_is_on_one_page():
@@ -30,12 +35,8 @@ def test_every_name_of_the_package_is_on_one_page():
 
 
 def test_the_index_has_every_name_beside_its_page():
-    rows = dict(re.findall(r"^\| \[.*?\]\((.*?)\) \| (.*) \|$", INDEX, re.MULTILINE))
-    listed = {page: re.findall(r"`(\w+)`", names) for page, names in rows.items()}
-    found = {page: [one.name for one in PUBLIC if one.page == page] for page in {one.page for one in PUBLIC}}
-    assert {page: sorted(names) for page, names in listed.items()} == {
-        page: sorted(names) for page, names in found.items()
-    }
+    listed = re.findall(r"\[`(\w+)`\]\(([\w-]+\.md)#([\w.]+)\)", INDEX)
+    assert sorted(listed) == sorted((one.name, one.page, one.path) for one in PUBLIC)
 
 
 def test_every_error_is_on_a_page():
@@ -51,16 +52,6 @@ def test_a_class_shows_its_methods_or_says_that_they_are_internal(one):
 @pytest.mark.parametrize("path", DOCUMENTED)
 def test_a_docstring_has_its_parts(path):
     assert gaps(path, DOCUMENTED[path]) == []
-
-
-def run_example(path, docstring, shown):
-    """Run the examples of a docstring; return how many there were, and what failed."""
-    names = {}
-    exec(SETUP, names)
-    test = doctest.DocTestParser().get_doctest(docstring, names, path, None, 0)
-    runner = doctest.DocTestRunner(optionflags=FLAGS)
-    runner.run(test, out=shown.write, clear_globs=False)
-    return runner.summarize(verbose=False)
 
 
 @pytest.fixture
@@ -86,6 +77,19 @@ def test_an_example_works(path, place):
         failed, run = run_example(path, DOCUMENTED[path].__doc__, shown)
     assert run > 0
     assert failed == 0, shown.getvalue()
+
+
+def examples_of_a_rank(rank, paths, folder):
+    """What fails in the examples, one after another, on this rank."""
+    os.chdir(folder)
+    shown = io.StringIO()
+    for path in paths:
+        run_example(path, DOCUMENTED[path].__doc__, shown)
+    return shown.getvalue()
+
+
+def test_examples_work_on_two_ranks(tmp_path):
+    assert run_ranks(2, examples_of_a_rank, ON_TWO_RANKS, tmp_path) == ["", ""]
 
 
 # The checks themselves: each of these lacks one part.

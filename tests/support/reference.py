@@ -7,6 +7,7 @@ import dataclasses
 import doctest
 import importlib
 import inspect
+import io
 import re
 import textwrap
 from collections.abc import Callable, Iterator
@@ -77,6 +78,17 @@ def items(docstring: str, *titles: str) -> list[str]:
 def examples(docstring: str) -> list[doctest.Example]:
     """The lines that the docstring's examples would have a reader type, with what they print."""
     return doctest.DocTestParser().get_examples(inspect.cleandoc(docstring))
+
+
+def run_example(path: str, docstring: str, shown: io.StringIO) -> doctest.TestResults:
+    """Run the examples of a docstring after the lines with which all begin; write to `shown` what fails."""
+    setup = re.search(r"```python\n(.*?)```", (PAGES / "README.md").read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(setup[1] if setup else "", names)
+    test = doctest.DocTestParser().get_doctest(docstring, names, path, None, 0)
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    runner.run(test, out=shown.write, clear_globs=False)
+    return runner.summarize(verbose=False)
 
 
 def gaps(path: str, what: Any) -> list[str]:

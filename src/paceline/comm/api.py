@@ -232,8 +232,7 @@ def local_rank() -> int:
         >>> import pathlib
         >>> paceline.init()
         >>> if paceline.local_rank() == 0:
-        ...     pathlib.Path("vocabulary.txt").write_text("the of and")
-        10
+        ...     _ = pathlib.Path("vocabulary.txt").write_text("the of and")
         >>> paceline.barrier()
         >>> pathlib.Path("vocabulary.txt").read_text().split()
         ['the', 'of', 'and']
@@ -459,8 +458,7 @@ def barrier() -> None:
         >>> import pathlib
         >>> paceline.init()
         >>> if paceline.rank() == 0:
-        ...     pathlib.Path("labels.txt").write_text("cat dog")
-        7
+        ...     _ = pathlib.Path("labels.txt").write_text("cat dog")
         >>> paceline.barrier()
         >>> pathlib.Path("labels.txt").read_text().split()
         ['cat', 'dog']

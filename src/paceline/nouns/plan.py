@@ -33,7 +33,7 @@ class Plan:
 
     `--plan` has a plan as a line, which `parse` reads; `job.plan` is the one that the job runs under.
 
-    Attributes:
+    Args:
         mesh: sizes of the axes `pipeline`, `replicate`, `shard` and `tensor`, such as "replicate=2,tensor=2".
         transport: what gradients go through: "auto", "shared_memory", "gloo" or "nccl".
         compression: of gradients: "none", "bf16", "fp16", "powersgd" or "topk".
