@@ -79,6 +79,29 @@ def test_an_example_works(path, place):
     assert failed == 0, shown.getvalue()
 
 
+def test_the_example_of_the_package_works(place):
+    shown = io.StringIO()
+    failed, run = run_example("paceline", paceline.__doc__, shown)
+    assert run > 4
+    assert failed == 0, shown.getvalue()
+
+
+def test_the_loop_of_the_guide_to_parameter_servers_works():
+    (loop,) = re.findall(r"```python\n(.*?)```", (PAGES.parent / "parameter-server.md").read_text(), re.DOTALL)
+    model = torch.nn.Linear(4, 1)
+    names = {
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "loss": lambda model, batch: (model(batch).square().sum(), len(batch)),
+        "batches": iter([torch.ones(2, 4)] * 3),
+    }
+    for change in ("unix:/run/job/coordinator", "steps=1000"):
+        assert change in loop
+    with Cluster("replicate=1,server=1") as cluster:
+        exec(loop.replace("unix:/run/job/coordinator", cluster.where).replace("steps=1000", "steps=3"), names)
+    assert names["handle"].clock == 3
+
+
 def examples_of_a_rank(rank, paths, folder):
     """What fails in the examples, one after another, on this rank."""
     os.chdir(folder)

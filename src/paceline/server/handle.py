@@ -1,13 +1,6 @@
 """Train with parameters that are on servers: push gradients, and pull the parameters that result.
 
-Paceline's own `server` strategy uses it, and so may a training loop of your own:
-
-    handle = connect("unix:/run/job/coordinator", 0, model, optimizer, steps=1000)
-    while not handle.is_done:
-        loss_sum, count = ...                      # of this worker's samples
-        loss_sum.backward()
-        handle.push(loss_sum.item(), count)        # and the model has the next parameters
-    handle.close()
+Paceline's own `server` strategy uses it, and so may a training loop of your own: see `connect`.
 """
 
 from __future__ import annotations
