@@ -147,7 +147,7 @@ def is_initialized() -> bool:
     """Return True if `init` has been called, and `shutdown` has not.
 
     Returns:
-        True if this process has a rank. Never raises: a library may ask before it calls a collective.
+        True if this process has a rank, so that `rank` and the collectives may be called.
 
     Examples:
         >>> def mean_over_ranks(value):
