@@ -1,7 +1,7 @@
 # Two commands: `make demo` trains a BERT with two processes, `make test` passes the tests.
 # Each sets up what it needs in .venv first; a second call finds it there.
 
-.PHONY: demo test check setup clean
+.PHONY: demo test check docs setup clean
 
 demo:
 	@scripts/setup demo
@@ -16,5 +16,9 @@ check:
 	@scripts/setup dev
 	@scripts/check
 
+docs:
+	@scripts/setup docs
+	@scripts/docs
+
 clean:
-	rm -rf .venv
+	rm -rf .venv build

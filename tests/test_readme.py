@@ -1,4 +1,4 @@
-"""What README.md and docs/*.md show works as it stands there."""
+"""What README.md and the pages in docs/ show works as it stands there."""
 
 from __future__ import annotations
 
@@ -45,6 +45,7 @@ NOT_RUN = {
 NEITHER = {
     "make demo": "tests/demo",
     "make test": "this is it",
+    "make docs": "scripts/check builds the documentation",
     "pip install": "it would change the installation that the tests run in",
     "kubectl": "it needs a cluster",
     "srun": "it needs a Slurm allocation: tests/integration/test_launchers.py",

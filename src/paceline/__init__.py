@@ -1,10 +1,21 @@
 """Train one PyTorch model on many processes, and keep your own loop.
 
-    workload = paceline.Workload(model=..., loss=..., optimizer=..., data=..., batch_size=64, epochs=3)
-    job = paceline.distribute(workload)
-    for batch in job.batches():
-        mean = job.step(batch)
-    job.save("out")
+    >>> import torch
+    >>> import paceline
+    >>> def loss(model, batch):
+    ...     inputs, targets = batch
+    ...     return torch.nn.functional.mse_loss(model(inputs), targets, reduction="sum"), len(targets)
+    >>> workload = paceline.Workload(
+    ...     model=lambda: torch.nn.Linear(4, 1),
+    ...     loss=loss,
+    ...     optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+    ...     data=torch.utils.data.TensorDataset(torch.ones(64, 4), torch.ones(64, 1)),
+    ...     batch_size=16,
+    ... )
+    >>> job = paceline.distribute(workload)
+    >>> for batch in job.batches():
+    ...     mean = job.step(batch)
+    >>> job.save("out")
 
 `python train.py` runs one process and `paceline run -n 2 train.py` two, with the same losses. `--plan` selects another
 parallelism. `Workload` declares what to train, `distribute` returns this process's `Job`, and every error that Paceline
@@ -14,7 +25,8 @@ To communicate without a workload, call the collectives, as in MPI: `init`, `ran
 `cross_rank`, `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all`, `broadcast`, `barrier`, `shutdown`,
 `is_initialized`.
 
-The project's README.md has a complete example and the plans; `paceline --help` lists the commands.
+The project's README.md has a complete example and the plans, docs/reference/ all that a file may call;
+`paceline --help` lists the commands.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]
 PROGRAMS = ("paceline", "python", "torchrun", "mpirun", "srun", "make", "pip", "kubectl", "ssh", "sbatch")
 _OTHER_LANGUAGES = ("python", "json")
 

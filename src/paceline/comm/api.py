@@ -47,11 +47,21 @@ _world: list[World] = []  # empty before init; a list, so that no function needs
 def init() -> None:
     """Join the ranks that the launcher started; alone, be a world of one. Calling it again does nothing.
 
+    The rank and the number of ranks come from the launcher's variables: those of `paceline run`, torchrun, MPI, Slurm
+    and others. `paceline.distribute` calls it. At the end of the process `shutdown` is called.
+
     A process that is forked afterwards joins anew where its environment names another place, as a notebook's
     launcher sets it; with the same environment (a loader's worker) it keeps the place of the process it is forked from.
 
     Raises:
         UsageError: the launcher's variables contradict each other, or this process is forked from a rank of several.
+        PeerLostError: not all ranks came.
+
+    Examples:
+        >>> paceline.init()
+        >>> if paceline.rank() == 0:
+        ...     print("ranks:", paceline.size())
+        ranks: 1
     """
     if _world and not _may_join_anew():
         return
@@ -118,7 +128,14 @@ def _with_cross_rank(rank_info: RankInfo, comm: AxisComm) -> RankInfo:
 
 
 def shutdown() -> None:
-    """Leave the ranks. `init` may follow only in a world of one."""
+    """Leave the ranks. `init` may follow only in a world of one.
+
+    Examples:
+        >>> paceline.init()
+        >>> paceline.shutdown()
+        >>> paceline.is_initialized()
+        False
+    """
     if _world:
         is_inherited = _is_inherited()
         _world.clear()
@@ -127,7 +144,19 @@ def shutdown() -> None:
 
 
 def is_initialized() -> bool:
-    """Return True if `init` has been called."""
+    """Return True if `init` has been called, and `shutdown` has not.
+
+    Returns:
+        True if this process has a rank, so that `rank` and the collectives may be called.
+
+    Examples:
+        >>> def mean_over_ranks(value):
+        ...     if not paceline.is_initialized():
+        ...         return value
+        ...     return paceline.all_reduce(value, "mean")
+        >>> mean_over_ranks(torch.tensor(2.5))
+        tensor(2.5000)
+    """
     return bool(_world) and not _is_elsewhere()
 
 
@@ -151,36 +180,126 @@ def world() -> World:
 
 
 def rank() -> int:
-    """Return this process's number among all ranks, from 0."""
+    """Return this process's number among all ranks, from 0.
+
+    Returns:
+        0 to `size() - 1`.
+
+    Raises:
+        UsageError: `init` has not been called.
+
+    Examples:
+        Each rank takes every `size()`-th file:
+
+        >>> paceline.init()
+        >>> files = ["a.txt", "b.txt", "c.txt"]
+        >>> files[paceline.rank() :: paceline.size()]
+        ['a.txt', 'b.txt', 'c.txt']
+    """
     return world().rank_info.rank
 
 
 def size() -> int:
-    """Return the number of ranks."""
+    """Return the number of ranks.
+
+    Returns:
+        At least 1. It does not change while this process lives: an elastic job starts its ranks again.
+
+    Raises:
+        UsageError: `init` has not been called.
+
+    Examples:
+        >>> paceline.init()
+        >>> samples_per_rank = 64 // paceline.size()
+        >>> samples_per_rank
+        64
+    """
     return world().rank_info.size
 
 
 def local_rank() -> int:
-    """Return this process's number among the ranks of its host, from 0."""
+    """Return this process's number among the ranks of its host, from 0.
+
+    Returns:
+        0 to `local_size() - 1`.
+
+    Raises:
+        UsageError: `init` has not been called.
+
+    Examples:
+        One rank of each host prepares what all of them read:
+
+        >>> import pathlib
+        >>> paceline.init()
+        >>> if paceline.local_rank() == 0:
+        ...     _ = pathlib.Path("vocabulary.txt").write_text("the of and")
+        >>> paceline.barrier()
+        >>> pathlib.Path("vocabulary.txt").read_text().split()
+        ['the', 'of', 'and']
+    """
     return world().rank_info.local_rank
 
 
 def local_size() -> int:
-    """Return the number of ranks on this host."""
+    """Return the number of ranks on this host.
+
+    Returns:
+        At least 1. Hosts may have different numbers of ranks.
+
+    Raises:
+        UsageError: `init` has not been called.
+
+    Examples:
+        The ranks of a host share its cores:
+
+        >>> import os
+        >>> paceline.init()
+        >>> torch.set_num_threads(max(1, os.cpu_count() // paceline.local_size()))
+    """
     return world().rank_info.local_size
 
 
 def cross_rank() -> int:
-    """Return the number of this host among the hosts, from 0."""
+    """Return the number of this host among the hosts, from 0.
+
+    Returns:
+        What Horovod calls `cross_rank`. Where the launcher does not say it, hosts are numbered in the order of their
+        lowest ranks.
+
+    Raises:
+        UsageError: `init` has not been called.
+
+    Examples:
+        >>> paceline.init()
+        >>> print(f"host-{paceline.cross_rank()}-rank-{paceline.local_rank()}.log")
+        host-0-rank-0.log
+    """
     return world().rank_info.cross_rank
 
 
 def all_reduce(tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
-    """Return the sum, mean, min, max or product of every rank's `tensor` (equal shapes).
+    """Return the sum, mean, min, max or product of every rank's `tensor`, element by element.
+
+    Args:
+        tensor: any shape, the same on every rank, with one dtype. No gradient flows through it.
+        op: "sum", "mean", "min", "max" or "product". A mean needs a floating-point dtype.
+
+    Returns:
+        A new tensor of the same shape and dtype, equal on every rank.
 
     Raises:
-        UsageError: `op` is unknown.
+        UsageError: `op` is unknown, `init` has not been called, or the ranks are workers of parameter servers.
         PeerLostError: a rank has gone.
+        CollectiveError: the ranks' shapes or dtypes differ, where the transport can tell.
+
+    Examples:
+        The accuracy over all ranks: add up the counts, then divide.
+
+        >>> paceline.init()
+        >>> counts = torch.tensor([41.0, 50.0])  # right answers and answers of this rank
+        >>> right, answers = paceline.all_reduce(counts)
+        >>> print(f"{right / answers:.2f}")
+        0.82
     """
     check_op(op)
     # Gloo and NCCL take contiguous tensors; the caller's tensor stays as it is.
@@ -190,16 +309,57 @@ def all_reduce(tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
 
 
 def all_gather(tensor: torch.Tensor) -> torch.Tensor:
-    """Return every rank's rows, joined on dim 0 in rank order; ranks may hold different numbers of rows."""
+    """Return every rank's rows, joined on dim 0 in rank order; ranks may hold different numbers of rows.
+
+    Args:
+        tensor: (rows, ...), on every rank with the same dtype and the same shape but for the rows. It may have no rows.
+
+    Returns:
+        A new tensor, (rows of all ranks, ...), equal on every rank.
+
+    Raises:
+        UsageError: `tensor` is a scalar, `init` has not been called, or the ranks are workers of parameter servers.
+        PeerLostError: a rank has gone.
+        CollectiveError: the ranks' shapes or dtypes differ, where the transport can tell.
+
+    Examples:
+        Put predictions that each rank made for a part of the samples back in order:
+
+        >>> paceline.init()
+        >>> samples = torch.arange(5)[paceline.rank() :: paceline.size()]
+        >>> predictions = samples * 10
+        >>> order = paceline.all_gather(samples).argsort()
+        >>> paceline.all_gather(predictions)[order].tolist()
+        [0, 10, 20, 30, 40]
+    """
     _check_rows("all_gather", tensor)
     return torch.cat(_comm().all_gather(tensor.detach()))
 
 
 def broadcast(tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
-    """Return the `tensor` of rank `root`, on every rank (equal shapes).
+    """Return the `tensor` of rank `root`, on every rank.
+
+    Args:
+        tensor: any shape, with the same shape and dtype on every rank. Only the values of rank `root` matter.
+        root: the rank that sends, 0 to `size() - 1`.
+
+    Returns:
+        A new tensor with the values of rank `root`.
 
     Raises:
-        UsageError: there is no rank `root`.
+        UsageError: there is no rank `root`, `init` has not been called, or the ranks are workers of parameter servers.
+        PeerLostError: a rank has gone.
+        CollectiveError: the ranks' shapes or dtypes differ, where the transport can tell.
+
+    Examples:
+        All ranks use the learning rate that rank 0 found:
+
+        >>> paceline.init()
+        >>> rate = torch.zeros(1)
+        >>> if paceline.rank() == 0:
+        ...     rate[0] = 0.25
+        >>> paceline.broadcast(rate).item()
+        0.25
     """
     if not 0 <= root < size():
         raise UsageError(f"can't broadcast from rank {root}", f"the ranks are 0 to {size() - 1}", "name one of them")
@@ -209,7 +369,30 @@ def broadcast(tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
 
 
 def reduce_scatter(tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
-    """Return this rank's rows of the sum or mean over ranks; the first `rows % size` ranks get one row more."""
+    """Return this rank's rows of the sum or mean over ranks; the first `rows % size` ranks get one row more.
+
+    Args:
+        tensor: (rows, ...), the same shape and dtype on every rank. No gradient flows through it.
+        op: "sum" or "mean". A mean needs a floating-point dtype.
+
+    Returns:
+        A new tensor, (this rank's rows, ...): `rows / size` rows, rounded up on the first ranks and down on the others.
+
+    Raises:
+        UsageError: `op` is unknown, `tensor` is a scalar, `init` has not been called, or the ranks are workers of
+            parameter servers.
+        PeerLostError: a rank has gone.
+        CollectiveError: the ranks' shapes or dtypes differ, where the transport can tell.
+
+    Examples:
+        Each rank updates its part of a table, with the gradient of all of them:
+
+        >>> paceline.init()
+        >>> gradient = torch.ones(6, 2)
+        >>> part = paceline.reduce_scatter(gradient, "mean")
+        >>> paceline.all_gather(-0.1 * part).shape
+        torch.Size([6, 2])
+    """
     check_op(op, ("sum", "mean"))
     _check_rows("reduce_scatter", tensor)
     return _comm().reduce_scatter(tensor.detach(), op)
@@ -218,12 +401,31 @@ def reduce_scatter(tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
 def all_to_all(tensor: torch.Tensor, splits: Sequence[int] | None = None) -> tuple[torch.Tensor, list[int]]:
     """Send `splits[i]` rows of `tensor` to rank i, in order.
 
+    Args:
+        tensor: (rows, ...), on every rank with the same dtype and the same shape but for the rows.
+        splits: one count of rows for each rank; they add up to the rows. None: every rank gets the same number.
+
     Returns:
-        The rows received, in rank order, and how many came from each rank. Without `splits` every rank
-        gets the same number.
+        The rows received, in rank order, and how many came from each rank.
 
     Raises:
-        UsageError: `splits` has not one count per rank, or does not add up to the rows.
+        UsageError: `splits` has not one count per rank or does not add up to the rows, `tensor` is a scalar, `init`
+            has not been called, or the ranks are workers of parameter servers.
+        PeerLostError: a rank has gone.
+        CollectiveError: the ranks' shapes or dtypes differ, where the transport can tell.
+
+    Examples:
+        Bring each token to the rank that has its expert:
+
+        >>> paceline.init()
+        >>> experts = torch.tensor([3, 0, 2, 1])  # of this rank's tokens; expert e is on rank e % size
+        >>> owners = experts % paceline.size()
+        >>> splits = torch.bincount(owners, minlength=paceline.size()).tolist()
+        >>> received, counts = paceline.all_to_all(experts[owners.argsort(stable=True)], splits)
+        >>> bool((received % paceline.size() == paceline.rank()).all())
+        True
+        >>> sum(counts) == len(received)
+        True
     """
     _check_rows("all_to_all", tensor)
     rows = tensor.shape[0]
@@ -243,7 +445,24 @@ def all_to_all(tensor: torch.Tensor, splits: Sequence[int] | None = None) -> tup
 
 
 def barrier() -> None:
-    """Wait until every rank is here."""
+    """Wait until every rank is here.
+
+    Raises:
+        UsageError: `init` has not been called, or the ranks are workers of parameter servers.
+        PeerLostError: a rank has gone.
+        CollectiveError: the transport failed.
+
+    Examples:
+        Rank 0 writes a file that all ranks read:
+
+        >>> import pathlib
+        >>> paceline.init()
+        >>> if paceline.rank() == 0:
+        ...     _ = pathlib.Path("labels.txt").write_text("cat dog")
+        >>> paceline.barrier()
+        >>> pathlib.Path("labels.txt").read_text().split()
+        ['cat', 'dog']
+    """
     _comm().barrier()
 
 

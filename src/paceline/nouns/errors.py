@@ -38,6 +38,25 @@ class PacelineError(Exception):
         asked: what should be, or what can't be done: the first line.
         found: what was found instead; it speaks of the first line's subject.
         fix: what to do, as an imperative.
+
+    Attributes:
+        rank (int | None): the rank where it happened, from 0; None where no rank is known.
+        step (int | None): the optimizer step in which it happened, from 1; None outside of a step.
+        exit_code (int): the status with which the `paceline` command ends: 1, or 2 for a request that can't be met.
+
+    Examples:
+        Write why a run failed where another program reads it:
+
+        >>> import json
+        >>> try:
+        ...     paceline.distribute(workload).load("runs/yesterday")
+        ... except paceline.PacelineError as error:
+        ...     print(json.dumps({"what": error.asked, "found": error.found, "fix": error.fix}, indent=1))
+        {
+         "what": "a checkpoint in runs/yesterday",
+         "found": "there is none",
+         "fix": "name another run or checkpoint"
+        }
     """
 
     exit_code = 1
@@ -50,7 +69,23 @@ class PacelineError(Exception):
         self.step: int | None = None
 
     def at(self, rank: int | None = None, step: int | None = None) -> PacelineError:
-        """Set the rank and step where it happened, and return this error, for `raise error.at(rank=3)`."""
+        """Set the rank and step where it happened, and return this error, for `raise error.at(rank=3)`.
+
+        Args:
+            rank: from 0; None leaves it as it is.
+            step: from 1; None leaves it as it is.
+
+        Returns:
+            This error, for `raise`.
+
+        Examples:
+            >>> from paceline.nouns.errors import DataError
+            >>> error = DataError("a line of the table should have 3 columns", "line 7 has 2", "mend the file")
+            >>> print(error.at(rank=0))
+            [rank 0] a line of the table should have 3 columns
+              found: line 7 has 2
+              fix: mend the file
+        """
         self.rank = self.rank if rank is None else rank
         self.step = self.step if step is None else step
         return self
@@ -82,51 +117,194 @@ def _cut(text: str, most: int) -> str:
 
 
 class UsageError(PacelineError):
-    """A command or call asks for something that is not there."""
+    """A command or call asks for something that is not there.
+
+    Examples:
+        >>> from paceline.nouns.errors import UsageError
+        >>> paceline.init()
+        >>> try:
+        ...     paceline.all_reduce(torch.ones(2), op="average")
+        ... except UsageError as error:
+        ...     print(error)
+        the reduction 'average' is unknown
+          found: the choices are sum, mean, min, max, product
+          fix: write 'mean'
+    """
 
     exit_code = MEETS_NOT
 
 
 class MeshError(PacelineError):
-    """The mesh does not fit the ranks."""
+    """The mesh does not fit the ranks.
+
+    Examples:
+        >>> from paceline.nouns.errors import MeshError
+        >>> from paceline.nouns.plan import Plan
+        >>> try:
+        ...     Plan.parse("tensors=2")
+        ... except MeshError as error:
+        ...     print(error.fix)
+        did you mean 'tensor'? Write that
+    """
 
     exit_code = MEETS_NOT
 
 
 class PlanError(PacelineError):
-    """The plan contradicts itself or what it is run on."""
+    """The plan contradicts itself or what it is run on.
+
+    Examples:
+        >>> from paceline.nouns.errors import PlanError
+        >>> from paceline.nouns.plan import Plan
+        >>> try:
+        ...     Plan.parse("replicate=2,schedule=gpipe")
+        ... except PlanError as error:
+        ...     print(error)
+        the plan's schedule=gpipe
+          found: it changes nothing without the axis pipeline, and the plan does not name it
+          fix: add pipeline=N to the plan, such as pipeline=2, or leave schedule out
+    """
 
     exit_code = MEETS_NOT
 
 
 class WorkloadError(PacelineError):
-    """The workload lacks a part, or one of its parts does not fit."""
+    """The workload lacks a part, or one of its parts does not fit.
+
+    Examples:
+        >>> import dataclasses
+        >>> from paceline.nouns.errors import WorkloadError
+        >>> try:
+        ...     dataclasses.replace(workload, precision="fp32")
+        ... except WorkloadError as error:
+        ...     print(error)
+        the workload's precision is 'fp32'
+          found: the choices are float32, bf16, float64
+          fix: did you mean 'float32'? Write that
+    """
 
     exit_code = MEETS_NOT
 
 
 class LossError(PacelineError):
-    """The loss has the wrong form, or is not finite."""
+    """The loss has the wrong form, or is not finite.
+
+    A step that raises it leaves the parameters as they were.
+
+    Examples:
+        >>> import dataclasses
+        >>> from paceline.nouns.errors import LossError
+        >>> def mean_loss(model, batch):
+        ...     inputs, targets = batch
+        ...     return torch.nn.functional.mse_loss(model(inputs), targets)
+        >>> job = paceline.distribute(dataclasses.replace(workload, loss=mean_loss))
+        >>> try:
+        ...     job.step(next(job.batches()))
+        ... except LossError as error:
+        ...     print(error)
+        [rank 0, step 1] the loss should return (sum, weight)
+          found: it returned a tensor of shape () and torch.float32: a mean alone can't be split over ranks
+          fix: return the losses added up and their number: cross_entropy(..., reduction='sum'), labels.numel()
+    """
 
 
 class DataError(PacelineError):
-    """A row or a sample can't be read."""
+    """A row or a sample can't be read.
+
+    Examples:
+        Raise it in a data set, so that the message has the form of all others:
+
+        >>> from paceline.nouns.errors import DataError
+        >>> def read_line(number, line):
+        ...     columns = line.split(",")
+        ...     if len(columns) != 3:
+        ...         found = f"line {number} has {len(columns)}"
+        ...         raise DataError("a line of the table should have 3 columns", found, "mend the file")
+        ...     return [float(column) for column in columns]
+        >>> read_line(7, "1.0,2.0,0")
+        [1.0, 2.0, 0.0]
+        >>> read_line(8, "1.0,2.0")
+        Traceback (most recent call last):
+        paceline.nouns.errors.DataError: a line of the table should have 3 columns
+          found: line 8 has 2
+          fix: mend the file
+    """
 
 
 class CheckpointError(PacelineError):
-    """A checkpoint is missing, torn, altered or of another model."""
+    """A checkpoint is missing, torn, altered or of another model.
+
+    Examples:
+        Continue from a checkpoint if there is one:
+
+        >>> from paceline.nouns.errors import CheckpointError
+        >>> job = paceline.distribute(workload)
+        >>> try:
+        ...     job.load("checkpoints/best")
+        ... except CheckpointError as error:
+        ...     print("training starts at step 0:", error.found)
+        training starts at step 0: there is none
+    """
 
 
 class ReadError(PacelineError, ValueError):
-    """A file, a variable or a message is not what it should be."""
+    """A file, a variable or a message is not what it should be.
+
+    It is a ValueError, too.
+
+    Examples:
+        >>> import pathlib
+        >>> from paceline.nouns.errors import ReadError
+        >>> from paceline.nouns.reading import read_json
+        >>> _ = pathlib.Path("settings.json").write_text('{"rate": 0.1')
+        >>> try:
+        ...     read_json(pathlib.Path("settings.json"))
+        ... except ReadError as error:
+        ...     print(error.found)
+        it is not JSON (line 1, column 13: Expecting ',' delimiter)
+    """
 
 
 class CollectiveError(PacelineError):
-    """Ranks disagreed inside one collective."""
+    """Ranks disagreed inside one collective.
+
+    A rank called another collective, or had another shape or dtype. The ranks can't go on together: let the job end.
+
+    Examples:
+        Say which tensor it was before the job ends:
+
+        >>> from paceline.nouns.errors import CollectiveError
+        >>> paceline.init()
+        >>> hidden = torch.ones(2, 3)
+        >>> try:
+        ...     total = paceline.all_reduce(hidden)
+        ... except CollectiveError:
+        ...     print("hidden:", hidden.shape, hidden.dtype)
+        ...     raise
+    """
 
 
 class PeerLostError(PacelineError):
-    """Another rank has gone; the cause is that rank's, not this one's."""
+    """Another rank has gone; the cause is that rank's, not this one's.
+
+    `paceline run` ends all ranks and prints the first cause, so a loop rarely catches it.
+
+    Examples:
+        Let a rank that only lost its peer end without writing a crash report of its own:
+
+        >>> from paceline.nouns.errors import PeerLostError
+        >>> def write_crash_report(error):
+        ...     print("crashed:", error)
+        >>> job = paceline.distribute(workload)
+        >>> try:
+        ...     for batch in job.batches():
+        ...         mean = job.step(batch)
+        ... except PeerLostError:
+        ...     raise
+        ... except Exception as error:
+        ...     write_crash_report(error)
+        ...     raise
+    """
 
 
 def how_to_write(error: OSError) -> str:

@@ -29,27 +29,62 @@ OPTIONS = ("zero", "offload", "sequence", "schedule", "micro_batches", "checkpoi
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The plan of a job: ranks on a mesh, what they send, how often the job is saved."""
+    """The plan of a job: ranks on a mesh, what they send, how often the job is saved.
+
+    `--plan` has a plan as a line, which `parse` reads; `job.plan` is the one that the job runs under.
+
+    Args:
+        mesh: sizes of the axes `pipeline`, `replicate`, `shard` and `tensor`, such as "replicate=2,tensor=2".
+        transport: what gradients go through: "auto", "shared_memory", "gloo" or "nccl".
+        compression: of gradients: "none", "bf16", "fp16", "powersgd" or "topk".
+        bucket_bytes: bytes of gradients that travel together.
+        checkpoint_every: steps from one checkpoint to the next; 0 saves only at the end and when stopped.
+        keep: number of newest checkpoints that stay.
+        zero: what `shard` splits: 1 optimizer state, 2 also gradients, 3 also parameters.
+        offload: "on" keeps the optimizer state of `shard` in host memory.
+        sequence: "on" splits norms and dropout along the sequence, under `tensor`.
+        schedule: of `pipeline`: "1f1b", "gpipe", "interleaved" or "zero_bubble".
+        micro_batches: of `pipeline`, per step; 0 leaves it to micro_batch_size, else to the schedule.
+        checkpointing: of activations: "none", "selective" or "full".
+        compile: "on" compiles the model with torch.compile.
+        server: number of parameter servers, beside the workers on the mesh's `replicate` axis; 0: none.
+        mode: when the servers make an update of gradients: "sync", "quorum", "deadline", "stale" or "async".
+        quorum: under mode=quorum, how many workers' gradients make an update.
+        staleness: under mode=stale, how many steps the fastest worker may be ahead.
+        deadline: under mode=deadline, seconds that the first gradient of a step waits for the others.
+        replicas: servers that hold the same part of the parameters.
+        version: of the file format.
+
+    Raises:
+        MeshError: the mesh names an unknown axis, or one twice, or a size that is not a whole number above 0.
+        PlanError: an option has a value that it can't have, or contradicts another.
+
+    Examples:
+        >>> job = paceline.distribute(workload)
+        >>> if job.plan.compression == "none" and job.rank == 0:
+        ...     print(f"gradients are sent as they are, in buckets of {job.plan.bucket_bytes // 2**20} MiB")
+        gradients are sent as they are, in buckets of 25 MiB
+    """
 
     mesh: str = "replicate=1"
     transport: str = "auto"
     compression: str = "none"
-    bucket_bytes: int = BUCKET_BYTES  # gradients of so many bytes travel together
-    checkpoint_every: int = 100  # steps; 0 saves at the end and when stopped, and at no other time
-    keep: int = 3  # newest checkpoints that stay
-    zero: int = 3  # what `shard` splits: 1 optimizer state, 2 also gradients, 3 also parameters
-    offload: str = "off"  # optimizer state of `shard` in host memory
-    sequence: str = "off"  # under `tensor`: norms and dropout split along the sequence
-    schedule: str = "1f1b"  # of `pipeline`
-    micro_batches: int = 0  # of `pipeline`, per step; 0 leaves it to micro_batch_size, else to the schedule
-    checkpointing: str = "none"  # of activations
-    compile: str = "off"  # torch.compile
-    server: int = 0  # parameter servers, beside the workers on the mesh's `replicate` axis; 0: none
-    mode: str = "sync"  # when the servers make an update of gradients
-    quorum: int = 0  # of mode=quorum, how many workers' gradients make an update
-    staleness: int = 0  # of mode=stale, how many steps the fastest worker may be ahead
-    deadline: float = 0.0  # of mode=deadline, seconds that the first gradient of a step waits for the others
-    replicas: int = 2  # servers that hold the same part of the parameters
+    bucket_bytes: int = BUCKET_BYTES
+    checkpoint_every: int = 100
+    keep: int = 3
+    zero: int = 3
+    offload: str = "off"
+    sequence: str = "off"
+    schedule: str = "1f1b"
+    micro_batches: int = 0
+    checkpointing: str = "none"
+    compile: str = "off"
+    server: int = 0
+    mode: str = "sync"
+    quorum: int = 0
+    staleness: int = 0
+    deadline: float = 0.0
+    replicas: int = 2
     version: int = VERSION
 
     def __post_init__(self) -> None:
@@ -153,9 +188,18 @@ class Plan:
             text: axes with their sizes, and options with their values.
             values: the plan's other fields.
 
+        Returns:
+            The plan. Options that are not named have their defaults.
+
         Raises:
             MeshError: an axis or option is unknown or named twice, or an axis has no size.
             PlanError: an option has a value that it can't have, or no effect under these axes.
+
+        Examples:
+            >>> from paceline.nouns.plan import Plan
+            >>> plan = Plan.parse("pp=2,tp=2,schedule=gpipe", checkpoint_every=500)
+            >>> plan.mesh, plan.world_size, plan.checkpoint_every
+            ('pipeline=2,tensor=2', 4, 500)
         """
         axes = []
         options = []
@@ -229,7 +273,18 @@ class Plan:
         return replace(self, **changes)
 
     def line(self) -> str:
-        """Return the plan as `parse` reads it: its mesh and every option that is not the default."""
+        """Return the plan as `parse` reads it: its mesh and every option that is not the default.
+
+        Returns:
+            A line for `--plan`.
+
+        Examples:
+            Print the plan of a run, to start another with the same:
+
+            >>> job = paceline.distribute(workload)
+            >>> print(f"paceline run --plan {job.plan.line()} train.py")
+            paceline run --plan replicate=1 train.py
+        """
         default = Plan()
         items = [self.mesh]
         for name in OPTIONS:
@@ -240,16 +295,38 @@ class Plan:
 
     @property
     def world_size(self) -> int:
-        """Ranks that the plan's mesh covers."""
+        """Ranks that the plan's mesh covers.
+
+        Returns:
+            The product of the mesh's sizes; parameter servers are not among them.
+        """
         return Mesh.parse(self.mesh).world_size
 
     @property
     def data_size(self) -> int:
-        """Parts that a batch is split into under this plan."""
+        """Parts that a batch is split into under this plan.
+
+        Returns:
+            The product of the sizes of `replicate` and `shard`. Ranks along the other axes see the same samples.
+        """
         return Mesh.parse(self.mesh).data_size
 
     def write(self, path: Path) -> None:
-        """Write the plan as JSON, at once: other ranks may be reading what was there."""
+        """Write the plan as JSON, at once: other ranks may be reading what was there.
+
+        Args:
+            path: the file; it is replaced.
+
+        Raises:
+            OSError: it can't be written.
+
+        Examples:
+            >>> import pathlib
+            >>> from paceline.nouns.plan import Plan
+            >>> Plan.parse("replicate=2,tensor=2").write(pathlib.Path("plan.json"))
+            >>> "replicate=2,tensor=2" in pathlib.Path("plan.json").read_text()
+            True
+        """
         draft = path.with_name(f".{path.name}.draft")
         draft.write_text(json.dumps(asdict(self), indent=1) + "\n")
         draft.replace(path)
@@ -258,9 +335,22 @@ class Plan:
     def read(cls, path: Path) -> Plan:
         """Read a plan.
 
+        Args:
+            path: a `plan.json`, as `paceline run` writes it to `runs/JOB/`.
+
+        Returns:
+            The plan.
+
         Raises:
             PlanError: the file is missing, is not JSON, has a key or value that a plan does not have, or an option
                 without effect under the plan's axes.
+
+        Examples:
+            >>> import pathlib
+            >>> from paceline.nouns.plan import Plan
+            >>> Plan.parse("shard=4,zero=2").write(pathlib.Path("plan.json"))
+            >>> Plan.read(pathlib.Path("plan.json")).line()
+            'shard=4,zero=2'
         """
         try:
             values = read_json(path)

@@ -8,18 +8,49 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One optimizer step as rank 0 saw it. Every rank has the same loss, samples and norm."""
+    """One optimizer step as rank 0 saw it. Every rank has the same loss, samples and norm.
 
-    step: int  # counted from 1: the number of updates after this one
-    position: int  # samples taken from the global order so far
-    loss: float  # mean over the global batch
-    weight: float  # what the mean was divided by
-    samples: int  # samples of the global batch
+    Attributes:
+        step: counted from 1: the number of updates after this one.
+        position: samples taken from the global order so far.
+        loss: mean over the global batch.
+        weight: what the mean was divided by.
+        samples: samples of the global batch; 0 for a batch that the loop made.
+        seconds: time of the step on this rank.
+        sent_bytes: payload this rank gave to collectives during the step.
+        gradient_norm: of the whole gradient, before clipping; None where nothing is clipped.
+        memory_bytes: peak resident set of this rank so far.
+
+    Examples:
+        >>> job = paceline.distribute(workload)
+        >>> for batch in job.batches():
+        ...     mean = job.step(batch)
+        >>> record = job.last
+        >>> print(f"{record.step} steps, {record.samples / record.seconds:.0f} samples/s")
+        8 steps, ... samples/s
+    """
+
+    step: int
+    position: int
+    loss: float
+    weight: float
+    samples: int
     seconds: float
-    sent_bytes: int  # payload this rank gave to collectives during the step
-    gradient_norm: float | None  # before clipping; None where nothing is clipped
-    memory_bytes: int  # peak resident set of this rank so far
+    sent_bytes: int
+    gradient_norm: float | None
+    memory_bytes: int
 
     def to_json(self) -> dict[str, Any]:
-        """Return the record as an event: its fields plus `event: step`."""
+        """Return the record as an event: its fields plus `event: step`.
+
+        Returns:
+            What a line of `runs/JOB/events.jsonl` holds, but for the time at which it was written.
+
+        Examples:
+            >>> job = paceline.distribute(workload)
+            >>> mean = job.step(next(job.batches()))
+            >>> event = job.last.to_json()
+            >>> event["event"], event["step"], event["loss"] == mean
+            ('step', 1, True)
+        """
         return {"event": "step", **asdict(self)}

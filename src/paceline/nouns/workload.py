@@ -22,9 +22,9 @@ class Workload:
         model: makes the model, e.g. `lambda: BertForMaskedLM(config)`. Called once per rank, after the
             seed is set.
         loss: `loss(model, batch)` runs the model on one micro-batch and returns `(sum, weight)`: the
-            losses of its samples or tokens added up, and how many there were. The mean is taken once,
-            over the whole global batch, so no split of it can change the result. What does not add up
-            over samples is refused before the first step; a penalty on the weights adds up once it is
+            losses of its samples or tokens added up, a tensor with one element, and how many there were, a number. The
+            mean is taken once, over the whole global batch, so no split of it can change the result. What does not add
+            up over samples is refused before the first step; a penalty on the weights adds up once it is
             multiplied by the weight.
         optimizer: `optimizer(model)` makes the optimizer, e.g. `lambda m: AdamW(m.parameters())`.
         data: a data set with `len` and `[]`, or a function that makes one. Random numbers drawn in
@@ -47,6 +47,35 @@ class Workload:
 
     Raises:
         WorkloadError: a part is missing, unknown or of the wrong kind.
+
+    Examples:
+        A classifier. The loss is a sum over samples, and returns how many there are:
+
+        >>> def cross_entropy(model, batch):
+        ...     inputs, labels = batch
+        ...     return torch.nn.functional.cross_entropy(model(inputs), labels, reduction="sum"), len(labels)
+        >>> workload = paceline.Workload(
+        ...     model=lambda: torch.nn.Linear(4, 3),
+        ...     loss=cross_entropy,
+        ...     optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
+        ...     scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=10),
+        ...     data=torch.utils.data.TensorDataset(torch.randn(100, 4), torch.randint(3, (100,))),
+        ...     batch_size=32,
+        ...     micro_batch_size=8,
+        ...     epochs=3,
+        ...     clip_norm=1.0,
+        ... )
+        >>> job = paceline.distribute(workload)
+        >>> job.total_steps  # 100 / 32, rounded up, in each epoch
+        12
+
+        Tokens instead of samples: the weight is the number of tokens that count.
+
+        >>> def masked_lm(model, batch):
+        ...     tokens, labels = batch
+        ...     logits = model(tokens).flatten(0, 1)
+        ...     total = torch.nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum")
+        ...     return total, (labels != -100).sum()
     """
 
     model: Callable[[], Any]

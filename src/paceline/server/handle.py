@@ -1,13 +1,6 @@
 """Train with parameters that are on servers: push gradients, and pull the parameters that result.
 
-Paceline's own `server` strategy uses it, and so may a training loop of your own:
-
-    handle = connect("unix:/run/job/coordinator", 0, model, optimizer, steps=1000)
-    while not handle.is_done:
-        loss_sum, count = ...                      # of this worker's samples
-        loss_sum.backward()
-        handle.push(float(loss_sum), count)        # and the model has the next parameters
-    handle.close()
+Paceline's own `server` strategy uses it, and so may a training loop of your own: see `connect`.
 """
 
 from __future__ import annotations
@@ -27,19 +20,37 @@ from paceline.server.transport.address import Address, Credentials
 
 
 class Handle:
-    """One worker's model and optimizer, trained by the servers.
+    """One worker's model and optimizer, trained by the servers. `connect` makes it.
 
     Args:
         model: whose parameters and buffers of numbers are trained; they are changed in place.
         optimizer: over its parameters. The servers run it; its groups' settings, as a schedule leaves them, go with
             every push.
+        samples: of the job's data set; 0 where it has none. Workers with different numbers are refused.
 
     Attributes:
-        clock: the step that comes next.
-        answer: what the servers said last.
+        clock: the step that comes next, from 0.
+        is_done: True if all steps are taken.
+        answer (Answer): what the servers said last.
 
     Raises:
         PlanError: the servers can't run the optimizer, or keep a dtype.
+
+    Examples:
+        Each push carries the learning rate of its step:
+
+        >>> from paceline.server.handle import connect
+        >>> model = torch.nn.Linear(4, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> handle = connect("unix:coordinator", 0, model, optimizer, steps=3)
+        >>> while not handle.is_done:
+        ...     optimizer.param_groups[0]["lr"] = 0.1 * 0.5**handle.clock
+        ...     total, count = loss(model, (x[:16], y[:16]))
+        ...     total.backward()
+        ...     answer = handle.push(total.item(), count)
+        >>> handle.clock
+        3
+        >>> handle.close()
     """
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, samples: int = 0) -> None:
@@ -79,23 +90,50 @@ class Handle:
 
     @property
     def clock(self) -> int:
-        """The step that comes next."""
+        """The step that comes next, from 0.
+
+        Returns:
+            Steps that this worker has taken. One that takes a lost worker's place begins at that worker's step.
+        """
         return self.answer.clock
 
     @property
     def is_done(self) -> bool:
-        """True if all steps are taken."""
+        """True if all steps are taken.
+
+        Returns:
+            True once `clock` is the number of steps that `connect` was given.
+        """
         return self.clock >= self.steps
 
     def push(self, loss: float, weight: float) -> Answer:
         """Push the parameters' gradients, wait, and take the next parameters.
 
+        The gradients are gone afterwards. How long it waits for other workers is a matter of the mode.
+
         Args:
             loss: summed over this worker's samples.
             weight: how many there were; gradients are of the sum.
 
+        Returns:
+            What the servers say; its `clock` is the step that comes next.
+
         Raises:
             PeerLostError: the servers have gone.
+
+        Examples:
+            >>> from paceline.server.handle import connect
+            >>> model = torch.nn.Linear(4, 1)
+            >>> optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+            >>> handle = connect("unix:coordinator", 0, model, optimizer, steps=1)
+            >>> before = model.weight.detach().clone()
+            >>> total, count = loss(model, (x, y))
+            >>> total.backward()
+            >>> handle.push(total.item(), count).clock
+            1
+            >>> torch.equal(model.weight, before), model.weight.grad
+            (False, None)
+            >>> handle.close()
         """
         sent: list[torch.Tensor | None] = []
         for entry, tensor in self._entries_and_tensors():
@@ -139,7 +177,28 @@ class Handle:
             flat.scatter(self.tensors)
 
     def take_optimizer_state(self) -> None:
-        """Copy the optimizer state that the servers keep into the worker's optimizer."""
+        """Copy the optimizer state that the servers keep into the worker's optimizer.
+
+        Raises:
+            UsageError: this worker has not joined the servers.
+            PeerLostError: the servers have gone.
+
+        Examples:
+            Save model and optimizer after the last step:
+
+            >>> from paceline.server.handle import connect
+            >>> model = torch.nn.Linear(4, 1)
+            >>> optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+            >>> handle = connect("unix:coordinator", 0, model, optimizer, steps=1)
+            >>> total, count = loss(model, (x, y))
+            >>> total.backward()
+            >>> answer = handle.push(total.item(), count)
+            >>> handle.take_optimizer_state()
+            >>> handle.close()
+            >>> torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "last.pt")
+            >>> optimizer.state[model.weight]["exp_avg"].shape
+            torch.Size([1, 4])
+        """
         link = self._joined()
         states = states_of(self.layout, link.ranges, link.read_state())
         for (entry, tensor), state in zip(self._entries_and_tensors(), states, strict=True):
@@ -150,7 +209,21 @@ class Handle:
             self.optimizer.state[tensor] = placed
 
     def close(self) -> None:
-        """Leave the job: nobody waits for this worker any more."""
+        """Leave the job: nobody waits for this worker any more.
+
+        Examples:
+            Leave also where the loop raises, so that the other workers need not find out by silence:
+
+            >>> import contextlib
+            >>> from paceline.server.handle import connect
+            >>> model = torch.nn.Linear(4, 1)
+            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            >>> with contextlib.closing(connect("unix:coordinator", 0, model, optimizer, steps=2)) as handle:
+            ...     while not handle.is_done:
+            ...         total, count = loss(model, (x, y))
+            ...         total.backward()
+            ...         answer = handle.push(total.item(), count)
+        """
         if self.link is not None:
             self.link.end()
 
@@ -184,15 +257,35 @@ def connect(
     Args:
         where: the coordinator's address, `unix:PATH` or `HOST:PORT`.
         worker: this worker's number, from 0.
-        model, optimizer: the same on every worker.
+        model: the same on every worker. Its parameters become those that the servers have.
+        optimizer: the same on every worker, over the model's parameters.
         steps: that every worker takes.
-        options: `clip_norm`; `is_deterministic`, the optimizer as torch runs it in one process, bit for bit;
-            `credentials`, a folder, for an address that can leave this host.
+        options: `clip_norm`, the largest norm of the whole gradient; `is_deterministic`, the optimizer as torch runs it
+            in one process, bit for bit; `credentials`, a folder, for an address that can leave this host.
+
+    Returns:
+        This worker's place in the job; its model has the servers' parameters.
 
     Raises:
+        UsageError: there is no such option, or the address can't be read.
         PlanError: the servers can't run the optimizer.
         WorkloadError: the workers' models differ.
         PeerLostError: nobody answers.
+
+    Examples:
+        >>> from paceline.server.handle import connect
+        >>> model = torch.nn.Linear(4, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> handle = connect("unix:coordinator", 0, model, optimizer, steps=20, clip_norm=1.0)
+        >>> means = []
+        >>> while not handle.is_done:
+        ...     total, count = loss(model, (x, y))
+        ...     total.backward()
+        ...     answer = handle.push(total.item(), count)
+        ...     means.append(total.item() / count)
+        >>> handle.close()
+        >>> means[-1] < means[0]
+        True
     """
     folder = options.pop("credentials", None)
     unknown = options.keys() - {"clip_norm", "is_deterministic"}

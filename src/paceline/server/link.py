@@ -39,10 +39,31 @@ _WAKE_S = 0.1  # so that a signal is seen while the worker waits
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A step may begin: its number, and what the servers say of the one before."""
+    """A step may begin: its number, and what the servers say of the one before.
+
+    Attributes:
+        clock: the step that comes next, from 0.
+        notes: of the update before it, by range of parameters: `loss` and `weight`, summed over its workers, `norm` of
+            its gradient before clipping (None without clipping), and others for Paceline's own use. None before the
+            first update.
+
+    Examples:
+        The loss over all workers, where each of them knows its own:
+
+        >>> from paceline.server.handle import connect
+        >>> model = torch.nn.Linear(4, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> handle = connect("unix:coordinator", 0, model, optimizer, steps=1)
+        >>> total, count = loss(model, (x, y))
+        >>> total.backward()
+        >>> note = handle.push(total.item(), count).notes[0]
+        >>> note["weight"], note["loss"] == total.item()
+        (64.0, True)
+        >>> handle.close()
+    """
 
     clock: int
-    notes: list[dict[str, Any] | None]  # by range
+    notes: list[dict[str, Any] | None]
 
 
 class Link(Peers):

@@ -31,11 +31,25 @@ _EVALUATION = 0xE7A1  # keeps evaluation's random numbers apart from training's
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """This rank's part of one global batch. It may be empty on some ranks when the last batch is short."""
+    """This rank's part of one global batch. It may be empty on some ranks when the last batch is short.
+
+    Attributes:
+        microbatches: what `collate` makes of this rank's samples, in pieces of `micro_batch_size`, on the job's device.
+        positions: of the global batch, in the global order of samples.
+        longest: micro-batches of the rank that has most of them.
+
+    Examples:
+        >>> job = paceline.distribute(workload)
+        >>> batch = next(job.batches())
+        >>> batch.positions
+        range(0, 16)
+        >>> [inputs.shape for inputs, targets in batch.microbatches]
+        [torch.Size([16, 4])]
+    """
 
     microbatches: list[Any]
-    positions: range  # of the global batch
-    longest: int = 1  # micro-batches of the rank that has most of them
+    positions: range
+    longest: int = 1
 
 
 @dataclass(frozen=True, slots=True)

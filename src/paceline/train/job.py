@@ -45,7 +45,23 @@ STEPS = {"collectives": CollectiveSteps, "servers": ServerSteps}  # by `Plan.str
 class Stopped(SystemExit):
     """Raised out of `job.step` once every rank has saved: the job was asked to stop (Ctrl-C, SIGTERM).
 
-    It is no `Exception`, so a loop that catches those does not go on.
+    It is no `Exception`, so a loop that catches those does not go on. Let it pass: it ends the process.
+
+    Examples:
+        Write a file of your own before the job ends:
+
+        >>> import json, pathlib
+        >>> from paceline.train.job import Stopped
+        >>> job = paceline.distribute(workload)
+        >>> losses = []
+        >>> try:
+        ...     for batch in job.batches():
+        ...         losses.append(job.step(batch))
+        ... except Stopped:
+        ...     pathlib.Path("losses.json").write_text(json.dumps(losses))
+        ...     raise
+        >>> len(losses)
+        8
     """
 
 
@@ -54,11 +70,30 @@ def distribute(workload: Workload) -> Job:
 
     The plan comes from the launcher: `paceline run` writes it, under torchrun it is `replicate=WORLD_SIZE`.
 
+    Args:
+        workload: the same on every rank.
+
+    Returns:
+        This rank's job, at step 0; under `paceline run --resume`, at the step of the checkpoint.
+
     Raises:
-        UsageError: this process has a job in the same run directory.
+        UsageError: this process has a job in the same run directory, or the launcher's variables contradict each other.
         WorkloadError: a part of the workload does not fit the others or the plan.
+        MeshError: the plan's mesh does not fit the number of ranks.
         PlanError: the plan can't be met.
+        LossError: the loss has the wrong form, where it is tried before the first step.
         CheckpointError: the job resumes, and its checkpoint can't be used.
+        PeerLostError: another rank has gone.
+
+    Examples:
+        >>> job = paceline.distribute(workload)
+        >>> for batch in job.batches():
+        ...     mean = job.step(batch)
+        ...     if job.rank == 0 and job.step_number % 4 == 0:
+        ...         print(f"step {job.step_number} of {job.total_steps}")
+        step 4 of 8
+        step 8 of 8
+        >>> job.save("out")
     """
     api.init()
     try:
@@ -72,13 +107,33 @@ def distribute(workload: Workload) -> Job:
 class Job:
     """One rank of a training job. Every rank calls the same methods in the same order.
 
+    `paceline.distribute` makes it. Attributes and methods that are not listed here serve Paceline's own modules.
+
     Attributes:
-        model: the person's model, on this rank's device. Call it as ever.
-        optimizer, scheduler: as the workload made them.
-        step_number: optimizer steps done.
-        position: samples taken from the global order; with the seed it says all about the data.
-        last: the record of the last step.
-        rank, size, device: this rank's place.
+        workload (Workload): what is trained.
+        plan (Plan): the parallelism and its options.
+        clock (Clock): measures the seconds of a step.
+        model (torch.nn.Module): the user's model, on this rank's device. Where the plan splits it, it has this rank's
+            part of the parameters.
+        optimizer (torch.optim.Optimizer): as the workload made it.
+        scheduler (Any): as the workload made it; None without one.
+        device (torch.device): where this rank computes.
+        rank (int): this rank's number, from 0.
+        size (int): the number of ranks.
+        step_number (int): optimizer steps done.
+        total_steps (int): optimizer steps of the whole training; 0 where only the loop knows.
+        position (int): samples taken from the global order; with the seed it says all about the data.
+        last (StepRecord | None): the record of the last step; None before the first.
+
+    Examples:
+        >>> job = paceline.distribute(workload)
+        >>> sum(parameter.numel() for parameter in job.model.parameters())
+        5
+        >>> for batch in job.batches():
+        ...     mean = job.step(batch)
+        ...     if job.rank == 0 and job.step_number == job.total_steps:
+        ...         print(f"{job.position} samples seen, learning rate {job.optimizer.param_groups[0]['lr']}")
+        128 samples seen, learning rate 0.1
     """
 
     step_number: int
@@ -147,8 +202,21 @@ class Job:
     def batches(self) -> Iterator[Batch]:
         """Yield this rank's part of every global batch from here to the last step; hand each to `step`.
 
+        Yields:
+            This rank's part of a global batch. It may be empty when the last batch of an epoch is short; hand it to
+            `step` all the same.
+
         Raises:
             WorkloadError: the workload's data is None.
+
+        Examples:
+            >>> job = paceline.distribute(workload)
+            >>> for batch in job.batches():
+            ...     mean = job.step(batch)
+            ...     if mean < 1.0:  # equal on every rank, so all of them leave the loop here
+            ...         break
+            >>> job.step_number < job.total_steps
+            True
         """
         if self.workload.data is None:
             raise no_data()
@@ -163,12 +231,30 @@ class Job:
                 a resume as well (begin at `step_number`), all ranks must take equally many steps, and the loss must
                 add up over the parts: nothing is tried out beforehand.
 
+        Returns:
+            The losses' sum divided by their weight, over all ranks and micro-batches.
+
         Raises:
-            UsageError: the job is closed.
+            UsageError: the job is closed, or this process is forked from the rank's.
             WorkloadError: a batch of your own, and the workload cuts batches or has no steps left.
             LossError: the loss has the wrong form or is not finite; the model is as it was.
             PeerLostError: another rank has gone.
+            CheckpointError: the job was asked to stop, and can't be saved.
             Stopped: the job was asked to stop; it has been saved.
+
+        Examples:
+            A loop that makes its own batches, a part of each on every rank:
+
+            >>> import dataclasses
+            >>> own = dataclasses.replace(workload, data=None, batch_size=0, epochs=1, steps=100)
+            >>> job = paceline.distribute(own)
+            >>> per_rank = 32 // job.size
+            >>> random = torch.Generator().manual_seed(job.rank)
+            >>> while job.step_number < job.total_steps:
+            ...     inputs = torch.randn(per_rank, 4, generator=random)
+            ...     mean = job.step((inputs, inputs.sum(1, keepdim=True)))
+            >>> f"step {job.step_number}, loss {mean:.3f}"
+            'step 100, loss 0.000'
         """
         self._check_may_step()
         self.steps.begin_step()
@@ -220,10 +306,28 @@ class Job:
                 of all ranks.
 
         Returns:
-            The ratio of every name, and under "metrics" what `metrics` computed. The same on every rank.
+            The ratio of every name, and under "metrics" what `metrics` computed. The same on every rank. NaN where the
+            weights add up to 0.
 
         Raises:
-            WorkloadError: there is no data set for evaluation.
+            WorkloadError: there is no data set for evaluation, or `score` returns no dict, or other names on some rank.
+            CollectiveError: another rank goes on with its steps.
+            PeerLostError: another rank has gone.
+
+        Examples:
+            Two ratios in one pass. Without `score` it is the loss:
+
+            >>> def score(model, batch):
+            ...     inputs, targets = batch
+            ...     errors = (model(inputs) - targets).abs()
+            ...     return {"mean error": (errors.sum(), len(errors)), "below 9": ((errors < 9).sum(), len(errors))}
+            >>> job = paceline.distribute(workload)
+            >>> held_out = torch.utils.data.TensorDataset(torch.ones(10, 4), torch.full((10, 1), 4.0))
+            >>> ratios = job.evaluate(held_out, score)
+            >>> print(f"{ratios['mean error']:.1f} {ratios['below 9']:.0%}")
+            4.7 100%
+            >>> list(job.evaluate(held_out))
+            ['loss']
         """
         # Evaluation is collective: a rank that is in a later step would never come.
         self.board.meet("job.evaluate", self.step_number)
@@ -241,9 +345,29 @@ class Job:
     def save(self, path: str | Path) -> None:
         """Write a checkpoint to the folder `path` and wait until it is on the disk.
 
+        Under `paceline run` the job also saves by itself: every `checkpoint_every` steps, and its last step.
+
+        Args:
+            path: a folder that is new, empty or has a checkpoint, which is replaced. Every rank writes its file there.
+
         Raises:
             CheckpointError: `path` holds something else, or can't be written.
             CollectiveError: another rank goes on with its steps.
+            PeerLostError: another rank has gone.
+
+        Examples:
+            Keep the best state:
+
+            >>> job = paceline.distribute(workload)
+            >>> best = float("inf")
+            >>> for batch in job.batches():
+            ...     mean = job.step(batch)
+            ...     if mean < best:
+            ...         best = mean
+            ...         job.save("best")
+            >>> import pathlib
+            >>> pathlib.Path("best", "manifest.json").exists()
+            True
         """
         folder = Path(path)
         self.board.meet("job.save", self.step_number)
@@ -260,8 +384,27 @@ class Job:
         Any mesh may have saved it. Under the same one every random state is restored too and training goes on
         bit for bit. Under `paceline run`, checkpoints of later steps stay until a step from here on is saved.
 
+        Args:
+            path: a checkpoint, or a folder of checkpoints, such as `runs/JOB/checkpoints`; every rank must see it.
+
         Raises:
             CheckpointError: none is whole, or it is of another model, optimizer or data set.
+            UsageError: parameter servers train the model already.
+            CollectiveError: another rank goes on with its steps.
+            PeerLostError: another rank has gone.
+
+        Examples:
+            >>> job = paceline.distribute(workload)
+            >>> batches = job.batches()
+            >>> for _ in range(3):
+            ...     mean = job.step(next(batches))
+            >>> job.save("third")
+            >>> after = [job.step(batch) for batch in batches]
+            >>> job.load("third")
+            >>> job.step_number
+            3
+            >>> [job.step(batch) for batch in job.batches()] == after
+            True
         """
         self.steps.check_may_load()
         self.board.meet("job.load", self.step_number)
@@ -318,8 +461,23 @@ class Job:
         It takes no step after that. It can still load a checkpoint, evaluate and save to a folder. The end of the file
         closes a job that is open.
 
+        Args:
+            save: False leaves the last step unsaved.
+
         Raises:
             CheckpointError: under `paceline run`, the last step can't be saved; says where it was saved instead.
+            CollectiveError: another rank goes on with its steps.
+            PeerLostError: another rank has gone.
+
+        Examples:
+            Train first, then evaluate the model that a run would keep:
+
+            >>> job = paceline.distribute(workload)
+            >>> for batch in job.batches():
+            ...     mean = job.step(batch)
+            >>> job.close()
+            >>> job.evaluate(workload.data)["loss"] < mean
+            True
         """
         if self.closed_step is not None:
             return  # by the file itself; the worker closes what is open at the file's end
