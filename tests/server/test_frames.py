@@ -7,6 +7,7 @@ import os
 import random
 
 import msgpack
+import numpy as np
 import pytest
 
 from paceline.server import setup
@@ -224,6 +225,44 @@ def test_fuzzed_frames():
         assert all(type(message) in KINDS for _, message in end.came)
     assert longest <= 2**24
     assert refused > FUZZED // 10
+
+
+def test_a_number_of_numpy_comes_as_one_of_python():
+    sent = dataclasses.replace(PUSH, note={**NOTE, "settings": {"lr": np.float64(0.1), "betas": (np.float64(0.9), 1)}})
+    content = encoded(sent)
+    prefix = read_prefix(content[: PREFIX.size])
+    came = read_header(prefix, content[PREFIX.size : PREFIX.size + prefix.header_bytes])
+    assert came.note["settings"] == {"lr": 0.1, "betas": [0.9, 1]}
+    assert type(came.note["settings"]["lr"]) is float
+    with pytest.raises(TypeError, match="object can't be sent"):
+        encoded(dataclasses.replace(PUSH, note={**NOTE, "settings": {"lr": object()}}))
+
+
+HEADERS = {  # as version 1 has them on the wire
+    "Pull": "94019203010905",
+    "Heartbeat": "930201ff",
+    "WorkerHeartbeat": "949203010104c2",
+    "AskStatus": "9192ff00",
+    "Missing": "92013c",
+    "Forward": (
+        "93013c950292930301049300000485a46c6f7373cb3ff8000000000000a6776569676874cb4040000000000000a5666c"
+        "61677301a6616273656e749103a873657474696e677382a26c72cb3fb999999999999aa5626574617392cb3feccccccc"
+        "cccccdcb3feff7ced916872bcb3fe0000000000000cb4002000000000000"
+    ),
+    "State": (
+        "96013c9292930000049303010590920504919204cb3fe000000000000085a46c6f7373cb3ff8000000000000a6776569"
+        "676874cb4040000000000000a5666c61677301a6616273656e749103a873657474696e677382a26c72cb3fb999999999"
+        "999aa5626574617392cb3feccccccccccccdcb3feff7ced916872b"
+    ),
+    "Partial": "940104cb3fd0000000000000c3",
+    "Configuration": "9607920102929300000493030105920206059101",
+}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_the_wire_format_stays(name):
+    message = next(one for one in EXAMPLES if type(one).__name__ == name)
+    assert write_frame(3, message, 0)[PREFIX.size :].hex() == HEADERS[name]
 
 
 def test_every_header_has_a_cap():
