@@ -148,8 +148,8 @@ def look_at_memory(root: Path) -> MemoryFacts:
     """Return main memory, swap, and the control group's limit, in bytes."""
     total = available = None
     swap = swap_used = 0
-    # psutil warns of parts of /proc that a container hides.
-    with contextlib.suppress(OSError, KeyError), warnings.catch_warnings(action="ignore"):
+    # Of /proc as a container shows it, psutil warns of what is missing, and raises errors of any class.
+    with contextlib.suppress(Exception), warnings.catch_warnings(action="ignore"):
         memory = psutil.virtual_memory()
         total, available = memory.total, memory.available
         swap, swap_used = psutil.swap_memory()[:2]  # total and used

@@ -69,7 +69,7 @@ def read_header(prefix: Prefix, content: bytes | bytearray | memoryview) -> Any:
     try:
         # A list of values without names: the form says what stands at each place.
         packed = _DECODERS[prefix.kind].decode(content)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # msgspec's own errors, and UnicodeDecodeError
         raise FrameError(f"a {form.kind.__name__} with a wrong header: {error!s:.200}") from None
     values = [field.unpack(value) for field, value in zip(form.fields, packed, strict=True)]
     if form.has_payload and form.kind is not messages.Forward:  # a Forward's payload is in its update
