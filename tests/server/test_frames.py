@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import random
+import tracemalloc
 
 import msgpack
 import numpy as np
@@ -18,6 +19,7 @@ from paceline.server.transport.frames import (
     KINDS,
     PREFIX,
     FrameError,
+    Prefix,
     payload_of,
     read_header,
     read_prefix,
@@ -263,6 +265,30 @@ HEADERS = {  # as version 1 has them on the wire
 def test_the_wire_format_stays(name):
     message = next(one for one in EXAMPLES if type(one).__name__ == name)
     assert write_frame(3, message, 0)[PREFIX.size :].hex() == HEADERS[name]
+
+
+LONG = {
+    "a chain": (messages.Configuration, b"\x96\x01\xdd\xff\xff\xff\xff"),
+    "workers": (messages.Configuration, b"\x96\x01\x90\xdd\xff\xff\xff\xff"),
+    "segments": (messages.State, b"\x96\x01\x02\xdd\xff\xff\xff\xff"),
+    "clocks": (messages.State, b"\x96\x01\x02\x91\xdd\xff\xff\xff\xff"),
+    "a note": (messages.Pulled, b"\x95\x01\x02\x03\x04\xdf\xff\xff\xff\xff"),
+    "settings": (messages.Pulled, b"\x95\x01\x02\x03\x04\x81\xa8settings\xdf\xff\xff\xff\xff"),
+    "a setting": (messages.Pulled, b"\x95\x01\x02\x03\x04\x81\xa8settings\x81\xa1a\xdd\xff\xff\xff\xff"),
+    "a text": (setup.Addresses, b"\x91\xdb\xff\xff\xff\xff"),
+    "fields": (setup.Addresses, b"\xdd\xff\xff\xff\xff"),
+}
+
+
+@pytest.mark.parametrize("case", LONG)
+def test_a_length_that_is_only_claimed_takes_no_memory(case):
+    kind, header = LONG[case]
+    tracemalloc.start()
+    with pytest.raises(FrameError, match="with a wrong header: "):
+        read_header(Prefix(KINDS[kind], 0, len(header), 0), header)
+    _, most_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most_bytes < 2**20
 
 
 def test_every_header_has_a_cap():

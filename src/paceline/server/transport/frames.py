@@ -125,6 +125,7 @@ Worker = tuple[Count, Count]
 Clock = tuple[Count, Count, Count]  # a worker's name and incarnation, and its clock
 Number = int | float  # msgspec would take a whole number for a float, and NaN: `_float` refuses both
 Setting = int | float | bool | None
+Settings = dict[str, Setting | list[Setting]]  # of a torch optimizer's group, where lists are tuples, such as betas
 
 
 class Note(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -136,8 +137,7 @@ class Note(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     norm: Number | UnsetType = UNSET
     counted: Count | UnsetType = UNSET
     absent: list[Count] | UnsetType = UNSET
-    # They reach a torch optimizer's groups. Lists are tuples there, such as betas.
-    settings: dict[str, Setting | list[Setting]] | UnsetType = UNSET
+    settings: Settings | UnsetType = UNSET
 
 
 class GradientNote(Note, kw_only=True, forbid_unknown_fields=True):
@@ -147,7 +147,7 @@ class GradientNote(Note, kw_only=True, forbid_unknown_fields=True):
     weight: Number
     flags: Count
     absent: list[Count]
-    settings: dict[str, Setting | list[Setting]]
+    settings: Settings
 
 
 def _plain(value: Any) -> int | float:
