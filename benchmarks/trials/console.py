@@ -6,6 +6,8 @@ import sys
 import time
 from collections.abc import Sequence
 
+from paceline.nouns.table import aligned
+
 EVERY_S = 5.0
 
 
@@ -35,11 +37,5 @@ class Progress:
 
 def table(titles: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Aligned columns: the first to the left, the others to the right."""
-    texts = [list(titles), *[[str(cell) for cell in row] for row in rows]]
-    widths = [max(len(row[at]) for row in texts) for at in range(len(titles))]
-    lines = []
-    for row in texts:
-        cells = [row[0].ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
+    lines = aligned([titles, *rows], "{:<}" + "  {:>}" * (len(titles) - 1))
+    return "\n".join(line.rstrip() for line in lines)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from paceline.checkpoint import manifest as manifests
@@ -643,24 +644,36 @@ def _asked(content: bytes, folder: Path) -> None:
         ask.look, ask.meet = look, meet
 
 
+@contextlib.contextmanager
+def _psutil_at(folder: Path) -> Iterator[None]:
+    """Have psutil read this folder in place of /proc."""
+    psutil.PROCFS_PATH = str(folder)
+    try:
+        yield
+    finally:
+        psutil.PROCFS_PATH = "/proc"
+
+
 def _kernel_files(content: bytes, folder: Path) -> None:
     """One content in place of every file that is read of /proc and /sys."""
     names = [
-        *("proc/meminfo", "proc/self/cgroup", "proc/self/mountinfo", "proc/net/route", "proc/net/if_inet6"),
+        *("proc/meminfo", "proc/vmstat", "proc/zoneinfo", "proc/net/dev"),  # psutil reads these
+        *("proc/self/cgroup", "proc/self/mountinfo", "proc/net/route"),
         *("sys/fs/cgroup/cpu.max", "sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current"),
-        *("sys/fs/cgroup/memory.stat", "sys/class/net/lo/mtu", "sys/class/net/lo/flags"),
+        "sys/fs/cgroup/memory.stat",
     ]
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
     (folder / "proc/self/cgroup").write_bytes(b"0::/\n")
-    look_at_memory(folder)
+    with _psutil_at(folder / "proc"):
+        look_at_memory(folder)
+        look_at_interfaces()
     _cgroup_cores(folder)
     (folder / "proc/self/cgroup").write_bytes(content)
     with contextlib.suppress(OSError):  # a name of a folder that is too long
         _cgroup_cores(folder)
     default_interface(folder)
-    look_at_interfaces(folder)
     mount_of(str(folder), folder)
 
 
@@ -695,7 +708,7 @@ def _hosts() -> Iterator[Target]:
         b"0::/a/b\n4:cpu,cpuacct:/\n",
         b"200000 100000",
         b"Iface Destination Gateway Flags RefCnt Use Metric Mask\neth0 00000000 0 3 0 0 100 00000000\n",
-        b"00000000000000000000000000000001 01 80 10 80 lo\n",
+        b"Inter-|\n face |\n    lo: 5 5 0 0 0 0 0 0 5 5 0 0 0 0 0 0\n",
         b"36 35 98:0 / /a\\040b rw,noatime - ext4 /dev/a rw\n",
         b"inactive_file 4096\n",
     ]

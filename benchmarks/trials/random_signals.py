@@ -37,6 +37,8 @@ from typing import Any
 
 import psutil
 
+from paceline.nouns.table import aligned
+
 SIGNALS = ("TERM", "INT", "KILL", "STOP", "HUP", "QUIT", "USR1", "USR2")
 KINDS = ("supervisor", "fork server", "rank", "data loader")
 STEPS, EVERY = 24, 3
@@ -338,12 +340,7 @@ def table(trials: list[Trial]) -> str:
         counts = [len(those), *(ends[status] for status in ("done", "stopped", "failed", "no result"))]
         counts += [sum(trial.resumes > 0 for trial in those), sum(bool(trial.problems) for trial in those)]
         rows.append([name, *map(str, counts)])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    aligned = []
-    for row in rows:
-        cells = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        aligned.append("  ".join([row[0].ljust(widths[0]), *cells]))
-    return "\n".join(aligned)
+    return "\n".join(aligned(rows, "{:<}" + "  {:>}" * (len(rows[0]) - 1)))
 
 
 def show_progress(trial: Trial, count: int, began: float) -> None:

@@ -36,6 +36,8 @@ import psutil
 import torch
 from safetensors.torch import load_file
 
+from paceline.nouns.table import aligned
+
 WORKERS, SERVERS, STEPS = 2, 2, 40
 PAUSE_S = 0.05  # in every forward pass: a job lasts some seconds
 SILENCE_S = 8.0  # after which a silent worker is replaced; 60 outside of trials
@@ -362,9 +364,8 @@ def table(trials: list[Trial]) -> str:
         what = "; ".join(map(str, one.faults))
         wrong = str(len(one.wrong) - 1) if one.wrong else "-"
         rows.append((str(one.number), what, str(one.hit), one.outcome, f"{one.seconds:.0f}", wrong))
-    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join(lines)
+    lines = aligned(rows, "  ".join(["{:<}"] * len(rows[0])))
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:

@@ -186,3 +186,5 @@ def test_facts_of_another_version_or_of_a_hostile_host():
             HostFacts.from_json({path: wrong})
     with pytest.raises(ValueError, match=r"cores\.online"):
         HostFacts.from_json({"cores": {"online": True}})
+    with pytest.raises(ValueError, match=r"runs\.bytes_per_s"):
+        HostFacts.from_json({"runs": {"bytes_per_s": True}})

@@ -9,15 +9,18 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
-from paceline.doctor.facts import HostFacts
+from paceline.doctor.facts import HostFacts, Interface, MemoryFacts
 from paceline.doctor.probe.accelerators import look_at_accelerators, read_devices, read_links
 from paceline.doctor.probe.disk import look_at_folder, look_for_leftovers, marker_path, mount_of
 from paceline.doctor.probe.host import chosen_environment, look_at_cores, look_at_limits, look_at_memory, look_at_shm
-from paceline.doctor.probe.network import default_interface, look_at_network, resolve, try_port
+from paceline.doctor.probe.network import default_interface, look_at_interfaces, look_at_network, resolve, try_port
 from paceline.doctor.probe.torch_facts import _runs_on, torch_facts
+from paceline.verify.judge.memory import available_bytes
 
 GIB = 2**30
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads Linux's /proc")
@@ -111,11 +114,12 @@ def test_a_limit_on_cores(tmp_path, files, cores):
     assert look_at_cores(tree(tmp_path, files)).cgroup == cores
 
 
-def test_a_limit_on_memory(tmp_path):
+def test_a_limit_on_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=1024000, available=512000))
+    monkeypatch.setattr(psutil, "swap_memory", lambda: (100 * 1024, 60 * 1024, 40 * 1024, 60.0, 0, 0))
     root = tree(
         tmp_path,
         {
-            "proc/meminfo": "MemTotal: 1000 kB\nMemAvailable: 500 kB\nSwapTotal: 100 kB\nSwapFree: 40 kB\nHugePages_Total: 0\n",
             "proc/self/cgroup": "0::/job\n",
             "sys/fs/cgroup/job/memory.max": str(8 * GIB),
             "sys/fs/cgroup/job/memory.current": str(5 * GIB),
@@ -133,6 +137,93 @@ def test_a_limit_on_memory(tmp_path):
         "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
     }
     assert look_at_memory(tree(tmp_path / "other", unlimited)).limit_bytes is None
+
+
+def test_memory_of_this_host():
+    memory = look_at_memory(Path("/"))
+    assert memory.total_bytes == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert 0 < memory.available_bytes <= memory.total_bytes
+    assert 0 <= memory.swap_used_bytes <= memory.swap_bytes
+
+
+def test_memory_that_a_container_hides(tmp_path, monkeypatch):
+    def hidden():
+        raise FileNotFoundError(2, "No such file or directory", "/proc/meminfo")
+
+    monkeypatch.setattr(psutil, "virtual_memory", hidden)
+    assert look_at_memory(tmp_path) == MemoryFacts()
+    assert available_bytes() is None
+
+
+def test_memory_of_macos(tmp_path, monkeypatch):
+    """There is no /proc, and swap grows as it is needed."""
+    answer = SimpleNamespace(total=16 * GIB, available=6 * GIB, percent=62.5, used=9 * GIB, free=GIB, wired=2 * GIB)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: answer)
+    monkeypatch.setattr(psutil, "swap_memory", lambda: (2 * GIB, GIB, GIB, 50.0, 0, 0))
+    assert look_at_memory(tmp_path) == MemoryFacts(16 * GIB, 6 * GIB, swap_bytes=2 * GIB, swap_used_bytes=GIB)
+    assert available_bytes() == 6 * GIB
+
+
+def address(family, text):
+    return SimpleNamespace(family=family, address=text, netmask=None, broadcast=None, ptp=None)
+
+
+def card(flags, mtu, speed=0):
+    return SimpleNamespace(isup="running" in flags, duplex=2, speed=speed, mtu=mtu, flags=flags)
+
+
+MACOS_ADDRESSES = {
+    "lo0": [address(socket.AF_INET, "127.0.0.1"), address(socket.AF_INET6, "::1"), address(socket.AF_INET6, "fe80::1%lo0")],
+    "en0": [address(18, "3c:22:fb:00:00:01"), address(socket.AF_INET6, "fe80::1c%en0"), address(socket.AF_INET, "192.0.2.7"), address(socket.AF_INET, "192.0.2.8")],
+    "utun3": [address(socket.AF_INET6, "fe80::2%utun3")],
+}  # fmt: skip
+MACOS_CARDS = {
+    "lo0": card("up,loopback,running,multicast", 16384),
+    "en0": card("up,broadcast,smart,running,simplex,multicast", 1500, 1000),
+    "en1": card("up,broadcast,smart,simplex,multicast", 1500),
+    "utun3": card("up,pointopoint,running,multicast", 1380),
+}
+
+
+def test_interfaces_of_macos(monkeypatch):
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: MACOS_ADDRESSES)
+    monkeypatch.setattr(psutil, "net_if_stats", lambda: MACOS_CARDS)
+    assert look_at_interfaces() == (
+        Interface("lo0", ("127.0.0.1", "::1", "fe80::1"), is_up=True, is_loopback=True, mtu=16384),
+        Interface("en0", ("192.0.2.7", "fe80::1c"), is_up=True, mtu=1500, megabits_per_s=1000),
+        Interface("en1", (), is_up=False, mtu=1500),
+        Interface("utun3", ("fe80::2",), is_up=True, is_virtual=True, mtu=1380),
+    )
+
+
+def test_interfaces_that_a_container_hides(monkeypatch):
+    def hidden():
+        raise PermissionError(13, "Permission denied", "/proc/net/dev")
+
+    monkeypatch.setattr(psutil, "net_if_stats", hidden)
+    assert look_at_interfaces() == ()
+
+
+@linux
+def test_interfaces_of_this_host():
+    interfaces = {one.name: one for one in look_at_interfaces()}
+    assert interfaces.keys() == {name for _, name in socket.if_nameindex()}
+    assert interfaces["lo"].is_loopback
+    assert interfaces["lo"].is_up
+    assert "127.0.0.1" in interfaces["lo"].addresses
+    for name, found in interfaces.items():
+        assert found.mtu == int(Path(f"/sys/class/net/{name}/mtu").read_text())
+
+
+def test_a_port_of_macos_whose_holder_is_hidden(monkeypatch):
+    def hidden(kind):
+        raise psutil.AccessDenied
+
+    monkeypatch.setattr(psutil, "net_connections", hidden)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert try_port(taken.getsockname()[1]).holder == ""
 
 
 @linux

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from dataclasses import dataclass
 
 import pytest
 
@@ -13,6 +15,7 @@ from paceline.nouns.reading import (
     LARGEST,
     MOST_DIGITS,
     Whole,
+    as_type,
     fault_of,
     parse_json,
     parse_number,
@@ -143,6 +146,27 @@ FAULTS = {
 def test_a_form_is_held_against_what_was_read():
     assert [fault_of(value, FORM) for value in FITS] == [None] * len(FITS)
     assert {fault_of(value, FORM): value for value in FAULTS.values()} == FAULTS
+
+
+@dataclass
+class Row:
+    name: str
+    sizes: tuple[int, ...]
+    rate: float = 0.5
+
+
+def test_values_of_a_class():
+    assert as_type({"name": "a", "sizes": [1, 2], "rate": 3, "more": {}}, Row, "row") == Row("a", (1, 2), 3.0)
+    faults = {
+        "Expected `int`, got `bool` - at `row.sizes[1]`": {"name": "a", "sizes": [1, True]},
+        "Expected `int`, got `float` - at `row.sizes[0]`": {"name": "a", "sizes": [1.0]},
+        "Expected `float`, got `str` - at `row.rate`": {"name": "a", "sizes": [], "rate": "1"},
+        "Object missing required field `name`": {"sizes": []},
+        "Expected `object`, got `array`": [],
+    }
+    for fault, value in faults.items():
+        with pytest.raises(ValueError, match=re.escape(fault)):
+            as_type(value, Row, "row")
 
 
 def test_a_value_in_an_error_is_short():

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import os
 import random
+import tracemalloc
 
 import msgpack
+import numpy as np
 import pytest
 
 from paceline.server import setup
@@ -17,6 +19,7 @@ from paceline.server.transport.frames import (
     KINDS,
     PREFIX,
     FrameError,
+    Prefix,
     payload_of,
     read_header,
     read_prefix,
@@ -224,6 +227,68 @@ def test_fuzzed_frames():
         assert all(type(message) in KINDS for _, message in end.came)
     assert longest <= 2**24
     assert refused > FUZZED // 10
+
+
+def test_a_number_of_numpy_comes_as_one_of_python():
+    sent = dataclasses.replace(PUSH, note={**NOTE, "settings": {"lr": np.float64(0.1), "betas": (np.float64(0.9), 1)}})
+    content = encoded(sent)
+    prefix = read_prefix(content[: PREFIX.size])
+    came = read_header(prefix, content[PREFIX.size : PREFIX.size + prefix.header_bytes])
+    assert came.note["settings"] == {"lr": 0.1, "betas": [0.9, 1]}
+    assert type(came.note["settings"]["lr"]) is float
+    with pytest.raises(TypeError, match="object can't be sent"):
+        encoded(dataclasses.replace(PUSH, note={**NOTE, "settings": {"lr": object()}}))
+
+
+HEADERS = {  # as version 1 has them on the wire
+    "Pull": "94019203010905",
+    "Heartbeat": "930201ff",
+    "WorkerHeartbeat": "949203010104c2",
+    "AskStatus": "9192ff00",
+    "Missing": "92013c",
+    "Forward": (
+        "93013c950292930301049300000485a46c6f7373cb3ff8000000000000a6776569676874cb4040000000000000a5666c"
+        "61677301a6616273656e749103a873657474696e677382a26c72cb3fb999999999999aa5626574617392cb3feccccccc"
+        "cccccdcb3feff7ced916872bcb3fe0000000000000cb4002000000000000"
+    ),
+    "State": (
+        "96013c9292930000049303010590920504919204cb3fe000000000000085a46c6f7373cb3ff8000000000000a6776569"
+        "676874cb4040000000000000a5666c61677301a6616273656e749103a873657474696e677382a26c72cb3fb999999999"
+        "999aa5626574617392cb3feccccccccccccdcb3feff7ced916872b"
+    ),
+    "Partial": "940104cb3fd0000000000000c3",
+    "Configuration": "9607920102929300000493030105920206059101",
+}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_the_wire_format_stays(name):
+    message = next(one for one in EXAMPLES if type(one).__name__ == name)
+    assert write_frame(3, message, 0)[PREFIX.size :].hex() == HEADERS[name]
+
+
+LONG = {
+    "a chain": (messages.Configuration, b"\x96\x01\xdd\xff\xff\xff\xff"),
+    "workers": (messages.Configuration, b"\x96\x01\x90\xdd\xff\xff\xff\xff"),
+    "segments": (messages.State, b"\x96\x01\x02\xdd\xff\xff\xff\xff"),
+    "clocks": (messages.State, b"\x96\x01\x02\x91\xdd\xff\xff\xff\xff"),
+    "a note": (messages.Pulled, b"\x95\x01\x02\x03\x04\xdf\xff\xff\xff\xff"),
+    "settings": (messages.Pulled, b"\x95\x01\x02\x03\x04\x81\xa8settings\xdf\xff\xff\xff\xff"),
+    "a setting": (messages.Pulled, b"\x95\x01\x02\x03\x04\x81\xa8settings\x81\xa1a\xdd\xff\xff\xff\xff"),
+    "a text": (setup.Addresses, b"\x91\xdb\xff\xff\xff\xff"),
+    "fields": (setup.Addresses, b"\xdd\xff\xff\xff\xff"),
+}
+
+
+@pytest.mark.parametrize("case", LONG)
+def test_a_length_that_is_only_claimed_takes_no_memory(case):
+    kind, header = LONG[case]
+    tracemalloc.start()
+    with pytest.raises(FrameError, match="with a wrong header: "):
+        read_header(Prefix(KINDS[kind], 0, len(header), 0), header)
+    _, most_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most_bytes < 2**20
 
 
 def test_every_header_has_a_cap():

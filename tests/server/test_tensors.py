@@ -23,7 +23,7 @@ SHAPES = st.lists(st.lists(st.integers(0, 700), min_size=0, max_size=2).map(tupl
 
 def layout_of(shapes, dtype="float32", optimizer="SGD", **group):
     entries = tuple(Entry(f"p{number}", shape, dtype, 0) for number, shape in enumerate(shapes))
-    return ServerLayout(entries, optimizer, ({"lr": 0.1, **group},))
+    return ServerLayout(entries, optimizer, ({"lr": 0.1, **group},), 0)
 
 
 @settings(max_examples=60, deadline=None)
@@ -113,7 +113,7 @@ def test_an_optimizer_on_pieces_ends_where_it_does_on_parameters(name, clip_norm
     optimizer = getattr(torch.optim, name)(whole, **ARGUMENTS.get(name, {}))
     kind, (group,) = describe(optimizer)
     entries = tuple(Entry(f"p{number}", tuple(p.shape), "float32", 0) for number, p in enumerate(whole))
-    layout = ServerLayout(entries, kind, (group,))
+    layout = ServerLayout(entries, kind, (group,), 0)
     assert len(layout.segments()) > 1
     store = store_of(layout, implementation_of(optimizer, is_deterministic=True), clip_norm=clip_norm)
     store.restore(first_content(layout, layout.segments(), whole, [{}] * len(whole)))

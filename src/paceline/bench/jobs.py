@@ -25,6 +25,7 @@ from paceline.bench.startup import median_ratio
 from paceline.bench.step import machine, version
 from paceline.nouns import module_names
 from paceline.nouns.errors import UsageError
+from paceline.nouns.table import aligned
 
 _FILE = Path(__file__).with_name("small_gpt.py")
 LIBRARIES = ("paceline", "ddp", "accelerate", "lightning")
@@ -122,14 +123,16 @@ def progress(done: int, jobs: int, elapsed_s: float) -> str:
 
 def table(result: dict[str, Any]) -> str:
     """Return the result as aligned lines."""
-    lines = [f"{'':<8}{'':<12}{'samples/s':>12}{'min':>10}{'max':>10}{'whole job s':>14}"]
+    rows = [("", "", "samples/s", "min", "max", "whole job s")]
     for row in result["rows"]:
-        rates = f"{row['samples_per_s']:>12.1f}{row['min']:>10.1f}{row['max']:>10.1f}"
-        lines.append(f"{row['setting']:<8}{row['library']:<12}{rates}{row['whole_s']:>14.1f}")
-    lines.append("")
-    lines += [f"{name:<32}{value:>8.3f}" for name, value in result["ratios"].items()]
+        numbers = [f"{row[name]:.1f}" for name in ("samples_per_s", "min", "max", "whole_s")]
+        rows.append((row["setting"], row["library"], *numbers))
+    ratios = [(name, f"{value:.3f}") for name, value in result["ratios"].items()]
     where = result["machine"]
-    lines += [
+    lines = [
+        *aligned(rows, "{:<8}{:<12}{:>12}{:>10}{:>10}{:>14}"),
+        "",
+        *aligned(ratios, "{:<32}{:>8}"),
         "",
         f"throughput over throughput: above 1 Paceline is faster; busy: beside {result['busy']} other processes",
         f"{where['cores']} cores, load {where['load_before']:.1f} before, {where['load_after']:.1f} after",

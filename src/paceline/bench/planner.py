@@ -21,6 +21,7 @@ from paceline.bench.step import machine
 from paceline.nouns import module_names
 from paceline.nouns.errors import UsageError
 from paceline.nouns.plan import Plan
+from paceline.nouns.table import aligned
 
 Tell = Callable[[str], None]
 # The programs that the published measurements were made with: in a clone, not in the installed package.
@@ -233,19 +234,17 @@ def _run(command: Sequence[str], what: str, variables: dict[str, str]) -> str:
 def table(result: dict[str, Any]) -> str:
     """Return the result as aligned lines."""
     mib = 2**20
-    lines = [f"{'':<40}{'rank':>5}{'predicted MiB':>15}{'measured MiB':>14}{'off':>9}"]
+    rows = [("", "rank", "predicted MiB", "measured MiB", "off")]
     for row in result["rows"]:
         size = row.get("plan") or f"{row['batch']} x {row['length']}"  # rows of a GPU have no plan
         cells = [row["model"], size, *(str(value) for value in row["parts"].values())]
-        predicted = row["predicted"] / mib
-        measured = row["measured"] / mib
-        numbers = f"{row.get('rank', 0):>5}{predicted:>15.2f}{measured:>14.2f}{100 * row['error']:>8.3f}%"
-        lines.append(f"{', '.join(cells):<40}{numbers}")
+        sizes = (f"{row['predicted'] / mib:.2f}", f"{row['measured'] / mib:.2f}")
+        rows.append((", ".join(cells), row.get("rank", 0), *sizes, f"{100 * row['error']:.3f}%"))
+    lines = aligned(rows, "{:<40}{:>5}{:>15}{:>14}{:>9}")
     resident = result["profile_7b"]["resident_bytes"] / 2**30
     lines += ["", f"a profile of 7 billion parameters held {resident:.2f} GiB", ""]
-    for name, value in result["ratios"].items():
-        number = "-" if value is None else f"{value:.4f}"
-        lines.append(f"{name:<40}{number:>10}")
+    ratios = [(name, "-" if value is None else f"{value:.4f}") for name, value in result["ratios"].items()]
+    lines += aligned(ratios, "{:<40}{:>10}")
     if "published" in result:
         lines += ["", *published_table.table(result["published"])]
     return "\n".join(lines)

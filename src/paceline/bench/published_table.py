@@ -18,6 +18,7 @@ from typing import Any
 
 from paceline.nouns.device import Device
 from paceline.nouns.errors import UsageError
+from paceline.nouns.table import aligned
 
 Row = dict[str, str]
 # By the beginning of the source: the file that builds its steps, and the number that its authors read.
@@ -220,10 +221,11 @@ def table(result: dict[str, Any]) -> list[str]:
 
 
 def _lines_of_sources(sources: Sequence[dict[str, Any]]) -> list[str]:
-    heads = ("rows", "memory", "median", "worst", "fits", "right", "OOM", "right", "not predicted")
-    lines = ["published elsewhere" + " " * 15 + "".join(f"{head:>9}" for head in heads[:-1]) + f"{heads[-1]:>15}"]
+    titles = ("rows", "memory", "median", "worst", "fits", "right", "OOM", "right", "not predicted")
+    rows: list[tuple[Any, ...]] = [("published elsewhere", *titles)]
     for source in sources:
-        cells = [
+        cells = (
+            source["source"],
             source["rows"],
             source["memory_rows"],
             _percent(source["memory_error_median"]),
@@ -232,10 +234,10 @@ def _lines_of_sources(sources: Sequence[dict[str, Any]]) -> list[str]:
             source["fit_right"],
             source["oom_rows"],
             source["oom_right"],
-        ]
-        numbers = "".join(f"{cell:>9}" for cell in cells)
-        lines.append(f"{source['source']:<34}{numbers}{source['not_predicted']:>15}")
-    return lines
+            source["not_predicted"],
+        )
+        rows.append(cells)
+    return aligned(rows, "{:<34}" + "{:>9}" * 8 + "{:>15}")
 
 
 def _percent(error: float | None) -> str:

@@ -21,6 +21,7 @@ from paceline.bench.step import machine, make_data, version
 from paceline.launch.local import rank_environment
 from paceline.nouns import module_names
 from paceline.nouns.errors import CollectiveError, UsageError
+from paceline.nouns.table import aligned
 
 STRATEGIES = {"shard": "shard", "tensor": "tensor", "gpipe": "pipeline", "1f1b": "pipeline"}  # and their axes
 SIDES = ("paceline", "raw")
@@ -133,12 +134,12 @@ def progress(done: int, turns: int, elapsed_s: float) -> str:
 
 def table(result: dict[str, Any]) -> str:
     """Return the result as aligned lines."""
-    lines = [f"{'':<20}{'ranks':>6}{'step ms':>12}{'min':>10}{'max':>10}"]
+    rows = [("", "ranks", "step ms", "min", "max")]
     for row in result["rows"]:
-        median_ms, min_ms, max_ms = 1000 * row["step_s"], 1000 * row["min"], 1000 * row["max"]
-        lines.append(f"{row['name']:<20}{row['ranks']:>6}{median_ms:>12.1f}{min_ms:>10.1f}{max_ms:>10.1f}")
-    lines.append("")
-    lines += [f"{name:<32}{value:>8.3f}" for name, value in result["ratios"].items()]
+        times_ms = [f"{1000 * row[name]:.1f}" for name in ("step_s", "min", "max")]
+        rows.append((row["name"], row["ranks"], *times_ms))
+    ratios = [(name, f"{value:.3f}") for name, value in result["ratios"].items()]
+    lines = [*aligned(rows, "{:<20}{:>6}{:>12}{:>10}{:>10}"), "", *aligned(ratios, "{:<32}{:>8}")]
     where = result["machine"]
     worst = max(result["loss_differences"].values())
     lines += ["", f"time over time: below 1 Paceline is faster; losses agree to {worst:.0e}"]

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-import re
+import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct, field
 
 from paceline.checkpoint.shard_geometry import fault_of_cover, is_sound, most_pieces
 from paceline.checkpoint.tensor_file import DTYPES, METADATA
-from paceline.nouns.reading import COUNT, LARGEST, fault_of, is_shape, shown
+from paceline.nouns.reading import LARGEST, as_type, fault_of, is_shape, shown
 from paceline.nouns.shard_spec import ShardSpec
 
-_HASH = re.compile("[0-9a-f]{64}")
-_TENSOR_HASH = re.compile("[0-9a-f]{32}")
+_Count = Annotated[int, Meta(ge=0, le=LARGEST)]
+_Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]  # and no NaN
 CONFIGS = ("config", "generation_config")  # of a transformers model, where the job's is one
 # How many boxes the parts of all tensors may have: for each part, and where there are few. A part of a matrix that
 # `tensor` and `shard` have cut has up to 20 (three blocks, and a stretch of each).
@@ -21,20 +23,77 @@ _BOXES_OF_A_PART = 64
 _BOXES = 2**16
 
 
+class _File(Struct, forbid_unknown_fields=True):
+    name: str
+    bytes: _Count
+    sha256: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
+
+
+class _Placement(Struct, forbid_unknown_fields=True):
+    shape: list[_Count]
+    # Of a cut its dim, which is -1 in the flattened part (shard_spec.FLAT), blocks, part and number of parts.
+    cuts: list[tuple[int, list[_Count], _Count, _Count]]
+
+
+class _Part(Struct, forbid_unknown_fields=True):
+    file: str
+    key: str
+    placement: _Placement
+
+
+class _Tensor(Struct, forbid_unknown_fields=True):
+    shape: list[_Count]
+    dtype: str
+    hash: Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
+    parts: list[_Part]
+
+
+class _Group(Struct):
+    parameters: list[str]
+    lr: _Finite | None = None
+
+
+class _Optimizer(Struct):
+    kind: str = field(name="class")
+    groups: list[_Group]
+    numbers: dict[str, Any]
+    owners: dict[str, _Count] = {}
+
+
+class _Manifest(Struct):
+    """What a manifest must have; what it may have is that where it is there."""
+
+    step: _Count
+    position: _Count
+    seed: int
+    samples: _Count
+    world_size: Annotated[int, Meta(ge=1, le=LARGEST)]
+    files: list[_File]
+    tensors: dict[str, Any]
+    optimizer: _Optimizer
+    scheduler: dict[str, Any] | None
+    mesh: str = ""
+    batch_size: _Count = 0
+    config: dict[str, Any] = {}
+    generation_config: dict[str, Any] = {}
+
+
 def fault_of_form(manifest: Mapping[str, Any]) -> str | None:
-    """Return the first key that is missing or whose value has the wrong form, as the end of a sentence."""
-    for key, is_right in _FORM.items():
-        if key not in manifest:
-            return f"lacks {key}"
-        if not is_right(manifest[key]):
-            return f"has {key} in the wrong form: {shown(manifest[key])}"
-    # After _FORM, which has shown that it is there and a dict.
-    fault = _fault_of_optimizer(manifest["optimizer"])
-    if fault is not None:
-        return f"has an optimizer in the wrong form: {fault}"
-    for key, is_right in _MAY_HAVE.items():
-        if key in manifest and not is_right(manifest[key]):
-            return f"has {key} in the wrong form: {shown(manifest[key])}"
+    """Return the first key that is missing or whose value has the wrong form, as the end of a sentence.
+
+    Tensors are left to `fault_of_tensors`, which knows their names.
+    """
+    try:
+        checked = as_type(manifest, _Manifest, "manifest")
+    except ValueError as error:
+        return f"is in the wrong form: {error}"
+    if not -(2**63) <= checked.seed < 2**64:
+        return f"has a seed that torch can't take: {shown(checked.seed)}"
+    if not _is_plain(manifest["optimizer"]) or not _is_plain(manifest["scheduler"]):
+        return "has a whole number of more than 64 bits in the state of its optimizer or scheduler"
+    for name, number in checked.optimizer.numbers.items():
+        if not _is_number(name, number):
+            return f"has an optimizer whose number {shown(name)} is {shown(number)}"
     return None
 
 
@@ -110,67 +169,18 @@ def shard_specs_of(entry: Mapping[str, Any]) -> list[ShardSpec]:
     return [ShardSpec.of_json(part["placement"]) for part in entry["parts"]]
 
 
-def _is_count(value: Any) -> bool:
-    return fault_of(value, COUNT) is None
-
-
-def _is_list(value: Any, is_right: Callable[[Any], bool]) -> bool:
-    return isinstance(value, list) and all(map(is_right, value))
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
 def _is_name(name: str) -> bool:
     """True if a file of tensors can have it as a key, and an exported one what follows the first slash."""
     is_unicode = not any("\ud800" <= letter <= "\udfff" for letter in name)
     return is_unicode and name.partition("/")[2] not in ("", METADATA)
 
 
-def _is_file(entry: Any) -> bool:
-    return (
-        isinstance(entry, dict)
-        and entry.keys() == {"name", "bytes", "sha256"}
-        and _is_text(entry["name"])
-        and _is_count(entry["bytes"])
-        and _is_text(entry["sha256"])
-        and bool(_HASH.fullmatch(entry["sha256"]))
-    )
-
-
 def _is_tensor(entry: Any) -> bool:
-    return (
-        isinstance(entry, dict)
-        and entry.keys() == {"shape", "dtype", "hash", "parts"}
-        and _is_text(entry["dtype"])
-        and entry["dtype"] in DTYPES
-        and is_shape(entry["shape"], DTYPES[entry["dtype"]][1])
-        and _is_text(entry["hash"])
-        and bool(_TENSOR_HASH.fullmatch(entry["hash"]))
-        and _is_list(entry["parts"], _is_part)
-    )
-
-
-def _is_part(part: Any) -> bool:
-    return (
-        isinstance(part, dict)
-        and part.keys() == {"file", "key", "placement"}
-        and _is_text(part["file"])
-        and _is_text(part["key"])
-        and isinstance(part["placement"], dict)
-        and part["placement"].keys() == {"shape", "cuts"}
-        and _is_list(part["placement"]["shape"], _is_count)
-        and _is_list(part["placement"]["cuts"], _is_cut)
-    )
-
-
-def _is_cut(cut: Any) -> bool:
-    if not isinstance(cut, list) or len(cut) != 4:
+    try:
+        tensor = as_type(entry, _Tensor, "tensor")
+    except ValueError:
         return False
-    dim, blocks, part, parts = cut
-    # dim may be -1: the cut is of the flattened part (shard_spec.FLAT).
-    return type(dim) is int and _is_list(blocks, _is_count) and _is_count(part) and _is_count(parts)
+    return tensor.dtype in DTYPES and is_shape(entry["shape"], DTYPES[tensor.dtype][1])
 
 
 def _is_plain(value: Any) -> bool:
@@ -182,18 +192,6 @@ def _is_plain(value: Any) -> bool:
     return type(value) is not int or -LARGEST - 1 <= value <= LARGEST
 
 
-def _fault_of_optimizer(value: Any) -> str | None:
-    fault = fault_of(value, {"class": str, "groups": [_GROUP], "numbers": {str: object}, "owners?": {str: COUNT}})
-    if fault is not None:
-        return fault
-    if not _is_plain(value):
-        return "it has a whole number of more than 64 bits"
-    for name, number in value["numbers"].items():
-        if not _is_number(name, number):
-            return f"its number {shown(name)} is {shown(number)}"
-    return None
-
-
 def _is_number(name: str, value: Any) -> bool:
     """True if it is `optimizer/KEY/NAME` and a value that this key can have: a count of steps is a number."""
     prefix, _, rest = name.partition("/")
@@ -201,27 +199,3 @@ def _is_number(name: str, value: Any) -> bool:
     if prefix != "optimizer" or not key or not parameter:
         return False
     return key != "step" or fault_of(value, float) is None
-
-
-def _is_scheduler(value: Any) -> bool:
-    return value is None or (isinstance(value, dict) and _is_plain(value))
-
-
-_GROUP = {"parameters": [str], "lr?": (None, float)}
-# What a manifest must have, and whether a value of JSON is that.
-_FORM: dict[str, Callable[[Any], bool]] = {
-    "step": _is_count,
-    "position": _is_count,
-    "seed": lambda value: type(value) is int and -(2**63) <= value < 2**64,  # what torch.manual_seed takes
-    "samples": _is_count,
-    "world_size": lambda value: _is_count(value) and value > 0,
-    "files": lambda value: _is_list(value, _is_file),
-    "tensors": lambda value: isinstance(value, dict),
-    "optimizer": lambda value: isinstance(value, dict),  # and see _fault_of_optimizer
-    "scheduler": _is_scheduler,
-}
-_MAY_HAVE: dict[str, Callable[[Any], bool]] = {
-    "mesh": _is_text,
-    "batch_size": _is_count,
-    **dict.fromkeys(CONFIGS, lambda value: isinstance(value, dict)),
-}

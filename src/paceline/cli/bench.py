@@ -25,6 +25,7 @@ from typing import Any
 
 from paceline.bench import jobs, planner, strategies
 from paceline.bench.step import run_bench
+from paceline.nouns.table import aligned
 
 SUBJECTS = ("step", "jobs", "strategies", "planner")
 
@@ -77,11 +78,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def table(result: dict[str, Any]) -> str:
     """Return the result of `bench step` as aligned lines."""
-    lines = [f"{'':<24}{'ranks':>6}{'samples/s':>12}{'min':>10}{'max':>10}"]
+    rows = [("", "ranks", "samples/s", "min", "max")]
     for row in result["rows"]:
-        lines.append(
-            f"{row['name']:<24}{row['ranks']:>6}{row['samples_per_s']:>12.1f}{row['min']:>10.1f}{row['max']:>10.1f}"
-        )
-    lines.append("")
-    lines += [f"{name:<40}{value:>8.3f}" for name, value in result["ratios"].items()]
-    return "\n".join(lines)
+        rates = (f"{row['samples_per_s']:.1f}", f"{row['min']:.1f}", f"{row['max']:.1f}")
+        rows.append((row["name"], row["ranks"], *rates))
+    ratios = [(name, f"{value:.3f}") for name, value in result["ratios"].items()]
+    return "\n".join([*aligned(rows, "{:<24}{:>6}{:>12}{:>10}{:>10}"), "", *aligned(ratios, "{:<40}{:>8}")])

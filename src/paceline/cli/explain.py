@@ -16,6 +16,7 @@ from paceline.cli.run import add_plan_arguments, decide_plan
 from paceline.launch.command import HIDDEN, is_secret
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
+from paceline.nouns.table import aligned
 from paceline.rendezvous.launcher_env import ALONE, LauncherPosition, NodeInfo, find_node, find_position
 
 Row = tuple[str, str, str]  # the setting, its value, where it comes from
@@ -44,10 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
     cells = [("setting", "value", "from")]
     for name, value, origin in rows:
         cells.append((name, _shortened(value), origin))
-    name_width = max(len(name) for name, _, _ in cells)
-    value_width = max(len(value) for _, value, _ in cells)
-    for name, value, origin in cells:
-        print(f"{name:<{name_width}}  {value:<{value_width}}  {origin}".rstrip())
+    for line in aligned(cells, "{:<}  {:<}  {}"):
+        print(line.rstrip())
     print(f"\n{NO_FILE}")
     return 0
 

@@ -21,6 +21,7 @@ from paceline.nouns.mesh import Mesh
 from paceline.nouns.order import share
 from paceline.nouns.plan import Plan
 from paceline.nouns.schedule import Schedule, make_schedule, picture
+from paceline.nouns.table import aligned
 from paceline.nouns.workload import too_small_batch
 from paceline.plan.step_traffic import step_traffic
 
@@ -110,8 +111,7 @@ def print_facts(plan: Plan, description: dict[str, Any], schedule: Schedule | No
     has_stages = len(description["share"]) > 1
     for row in description["traffic"] or []:
         rows.append((f"on stage {row['stage']}" if has_stages else "traffic", _traffic_line(row)))
-    for name, text in rows:
-        print(f"{name:<12}{text}")
+    print("\n".join(aligned(rows, "{:<12}{}")))
 
 
 def _traffic_line(row: dict[str, Any]) -> str:
@@ -122,11 +122,11 @@ def _traffic_line(row: dict[str, Any]) -> str:
 
 def print_layout(lines: list[dict[str, Any]]) -> None:
     """Print what `tensor` makes of each weight, and why."""
-    width = max(len(line["name"]) for line in lines)
-    print()
+    rows = []
     for line in lines:
         shape = "x".join(map(str, line["shape"])) or "scalar"
-        print(f"{line['name']:<{width}}  {shape:>12}  {line['placement']:<20} {line['why']}")
+        rows.append((line["name"], shape, line["placement"], line["why"]))
+    print("\n".join(["", *aligned(rows, "{:<}  {:>12}  {:<20} {}")]))
 
 
 def facts_of(plan: Plan, model: dict[str, Any]) -> dict[str, Any]:

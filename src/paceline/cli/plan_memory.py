@@ -13,6 +13,7 @@ from paceline.nouns.device import Device
 from paceline.nouns.errors import UsageError, WorkloadError
 from paceline.nouns.plan import Plan
 from paceline.nouns.profile import NOTHING_TO_RECOMPUTE, Profile
+from paceline.nouns.table import aligned
 from paceline.plan.memory import memory_of
 from paceline.plan.memory_table import communicators, holders, picture, servers_table, size, table
 from paceline.plan.oom_advice import FREE, WANTED, Change, Suggestion, cheapest, ways
@@ -157,12 +158,9 @@ def _suggestion_lines(suggestions: Sequence[Suggestion], is_too_large: bool, dev
         return [f"It fits {device.name}: nothing needs to change."]
     if not suggestions:
         return [f"It does not fit {device.name}, and none of the changes that were tried makes it fit."]
-    width = max(len(suggestion.way.text) for suggestion in suggestions)
-    lines = [f"It does not fit {device.name}. The cheapest changes that fit:"]
-    for suggestion in suggestions:
-        needed = size(suggestion.needed)
-        lines.append(f"{suggestion.way.text:<{width}}  needs {needed:>12}  cost: {suggestion.cost}")
-    return lines
+    rows = [(suggestion.way.text, size(suggestion.needed), suggestion.cost) for suggestion in suggestions]
+    title = f"It does not fit {device.name}. The cheapest changes that fit:"
+    return [title, *aligned(rows, "{:<}  needs {:>12}  cost: {}")]
 
 
 def _without_errors(answers: Sequence[Profile | WorkloadError]) -> list[Profile]:

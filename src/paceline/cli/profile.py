@@ -20,6 +20,7 @@ from paceline.launch.workload_file import read_workload_file
 from paceline.nouns.device import Device
 from paceline.nouns.errors import UsageError, WorkloadError
 from paceline.nouns.profile import Profile
+from paceline.nouns.table import aligned
 from paceline.plan.memory import memory_of
 from paceline.plan.memory_table import communicators, holders, picture, table
 
@@ -77,12 +78,12 @@ def _write(profile: Profile, path: Path) -> None:
 def _work(profile: Profile) -> list[str]:
     """Return a table of the modules that compute most."""
     largest = sorted(profile.modules.items(), key=lambda item: -item[1].flops)[:MODULES]
-    rows = [(name or "(the loss)", work) for name, work in largest if work.flops]
     total = max(profile.flops, 1)
+    rows = []
+    for name, work in largest:
+        if work.flops:
+            gflop, mib = work.flops / 1e9, work.nbytes / 2**20
+            rows.append((name or "(the loss)", f"{gflop:,.3f}", f"{work.flops / total:.1%}", f"{mib:,.1f}"))
     count = sum(work.count for work in profile.operations.values())
-    lines = [f"{count:,} operations, {profile.flops / 1e9:,.3f} GFLOP on this rank; the most of them in"]
-    width = max((len(name) for name, _ in rows), default=0)
-    for name, work in rows:
-        computed = f"{work.flops / 1e9:>12,.3f} GFLOP {work.flops / total:>6.1%}"
-        lines.append(f"{name:<{width}}  {computed} {work.nbytes / 2**20:>12,.1f} MiB moved")
-    return lines
+    title = f"{count:,} operations, {profile.flops / 1e9:,.3f} GFLOP on this rank; the most of them in"
+    return [title, *aligned(rows, "{:<}  {:>12} GFLOP {:>6} {:>12} MiB moved")]

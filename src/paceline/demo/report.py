@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from paceline.nouns.table import aligned
 from paceline.run.supervise.progress import decoded
 
 _LEVELS = "▁▂▃▄▅▆▇█"
@@ -64,8 +65,7 @@ def draw_curve(steps: Sequence[dict[str, Any]], evaluations: Sequence[dict[str, 
 
 def table(rows: Sequence[tuple[str, str]]) -> str:
     """Return the rows as two aligned columns."""
-    width = max(len(name) for name, _ in rows) + 2
-    return "\n".join(f"  {name:<{width}}{value}" for name, value in rows)
+    return "\n".join(aligned(rows, "  {:<}  {}"))
 
 
 def summary(first: dict[str, Any], last: dict[str, Any], speeds: dict[int, float], word: str) -> list[tuple[str, str]]:

@@ -6,10 +6,10 @@ Paceline. Then it has its default, and the check says "not checked".
 
 from __future__ import annotations
 
-import types
-import typing
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from paceline.nouns.reading import as_type
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,59 +201,4 @@ class HostFacts:
         Raises:
             ValueError: a value has another type than it should.
         """
-        host = _read(cls, value, "facts")
-        assert isinstance(host, HostFacts)
-        return host
-
-
-def _read(kind: Any, value: object, where: str) -> Any:
-    """Return `value` as a `kind`, which is one of those that the fields above have.
-
-    Args:
-        kind: a type, or a generic such as `dict[str, Port]`.
-        value: from JSON: another host sent it, so nothing is taken for granted.
-        where: its place, for the error.
-
-    Raises:
-        ValueError: `value` is not a `kind`.
-    """
-    origin = typing.get_origin(kind)
-    arguments = typing.get_args(kind)
-    if is_dataclass(kind):
-        return _read_dataclass(kind, value, where)
-    if origin is types.UnionType:  # X | None
-        if value is None:
-            return None
-        inner = next(argument for argument in arguments if argument is not type(None))
-        return _read(inner, value, where)
-    if origin is tuple:
-        items = _expect(list | tuple, value, where)
-        return tuple(_read(arguments[0], item, where) for item in items)
-    if origin is dict:
-        result = {}
-        for key, item in _expect(dict, value, where).items():
-            result[str(key)] = _read(arguments[1], item, f"{where}.{key}")
-        return result
-    if kind is float:
-        return float(_expect(int | float, value, where))  # JSON may have 1 for 1.0
-    if kind is int and isinstance(value, bool):  # a bool is an int in Python, not in JSON
-        raise ValueError(f"{where} should be a number")
-    return _expect(kind, value, where)
-
-
-def _read_dataclass(kind: Any, value: object, where: str) -> Any:
-    hints = typing.get_type_hints(kind)  # not the fields' types: with annotations postponed these are strings
-    given = _expect(dict, value, where)
-    values = {}
-    for field_ in fields(kind):
-        # A field that is not there keeps its default: the other host may have an older version.
-        if field_.name in given:
-            values[field_.name] = _read(hints[field_.name], given[field_.name], f"{where}.{field_.name}")
-    return kind(**values)
-
-
-def _expect(kind: Any, value: object, where: str) -> Any:
-    """Return `value` if it is a `kind`; raise ValueError otherwise."""
-    if not isinstance(value, kind):
-        raise ValueError(f"{where} should be {getattr(kind, '__name__', kind)}, it is {type(value).__name__}")
-    return value
+        return as_type(value, cls, "facts")

@@ -10,6 +10,7 @@ from typing import Any
 
 from paceline.doctor.facts import HostFacts
 from paceline.doctor.finding import FLEET, LEVELS, Finding, count
+from paceline.nouns.table import aligned
 
 _MOST_HOST_WIDTH = 28  # columns
 _LEAST_WIDTH = 40  # of the column of texts, however narrow the terminal
@@ -30,33 +31,30 @@ def table(findings: Sequence[Finding], width: int = 120) -> list[str]:
     rows = _folded(worst_first(findings))
     has_hosts = len({finding.host for finding in findings}) > 1
 
-    # Widths of the columns before the text.
-    sizes = [max((len(row.level) for row in rows), default=0)]
     if has_hosts:
-        longest = max((len(row.host) for row in rows), default=0)
-        sizes.append(min(_MOST_HOST_WIDTH, longest))
-    sizes.append(max((len(row.check) for row in rows), default=0))
-    margin = sum(sizes) + 2 * len(sizes)  # two spaces after each column
+        host_width = min(_MOST_HOST_WIDTH, max(len(row.host) for row in rows))
+        cells = [("", "", ""), *((row.level, row.host, row.check) for row in rows)]
+        margin, *fronts = aligned(cells, f"{{:<}}  {{:<{host_width}}}  {{:<}}  ")
+    else:
+        margin, *fronts = aligned([("", ""), *((row.level, row.check) for row in rows)], "{:<}  {:<}  ")
 
     lines = []
-    for row in rows:
-        cells = [row.level, row.host, row.check] if has_hosts else [row.level, row.check]
-        front = "".join(f"{cell:<{size}}  " for cell, size in zip(cells, sizes, strict=True))
+    for front, row in zip(fronts, rows, strict=True):
         lines += _wrapped(front, row.found, margin, width)
         if row.fix:
-            lines += _wrapped(" " * margin, f"fix: {row.fix}", margin, width)
+            lines += _wrapped(margin, f"fix: {row.fix}", margin, width)
     return lines
 
 
-def _wrapped(front: str, text: str, margin: int, width: int) -> list[str]:
+def _wrapped(front: str, text: str, margin: str, width: int) -> list[str]:
     # Long words and hyphens stay whole: paths and commands are to be copied.
-    text_width = max(_LEAST_WIDTH, width - margin)
+    text_width = max(_LEAST_WIDTH, width - len(margin))
     pieces = textwrap.wrap(text, text_width, break_long_words=False, break_on_hyphens=False)
     if not pieces:  # `wrap` has no line for an empty text
         pieces = [""]
     lines = [(front + pieces[0]).rstrip()]
     for piece in pieces[1:]:
-        lines.append(" " * margin + piece)
+        lines.append(margin + piece)
     return lines
 
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from paceline.nouns.errors import PlanError
+from paceline.nouns.table import aligned
 
 FORWARD, BACKWARD, WEIGHTS = "F", "B", "W"
 _HOLDS = {FORWARD: 1, BACKWARD: -1, WEIGHTS: 0}  # micro-batches whose activations are held, more or fewer
@@ -140,9 +141,9 @@ def picture(schedule: Schedule) -> str:
     width = max(len(text) for row in rows for text in row.values())
     lines = []
     for rank, row in enumerate(rows):
-        cells = [row.get(tick, ".").ljust(width) for tick in range(schedule.length)]
-        lines.append(f"rank {rank:>2}  " + " ".join(cells).rstrip())
-    return "\n".join(lines)
+        lines.append((rank, *(row.get(tick, ".") for tick in range(schedule.length))))
+    form = "rank {:>2} " + f" {{:<{width}}}" * schedule.length
+    return "\n".join(line.rstrip() for line in aligned(lines, form))
 
 
 def _cell(schedule: Schedule, action: Action) -> str:

@@ -9,6 +9,7 @@ from paceline.nouns.device import Device
 from paceline.nouns.mesh import AXES, Mesh
 from paceline.nouns.plan import Plan
 from paceline.nouns.profile import Profile
+from paceline.nouns.table import aligned
 from paceline.plan.memory import Memory, phase_at
 
 WIDTH = 72  # of the picture, in characters
@@ -28,61 +29,42 @@ def table(memories: Sequence[Memory], device: Device, communicators: int) -> lis
     kinds: dict[str, None] = {}  # in the order in which ranks have them
     for memory in memories:
         kinds |= dict.fromkeys(memory.at_peak)
-    rows = [("", [f"rank {memory.rank}" for memory in memories])]
+    rows: list[tuple[str, ...]] = [("", *(f"rank {memory.rank}" for memory in memories))]
     for kind in kinds:
-        rows.append((kind, [_or_dash(memory.at_peak.get(kind, 0)) for memory in memories]))
-    rows.append(("peak of live tensors", [size(memory.peak) for memory in memories]))
-    rows.append(("in", [f"{memory.phase}" for memory in memories]))
+        rows.append((kind, *(_or_dash(memory.at_peak.get(kind, 0)) for memory in memories)))
+    rows.append(("peak of live tensors", *(size(memory.peak) for memory in memories)))
+    rows.append(("in", *(memory.phase for memory in memories)))
     if any(memory.shared for memory in memories):
-        rows.append(("shared memory, besides", [_or_dash(memory.shared) for memory in memories]))
+        rows.append(("shared memory, besides", *(_or_dash(memory.shared) for memory in memories)))
     if any(memory.host for memory in memories):
-        rows.append(("in the host's memory, besides", [size(memory.host) for memory in memories]))
+        rows.append(("in the host's memory, besides", *(size(memory.host) for memory in memories)))
     if device.kind == "cuda":
         reserved = [memory.reserved or 0 for memory in memories]
         beside = device.beside(communicators)
-        rows.append(("reserved by the allocator", [size(nbytes) for nbytes in reserved]))
-        rows.append(("CUDA context, NCCL (assumed)", [size(beside)] * len(memories)))
-        rows.append(("in all", [size(nbytes + beside) for nbytes in reserved]))
+        rows.append(("reserved by the allocator", *(size(nbytes) for nbytes in reserved)))
+        rows.append(("CUDA context, NCCL (assumed)", *[size(beside)] * len(memories)))
+        rows.append(("in all", *(size(nbytes + beside) for nbytes in reserved)))
     if device.memory is not None:
-        rows.append((f"{device.name} has", [size(device.memory)] * len(memories)))
-        rows.append(("", ["OUT OF MEMORY" if memory.is_too_large else "fits" for memory in memories]))
-    return _aligned(rows)
-
-
-def _aligned(rows: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
-    """Return a line per row: its name, then its cells, each column as wide as its widest cell."""
-    name_width = max(len(name) for name, _ in rows)
-    columns = zip(*(cells for _, cells in rows), strict=True)
-    widths = [max(len(cell) for cell in column) for column in columns]
-    lines = []
-    for name, cells in rows:
-        aligned = [f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)]
-        line = f"{name:<{name_width}}  " + "  ".join(aligned)
-        lines.append(line.rstrip())
-    return lines
+        rows.append((f"{device.name} has", *[size(device.memory)] * len(memories)))
+        rows.append(("", *("OUT OF MEMORY" if memory.is_too_large else "fits" for memory in memories)))
+    return [line.rstrip() for line in aligned(rows, "{:<}" + "  {:>}" * len(memories))]
 
 
 def servers_table(profile: Profile) -> list[str]:
     """Return a line for each parameter server, and a heading; nothing where there is none."""
     if not profile.servers:
         return []
-    lines = [f"{'':<10}{'parameters':>14}{'optimizer state':>17}{'gradients, at most':>20}"]
+    rows = [("", "parameters", "optimizer state", "gradients, at most")]
     for number, held in enumerate(profile.servers):
-        cells = [size(held[name]) for name in ("parameters", "optimizer_state", "gradients")]
-        lines.append(f"server {number:<3}{cells[0]:>14}{cells[1]:>17}{cells[2]:>20}")
-    return [*lines, ""]
+        sizes = (size(held["parameters"]), size(held["optimizer_state"]), size(held["gradients"]))
+        rows.append((f"server {number}", *sizes))
+    return [*aligned(rows, "{:<10}{:>14}{:>17}{:>20}"), ""]
 
 
 def holders(memory: Memory) -> list[str]:
     """Return a line for each of the largest holders at a rank's peak."""
     rows = [(holder.name or "(the loss)", holder.kind, size(holder.nbytes)) for holder in memory.holders]
-    name_width = max((len(name) for name, _, _ in rows), default=0)
-    kind_width = max((len(kind) for _, kind, _ in rows), default=0)
-    size_width = max((len(nbytes) for _, _, nbytes in rows), default=0)
-    lines = [f"the largest at rank {memory.rank}'s peak:"]
-    for name, kind, nbytes in rows:
-        lines.append(f"{name:<{name_width}}  {kind:<{kind_width}}  {nbytes:>{size_width}}")
-    return lines
+    return [f"the largest at rank {memory.rank}'s peak:", *aligned(rows, "{:<}  {:<}  {:>}")]
 
 
 def picture(profile: Profile) -> list[str]:

@@ -12,10 +12,12 @@ import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from paceline.nouns.errors import PlanError, ReadError, WorkloadError
-from paceline.nouns.reading import COUNT, is_shape, parse_json, shown
+from paceline.nouns.reading import LARGEST, as_type, is_shape, parse_json, shown
 
 SEGMENT_BYTES = 2**20
 ALIGNMENT = 64  # bytes: what torch's vector instructions like
@@ -24,12 +26,6 @@ _ROW = 4096  # elements
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 _MOST_BYTES = 2**40  # of all parameters
 AVERAGE = -1  # the group of buffers: not trained, but the mean of what the workers have
-_FORM = {
-    "entries": [{"name": str, "shape": [COUNT], "dtype": str, "group": int}],
-    "optimizer": str,
-    "groups": [dict],
-    "samples": COUNT,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +81,7 @@ class ServerLayout:
     entries: tuple[Entry, ...]
     optimizer: str
     groups: tuple[dict[str, Any], ...]
-    samples: int = 0
+    samples: Annotated[int, msgspec.Meta(ge=0, le=LARGEST)]
 
     def to_json(self) -> str:
         """Return it as text, which `of_json` reads."""
@@ -98,18 +94,20 @@ class ServerLayout:
         Raises:
             ReadError: it is none. That is a ValueError, too.
         """
-        value = parse_json(text, "a layout", _FORM)
-        entries: list[Entry] = []
-        for item in value["entries"]:
-            if item["dtype"] not in BYTES or not is_shape(item["shape"], BYTES[item["dtype"]]):
-                raise _bad(f"a parameter of it is {shown(item['dtype'])} of shape {shown(item['shape'])}")
-            entries.append(Entry(item["name"], tuple(item["shape"]), item["dtype"], item["group"]))
-        if any(not AVERAGE <= entry.group < len(value["groups"]) for entry in entries):
-            raise _bad("a parameter of it is in a group that is not there")
+        value = parse_json(text, "a layout")
+        try:
+            layout = as_type(value, cls, "layout")
+        except ValueError as error:
+            raise _bad(str(error)) from None
+        for entry in layout.entries:
+            if entry.dtype not in BYTES or not is_shape(list(entry.shape), BYTES[entry.dtype]):
+                raise _bad(f"a parameter of it is {shown(entry.dtype)} of shape {shown(entry.shape)}")
+            if not AVERAGE <= entry.group < len(layout.groups):
+                raise _bad("a parameter of it is in a group that is not there")
         # A bound, as one segment is made for each MiB.
-        if sum(entry.numel * BYTES[entry.dtype] for entry in entries) > _MOST_BYTES:
+        if sum(entry.numel * BYTES[entry.dtype] for entry in layout.entries) > _MOST_BYTES:
             raise _bad(f"its parameters have more than {_MOST_BYTES >> 40} TiB")
-        return cls(tuple(entries), value["optimizer"], tuple(value["groups"]), value["samples"])
+        return layout
 
     @property
     def digest(self) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.nouns.reading import parse_whole
+from paceline.nouns.table import aligned
 
 MIB = 2**20
 _BAR = 40  # characters of the longest bar
@@ -29,8 +30,8 @@ def table(status: Mapping[str, Any]) -> str:
     headline = f"{counts}, {mode}: {status['state']}"
     if status["state"] == "gathering":
         return f"{headline}\nhere: {', '.join(status['here']) or 'nobody'}"
-    workers = _aligned(_WORKER_TITLES, _worker_rows(status["workers"]))
-    ranges = _aligned(_RANGE_TITLES, _range_rows(status))
+    workers = _with_titles(_WORKER_TITLES, _worker_rows(status["workers"]))
+    ranges = _with_titles(_RANGE_TITLES, _range_rows(status))
     return "\n".join([headline, "", *workers, "", *ranges, "", *_staleness_bars(status)]).rstrip()
 
 
@@ -145,14 +146,5 @@ def _missing(status: Mapping[str, Any], active: Sequence[Mapping[str, Any]]) -> 
     return missing
 
 
-def _aligned(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return titles and rows as lines, each column as wide as its longest cell."""
-    lines = [titles, *rows]
-    widths: list[int] = []
-    for column in zip(*lines, strict=True):
-        widths.append(max(map(len, column)))
-    aligned: list[str] = []
-    for line in lines:
-        cells = [cell.rjust(width) for cell, width in zip(line, widths, strict=True)]
-        aligned.append("  ".join(cells))
-    return aligned
+def _with_titles(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return aligned([titles, *rows], "  ".join(["{:>}"] * len(titles)))

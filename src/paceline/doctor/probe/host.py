@@ -10,8 +10,11 @@ import os
 import platform
 import sys
 import tempfile
+import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+import psutil
 
 from paceline import __version__
 from paceline.doctor.facts import Cores, HostFacts, Limits, MemoryFacts, Shm
@@ -143,23 +146,23 @@ def cgroup_folders(root: Path, controller: str) -> list[Path]:
 
 def look_at_memory(root: Path) -> MemoryFacts:
     """Return main memory, swap, and the control group's limit, in bytes."""
-    table = {}
-    for line in _text(root / "proc/meminfo").splitlines():  # such as "MemTotal:  16316412 kB"
-        cells = line.split()
-        kibibytes = parse_whole(cells[1]) if len(cells) > 1 else None
-        if kibibytes is not None:
-            table[cells[0].rstrip(":")] = kibibytes * 1024
+    total = available = None
+    swap = swap_used = 0
+    # Of /proc as a container shows it, psutil warns of what is missing, and raises errors of any class.
+    with contextlib.suppress(Exception), warnings.catch_warnings(action="ignore"):
+        memory = psutil.virtual_memory()
+        total, available = memory.total, memory.available
+        swap, swap_used = psutil.swap_memory()[:2]  # total and used
     # Such as "always [madvise] never": the brackets show the setting.
     pages = _text(root / "sys/kernel/mm/transparent_hugepage/enabled")
     limit, used = _cgroup_memory(root)
-    swap = table.get("SwapTotal", 0)
     return MemoryFacts(
-        total_bytes=table.get("MemTotal"),
-        available_bytes=table.get("MemAvailable"),
+        total_bytes=total,
+        available_bytes=available,
         limit_bytes=limit,
         used_of_limit_bytes=used,
         swap_bytes=swap,
-        swap_used_bytes=swap - table.get("SwapFree", 0),
+        swap_used_bytes=swap_used,
         huge_pages=pages.partition("[")[2].partition("]")[0],
     )
 

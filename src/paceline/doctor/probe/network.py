@@ -7,29 +7,25 @@ import ctypes
 import errno
 import ipaddress
 import math
-import os
-import re
 import shutil
 import socket
-import struct
 import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import psutil
 
 from paceline.doctor.facts import Interface, Name, Network, Port
 from paceline.nouns.reading import parse_whole
 
-_GET_ADDRESS = 0x8915  # SIOCGIFADDR, linux/sockios.h
-_UP, _RUNNING = 0x1, 0x40  # IFF_*, linux/if.h
-_HEX_ADDRESS = re.compile("[0-9a-f]{32}")
-_MOST_DIGITS = 20  # of a number of 64 bits
 _NAME_S = 10.0  # a name server that is gone is given up by the system after 10 to 30 s
 _TIME_ERROR = 5  # adjtimex(2): the clock is not synchronised
 _TIMEX_BYTES = 512  # more than struct timex has
 _BRIDGES = ("docker", "br-", "virbr", "veth", "cni", "flannel", "cali", "vmnet", "lxc", "podman", "ifb", "dummy")
-_TUNNELS = ("tun", "tap", "wg", "zt", "tailscale", "vxlan", "geneve")
+_TUNNELS = ("tun", "tap", "wg", "zt", "tailscale", "vxlan", "geneve", "utun", "awdl", "llw")  # the last three: macOS
 
 
 def look_at_network(
@@ -54,11 +50,11 @@ def look_at_network(
             routes[name] = address
     return Network(
         hostname=hostname,
-        interfaces=look_at_interfaces(root),
+        interfaces=look_at_interfaces(),
         default_interface=default_interface(root),
         routes=routes,
         names=lookups,
-        ports={str(port): try_port(port, root) for port in ports},
+        ports={str(port): try_port(port) for port in ports},
         ephemeral_ports=_ephemeral_ports(root),
         free_port=_free_port(),
         infiniband=tuple(sorted(path.name for path in (root / "sys/class/infiniband").glob("*"))),
@@ -76,56 +72,31 @@ def _ephemeral_ports(root: Path) -> tuple[int, ...]:
     return tuple(ports)
 
 
-def look_at_interfaces(root: Path) -> tuple[Interface, ...]:
+def look_at_interfaces() -> tuple[Interface, ...]:
     """Return every interface; of its addresses the first is the one that Gloo and NCCL would take."""
-    if not hasattr(socket, "if_nameindex"):
-        return ()
-    ipv6_addresses = _ipv6_addresses(root)
-    interfaces = []
-    for _, name in socket.if_nameindex():
-        folder = root / "sys/class/net" / name
-        flags = _number(folder / "flags", 16)
-        is_loopback = _number(folder / "type") == 772  # ARPHRD_LOOPBACK
-        # An interface without a carrier, as a bridge without members, keeps its UP flag; operstate then says down.
-        has_carrier = is_loopback or _read(folder / "operstate") != "down"
-        ipv4_address = _ipv4_address(name)
-        addresses = [ipv4_address] if ipv4_address else []
-        addresses += ipv6_addresses.get(name, [])
-        interface = Interface(
-            name=name,
-            addresses=tuple(addresses),
-            is_up=bool(flags & _UP) and has_carrier,
-            is_loopback=is_loopback,
-            is_virtual=name.startswith(_BRIDGES + _TUNNELS),
-            mtu=_number(folder / "mtu"),
-            megabits_per_s=max(0, _number(folder / "speed")),  # -1: the driver does not know it
-        )
-        interfaces.append(interface)
+    interfaces: list[Interface] = []
+    with contextlib.suppress(Exception):  # psutil raises errors of any class where a container hides parts of /proc
+        addresses = psutil.net_if_addrs()
+        for name, facts in psutil.net_if_stats().items():
+            interface = Interface(
+                name=name,
+                addresses=tuple(_addresses(addresses.get(name, []))),
+                is_up=facts.isup,  # and has a carrier
+                is_loopback="loopback" in facts.flags.split(","),
+                is_virtual=name.startswith(_BRIDGES + _TUNNELS),
+                mtu=facts.mtu,
+                megabits_per_s=facts.speed,
+            )
+            interfaces.append(interface)
     return tuple(interfaces)
 
 
-def _ipv6_addresses(root: Path) -> dict[str, list[str]]:
-    """Return the IPv6 addresses by interface, from lines of address, index, prefix, scope, flags and name."""
-    addresses: dict[str, list[str]] = {}
-    for line in _read(root / "proc/net/if_inet6").splitlines():
-        fields = line.split()
-        if len(fields) == 6 and _HEX_ADDRESS.fullmatch(fields[0]):
-            address = ipaddress.IPv6Address(bytes.fromhex(fields[0]))
-            addresses.setdefault(fields[5], []).append(str(address))
-    return addresses
-
-
-def _ipv4_address(name: str) -> str:
-    """Return the first IPv4 address of an interface; "" where it has none, or the system does not say."""
-    if not sys.platform.startswith("linux"):
-        return ""
-    import fcntl
-
-    # struct ifreq (netdevice(7)): a name of 15 characters and a null, then a sockaddr_in whose address is at byte 20.
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        answer = fcntl.ioctl(probe.fileno(), _GET_ADDRESS, struct.pack("256s", name.encode()[:15]))
-        return socket.inet_ntoa(answer[20:24])
-    return ""
+def _addresses(entries: Sequence[Any]) -> list[str]:
+    """Return the first IPv4 address among those of an interface, and then all of IPv6."""
+    ipv4 = [entry.address for entry in entries if entry.family == socket.AF_INET]
+    # "%" begins the interface of a link-local address.
+    ipv6 = [entry.address.partition("%")[0] for entry in entries if entry.family == socket.AF_INET6]
+    return [*ipv4[:1], *ipv6]
 
 
 def default_interface(root: Path) -> str:
@@ -193,7 +164,7 @@ def _own_address_towards(addresses: Sequence[str]) -> str:
     return ""
 
 
-def try_port(port: int, root: Path = Path("/")) -> Port:
+def try_port(port: int) -> Port:
     """Look whether a rank could listen on a port. It is bound for a moment; nothing listens."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         # Without it, connections of a job that just ended (TIME_WAIT) make the port look taken.
@@ -203,25 +174,17 @@ def try_port(port: int, root: Path = Path("/")) -> Port:
         except (OSError, OverflowError) as error:
             is_taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
             if is_taken:
-                return Port("it is taken", _holder(port, root))
+                return Port("it is taken", _holder(port))
             return Port(f"it can't be taken ({error})")
     return Port()
 
 
-def _holder(port: int, root: Path) -> str:
+def _holder(port: int) -> str:
     """Return the process that has a port; "" where it is another user's, whose open files can't be seen."""
-    inodes = set()
-    for table in ("proc/net/tcp", "proc/net/tcp6"):
-        for line in _read(root / table).splitlines()[1:]:
-            fields = line.split()  # the second is the local address and port in hexadecimal, the tenth the inode
-            if len(fields) > 9 and fields[1].endswith(f":{port:04X}"):
-                inodes.add(f"socket:[{fields[9]}]")
-    # The process that has a file open which links to that inode.
-    for link in (root / "proc").glob("[0-9]*/fd/*"):
-        with contextlib.suppress(OSError):
-            if os.readlink(link) in inodes:
-                pid = link.parts[-3]
-                return f"process {pid} ({_read(root / 'proc' / pid / 'comm')})"
+    with contextlib.suppress(OSError, psutil.Error):
+        for connection in psutil.net_connections("tcp"):
+            if connection.pid is not None and connection.laddr and connection.laddr.port == port:
+                return f"process {connection.pid} ({psutil.Process(connection.pid).name()})"
     return ""
 
 
@@ -243,16 +206,6 @@ def is_clock_synchronised() -> bool | None:
             return None
         return bool(state != _TIME_ERROR)
     return None
-
-
-def _number(path: Path, base: int = 10) -> int:
-    """Return the number in a file of /sys; 0 where there is none."""
-    text = _read(path)
-    if len(text) > _MOST_DIGITS:
-        return 0
-    with contextlib.suppress(ValueError):
-        return int(text, base)
-    return 0
 
 
 def _read(path: Path) -> str:

@@ -9,9 +9,10 @@ import dataclasses
 import math
 import struct
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-import msgpack
+import msgspec
+from msgspec import UNSET, UnsetType
 
 from paceline.server import setup
 from paceline.server.protocol import messages
@@ -41,22 +42,6 @@ class Prefix(NamedTuple):
     payload_bytes: int
 
 
-class Codec(NamedTuple):
-    """The functions that pack a field, and that check and unpack what came."""
-
-    pack: Callable[[Any], Any]
-    unpack: Callable[[Any], Any]
-
-
-class MessageFormat(NamedTuple):
-    """A message's class, its fields' codecs, the largest header, and whether raw bytes follow as its last field."""
-
-    kind: type
-    codecs: tuple[Codec, ...]
-    header_bytes: int = HEADER_BYTES
-    has_payload: bool = False
-
-
 def read_prefix(content: bytes | bytearray | memoryview) -> Prefix:
     """Read the first bytes of a frame.
 
@@ -82,13 +67,11 @@ def read_header(prefix: Prefix, content: bytes | bytearray | memoryview) -> Any:
     """
     form = FORMS[prefix.kind]
     try:
-        # A list of values without names: the codecs say what stands at each place.
-        fields = msgpack.unpackb(content, use_list=True, strict_map_key=True, raw=False)
-    except Exception as error:  # msgpack raises ValueError, and classes of its own
-        raise FrameError(f"a {form.kind.__name__} whose header is no msgpack: {error}") from None
-    if not isinstance(fields, list) or len(fields) != len(form.codecs):
-        raise FrameError(f"a {form.kind.__name__} with other fields")
-    values = [codec.unpack(value) for codec, value in zip(form.codecs, fields, strict=True)]
+        # A list of values without names: the form says what stands at each place.
+        packed = _DECODERS[prefix.kind].decode(content)
+    except ValueError as error:  # msgspec's own errors, and UnicodeDecodeError
+        raise FrameError(f"a {form.kind.__name__} with a wrong header: {error!s:.200}") from None
+    values = [field.unpack(value) for field, value in zip(form.fields, packed, strict=True)]
     if form.has_payload and form.kind is not messages.Forward:  # a Forward's payload is in its update
         values.append(None)
     return form.kind(*values)
@@ -106,9 +89,9 @@ def write_frame(number: int, message: Any, payload_bytes: int) -> bytes:
     kind = KINDS[type(message)]
     form = FORMS[kind]
     packed: list[Any] = []
-    for codec, name in zip(form.codecs, type(message).__slots__, strict=False):  # the payload has no codec
-        packed.append(codec.pack(getattr(message, name)))
-    header: bytes = msgpack.packb(packed, use_bin_type=True)
+    for field, name in zip(form.fields, type(message).__slots__, strict=False):  # the payload is no field
+        packed.append(field.pack(getattr(message, name)))
+    header = _ENCODER.encode(packed)
     return PREFIX.pack(MAGIC, VERSION, kind, number, len(header), payload_bytes) + header
 
 
@@ -125,66 +108,79 @@ def _last_field(message: Any) -> str:
     return str(list(type(message).__slots__)[-1])
 
 
-def _refuse(what: str, value: Any) -> FrameError:
-    return FrameError(f"{value!r:.60} where {what} should be")
-
-
-def _int(value: Any) -> int:
-    # `type`, not isinstance: True is an int to isinstance. -1 stands for none, as in versions, nodes and clocks.
-    if type(value) is not int or not -1 <= value < MAX_COUNT:
-        raise _refuse("a count", value)
+def _same(value: Any) -> Any:
     return value
 
 
-def _bool(value: Any) -> bool:
-    if type(value) is not bool:
-        raise _refuse("true or false", value)
-    return value
+class Field(NamedTuple):
+    """The schema of a field in the header, and the functions that turn a value into what it describes, and back."""
+
+    schema: Any
+    pack: Callable[[Any], Any] = _same
+    unpack: Callable[[Any], Any] = _same
+
+
+Count = Annotated[int, msgspec.Meta(ge=-1, lt=MAX_COUNT)]  # -1 stands for none, as in versions, nodes and clocks
+Worker = tuple[Count, Count]
+Clock = tuple[Count, Count, Count]  # a worker's name and incarnation, and its clock
+Number = int | float  # msgspec would take a whole number for a float, and NaN: `_float` refuses both
+Setting = int | float | bool | None
+Settings = dict[str, Setting | list[Setting]]  # of a torch optimizer's group, where lists are tuples, such as betas
+
+
+class Note(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What travels beside parameters. Replicas keep and forward it, so it has no other keys."""
+
+    loss: Number | UnsetType = UNSET
+    weight: Number | UnsetType = UNSET
+    flags: Count | UnsetType = UNSET
+    norm: Number | UnsetType = UNSET
+    counted: Count | UnsetType = UNSET
+    absent: list[Count] | UnsetType = UNSET
+    settings: Settings | UnsetType = UNSET
+
+
+class GradientNote(Note, kw_only=True, forbid_unknown_fields=True):
+    """What travels beside a gradient: a store can't do without these."""
+
+    loss: Number
+    weight: Number
+    flags: Count
+    absent: list[Count]
+    settings: Settings
+
+
+def _plain(value: Any) -> int | float:
+    """Return a number of a subclass, such as a learning rate of numpy, as Python's own: msgspec takes no other."""
+    for kind in (float, int):
+        if isinstance(value, kind):
+            return kind(value)
+    raise TypeError(f"{type(value).__name__} can't be sent")
 
 
 def _float(value: Any) -> float:
     # Infinity may come: it is the norm of a gradient that is not finite.
     if type(value) is not float or math.isnan(value):
-        raise _refuse("a number", value)
+        raise FrameError(f"{value!r:.60} where a number with a fraction should be")
     return value
 
 
-def _text(value: Any) -> str:
-    if type(value) is not str:
-        raise _refuse("a text", value)
-    return value
+def _note(value: Note | None) -> dict[str, Any] | None:
+    if value is None:
+        return None
+    note = {name: item for name, item in msgspec.structs.asdict(value).items() if item is not UNSET}
+    for name in ("loss", "weight", "norm"):
+        if name in note:
+            _float(note[name])
+    return note
 
 
-def _list(value: Any, length: int | None = None) -> list[Any]:
-    if type(value) is not list or (length is not None and len(value) != length):
-        raise _refuse("a list", value)
-    return value
-
-
-def _worker(value: Any) -> tuple[int, int]:
-    name, incarnation = _list(value, 2)
-    return _int(name), _int(incarnation)
-
-
-def _ints(value: Any) -> list[int]:
-    return [_int(item) for item in _list(value)]
-
-
-def _nodes(value: Any) -> tuple[int, ...]:
-    return tuple(_ints(value))
-
-
-def _clocks(value: Any) -> dict[tuple[int, int], int]:
-    entries = [_list(item, 3) for item in _list(value)]
-    clocks: dict[tuple[int, int], int] = {}
-    for name, incarnation, clock in entries:
-        worker = (_int(name), _int(incarnation))
-        clocks[worker] = _int(clock)
-    return clocks
+def _clocks(value: list[tuple[int, int, int]]) -> dict[tuple[int, int], int]:
+    return {(name, incarnation): clock for name, incarnation, clock in value}
 
 
 def _pack_clocks(clocks: Any) -> list[Any]:
-    return [[*worker, clock] for worker, clock in clocks.items()]
+    return [(*worker, clock) for worker, clock in clocks.items()]
 
 
 def _pushes(value: Any) -> tuple[tuple[tuple[int, int], int], ...]:
@@ -197,7 +193,7 @@ def _pack_pushes(pushes: Any) -> list[Any]:
 
 def _applied(value: Any) -> dict[int, dict[tuple[int, int], int]]:
     # Segments are numbered from 0 without gaps, so their numbers are not sent.
-    return {segment: _clocks(clocks) for segment, clocks in enumerate(_list(value))}
+    return {segment: _clocks(clocks) for segment, clocks in enumerate(value)}
 
 
 def _pack_applied(applied: Any) -> list[Any]:
@@ -205,107 +201,56 @@ def _pack_applied(applied: Any) -> list[Any]:
 
 
 def _rounds(value: Any) -> dict[int, int]:
-    return dict(enumerate(_ints(value)))
+    return dict(enumerate(value))
 
 
 def _pack_rounds(rounds: Any) -> list[Any]:
     return [rounds[segment] for segment in sorted(rounds)]
 
 
-def _joining(value: Any) -> tuple[int, int] | None:
-    return None if value is None else _worker(value)
-
-
-def _pack_joining(joining: Any) -> list[Any] | None:
-    return None if joining is None else list(joining)
-
-
 def _partials(value: Any) -> dict[int, float]:
-    partials: dict[int, float] = {}
-    for pair in _list(value):
-        number, partial = _list(pair, 2)
-        partials[_int(number)] = _float(partial)
-    return partials
+    return {number: _float(partial) for number, partial in value}
 
 
 def _pack_partials(partials: Any) -> list[Any]:
-    return [[number, float(partial)] for number, partial in partials.items()]
-
-
-def _settings(value: Any) -> dict[str, Any]:
-    if type(value) is not dict or any(type(key) is not str for key in value):
-        raise _refuse("an optimizer's settings", value)
-    # Values reach a torch optimizer's groups. Lists are tuples there, such as betas.
-    for setting in value.values():
-        numbers = setting if type(setting) is list else [setting]
-        for number in numbers:
-            if type(number) not in (int, float, bool, type(None)):
-                raise _refuse("an optimizer's setting", number)
-    return value
-
-
-_NOTE: dict[str, Callable[[Any], Any]] = {
-    "loss": _float,
-    "weight": _float,
-    "flags": _int,
-    "norm": _float,
-    "counted": _int,
-    "absent": _ints,
-    "settings": _settings,
-}
-_OF_GRADIENT = {"loss", "weight", "flags", "absent", "settings"}  # what a store can't do without
-
-
-def _note(value: Any) -> dict[str, Any] | None:
-    if value is None:
-        return None
-    # Also keys are bounded: replicas keep and forward the note.
-    if type(value) is not dict or not value.keys() <= _NOTE.keys():
-        raise _refuse("a push's note", value)
-    return {key: _NOTE[key](item) for key, item in value.items()}
-
-
-def _note_of_gradient(value: Any) -> dict[str, Any]:
-    note = _note(value)
-    if note is None or not note.keys() >= _OF_GRADIENT:
-        raise _refuse("a gradient's note", value)
-    return note
-
-
-def _same(value: Any) -> Any:
-    return value
-
-
-INT = Codec(_same, _int)
-BOOL = Codec(_same, _bool)
-FLOAT = Codec(_same, _float)
-TEXT = Codec(_same, _text)
-WORKER = Codec(list, _worker)
-NODES = Codec(list, _nodes)
-NOTE = Codec(_same, _note)
-NOTE_OF_GRADIENT = Codec(_same, _note_of_gradient)
-CLOCKS = Codec(_pack_clocks, _clocks)
-PUSHES = Codec(_pack_pushes, _pushes)
-APPLIED = Codec(_pack_applied, _applied)
-ROUNDS = Codec(_pack_rounds, _rounds)
-JOINING = Codec(_pack_joining, _joining)
-PARTIALS = Codec(_pack_partials, _partials)
-
-
-def _pack_update(update: messages.Update) -> list[Any]:
-    pushes = PUSHES.pack(update.pushes)
-    return [update.segment, pushes, update.note, float(update.share), float(update.partial)]
+    return [(number, float(partial)) for number, partial in partials.items()]
 
 
 def _update(value: Any) -> messages.Update:
-    segment, pushes, note, share, partial = _list(value, 5)
+    segment, pushes, note, share, partial = value
     # The payload is None until the bytes after the header have come: see `with_payload`.
-    return messages.Update(
-        _int(segment), _pushes(pushes), _note_of_gradient(note), None, _float(share), _float(partial)
-    )
+    return messages.Update(segment, _pushes(pushes), _note(note), None, _float(share), _float(partial))
 
 
-UPDATE = Codec(_pack_update, _update)
+def _pack_update(update: messages.Update) -> list[Any]:
+    pushes = _pack_pushes(update.pushes)
+    return [update.segment, pushes, update.note, float(update.share), float(update.partial)]
+
+
+INT = Field(Count)
+BOOL = Field(bool)
+FLOAT = Field(Number, unpack=_float)
+TEXT = Field(str)
+WORKER = Field(Worker)
+JOINING = Field(Worker | None)
+NODES = Field(tuple[Count, ...])
+NOTE = Field(Note | None, unpack=_note)
+NOTE_OF_GRADIENT = Field(GradientNote, unpack=_note)
+CLOCKS = Field(list[Clock], _pack_clocks, _clocks)
+APPLIED = Field(list[list[Clock]], _pack_applied, _applied)
+ROUNDS = Field(list[Count], _pack_rounds, _rounds)
+PARTIALS = Field(list[tuple[Count, Number]], _pack_partials, _partials)
+UPDATE = Field(tuple[Count, list[Clock], GradientNote, Number, Number], _pack_update, _update)
+
+
+class MessageFormat(NamedTuple):
+    """A message's class, its fields, the largest header, and whether raw bytes follow as its last field."""
+
+    kind: type
+    fields: tuple[Field, ...]
+    header_bytes: int = HEADER_BYTES
+    has_payload: bool = False
+
 
 # A message's number on the wire is its place in this list, so a new one goes to its end; its fields have no names
 # there.
@@ -338,3 +283,7 @@ _LIST: tuple[MessageFormat, ...] = (
 )
 FORMS = dict(enumerate(_LIST, 1))
 KINDS = {form.kind: kind for kind, form in FORMS.items()}
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
+_DECODERS: dict[int, msgspec.msgpack.Decoder[Any]] = {}
+for _kind, _form in FORMS.items():
+    _DECODERS[_kind] = msgspec.msgpack.Decoder(tuple[tuple(field.schema for field in _form.fields)])  # type: ignore[misc]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
+
+import psutil
 
 from paceline.nouns.errors import WorkloadError
 from paceline.nouns.mesh import Mesh
@@ -30,13 +32,8 @@ def needed_bytes(model: Mapping[str, Any], mesh: Mesh) -> int:
 
 def available_bytes() -> int | None:
     """Return how much memory can be used without swapping; None where the system does not say."""
-    path = Path("/proc/meminfo")
-    if not path.exists():
-        return None
-    for line in path.read_text().splitlines():
-        if line.startswith("MemAvailable"):
-            kibibytes = int(line.split()[1])
-            return kibibytes * 1024
+    with contextlib.suppress(OSError, KeyError):  # a container may hide it
+        return int(psutil.virtual_memory().available)
     return None
 
 

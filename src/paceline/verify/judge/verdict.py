@@ -11,6 +11,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from paceline.nouns.table import aligned
+
 
 @dataclass(slots=True)
 class Check:
@@ -117,11 +119,8 @@ class Verdict:
 
     def lines(self) -> list[str]:
         """Return the lines of the table, and below it the first difference and the meaning of the verdict."""
-        width = max(len(check.name) for check in self.checks)
-        lines = []
-        for check in self.checks:
-            outcome = "ok " if check.passed else "BUG"
-            lines.append(f"{check.name:<{width}}  {outcome}  {check.message}")
+        rows = [(check.name, "ok" if check.passed else "BUG", check.message) for check in self.checks]
+        lines = aligned(rows, "{:<}  {:<3}  {}")
         lines += [f"note: {notice}" for notice in self.notices]
         lines.append("")
         if self.culprit is not None and self.culprit.phase == "order":  # its sentence is in the table already
