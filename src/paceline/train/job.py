@@ -31,7 +31,7 @@ from paceline.train import last_checkpoint, prepare, servers, snapshot
 from paceline.train.agree import check_same_data_everywhere, check_same_start
 from paceline.train.alike import load_scheduler, scheduler_state
 from paceline.train.data import Batch, RankLoader, cut_into, moved, no_data, open_data
-from paceline.train.events import TAKES_OVER, Events, peak_memory_bytes
+from paceline.train.events import VERSION, open_events, peak_memory_bytes
 from paceline.train.last_checkpoint import first_failure
 from paceline.train.parallelize import make_parallel, parallelize_model
 from paceline.train.seed import random_state, restore_random_state, seed_everything
@@ -410,11 +410,12 @@ class Job:
         else:
             self.board = StepBoard(rank_info)
             self.writer = CheckpointWriter(self.rank, self.size, self._report_save)
-        self.events = Events(self.run_dir if self.rank == 0 else None, bool(os.environ.get(TAKES_OVER)))
+        self.events = open_events(self.rank, self.run_dir, self.workload.sinks)
         self.events.write(
             {
                 # Before `resumed`: who reads the file backwards (`last_step`) stops at the first of the two.
                 "event": "start",
+                "version": VERSION,
                 "total_steps": self.total_steps,
                 "samples": len(self.loader.data),
                 "batch_size": self.workload.batch_size,
