@@ -18,65 +18,10 @@ from paceline.train import sinks as module
 from paceline.train.events import Events, open_events
 from paceline.train.sinks import open_sinks
 
-from support.jobs import LOOP, STEPS, events, marked, paceline, send, start, wait_for, write_workload
+from support.jobs import LOOP, STEPS, events, marked, paceline, send, start, wait_for
+from support.sinks import received, sink_file
 
 THREE_PARTS = re.compile(r"^.+\n  found: .+\n  fix: .+$", re.DOTALL)
-RECORD = '''
-import json
-
-class Record:
-    """Writes what it gets to a file, a line for each call."""
-
-    def __init__(self, run_dir):
-        self.file = open(os.environ["TEST_SINK"], "a")
-        self.put({"made": run_dir and run_dir.name, "pid": os.getpid(), "rank": os.environ.get("PACELINE_RANK")})
-
-    def put(self, row):
-        self.file.write(json.dumps(row) + "\\n")
-        self.file.flush()
-
-    def write(self, event):
-        assert threading.current_thread() is not threading.main_thread()
-        self.put(event)
-
-    def close(self):
-        self.put({"closed": True})
-        self.file.close()
-'''
-FAILS = """
-class Fails:
-    def __init__(self, run_dir):
-        self.file = open(os.environ["TEST_SINK"] + "-fails", "a")
-
-    def write(self, event):
-        self.file.write(event["event"] + "\\n")
-        if event["event"] == "step" and event["step"] == 3:
-            raise ConnectionError("the server\\nis away")
-
-    def close(self):
-        self.file.write("closed\\n")
-        self.file.close()
-"""
-
-
-def sink_file(folder, sinks="Record", loop=LOOP):
-    """A workload file with sinks."""
-    file = write_workload(folder, loop=loop)
-    text = file.read_text().replace("import os,", "import threading, os,", 1)
-    text = text.replace("torch.manual_seed(0)\n", f"{RECORD}\n{FAILS}\ntorch.manual_seed(0)\n", 1)
-    file.write_text(text.replace("    clip_norm=1.0,\n", f"    clip_norm=1.0,\n    sinks=[{sinks}],\n"))
-    return file
-
-
-def received(folder):
-    """What the recording sinks got: a list for each one that was made."""
-    lists = []
-    for line in (folder / "sink").read_text().splitlines():
-        row = json.loads(line)
-        if "made" in row:
-            lists.append([])
-        lists[-1].append(row)
-    return lists
 
 
 def written(folder, job="a"):
@@ -362,3 +307,12 @@ def test_without_the_package_tensorboard_nothing_starts(tmp_path):
     assert "the package tensorboard is not installed" in ended.err
     assert "fix: pip install 'paceline[tensorboard]'" in ended.err
     assert "Traceback" not in ended.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [("plan", "--explain-memory"), ("verify", "--plan", "replicate=2")])
+def test_commands_that_train_nothing_make_no_sinks(tmp_path, words):
+    file = sink_file(tmp_path)
+    ended = paceline(tmp_path, *words, file, TEST_SINK=str(tmp_path / "sink"))
+    assert ended.code == 0, ended.out + ended.err
+    assert not (tmp_path / "sink").exists()
