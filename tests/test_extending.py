@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 import re
 import subprocess
 import sys
@@ -15,58 +16,77 @@ from support.jobs import STEPS, losses, paceline, write_workload
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "extending.md").read_text()
 EXAMPLES = dict(re.findall(r"^<!-- test: ([^\n]*) -->\n```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
-# The command line with one more folder of schedulers, as if the example's file lay among the others.
-WITH_SCHEDULERS = """
+# With one more folder of schedulers, as if the example's file lay among the others.
+WITH_SCHEDULER = """
 import sys
 from paceline.launch.kubernetes import schedulers
-schedulers.__path__.append(sys.argv.pop(1))
-from paceline.cli.main import main
-sys.exit(main(sys.argv[1:]))
+schedulers.__path__.append(sys.argv[1])
+from paceline.launch.kubernetes.job import GANGS
+from paceline.launch.kubernetes.submit import check, notes, render, to_text
+from paceline.nouns.errors import PacelineError
+from support.on_kubernetes import COMBINATIONS, a_job, rendered, validate_all
+def refused(function, *arguments, **named):
+    try:
+        function(*arguments, **named)
+    except PacelineError as error:
+        return error.found
 """
-RUN = ["run", "--on", "kubernetes", "--image", "bert:1", "--cpu", "4", "--memory", "8Gi", "-j", "2x1", "-n", "2"]
 
 
 @pytest.fixture
 def with_scheduler(tmp_path):
-    """Runs `paceline` with the example's scheduler."""
+    """Runs code in a process that has the example's scheduler."""
     (tmp_path / "schedulers").mkdir()
     (tmp_path / "schedulers" / "example.py").write_text(EXAMPLES["schedulers/example.py"])
-    write_workload(tmp_path, name="train.py")
 
-    def run(*words):
-        line = [sys.executable, "-c", WITH_SCHEDULERS, str(tmp_path / "schedulers"), *words]
-        return subprocess.run(line, cwd=tmp_path, capture_output=True, text=True)
+    def run(code):
+        line = [sys.executable, "-c", WITH_SCHEDULER + code, str(tmp_path / "schedulers")]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests")}
+        done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
 
     return run
 
 
-def test_the_scheduler_renders_a_job_that_its_own_check_accepts(with_scheduler, tmp_path):
-    done = with_scheduler(*RUN, "--gang", "example", "--queue", "ml", "--dry-run", "train.py")
-    assert done.returncode == 0, done.stderr
-    assert "# the queue ml must be open" in done.stdout
-    assert "schedulerName: example-scheduler" in done.stdout
-    assert "example.org/queue: ml" in done.stdout
-    assert "example.org/members: '2'" in done.stdout
-    (tmp_path / "job.yaml").write_text(done.stdout)
-    assert with_scheduler("run", "--on", "kubernetes", "--check", "job.yaml").returncode == 0
-    (tmp_path / "job.yaml").write_text(done.stdout.replace("example.org/members: '2'", "example.org/members: '3'"))
-    refused = with_scheduler("run", "--on", "kubernetes", "--check", "job.yaml")
-    assert refused.returncode == 2
-    assert "the annotation example.org/members says '3' and there are 2 pods" in refused.stderr
+def test_the_scheduler_renders_manifests_that_kubernetes_takes(with_scheduler):
+    text = with_scheduler("job = a_job(gang='example')\nprint(to_text(render(job), notes(job)))")
+    assert "# the queue ml must be open" in text
+    assert text.count("schedulerName: example-scheduler") == 1
+    assert "example.org/queue: ml" in text
+    assert "example.org/members: '2'" in text
+    valid = with_scheduler(
+        "assert 'example' in GANGS\n"
+        "jobs = {name: job for name, job in COMBINATIONS.items() if job.gang == 'example'}\n"
+        "for job in jobs.values(): validate_all(render(job))\n"
+        "print(*jobs)"
+    )
+    kinds = {"jobset-example", "trainjob-example", "job-example", "mpijob-example"}
+    assert set(valid.split()) == {*kinds, "jobset-example-servers", "job-example-servers"}
+
+
+def test_the_schedulers_check_finds_an_edit(with_scheduler):
+    code = (
+        "manifests = rendered(gang='example')\n"
+        "assert refused(check, manifests) is None\n"
+        "pods = manifests[-1]['spec']['replicatedJobs'][0]['template']['spec']['template']\n"
+        "pods['metadata']['annotations']['example.org/members'] = '3'\n"
+        "print(refused(check, manifests))"
+    )
+    assert "the annotation example.org/members says '3' and there are 2 pods" in with_scheduler(code)
 
 
 @pytest.mark.parametrize(
-    ("words", "found"),
+    ("changes", "found"),
     [
-        ([], "no queue is named"),
-        (["--queue", "M L"], "example has no such names"),
-        (["--queue", "ml", "--kind", "rayjob"], "its operator replaces the pods' annotations"),
+        ({"queue": ""}, "no queue is named"),
+        ({"queue": "M L"}, "example has no such names"),
+        ({"kind": "rayjob"}, "its operator replaces the pods' annotations"),
+        ({"kind": "trainjob", "runtime": "torch"}, "a TrainJob can't name a scheduler: its runtime does"),
     ],
 )
-def test_the_scheduler_refuses_what_it_says(with_scheduler, words, found):
-    done = with_scheduler(*RUN, "--gang", "example", *words, "--dry-run", "train.py")
-    assert done.returncode == 2
-    assert f"found: {found}" in done.stderr
+def test_the_scheduler_refuses_what_it_says(with_scheduler, changes, found):
+    assert with_scheduler(f"print(refused(a_job, gang='example', **{changes}))").strip() == found
 
 
 @pytest.mark.slow
