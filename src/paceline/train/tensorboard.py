@@ -25,6 +25,15 @@ class TensorBoard:
 
     Raises:
         UsageError: the package tensorboard is not installed.
+
+    Examples:
+        >>> import importlib.util
+        >>> from dataclasses import replace
+        >>> sinks = [paceline.TensorBoard] if importlib.util.find_spec("tensorboard") else []
+        >>> job = paceline.distribute(replace(workload, sinks=sinks))
+        >>> for batch in job.batches():
+        ...     mean = job.step(batch)
+        >>> job.close()
     """
 
     def __init__(self, run_dir: Path | None) -> None:
