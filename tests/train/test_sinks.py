@@ -127,8 +127,8 @@ def test_a_sink_that_waits_holds_up_nothing(monkeypatch, capsys):
     events.write({"event": "end"})
     events.close()
     steps = [event["step"] for event in sink.got[:-1]]
-    assert steps == list(range(1, len(steps) + 1))
-    assert 10 <= len(steps) <= 11
+    assert steps[:10] == list(range(1, 11))
+    assert len(steps) <= 11, "those in the queue, and the one that it had taken"
     assert sink.got[-1]["event"] == "end"
     assert capsys.readouterr().err.count("the sink Keeps lags 10 events behind") == 1
 
@@ -235,7 +235,7 @@ def test_sinks_of_servers_when_worker_0_is_replaced(tmp_path):
     file = sink_file(tmp_path)
     where = {"TEST_SINK": str(tmp_path / "sink"), "TEST_PAUSE": "0.3"}
     process = start(tmp_path, "run", "-n", "2", "--plan", "server=1", "--job", "a", file, **where)
-    assert wait_for(lambda: len(events(tmp_path / "runs" / "a", "step")) >= 4, 60)
+    assert wait_for(lambda: (tmp_path / "sink").exists() and len(received(tmp_path)[0]) >= 6, 60)
     os.kill(received(tmp_path)[0][0]["pid"], signal.SIGKILL)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
