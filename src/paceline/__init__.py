@@ -19,7 +19,7 @@
 
 `python train.py` runs one process and `paceline run -n 2 train.py` two, with the same losses. `--plan` selects another
 parallelism. `Workload` declares what to train, `distribute` returns this process's `Job`, and every error that Paceline
-raises on purpose is a `PacelineError`.
+raises on purpose is a `PacelineError`. A `Sink` receives a job's events; `TensorBoard` is one.
 
 To communicate without a workload, call the collectives, as in MPI: `init`, `rank`, `size`, `local_rank`, `local_size`,
 `cross_rank`, `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all`, `broadcast`, `barrier`, `shutdown`,
@@ -52,8 +52,10 @@ if TYPE_CHECKING:
         size,
     )
     from paceline.nouns.errors import PacelineError
+    from paceline.nouns.sink import Sink
     from paceline.nouns.workload import Workload
     from paceline.train.job import Job, distribute
+    from paceline.train.tensorboard import TensorBoard
 
 __version__ = "0.1.0"
 
@@ -79,12 +81,16 @@ _HOME = {
     "PacelineError": "paceline.nouns.errors",
     "Job": "paceline.train.job",
     "distribute": "paceline.train.job",
+    "Sink": "paceline.nouns.sink",
+    "TensorBoard": "paceline.train.tensorboard",
     **{word: "paceline.comm.api" for word in _API},
 }
 
 __all__ = [
     "Job",
     "PacelineError",
+    "Sink",
+    "TensorBoard",
     "Workload",
     "all_gather",
     "all_reduce",

@@ -65,6 +65,14 @@ class HandsOn(torch.optim.SGD):
         super().__init__(*args, **options)
 
 
+class TextSink:
+    def __init__(self, run_dir):
+        """Takes what a sink gets."""
+
+    def write(self, event):
+        """Pass over it."""
+
+
 def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -103,6 +111,10 @@ SLIPS = {
     "a path": ("data", "train.csv", "'train.csv' of type str", "read it first"),
     "a table": ("data", Table(), "a table, Table, whose [] takes a column", "to_dict('records')"),
     "a loader to evaluate on": ("evaluation", DataLoader(Rows(), 2), "a DataLoader", "loader.dataset"),
+    "a sink's class alone": ("sinks", TextSink, "it is <class", "sinks=[paceline.TensorBoard]"),
+    "a sink": ("sinks", [TextSink(None)], "one is a sink that has been made already", "sinks=[lambda run_dir:"),
+    "a sink without a folder": ("sinks", [lambda: 1], "too many positional arguments", "sinks=[lambda run_dir:"),
+    "a sink's name": ("sinks", ["tensorboard"], "it is 'tensorboard' of type str", "sinks=[paceline.TensorBoard]"),
     "clipping by a text": ("clip_norm", "1.0", "it is '1.0'", "clip_norm=1.0"),
     "clipping by a switch": ("clip_norm", True, "it is True", "clip_norm=1.0"),
     "determinism by a text": ("deterministic", "no", "'no' of type str", "deterministic=True"),

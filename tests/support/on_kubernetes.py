@@ -11,13 +11,13 @@ from kubeflow_trainer_api.models.trainer_v1alpha1_train_job import TrainerV1alph
 from kubeflow_trainer_api.models.trainer_v1alpha1_training_runtime import TrainerV1alpha1TrainingRuntime
 from referencing import Registry, Resource
 
-from paceline.launch.kubernetes.job import GANGS, KINDS
+from paceline.launch.kubernetes.gang import SCHEDULERS
+from paceline.launch.kubernetes.job import KINDS, SERVER_KINDS
 from paceline.launch.kubernetes.objects import pod_sets
 from paceline.launch.kubernetes.submit import KubernetesJob, render
 from paceline.nouns.plan import Plan
 
 NEWEST, OLDEST = "1.37.0", "1.29.0"  # of Kubernetes; sidecars and podReplacementPolicy are older than the oldest
-QUEUES = {"yunikorn": "root.ml", "kueue": "ml", "kai": "ml", "volcano": "ml"}
 # Keys of objects that have no published schema in a Python package, from the Go types of each project:
 # mpi-operator pkg/apis/kubeflow/v2beta1/types.go, kuberay ray-operator/apis/ray/v1/{rayjob,raycluster}_types.go,
 # volcano.sh/apis pkg/apis/scheduling/v1beta1/types.go, scheduler-plugins apis/scheduling/v1alpha1/types.go.
@@ -33,7 +33,7 @@ COSCHEDULING = {"minMember", "minResources", "scheduleTimeoutSeconds"}
 
 def a_job(servers=0, nodes=2, ranks=8, **changes):
     plan = f"replicate={int(nodes * ranks) or 1}" + (f",server={servers}" if servers else "")
-    gang = changes.get("gang", "none")
+    scheduler = SCHEDULERS.get(changes.get("gang", "none"))
     usual = {
         "name": "bert",
         "image": "registry.example/bert:1",
@@ -45,7 +45,7 @@ def a_job(servers=0, nodes=2, ranks=8, **changes):
         "memory": "200Gi",
         "shm": "16Gi",
         "accelerators": 8,
-        "queue": QUEUES.get(gang, ""),
+        "queue": scheduler.queue_example if scheduler and scheduler.queue else "",
         "runs_claim": "runs",
         "server_cpu": "4",
         "server_memory": "32Gi",
@@ -56,15 +56,12 @@ def a_job(servers=0, nodes=2, ranks=8, **changes):
 def combinations():
     """(name, job) of every kind with every gang that goes with it, also with servers."""
     for kind in KINDS:
-        for gang in GANGS:
-            for servers in (0, 2):
-                if servers and kind not in ("jobset", "job"):
-                    continue
-                if servers and kind == "job" and gang in ("kueue", "kai"):
-                    continue
-                if (gang, kind) in (("native", "mpijob"), ("native", "rayjob"), ("coscheduling", "rayjob")):
-                    continue
-                yield f"{kind}-{gang}" + ("-servers" if servers else ""), a_job(servers, kind=kind, gang=gang)
+        for gang, scheduler in SCHEDULERS.items():
+            if kind in scheduler.impossible:
+                continue
+            yield f"{kind}-{gang}", a_job(kind=kind, gang=gang)
+            if kind in SERVER_KINDS and kind not in scheduler.impossible_with_servers:
+                yield f"{kind}-{gang}-servers", a_job(2, kind=kind, gang=gang)
     yield "trainjob-none-runtime", a_job(kind="trainjob", runtime="torch-distributed")
     yield "trainjob-kueue-runtime", a_job(kind="trainjob", gang="kueue", runtime="torch-distributed")
 

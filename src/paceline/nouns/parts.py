@@ -80,6 +80,10 @@ _ADVICE = {
         "write clip_norm=..., the largest norm of the whole gradient",
     ),
     **dict.fromkeys(("random_seed", "manual_seed"), "write seed=N"),
+    **dict.fromkeys(
+        ("callbacks", "logger", "loggers", "report_to", "log_with", "tensorboard", "wandb"),
+        "write sinks=[...], functions that make event sinks, e.g. [paceline.TensorBoard]",
+    ),
 }
 
 
@@ -103,14 +107,31 @@ def check_function(name: str, value: Any, may_be_none: bool) -> None:
     mistake = _mistaken_for_function(name, value)
     if mistake:
         raise WorkloadError(asked, mistake, f"write {example}")
+    _check_call(asked, value, arguments, f"write {example}")
+
+
+def check_sinks(value: Any) -> None:
+    """Raise WorkloadError unless `value` is a list of functions that make event sinks."""
+    asked = "the workload's sinks should be a list of functions of (run_dir)"
+    fix = "write sinks=[paceline.TensorBoard], or sinks=[lambda run_dir: MySink(...)]"
+    if not isinstance(value, list | tuple):
+        raise WorkloadError(asked, f"it is {shown(value)}", fix)
+    for make in value:
+        if hasattr(make, "write") and not isinstance(make, type):
+            raise WorkloadError(asked, f"one is a sink that has been made already, {shown(make)}", fix)
+        _check_call(asked, make, ("run_dir",), fix)
+
+
+def _check_call(asked: str, value: Any, arguments: tuple[str, ...], fix: str) -> None:
+    """Raise WorkloadError unless `value` can be called with these arguments."""
     if not callable(value):
-        raise WorkloadError(asked, f"it is {shown(value)}", f"write {example}")
+        raise WorkloadError(asked, f"it is {shown(value)}", fix)
     try:
         inspect.signature(value).bind(*arguments)  # without calling it: a model may be large
     except ValueError:
         return  # one that does not say what it takes
     except TypeError as error:
-        raise WorkloadError(asked, f"{_name(value)} can't be called so: {error}", f"write {example}") from None
+        raise WorkloadError(asked, f"{_name(value)} can't be called so: {error}", fix) from None
 
 
 def _takes_parameters(optimizer: type) -> bool:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from paceline.nouns.errors import WorkloadError, did_you_mean
-from paceline.nouns.parts import advice_for, check_data, check_function, shown
+from paceline.nouns.parts import advice_for, check_data, check_function, check_sinks, shown
+from paceline.nouns.sink import MakeSink
 
 PRECISIONS = ("float32", "bf16", "float64")
 
@@ -44,6 +45,8 @@ class Workload:
         seed: of initial parameters, data order and dropout.
         deterministic: ask torch for deterministic algorithms.
         loader_workers: processes per rank that load samples ahead; 0 loads in the rank itself.
+        sinks: functions that make event sinks, e.g. `[paceline.TensorBoard]`: rank 0 calls each with the run directory
+            (None where there is none) and hands it every event of `events.jsonl`. See docs/extending.md.
 
     Raises:
         WorkloadError: a part is missing, unknown or of the wrong kind.
@@ -95,6 +98,7 @@ class Workload:
     seed: int = 0
     deterministic: bool = False
     loader_workers: int = 0
+    sinks: Sequence[MakeSink] = ()
 
     def __new__(cls, *values: Any, **parts: Any) -> Workload:
         """Check the names of the parts before Python does, so that the error can say what was meant."""
@@ -111,6 +115,7 @@ class Workload:
         for name in ("data", "evaluation"):
             if getattr(self, name) is not None:
                 check_data(name, getattr(self, name))
+        check_sinks(self.sinks)
         if self.data is None:
             self._check_without_data()
         else:

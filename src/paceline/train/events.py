@@ -1,30 +1,51 @@
-"""Record what a job does while it runs: one line of JSON per event in `events.jsonl`. Rank 0 writes."""
+"""Record what a job does while it runs: one line of JSON per event in `events.jsonl`. Rank 0 writes.
+
+docs/events.md lists the events and their fields.
+"""
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import resource
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from paceline.nouns.sink import MakeSink
+from paceline.train.sinks import SinkThread, close_sinks, open_sinks
+
+VERSION = 1  # of the events: in `start`. It changes when a field is removed or means something else.
 TAKES_OVER = "PACELINE_TAKES_OVER"  # set where this process takes a lost one's place in a running job
 _BLOCK_BYTES = 2**16
 
 
+def open_events(rank: int, run_dir: Path | None, sinks: Sequence[MakeSink]) -> Events:
+    """Return where this rank's events go: rank 0's to the run directory and the workload's sinks, others' nowhere."""
+    if rank != 0:
+        return Events(None)
+    return Events(run_dir, bool(os.environ.get(TAKES_OVER)), open_sinks(sinks, run_dir))
+
+
 class Events:
-    """Appends events to a run directory; without one, does nothing.
+    """Appends events to a run directory, and hands them to sinks.
 
     Args:
-        run_dir: where; None: nowhere.
+        run_dir: where; None: no file is written.
         takes_over: whether another process of this job has written before: a second `start` is marked as such.
+        sinks: get what is written.
     """
 
-    def __init__(self, run_dir: Path | None, takes_over: bool = False) -> None:
+    def __init__(self, run_dir: Path | None, takes_over: bool = False, sinks: Sequence[SinkThread] = ()) -> None:
         self.takes_over = takes_over
+        self.sinks = sinks
+        self.lock = threading.Lock()  # the thread that writes a checkpoint reports its end here
+        if sinks:  # a file that is run alone need not close its job
+            atexit.register(self.close)
         # Unbuffered, a write a line: whoever follows the file sees whole lines at once, and a line that did
         # not fit on the disk is not kept to be written later, in the middle of another.
         self.file = (run_dir / "events.jsonl").open("ab+", buffering=0) if run_dir else None
@@ -33,11 +54,20 @@ class Events:
 
     def write(self, event: dict[str, Any]) -> None:
         """Append one event, with the wall-clock time. Where that can't be, warn once and go on."""
-        if self.file is None:
+        if self.file is None and not self.sinks:
             return
         if self.takes_over and event["event"] in ("start", "resumed"):
             event = {**event, "takes_over": True}
-        line = json.dumps({**event, "at": round(time.time_ns() / 1e9, 3)}).encode() + b"\n"
+        event = {**event, "at": round(time.time_ns() / 1e9, 3)}
+        with self.lock:  # sinks get the events in the order of the file
+            self._append(event)
+            for sink in self.sinks:
+                sink.put(dict(event))
+
+    def _append(self, event: dict[str, Any]) -> None:
+        if self.file is None:
+            return
+        line = json.dumps(event).encode() + b"\n"
         if self.is_torn:
             line = b"\n" + line
         try:
@@ -80,10 +110,14 @@ class Events:
         yield rest
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file and the sinks."""
         if self.file:
             self.file.close()
             self.file = None
+        if self.sinks:
+            atexit.unregister(self.close)
+            close_sinks(self.sinks)
+            self.sinks = ()
 
     def _ends_torn(self) -> bool:
         """True if the last line has no end, as a full disk leaves it."""

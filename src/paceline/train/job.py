@@ -32,7 +32,7 @@ from paceline.train.alike import load_scheduler, scheduler_state
 from paceline.train.assemble import Assembly
 from paceline.train.collective_steps import CollectiveSteps
 from paceline.train.data import Batch, moved, no_data, open_data
-from paceline.train.events import TAKES_OVER, Events, peak_memory_bytes
+from paceline.train.events import VERSION, open_events, peak_memory_bytes
 from paceline.train.last_checkpoint import first_failure
 from paceline.train.seed import random_state, restore_random_state, seed_everything
 from paceline.train.servers import ServerSteps
@@ -537,11 +537,12 @@ class Job:
         _newest_job[:] = [self]
         self.board = StepBoard(self.steps.board_place)
         self.writer = CheckpointWriter(*self.steps.writer_place, self._report_save)
-        self.events = Events(self.run_dir if self.rank == 0 else None, bool(os.environ.get(TAKES_OVER)))
+        self.events = open_events(self.rank, self.run_dir, self.workload.sinks)
         self.events.write(
             {
                 # Before `resumed`: who reads the file backwards (`last_step`) stops at the first of the two.
                 "event": "start",
+                "version": VERSION,
                 "total_steps": self.total_steps,
                 "samples": len(self.loader.data),
                 "batch_size": self.workload.batch_size,

@@ -8,30 +8,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from paceline.launch.kubernetes.gang import SCHEDULERS
+from paceline.launch.kubernetes.gang_scheduler import GangScheduler
+from paceline.launch.kubernetes.names import LABEL, LABEL_LENGTH
 from paceline.launch.kubernetes.quantities import read_quantity
 from paceline.nouns.errors import PlanError, UsageError, did_you_mean
 from paceline.nouns.plan import Plan
 
 # First the default of each: errors propose it.
 KINDS = ("jobset", "trainjob", "job", "mpijob", "rayjob")
-GANGS = ("none", "yunikorn", "kueue", "volcano", "coscheduling", "kai", "native")
+GANGS = tuple(SCHEDULERS)
 POD_GROUP_APIS = ("v1beta1", "v1alpha3", "v1alpha2")  # of scheduling.k8s.io: 1.37 has the first two, 1.36 the last
 SERVER_KINDS = ("jobset", "job")
-WANTS_QUEUE = ("yunikorn", "kueue", "kai")
-LABEL_LENGTH = 63
 RAY_NAME_LENGTH = 47  # KubeRay's own limit for a RayJob
 _SUFFIX = "-abcde"  # five random letters, which the Job controller adds to a pod's name
-_LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")  # RFC 1035: it names a Service
-_LABEL_VALUE = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_YUNIKORN_QUEUE = re.compile(r"[A-Za-z0-9_-]{1,64}(\.[A-Za-z0-9_-]{1,64})*")
 _RESOURCE = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?")
-# What can't be had, and why: the gang, the kind.
-IMPOSSIBLE = {
-    ("native", "mpijob"): "the MPI Operator's schema has no schedulingGroup and silently drops it",
-    ("native", "rayjob"): "KubeRay's schema has no schedulingGroup and silently drops it",
-    ("coscheduling", "rayjob"): "KubeRay makes these pod groups for a RayCluster, and refuses a RayJob",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +104,11 @@ class KubernetesJob:
         return self.plan.server
 
     @property
+    def gang_scheduler(self) -> GangScheduler:
+        """The scheduler that `gang` names."""
+        return SCHEDULERS[self.gang]
+
+    @property
     def resources(self) -> dict[str, str]:
         """The resources that a worker's pod asks for."""
         resources = {"cpu": self.cpu, "memory": self.memory}
@@ -140,7 +137,7 @@ class KubernetesJob:
         if not self.runs.startswith("/"):
             raise UsageError(f"the run directory {self.runs!r}", "it is no absolute path", "write such as /runs")
         for what, name in (("namespace", self.namespace), ("claim", self.runs_claim), ("runtime", self.runtime)):
-            if name and (not _LABEL.fullmatch(name) or len(name) > LABEL_LENGTH):
+            if name and (not LABEL.fullmatch(name) or len(name) > LABEL_LENGTH):
                 raise UsageError(
                     f"the {what} {name!r}", "it has more than small letters, digits and hyphens", "write its name"
                 )
@@ -209,12 +206,13 @@ class KubernetesJob:
             )
 
     def _check_combination(self) -> None:
-        reason = IMPOSSIBLE.get((self.gang, self.kind))
+        scheduler = self.gang_scheduler
+        reason = scheduler.impossible.get(self.kind)
         if reason:
             raise UsageError(f"gang={self.gang} with kind={self.kind}", reason, "take another of the two, e.g. jobset")
         if self.runtime and self.kind != "trainjob":
             raise UsageError(f"the runtime {self.runtime!r} of a {self.kind}", "a TrainJob has one", "leave it out")
-        if self.runtime and (self.gang not in ("none", "kueue") or self.scheduler):
+        if self.runtime and (scheduler.changes_pods or self.scheduler):
             asked = f"scheduler={self.scheduler}" if self.scheduler else f"gang={self.gang}"
             raise UsageError(
                 f"{asked} with the runtime {self.runtime}",
@@ -227,41 +225,29 @@ class KubernetesJob:
                 "it has pods for workers only, and none for servers",
                 "write kind=jobset, or leave server out",
             )
-        if self.servers and self.kind == "job" and self.gang in ("kueue", "kai"):
+        reason = scheduler.impossible_with_servers.get(self.kind)
+        if self.servers and reason:
             raise UsageError(
-                f"can't schedule servers and workers of kind=job with gang={self.gang}",
-                "it admits each Job by itself, so that one may hold nodes and wait for the other for ever",
+                f"can't schedule servers and workers of kind={self.kind} with gang={self.gang}",
+                reason,
                 "write kind=jobset",
             )
 
     def _check_queue(self) -> None:
-        if self.gang in WANTS_QUEUE and not self.queue:
-            raise UsageError(
-                f"gang={self.gang}", "no queue is named", "write the queue that the cluster's administrator names"
-            )
-        if self._has_valid_queue() and len(self.queue) <= LABEL_LENGTH:
+        scheduler = self.gang_scheduler
+        if not self.queue:
+            if scheduler.needs_queue:
+                fix = "write the queue that the cluster's administrator names"
+                raise UsageError(f"gang={self.gang}", "no queue is named", fix)
             return
-        if self.gang not in (*WANTS_QUEUE, "volcano"):
+        if scheduler.queue is None:
             raise UsageError(f"the queue {self.queue!r}", f"gang={self.gang} has none", "leave it out")
-        example = "root.ml" if self.gang == "yunikorn" else "ml"
-        raise UsageError(f"the queue {self.queue!r}", f"{self.gang} has no such names", f"write such as {example}")
-
-    def _has_valid_queue(self) -> bool:
-        """True if the queue's name is one for the gang's scheduler; schedulers without queues want none."""
-        is_label = bool(_LABEL.fullmatch(self.queue))
-        is_label_value = bool(_LABEL_VALUE.fullmatch(self.queue))
-        if self.gang == "yunikorn":
-            return is_label_value and bool(_YUNIKORN_QUEUE.fullmatch(self.queue))
-        if self.gang == "kueue":
-            return is_label
-        if self.gang == "kai":
-            return is_label_value
-        if self.gang == "volcano":
-            return is_label or not self.queue
-        return not self.queue
+        if len(self.queue) > LABEL_LENGTH or not scheduler.queue.fullmatch(self.queue):
+            fix = f"write such as {scheduler.queue_example}"
+            raise UsageError(f"the queue {self.queue!r}", f"{self.gang} has no such names", fix)
 
     def _check_name(self) -> None:
-        if not _LABEL.fullmatch(self.name):
+        if not LABEL.fullmatch(self.name):
             raise UsageError(
                 f"the job's name {self.name!r}",
                 "Kubernetes wants small letters, digits and hyphens, a letter first and no hyphen last",

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.launch.kubernetes import pods
-from paceline.launch.kubernetes.job import KubernetesJob
 from paceline.launch.kubernetes.pods import COORDINATOR, SERVER, WORKER, Manifest
+
+if TYPE_CHECKING:
+    from paceline.launch.kubernetes.job import KubernetesJob
 
 MEETS_NOT = 2  # exit code of a request that can't be met: starting it again changes nothing
 _JOBS = ("JobSet", "TrainJob", "Job", "MPIJob", "RayJob")
@@ -236,7 +238,7 @@ def mpi_job(job: KubernetesJob) -> list[Manifest]:
     waiting = pods.pod(job, WORKER, ["/usr/sbin/sshd", "-De", "-f", f"{SSH_HOME}/.sshd_config"])
     waiting["spec"]["containers"][0]["readinessProbe"] = {"tcpSocket": {"port": pods.SSH_PORT}}
     # With a gang the launcher must be there from the start, or the gang is never whole (mpi-operator#608).
-    policy = "WaitForWorkersReady" if job.gang == "none" else "AtStartup"
+    policy = "AtStartup" if job.gang_scheduler.is_gang else "WaitForWorkersReady"
     replicas = {"Launcher": {"replicas": 1, "restartPolicy": "Never", "template": launcher}}
     if job.nodes > 1:
         replicas["Worker"] = {"replicas": job.nodes - 1, "restartPolicy": "Never", "template": waiting}

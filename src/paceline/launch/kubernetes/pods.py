@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from paceline.launch.kubernetes.job import KubernetesJob
 from paceline.nouns.plan import Plan
+
+if TYPE_CHECKING:
+    from paceline.launch.kubernetes.job import KubernetesJob
 
 WORKER = "worker"
 SERVER = "server"
@@ -197,18 +199,16 @@ def container_security() -> Manifest:
 def anti_affinity(job: KubernetesJob, role: str) -> Manifest:
     """Render the affinity that puts workers on nodes of their own, and servers apart where there is room.
 
-    Under YuniKorn it is a wish for workers too. A placeholder has the affinity of the pods that it stands in for, so
-    a strict one would keep the real pod off the node of its own placeholder: YuniKorn asks the filter for affinity
-    between pods when it swaps them. There, asking for all accelerators of a node is what keeps workers apart.
+    Under a scheduler that can't place pods with such an affinity it is a preference for workers too.
     """
     roles = [WORKER] if role == WORKER else [SERVER, COORDINATOR]  # one gang: the same for both
     chosen = {"key": ROLE_LABEL, "operator": "In", "values": roles}
     selector = {"matchLabels": labels(job), "matchExpressions": [chosen]}
     term = {"labelSelector": selector, "topologyKey": "kubernetes.io/hostname"}  # a domain is a node
-    if role == WORKER and job.gang != "yunikorn":
+    if role == WORKER and job.gang_scheduler.allows_strict_anti_affinity:
         return {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}
-    wish = {"weight": 100, "podAffinityTerm": term}
-    return {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [wish]}}
+    preference = {"weight": 100, "podAffinityTerm": term}
+    return {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [preference]}}
 
 
 def placement(job: KubernetesJob) -> Manifest:

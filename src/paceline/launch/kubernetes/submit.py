@@ -51,14 +51,7 @@ def notes(job: KubernetesJob) -> list[str]:
     if job.servers:
         secrets = ", ".join(f"{job.name}-credentials-{role}" for role in (COORDINATOR, SERVER, WORKER))
         remarks.append(f"the secrets {secrets} are made beforehand: see docs/kubernetes.md")
-    if job.gang == "none" and job.nodes + job.servers > 1:
-        remarks.append("no gang: some pods may start and wait while others find no room; see --gang")
-    if job.gang == "yunikorn" and not job.accelerators:
-        remarks.append("under YuniKorn two pods without accelerators may come to one node")
-    if job.kind == "mpijob" and job.gang in ("volcano", "coscheduling"):
-        remarks.append("the MPI Operator must run with --gang-scheduling, or it makes no pod group")
-    if job.kind == "rayjob" and job.gang in ("yunikorn", "volcano", "kai"):
-        remarks.append("KubeRay's operator must run with this scheduler as its batch scheduler")
+    remarks += job.gang_scheduler.notes(job)
     return remarks
 
 
@@ -76,22 +69,22 @@ def check(manifests: Sequence[Manifest]) -> None:
         raise UsageError("can't check the manifests", "no job is among them", "name a file that `paceline run` printed")
     try:
         sets = pod_sets(manifests)
-        reasons = [*_shape_reasons(manifests, sets), *_plan_reasons(manifests, sets), *gangs.reasons(manifests)]
+        problems = [*_shape_problems(manifests, sets), *_plan_problems(manifests, sets), *gangs.problems(manifests)]
     except (AttributeError, TypeError, LookupError, ValueError, RecursionError, ArithmeticError) as error:
         # A user may have edited them: whatever is expected to be a table or a number can be something else.
         raise UsageError(
             "can't check the manifests", f"one has a part of the wrong form ({reason_of(error)})", "print them again"
         ) from None
-    if reasons:
+    if problems:
         name = field_of(job_manifests(manifests)[0], "metadata", "name")
         raise PlanError(
             f"the manifests of {name} should start as planned",
-            "; ".join(dict.fromkeys(reasons)),
+            "; ".join(dict.fromkeys(problems)),
             "mend this, or have them printed again with --dry-run",
         )
 
 
-def _shape_reasons(manifests: Sequence[Manifest], sets: Sequence[PodSet]) -> Iterator[str]:
+def _shape_problems(manifests: Sequence[Manifest], sets: Sequence[PodSet]) -> Iterator[str]:
     namespaces = set()
     for manifest in manifests:
         namespaces.add(field_of(manifest, "metadata", "namespace") or "default")
@@ -109,7 +102,7 @@ def _shape_reasons(manifests: Sequence[Manifest], sets: Sequence[PodSet]) -> Ite
             yield f"{pod_set.where}: its pods have no container"
 
 
-def _plan_reasons(manifests: Sequence[Manifest], sets: Sequence[PodSet]) -> Iterator[str]:
+def _plan_problems(manifests: Sequence[Manifest], sets: Sequence[PodSet]) -> Iterator[str]:
     """Yield where there are not as many pods as the plan in their commands needs."""
     workers = [pod_set for pod_set in sets if pod_set.role == WORKER]
     command = []

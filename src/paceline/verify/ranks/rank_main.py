@@ -80,6 +80,7 @@ class _RankRun:
             precision=run["precision"],
             steps=run["steps"],
             loader_workers=0,  # samples are loaded in this process
+            sinks=(),  # they are for training
             model=self._model(workload),
             loss=self._loss(workload),
         )

@@ -14,16 +14,19 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from paceline.launch.kubernetes.job import KubernetesJob
-from paceline.launch.kubernetes.objects import PodSet, field_of
+from paceline.launch.kubernetes.gang_scheduler import GangScheduler
+from paceline.launch.kubernetes.objects import PodSet, field_of, pod_sets
 from paceline.launch.kubernetes.pods import WORKER, Manifest
 from paceline.launch.kubernetes.quantities import pod_resources, read_quantity
 from paceline.nouns.errors import ReadError, did_you_mean
 from paceline.nouns.reading import parse_json, parse_whole
 
-SCHEDULER = "yunikorn"
+if TYPE_CHECKING:
+    from paceline.launch.kubernetes.job import KubernetesJob
+
+SCHEDULER_NAME = "yunikorn"
 PREFIX = "yunikorn.apache.org/"
 APP = f"{PREFIX}app-id"
 QUEUE = f"{PREFIX}queue"
@@ -36,26 +39,64 @@ TIMEOUT = "placeholderTimeoutInSeconds"
 STYLE = "gangSchedulingStyle"
 CONSTRAINTS = ("nodeSelector", "tolerations", "affinity", "topologySpreadConstraints")
 KEYS = ("name", "minMember", "minResource", "labels", "annotations", *CONSTRAINTS)
+RAY_GANG = "ray.io/gang-scheduling-enabled"
 INT32 = 2**31 - 1
 INT64 = 2**63 - 1
 _POD_NAME = re.compile(r"[-a-z0-9.]*")
 _STRICT = ("podAntiAffinity", "requiredDuringSchedulingIgnoredDuringExecution")
 
 
-def attach(job: KubernetesJob, sets: Sequence[PodSet]) -> None:
-    """Make these pods one application whose pods start all together or not at all."""
-    text = _written_groups(task_groups(sets))
-    for pod_set in sets:
-        head = pod_set.template["metadata"]
-        head["labels"] |= {APP: job.name, QUEUE: job.queue}
-        head["annotations"] = {
-            **head.get("annotations", {}),
-            GROUP: group_name(pod_set),
-            GROUPS: text,
-            # Hard: after the timeout the application fails. Soft, the default, starts the pods that found room.
-            POLICY: f"{TIMEOUT}={job.placeholder_timeout_s} {STYLE}=Hard",
-        }
-        pod_set.template["spec"]["schedulerName"] = SCHEDULER
+class YuniKorn(GangScheduler):
+    """YuniKorn, with task groups. Of a RayJob KubeRay writes the groups."""
+
+    name = SCHEDULER_NAME
+    # A label's value, of parts between dots.
+    queue = re.compile(r"(?![_-])[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*(?<![_-])")
+    queue_example = "root.ml"
+    needs_queue = True
+    # A placeholder has the affinity of the pods that it stands in for, so a strict one would keep the real pod off the
+    # node of its own placeholder: YuniKorn asks the filter for affinity between pods when it swaps them. Asking for
+    # all accelerators of a node is what keeps workers apart.
+    allows_strict_anti_affinity = False
+
+    def attach(self, job: KubernetesJob, manifests: list[Manifest]) -> list[Manifest]:
+        """Make these pods one application whose pods start all together or not at all."""
+        sets = pod_sets(manifests)
+        text = _written_groups(task_groups(sets))
+        for pod_set in sets:
+            head = pod_set.template["metadata"]
+            head["labels"] |= {APP: job.name, QUEUE: job.queue}
+            head["annotations"] = {
+                **head.get("annotations", {}),
+                GROUP: group_name(pod_set),
+                GROUPS: text,
+                # Hard: after the timeout the application fails. Soft, the default, starts the pods that found room.
+                POLICY: f"{TIMEOUT}={job.placeholder_timeout_s} {STYLE}=Hard",
+            }
+            pod_set.template["spec"]["schedulerName"] = SCHEDULER_NAME
+        if job.kind == "rayjob":  # KubeRay writes the groups, and which pod is in which
+            manifests[-1]["metadata"]["labels"] |= {RAY_GANG: "true", APP: job.name, QUEUE: job.queue}
+            for pod_set in sets:
+                for key in (GROUP, GROUPS):
+                    del pod_set.template["metadata"]["annotations"][key]
+        return []
+
+    def notes(self, job: KubernetesJob) -> Iterator[str]:
+        """Yield where two pods may come to one node, and what KubeRay's operator needs."""
+        if not job.accelerators:
+            yield "under YuniKorn two pods without accelerators may come to one node"
+        if job.kind == "rayjob":
+            yield "KubeRay's operator must run with this scheduler as its batch scheduler"
+
+    def problems(self, manifests: Sequence[Manifest], sets: Sequence[PodSet]) -> Iterator[str]:
+        """Yield why YuniKorn would not start these pods as a gang."""
+        if not is_used(sets):
+            return
+        ray_jobs = [manifest for manifest in manifests if manifest.get("kind") == "RayJob"]
+        if ray_jobs:
+            yield from _ray_problems(ray_jobs, sets)
+        else:
+            yield from _gang_problems(sets)
 
 
 def _written_groups(groups: Sequence[Manifest]) -> str:
@@ -98,17 +139,16 @@ def task_groups(sets: Sequence[PodSet]) -> list[Manifest]:
 def is_used(sets: Sequence[PodSet]) -> bool:
     """True if YuniKorn is to start these pods: they name it, or have a label or annotation of its own."""
     for pod_set in sets:
-        if field_of(pod_set.template, "spec", "schedulerName") == SCHEDULER:
+        if field_of(pod_set.template, "spec", "schedulerName") == SCHEDULER_NAME:
             return True
         if any(PREFIX in key for key in _marks(pod_set)):
             return True
     return False
 
 
-def reasons(sets: Sequence[PodSet]) -> Iterator[str]:
-    """Yield why YuniKorn would not start these pods as a gang; nothing when it would."""
+def _gang_problems(sets: Sequence[PodSet]) -> Iterator[str]:
     for pod_set in sets:
-        yield from pod_reasons(pod_set)
+        yield from _pod_problems(pod_set)
     for key in (APP, QUEUE):
         values = {str(_label(pod_set, key)) for pod_set in sets if _label(pod_set, key)}
         if len(values) > 1:
@@ -117,13 +157,25 @@ def reasons(sets: Sequence[PodSet]) -> Iterator[str]:
     if len(texts) > 1:
         yield f"the annotation {GROUPS} is not the same on all pods: each one must state all groups"
     for text in texts - {None}:
-        yield from _text_reasons(text, sets)
+        yield from _text_problems(text, sets)
 
 
-def pod_reasons(pod_set: PodSet) -> Iterator[str]:
+def _ray_problems(ray_jobs: Sequence[Manifest], sets: Sequence[PodSet]) -> Iterator[str]:
+    """Yield why KubeRay would not ask YuniKorn for a gang."""
+    for manifest in ray_jobs:
+        for key in (RAY_GANG, APP, QUEUE):
+            if not field_of(manifest, "metadata", "labels", key):
+                yield f"the RayJob has no label {key}, without which KubeRay asks for no gang"
+    for pod_set in sets:
+        for problem in _pod_problems(pod_set):
+            if not problem.endswith("is missing"):  # KubeRay writes these
+                yield problem
+
+
+def _pod_problems(pod_set: PodSet) -> Iterator[str]:
     """Yield why YuniKorn would not take these pods for what they are meant to be, whatever their groups say."""
-    if field_of(pod_set.template, "spec", "schedulerName") != SCHEDULER:
-        yield f"{pod_set.where}: its schedulerName is not {SCHEDULER}, so YuniKorn leaves it alone"
+    if field_of(pod_set.template, "spec", "schedulerName") != SCHEDULER_NAME:
+        yield f"{pod_set.where}: its schedulerName is not {SCHEDULER_NAME}, so YuniKorn leaves it alone"
     for key in (APP, QUEUE):
         if not _label(pod_set, key):
             what = "queue" if key == QUEUE else "application"
@@ -144,12 +196,12 @@ def pod_reasons(pod_set: PodSet) -> Iterator[str]:
         )
     policy = str(_annotation(pod_set, POLICY) or f"{STYLE}=Hard")
     # A missing annotation has its own reason above, so its style is not told as well.
-    for reason in _policy_reasons(policy):
+    for reason in _policy_problems(policy):
         yield f"{pod_set.where}: {POLICY} {reason}"
-    yield from _anti_affinity_reasons(pod_set)
+    yield from _anti_affinity_problems(pod_set)
 
 
-def _policy_reasons(text: str) -> Iterator[str]:
+def _policy_problems(text: str) -> Iterator[str]:
     """Yield what is wrong with a policy. YuniKorn splits at single spaces and at `=`, and skips what it can't read."""
     settings: dict[str, str] = {}
     for part in text.split(" "):
@@ -176,7 +228,7 @@ def _policy_reasons(text: str) -> Iterator[str]:
         yield f"has {TIMEOUT}={seconds[:100]}, which is no number of seconds above 0"
 
 
-def _anti_affinity_reasons(pod_set: PodSet) -> Iterator[str]:
+def _anti_affinity_problems(pod_set: PodSet) -> Iterator[str]:
     """Yield where pods keep away from their own kind.
 
     A placeholder has its pods' affinity: where that is strict against its own kind it bars the real pod.
@@ -210,7 +262,7 @@ def _selects(selector: Mapping[str, Any], pod_labels: Mapping[str, str]) -> bool
     return True
 
 
-def _text_reasons(text: Any, sets: Sequence[PodSet]) -> Iterator[str]:
+def _text_problems(text: Any, sets: Sequence[PodSet]) -> Iterator[str]:
     """Yield what is wrong with the annotation that states all groups."""
     twice: list[str] = []  # json.loads keeps the last of equal keys, so they are noted while it reads
 
@@ -240,11 +292,11 @@ def _text_reasons(text: Any, sets: Sequence[PodSet]) -> Iterator[str]:
             yield f"{pod_set.where}: its group {name!r} is not in {GROUPS} ({fix})"
     for group in groups:
         members = [pod_set for pod_set in sets if _annotation(pod_set, GROUP) == group.get("name")]
-        yield from _group_reasons(group, members)
-    yield from _overflow_reasons(groups)
+        yield from _group_problems(group, members)
+    yield from _overflow_problems(groups)
 
 
-def _group_reasons(group: Mapping[str, Any], members: Sequence[PodSet]) -> Iterator[str]:
+def _group_problems(group: Mapping[str, Any], members: Sequence[PodSet]) -> Iterator[str]:
     name = group.get("name")
     called = f"the task group {name!r}"
     if not isinstance(name, str) or not name or not _POD_NAME.fullmatch(name[:20]):
@@ -256,13 +308,13 @@ def _group_reasons(group: Mapping[str, Any], members: Sequence[PodSet]) -> Itera
         value = group.get(key) or {}
         if not isinstance(value, dict) or not all(isinstance(inner, str) for inner in value.values()):
             yield f"{called}: its {key} must be words by words"
-    yield from _member_reasons(called, group.get("minMember"), sum(pod_set.count for pod_set in members))
-    yield from _resource_reasons(called, group.get("minResource"))
+    yield from _member_problems(called, group.get("minMember"), sum(pod_set.count for pod_set in members))
+    yield from _resource_problems(called, group.get("minResource"))
     for pod_set in members:
-        yield from _difference_reasons(called, group, pod_set)
+        yield from _difference_problems(called, group, pod_set)
 
 
-def _member_reasons(called: str, count: Any, pods: int) -> Iterator[str]:
+def _member_problems(called: str, count: Any, pods: int) -> Iterator[str]:
     if not isinstance(count, int) or isinstance(count, bool):
         yield f"{called} needs a minMember that is a whole number, not {count!r}: YuniKorn would drop all groups"
     elif not 0 < count <= INT32:
@@ -275,7 +327,7 @@ def _member_reasons(called: str, count: Any, pods: int) -> Iterator[str]:
         yield f"{called} has minMember {count} and {pods} pods: {pods - count} pods would not be part of the gang"
 
 
-def _resource_reasons(called: str, resources: Any) -> Iterator[str]:
+def _resource_problems(called: str, resources: Any) -> Iterator[str]:
     if not isinstance(resources, dict) or not resources:
         yield f"{called} needs a minResource"
         return
@@ -291,7 +343,7 @@ def _resource_reasons(called: str, resources: Any) -> Iterator[str]:
         yield f"{called}: minResource has cpu and vcore, which are one resource"
 
 
-def _difference_reasons(called: str, group: Mapping[str, Any], pod_set: PodSet) -> Iterator[str]:
+def _difference_problems(called: str, group: Mapping[str, Any], pod_set: PodSet) -> Iterator[str]:
     """Yield what a group and its pods ask for differently.
 
     Placeholders stand in for pods: what differs is reserved where the pods can't go, or too small for them.
@@ -321,7 +373,7 @@ def _written(spec: Mapping[str, Any], key: str) -> str:
     return " + ".join(amounts) or "nothing"
 
 
-def _overflow_reasons(groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _overflow_problems(groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     totals: dict[str, Fraction] = {}
     for group in groups:
         count = group.get("minMember")
@@ -351,3 +403,6 @@ def _marks(pod_set: PodSet) -> list[str]:
     labels = metadata.get("labels") or {}
     annotations = metadata.get("annotations") or {}
     return [*labels, *annotations]
+
+
+SCHEDULER = YuniKorn()

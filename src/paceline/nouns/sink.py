@@ -1,0 +1,67 @@
+"""The interface of an event sink: it receives every event of a job as it is written to `events.jsonl`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+
+class Sink(Protocol):
+    """Receives a job's events on rank 0, in a thread of its own: one call at a time, in the order of the file.
+
+    An error in it ends neither the job nor other sinks: it is reported once, and the sink gets no more events.
+    Needs no base class: any object with these methods is a sink.
+
+    Examples:
+        >>> from dataclasses import replace
+        >>> class Losses:
+        ...     def __init__(self, run_dir):
+        ...         self.losses = []
+        ...
+        ...     def write(self, event):
+        ...         if event["event"] == "step":
+        ...             self.losses.append(event["loss"])
+        ...
+        ...     def close(self):
+        ...         print(len(self.losses), "losses")
+        >>> job = paceline.distribute(replace(workload, sinks=[Losses]))
+        >>> for batch in job.batches():
+        ...     mean = job.step(batch)
+        >>> job.close()
+        8 losses
+    """
+
+    def write(self, event: Mapping[str, Any]) -> None:
+        """Take one event.
+
+        Args:
+            event: as docs/events.md describes it; later versions may add events and fields.
+
+        Examples:
+            >>> class Printed:
+            ...     def write(self, event):
+            ...         print(event["event"], sorted(event))
+            >>> Printed().write({"event": "own_batches", "total_steps": 3, "at": 1.5})
+            own_batches ['at', 'event', 'total_steps']
+        """
+
+    def close(self) -> None:
+        """Write what is left. Called once, after the last event.
+
+        Examples:
+            >>> class Files:
+            ...     def __init__(self, run_dir):
+            ...         self.file = open("steps", "w")
+            ...
+            ...     def close(self):
+            ...         self.file.close()
+            >>> sink = Files(None)
+            >>> sink.close()
+            >>> sink.file.closed
+            True
+        """
+
+
+# Called on rank 0 when its job starts, with the run directory; None where a file runs without `paceline run`.
+MakeSink = Callable[[Path | None], Sink]

@@ -1,0 +1,77 @@
+"""A sink that writes a job's numbers for TensorBoard."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from paceline.nouns.errors import UsageError
+
+_FLUSH_S = 10  # a process that is killed loses no more
+# Fields of the event `step` that become curves.
+_STEP_FIELDS = ("loss", "gradient_norm", "seconds", "sent_bytes", "memory_bytes")
+
+
+class TensorBoard:
+    """Writes scalars of each step and evaluation: `Workload(..., sinks=[paceline.TensorBoard])`.
+
+    Under `paceline run` they go to `tensorboard/` in the run directory; a job that resumes continues its curves there,
+    and the steps that it takes again replace the old ones. A file run alone gets `tensorboard/DATE-TIME`.
+
+    Args:
+        run_dir: of the job; None where there is none.
+
+    Raises:
+        UsageError: the package tensorboard is not installed.
+
+    Examples:
+        >>> import importlib.util
+        >>> from dataclasses import replace
+        >>> sinks = [paceline.TensorBoard] if importlib.util.find_spec("tensorboard") else []
+        >>> job = paceline.distribute(replace(workload, sinks=sinks))
+        >>> for batch in job.batches():
+        ...     mean = job.step(batch)
+        >>> job.close()
+    """
+
+    def __init__(self, run_dir: Path | None) -> None:
+        try:
+            # Imported here and not at the first event: that comes in a thread, and a data loader may be forking.
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise UsageError(
+                "can't write events for TensorBoard",
+                "the package tensorboard is not installed",
+                "pip install 'paceline[tensorboard]', or leave paceline.TensorBoard out of the workload's sinks",
+            ) from None
+        self.folder = Path("tensorboard", time.strftime("%Y%m%d-%H%M%S"))
+        if run_dir is not None:
+            self.folder = run_dir / "tensorboard"
+        self.make_writer = SummaryWriter
+        self.writer: Any = SummaryWriter(str(self.folder), flush_secs=_FLUSH_S)
+
+    def write(self, event: Mapping[str, Any]) -> None:
+        """Write the numbers of an event; events without any are passed over."""
+        kind = event["event"]
+        if kind == "resumed" and not event.get("takes_over"):
+            # TensorBoard then drops what an earlier process wrote of the steps that are taken again.
+            self.writer.close()
+            self.writer = self.make_writer(str(self.folder), purge_step=event["step"] + 1, flush_secs=_FLUSH_S)
+        elif kind == "step":
+            for name in _STEP_FIELDS:
+                self._scalar(f"train/{name}", event[name], event)
+            if event["seconds"]:
+                self._scalar("train/samples_per_s", event["samples"] / event["seconds"], event)
+        elif kind == "evaluation":
+            for name in event.keys() - {"event", "step", "at"}:
+                self._scalar(f"evaluation/{name}", event[name], event)
+
+    def close(self) -> None:
+        """Flush and close the file."""
+        self.writer.close()
+
+    def _scalar(self, tag: str, value: Any, event: Mapping[str, Any]) -> None:
+        if isinstance(value, int | float):
+            self.writer.add_scalar(tag, value, global_step=event["step"], walltime=event["at"])
