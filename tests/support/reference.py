@@ -27,6 +27,7 @@ INTERNAL = {
     "Job": ["checkpoint_folder", "write_checkpoint", "save_if_missed", "finish_save", "notice"],
     "Plan": ["check_effect", "settled", "of", "of_variable"],
     "Handle": ["join", "step", "take"],
+    "TensorBoard": ["write", "close"],
 }
 
 
@@ -132,7 +133,8 @@ def _gaps_of_class(what: type) -> Iterator[str]:
     if not examples(docstring):
         yield "has no example"
     parameters: list[str] = []
-    if "__init__" in vars(what):  # an inherited one is documented where it is defined
+    # An inherited one is documented where it is defined; that of a protocol is typing's.
+    if "__init__" in vars(what) and not getattr(what, "_is_protocol", False):
         parameters = list(inspect.signature(what.__init__).parameters)[1:]
     yield from _differences(parameters, items(docstring, "Args"), items(docstring, "Attributes"))
     source = inspect.getsource(what)
