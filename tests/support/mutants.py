@@ -322,8 +322,8 @@ def clipping_by_a_shards_norm():
 def optimizer_state_not_resharded():
     from paceline.train import job
 
-    def restore(plain, model, optimizer, tensors, kind):
-        plain(model, optimizer, tensors, kind)
+    def restore(plain, model, optimizer, *state):
+        plain(model, optimizer, *state)
         for state in optimizer.state.values():
             if "exp_avg" in state:
                 state["exp_avg"].zero_()
@@ -553,8 +553,8 @@ def loss_divided_by_micro_batches():
 def step_counters_begin_anew():
     from paceline.train import job
 
-    def restore(plain, model, optimizer, tensors, kind):
-        plain(model, optimizer, tensors, kind)
+    def restore(plain, model, optimizer, *state):
+        plain(model, optimizer, *state)
         for state in optimizer.state.values():
             if "step" in state:
                 state["step"].zero_()

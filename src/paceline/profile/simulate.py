@@ -133,7 +133,7 @@ class SimulatedStep:
         with self.fake():
             self.parallel = make_parallel(placed, workload, self.comms, self.plan, (self.device, rank))
             self.optimizer = prepare.make_optimizer(workload, self.parallel.model)
-        prepare.keep_own(self.optimizer, self.mesh)
+        prepare.keep_own(self.optimizer, self.mesh, self.parallel.placed)
         self.recorder.names = {module: name for name, module in self.parallel.model.named_modules()}
         self._answer_for_the_others(self.parallel)
         self.servers: list[dict[str, int]] = []

@@ -122,7 +122,7 @@ class Job:
         self._make_parallel(mesh)
         # After the split: the optimizer must hold the parameters that this rank updates.
         self.optimizer = prepare.make_optimizer(workload, self.model)
-        prepare.keep_own(self.optimizer, mesh)
+        prepare.keep_own(self.optimizer, mesh, self.parallel.placed)
         self.scheduler = prepare.make_scheduler(workload, self.optimizer)
         seed_everything(workload.seed, 1 + self.random_stream)  # dropout draws from here on
         if self.size > 1 and len(data):
@@ -299,7 +299,8 @@ class Job:
         last_checkpoint.set_aside(self)
         tensors = snapshot.read_state(folder, manifest, self.model, self._held(), self.world)
         # The optimizer first: it refuses a checkpoint of another one before anything is written to the model.
-        snapshot.restore_optimizer(self.model, self.optimizer, tensors, manifest["optimizer"])
+        held = self._held()
+        snapshot.restore_optimizer(self.model, self.optimizer, tensors, manifest["optimizer"], held)
         snapshot.restore_model(self.model, tensors, self._held())
         if self.scheduler is not None and state is not None:
             load_scheduler(self.scheduler, state)
