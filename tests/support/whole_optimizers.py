@@ -83,16 +83,16 @@ WORDS, WIDTH, INNER = 97, 32, 67
 class Small(nn.Module):
     """Matrices and vectors whose sizes don't divide, tied weights, a frozen matrix, a row, and a scalar."""
 
-    def __init__(self) -> None:
+    def __init__(self, words: int = WORDS, width: int = WIDTH, inner: int = INNER) -> None:
         super().__init__()
-        self.words = nn.Embedding(WORDS, WIDTH)
-        self.first = nn.Linear(WIDTH, INNER)
-        self.second = nn.Linear(INNER, WIDTH)
-        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-        self.norm = nn.LayerNorm(WIDTH)
-        self.row = nn.Parameter(torch.full((1, WIDTH), 0.5))
+        self.words = nn.Embedding(words, width)
+        self.first = nn.Linear(width, inner)
+        self.second = nn.Linear(inner, width)
+        self.frozen = nn.Linear(width, width).requires_grad_(False)
+        self.norm = nn.LayerNorm(width)
+        self.row = nn.Parameter(torch.full((1, width), 0.5))
         self.gain = nn.Parameter(torch.tensor(1.5))
-        self.back = nn.Linear(WIDTH, WORDS, bias=False)
+        self.back = nn.Linear(width, words, bias=False)
         self.back.weight = self.words.weight
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -105,7 +105,7 @@ class Small(nn.Module):
 def loss(model: Any, batch: Any) -> Any:
     scores = model(batch["ids"])
     labels = batch["labels"].reshape(-1)
-    return F.cross_entropy(scores.reshape(-1, WORDS), labels, reduction="sum"), labels.numel()
+    return F.cross_entropy(scores.reshape(-1, scores.shape[-1]), labels, reduction="sum"), labels.numel()
 
 
 def data() -> list[dict[str, torch.Tensor]]:
@@ -117,12 +117,12 @@ def data() -> list[dict[str, torch.Tensor]]:
     return rows
 
 
-def workload(optimizer: str, **parts: Any) -> paceline.Workload:
-    """Five steps in float64, with clipping."""
+def workload(kind: str, **parts: Any) -> paceline.Workload:
+    """Five steps in float64, with clipping; `kind` is one of OPTIMIZERS."""
     usual = {
         "model": Small,
         "loss": loss,
-        "optimizer": OPTIMIZERS[optimizer],
+        "optimizer": OPTIMIZERS[kind],
         "data": data(),
         "batch_size": 8,
         "steps": 5,
