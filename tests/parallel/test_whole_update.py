@@ -6,15 +6,19 @@ import functools
 
 import pytest
 import torch
+from torch import nn
 
 from paceline.checkpoint.reshard import take
 from paceline.comm import api
+from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
+from paceline.nouns.shard_spec import Cut
+from paceline.parallel.whole_update import CutParameter, assign_owners
 from paceline.train import snapshot
 from paceline.train.job import Job
 
 from support.ranks import run_ranks
-from support.whole_optimizers import OPTIMIZERS, workload
+from support.whole_optimizers import OPTIMIZERS, WIDTH, Small, workload
 
 TOLERANCE = 1e-10
 PLANS = {
@@ -31,6 +35,17 @@ CELLS = [
 ]
 
 
+class WithUnused(Small):
+    """Has a layer that no loss uses: it has no gradient, and must stay as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(WIDTH, WIDTH)
+
+
+WITH_UNUSED = {1: ("replicate=1",), 2: ("shard=2", "tensor=2"), 4: ("shard=2,tensor=2",)}
+
+
 def state_of(job):
     """What this rank holds of the model and of the optimizer's state, and which part it is."""
     held = job.parallel.held()
@@ -44,7 +59,8 @@ def train_all(rank, cells):
     api.init()
     results = {}
     for optimizer, plan in cells:
-        job = Job(workload(optimizer), Plan.parse(plan))
+        parts = ("lamb", {"model": WithUnused}) if optimizer == "unused" else (optimizer, {})
+        job = Job(workload(parts[0], **parts[1]), Plan.parse(plan))
         steps = [(job.step(batch), job.last.gradient_norm) for batch in job.batches()]
         results[optimizer, plan] = steps, state_of(job)
         job.close()
@@ -57,10 +73,10 @@ def results(size):
         cells = [(optimizer, "replicate=1") for optimizer in OPTIMIZERS]
     else:
         cells = [cell for cell in CELLS if cell[1] in PLANS[size]]
-    return run_ranks(size, train_all, cells, timeout_s=300)
+    return run_ranks(size, train_all, cells + [("unused", plan) for plan in WITH_UNUSED[size]], timeout_s=300)
 
 
-@pytest.mark.parametrize(("optimizer", "plan"), CELLS)
+@pytest.mark.parametrize(("optimizer", "plan"), CELLS + [("unused", p) for n in (2, 4) for p in WITH_UNUSED[n]])
 def test_it_ends_where_one_process_does(optimizer, plan):
     steps, whole = results(1)[0][optimizer, "replicate=1"]
     seen = set()
@@ -73,3 +89,37 @@ def test_it_ends_where_one_process_does(optimizer, plan):
             torch.testing.assert_close(tensor, expected, rtol=TOLERANCE, atol=TOLERANCE, msg=lambda m, n=name: n + m)
         seen |= state.keys()
     assert seen == whole.keys()
+
+
+def test_owners_have_equally_much_up_to_one_parameter():
+    sizes = [40, 30, 30, 20, 10, 10, 7, 5, 3, 1, 1]
+    cut = {f"p{n}": CutParameter((size, 2), {"shard": Cut(0, (size,), 0, 4)}) for n, size in enumerate(sizes)}
+    owners = assign_owners(cut, Mesh.parse("shard=4"))
+    shares = [sum(2 * size for n, size in enumerate(sizes) if owners[f"p{n}"] == {"shard": r}) for r in range(4)]
+    assert sum(shares) == 2 * sum(sizes)
+    assert max(shares) - min(shares) <= 10
+    # Whichever rank computes it, and in whatever order it has them.
+    elsewhere = {name: CutParameter(cut[name].shape, {"shard": Cut(0, (1,), 3, 4)}) for name in reversed(cut)}
+    assert assign_owners(elsewhere, Mesh.parse("shard=4")) == owners
+
+
+def test_a_parameter_that_an_axis_does_not_cut_has_an_owner_at_each_of_its_ranks():
+    both = {"tensor": Cut(1, (4,), 0, 2), "shard": Cut(0, (8,), 0, 2)}
+    cut = {name: CutParameter((8, 4), both) for name in "abcd"}
+    cut["norm"] = CutParameter((30,), {"shard": both["shard"]})
+    owners = assign_owners(cut, Mesh.parse("shard=2,tensor=2"))
+    assert {tuple(sorted(owners[name].items())) for name in "abcd"} == {
+        (("shard", s), ("tensor", t)) for s in range(2) for t in range(2)
+    }
+    assert owners["norm"].keys() == {"shard"}
+
+
+def test_a_tied_parameter_has_one_owner_for_all_its_stages():
+    """Each stage's ranks assign all parameters, so that what two of them hold goes to the same places."""
+    cut = {
+        "first": CutParameter((64, 2), {"shard": Cut(0, (64,), 0, 2)}, (0,)),
+        "tied": CutParameter((32, 2), {"shard": Cut(0, (32,), 0, 2)}, (0, 1)),
+        "last": CutParameter((16, 2), {"shard": Cut(0, (16,), 0, 2)}, (1,)),
+    }
+    owners = assign_owners(cut, Mesh.parse("pipeline=2,shard=2"))
+    assert owners == {"first": {"shard": 0}, "tied": {"shard": 1}, "last": {"shard": 0}}

@@ -13,6 +13,7 @@ its author can declare: `needs_whole_parameters = True` on the class.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -46,7 +47,7 @@ def find_whole_parameters(optimizer: torch.optim.Optimizer, axes: Sequence[str])
     is_declared = getattr(optimizer, DECLARATION, False)
     whole: set[torch.nn.Parameter] = set()
     try:
-        with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
+        with _aside():
             for kind, members in kinds.values():
                 if is_declared or not _works_on_parts(optimizer, kind, "tensor" in axes):
                     whole.update(members)
@@ -62,14 +63,43 @@ def find_whole_parameters(optimizer: torch.optim.Optimizer, axes: Sequence[str])
             f"parameter by itself, or write replicate in place of {axes[0]}",
         ) from error
     if distance:
-        raise PlanError(
-            f"the axis {axes[0]} gives each rank some parameters to update",
-            f"{type(optimizer).__name__} updates a parameter from the others: some that it updates together end "
-            f"{distance:.1g} away from where each ends alone",
-            "take an optimizer that updates each parameter by itself, such as AdamW or Muon, or write replicate in "
-            f"place of {axes[0]}",
-        )
+        raise _coupled(optimizer, axes[0], distance)
     return whole
+
+
+def check_updates_apart(optimizer: torch.optim.Optimizer, axis: str) -> None:
+    """Raise unless the optimizer updates each parameter by itself; one that can't be tried passes.
+
+    Args:
+        optimizer: the person's.
+        axis: along which each rank has some of the parameters, whole.
+
+    Raises:
+        PlanError: it updates a parameter from others.
+    """
+    distance = 0.0
+    # Its class may want more than its defaults: only where parameters are cut it has to be tried.
+    with contextlib.suppress(Exception), _aside():
+        distance = _distance_together(optimizer, [kind for kind, _ in _kinds(optimizer).values()])
+    if distance:
+        raise _coupled(optimizer, axis, distance)
+
+
+def _coupled(optimizer: torch.optim.Optimizer, axis: str, distance: float) -> PlanError:
+    return PlanError(
+        f"the axis {axis} gives each rank some parameters to update",
+        f"{type(optimizer).__name__} updates a parameter from the others: some that it updates together end "
+        f"{distance:.1g} away from where each ends alone",
+        "take an optimizer that updates each parameter by itself, such as AdamW or Muon, or write replicate in "
+        f"place of {axis}",
+    )
+
+
+@contextlib.contextmanager
+def _aside() -> Iterator[None]:
+    """Leave the random numbers as they were, and let optimizers step."""
+    with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
+        yield
 
 
 def _kinds(optimizer: torch.optim.Optimizer) -> dict[Any, tuple[Kind, list[torch.nn.Parameter]]]:

@@ -27,6 +27,7 @@ from paceline.parallel.graph_adapter import cut_parameters
 from paceline.parallel.graph_model import SplitModel
 from paceline.parallel.shard.blocks import find_blocks, kept_whole
 from paceline.parallel.whole_update import CutParameter, assign_owners
+from paceline.train.compiler_import import defer_compiler_import
 from paceline.train.data import RankLoader, cut_into, open_data
 
 Owners = dict[str, dict[str, int]]  # of what the optimizer updates whole, the owner's index on each axis that cuts it
@@ -126,6 +127,7 @@ def _updated_whole(workload: Workload, model: torch.nn.Module, mesh: Mesh) -> se
     axes = [axis for axis in ("shard", "tensor") if mesh.size(axis) > 1]
     if not axes:
         return set()
+    defer_compiler_import()
     try:
         optimizer = workload.optimizer(model)
     except (RuntimeError, NotImplementedError):  # it reads values, which the model has not: most work on parts

@@ -196,6 +196,10 @@ def keep_own(optimizer: torch.optim.Optimizer, mesh: Mesh, placed: ModelAdapter)
         whole = {parameter: names[parameter] for parameter in found if parameter.requires_grad}
         _check_no_state(optimizer, whole)
         placed.update_whole(set(whole.values()))
+    elif mesh.size("pipeline") > 1:
+        from paceline.parallel.elementwise import check_updates_apart
+
+        check_updates_apart(optimizer, "pipeline")
     # Parameters of other stages are on the meta device. Some optimizers (Adagrad) have state of them from the start.
     for group in optimizer.param_groups:
         group["params"] = [parameter for parameter in group["params"] if not parameter.is_meta]
