@@ -9,6 +9,7 @@ from paceline.checkpoint.manifest import read_manifest
 from paceline.checkpoint.reshard import put, take
 from paceline.comm import api
 from paceline.nouns.plan import Plan
+from paceline.nouns.shard_spec import ShardSpec
 from paceline.train import snapshot
 from paceline.train.job import Job
 
@@ -24,8 +25,11 @@ CELLS = [(kind, plan) for kind in KINDS for plans in GOES_ON.values() for plan i
 def state_of(job):
     held = job.parallel.held()
     parts = snapshot.model_parts(job.model, held, job.size)
-    more, _ = snapshot.optimizer_state(job.model, job.optimizer, held, job.size)
-    return {name: (part.tensor.clone(), part.held.shard_spec) for name, part in {**parts, **more}.items()}
+    more, description = snapshot.optimizer_state(job.model, job.optimizer, held, job.size)
+    state = {name: (part.tensor.clone(), part.held.shard_spec) for name, part in {**parts, **more}.items()}
+    for name, number in description["numbers"].items():
+        state[name] = (torch.tensor(number), ShardSpec(()))
+    return state
 
 
 def save_all(rank, folder):
@@ -100,8 +104,10 @@ def test_each_owner_saves_its_parameters_state_once(folder, saved, kind):
     assert states[0] - shared
     assert states[1] - shared
     tensors = read_manifest(folder / kind)["tensors"]
-    assert {name for name in tensors if name.startswith("optimizer/")} == states[0] | states[1]
-    for name in states[0] | states[1]:
+    numbers = read_manifest(folder / kind)["optimizer"]["numbers"]
+    saved_names = {name for name in tensors if name.startswith("optimizer/")}
+    assert saved_names | numbers.keys() == states[0] | states[1]
+    for name in saved_names:
         assert len(tensors[name]["parts"]) == 1, name
 
 

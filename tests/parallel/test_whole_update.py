@@ -12,7 +12,7 @@ from paceline.checkpoint.reshard import take
 from paceline.comm import api
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
-from paceline.nouns.shard_spec import Cut
+from paceline.nouns.shard_spec import Cut, ShardSpec
 from paceline.parallel.whole_update import CutParameter, assign_owners
 from paceline.train import snapshot
 from paceline.train.job import Job
@@ -50,8 +50,11 @@ def state_of(job):
     """What this rank holds of the model and of the optimizer's state, and which part it is."""
     held = job.parallel.held()
     parts = snapshot.model_parts(job.model, held, job.size)
-    more, _ = snapshot.optimizer_state(job.model, job.optimizer, held, job.size)
-    return {name: (part.tensor.clone(), part.held.shard_spec) for name, part in {**parts, **more}.items()}
+    more, description = snapshot.optimizer_state(job.model, job.optimizer, held, job.size)
+    state = {name: (part.tensor.clone(), part.held.shard_spec) for name, part in {**parts, **more}.items()}
+    for name, number in description["numbers"].items():
+        state[name] = (torch.tensor(number), ShardSpec(()))
+    return state
 
 
 def train_all(rank, cells):

@@ -27,7 +27,7 @@ class Lamb(torch.optim.Optimizer):
     def update(self, parameter, group):
         state = self.state[parameter]
         if not state:
-            state["step"] = torch.zeros(())
+            state["step"] = 0
             state["exp_avg"] = torch.zeros_like(parameter)
             state["exp_avg_sq"] = torch.zeros_like(parameter)
         state["step"] += 1
