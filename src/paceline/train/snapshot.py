@@ -24,7 +24,7 @@ from paceline.comm.collectives import AxisComm
 from paceline.nouns.errors import CheckpointError, WorkloadError
 from paceline.nouns.reading import parse_json
 from paceline.nouns.shard_spec import LocalShard, ShardSpec
-from paceline.parallel.optimizer_parts import groups_of, parts_of
+from paceline.parallel.optimizer_parts import DECLARATION, groups_of, parts_of
 from paceline.train.alike import StateCheck, check_groups, in_types_of
 from paceline.train.composite_optimizer import restore_parts
 
@@ -159,7 +159,8 @@ def _no_shard_spec(name: str, local: torch.Tensor, shard_spec: ShardSpec) -> Wor
     return WorkloadError(
         f"the optimizer's state {name} should be of its parameter's shape, or one number",
         f"it is of shape {tuple(local.shape)} for a part of shape {shard_spec.local_shape} of {shard_spec.shape}",
-        "use an optimizer that works element by element, such as AdamW, or plan with the axis replicate alone",
+        f"write {DECLARATION} = True in the optimizer's class, if it updates each parameter by itself, or plan with the "
+        "axis replicate alone",
     )
 
 
