@@ -159,8 +159,8 @@ def _no_shard_spec(name: str, local: torch.Tensor, shard_spec: ShardSpec) -> Wor
     return WorkloadError(
         f"the optimizer's state {name} should be of its parameter's shape, or one number",
         f"it is of shape {tuple(local.shape)} for a part of shape {shard_spec.local_shape} of {shard_spec.shape}",
-        f"write {DECLARATION} = True in the optimizer's class, if it updates each parameter by itself, or plan with the "
-        "axis replicate alone",
+        f"write {DECLARATION} = True in the optimizer's class, if it updates each parameter by itself, or plan with "
+        "the axis replicate alone",
     )
 
 
