@@ -15,12 +15,13 @@ from support.ranks import run_ranks
 from support.whole_optimizers import Small, workload
 
 OFF = 0.005  # of the measured peak
+SIZES = (996, 64, 200)
 TRIES = 3  # what another thread frees the profiler does not hear: on a busy machine it may measure too much
 
 
 def large(name, **parts):
     """Parameters that outweigh the small temporaries."""
-    return workload(name, precision="float32", steps=3, model=lambda: Small(996, 64, 200), **parts)
+    return workload(name, precision="float32", steps=3, model=lambda: Small(*SIZES), **parts)
 
 
 def measure(rank, plan, name):
@@ -49,6 +50,37 @@ def test_it_is_the_real_one(name, line):
 
 def _sorted(rows):
     return sorted((row["collective"], row["axis"], row["calls"], row["bytes"]) for row in rows)
+
+
+class ByLength(torch.optim.Optimizer):
+    """Has neither state nor temporaries."""
+
+    def __init__(self, params, lr=1e-3):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.addcmul_(parameter.grad, group["lr"] / parameter.grad.norm(), value=-1)
+
+
+@pytest.mark.parametrize("line", ["shard=2", "tensor=2", "shard=2,tensor=2"])
+def test_an_update_holds_four_times_what_a_rank_owns_at_most(line):
+    plan = Plan.parse(line)
+    largest = SIZES[0] * SIZES[1] * 4  # the embedding is more than half of all: its owner has nothing else
+    held = []
+    for rank in range(plan.world_size):
+        profile = simulate(large("lamb", optimizer=lambda model: ByLength(model.parameters())), plan, rank)
+        begin = max(event for event, phase in profile.recording.phases if phase == "update")
+        live, most = 0, 0
+        for event in profile.recording.events[begin:]:
+            nbytes = profile.recording.blocks[abs(event) - 1].nbytes
+            live += nbytes if event > 0 else -nbytes
+            most = max(most, live)
+        held.append(most / largest)
+    assert 3.9 < max(held) < 4.1, held
 
 
 def test_owners_divide_the_state():

@@ -14,8 +14,9 @@ Needs: an optimizer that updates each parameter from that parameter's value, gra
 (`elementwise.py` tries it out).
 Promises: the update is that of whole parameters. The owners' shares differ by the size of one parameter at most, where
 all parameters are cut by the same axes.
-Memory: during the update an owner holds its parameters and their gradients whole, and the messages that bring them;
-between steps the state of its parameters alone.
+Memory: during the update an owner holds its parameters and their gradients whole, and before and after it the messages
+that bring and take them: at most four times what it owns, or has parts of, whichever is more. Between steps it holds
+the state of its parameters alone.
 Traffic per step: `plan/traffic_whole.py`, exactly: along each axis and per dtype two all_to_all, one of values and
 gradients, one of values.
 """
@@ -127,13 +128,17 @@ class WholeUpdate:
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Run `optimizer.step()`, with whole parameters in the place of pieces on their owners."""
+        self._scatter(self._updated(optimizer))
+
+    def _updated(self, optimizer: torch.optim.Optimizer) -> dict[Key, torch.Tensor]:
+        """Return the new values of the parameters that this rank owns; their gradients are let go."""
         wholes = self._gather()
         # A piece whose whole is on another rank is left out.
         replaced: dict[torch.nn.Parameter, torch.nn.Parameter | None] = {**rows_of(optimizer)}
         replaced |= {piece: wholes.get(name) for name, piece in self.pieces.items()}
         with stand_ins(optimizer, replaced):
             optimizer.step()
-        self._scatter({name: whole.detach() for name, whole in wholes.items()})
+        return {(name, False): whole.detach() for name, whole in wholes.items()}
 
     def state_shards(self) -> dict[str, LocalShard]:
         """Return who holds the optimizer's state of each of this rank's parameters, as `held` of an adapter has it."""
@@ -172,15 +177,17 @@ class WholeUpdate:
                 wholes[name].grad = held[name, True]
         return wholes
 
-    def _gather_along(self, axis: str, held: Mapping[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:
-        """Return what this rank has once the pieces along `axis` are at their owners."""
+    def _gather_along(self, axis: str, held: dict[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:
+        """Return what this rank has once the pieces along `axis` are at their owners; `held` is emptied on the way."""
         comm = self.axes[axis]
         gathered = {key: tensor for key, tensor in held.items() if axis not in self.owners[key[0]]}
         for keys in self._by_dtype(axis, held):
             by_owner = self._by_owner(axis, keys)
             flat = torch.cat([held[key].reshape(-1) for key in itertools.chain(*by_owner)])
-            sent = [sum(held[key].numel() for key in members) for members in by_owner]
+            sent = [self._numel(axis, members, comm.rank) for members in by_owner]
             own = by_owner[comm.rank]
+            for key in keys:
+                del held[key]
             received = comm.all_to_all_sized(flat, sent, [self._numel(axis, own, rank) for rank in range(comm.size)])
             del flat
             pieces = self._taken_apart(axis, own, received)
@@ -189,9 +196,8 @@ class WholeUpdate:
                 gathered[key] = _joined(pieces[key], parameter.before(axis), parameter.cuts[axis])
         return gathered
 
-    def _scatter(self, wholes: Mapping[str, torch.Tensor]) -> None:
-        """Write this rank's pieces of the updated parameters into them."""
-        held: dict[Key, torch.Tensor] = {(name, False): whole for name, whole in wholes.items()}
+    def _scatter(self, held: dict[Key, torch.Tensor]) -> None:
+        """Write this rank's pieces of the updated parameters into them; `held` has the new values of its own ones."""
         updated = [(name, False) for name, piece in self.pieces.items() if piece.grad is not None]
         with torch.no_grad():
             for axis in CUTTING_AXES:
@@ -209,27 +215,33 @@ class WholeUpdate:
                 there.append(key)
         return there
 
-    def _scatter_along(
-        self, axis: str, keys: Sequence[Key], held: Mapping[Key, torch.Tensor]
-    ) -> dict[Key, torch.Tensor]:
-        """Return what this rank has once the owners along `axis` have sent the pieces."""
+    def _scatter_along(self, axis: str, keys: Sequence[Key], held: dict[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:
+        """Return what this rank has once the owners along `axis` have sent the pieces; `held` is emptied on the way."""
         comm = self.axes[axis]
         scattered = {key: tensor for key, tensor in held.items() if axis not in self.owners[key[0]]}
         like = {key: self.pieces[key[0]] for key in keys}
         for cut_keys in self._by_dtype(axis, like):
             by_owner = self._by_owner(axis, cut_keys)
             own = by_owner[comm.rank]
-            parts = []
-            for rank in range(comm.size):
-                for key in own:
-                    parts.append(_piece_of(held[key], _cut_of(self.parameters[key[0]].cuts[axis], rank)).reshape(-1))
-            flat = torch.cat(parts) if parts else local(like[cut_keys[0]].detach()).new_empty(0)
+            flat = self._parts_for_all(axis, own, held, local(like[cut_keys[0]].detach()))
+            for key in own:
+                del held[key]
             sent = [self._numel(axis, own, rank) for rank in range(comm.size)]
             expected = [self._numel(axis, members, comm.rank) for members in by_owner]
             received = comm.all_to_all_sized(flat, sent, expected)
             for key, piece in self._split_up(axis, list(itertools.chain(*by_owner)), comm.rank, received).items():
                 scattered[key] = piece
         return scattered
+
+    def _parts_for_all(
+        self, axis: str, keys: Sequence[Key], held: Mapping[Key, torch.Tensor], like: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the pieces for each rank along `axis`, one rank's after another's; of `like`'s dtype if none."""
+        parts = []
+        for rank in range(self.axes[axis].size):
+            for key in keys:
+                parts.append(_piece_of(held[key], _cut_of(self.parameters[key[0]].cuts[axis], rank)).reshape(-1))
+        return torch.cat(parts) if parts else like.new_empty(0)
 
     def _by_dtype(self, axis: str, held: Mapping[Key, torch.Tensor]) -> list[list[Key]]:
         """Return those that `axis` cuts, by dtype: only equal ones travel together."""
@@ -276,7 +288,8 @@ def _cut_shape(shape: Shape, cut: Cut) -> Shape:
 
 
 def _piece_of(whole: torch.Tensor, cut: Cut) -> torch.Tensor:
-    return torch.cat([whole.narrow(cut.dim, start, stop - start) for start, stop in cut.ranges], cut.dim)
+    pieces = [whole.narrow(cut.dim, start, stop - start) for start, stop in cut.ranges]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, cut.dim)
 
 
 def _joined(pieces: Sequence[torch.Tensor], shape: Shape, cut: Cut) -> torch.Tensor:
