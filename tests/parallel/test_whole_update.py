@@ -17,6 +17,7 @@ from paceline.parallel.whole_update import CutParameter, assign_owners
 from paceline.train import snapshot
 from paceline.train.job import Job
 
+from support import models
 from support.ranks import run_ranks
 from support.whole_optimizers import OPTIMIZERS, WIDTH, Small, workload
 
@@ -126,3 +127,29 @@ def test_a_tied_parameter_has_one_owner_for_all_its_stages():
     }
     owners = assign_owners(cut, Mesh.parse("pipeline=2,shard=2"))
     assert owners == {"first": {"shard": 0}, "tied": {"shard": 1}, "last": {"shard": 0}}
+
+
+def train_gpt2(rank, plan):
+    """GPT-2, whose matrix for queries, keys and values is cut in each of its three blocks."""
+    api.init()
+    make = functools.partial(models.MODELS["gpt2"][0], 2)
+    optimizer = OPTIMIZERS["lamb"]
+    job = Job(models.workload("gpt2", model=make, optimizer=optimizer, clip_norm=0.5), Plan.parse(plan))
+    steps = [(job.step(batch), job.last.gradient_norm) for batch in job.batches()]
+    update = getattr(job.parallel.placed, "whole_update", None)
+    blocks = (
+        {len(p.cuts["tensor"].blocks) for p in update.parameters.values() if "tensor" in p.cuts} if update else set()
+    )
+    return steps, blocks, state_of(job)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["tensor=2", "shard=2,tensor=2"])
+def test_a_fused_matrix_is_put_together_block_by_block(plan):
+    steps, _, whole = run_ranks(1, train_gpt2, "replicate=1")[0]
+    for other_steps, blocks, state in run_ranks(Plan.parse(plan).world_size, train_gpt2, plan):
+        assert blocks == {1, 3}
+        for step, other_step in zip(steps, other_steps, strict=True):
+            assert other_step == pytest.approx(step, rel=TOLERANCE)
+        for name, (tensor, shard_spec) in state.items():
+            torch.testing.assert_close(tensor, take(whole[name][0], shard_spec), rtol=TOLERANCE, atol=TOLERANCE)

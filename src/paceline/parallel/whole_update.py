@@ -125,6 +125,7 @@ class WholeUpdate:
         self.axes = axes
         self.mesh = mesh
         self.owners = assign_owners(parameters, mesh)
+        self.shapes: dict[tuple[str, str, int], Shape] = {}  # of pieces, by name, axis and rank
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Run `optimizer.step()`, with whole parameters in the place of pieces on their owners."""
@@ -259,7 +260,14 @@ class WholeUpdate:
 
     def _numel(self, axis: str, keys: Sequence[Key], rank: int) -> int:
         """Return the number of elements that the rank with index `rank` on the axis has of them."""
-        return sum(math.prod(self.parameters[name].piece(axis, rank)) for name, _ in keys)
+        return sum(math.prod(self._shape(axis, name, rank)) for name, _ in keys)
+
+    def _shape(self, axis: str, name: str, rank: int) -> Shape:
+        """Return the shape of the piece that the rank with index `rank` on the axis has."""
+        key = (name, axis, rank)
+        if key not in self.shapes:
+            self.shapes[key] = self.parameters[name].piece(axis, rank)
+        return self.shapes[key]
 
     def _taken_apart(self, axis: str, keys: Sequence[Key], received: torch.Tensor) -> dict[Key, list[torch.Tensor]]:
         """Return the pieces of each by rank; `received` has all that one rank sent, then the next one's."""
@@ -275,7 +283,7 @@ class WholeUpdate:
         parts = flat.split([self._numel(axis, [key], rank) for key in keys])
         pieces = {}
         for key, part in zip(keys, parts, strict=True):
-            pieces[key] = part.view(self.parameters[key[0]].piece(axis, rank))
+            pieces[key] = part.view(self._shape(axis, key[0], rank))
         return pieces
 
 
