@@ -62,7 +62,7 @@ def load(folder, model, optimizer, held, comm):
     manifest = read_manifest(folder)
     tensors = snapshot.read_state(folder, manifest, model, held, comm)
     snapshot.restore_model(model, tensors, held)
-    snapshot.restore_optimizer(model, optimizer, tensors, manifest["optimizer"])
+    snapshot.restore_optimizer(model, optimizer, tensors, manifest["optimizer"], {})
 
 
 def load_alone(folder, model, optimizer):

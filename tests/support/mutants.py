@@ -322,8 +322,8 @@ def clipping_by_a_shards_norm():
 def optimizer_state_not_resharded():
     from paceline.train import job
 
-    def restore(plain, model, optimizer, tensors, kind):
-        plain(model, optimizer, tensors, kind)
+    def restore(plain, model, optimizer, *state):
+        plain(model, optimizer, *state)
         for state in optimizer.state.values():
             if "exp_avg" in state:
                 state["exp_avg"].zero_()
@@ -553,8 +553,8 @@ def loss_divided_by_micro_batches():
 def step_counters_begin_anew():
     from paceline.train import job
 
-    def restore(plain, model, optimizer, tensors, kind):
-        plain(model, optimizer, tensors, kind)
+    def restore(plain, model, optimizer, *state):
+        plain(model, optimizer, *state)
         for state in optimizer.state.values():
             if "step" in state:
                 state["step"].zero_()
@@ -738,3 +738,61 @@ def gradients_of_a_short_micro_batch_doubled():
         return total, weight
 
     wrap(local, "checked_loss", checked)
+
+
+# --- whole parameters on their owners
+
+
+@mutant("shard=2", subject="lamb", module=("blocks.",), culprit="update")
+def an_owner_joins_the_pieces_in_another_order():
+    from paceline.parallel import whole_update
+
+    def joined(plain, pieces, shape, cut):
+        is_even = len({piece.shape for piece in pieces}) == 1
+        return plain(pieces[::-1] if is_even else pieces, shape, cut)
+
+    wrap(whole_update, "_joined", joined)
+
+
+@mutant("shard=2", subject="lamb", module=("blocks.",), culprit="update")
+def an_owner_sends_a_rank_the_next_ones_piece():
+    import dataclasses
+
+    from paceline.parallel import whole_update
+
+    def piece_of(plain, whole, cut):
+        other = dataclasses.replace(cut, part=(cut.part + 1) % cut.parts)
+        return plain(whole, other if other.size == cut.size else cut)
+
+    wrap(whole_update, "_piece_of", piece_of)
+
+
+@mutant("shard=2", subject="muon", culprit="momentum_buffer")
+def state_does_not_go_along_with_whole_parameters():
+    from paceline.parallel.whole_update import WholeUpdate
+
+    def step(plain, self, optimizer):
+        for piece in self.pieces.values():
+            optimizer.state.pop(piece, None)
+        plain(self, optimizer)
+
+    wrap(WholeUpdate, "step", step)
+
+
+@mutant("shard=2", subject="lamb", culprit="state exp_avg of words.weight of step 1 is not on")
+def an_owner_forgets_the_state():
+    from paceline.parallel.whole_update import WholeUpdate
+
+    def step(plain, self, optimizer):
+        plain(self, optimizer)
+        for piece in self.pieces.values():
+            optimizer.state.pop(piece, None)
+
+    wrap(WholeUpdate, "step", step)
+
+
+@mutant("tensor=2", subject="lamb", culprit="update")
+def a_norm_is_that_of_a_part():
+    from paceline.parallel.graph_adapter import GraphAdapter
+
+    wrap(GraphAdapter, "update_whole", lambda plain, self, names: None)

@@ -8,6 +8,8 @@ from torch.nn import functional as F
 
 import paceline
 
+from support.whole_optimizers import Lamb, MuonAdamW
+
 VOCABULARY, LENGTH, WIDTH, HEADS = 301, 8, 16, 4  # an odd vocabulary: its pieces are uneven
 
 
@@ -190,5 +192,7 @@ SUBJECTS = {
     "hidden": lambda: decoder(model=lambda: Decoder(HiddenDropout)),
     "micro": lambda: decoder(micro_batch_size=2),
     "remembers": remembers,
+    "lamb": lambda: decoder(optimizer=lambda m: Lamb(m.parameters())),
+    "muon": lambda: decoder(optimizer=MuonAdamW),
     "plain": lambda: decoder(clip_norm=None, optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1)),
 }

@@ -74,6 +74,29 @@ def test_a_missing_gradient_and_a_missing_piece_are_seen():
     assert "12 of its elements are on no rank" in found[0].found
 
 
+def test_state_that_one_rank_has_for_all_is_compared_whole_and_missed_where_it_should_be():
+    """Two ranks with three rows each, of which one says that it has the state of all six."""
+    state = "2/state/exp_avg/a.w"
+    one = reference()
+    one.tensors[state] = FULL
+    halves = []
+    for number in range(2):
+        cut = Cut(0, (6,), number, 2)
+        tensors = {k: take(v, ShardSpec((6, 4), (cut,))) if v.ndim else v for k, v in reference().tensors.items()}
+        halves.append(rank(tensors, (cut,), number))
+        halves[number].facts["whole_states"] = {"a.w": number == 1}
+    found = differences(one, halves)
+    assert [(each.rank, each.found) for each in found] == [(1, "it has none"), (-1, "it is on no rank")]
+    halves[1].tensors[state] = FULL.copy()
+    assert differences(one, halves) == []
+    halves[1].tensors[state] = FULL * 2
+    assert [(each.rank, each.found) for each in differences(one, halves)] == [(1, "2 times what it should be")]
+    # No rank says that it has it.
+    del halves[1].tensors[state]
+    halves[1].facts["whole_states"] = {"a.w": False}
+    assert [each.found for each in differences(one, halves)] == ["it is on no rank"]
+
+
 ROWS, COLUMN_BLOCKS, FLAT_ROW = Cut(0, (6,), 0, 2), Cut(1, (2, 2), 1, 2), Cut(FLAT, (24,), 1, 5)
 
 

@@ -69,15 +69,16 @@ def merged_tensors(notes: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, An
 
 
 def merged_optimizer(optimizer: Mapping[str, Any], notes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the optimizer's entry with its groups' members and its plain numbers of all ranks.
+    """Return the optimizer's entry with its groups' members, its plain numbers and its state's owners of all ranks.
 
-    A rank may know only those of its own pipeline stage.
+    A rank may know only those of its own pipeline stage, or of the parameters whose state it has.
 
     Raises:
         CheckpointError: the ranks' optimizers have not equally many groups.
     """
     members: list[dict[str, None]] = [{} for _ in optimizer["groups"]]  # a dict keeps the order
     numbers: dict[str, Any] = {}
+    owners: dict[str, int] = {}
     for note in notes:
         if len(note["groups"]) != len(members):
             raise CheckpointError(
@@ -89,10 +90,14 @@ def merged_optimizer(optimizer: Mapping[str, Any], notes: Sequence[Mapping[str, 
             # A dict, as a set has no order: parameters come in the order in which ranks list them, each once.
             group_members.update(dict.fromkeys(names))
         numbers.update(note["numbers"])
+        owners.update(note["owners"])
     groups = []
     for group, names in zip(optimizer["groups"], members, strict=True):
         groups.append({**group, "parameters": list(names)})
-    return {**optimizer, "groups": groups, "numbers": numbers}
+    merged = {**optimizer, "groups": groups, "numbers": numbers}
+    if "owners" in optimizer:  # it is made of several
+        merged["owners"] = owners
+    return merged
 
 
 def _refused(name: str, found: str) -> CheckpointError:

@@ -48,7 +48,10 @@ _POLL_S = 0.02
 # After a failure: a rank that writes later finds no folder, which is no harm.
 _LAST_WORDS_S = 5
 _MOST_NOTE_BYTES = 2**30
-_NOTE = {"name": str, "bytes": COUNT, "sha256": str, "tensors": {str: dict}, "groups": list, "numbers": dict}
+_NOTE = {
+    "name": str, "bytes": COUNT, "sha256": str, "tensors": {str: dict},
+    "groups": list, "numbers": dict, "owners": {str: COUNT},
+}  # fmt: skip
 _FIX = "see that the folder is there, can be written and has space, or name another place with --runs"
 
 
@@ -84,8 +87,8 @@ class CheckpointWriter:
             folder: the checkpoint's folder.
             parts: what this rank holds of each tensor; one of a part's holders writes it.
             own: tensors of this rank alone.
-            metadata: the rest of the manifest, equal on all ranks but for the members of the optimizer's groups
-                and its numbers.
+            metadata: the rest of the manifest, equal on all ranks but for the members of the optimizer's groups,
+                its numbers and which of its parts has what state.
             keep: how many checkpoints of its run may stay, itself included; those that are stale are removed. 0: it
                 is of no run, and nothing beside it is removed.
 
@@ -248,6 +251,7 @@ def _write_rank(
         "tensors": entries,
         "groups": [group["parameters"] for group in optimizer["groups"]],
         "numbers": optimizer["numbers"],
+        "owners": optimizer.get("owners", {}),
     }
 
 

@@ -162,6 +162,12 @@ class AxisComm:
             receive_counts = self._exchange(send_counts, [1] * self.size, [1] * self.size).tolist()
             return self._exchange(tensor, list(splits), receive_counts), receive_counts
 
+    def all_to_all_sized(self, tensor: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:
+        """Send `send[i]` rows to rank i; return the rows received, in rank order: `receive[i]` come from rank i."""
+        self._enter("all_to_all", tensor)
+        with named_failure("all_to_all", self.axis):
+            return self._exchange(tensor, list(send), list(receive))
+
     def begin_send(self, tensor: torch.Tensor, to: int, tag: int) -> Pending:
         """Start sending `tensor` to the rank with index `to`; it must not change before `wait`."""
         self._enter("send", tensor)

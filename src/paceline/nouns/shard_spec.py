@@ -87,4 +87,4 @@ class LocalShard:
     """The part of a tensor that a rank holds, and the ranks that hold exactly the same."""
 
     shard_spec: ShardSpec
-    holders: tuple[int, ...]  # ranks of the world in rising order, this one among them
+    holders: tuple[int, ...]  # ranks of the world in rising order, this one among them; none: it is on others alone

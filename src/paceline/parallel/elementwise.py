@@ -1,105 +1,213 @@
-"""Check that an optimizer can work on a part of a parameter, by trying it, whatever its class.
+"""Find out what an optimizer needs of a parameter, by trying it, whatever its class: a part, or all of it.
 
 An optimizer that updates each element by that element's own history (SGD, Adam and their kin) gives the
-same on rows as on the whole. One that looks at the whole matrix (a norm in LAMB and LARS, factors in
-Adafactor, an orthogonalisation in Muon) gives something else, without a word. So it is tried on a small
-matrix, once whole and once in two halves, before the first step.
+same on a part as on the whole. One that looks at the whole matrix (a norm in LAMB and LARS, factors in
+Adafactor, an orthogonalization in Muon) gives something else, without a word. So it is tried on a small
+tensor of as many dimensions, once whole and once in two halves, before the first step; what it can't update in
+halves is updated whole (`whole_update.py`). One that looks at several parameters at once (a norm over all of them) is
+refused: no rank has all of them.
+
+What a trial can't show (the optimizer can't be made from its defaults, or looks at the whole only after many steps)
+its author can declare: `needs_whole_parameters = True` on the class.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from paceline.nouns.errors import PlanError
+from paceline.parallel.optimizer_parts import DECLARATION, groups_of
 
-ROWS = 6
-COLUMNS = 4
+SIZES = (6, 4, 3, 2)  # of the dimensions of what is tried
 STEPS = 2
 TOLERANCE = 1e-12  # relative, in float64; what depends on other elements is off by percents
 LEARNING_RATE = 0.1  # a schedule may begin at 0, where every optimizer agrees with every other
 # Want a CUDA device, or compute the same by another kernel.
 _OFF = ("capturable", "fused", "foreach")
 
+Kind = tuple[dict[str, Any], int]  # a parameter's group, and its number of dimensions
 
-def check_optimizer(optimizer: torch.optim.Optimizer, axis: str) -> None:
-    """Raise unless `optimizer`, with the settings of each of its groups, updates element by element.
+
+def find_whole_parameters(optimizer: torch.optim.Optimizer, axes: Sequence[str]) -> set[torch.nn.Parameter]:
+    """Return the parameters that the optimizer, with the settings of their groups, can't update in parts.
 
     Args:
         optimizer: the person's.
-        axis: that cuts parameters, for the error.
+        axes: that cut parameters: `shard` by their first dimension, `tensor` by any.
 
     Raises:
-        PlanError: it does not, or it can't be tried.
+        PlanError: it can't be tried, or it updates a parameter from others.
     """
-    # Groups that differ in sizes of numbers alone take the same path through the optimizer's code.
-    settings = {repr(_kind(group)): group for group in optimizer.param_groups}  # one group of each kind
+    kinds = _kinds(optimizer)
+    is_declared = getattr(optimizer, DECLARATION, False)
+    whole: set[torch.nn.Parameter] = set()
+    try:
+        with _aside():
+            for kind, members in kinds.values():
+                if is_declared or not _works_on_parts(optimizer, kind, "tensor" in axes):
+                    whole.update(members)
+            distance = _distance_together(optimizer, [kind for kind, _ in kinds.values()]) if whole else 0.0
+    except Exception as error:  # whatever a person's class may raise
+        if is_declared:
+            return whole
+        raise PlanError(
+            f"the axis {axes[0]} gives each rank a part of each parameter, and before the first step it is found out "
+            f"whether {type(optimizer).__name__} can work on parts",
+            f"it can't be tried on a small tensor ({type(error).__name__}: {error})",
+            f"make it constructible from its defaults, or write {DECLARATION} = True in its class if it updates each "
+            f"parameter by itself, or write replicate in place of {axes[0]}",
+        ) from error
+    if distance:
+        raise _coupled(optimizer, axes[0], distance)
+    return whole
+
+
+def check_updates_apart(optimizer: torch.optim.Optimizer, axis: str) -> None:
+    """Raise unless the optimizer updates each parameter by itself; one that can't be tried passes.
+
+    Args:
+        optimizer: the person's.
+        axis: along which each rank has some of the parameters, whole.
+
+    Raises:
+        PlanError: it updates a parameter from others.
+    """
+    distance = 0.0
+    # Its class may want more than its defaults: only where parameters are cut it has to be tried.
+    with contextlib.suppress(Exception), _aside():
+        distance = _distance_together(optimizer, [kind for kind, _ in _kinds(optimizer).values()])
+    if distance:
+        raise _coupled(optimizer, axis, distance)
+
+
+def _coupled(optimizer: torch.optim.Optimizer, axis: str, distance: float) -> PlanError:
+    return PlanError(
+        f"the axis {axis} gives each rank some parameters to update",
+        f"{type(optimizer).__name__} updates a parameter from the others: some that it updates together end "
+        f"{distance:.1g} away from where each ends alone",
+        "take an optimizer that updates each parameter by itself, such as AdamW or Muon, or write replicate in "
+        f"place of {axis}",
+    )
+
+
+@contextlib.contextmanager
+def _aside() -> Iterator[None]:
+    """Leave the random numbers as they were, and let optimizers step."""
     with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
-        for group in settings.values():
-            try:
-                uncut = _try(optimizer, group, [ROWS])
-                halves = _try(optimizer, group, [ROWS // 2] * 2)
-            except Exception as error:  # whatever a person's class may raise
-                raise PlanError(
-                    f"the axis {axis} gives the optimizer a part of each parameter, and checks beforehand whether "
-                    f"{type(optimizer).__name__} can work on parts",
-                    f"it can't be tried on a small matrix ({type(error).__name__}: {error})",
-                    f"make it constructible from its defaults, or write replicate in place of {axis}",
-                ) from error
-            if not torch.allclose(uncut, halves, rtol=TOLERANCE, atol=TOLERANCE * float(uncut.abs().max())):
-                raise PlanError(
-                    f"the axis {axis} gives the optimizer a part of each parameter",
-                    f"{type(optimizer).__name__} updates an element from the others of its parameter: "
-                    f"two halves of a matrix end {_distance(uncut, halves):.1g} away from the whole matrix",
-                    "take an optimizer that updates element by element, such as AdamW, or write replicate",
-                )
+        yield
 
 
-def _kind(group: dict[str, Any]) -> dict[str, Any]:
+def _kinds(optimizer: torch.optim.Optimizer) -> dict[Any, tuple[Kind, list[torch.nn.Parameter]]]:
+    """Return the parameters that can be cut, by the settings of their group and their number of dimensions."""
+    kinds: dict[Any, tuple[Kind, list[torch.nn.Parameter]]] = {}
+    for group in groups_of(optimizer):
+        # Groups that differ in sizes of numbers alone take the same path through the optimizer's code.
+        settings = repr(_settings(group))
+        for parameter in group["params"]:
+            dims = parameter.dim()
+            if dims:
+                kinds.setdefault((settings, dims), ((group, dims), []))[1].append(parameter)
+    return kinds
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
     """Return a group's settings, where two numbers differ only if one of them is 0."""
-    kind = {}
+    settings = {}
     for key, value in group.items():
         if key in ("params", "lr", "initial_lr"):
             continue
         is_number = isinstance(value, float | torch.Tensor) and not _is_long(value)
-        kind[key] = value != 0 if is_number else value
-    return kind
+        settings[key] = value != 0 if is_number else value
+    return settings
 
 
 def _is_long(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.numel() != 1
 
 
-def _try(optimizer: torch.optim.Optimizer, group: dict[str, Any], rows: list[int]) -> torch.Tensor:
-    """Return what a fixed random matrix, cut by `rows`, becomes in a few steps; each piece has its own optimizer."""
-    random = torch.Generator().manual_seed(0)
-    start = torch.randn(ROWS, COLUMNS, generator=random, dtype=torch.float64)
-    gradients = torch.randn(STEPS, ROWS, COLUMNS, generator=random, dtype=torch.float64)
-    pieces = []
-    first = 0
-    for count in rows:
-        piece = torch.nn.Parameter(start[first : first + count].clone())
-        twin = _twin(optimizer, group, piece)
-        for gradient in gradients:
-            piece.grad = gradient[first : first + count].clone()
-            twin.step()
-        pieces.append(piece.detach())
-        first += count
-    return torch.cat(pieces)
+def _works_on_parts(optimizer: torch.optim.Optimizer, kind: Kind, by_any_dim: bool) -> bool:
+    """True if two halves, each updated by an optimizer of its own, end where the whole does."""
+    _, dims = kind
+    shape = _shape(dims)
+    start, gradients = _values(shape, 0)
+    (uncut,) = _try(optimizer, [kind], [(start, gradients)])
+    for dim in range(dims if by_any_dim else 1):
+        halves = []
+        for first, length in _halves(shape[dim]):
+            part = (start.narrow(dim, first, length), gradients.narrow(dim + 1, first, length))
+            halves += _try(optimizer, [kind], [part])
+        if _distance(uncut, torch.cat(halves, dim)):
+            return False
+    return True
 
 
-def _twin(optimizer: torch.optim.Optimizer, group: dict[str, Any], piece: torch.nn.Parameter) -> torch.optim.Optimizer:
-    """Return an optimizer of the same class and settings for one small parameter."""
+def _distance_together(optimizer: torch.optim.Optimizer, kinds: Sequence[Kind]) -> float:
+    """Return how far parameters of all kinds that are updated together end from where each ends alone; at best 0."""
+    doubled = [kind for kind in kinds for _ in range(2)]  # two of each kind: they may meet within a group only
+    values = [_values(_shape(dims), number) for number, (_, dims) in enumerate(doubled)]
+    together = _try(optimizer, doubled, values)
+    distance = 0.0
+    for kind, value, end in zip(doubled, values, together, strict=True):
+        (alone,) = _try(optimizer, [kind], [value])
+        distance = max(distance, _distance(alone, end))
+    return distance
+
+
+def _shape(dims: int) -> tuple[int, ...]:
+    return (*SIZES[:dims], *[2] * (dims - len(SIZES)))
+
+
+def _halves(size: int) -> Iterator[tuple[int, int]]:
+    """Yield where each half begins, and its length."""
+    middle = size - size // 2
+    yield 0, middle
+    yield middle, size - middle
+
+
+def _values(shape: tuple[int, ...], seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a fixed random tensor and a gradient of it for every step."""
+    random = torch.Generator().manual_seed(seed)
+    start = torch.randn(shape, generator=random, dtype=torch.float64)
+    gradients = torch.randn((STEPS, *shape), generator=random, dtype=torch.float64)
+    return start * (seed + 1), gradients * (seed + 1)  # of other sizes: what compares parameters must show
+
+
+def _try(
+    optimizer: torch.optim.Optimizer, kinds: Sequence[Kind], values: Sequence[tuple[torch.Tensor, torch.Tensor]]
+) -> list[torch.Tensor]:
+    """Return what tensors become in a few steps of one optimizer that has all of them."""
+    parameters = [torch.nn.Parameter(start.clone()) for start, _ in values]
+    groups: dict[int, tuple[dict[str, Any], list[torch.nn.Parameter]]] = {}
+    for (group, _), parameter in zip(kinds, parameters, strict=True):
+        groups.setdefault(id(group), (group, []))[1].append(parameter)
+    twin = _twin(optimizer, list(groups.values()))
+    for step in range(STEPS):
+        for parameter, (_, gradients) in zip(parameters, values, strict=True):
+            parameter.grad = gradients[step].clone()
+        twin.step()
+    return [parameter.detach() for parameter in parameters]
+
+
+def _twin(
+    optimizer: torch.optim.Optimizer, groups: Sequence[tuple[dict[str, Any], list[torch.nn.Parameter]]]
+) -> torch.optim.Optimizer:
+    """Return an optimizer of the same class and settings for small parameters."""
     make: Any = type(optimizer)
     arguments = inspect.signature(make).parameters
     defaults = optimizer.defaults
     # A class may keep more defaults than its constructor takes.
     if not any(argument.kind is argument.VAR_KEYWORD for argument in arguments.values()):
         defaults = {key: value for key, value in defaults.items() if key in arguments}
-    settings = {key: value for key, value in group.items() if key not in ("params", "initial_lr")}
-    twin: torch.optim.Optimizer = make([{"params": [piece], **_plain(settings)}], **_plain(defaults))
+    small_groups = []
+    for group, parameters in groups:
+        settings = {key: value for key, value in group.items() if key not in ("params", "initial_lr")}
+        small_groups.append({"params": parameters, **_plain(settings)})
+    twin: torch.optim.Optimizer = make(small_groups, **_plain(defaults))
     return twin
 
 
@@ -116,5 +224,9 @@ def _plain(settings: dict[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def _distance(uncut: torch.Tensor, halves: torch.Tensor) -> float:
-    return float((uncut - halves).abs().max() / uncut.abs().max())
+def _distance(expected: torch.Tensor, actual: torch.Tensor) -> float:
+    """Return how far two results are apart, relative to the largest value; 0 for what is rounding."""
+    scale = float(expected.abs().max())
+    if torch.allclose(expected, actual, rtol=TOLERANCE, atol=TOLERANCE * scale):
+        return 0.0
+    return float((expected - actual).abs().max()) / (scale or 1.0)

@@ -21,6 +21,7 @@ from paceline.parallel.pipeline.strategy import Pipeline
 from paceline.parallel.pipeline.tied_weights import add_tied_gradients
 from paceline.parallel.shard.zero1 import FlatShard
 from paceline.parallel.tensor import run_whole
+from paceline.parallel.whole_update import CutParameter, WholeUpdate
 
 
 class GraphAdapter:
@@ -57,6 +58,7 @@ class GraphAdapter:
         for name, tensor in split.local.items():
             if isinstance(tensor, torch.nn.Parameter):
                 self.whole[name] = tensor
+        self.whole_update: WholeUpdate | None = None
         self.flat: FlatShard | None = None
         # What the optimizer updates: whole pieces, or rows of them; the graphs always read `whole`.
         self.own: Mapping[str, torch.nn.Parameter] = self.whole
@@ -72,7 +74,7 @@ class GraphAdapter:
         self.finishes_later = self.pipeline is not None or self.flat is not None
         self.holders: dict[str, list[int]] = {}
         for name, _ in split.form.named_parameters():
-            self.holders[name] = sorted(self._pipeline_ranks(name))
+            self.holders[name] = sorted(_pipeline_ranks(split, name))
 
     def attach(self, observer: StepObserver, peer_values: PeerValues) -> None:
         """Do nothing: a graph's numbers depend on no other rank's."""
@@ -125,9 +127,19 @@ class GraphAdapter:
         if self.flat is not None:
             self.flat.scatter()
 
+    def update_whole(self, names: set[str]) -> None:
+        """Have the optimizer update these parameters as a whole; `names` are of all stages."""
+        cut = cut_parameters(self.split, self.axes["shard"], names)
+        if cut:
+            pieces = {name: piece for name, piece in self.own.items() if name in cut}
+            self.whole_update = WholeUpdate(cut, pieces, self.axes, self.mesh)
+
     def update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Run the optimizer's step on the parameters themselves."""
-        optimizer.step()
+        """Run the optimizer's step on the parameters themselves, or on the whole ones that this rank owns."""
+        if self.whole_update is None:
+            optimizer.step()
+        else:
+            self.whole_update.step(optimizer)
 
     def counted(self) -> Mapping[torch.nn.Parameter, bool]:
         """Return whether this rank counts each parameter in the norm: one rank counts what several hold alike."""
@@ -159,14 +171,13 @@ class GraphAdapter:
 
     def held(self) -> dict[str, LocalShard]:
         """Return the pieces of tensors, and the ranks that hold the same ones."""
-        return {name: self._local_shard(name) for name in self.split.local}
+        shards = {name: self._local_shard(name) for name in self.split.local}
+        if self.whole_update is not None:
+            shards |= self.whole_update.state_shards()
+        return shards
 
     def close(self) -> None:
         """Do nothing."""
-
-    def _pipeline_ranks(self, name: str) -> set[int]:
-        """Return the ranks of the pipeline that hold a state: stage s runs on rank s modulo their number."""
-        return {stage % self.axes["pipeline"].size for stage in self.split.owners(name)}
 
     def _local_shard(self, name: str) -> LocalShard:
         shard_spec = self.split.shard_spec(name)
@@ -185,7 +196,7 @@ class GraphAdapter:
             axes.append("tensor")
         if is_cut:
             axes.append("shard")
-        pipeline_ranks = self._pipeline_ranks(name)
+        pipeline_ranks = _pipeline_ranks(self.split, name)
         holders = []
         for rank in range(self.mesh.world_size):
             coordinate = self.mesh.coordinate(rank)
@@ -201,3 +212,23 @@ class GraphAdapter:
             for key, parameter in module._parameters.items():
                 if parameter is not None and id(parameter) in rows:
                     module._parameters[key] = rows[id(parameter)]
+
+
+def cut_parameters(split: SplitModel, shard: AxisComm, names: set[str]) -> dict[str, CutParameter]:
+    """Return how the axes cut these parameters, on this rank or not; what no axis cuts is left out."""
+    cut = {}
+    for name, _ in split.form.named_parameters():
+        shard_spec = split.shard_spec(name)
+        cuts: dict[str, Cut] = {}
+        if shard_spec.cuts:
+            cuts["tensor"] = shard_spec.cuts[0]  # the only one
+        if shard.size > 1 and shard_spec.shape:
+            cuts["shard"] = Cut(0, (shard_spec.local_shape[0],), shard.rank, shard.size)
+        if name in names and cuts:
+            cut[name] = CutParameter(shard_spec.shape, cuts, tuple(sorted(_pipeline_ranks(split, name))))
+    return cut
+
+
+def _pipeline_ranks(split: SplitModel, name: str) -> set[int]:
+    """Return the ranks of the pipeline that hold a state: stage s runs on rank s modulo their number."""
+    return {stage % split.pipeline.size for stage in split.owners(name)}

@@ -71,6 +71,9 @@ class ModelAdapter(Protocol):
     def finish_backward(self) -> None:
         """Make gradients sums over every axis but `replicate`."""
 
+    def update_whole(self, names: set[str]) -> None:
+        """From now on, have the optimizer update these parameters as a whole, each on one of the ranks that cut it."""
+
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """Run the optimizer's step."""
 
@@ -81,7 +84,11 @@ class ModelAdapter(Protocol):
         """Return what `score(model, batch)` returns."""
 
     def held(self) -> dict[str, LocalShard]:
-        """Return what this rank holds of tensors that are not whole everywhere."""
+        """Return what this rank holds of tensors that are not whole everywhere.
+
+        Under `optimizer/NAME` stands the optimizer's state of a parameter where it is not cut as the parameter is;
+        without holders, where other ranks have it.
+        """
 
     def close(self) -> None:
         """Let go of the other ranks."""
@@ -184,6 +191,9 @@ class EagerAdapter(OwnCode):
 
     def finish_backward(self) -> None:
         """Do nothing."""
+
+    def update_whole(self, names: set[str]) -> None:
+        """Do nothing: all parameters are whole."""
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """Run the optimizer's step on the parameters themselves."""

@@ -25,15 +25,19 @@ from paceline.plan.traffic import (
     tensor,
 )
 from paceline.plan.traffic_shard import ShardTraffic, shard_traffic
+from paceline.plan.traffic_whole import whole_updates
 
 
-def step_traffic(plan: Plan, model: Mapping[str, Any], shard_rank: int = 0) -> list[list[Traffic]] | None:
+def step_traffic(
+    plan: Plan, model: Mapping[str, Any], shard_rank: int = 0, tensor_rank: int = 0
+) -> list[list[Traffic]] | None:
     """Return for each rank along `pipeline` (one where there is none) what it sends in the first step.
 
     Args:
         plan: mesh and options.
         model: the model under this plan, as `profile/describe.py` describes it.
         shard_rank: whose rows: where they don't divide, the first ranks have more.
+        tensor_rank: which whole parameters are its own to update; whose pieces, `model` says.
 
     Returns:
         None where it depends on the data.
@@ -52,14 +56,16 @@ def step_traffic(plan: Plan, model: Mapping[str, Any], shard_rank: int = 0) -> l
         for axis in ("tensor", "shard", "pipeline"):
             if mesh.size(axis) > 1:
                 common.append(Traffic("all_reduce", axis, 1, 8))
+    at = {"shard": shard_rank, "tensor": tensor_rank}
     if "shards" in model:
-        return _sharded(plan, mesh, model, common, shard_rank)
+        return _sharded(plan, mesh, model, common, at)
     result = []
     for rank in model["split"]["ranks"]:
-        rows = _split(plan, mesh, rank, shard_rank)
+        rows = _split(plan, mesh, rank, at)
         if rows is None:
             return None
-        result.append(merged([*common, *rows]))
+        pieces = [as_tensor(sizes) for sizes in rank["parameters"]]
+        result.append(merged([*common, *rows, *_whole(mesh, model, pieces, at)]))
     return result
 
 
@@ -68,12 +74,12 @@ def as_tensor(sizes: Mapping[str, Any]) -> TensorFacts:
     return TensorFacts(**{**sizes, "shape": tuple(sizes["shape"])})
 
 
-def _split(plan: Plan, mesh: Mesh, rank: Mapping[str, Any], shard_rank: int) -> list[Traffic] | None:
+def _split(plan: Plan, mesh: Mesh, rank: Mapping[str, Any], at: Mapping[str, int]) -> list[Traffic] | None:
     """Return what a rank of `pipeline` sends where the model is split; None where it depends on the data."""
     parameters = [as_tensor(sizes) for sizes in rank["parameters"]]
     frozen = [as_tensor(sizes) for sizes in rank["frozen"]]
     # `replicate` sums what `shard` has left of each gradient on this rank.
-    local_parameters = _rows_of(parameters, mesh.size("shard"), shard_rank)
+    local_parameters = _rows_of(parameters, mesh.size("shard"), at["shard"])
     gradients = replicated_gradients(plan, mesh.size("replicate"), local_parameters)
     if gradients is None:
         return None
@@ -86,18 +92,26 @@ def _split(plan: Plan, mesh: Mesh, rank: Mapping[str, Any], shard_rank: int) -> 
 
 
 def _sharded(
-    plan: Plan, mesh: Mesh, model: Mapping[str, Any], common: list[Traffic], shard_rank: int
+    plan: Plan, mesh: Mesh, model: Mapping[str, Any], common: list[Traffic], at: Mapping[str, int]
 ) -> list[list[Traffic]] | None:
     """Return what a rank sends where `shard` splits parameters; None where it depends on the data."""
     ranks = mesh.size("shard")
     parameters = [as_tensor(sizes) for sizes in model["parameters"]]
-    gradients = replicated_gradients(plan, mesh.size("replicate"), _rows_of(parameters, ranks, shard_rank))
+    gradients = replicated_gradients(plan, mesh.size("replicate"), _rows_of(parameters, ranks, at["shard"]))
     if gradients is None:
         return None
     shards = [ShardTraffic(**{**shard, "shape": tuple(shard["shape"])}) for shard in model["shards"]]
     samples = -(-model["batch_size"] // mesh.data_size)  # rounded up
     micro_batches = -(-samples // (model["micro_batch_size"] or samples))
-    return [merged([*common, *gradients, *shard_traffic(plan, ranks, shards, micro_batches)])]
+    rows = [*shard_traffic(plan, ranks, shards, micro_batches), *_whole(mesh, model, parameters, at)]
+    return [merged([*common, *gradients, *rows])]
+
+
+def _whole(mesh: Mesh, model: Mapping[str, Any], parameters: list[TensorFacts], at: Mapping[str, int]) -> list[Traffic]:
+    """Return what whole updates of this rank's parameters, as `tensor` has cut them, send."""
+    full_numel = {sizes["name"]: sizes["numel"] for sizes in model["parameters"]}
+    rows = _rows_of(parameters, mesh.size("shard"), at["shard"])
+    return whole_updates(model["whole"], full_numel, list(zip(parameters, rows, strict=True)), at)
 
 
 def _rows_of(tensors: list[TensorFacts], ranks: int, rank: int) -> list[TensorFacts]:

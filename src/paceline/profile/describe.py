@@ -83,11 +83,11 @@ def describe(workload: Workload, plan: Plan | None = None, tensor_rank: int = 0,
     if plan is not None and mesh.size("tensor") * mesh.size("pipeline") > 1:
         from paceline.profile.describe_split import describe_split
 
-        description["split"] = describe_split(workload, plan, tensor_rank, data_part)
+        description["split"], description["whole"] = describe_split(workload, plan, tensor_rank, data_part)
     elif plan is not None and mesh.size("shard") > 1:
         from paceline.profile.describe_split import describe_shards
 
-        description["shards"] = describe_shards(workload, plan)
+        description["shards"], description["whole"] = describe_shards(workload, plan)
     return description
 
 

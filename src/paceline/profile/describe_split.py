@@ -20,14 +20,23 @@ from paceline.graph.sharding_strategies import operations
 from paceline.graph.stages import assign_stages
 from paceline.nouns.mesh import AXES, Mesh
 from paceline.nouns.plan import Plan
+from paceline.nouns.shard_spec import Cut
 from paceline.nouns.workload import Workload
+from paceline.parallel.elementwise import find_whole_parameters
+from paceline.parallel.graph_adapter import cut_parameters
 from paceline.parallel.graph_model import SplitModel
 from paceline.parallel.shard.blocks import find_blocks, kept_whole
+from paceline.parallel.whole_update import CutParameter, assign_owners
+from paceline.train.compiler_import import defer_compiler_import
 from paceline.train.data import RankLoader, cut_into, cut_without_changing, open_data
 from paceline.train.parallelize import split_model
 
+Owners = dict[str, dict[str, int]]  # of what the optimizer updates whole, the owner's index on each axis that cuts it
 
-def describe_split(workload: Workload, plan: Plan, tensor_rank: int = 0, data_part: int = 0) -> dict[str, Any]:
+
+def describe_split(
+    workload: Workload, plan: Plan, tensor_rank: int = 0, data_part: int = 0
+) -> tuple[dict[str, Any], Owners]:
     """Return the layout, and for each rank of the pipeline what it holds and sends in the first step.
 
     Args:
@@ -41,7 +50,7 @@ def describe_split(workload: Workload, plan: Plan, tensor_rank: int = 0, data_pa
         rank's pieces, those with a gradient), `frozen` (the others), `graph` (a list of ledger rows per micro-batch),
         `sends` (bytes of each message per micro-batch), `tied` (bytes sent per tied parameter); `share` (of the work
         of each stage); `stages`, `micro_batches`, `coupled`, `is_even` (every rank of `tensor` has as much of all
-        weights and activations).
+        weights and activations). And the owners of what the optimizer updates whole.
     """
     mesh = Mesh.parse(plan.mesh)
     form = form_of(workload)
@@ -60,7 +69,10 @@ def describe_split(workload: Workload, plan: Plan, tensor_rank: int = 0, data_pa
     loader = dataclasses.replace(loader, pieces_wanted=micro_batches, rank=data_part)
     batch = next(iter(loader.training(0, loader.order(workload.batch_size).batch_at(0).stop)))
     graphs = [first.capture(workload.loss, micro_batch) for micro_batch in batch.microbatches]
-    return {
+    # `shard` cuts by rows: of which rank is of no matter for the owners.
+    names = _updated_whole(workload, form, mesh)
+    whole = cut_parameters(first, comms_without_groups(mesh, {}, Ledger())["shard"], names)
+    description = {
         "layout": _layout(captured, first, mesh),
         "ranks": [_describe_rank(split, graphs) for split in splits],
         "share": _shares(captured, first),
@@ -69,10 +81,15 @@ def describe_split(workload: Workload, plan: Plan, tensor_rank: int = 0, data_pa
         "coupled": first.coupled,
         "is_even": all(_is_even(first, graph) for graph in graphs),
     }
+    return description, assign_owners(whole, mesh)
 
 
-def describe_shards(workload: Workload, plan: Plan) -> list[dict[str, Any]]:
-    """Return every parameter as `shard` holds it: shape, item_bytes, dtype, group, is_trained, is_whole."""
+def describe_shards(workload: Workload, plan: Plan) -> tuple[list[dict[str, Any]], Owners]:
+    """Return every parameter as `shard` holds it: shape, item_bytes, dtype, group, is_trained, is_whole.
+
+    And the owners of what the optimizer updates whole.
+    """
+    mesh = Mesh.parse(plan.mesh)
     model = form_of(workload)
     blocks = find_blocks(model)
     unsharded = set(kept_whole(model, blocks))
@@ -89,7 +106,31 @@ def describe_shards(workload: Workload, plan: Plan) -> list[dict[str, Any]]:
                 "is_whole": name in unsharded,
             }
         )
-    return shards
+    whole: dict[str, CutParameter] = {}
+    names = _updated_whole(workload, model, mesh) - unsharded
+    for name, parameter in model.named_parameters():
+        if name in names:
+            shape = tuple(parameter.shape)
+            whole[name] = CutParameter(shape, {"shard": Cut(0, (shape[0],), 0, mesh.size("shard"))})
+    return shards, assign_owners(whole, mesh)
+
+
+def _updated_whole(workload: Workload, model: torch.nn.Module, mesh: Mesh) -> set[str]:
+    """Return the parameters that the optimizer can't update in parts.
+
+    Raises:
+        PlanError: it can't be used where axes cut parameters.
+    """
+    axes = [axis for axis in ("shard", "tensor") if mesh.size(axis) > 1]
+    if not axes:
+        return set()
+    defer_compiler_import()
+    try:
+        optimizer = workload.optimizer(model)
+    except (RuntimeError, NotImplementedError):  # it reads values, which the model has not: most work on parts
+        return set()
+    whole = find_whole_parameters(optimizer, axes)
+    return {name for name, parameter in model.named_parameters() if parameter in whole and parameter.requires_grad}
 
 
 def form_of(workload: Workload) -> torch.nn.Module:

@@ -33,7 +33,8 @@ def describe(optimizer: torch.optim.Optimizer) -> tuple[str, list[dict[str, Any]
         raise PlanError(
             "the servers should run the workload's optimizer",
             f"it is a {kind.__module__}.{name}, which they can't run",
-            f"take one of torch.optim's {', '.join(KNOWN)}, or the axis replicate in place of server",
+            f"take one of torch.optim's {', '.join(KNOWN)}, or an axis in place of server: replicate runs any "
+            "optimizer, shard and tensor run those that update each parameter by itself",
         )
     return name, [settings_of(group) for group in optimizer.param_groups]
 

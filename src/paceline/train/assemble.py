@@ -103,4 +103,4 @@ class Assembly:
         with fake():
             self.parallel = self.strategy(placed, self.workload, self.comms, self.plan, self.place)
             self.optimizer = prepare.make_optimizer(self.workload, self.parallel.model)
-        prepare.keep_own(self.optimizer, self.mesh)
+        prepare.keep_own(self.optimizer, self.mesh, placed)

@@ -5,55 +5,15 @@ Checkpoints hold the state of every part under its parameter's name, and say whi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from paceline.nouns.errors import PlanError, WorkloadError
 from paceline.nouns.mesh import Mesh
+from paceline.parallel.optimizer_parts import DECLARATION, contains, groups_of, parts_of
 from paceline.train.alike import StateCheck
-
-_OF_TORCH = ("state", "param_groups", "defaults")  # attributes of every optimizer
-
-
-def parts_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """Return the optimizer and the optimizers in its attributes, in lists, tuples and dicts of them too; each once."""
-    parts = [optimizer]
-    for part in parts:  # it grows: a part may have parts
-        # Attributes alone: an optimizer that a part holds elsewhere, in a closure, is not found.
-        for name, value in vars(part).items():
-            if name in _OF_TORCH:
-                continue
-            for inner in _optimizers_in(value):
-                if not _contains(parts, inner):
-                    parts.append(inner)
-    return parts
-
-
-def _optimizers_in(value: Any) -> list[torch.optim.Optimizer]:
-    if isinstance(value, dict):
-        values = list(value.values())
-    elif isinstance(value, list | tuple):
-        values = list(value)
-    else:
-        values = [value]
-    return [item for item in values if isinstance(item, torch.optim.Optimizer)]
-
-
-def _contains(items: Sequence[Any], item: Any) -> bool:
-    """True if `item` itself is among the items: groups are dicts of tensors, which can't be compared by `==`."""
-    return any(item is other for other in items)
-
-
-def groups_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the parameter groups of all parts; one that several parts share is there once."""
-    groups: list[dict[str, Any]] = []
-    for part in parts_of(optimizer):
-        for group in part.param_groups:
-            if not _contains(groups, group):
-                groups.append(group)
-    return groups
 
 
 def check_parts(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
@@ -68,12 +28,15 @@ def check_parts(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
         return
     inner_names = ", ".join(type(part).__name__ for part in parts[1:])
     names = f"{type(optimizer).__name__} with {inner_names} inside"
-    cuts = [axis for axis in ("shard", "tensor", "pipeline") if mesh.size(axis) > 1]
+    # Where its author has declared that it updates whole parameters, one by one, it is given those.
+    refused = ["pipeline"] if getattr(optimizer, DECLARATION, False) else ["shard", "tensor", "pipeline"]
+    cuts = [axis for axis in refused if mesh.size(axis) > 1]
     if cuts:
         raise PlanError(
             f"the axis {cuts[0]} gives each rank a part of the optimizer's work",
             f"the workload's optimizer is made of several ({names})",
-            f"write replicate in place of {cuts[0]}, or take one optimizer for all parameters, such as AdamW",
+            f"write replicate in place of {cuts[0]}, or take one optimizer for all parameters, such as AdamW; under "
+            f"shard and tensor {DECLARATION} = True in its class is enough, if it updates each parameter by itself",
         )
     for part in parts:
         if not {"state", "param_groups"} <= vars(part).keys():
@@ -88,7 +51,7 @@ def restore_parts(
     optimizer: torch.optim.Optimizer,
     groups: list[dict[str, Any]],
     state: Mapping[int, Mapping[torch.nn.Parameter, dict[str, Any]]],
-    names: Mapping[torch.nn.Parameter, str],
+    like: Mapping[torch.nn.Parameter, tuple[str, torch.Tensor]],
 ) -> None:
     """Put the saved groups and state into the parts, each in its place: the parts may share both.
 
@@ -96,13 +59,13 @@ def restore_parts(
         optimizer: made of several.
         groups: in the order of `groups_of`, without their parameters.
         state: by the number of the part in `parts_of`; what a parameter's state is.
-        names: of the parameters, for errors.
+        like: of the parameters whose state is here the name and a tensor of that state's shape.
 
     Raises:
         CheckpointError: a part can't go on with its state of a parameter; nothing was changed.
     """
     # All checks come before the first change.
-    _check_state(optimizer, groups, state, names)
+    _check_state(optimizer, groups, state, like)
     for group, saved in zip(groups_of(optimizer), groups, strict=True):
         group.update(saved)
     parts = parts_of(optimizer)
@@ -119,7 +82,7 @@ def _check_state(
     optimizer: torch.optim.Optimizer,
     groups: list[dict[str, Any]],
     state: Mapping[int, Mapping[torch.nn.Parameter, dict[str, Any]]],
-    names: Mapping[torch.nn.Parameter, str],
+    like: Mapping[torch.nn.Parameter, tuple[str, torch.Tensor]],
 ) -> None:
     """Raise CheckpointError unless every part can go on with the saved state of its parameters."""
     settings = {id(group): saved for group, saved in zip(groups_of(optimizer), groups, strict=True)}
@@ -135,7 +98,7 @@ def _check_state(
                 for owner in owners:
                     values.update(state.get(owner, {}).get(parameter, {}))
                 if values:
-                    check.check(group_number, group_settings, names[parameter], parameter.detach(), values)
+                    check.check(group_number, group_settings, *like[parameter], values)
 
 
 def _placed(part: torch.optim.Optimizer, parameter: torch.nn.Parameter, key: str, value: Any) -> Any:
@@ -145,7 +108,7 @@ def _placed(part: torch.optim.Optimizer, parameter: torch.nn.Parameter, key: str
     if key != "step":
         return value.to(parameter.device)
     for group in part.param_groups:
-        if _contains(group["params"], parameter):
+        if contains(group["params"], parameter):
             is_on_device = group.get("capturable") or group.get("fused")
             return value.to(parameter.device) if is_on_device else value
     return value

@@ -421,7 +421,8 @@ class Job:
         last_checkpoint.set_aside(self)
         tensors = snapshot.read_state(folder, manifest, self.model, self._held(), self.world)
         # The optimizer first: it refuses a checkpoint of another one before anything is written to the model.
-        snapshot.restore_optimizer(self.model, self.optimizer, tensors, manifest["optimizer"])
+        held = self._held()
+        snapshot.restore_optimizer(self.model, self.optimizer, tensors, manifest["optimizer"], held)
         snapshot.restore_model(self.model, tensors, self._held())
         if self.scheduler is not None and state is not None:
             load_scheduler(self.scheduler, state)

@@ -21,10 +21,11 @@ from paceline.nouns.reading import read_text
 from paceline.nouns.workload import Workload
 from paceline.parallel.apply import strategy_of
 from paceline.parallel.model_adapter import ModelAdapter
+from paceline.parallel.optimizer_parts import groups_of, parts_of
 from paceline.train.additive import check_loss_adds_up
 from paceline.train.agree import check_same_model_everywhere
 from paceline.train.compiler_import import defer_compiler_import
-from paceline.train.composite_optimizer import check_parts, groups_of
+from paceline.train.composite_optimizer import check_parts
 from paceline.train.data import RankLoader, open_data
 from paceline.train.snapshot import as_json, parameter_names
 
@@ -177,25 +178,48 @@ def make_optimizer(workload: Workload, model: torch.nn.Module) -> torch.optim.Op
     return optimizer
 
 
-def keep_own(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
+def keep_own(optimizer: torch.optim.Optimizer, mesh: Mesh, placed: ModelAdapter) -> None:
     """Remove from the optimizer the parameters of other pipeline stages, which have no values here.
 
+    What it can't update in parts is updated whole from now on.
+
     Raises:
-        PlanError: it can't update parts of parameters.
+        PlanError: it updates parameters from each other, or can't be tried.
         WorkloadError: it is made of others, and a checkpoint would not find their state.
     """
     check_parts(optimizer, mesh)
     cutting_axes = [axis for axis in ("shard", "tensor") if mesh.size(axis) > 1]
     if cutting_axes:
-        from paceline.parallel.elementwise import check_optimizer
+        from paceline.parallel.elementwise import find_whole_parameters
 
-        check_optimizer(optimizer, cutting_axes[0])
+        names = parameter_names(placed.model, optimizer)
+        found = find_whole_parameters(optimizer, cutting_axes)
+        whole = {parameter: names[parameter] for parameter in found if parameter.requires_grad}
+        _check_no_state(optimizer, whole)
+        placed.update_whole(set(whole.values()))
+    elif mesh.size("pipeline") > 1:
+        from paceline.parallel.elementwise import check_updates_apart
+
+        check_updates_apart(optimizer, "pipeline")
     # Parameters of other stages are on the meta device. Some optimizers (Adagrad) have state of them from the start.
     for group in optimizer.param_groups:
         group["params"] = [parameter for parameter in group["params"] if not parameter.is_meta]
     for parameter in list(optimizer.state):
         if isinstance(parameter, torch.Tensor) and parameter.is_meta:
             del optimizer.state[parameter]
+
+
+def _check_no_state(optimizer: torch.optim.Optimizer, whole: Mapping[torch.nn.Parameter, str]) -> None:
+    """Raise PlanError if the optimizer has state of parts already, of parameters that it is to update whole."""
+    for part in parts_of(optimizer):
+        for parameter, name in whole.items():
+            for key, value in part.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor) and value.numel() != 1:
+                    raise PlanError(
+                        f"the optimizer's state of {name} should be of the whole parameter",
+                        f"{type(part).__name__} makes {key} in its constructor, where a part is all that there is",
+                        "make the state in the first step, or write replicate in place of shard and tensor",
+                    )
 
 
 def check_may_cut(

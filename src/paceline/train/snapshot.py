@@ -24,8 +24,9 @@ from paceline.comm.collectives import AxisComm
 from paceline.nouns.errors import CheckpointError, WorkloadError
 from paceline.nouns.reading import parse_json
 from paceline.nouns.shard_spec import LocalShard, ShardSpec
+from paceline.parallel.optimizer_parts import DECLARATION, groups_of, parts_of
 from paceline.train.alike import StateCheck, check_groups, in_types_of
-from paceline.train.composite_optimizer import groups_of, parts_of, restore_parts
+from paceline.train.composite_optimizer import restore_parts
 
 
 def model_parts(model: torch.nn.Module, held: Mapping[str, LocalShard], size: int) -> dict[str, LocalTensor]:
@@ -158,7 +159,8 @@ def _no_shard_spec(name: str, local: torch.Tensor, shard_spec: ShardSpec) -> Wor
     return WorkloadError(
         f"the optimizer's state {name} should be of its parameter's shape, or one number",
         f"it is of shape {tuple(local.shape)} for a part of shape {shard_spec.local_shape} of {shard_spec.shape}",
-        "use an optimizer that works element by element, such as AdamW, or plan with the axis replicate alone",
+        f"write {DECLARATION} = True in the optimizer's class, if it updates each parameter by itself, or plan with "
+        "the axis replicate alone",
     )
 
 
@@ -186,6 +188,8 @@ def read_state(
         if parameter not in parameters:
             continue
         parameter_shard = _shard_of_parameter(parameter, parameters[parameter], held, comm.size)
+        if not parameter_shard.holders:
+            continue
         spec = parameter_shard.shard_spec
         global_shape = tuple(entry["shape"])
         # None: all of it.
@@ -224,9 +228,13 @@ def restore_model(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], h
 
 
 def restore_optimizer(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor], saved: dict[str, Any]
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    tensors: Mapping[str, torch.Tensor],
+    saved: dict[str, Any],
+    held: Mapping[str, LocalShard],
 ) -> None:
-    """Put back what `optimizer_state` took, of the parameters that are here.
+    """Put back what `optimizer_state` took, of the parameters whose state is here.
 
     Raises:
         CheckpointError: the optimizer is of another class or groups parameters otherwise, or its state is not whole.
@@ -240,9 +248,9 @@ def restore_optimizer(
     is_torchs = type(optimizer).__module__.startswith("torch.")
     check_groups(saved["groups"], groups_of(optimizer), may_grow=not is_torchs)
     if len(parts_of(optimizer)) > 1:
-        _restore_parts(optimizer, names, tensors, saved)
+        _restore_parts(optimizer, names, tensors, saved, held)
         return
-    local_parameters = {name: parameter for parameter, name in names.items() if not parameter.is_meta}
+    local_parameters = _with_state_here(names, held)
     # torch's `load_state_dict` knows parameters by their number, counted through all groups.
     numbers = {name: number for number, name in enumerate(itertools.chain.from_iterable(groups))}
     # What the checkpoint has of this rank's parameters, in the form of torch's `state_dict`.
@@ -261,8 +269,28 @@ def restore_optimizer(
         for name in members:
             if numbers[name] in state:
                 local_state = _local_values(state[numbers[name]])
-                check.check(group_number, packed[group_number], name, local_part(local_parameters[name]), local_state)
+                part = _like_state(local_parameters[name], held.get(OPTIMIZER + name))
+                check.check(group_number, packed[group_number], name, part, local_state)
     optimizer.load_state_dict({"state": state, "param_groups": packed})
+
+
+def _with_state_here(
+    names: Mapping[torch.nn.Parameter, str], held: Mapping[str, LocalShard]
+) -> dict[str, torch.nn.Parameter]:
+    """Return the parameters whose optimizer state is on this rank, by name."""
+    here = {}
+    for parameter, name in names.items():
+        shard = held.get(OPTIMIZER + name)
+        if not parameter.is_meta and (shard is None or shard.holders):
+            here[name] = parameter
+    return here
+
+
+def _like_state(parameter: torch.nn.Parameter, shard: LocalShard | None) -> torch.Tensor:
+    """Return a tensor of the shape that state of the parameter has here: of its part, or of all of it."""
+    if shard is None:
+        return local_part(parameter)
+    return torch.empty(shard.shard_spec.shape, dtype=parameter.dtype, device="meta")
 
 
 def _settings_of(saved_group: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
@@ -286,9 +314,10 @@ def _restore_parts(
     names: Mapping[torch.nn.Parameter, str],
     tensors: Mapping[str, torch.Tensor],
     saved: dict[str, Any],
+    held: Mapping[str, LocalShard],
 ) -> None:
     """Put back the state of an optimizer made of several."""
-    local_parameters = {name: parameter for parameter, name in names.items() if not parameter.is_meta}
+    local_parameters = _with_state_here(names, held)
     part_numbers = range(len(parts_of(optimizer)))
     owners = saved.get("owners", {})
     state: dict[int, dict[torch.nn.Parameter, dict[str, Any]]] = {}
@@ -303,7 +332,10 @@ def _restore_parts(
     groups = []
     for saved_group, group in zip(saved["groups"], groups_of(optimizer), strict=True):
         groups.append(_settings_of(saved_group, group))
-    restore_parts(optimizer, groups, state, names)
+    like = {}
+    for name, parameter in local_parameters.items():
+        like[parameter] = (name, _like_state(parameter, held.get(OPTIMIZER + name)))
+    restore_parts(optimizer, groups, state, like)
 
 
 def _other_parts(optimizer: torch.optim.Optimizer) -> CheckpointError:

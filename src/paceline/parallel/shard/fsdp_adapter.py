@@ -9,6 +9,7 @@ import torch
 
 from paceline.comm.batch_norm import SharedStatistics
 from paceline.comm.collectives import AxisComm
+from paceline.nouns.errors import PlanError
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
 from paceline.nouns.shard_spec import LocalShard
@@ -17,6 +18,7 @@ from paceline.parallel.observer import StepObserver
 from paceline.parallel.peer_values import PeerValues
 from paceline.parallel.shard.local_optimizer_step import step_on_rows
 from paceline.parallel.shard.strategy import Shard
+from paceline.parallel.whole_update import CutParameter, WholeUpdate
 
 
 class FsdpAdapter(OwnCode):
@@ -40,6 +42,8 @@ class FsdpAdapter(OwnCode):
         self.autocast = autocast
         self.mesh = Mesh.parse(plan.mesh)
         self.shard = Shard(model, axes["shard"], plan, device)
+        self.plan = plan
+        self.whole_update: WholeUpdate | None = None
         # Read after the split, which puts DTensors in the places of parameters.
         self.parameters = dict(model.named_parameters())
         self.spare = example
@@ -79,9 +83,32 @@ class FsdpAdapter(OwnCode):
         """Let the last whole parameters go."""
         self.shard.finish_backward()
 
+    def update_whole(self, names: set[str]) -> None:
+        """Have the optimizer update these parameters as a whole.
+
+        Raises:
+            PlanError: they are in host memory, where no rank gathers them.
+        """
+        cut: dict[str, CutParameter] = {}
+        for name, shard_spec in self.shard.shard_specs().items():
+            if name in names and shard_spec.cuts:
+                cut[name] = CutParameter(shard_spec.shape, {"shard": shard_spec.cuts[0]})
+        if cut and self.plan.offload == "on":
+            raise PlanError(
+                "optimizer state in host memory (offload=on)",
+                f"the optimizer needs {next(iter(cut))} as a whole, which is put together on a rank's device",
+                "leave offload out, or take an optimizer that updates element by element, such as AdamW",
+            )
+        if cut:
+            pieces = {name: self.parameters[name] for name in cut}
+            self.whole_update = WholeUpdate(cut, pieces, self.axes, self.mesh)
+
     def update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Run the optimizer's step on this rank's rows."""
-        step_on_rows(optimizer)
+        """Run the optimizer's step on this rank's rows, and on the whole parameters that it owns."""
+        if self.whole_update is None:
+            step_on_rows(optimizer)
+        else:
+            self.whole_update.step(optimizer)
 
     def counted(self) -> Mapping[torch.nn.Parameter, bool]:
         """Return whether this rank counts each parameter: parts always, what stays whole on the axis' first rank."""
@@ -103,6 +130,8 @@ class FsdpAdapter(OwnCode):
         for name, shard_spec in self.shard.shard_specs().items():
             if shard_spec.cuts:
                 shards[name] = LocalShard(shard_spec, replicas)
+        if self.whole_update is not None:
+            shards |= self.whole_update.state_shards()
         return shards
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The optimizer's step on this rank's rows as plain tensors.
+"""The optimizer's step on other tensors than the model's own parameters, such as this rank's rows as plain tensors.
 
 FSDP2's parameters are DTensors: torch works out anew for each operation on each of them how its result is spread,
 which for an update element by element is always the same. Of a step of a small BERT's AdamW that was three quarters.
@@ -11,36 +11,62 @@ Traffic: none.
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 
 from paceline.comm.fully_shard import is_part, local
+from paceline.parallel.optimizer_parts import groups_of, parts_of
 
 
 def step_on_rows(optimizer: torch.optim.Optimizer) -> None:
     """Run `optimizer.step()`, with rows in the place of DTensors while it runs."""
-    groups = optimizer.param_groups
-    before = [group["params"] for group in groups]
-    rows: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
-    for parameter in itertools.chain.from_iterable(before):
-        if is_part(parameter):
-            rows[parameter] = _rows(parameter)
-    # The optimizer finds state by parameter: it goes along with the rows, and back afterwards, also after an error.
-    for parameter, row in rows.items():
-        if parameter in optimizer.state:
-            state = optimizer.state.pop(parameter)
-            optimizer.state[row] = {key: local(value) for key, value in state.items()}
-    for group, parameters in zip(groups, before, strict=True):
-        group["params"] = [rows.get(parameter, parameter) for parameter in parameters]
-    try:
+    with stand_ins(optimizer, rows_of(optimizer)):
         optimizer.step()
+
+
+@contextmanager
+def stand_ins(
+    optimizer: torch.optim.Optimizer, replaced: Mapping[torch.nn.Parameter, torch.nn.Parameter | None]
+) -> Iterator[None]:
+    """Put other parameters in the place of the optimizer's own, with their state; afterwards, put the own ones back.
+
+    Args:
+        optimizer: it may be made of others.
+        replaced: by parameter what the optimizer has in its place; None: it has nothing, and the state stays.
+    """
+    groups = groups_of(optimizer)
+    before = [group["params"] for group in groups]
+    # The optimizer finds state by parameter: it goes along with the stand-ins, and back afterwards, also after an
+    # error.
+    for part in parts_of(optimizer):
+        for parameter, other in replaced.items():
+            if other is not None and parameter in part.state:
+                state = part.state.pop(parameter)
+                part.state[other] = {key: local(value) for key, value in state.items()}
+    for group, parameters in zip(groups, before, strict=True):
+        others = [replaced.get(parameter, parameter) for parameter in parameters]
+        group["params"] = [other for other in others if other is not None]
+    try:
+        yield
     finally:
         for group, parameters in zip(groups, before, strict=True):
             group["params"] = parameters
-        for parameter, row in rows.items():
-            if row in optimizer.state:
-                optimizer.state[parameter] = optimizer.state.pop(row)
+        for part in parts_of(optimizer):
+            for parameter, other in replaced.items():
+                if other is not None and other in part.state:
+                    part.state[parameter] = part.state.pop(other)
+
+
+def rows_of(optimizer: torch.optim.Optimizer) -> dict[torch.nn.Parameter, torch.nn.Parameter]:
+    """Return this rank's rows, as plain tensors, of each of the optimizer's parameters that is a DTensor."""
+    rows: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+    for group in groups_of(optimizer):
+        for parameter in group["params"]:
+            if is_part(parameter):
+                rows[parameter] = _rows(parameter)
+    return rows
 
 
 def _rows(parameter: torch.nn.Parameter) -> torch.nn.Parameter:

@@ -11,7 +11,7 @@ group (`blocks.py`):
                        (`torch.autograd.grad`), all blocks stay whole until the end of the backward pass
     finish_backward    parts alone are left; parameters that no rank used lose their gradient; those that
                        stay whole are summed
-    update             by the optimizer, on this rank's rows
+    update             by the optimizer, on this rank's rows; or on whole parameters (`whole_update.py`)
 
 Rajbhandari et al. 2020, ZeRO: zero=1 splits the optimizer's state, zero=2 also gradients, zero=3 also
 parameters. Built on torch's `fully_shard`, on the eager, unmodified model.
@@ -20,7 +20,7 @@ Needs: the loss as (sum, weight), called through `forward`. Every rank of the ax
 micro-batches: one that has fewer repeats one with its loss times 0 and `is_padding`. The same goes for
 evaluation. Blocks are called in the same order on every rank. With zero=3 a block's parameters are used in
 its own forward only, with zero=2 in it or after it, with zero=1 anywhere in the loss. An optimizer that updates
-element by element (`elementwise.py` tries it out).
+each parameter by itself (`elementwise.py` tries it out).
 Promises: gradients are the sum over the axis, undivided. After a step rank r holds rows r of R, as
 `torch.chunk` cuts them, of each parameter, its gradient and its optimizer state; scalars and a group's
 minority dtypes stay whole. Between steps nothing else is held, and with zero=3 during a step one block

@@ -4,7 +4,7 @@ FSDP2 gathers a module's parameters as the module's own code is called; a split 
 each rank keeps rows of every parameter (of its piece of it) and their optimizer state; before a step all rows are
 gathered, after it gradients are summed and each rank keeps its rows' again.
 
-Needs: an optimizer that works element by element.
+Needs: an optimizer that works element by element; what does not is given whole parameters (`whole_update.py`).
 Promises: the update is that of whole parameters; parameter names and dimensions stay.
 Traffic per step: per dtype one all_gather of this rank's rows, and one reduce_scatter of the gradients of parameters
 that are trained; one all_reduce for parameters without dimensions.

@@ -235,7 +235,7 @@ def _predicted_traffic(
     at = result.facts["coordinate"]
     models_of_part = models[result.facts["data_part"]]
     model = models_of_part[at["tensor"] % len(models_of_part)]  # one entry where all ranks of `tensor` hold the same
-    by_stage = step_traffic(plan, model, at["shard"])
+    by_stage = step_traffic(plan, model, at["shard"], at["tensor"])
     if by_stage is None:
         return None
     rows = by_stage[at["pipeline"]] if len(by_stage) > 1 else by_stage[0]

@@ -94,10 +94,18 @@ class RankResult:
     tensors: dict[str, Array]
     facts: dict[str, Any]
 
-    def shard_spec(self, name: str) -> ShardSpec | None:
+    def shard_spec(self, name: str, kind: str = "parameter") -> ShardSpec | None:
         """Return which part of a tensor the rank says it holds; None: all of it."""
+        if kind == "state" and name in self.whole_states:
+            return None
         placement = self.facts["placements"].get(name)
         return ShardSpec.of_json(placement) if placement else None
+
+    @property
+    def whole_states(self) -> dict[str, bool]:
+        """By parameter whose optimizer state one rank has for all others, whether this one says that it has it."""
+        states: dict[str, bool] = self.facts.get("whole_states", {})
+        return states
 
 
 def read_ranks(folder: Path, run: str, ranks: int) -> list[RankResult]:
@@ -278,7 +286,7 @@ def _check(
             error = float(np.abs(actual).max())
             yield Difference(step, kind, label, result.rank, error, 0, 0, "one process has none")
         return
-    expected = take(full, result.shard_spec(name))
+    expected = take(full, result.shard_spec(name, kind))
     scale = _largest_finite(full)
     if expected.shape != actual.shape:
         found = f"its shape is {actual.shape}, not {expected.shape}"
@@ -335,20 +343,26 @@ def _missing(reference: Reference, result: RankResult) -> Iterator[Difference]:
         # The first step that a rank writes down is what it began with: no gradients are made there.
         if step == min(steps) or not result.facts["has_gradient"].get(name, True):
             continue
-        if not take(values, result.shard_spec(name)).any():
+        if kind == "state" and not result.whole_states.get(name, True):
+            continue
+        if not take(values, result.shard_spec(name, kind)).any():
             continue
         scale = float(np.abs(values).max())
         yield Difference(step, kind, _label(name, state), result.rank, float("inf"), 0, scale, "it has none")
 
 
 def _uncovered(reference: Reference, ranks: list[RankResult]) -> Iterator[Difference]:
-    """Yield parameters and buffers of which some element is on no rank."""
+    """Yield parameters and buffers of which some element is on no rank, and whole states that no rank has."""
     last_step = max((split_key(key)[0] for key in reference.tensors), default=0)
     for key, values in reference.tensors.items():
-        step, kind, name, _ = split_key(key)
-        if kind not in ("parameter", "buffer") or step != last_step:
+        step, kind, name, state = split_key(key)
+        if step != last_step:
             continue
         holders = [result for result in ranks if key in result.tensors]
+        if kind == "state" and not holders and any(name in result.whole_states for result in ranks):
+            yield Difference(step, kind, _label(name, state), -1, float("inf"), 0, 0, "it is on no rank")
+        if kind not in ("parameter", "buffer"):
+            continue
         if any(_holds_all(result, name) for result in holders):
             continue
         indices = np.arange(values.size).reshape(values.shape)

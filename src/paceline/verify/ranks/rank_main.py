@@ -17,11 +17,13 @@ import torch
 from safetensors.torch import save_file
 from torch._subclasses.fake_tensor import FakeTensor
 
+from paceline.checkpoint.manifest import OPTIMIZER
 from paceline.comm import api
 from paceline.comm.fully_shard import local
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.order import mix
 from paceline.nouns.plan import Plan
+from paceline.nouns.shard_spec import LocalShard
 from paceline.nouns.workload import Workload
 from paceline.parallel.replicate.bucket import local_gradient
 from paceline.train.data import Batch
@@ -71,6 +73,7 @@ class _RankRun:
         self.watch = ModuleWatch()
         self.mask_pieces: list[MaskPiece] = []  # one for every split dropout of a step
         self.tensors: dict[str, torch.Tensor] = {}
+        self.whole_states: dict[str, LocalShard] = {}
         self.facts: dict[str, Any] = {
             "losses": [], "norms": [], "weights": [], "draws": [],
             "masks": [], "kept": [], "ledger": [], "rates": [],
@@ -98,6 +101,10 @@ class _RankRun:
                 job.load(self.run["load"])
                 first = job.step_number + 1
                 self.facts["state_of_draws"] = _hash_of_draws()
+            # Of parameters that the optimizer updates whole, one rank has the state.
+            for name, shard in job.parallel.held().items():
+                if name.startswith(OPTIMIZER):
+                    self.whole_states[name.removeprefix(OPTIMIZER)] = shard
             self._record(job, first - 1)
             if self.run.get("watch"):
                 self._look_on(job)
@@ -180,15 +187,17 @@ class _RankRun:
                 self.tensors[f"{step}/buffer/{name}"] = dense_copy(buffer)
 
     def _record_update(self, job: Job, step: int, name: str, parameter: torch.nn.Parameter) -> None:
-        """Copy a parameter's gradient and the optimizer's states of its shape."""
+        """Copy a parameter's gradient and the optimizer's states of its shape, or of the whole one's."""
         gradient = local_gradient(parameter)
         if gradient is not None:
             self.tensors[f"{step}/gradient/{name}"] = dense_copy(gradient)
+        whole = self.whole_states.get(name)
+        shape = local(parameter).shape if whole is None else whole.shard_spec.local_shape
         for state, value in job.optimizer.state.get(parameter, {}).items():
             if not isinstance(value, torch.Tensor):
                 continue
             shard = local(value)
-            if shard.dim() and shard.shape == local(parameter).shape:
+            if shard.dim() and shard.shape == shape:
                 self.tensors[f"{step}/state/{state}/{name}"] = dense_copy(shard)
 
     def _write(self, job: Job) -> None:
@@ -197,6 +206,7 @@ class _RankRun:
         self.facts |= {
             "dtypes": {name: str(buffer.dtype).removeprefix("torch.") for name, buffer in buffers},
             "placements": {name: held.shard_spec.to_json() for name, held in job.parallel.held().items()},
+            "whole_states": {name: bool(shard.holders) for name, shard in self.whole_states.items()},
             "has_gradient": {name: parameter.requires_grad for name, parameter in job.model.named_parameters()},
             "branches": self.branches,
             "calls": self.calls,
