@@ -24,8 +24,8 @@ _ITEM = re.compile(r"^ {4}(\w+)(?: \([^)]*\))?: ", re.MULTILINE)
 # Public by their spelling alone: Paceline's own modules call them.
 INTERNAL = {
     "Workload": ["check_ranks"],
-    "Job": ["checkpoint_folder", "write_checkpoint", "save_if_missed", "finish_save", "notice"],
-    "Plan": ["check_effect", "settled", "of", "of_variable"],
+    "Job": ["checkpoint_folder", "write_checkpoint", "save_if_missed", "finish_save", "notice", "restore_own_state"],
+    "Plan": ["check_effect", "settled", "of", "of_variable", "strategy", "is_one_process", "without_shared_memory"],
     "Handle": ["join", "step", "take"],
     "TensorBoard": ["write", "close"],
 }
