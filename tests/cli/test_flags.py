@@ -8,9 +8,11 @@ import json
 import re
 import shlex
 import sys
+from pathlib import Path
 
 import pytest
 
+import paceline
 from paceline.cli.flags import RULES, RUN_FLAGS, _actions
 from paceline.cli.main import main
 from paceline.launch.cluster_file import TABLES
@@ -286,6 +288,13 @@ def test_every_flag_says_what_it_is():
 def test_submit_has_a_flag_for_each_key_of_the_cluster_file(table):
     flags = {action.dest for action in parsers()[f"submit {table}"]._actions}
     assert set(TABLES[table]) <= flags
+
+
+def test_only_the_command_line_knows_argparse():
+    source = Path(paceline.__file__).parent
+    files = [path for package in ("launch", "run") for path in (source / package).rglob("*.py")]
+    assert len(files) > 40
+    assert [path.name for path in files if "argparse" in path.read_text()] == []
 
 
 # Flags of earlier versions: the command, the flag, and what to write in its place.

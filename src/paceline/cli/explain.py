@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the settings."""
-    rows = settings(arguments, os.environ)
+    rows = settings(_start_of(arguments), os.environ)
     if arguments.json:
         listed = [{"setting": name, "value": value, "from": origin} for name, value, origin in rows]
         print(json.dumps({"settings": listed}))
@@ -92,17 +92,13 @@ class _Start:
     grows: bool = False
 
 
-def settings(arguments: argparse.Namespace, environment: Mapping[str, str]) -> list[Row]:
+def settings(began: _Start, environment: Mapping[str, str]) -> list[Row]:
     """Return every setting of a job that is started here.
 
     Raises:
-        UsageError: the launcher's variables contradict each other, or the command that is explained can't be met.
+        UsageError: the launcher's variables contradict each other.
         PlanError, MeshError: the plan can't be read, or does not fit the ranks.
     """
-    if arguments.command:
-        began = _start_of(arguments)
-    else:
-        began = _Start(plan_request(arguments), f"-n {arguments.n}", cluster=arguments.cluster)
     # As `paceline run` decides it: a node first, then a rank, then a job that is started here.
     node = find_node(environment) if began.launcher is None else None
     position = LauncherPosition()
@@ -139,11 +135,13 @@ def settings(arguments: argparse.Namespace, environment: Mapping[str, str]) -> l
 
 
 def _start_of(arguments: argparse.Namespace) -> _Start:
-    """Read the command that is explained, as it would be read if it were called.
+    """Return what is explained: flags of `explain` itself, or a command, read as it would be if it were called.
 
     Raises:
-        UsageError: it is none that starts a job, or can't be met.
+        UsageError: the command is none that starts a job, or can't be met.
     """
+    if not arguments.command:
+        return _Start(plan_request(arguments), f"-n {arguments.n}", cluster=arguments.cluster)
     from paceline.cli.main import read_command  # which loads this file
 
     verb = arguments.command[0]

@@ -234,10 +234,11 @@ def _check_table(path: Path, name: str, table: Any) -> None:
 
 
 def _advice(table: str, key: str) -> str:
-    """Return the fix for a key that a table does not have: one that is near, or the table that has it."""
-    others = [f"[{other}]" for other in TABLES if other != table and key in TABLES[other]]
-    otherwise = f"write it in {' or '.join(others)}" if others else "leave it out"
-    return did_you_mean(key.replace("-", "_"), TABLES[table], otherwise)
+    """Return the fix for a key that a table does not have: the table that has it, or a key that is near."""
+    others = [f"[{other}]" for other in TABLES if key in TABLES[other]]
+    if others:
+        return f"write it in {' or '.join(others)}"
+    return did_you_mean(key.replace("-", "_"), TABLES[table], "leave it out")
 
 
 def _check_value(where: str, key: str, value: Any, setting: Setting) -> None:

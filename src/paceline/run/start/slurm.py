@@ -70,7 +70,7 @@ def slurm_script(request: SlurmRequest, notice: Callable[[str], None]) -> str:
     """
     plan, script = _checked(request, notice)
     name = request.run.job or directory.new_name(script)
-    return sbatch_script(_rank_command(request, plan, request.run.runs / name, script), request.options)
+    return _render(request, plan, request.run.runs / name, script)
 
 
 def send_to_slurm(request: SlurmRequest, notice: Callable[[str], None]) -> SlurmJob:
@@ -80,12 +80,14 @@ def send_to_slurm(request: SlurmRequest, notice: Callable[[str], None]) -> Slurm
         PacelineError: the request can't be met, there is no Slurm here, or it refuses.
     """
     plan, script = _checked(request, notice)
+    # What can't be written is refused before there is a folder; without a job's name that is the file's.
+    _render(request, plan, request.run.runs / (request.run.job or script.stem), script)
     check_sbatch(request.options)
     folder, _ = directory.choose_run(request.run, script, lambda text: notice(f"paceline: {text}"))
     try:
         directory.write_start(folder, plan, script, request.arguments)
-        rank = _rank_command(request, plan, folder, script)
-        number = submit(sbatch_script(rank, request.options), request.options, {**os.environ, **rank.environment})
+        environment = {**os.environ, **_environment(request)}
+        number = submit(_render(request, plan, folder, script), request.options, environment)
     except BaseException:  # Ctrl-C too: a job that was not sent leaves no folder, and its name stays free
         directory.remove_unbegun(folder)
         raise
@@ -100,12 +102,16 @@ def _checked(request: SlurmRequest, notice: Callable[[str], None]) -> tuple[Plan
     return plan, read_workload_file(request.file, plan.data_size).path
 
 
-def _rank_command(request: SlurmRequest, plan: Plan, run_dir: Path, file: Path) -> RankCommand:
-    shape = request.shape or Shape(1, plan.world_size)
+def _environment(request: SlurmRequest) -> dict[str, str]:
     environment = dict(request.environment)
     if request.interface:
         environment["PACELINE_INTERFACE"] = request.interface
-    return RankCommand(
+    return environment
+
+
+def _render(request: SlurmRequest, plan: Plan, run_dir: Path, file: Path) -> str:
+    shape = request.shape or Shape(1, plan.world_size)
+    rank = RankCommand(
         file,
         request.arguments,
         plan,
@@ -113,6 +119,7 @@ def _rank_command(request: SlurmRequest, plan: Plan, run_dir: Path, file: Path) 
         run_dir.name,
         nodes=shape.nodes,
         ranks_per_node=shape.ranks_per_node,
-        environment=environment,
+        environment=_environment(request),
         python=request.python,
     )
+    return sbatch_script(rank, request.options)
