@@ -188,8 +188,8 @@ BAD = {
     "no user": (IMAGE + "user = 0\n", PODS, "the job's user", "([kubernetes] user in cluster.toml)", "write 1"),
     "a toleration without a key": (IMAGE + 'toleration = ["=x"]\n', PODS, "--toleration =x", "([kubernetes] toleration in cluster.toml)", "NoSchedule"),
     "what only the file could say": ("[slurm]\n", PODS, "can't make a job for Kubernetes", "--image is not given", "image under [kubernetes] in the cluster file"),
-    "Slurm under run": ("", ["run", "--on", "slurm"], "can't run a job --on slurm", "stays with the ranks", "write `paceline submit slurm`"),
-    "Kubernetes under run": ("", ["run", "--on", "kubernetes"], "can't run a job --on kubernetes", "stays with the ranks", "write `paceline submit kubernetes`"),
+    "Slurm under run": ("", ["run", "--on", "slurm"], "can't run a job --on", "stays with the ranks", "write `paceline submit slurm`"),
+    "Kubernetes under run": ("", ["run", "--on", "kubernetes"], "can't run a job --on", "stays with the ranks", "write `paceline submit kubernetes`"),
     "a place that is none": ("", ["run", "--on", "shh"], "can't run a job --on shh", "local, ssh, mpi, ray", "did you mean 'ssh'"),
     "hosts of another launcher": ("", [*RAY, "-H", "h1:2"], "-H does not apply to a job --on ray", "it belongs to --on ssh", "leave -H out"),
 }  # fmt: skip

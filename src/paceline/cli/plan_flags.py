@@ -11,7 +11,7 @@ from paceline.nouns.plan import Plan
 from paceline.run.directory import RunChoice
 
 RUNS = Path("runs")
-OWN_ARGUMENTS = "the file's own; after `--` if like a flag here"
+OWN_ARGUMENTS = "arguments of FILE, after `--` if flags clash"
 
 
 class OneLineHelp(argparse.RawDescriptionHelpFormatter):
@@ -35,7 +35,11 @@ def print_notice(text: str) -> None:
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that decide a plan."""
     parser.add_argument("-n", type=int, metavar="N", help="ranks (default: as many as --plan has, or 1)")
-    parser.add_argument("--plan", metavar="PLAN", help="replicate=2,compression=bf16, or a plan.json")
+    parser.add_argument(
+        "--plan",
+        metavar="PLAN",
+        help="axes and options, such as tensor=2, or replicate=2,compression=bf16; or a plan.json",
+    )
 
 
 def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:

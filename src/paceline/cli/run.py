@@ -61,7 +61,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_checkpoint_arguments(parser)
     add_run_arguments(parser)
     parser.add_argument(
-        "--grace", type=number, default=GRACE_S, metavar="SECONDS", help=f"to save after a stop (default {GRACE_S:g})"
+        "--grace",
+        type=number,
+        default=GRACE_S,
+        metavar="SECONDS",
+        help=f"time to save after a stop (default {GRACE_S:g})",
     )
     parser.add_argument(
         "--stall-notice",
