@@ -64,11 +64,16 @@ def test_alone_everything_is_the_default(settings):
 
 
 @pytest.mark.parametrize(
-    "words", [["-n", "2"], ["--plan", "tensor=2"], ["-n", "2", "--plan", "server=1"]], ids=" ".join
+    ("words", "origin"),
+    [
+        (["-n", "2"], "flag -n 2"),
+        (["--plan", "tensor=2"], "flag --plan tensor=2"),
+        (["-n", "2", "--plan", "server=1"], "flag -n 2"),
+        (["-n", "2", "--plan", "compression=bf16"], "flag -n 2"),
+    ],
 )
-def test_ranks_that_paceline_run_would_start(words, settings):
+def test_ranks_that_paceline_run_would_start(words, origin, settings):
     found = settings({}, *words)
-    origin = found["plan"][1]
     assert found["launcher"][0] == "paceline run"
     assert found["size"] == found["local size"] == ("2", origin)
     assert found["rank"] == found["local rank"] == ("0 to 1", origin)

@@ -20,7 +20,7 @@ from paceline.cli.run import make_request, settings_of
 from paceline.cli.submit import kubernetes_request, slurm_request
 from paceline.launch.cluster_file import TABLES, Settings, displayed, read_cluster_file
 from paceline.launch.command import HIDDEN, is_secret
-from paceline.launch.plan_choice import PlanRequest, choose_plan
+from paceline.launch.plan_choice import PlanRequest, choose_plan, says_ranks
 from paceline.nouns.errors import UsageError
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
@@ -106,15 +106,17 @@ def settings(began: _Start, environment: Mapping[str, str]) -> list[Row]:
         position = find_position(environment)
     is_started = began.plan.text or began.plan.ranks is not None  # by `paceline run`, without another launcher
     plan, origin = _plan(began, environment, position)
+    says_no_ranks = began.plan.ranks is not None and not says_ranks(began.plan.text)
+    ranks_origin = f"flag {began.ranks_from}" if says_no_ranks else origin
     if node is None and (position.source != ALONE or not is_started) and began.launcher is None:
         Mesh.parse(plan.mesh).check_fits(position.size)
     if began.launcher is not None:
-        size = ("as many as slots", began.launcher[1]) if began.grows else (str(plan.world_size), origin)
+        size = ("as many as slots", began.launcher[1]) if began.grows else (str(plan.world_size), ranks_origin)
         rows = [("launcher", *began.launcher), ("size", *size)]
     elif node is not None:
         rows = _node_rows(node, environment)
     elif position.source == ALONE and plan.world_size > 1:
-        rows = _started_rows(plan, origin, position)
+        rows = _started_rows(plan, ranks_origin, position)
     else:
         rows = _position_rows(position)
     rows += [

@@ -28,6 +28,7 @@ RUN_FLAGS: dict[str, frozenset[str]] = {
     **dict.fromkeys(("python", "cluster"), _BESIDE_HOST),
     **dict.fromkeys(("min_hosts", "max_hosts", "host_discovery_script"), frozenset({ELASTIC})),
 }
+_WITH_PLAN = ("run", "submit", "plan", "profile", "verify", "explain")
 _OPTIONS_OF_PLAN = ("transport", "compression", "bucket_bytes")
 # Flags that some commands had in earlier versions, by the name of the value: their keys in the cluster file.
 _KEYS = {
@@ -173,10 +174,13 @@ def moved(flag: str, command: str) -> str:
         command: that does not have it.
     """
     name = flag.removeprefix("--").replace("-", "_")
+    verb = command.split()[1]
+    if name in _OPTIONS_OF_PLAN and verb in _WITH_PLAN:
+        return f"write it in the plan, such as --plan replicate=2,{name}=..."
+    if verb not in ("run", "submit"):
+        return ""
     if command != "paceline submit slurm" and name in TABLES["slurm"]:
         return "write `paceline submit slurm`, which has it"
-    if name in _OPTIONS_OF_PLAN:
-        return f"write it in the plan, such as --plan replicate=2,{name}=..."
     table, key = _KEYS.get(name, ("ray", name))
     if key in TABLES[table]:
         return f"write {key} under [{table}] in a file, and name that with --cluster; see docs/hosts.md"

@@ -125,9 +125,9 @@ def make_request(arguments: argparse.Namespace) -> tuple[RunRequest, Settings]:
     settings = settings_of(arguments, _TABLES.get(place, "ssh"))
     shape = Shape.parse(arguments.shape)
     hosts = choose_hosts(arguments.hosts, arguments.hostfile, shape)
-    ranks = (
-        choose_ranks(arguments.n, shape, hosts, says_ranks(arguments.plan or "")) if place in PLACES else arguments.n
-    )
+    ranks = arguments.n
+    if place in PLACES:  # elsewhere the launcher, or the hosts that there will be, say how many
+        ranks = choose_ranks(ranks, shape, hosts, says_ranks(arguments.plan or ""))
     with settings.naming_the_file():
         ssh, mpi, ray = _options(settings)
     request = RunRequest(
