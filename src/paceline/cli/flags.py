@@ -9,8 +9,10 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from paceline.launch.cluster_file import TABLES
+from paceline.launch.kubernetes.request import KubernetesOptions
 from paceline.nouns.errors import UsageError
 from paceline.run.request import ELASTIC, NAMED_RANK, NODE, PLACES, RANK
 
@@ -46,13 +48,13 @@ class Rule:
 
     Args:
         flags: names of their values.
-        applies: True if they do, for a command's arguments.
+        applies: True if they do, for a command's arguments; for Kubernetes, for its options.
         found: why they don't, for the error's second line.
         fix: what to add, for its third.
     """
 
     flags: tuple[str, ...]
-    applies: Callable[[argparse.Namespace], bool]
+    applies: Callable[[Any], bool]
     found: str
     fix: str
 
@@ -102,6 +104,19 @@ RULES: dict[str, tuple[Rule, ...]] = {
 }
 
 
+# Of the settings of a job on Kubernetes, from flags or the cluster file, those that need another.
+_KUBERNETES_RULES = (
+    Rule(("pod_group_api",), lambda o: o.gang == "native", "only --gang native has it", "add --gang native"),
+    Rule(
+        ("placeholder_timeout",),
+        lambda o: o.gang in ("yunikorn", "coscheduling"),
+        "only --gang yunikorn and coscheduling have it",
+        "add --gang yunikorn",
+    ),
+    Rule(("accelerator",), lambda o: o.gpus > 0, "a node has none of them", "add --gpus N"),
+)
+
+
 def given(parser: argparse.ArgumentParser, command_line: Sequence[str]) -> dict[str, str]:
     """Return the flags that a command line has, also with a default's value: by the name of the value, as written.
 
@@ -134,6 +149,19 @@ def check_rules(verb: str, arguments: argparse.Namespace) -> None:
             if name in arguments.given and not rule.applies(arguments):
                 flag = arguments.given[name]
                 raise UsageError(f"the flag {flag}", rule.found, f"{rule.fix}, or leave {flag} out")
+
+
+def check_kubernetes_options(options: KubernetesOptions, names: Mapping[str, str]) -> None:
+    """Raise UsageError where a setting was given that does not apply.
+
+    Args:
+        options: of the job.
+        names: of the settings that were given, as a flag or in the cluster file: how errors call them.
+    """
+    for rule in _KUBERNETES_RULES:
+        for name in rule.flags:
+            if name in names and not rule.applies(options):
+                raise UsageError(f"{names[name]} does not apply", rule.found, f"{rule.fix}, or leave it out")
 
 
 def check_place(written: Mapping[str, str], place: str, launcher: str = "") -> None:

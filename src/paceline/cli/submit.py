@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from paceline.cli.flags import check_kubernetes_options
 from paceline.cli.plan_flags import (
     OneLineHelp,
     add_checkpoint_arguments,
@@ -232,12 +233,14 @@ def _submit_to_kubernetes(arguments: argparse.Namespace) -> int:
 
 def kubernetes_request(arguments: argparse.Namespace, settings: Settings) -> KubernetesRequest:
     """Make the request of a job for Kubernetes."""
+    options = KubernetesOptions(**settings.values)
+    check_kubernetes_options(options, settings.names)
     shape = Shape.parse(arguments.shape)
     return KubernetesRequest(
         file=arguments.workload,
         arguments=tuple(arguments.arguments),
         plan=plan_request(arguments, choose_ranks(arguments.n, shape, (), says_ranks(arguments.plan or ""))),
-        options=KubernetesOptions(**settings.values),
+        options=options,
         given=settings.names,
         job=arguments.job,
         shape=shape,

@@ -12,7 +12,6 @@ from paceline.launch.host_choice import Shape
 from paceline.launch.kubernetes.job import KubernetesJob
 from paceline.launch.plan_choice import PlanRequest, choose_plan
 from paceline.nouns.errors import UsageError
-from paceline.nouns.plan import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,21 +70,6 @@ class KubernetesRequest:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-# Options that need another: when they apply, why they don't, and what to add.
-_NEEDS: tuple[tuple[str, Callable[[KubernetesOptions, Plan], bool], str, str], ...] = (
-    ("pod_group_api", lambda o, _: o.gang == "native", "only --gang native has it", "add --gang native"),
-    (
-        "placeholder_timeout",
-        lambda o, _: o.gang in ("yunikorn", "coscheduling"),
-        "only --gang yunikorn and coscheduling have it",
-        "add --gang yunikorn",
-    ),
-    ("accelerator", lambda o, _: o.gpus > 0, "a node has none of them", "add --gpus N"),
-    ("server_cpu", lambda _, plan: plan.server > 0, "the plan has no servers", "add server=2 to the plan"),
-    ("server_memory", lambda _, plan: plan.server > 0, "the plan has no servers", "add server=2 to the plan"),
-)
-
-
 def kubernetes_job(request: KubernetesRequest, notice: Callable[[str], None]) -> KubernetesJob:
     """Return the job that is asked for.
 
@@ -95,9 +79,10 @@ def kubernetes_job(request: KubernetesRequest, notice: Callable[[str], None]) ->
     """
     plan = choose_plan(request.plan, notice)
     options = request.options
-    for name, applies, found, fix in _NEEDS:
-        if name in request.given and not applies(options, plan):
-            raise UsageError(f"{request.given[name]} does not apply", found, f"{fix}, or leave it out")
+    for name in ("server_cpu", "server_memory"):
+        if name in request.given and not plan.server:
+            fix = "add server=2 to the plan, or leave it out"
+            raise UsageError(f"{request.given[name]} does not apply", "the plan has no servers", fix)
     for name, value in (("image", options.image), ("cpu", options.cpu), ("memory", options.memory)):
         if not value:
             fix = f"write --{name}, or {name} under [kubernetes] in the cluster file; see docs/kubernetes.md"
