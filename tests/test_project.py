@@ -95,6 +95,8 @@ def test_a_strategy_says_what_it_needs_promises_and_sends(axis):
         ["--help"],
         ["plan", "--help"],
         ["run", "--help"],
+        ["submit", "slurm", "--help"],
+        ["submit", "kubernetes", "--help"],
         ["demo", "--help"],
         ["bench", "--help"],
         ["export", "--help"],

@@ -14,7 +14,9 @@ import pytest
 
 from paceline.cli.flags import check_place, check_rules
 from paceline.cli.main import VERBS, WITH_FILE, _parse, main
-from paceline.cli.run_on import kind_of
+from paceline.cli.run import host_limits
+from paceline.launch.cluster_file import TABLES, read_cluster_file
+from paceline.run.request import place_of
 
 from support.jobs import marked, paceline
 from support.shown import ROOT, Shown, shown
@@ -27,9 +29,10 @@ OWN = [one for one in COMMANDS if one.own]
 
 # Commands that are parsed, and not run here: how they begin, and why.
 NOT_RUN = {
-    "paceline run --on": "other hosts and schedulers: tests/integration, tests/launch",
+    "paceline run --on": "other hosts: tests/integration, tests/launch",
+    "paceline submit": "it sends a job to a scheduler: tests/integration, tests/launch",
+    "paceline explain submit": "it reads a cluster file: tests/cli/test_explain.py",
     "paceline run -n 2 examples/glue": "tests/examples trains it",
-    "paceline run ...": "it stands for one of those that are shown in full",
     "mpirun -n 4 paceline": "tests/integration/test_launchers.py starts ranks with mpirun",
     "srun paceline": "the same, with srun",
     "paceline doctor -H": "it asks other hosts",
@@ -63,7 +66,7 @@ ALTERNATIVES = {
         f"--plan pipeline=2,schedule={name}" for name in ("gpipe", "interleaved", "zero_bubble")
     ],
     "--plan shard=2,checkpointing=full": ["--plan shard=2,checkpointing=selective"],
-    "--compression bf16": [f"-n 2 --compression {name}" for name in ("fp16", "powersgd", "topk")],
+    "-n 2 --plan compression=bf16": [f"-n 2 --plan compression={name}" for name in ("fp16", "powersgd", "topk")],
 }
 
 
@@ -129,24 +132,36 @@ def read(one: Shown) -> argparse.Namespace:
 @pytest.mark.parametrize("page", sorted({one.page for one in OWN}))
 def test_every_command_is_read_and_its_flags_apply(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for one in (one for one in OWN if one.page == page and len(one.own) > 1):
+    for one in (one for one in OWN if one.page == page and len(one.own) > (2 if one.own[0] == "submit" else 1)):
         parsed = read(one)
         assert not getattr(parsed, "misplaced", [])
         if one.own[0] == "run":
-            check_place(parsed, kind_of(parsed))
+            check_place(parsed.given, place_of(None, parsed.on, parsed.job, host_limits(parsed)))
+            check_rules("run", parsed)
         else:
             check_rules(one.own[0], parsed)
 
 
+CLUSTER = re.search(r"```toml\n(.*?)```", (ROOT / "docs/hosts.md").read_text(), re.DOTALL).group(1)
+
+
+def test_the_cluster_file_that_a_page_shows_has_each_table_and_every_key_without_a_flag(tmp_path):
+    (tmp_path / "cluster.toml").write_text(CLUSTER)
+    tables = read_cluster_file(tmp_path / "cluster.toml").tables
+    assert set(tables) == set(TABLES)
+    for name in ("ssh", "mpi", "ray"):
+        assert set(tables[name]) == set(TABLES[name])
+
+
 def jobs_in_full():
-    """Every `paceline run` of README's file that a page shows in full, and README's options as such."""
+    """Every job of README's file that a page shows in full, and README's options as such."""
     for one in OWN:
-        if one.own[0] == "run" and len(one.own) > 1 and not {"...", "--check", "--resume"} & {*one.own}:
-            yield one.own[1:]
+        if one.own[0] in ("run", "submit") and len(one.own) > 2 and not {"...", "--check", "--resume"} & {*one.own}:
+            yield one.own
     for one in OPTIONS:
         if one.page == "README.md" and " " in one.text:
             ranks = [] if "--plan" in one.text or "host" in one.text else ["-n", "2"]
-            yield [*ranks, *one.words, "train.py"]
+            yield ["run", *ranks, *one.words, "train.py"]
 
 
 @pytest.mark.parametrize("words", [words for words in jobs_in_full() if words[-1] == "train.py"], ids=" ".join)
@@ -158,7 +173,9 @@ def test_a_dry_run_of_a_shown_job_says_what_would_be_started(words, tmp_path, mo
         program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.chdir(tmp_path)
-    assert main(["run", "--dry-run", *words]) == 0
+    (tmp_path / "cluster.toml").write_text(CLUSTER)
+    at = 1 + (words[0] == "submit")
+    assert main([*words[:at], "--dry-run", *words[at:]]) == 0
     assert capsys.readouterr().out
 
 

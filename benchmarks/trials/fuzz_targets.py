@@ -28,6 +28,7 @@ from paceline.doctor.probe.accelerators import read_devices, read_links
 from paceline.doctor.probe.disk import mount_of
 from paceline.doctor.probe.host import _cgroup_cores, look_at_memory
 from paceline.doctor.probe.network import default_interface, look_at_interfaces
+from paceline.launch.cluster_file import TABLES, displayed, read_cluster_file
 from paceline.launch.hosts import parse_hosts, read_hostfile
 from paceline.launch.kubernetes.quantities import read_quantity
 from paceline.launch.kubernetes.submit import check, read_manifests
@@ -138,6 +139,13 @@ def _environment(content: bytes, folder: Path) -> None:
     find_position(environment)
 
 
+def _cluster_file(path: Path) -> None:
+    file = read_cluster_file(path)
+    for name in TABLES:
+        for value in file.settings(name, {}).values.values():
+            displayed(value)
+
+
 def _discovered(content: bytes, folder: Path) -> None:
     (folder / "hosts").write_bytes(content)
     script = folder / "script"
@@ -201,6 +209,11 @@ def _plans() -> Iterator[Target]:
     yield Target("--device", "argument", [b"V100-16GB", b"0.5GiB", b"cpu"], _of_text(Device.parse))
     yield Target("-H", "argument", [b"h1:4,h2:4", b"[fd00::1]:8,u@h"], _of_text(parse_hosts))
     hostfile = [b"h1 slots=4 max_slots=8\n# all\nh2:4\n", b"h1\nh1\nh2\n"]
+    cluster = [
+        b'[ssh]\nprogram = "ssh"\noptions = ["-p22"]\n[slurm]\ngpus_per_node = 8\ntime = "1:00"\n',
+        b'[ray]\ncpus_per_rank = 0.5\nstrategy = "SPREAD"\n[kubernetes]\nkind = "job"\ngpus = 1\n',
+    ]
+    yield Target("--cluster", "disk", cluster, _of_file("cluster.toml", _cluster_file))
     yield Target("--hostfile", "disk", hostfile, _of_file("hosts", read_hostfile))
     yield Target("--discover", "child", [b"h1:4\nh2\n"], _discovered)
     yield Target("launchers", "variable", [_encoded(one) for one in ENVIRONMENTS], _environment)

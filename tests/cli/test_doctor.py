@@ -190,7 +190,7 @@ def test_a_host_whose_key_ssh_does_not_know(tmp_path):
         (["--port", "0"], "ports go from 1"),
         (["-H", "h1:x"], "slots"),
         (["--hosts=-oProxyCommand=x"], "no host's name"),
-        (["--hostfile", "nowhere.txt"], "can't be read"),
+        (["--hostfile", "nowhere.txt"], "can't read the hosts of nowhere.txt"),
     ],
 )
 def test_a_request_that_can_not_be_met(words, part, capsys):

@@ -64,11 +64,16 @@ def test_alone_everything_is_the_default(settings):
 
 
 @pytest.mark.parametrize(
-    "words", [["-n", "2"], ["--plan", "tensor=2"], ["-n", "2", "--plan", "server=1"]], ids=" ".join
+    ("words", "origin"),
+    [
+        (["-n", "2"], "flag -n 2"),
+        (["--plan", "tensor=2"], "flag --plan tensor=2"),
+        (["-n", "2", "--plan", "server=1"], "flag -n 2"),
+        (["-n", "2", "--plan", "compression=bf16"], "flag -n 2"),
+    ],
 )
-def test_ranks_that_paceline_run_would_start(words, settings):
+def test_ranks_that_paceline_run_would_start(words, origin, settings):
     found = settings({}, *words)
-    origin = found["plan"][1]
     assert found["launcher"][0] == "paceline run"
     assert found["size"] == found["local size"] == ("2", origin)
     assert found["rank"] == found["local rank"] == ("0 to 1", origin)
@@ -101,7 +106,7 @@ def test_paceline_runs_own(settings, tmp_path):
     assert found["ranks meet at"] == ("/run/job/rendezvous", "PACELINE_RENDEZVOUS=/run/job/rendezvous")
     assert found["coordinator"] == ("unix:/run/job/coordinator", "PACELINE_COORDINATOR")
     assert found["run directory"] == (str(tmp_path), "PACELINE_RUN_DIR")
-    assert found["plan"] == ("replicate=2", f"PACELINE_RUN_DIR={tmp_path}: plan.json")
+    assert found["plan"] == ("replicate=2,compression=bf16", f"PACELINE_RUN_DIR={tmp_path}: plan.json")
     assert found["compression"] == ("bf16", f"PACELINE_RUN_DIR={tmp_path}: plan.json")
 
 
@@ -111,14 +116,14 @@ PLANS = {
     "-n": ({}, ["-n", "3"], ("replicate=3", "flag -n 3"), ("none", "default")),
     "two flags": (
         {},
-        ["-n", "2", "--compression", "fp16"],
-        ("replicate=2", "flag -n 2"),
-        ("fp16", "flag --compression"),
+        ["-n", "2", "--plan", "compression=fp16"],
+        ("replicate=2,compression=fp16", "flag --plan compression=fp16"),
+        ("fp16", "flag --plan compression=fp16"),
     ),
     "a variable": (
         {**OURS, "PACELINE_PLAN": json.dumps(asdict(Plan(mesh="shard=2", compression="bf16")))},
         [],
-        ("shard=2", "PACELINE_PLAN"),
+        ("shard=2,compression=bf16", "PACELINE_PLAN"),
         ("bf16", "PACELINE_PLAN"),
     ),
     "a flag before a variable": (
@@ -211,7 +216,7 @@ REFUSED = {
     "the plan covers other ranks": (TORCHRUN, ["--plan", "tensor=2"], "covers 2 ranks\n  found: the job has 4 ranks"),
     "-n of other ranks": (TORCHRUN, ["-n", "2"], "covers 2 ranks\n  found: the job has 4 ranks"),
     "no plan": ({"PACELINE_PLAN": "?"}, [], "the variable PACELINE_PLAN should hold a plan"),
-    "no plan.json": ({"PACELINE_RUN_DIR": "nowhere"}, [], "it can't be read"),
+    "no plan.json": ({"PACELINE_RUN_DIR": "nowhere"}, [], "can't read the plan in nowhere/plan.json"),
 }
 
 

@@ -8,14 +8,18 @@ import json
 import re
 import shlex
 import sys
+from pathlib import Path
 
 import pytest
 
-from paceline.cli.flags import CHECK, ELASTIC, NAMED_RANK, NODE, PLACES, RANK, RULES, RUN_FLAGS, _actions
+import paceline
+from paceline.cli.flags import RULES, RUN_FLAGS, _actions
 from paceline.cli.main import main
-from paceline.cli.run import decide_plan
+from paceline.launch.cluster_file import TABLES
+from paceline.launch.plan_choice import PlanRequest, choose_plan
+from paceline.run.request import ELASTIC, NAMED_RANK, NODE, PLACES, RANK
 
-KINDS = (*PLACES, ELASTIC, CHECK, NODE, NAMED_RANK, RANK)
+KINDS = (*PLACES, ELASTIC, NODE, NAMED_RANK, RANK)
 FILE = "import sys\nimport paceline\nprint(sys.argv)\n"
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}
 TORCHRUN |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -23,12 +27,12 @@ TORCHRUN |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 ASKED = {
     **{place: (["--on", place], {}) for place in PLACES},
     ELASTIC: (["--on", "ssh", "--min-hosts", "1"], {}),
-    CHECK: (["--on", "kubernetes", "--check"], {}),
     NODE: ([], {"PET_NNODES": "1", "PET_NODE_RANK": "0", "PET_NPROC_PER_NODE": "2"}),
     RANK: ([], TORCHRUN),
     NAMED_RANK: (["--job", "a"], TORCHRUN),
 }
-ONLY_THERE = {"min_hosts": ELASTIC, "max_hosts": ELASTIC, "host_discovery_script": ELASTIC, "check": CHECK}
+ONLY_THERE = {"min_hosts": ELASTIC, "max_hosts": ELASTIC, "host_discovery_script": ELASTIC}
+SUBMIT = ["submit", "kubernetes"]
 
 
 def flags_of(verb):
@@ -38,9 +42,12 @@ def flags_of(verb):
     found = {}
     for action in _actions(parser):
         if action.option_strings and action.dest != "help":
-            value = "1x2" if action.dest == "shape" else str((action.choices or ["1"])[-1])
+            value = VALUES.get(action.dest, "1")
             found[action.dest] = [action.option_strings[0], *([] if action.nargs == 0 else [value])]
     return found
+
+
+VALUES = {"shape": "1x2", "cluster": "cluster.toml", "hostfile": "hosts", "hosts": "h1:2", "env": "A=1"}
 
 
 RUN = flags_of("run")
@@ -68,10 +75,11 @@ def reached(*_, **__):
 def nothing_starts(tmp_path, monkeypatch):
     """The command in a folder with a file, stopped where it would go on to do something."""
     (tmp_path / "train.py").write_text(FILE)
+    (tmp_path / "cluster.toml").write_text("")
+    (tmp_path / "hosts").write_text("h1:2")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("subprocess.Popen", reached)
-    for name in ("_run_elastic", "_run_node", "decide_plan", "run_as_rank.be_rank", "run_on_kubernetes.check"):
-        monkeypatch.setattr(f"paceline.cli.run.{name}", reached)
+    monkeypatch.setattr("paceline.cli.run.start", reached)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -97,23 +105,21 @@ def test_a_flag_of_run_is_refused_exactly_where_it_changes_nothing(kind, nothing
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["run", "--check", "train.py"], "--check does not apply to a job on this host"),
-        (["run", "--on", "slurm", "--min-hosts", "2", "train.py"], "--min-hosts does not apply to a job --on slurm"),
         (["run", "--on", "mpi", "--max-hosts", "2", "train.py"], "--max-hosts does not apply to a job --on mpi"),
         (["run", "-j", "2x8", "train.py"], "no host is named"),
         (["run", "--on", "mpi", "-j", "2x8", "train.py"], "no host is named"),
-        (["run", "--on", "kubernetes", "--gang", "kueue", "--pod-group-api", "v1alpha2", "x.py"], "add --gang native"),
-        (["run", "--on", "kubernetes", "--gang", "kueue", "--placeholder-timeout", "9", "x.py"], "add --gang yunikorn"),
-        (["run", "--on", "kubernetes", "--accelerator", "amd.com/gpu", "x.py"], "add --gpus N"),
-        (
-            ["run", "--on", "kubernetes", "--image", "i", "--cpu", "1", "--memory", "2Gi", "--server-cpu", "1", "x.py"],
-            "the plan has no servers",
-        ),
+        ([*SUBMIT, "--gang", "kueue", "--pod-group-api", "v1alpha2", "x.py"], "add --gang native"),
+        ([*SUBMIT, "--gang", "kueue", "--placeholder-timeout", "9", "x.py"], "add --gang yunikorn"),
+        ([*SUBMIT, "--accelerator", "amd.com/gpu", "x.py"], "add --gpus N"),
+        ([*SUBMIT, "--image", "i", "--cpu", "1", "--memory", "2Gi", "--server-cpu", "1", "x.py"], "has no servers"),
+        ([*SUBMIT, "--check", "--gang", "kueue", "job.yaml"], "--gang does not apply with --check"),
+        ([*SUBMIT, "--check", "--dry-run", "job.yaml"], "leave --dry-run out, or --check"),
         (["plan", "--device", "cpu", "train.py"], "add --explain-memory"),
         (["plan", "--schedule-picture", "--json", "--plan", "pipeline=2", "train.py"], "JSON has no picture"),
         (["plan", "--schedule-picture", "train.py"], "has no pipeline"),
         (["plan", "--explain-layout", "--json", "train.py"], "no tensor axis"),
         (["run", "--dry-run", "--json", "train.py"], "leave --dry-run out"),
+        (["submit", "slurm", "--dry-run", "--json", "train.py"], "leave --dry-run out"),
         (["server", "serve", "--listen", "unix:a", "--coordinator", "unix:b", "--credentials", "c"], "HOST:PORT"),
         (["server", "top", "unix:a", "--credentials", "c"], "HOST:PORT"),
         (["doctor", "--python", "python3"], "no other host is named"),
@@ -193,21 +199,22 @@ def test_a_files_own_arguments_reach_it(words, own, tmp_path, monkeypatch, capsy
 def test_arguments_of_the_file_stay_its_own_in_what_is_sent(tmp_path, monkeypatch, capsys):
     (tmp_path / "train.py").write_text(FILE)
     monkeypatch.chdir(tmp_path)
-    assert main(["run", "--on", "slurm", "--job", "a", "--dry-run", "train.py", "--", "-n", "9"]) == 0
+    assert main(["submit", "slurm", "--job", "a", "--dry-run", "train.py", "--", "-n", "9"]) == 0
     assert "train.py -- -n 9" in capsys.readouterr().out
-    pods = ["--on", "kubernetes", "--image", "i", "--cpu", "1", "--memory", "2Gi", "--dry-run"]
-    assert main(["run", *pods, "train.py", "--", "-n", "9"]) == 0
+    assert (
+        main([*SUBMIT, "--image", "i", "--cpu", "1", "--memory", "2Gi", "--dry-run", "train.py", "--", "-n", "9"]) == 0
+    )
     assert re.search(r"- train.py\n\s+- --\n\s+- -n\n\s+- '9'", capsys.readouterr().out)
 
 
 def test_a_refused_flag_is_told_in_json_too(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert main(["run", "--json", "--partition", "gpu", "train.py"]) == 2
+    assert main(["run", "--json", "--hosts", "h1:2", "train.py"]) == 2
     refusal = json.loads(capsys.readouterr().out)
-    assert refusal["error"]["fix"] == "write --on slurm, or leave --partition out"
+    assert refusal["error"]["fix"] == "write --on ssh, or leave -H out"
 
 
-@pytest.mark.parametrize("words", [["--plan", "shard=1,zero=2"], ["-n", "1", "--compression", "bf16"]])
+@pytest.mark.parametrize("words", [["--plan", "shard=1,zero=2"], ["-n", "1", "--plan", "compression=bf16"]])
 def test_an_option_of_an_axis_of_size_1_is_told(words, tmp_path, monkeypatch, capsys):
     (tmp_path / "train.py").write_text(FILE)
     monkeypatch.chdir(tmp_path)
@@ -215,18 +222,101 @@ def test_an_option_of_an_axis_of_size_1_is_told(words, tmp_path, monkeypatch, ca
     assert "changes nothing here: the axis it is about has size 1" in capsys.readouterr().err
 
 
-def test_ranks_make_a_plan_of_options_alone():
-    options = dict.fromkeys(("transport", "compression", "bucket_bytes"))
-    assert decide_plan(argparse.Namespace(n=2, plan="checkpointing=full", **options)).mesh == "replicate=2"
+def plan_of(ranks, text, **more):
+    return choose_plan(PlanRequest(ranks=ranks, text=text), print, **more)
+
+
+@pytest.mark.parametrize("option", ["checkpointing=full", "transport=gloo", "compression=bf16", "bucket_bytes=1024"])
+def test_ranks_make_a_plan_of_options_alone(option):
+    plan = plan_of(2, option)
+    name, value = option.split("=")
+    assert (plan.mesh, str(getattr(plan, name))) == ("replicate=2", value)
 
 
 def test_where_hosts_come_and_go_the_ranks_to_come_count():
-    asked = {"transport": None, "compression": "bf16", "bucket_bytes": None}
-    plan = decide_plan(argparse.Namespace(n=None, plan=None, **asked), grows=True)
-    assert plan.compression == "bf16"
+    assert plan_of(None, "compression=bf16", grows=True).compression == "bf16"
 
 
 def test_an_unknown_flag_before_the_file_may_be_the_files(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["run", "--learning-rate", "3", "train.py"])
     assert "a flag of the file's own stands after it" in capsys.readouterr().err
+
+
+# --- what a person can hold in the head
+
+
+def help_of(capsys, monkeypatch, *words):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit, match="0"):
+        main([*words, "--help"])
+    return capsys.readouterr().out
+
+
+def parsers():
+    """By name, the parsers of `run` and of each target of `submit`."""
+    found = {}
+    for verb in ("run", "submit"):
+        parser = argparse.ArgumentParser(prog=verb, allow_abbrev=False)
+        importlib.import_module(f"paceline.cli.{verb}").add_arguments(parser)
+        below = [action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+        found |= {f"{verb} {name}": one for name, one in below[0].items()} if below else {verb: parser}
+    return found
+
+
+def test_run_has_few_flags():
+    flags = [action for action in parsers()["run"]._actions if action.option_strings]
+    assert len(flags) <= 25
+
+
+@pytest.mark.parametrize("name", ["run", "submit slurm", "submit kubernetes"])
+def test_help_fits_one_screen(name, capsys, monkeypatch):
+    lines = help_of(capsys, monkeypatch, *name.split()).splitlines()
+    assert lines[0] == f"usage: paceline {name} [options] FILE ..."
+    assert 30 < len(lines) <= 60
+    assert max(map(len, lines)) <= 80
+
+
+def test_every_flag_says_what_it_is():
+    assert set(parsers()) == {"run", "submit slurm", "submit kubernetes"}
+    for parser in parsers().values():
+        for action in parser._actions:
+            assert len(action.help or "") > 8, action.option_strings
+
+
+@pytest.mark.parametrize("table", ["slurm", "kubernetes"])
+def test_submit_has_a_flag_for_each_key_of_the_cluster_file(table):
+    flags = {action.dest for action in parsers()[f"submit {table}"]._actions}
+    assert set(TABLES[table]) <= flags
+
+
+def test_only_the_command_line_knows_argparse():
+    source = Path(paceline.__file__).parent
+    files = [path for package in ("launch", "run") for path in (source / package).rglob("*.py")]
+    assert len(files) > 40
+    assert [path.name for path in files if "argparse" in path.read_text()] == []
+
+
+# Flags of earlier versions: the command, the flag, and what to write in its place.
+MOVED = {
+    "an option of the plan": ("run", ["transport", "gloo"], "--plan replicate=2,transport=..."),
+    "another": ("verify", ["compression", "bf16"], "--plan replicate=2,compression=..."),
+    "of ssh": ("run", ["ssh-program", "x"], "write program under [ssh] in a file, and name that with --cluster"),
+    "of ssh, in one word": ("run", ["ssh-option=-F"], "write options under [ssh]"),
+    "of Ray": ("run", ["gpus-per-rank", "1"], "write gpus_per_rank under [ray]"),
+    "of Slurm": ("run", ["partition", "gpu"], "write `paceline submit slurm`"),
+    "of Kubernetes": ("run", ["gang", "kueue"], "write `paceline submit kubernetes`"),
+    "of checks": ("run", ["check"], "write `paceline submit kubernetes`"),
+    "of Slurm, in pods": ("submit kubernetes", ["qos", "x"], "write `paceline submit slurm`"),
+    "of pods, in Slurm": ("submit slurm", ["image", "x"], "write `paceline submit kubernetes`"),
+}
+
+
+@pytest.mark.parametrize("case", MOVED)
+def test_a_flag_that_has_moved_says_where(case, capsys):
+    command, (flag, *value), said = MOVED[case]
+    with pytest.raises(SystemExit, match="2"):
+        main([*command.split(), f"--{flag}", *value, "train.py"])
+    error = capsys.readouterr().err
+    assert said in error
+    assert re.fullmatch(rf"paceline {command}: error: .+\n  found: .+\n  fix: .+\n", error), error

@@ -56,7 +56,7 @@ def start_ours(made, folder: Path, log: Path) -> list[subprocess.Popen]:
         "--max-hosts",
         "2",
     ]
-    words += ["--ssh-option=-F", f"--ssh-option={made.config}", "--runs", folder / "runs", folder / "ours.py", log]
+    words += ["--cluster", made.cluster_file(), "--runs", folder / "runs", folder / "ours.py", log]
     return [start(made, "from", folder, "-m", "paceline.cli.main", *words)]
 
 

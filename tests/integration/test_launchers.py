@@ -47,8 +47,8 @@ needs_slurm = pytest.mark.skipif(not slurm.can_start(), reason=slurm.WHY_NOT)
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs the package ray")
 
 
-def run(folder: Path, *words, inside=None, timeout=400, **environment) -> subprocess.CompletedProcess:
-    line = command("run", *words)
+def run(folder: Path, *words, verb="run", inside=None, timeout=400, **environment) -> subprocess.CompletedProcess:
+    line = command(verb, *words)
     whole = inside.inside("from", *line) if inside else line
     env = marked(folder, {"OMP_NUM_THREADS": "1", **environment})
     return subprocess.run(whole, cwd=folder, capture_output=True, text=True, timeout=timeout, env=env)
@@ -71,7 +71,7 @@ def check_same(folder: Path, job: str, local: Path | None = None) -> None:
 def bert(tmp_path_factory):
     """The file, and a job of it on this host: Gloo's sums are the same wherever its ranks are."""
     folder = write_bert(tmp_path_factory.mktemp("launchers"))
-    done = run(folder, "-n", RANKS, "--transport", "gloo", "--job", "local", "bert.py")
+    done = run(folder, "-n", RANKS, "--plan", "transport=gloo", "--job", "local", "bert.py")
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -91,8 +91,8 @@ def hosts(tmp_path_factory):
         yield made
 
 
-def over_ssh(hosts, *words):
-    return ("--on", "ssh", "--ssh-option=-F", f"--ssh-option={hosts.config}", *words)
+def over_ssh(hosts, *words, options=()):
+    return ("--on", "ssh", "--cluster", hosts.cluster_file(*options), *words)
 
 
 LATE = LOOP + "    job.close()\n    if job.rank == 1: os._exit(0)\n"
@@ -120,7 +120,18 @@ def cluster(tmp_path_factory):
 def sent(bert, cluster, job, *words, **environment):
     environment = {**cluster.environment, "TEST_PAUSE": "0", **environment}
     done = run(
-        bert, "--on", "slurm", "-j", f"1x{RANKS}", "--job", job, "--transport", "gloo", *words, "bert.py", **environment
+        bert,
+        "slurm",
+        "-j",
+        f"1x{RANKS}",
+        "--job",
+        job,
+        "--plan",
+        "transport=gloo",
+        *words,
+        "bert.py",
+        verb="submit",
+        **environment,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -169,8 +180,8 @@ def test_four_tasks_of_slurm(bert, cluster):
 @needs_slurm
 def test_a_rank_that_leaves_under_slurm(bert, cluster):
     file = write_workload(bert, loop=LATE, name="left.py")
-    words = ("--on", "slurm", "-j", "1x2", "--job", "left", file)
-    done = run(bert, *words, **cluster.environment)
+    words = ("slurm", "-j", "1x2", "--job", "left", file)
+    done = run(bert, *words, verb="submit", **cluster.environment)
     number = done.stdout.strip()
     assert ended(cluster, number) == "FAILED", done.stderr
     check_left(bert, "left", 1)
@@ -200,7 +211,7 @@ def test_slurm_takes_a_job_back_after_a_kill(bert, cluster):
 @needs_hosts
 def test_two_hosts_over_ssh_end_where_one_host_does(bert, hosts):
     done = run(
-        bert, *over_ssh(hosts, "-H", "h1:2,h2:2", "--transport", "gloo", "--job", "ssh", "bert.py"), inside=hosts
+        bert, *over_ssh(hosts, "-H", "h1:2,h2:2", "--plan", "transport=gloo", "--job", "ssh", "bert.py"), inside=hosts
     )
     assert done.returncode == 0, done.stdout + done.stderr
     check_same(bert, "ssh")
@@ -213,7 +224,17 @@ def started(bert, hosts, job, *words, **environment):
     line = command(
         "run",
         *over_ssh(
-            hosts, "--job", job, "-x", "TEST_PAUSE", "--checkpoint-every", "2", "--transport", "gloo", *words, "bert.py"
+            hosts,
+            "--job",
+            job,
+            "-x",
+            "TEST_PAUSE",
+            "--checkpoint-every",
+            "2",
+            "--plan",
+            "transport=gloo",
+            *words,
+            "bert.py",
         ),
     )
     env = marked(bert, {"OMP_NUM_THREADS": "1", "TEST_PAUSE": "0.3", **environment})
@@ -294,7 +315,7 @@ def test_a_rank_killed_on_another_host_is_told_and_nothing_stays(bert, hosts):
     assert wait_for(lambda: not [*ranks_on(hosts, "h1"), *ranks_on(hosts, "h2"), *leftovers(bert)], 15)
     again = run(
         bert,
-        *over_ssh(hosts, "-H", "h2:2,h1:2", "--resume", "--transport", "gloo", "--job", "killed", "bert.py"),
+        *over_ssh(hosts, "-H", "h2:2,h1:2", "--resume", "--plan", "transport=gloo", "--job", "killed", "bert.py"),
         inside=hosts,
     )
     assert again.returncode == 0, again.stderr
@@ -314,17 +335,17 @@ def test_when_the_supervisor_is_killed_no_host_keeps_ranks(bert, hosts):
 
 @needs_hosts
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "options", "said"),
     [
-        (["-H", "h1:1,h9:1"], "h9"),
-        (["-H", "h1:1,h2:1", "--python", "/nowhere/python"], "/nowhere/python"),
-        (["-H", "h1:1,h2:1", "--interface", "eth7"], "eth7"),
-        (["-H", "h1:1,h2:1", "--ssh-option=-oUserKnownHostsFile=/dev/null"], "verification failed"),
-        (["-H", "h1:1,h2:1", "--ssh-option=-oPubkeyAuthentication=no"], "ermission denied"),
+        (["-H", "h1:1,h9:1"], [], "h9"),
+        (["-H", "h1:1,h2:1", "--python", "/nowhere/python"], [], "/nowhere/python"),
+        (["-H", "h1:1,h2:1", "--interface", "eth7"], [], "eth7"),
+        (["-H", "h1:1,h2:1"], ["-oUserKnownHostsFile=/dev/null"], "verification failed"),
+        (["-H", "h1:1,h2:1"], ["-oPubkeyAuthentication=no"], "ermission denied"),
     ],
 )
-def test_a_host_that_is_not_ready_is_one_error_before_anything_starts(bert, hosts, words, said):
-    done = run(bert, *over_ssh(hosts, *words, "bert.py"), inside=hosts)
+def test_a_host_that_is_not_ready_is_one_error_before_anything_starts(bert, hosts, words, options, said):
+    done = run(bert, *over_ssh(hosts, *words, "bert.py", options=options), inside=hosts)
     assert done.returncode == 2, done.stdout + done.stderr
     assert said in done.stderr
     assert "fix: " in done.stderr
@@ -367,7 +388,7 @@ def test_a_supervisor_for_each_node(bert, hosts):
     for number, name in enumerate(hosts.names):
         pod = {"PET_NNODES": "2", "PET_NODE_RANK": str(number), "PET_NPROC_PER_NODE": "2"}
         pod |= {"PET_MASTER_ADDR": hosts.address("h1"), "PET_MASTER_PORT": "29400", "OMP_NUM_THREADS": "1"}
-        words = ("--transport", "gloo", "--resume-or-start", "--job", "nodes", "bert.py")
+        words = ("--plan", "transport=gloo", "--resume-or-start", "--job", "nodes", "bert.py")
         jobs.append(
             subprocess.Popen(
                 hosts.inside(name, *command("run", *words)),
@@ -387,6 +408,13 @@ def test_a_supervisor_for_each_node(bert, hosts):
 # --- MPI
 
 
+def naming(folder, mpirun):
+    """A cluster file that names this mpirun."""
+    path = folder / f"{mpirun}.toml"
+    path.write_text(f'[mpi]\nmpirun = "{mpirun}"\n')
+    return path
+
+
 @pytest.mark.parametrize("mpirun", MPIRUNS)
 @pytest.mark.parametrize("is_ours", [True, False], ids=["paceline calls it", "it calls paceline"])
 def test_under_mpirun(bert, mpirun, is_ours):
@@ -394,10 +422,22 @@ def test_under_mpirun(bert, mpirun, is_ours):
         pytest.skip(f"needs {mpirun}")
     job = f"{mpirun}-{is_ours}"
     if is_ours:
-        words = ("--on", "mpi", "--mpirun", mpirun, "-n", RANKS, "--transport", "gloo", "--job", job, "bert.py")
+        words = (
+            "--on",
+            "mpi",
+            "--cluster",
+            naming(bert, mpirun),
+            "-n",
+            RANKS,
+            "--plan",
+            "transport=gloo",
+            "--job",
+            job,
+            "bert.py",
+        )
         done = run(bert, *words, **AS_ROOT)
     else:
-        line = command("run", "--transport", "gloo", "--job", job, "bert.py")
+        line = command("run", "--plan", "transport=gloo", "--job", job, "bert.py")
         env = marked(bert, {"OMP_NUM_THREADS": "1", **AS_ROOT})
         whole = [mpirun, "-n", str(RANKS), *line]
         done = subprocess.run(whole, cwd=bert, capture_output=True, text=True, timeout=400, env=env)
@@ -413,7 +453,7 @@ def test_a_stop_under_mpirun_saves(bert, mpirun):
     if shutil.which(mpirun) is None:
         pytest.skip(f"needs {mpirun}")
     job = f"{mpirun}-stop"
-    line = command("run", "--on", "mpi", "--mpirun", mpirun, "-n", "2", "--job", job, "bert.py")
+    line = command("run", "--on", "mpi", "--cluster", naming(bert, mpirun), "-n", "2", "--job", job, "bert.py")
     env = marked(bert, {"OMP_NUM_THREADS": "1", "TEST_PAUSE": "0.5", **AS_ROOT})
     process = subprocess.Popen(line, cwd=bert, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert wait_for(lambda: len(losses(bert / "runs" / job)) >= 2, 120)
@@ -433,7 +473,8 @@ def test_a_rank_that_leaves_under_mpirun(tmp_path, mpirun, is_ours):
         pytest.skip(f"needs {mpirun}")
     file = write_workload(tmp_path, loop=LATE)
     if is_ours:
-        done = run(tmp_path, "--on", "mpi", "--mpirun", mpirun, "-n", 2, "--job", "left", file, **AS_ROOT)
+        words = ("--on", "mpi", "--cluster", naming(tmp_path, mpirun), "-n", 2, "--job", "left", file)
+        done = run(tmp_path, *words, **AS_ROOT)
     else:
         line = [mpirun, "-n", "2", *command("run", "--job", "left", file)]
         env = marked(tmp_path, {"OMP_NUM_THREADS": "1", **AS_ROOT})
@@ -448,7 +489,7 @@ def test_a_rank_that_leaves_under_mpirun(tmp_path, mpirun, is_ours):
 @needs_ray
 def test_a_local_ray(bert):
     before = set(leftovers(bert))
-    done = run(bert, "--on", "ray", "-n", RANKS, "--transport", "gloo", "--job", "ray", "bert.py")
+    done = run(bert, "--on", "ray", "-n", RANKS, "--plan", "transport=gloo", "--job", "ray", "bert.py")
     assert done.returncode == 0, done.stdout + done.stderr
     check_same(bert, "ray")
     assert wait_for(lambda: set(leftovers(bert)) <= before, 30), leftovers(bert)

@@ -37,8 +37,8 @@ def hosts(tmp_path_factory):
 
 
 @contextlib.contextmanager
-def started(folder, hosts, *words, **environment):
-    line = ["run", "--on", "ssh", "--ssh-option=-F", f"--ssh-option={hosts.config}", "--job", "a", "-x", "TEST_PAUSE"]
+def started(folder, hosts, *words, options=(), **environment):
+    line = ["run", "--on", "ssh", "--cluster", hosts.cluster_file(*options), "--job", "a", "-x", "TEST_PAUSE"]
     env = marked(folder, {"TEST_PAUSE": "0", **environment})
     process = subprocess.Popen(
         hosts.inside("from", *command(*line, *words)),
@@ -88,9 +88,8 @@ def test_a_stop_in_the_first_seconds(tmp_path, hosts, moment):
 
 
 def test_ctrl_c_while_hosts_are_asked(tmp_path, hosts):
-    with started(
-        tmp_path, hosts, "-H", "h1:1,h2:1", "--ssh-option=-oProxyCommand=sleep 60", write_workload(tmp_path)
-    ) as job:
+    file = write_workload(tmp_path)
+    with started(tmp_path, hosts, "-H", "h1:1,h2:1", file, options=["-oProxyCommand=sleep 60"]) as job:
         assert wait_for(lambda: "ssh" in [one.name() for one in psutil.Process(job.pid).children()], 60)
         job.send_signal(signal.SIGTERM)
         out, _ = job.communicate(timeout=15)
@@ -164,7 +163,8 @@ def test_the_lease_ends_ranks_that_write_without_end(tmp_path):
 )
 def test_a_dry_run_of_hosts_reaches_nobody(tmp_path, words):
     file = write_workload(tmp_path)
-    line = command("run", *words, "--ssh-program", "false", "--dry-run", file)
+    (tmp_path / "cluster.toml").write_text('[ssh]\nprogram = "false"\n')
+    line = command("run", *words, "--cluster", "cluster.toml", "--dry-run", file)
     done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, env={**os.environ})
     assert done.returncode == 0, done.stderr
     assert "h1" in done.stdout

@@ -56,7 +56,7 @@ def keys():
 
 
 def line(hosts, *words):
-    return command("run", "--on", "ssh", "--ssh-option=-F", f"--ssh-option={hosts.config}", *words)
+    return command("run", "--on", "ssh", "--cluster", hosts.cluster_file(), *words)
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ import pytest
 from paceline.cli.main import main
 from paceline.launch.command import RankCommand, is_secret, shown
 from paceline.launch.hosts import Host
-from paceline.launch.mpi import Mpirun, find_mpirun, mpi_command
+from paceline.launch.mpi import MpiOptions, Mpirun, find_mpirun, mpi_command
 from paceline.launch.ray import RayOptions, ray_job
 from paceline.launch.slurm import SlurmOptions, sbatch_script, submit
 from paceline.launch.ssh import SshOptions, ssh_command, why_lost
@@ -115,14 +115,14 @@ def test_whose_mpirun_it_is(tmp_path, says, flavor):
     program.chmod(0o755)
     if flavor is None:
         with pytest.raises(UsageError, match="a shell script"):
-            find_mpirun(str(program))
+            find_mpirun(MpiOptions(str(program)))
     else:
-        assert find_mpirun(str(program)).flavor == flavor
+        assert find_mpirun(MpiOptions(str(program))).flavor == flavor
 
 
 def test_no_mpirun(tmp_path):
     with pytest.raises(UsageError, match="no such program"):
-        find_mpirun(str(tmp_path / "none"))
+        find_mpirun(MpiOptions(str(tmp_path / "none")))
 
 
 # --- Slurm
@@ -220,16 +220,25 @@ def test_secrets_are_not_shown():
 
 # --- the command
 
+NOWHERE = """
+[ssh]
+program = "/nowhere/ssh"
+[mpi]
+mpirun = "/nowhere/mpirun"
+[ray]
+cpus_per_rank = 0
+"""
+
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--on", "slurm", "-n", "2"], "sbatch"),
-        (["--on", "ssh", "-H", "h1:2", "--ssh-program", "/nowhere/ssh"], "/nowhere/ssh"),
+        (["slurm", "-n", "2"], "sbatch"),
+        (["--on", "ssh", "-H", "h1:2", "--cluster", "nowhere.toml"], "/nowhere/ssh"),
         (["--on", "ssh"], "no host is named"),
         (["--on", "ssh", "-H", "h1:2", "-n", "3"], "2 slots"),
         (["--on", "ssh", "-H", "h1:2", "--hostfile", "x"], "leave one out"),
-        (["--on", "slurm", "-H", "h1:2"], "-H does not apply to a job --on slurm\n  found: it belongs to --on ssh"),
+        (["--on", "ray", "-H", "h1:2"], "-H does not apply to a job --on ray\n  found: it belongs to --on ssh"),
         (["-H", "h1:2"], "write --on ssh"),
         (["-j", "2"], "NODESxRANKS"),
         (["-j", "0x2"], "NODESxRANKS"),
@@ -238,18 +247,18 @@ def test_secrets_are_not_shown():
         (["--on", "ssh", "-H", "h1:2", "-x", "A B=1"], "no variable's name"),
         (["--on", "ssh", "-H", "h1:2", "-x", "API_KEY=abc"], "read by others"),
         (["--on", "mpi", "--plan", "replicate=2,server=1"], "it starts ranks alone"),
-        (["--on", "slurm", "--plan", "replicate=2,server=1"], "it starts ranks alone"),
+        (["slurm", "--plan", "replicate=2,server=1"], "it starts ranks alone"),
         (["--on", "ray", "--plan", "replicate=2,server=1"], "write --on ssh"),
         (["--on", "ssh", "-H", "h1:2,h2:2", "--min-hosts", "1", "--plan", "server=1"], "they stay where they are"),
-        (["--on", "mpi", "--mpirun", "/nowhere/mpirun", "-n", "2"], "no such program"),
-        (["--on", "slurm", "--time", "soon", "-n", "2"], "time limit"),
-        (["--on", "ray", "--cpus-per-rank", "0", "-n", "2"], "it has none"),
-        (["--on", "kubernetes", "-n", "2"], "--image"),
-        (["--on", "kubernetes", "--image", "i", "--cpu", "1", "--memory", "1Gi", "-x", "PATH_KEY"], "not set here"),
+        (["--on", "mpi", "--cluster", "nowhere.toml", "-n", "2"], "no such program"),
+        (["slurm", "--time", "soon", "-n", "2"], "time limit"),
+        (["--on", "ray", "--cluster", "nowhere.toml", "-n", "2"], "it has none"),
+        (["kubernetes", "-n", "2"], "--image"),
+        (["kubernetes", "--image", "i", "--cpu", "1", "--memory", "1Gi", "-x", "PATH_KEY"], "not set here"),
         (["--min-hosts", "2"], "no host is named"),
         (["--min-hosts", "0", "-H", "h1:1"], "1 <= min"),
         (["--min-hosts", "3", "--max-hosts", "2", "-H", "h1:1"], "1 <= min"),
-        (["--on", "slurm", "--min-hosts", "1"], "leave --min-hosts out"),
+        (["--on", "mpi", "--min-hosts", "1"], "leave --min-hosts out"),
         (["-H", "h1:1", "--host-discovery-script", "x"], "leave one out"),
         (["--resume-or-start"], "no job is named"),
     ],
@@ -260,7 +269,9 @@ def test_bad_input_is_one_error_before_anything(tmp_path, capsys, monkeypatch, w
     monkeypatch.setattr("shutil.which", lambda name, **more: None if name == "sbatch" else which(name, **more))
     file = tmp_path / "train.py"
     file.write_text(WORKLOAD)
-    assert main(["run", *words, str(file)]) == 2
+    (tmp_path / "nowhere.toml").write_text(NOWHERE)
+    verb = "submit" if words[0] in ("slurm", "kubernetes") else "run"
+    assert main([verb, *words, str(file)]) == 2
     err = capsys.readouterr().err
     assert said in err, err
     assert "fix: " in err

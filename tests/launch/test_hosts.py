@@ -81,7 +81,7 @@ def test_what_is_no_hostfile(tmp_path, lines, said):
 
 
 def test_a_hostfile_that_is_not_there(tmp_path):
-    with pytest.raises(UsageError, match="can't be read"):
+    with pytest.raises(UsageError, match="can't read the hosts"):
         read_hostfile(tmp_path / "none")
 
 

@@ -133,11 +133,22 @@ def test_the_commands_words():
         "command"
     ]
     assert command == [
-        *["paceline", "run", "--runs", "/runs", "--job", "bert", "--resume-or-start", "--plan", "replicate=16"],
-        *["--compression", "bf16", "--checkpoint-every", "7", "--grace", "110", "-j", "2x8", "a b.py", "$$(HOME)"],
+        *["paceline", "run", "--runs", "/runs", "--job", "bert", "--resume-or-start", "--plan"],
+        *[
+            "replicate=16,compression=bf16",
+            "--checkpoint-every",
+            "7",
+            "--grace",
+            "110",
+            "-j",
+            "2x8",
+            "a b.py",
+            "$$(HOME)",
+        ],
     ]
     entrypoint = render(a_job(kind="rayjob", command=["a b.py", "$(HOME)"]))[-1]["spec"]["entrypoint"]
-    assert entrypoint.endswith("--on ray --ray-address auto -j 2x8 'a b.py' '$(HOME)'")
+    assert entrypoint.startswith("env RAY_ADDRESS=auto paceline run ")
+    assert entrypoint.endswith("--on ray -j 2x8 'a b.py' '$(HOME)'")
 
 
 def test_servers_listen_at_their_own_address_with_credentials_that_are_only_named():

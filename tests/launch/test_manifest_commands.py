@@ -10,6 +10,8 @@ import pytest
 import yaml
 
 from paceline.cli import run, server
+from paceline.cli.plan_flags import plan_request
+from paceline.launch.plan_choice import choose_plan
 
 GOLDEN = sorted((Path(__file__).parent / "golden").glob("*.yaml"))
 
@@ -38,4 +40,4 @@ def test_the_command_line_understands_them(path):
         if verb == "run":
             assert parsed.job
             assert parsed.plan
-            run.decide_plan(parsed)
+            choose_plan(plan_request(parsed), print)

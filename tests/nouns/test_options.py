@@ -25,6 +25,10 @@ IN_A_LINE = {
     "schedule": ("schedule=gpipe", "pipeline=2", "tensor=2"),
     "schedule, as it is by default": ("schedule=1f1b", "pipeline=2", "replicate=2"),
     "micro_batches": ("micro_batches=4", "pipeline=2", "replicate=2"),
+    "transport": ("transport=gloo", "replicate=2", "shard=2"),
+    "compression": ("compression=bf16", "shard=2", "tensor=2"),
+    "compression beside tensor": ("compression=topk", "replicate=2,tensor=2", "shard=2,tensor=2"),
+    "bucket_bytes": ("bucket_bytes=1024", "replicate=2", "pipeline=2"),
     "mode": ("mode=async", "server=2", "replicate=2"),
     "mode, as it is by default": ("mode=sync", "server=2", "replicate=2"),
     "quorum": ("mode=quorum,quorum=1", "server=1,replicate=2", "replicate=2"),
@@ -33,7 +37,7 @@ IN_A_LINE = {
     "replicas": ("replicas=3", "server=3", "replicate=2"),
     "replicas, as they are by default": ("replicas=2", "server=2", "server=1"),
 }
-# Fields that a line does not have.
+# The same, as values of a plan.json.
 IN_A_FILE = {
     "transport": ("gloo", "replicate=2", "shard=2"),
     "compression": ("bf16", "shard=2", "tensor=2"),

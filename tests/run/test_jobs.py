@@ -18,6 +18,7 @@ import pytest
 from support.jobs import (
     LOOP,
     STEPS,
+    command,
     events,
     leftovers,
     losses,
@@ -107,7 +108,7 @@ CRASH = "    if job and job.step_number == 6 and job.rank == 1: os.kill(os.getpi
 )
 def test_when_a_rank_dies_all_end_and_the_first_cause_is_told_once(tmp_path, hook, said, transport):
     file = write_workload(tmp_path, hook)
-    ended = paceline(tmp_path, "run", "-n", "3", "--job", "a", "--transport", transport, "--json", file)
+    ended = paceline(tmp_path, "run", "-n", "3", "--job", "a", "--plan", f"transport={transport}", "--json", file)
     assert ended.code == 1
     assert ended.err.count(said) == 1, ended.err
     assert "(and 2 ranks that ended with it)" in ended.err
@@ -125,7 +126,7 @@ def test_a_rank_that_the_supervisor_kills_is_not_the_cause(tmp_path):
         "    if job and job.step_number == 3 and job.rank == 2: time.sleep(60)\n"
     )
     file = write_workload(tmp_path, hook)
-    ended = paceline(tmp_path, "run", "-n", "3", "--job", "a", "--transport", "shared_memory", "--json", file)
+    ended = paceline(tmp_path, "run", "-n", "3", "--job", "a", "--plan", "transport=shared_memory", "--json", file)
     assert ended.code == 1
     assert "SIGKILL" not in ended.err
     failure = json.loads(ended.out)["failure"]
@@ -150,7 +151,7 @@ LEAVE = "    if job and job.step_number == 6 and job.rank == {rank}: {leave}\n"
 @pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
 def test_a_rank_that_leaves_with_exit_code_0_is_the_first_cause(tmp_path, rank, leave, said, transport):
     file = write_workload(tmp_path, LEAVE.format(rank=rank, leave=leave))
-    words = ("-n", "2", "--job", "a", "--transport", transport, "--stall-notice", "8", "--json", file)
+    words = ("-n", "2", "--job", "a", "--plan", f"transport={transport}", "--stall-notice", "8", "--json", file)
     ended = paceline(tmp_path, "run", *words)
     assert ended.code == 1
     assert ended.err.count(said) == 1, ended.err
@@ -443,7 +444,7 @@ if __name__ == "__main__":
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     direct = subprocess.run([*torchrun, str(file)], cwd=tmp_path, capture_output=True, text=True)
     through = subprocess.run(
-        [*torchrun, "--no-python", sys.executable, "-m", "paceline.cli.main", "run", "--transport", "gloo", str(file)],
+        [*torchrun, "--no-python", *command("run", "--plan", "transport=gloo", file)],
         cwd=tmp_path, capture_output=True, text=True,
     )  # fmt: skip
     assert "PLAN gloo" in through.stdout, through.stderr

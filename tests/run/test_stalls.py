@@ -324,9 +324,9 @@ def test_the_notice_time_goes_to_ranks_on_other_hosts(tmp_path, words):
     assert named in ended.out
 
 
-@pytest.mark.parametrize("on", ["slurm", "kubernetes"])
-def test_a_notice_time_is_refused_where_nothing_supervises(tmp_path, on):
-    ended = paceline(tmp_path, "run", "--on", on, "--stall-notice", "30", write_workload(tmp_path))
+@pytest.mark.parametrize("target", ["slurm", "kubernetes"])
+def test_a_notice_time_is_refused_where_nothing_supervises(tmp_path, target):
+    ended = paceline(tmp_path, "submit", target, "--stall-notice", "30", write_workload(tmp_path))
     assert ended.code == 2
     assert "--stall-notice" in ended.err
     assert not (tmp_path / "runs").exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import shutil
 import subprocess
@@ -42,6 +43,12 @@ class Hosts:
     def config(self) -> Path:
         """For `ssh -F`."""
         return self.folder / "config"
+
+    def cluster_file(self, *more: str) -> Path:
+        """A cluster file with the options by which ssh reaches the hosts, and more of them."""
+        path = self.folder / f"cluster-{len(more)}.toml"
+        path.write_text(f"[ssh]\noptions = {json.dumps(['-F', str(self.config), *more])}\n")
+        return path
 
     def address(self, name: str) -> str:
         """Of a host."""

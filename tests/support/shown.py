@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]
 PROGRAMS = ("paceline", "python", "torchrun", "mpirun", "srun", "make", "pip", "kubectl", "ssh", "sbatch")
-_OTHER_LANGUAGES = ("python", "json")
+_OTHER_LANGUAGES = ("python", "json", "toml")
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def _command(line: str) -> str:
     """The command of a line, or "": what a program printed is none."""
     bare = re.sub(r"^\s*(\$ |- run: )?", "", line)
     bare = re.sub(r"\s{2,}#.*| > \S+.*", "", bare).strip()
-    is_output = bare.split(" ")[0].endswith(":") or re.match(r"paceline \w+: ", bare)
+    is_output = bare.split(" ")[0].endswith(":") or re.match(r"paceline [\w ]+: ", bare)
     return bare if bare.split(" ")[0] in PROGRAMS and not is_output else ""
 
 

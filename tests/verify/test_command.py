@@ -150,7 +150,7 @@ REFUSED = {
     "statistics of micro-batches": (
         ("nn.GELU()", "nn.BatchNorm1d(16)"), "replicate=2", "leave micro_batch_size out",
     ),
-    "compression": ((), "replicate=2 --compression bf16", "compression=none"),
+    "compression": ((), "replicate=2,compression=bf16", "compression=none"),
     "one step": ((), "replicate=2 --steps 1", "write --steps 2"),
     "an unknown check": ((), "replicate=2 --what steps", "the choices are order, step"),
     "no workload": ((WORKLOAD, "another = paceline.Workload("), "replicate=2", "no variable `workload`"),

@@ -1,7 +1,9 @@
-"""Say how a job would run here: each setting, its value, and the flag or variable that it comes from.
+"""Say how a job would run here: each setting, its value, and where it comes from.
 
-It reads what `paceline run` or a rank started by another launcher would read, and starts nothing. Two launchers
-that contradict each other are the same error here as there.
+It reads what `paceline run`, or a rank started by another launcher, would read,
+and starts nothing. Two launchers that contradict each other are the same error
+here as there. With --cluster it shows the settings of that file. A whole
+command can follow: `paceline explain submit slurm --cluster FILE train.py`.
 """
 
 from __future__ import annotations
@@ -10,14 +12,22 @@ import argparse
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.cli.run import add_plan_arguments, decide_plan
+from paceline.cli.plan_flags import OneLineHelp, add_cluster_argument, add_plan_arguments, plan_request, print_notice
+from paceline.cli.run import make_request, settings_of
+from paceline.cli.submit import kubernetes_request, slurm_request
+from paceline.launch.cluster_file import TABLES, Settings, displayed, read_cluster_file
 from paceline.launch.command import HIDDEN, is_secret
+from paceline.launch.plan_choice import PlanRequest, choose_plan, says_ranks
+from paceline.nouns.errors import UsageError
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
+from paceline.nouns.reading import shown
 from paceline.nouns.table import aligned
 from paceline.rendezvous.launcher_env import ALONE, LauncherPosition, NodeInfo, find_node, find_position
+from paceline.run.request import ELASTIC
 
 Row = tuple[str, str, str]  # the setting, its value, where it comes from
 # Variables of these beginnings change a job, and so do these.
@@ -26,18 +36,26 @@ NAMES = ("CUDA_VISIBLE_DEVICES",)
 NO_FILE = (
     "No configuration file is read: a setting comes from a flag, a variable or the launcher, else it is the default."
 )
+WITH_FILE = (
+    "A setting comes from a flag, else from the cluster file, a variable or the launcher, else it is the default."
+)
+_STARTED_ELSEWHERE = ("ssh", "mpi", "ray", ELASTIC)
 _WIDEST = 60  # letters of a value in the table; --json has all of them
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
+    parser.usage = "paceline explain [options] [COMMAND ...]"
+    parser.formatter_class = OneLineHelp
     add_plan_arguments(parser)
+    add_cluster_argument(parser)
     parser.add_argument("--json", action="store_true", help="print the settings as JSON")
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="run ..., or submit TARGET ...")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the settings."""
-    rows = settings(arguments, os.environ)
+    rows = settings(_start_of(arguments), os.environ)
     if arguments.json:
         listed = [{"setting": name, "value": value, "from": origin} for name, value, origin in rows]
         print(json.dumps({"settings": listed}))
@@ -47,11 +65,33 @@ def run(arguments: argparse.Namespace) -> int:
         cells.append((name, _shortened(value), origin))
     for line in aligned(cells, "{:<}  {:<}  {}"):
         print(line.rstrip())
-    print(f"\n{NO_FILE}")
+    has_file = any("[" in name for name, _, _ in rows)
+    print(f"\n{WITH_FILE if has_file else NO_FILE}")
     return 0
 
 
-def settings(arguments: argparse.Namespace, environment: Mapping[str, str]) -> list[Row]:
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """What starts a job's ranks, as a command says it, and its settings.
+
+    Args:
+        plan: that is asked for.
+        ranks_from: the flag that says the number of ranks.
+        launcher: what starts the ranks, and where that comes from; None: what the environment says, or this host.
+        settings: of the launcher.
+        cluster: the cluster file.
+        grows: the ranks are as many as the slots of hosts that come and go.
+    """
+
+    plan: PlanRequest
+    ranks_from: str
+    launcher: tuple[str, str] | None = None
+    settings: Settings | None = None
+    cluster: Path | None = None
+    grows: bool = False
+
+
+def settings(began: _Start, environment: Mapping[str, str]) -> list[Row]:
     """Return every setting of a job that is started here.
 
     Raises:
@@ -59,30 +99,101 @@ def settings(arguments: argparse.Namespace, environment: Mapping[str, str]) -> l
         PlanError, MeshError: the plan can't be read, or does not fit the ranks.
     """
     # As `paceline run` decides it: a node first, then a rank, then a job that is started here.
-    node = find_node(environment)
-    position = LauncherPosition() if node is not None else find_position(environment)
-    is_started = arguments.plan or arguments.n is not None  # by `paceline run`, where there is no other launcher
-    plan, origin = _plan(arguments, environment, position)
-    if node is None and (position.source != ALONE or not is_started):
+    node = find_node(environment) if began.launcher is None else None
+    position = LauncherPosition()
+    if node is None and began.launcher is None:
+        position = find_position(environment)
+    is_started = began.plan.text or began.plan.ranks is not None  # by `paceline run`, without another launcher
+    plan, origin = _plan(began, environment, position)
+    says_no_ranks = began.plan.ranks is not None and not says_ranks(began.plan.text)
+    ranks_origin = f"flag {began.ranks_from}" if says_no_ranks else origin
+    if node is None and (position.source != ALONE or not is_started) and began.launcher is None:
         Mesh.parse(plan.mesh).check_fits(position.size)
-    if node is not None:
+    if began.launcher is not None:
+        size = ("as many as slots", began.launcher[1]) if began.grows else (str(plan.world_size), ranks_origin)
+        rows = [("launcher", *began.launcher), ("size", *size)]
+    elif node is not None:
         rows = _node_rows(node, environment)
     elif position.source == ALONE and plan.world_size > 1:
-        rows = _started_rows(plan, origin, position)
+        rows = _started_rows(plan, ranks_origin, position)
     else:
         rows = _position_rows(position)
     rows += [
         ("plan", plan.line(), origin),
-        ("transport", plan.transport, _flag(arguments, "transport", origin)),
-        ("compression", plan.compression, _flag(arguments, "compression", origin)),
-        ("bucket bytes", str(plan.bucket_bytes), _flag(arguments, "bucket_bytes", origin)),
+        ("transport", plan.transport, _option(began.plan, "transport", origin)),
+        ("compression", plan.compression, _option(began.plan, "compression", origin)),
+        ("bucket bytes", str(plan.bucket_bytes), _option(began.plan, "bucket_bytes", origin)),
         _variable("run directory", "PACELINE_RUN_DIR", "none", environment),
         _variable("coordinator", "PACELINE_COORDINATOR", "none", environment),
-        _threads(position, node, plan, environment),
     ]
+    if began.launcher is None:
+        rows.append(_threads(position, node, plan, environment))
+    rows += _cluster_rows(began)
     for name, text in sorted(environment.items()):
         if _changes(name):
             rows.append((name, _shown(name, text), "environment"))
+    return rows
+
+
+def _start_of(arguments: argparse.Namespace) -> _Start:
+    """Return what is explained: flags of `explain` itself, or a command, read as it would be if it were called.
+
+    Raises:
+        UsageError: the command is none that starts a job, or can't be met.
+    """
+    if not arguments.command:
+        return _Start(plan_request(arguments), f"-n {arguments.n}", cluster=arguments.cluster)
+    from paceline.cli.main import read_command  # which loads this file
+
+    verb = arguments.command[0]
+    if verb not in ("run", "submit"):
+        fix = "write `paceline explain run ...` or `paceline explain submit slurm ...`"
+        raise UsageError(f"can't explain the command {shown(verb)}", "run and submit start jobs", fix)
+    for name, flag in arguments.given.items():
+        if name != "json":
+            found = f"it stands before {verb}, as a flag of explain"
+            raise UsageError(
+                f"{flag} should be a flag of the command that is explained", found, f"write it after {verb}"
+            )
+    parsed = read_command(arguments.command)
+    if verb == "run":
+        request, launcher_settings = make_request(parsed)
+        ranks_from = _ranks_from(parsed)
+        if request.place not in _STARTED_ELSEWHERE:
+            return _Start(request.plan, ranks_from)
+        launcher = (f"paceline run, {request.place}", "flag --on" if parsed.on else "flag --min-hosts")
+        grows = request.place == ELASTIC
+        return _Start(request.plan, ranks_from, launcher, launcher_settings, parsed.cluster, grows)
+    launcher_settings = settings_of(parsed, parsed.target)
+    with launcher_settings.naming_the_file():
+        make = slurm_request if parsed.target == "slurm" else kubernetes_request
+        plan = make(parsed, launcher_settings).plan
+    launcher = (f"paceline submit {parsed.target}", f"command submit {parsed.target}")
+    return _Start(plan, _ranks_from(parsed), launcher, launcher_settings, parsed.cluster)
+
+
+def _ranks_from(parsed: argparse.Namespace) -> str:
+    """Return the flag that says how many ranks there are."""
+    if parsed.n is not None:
+        return f"-n {parsed.n}"
+    if parsed.shape is not None:
+        return f"-j {parsed.shape}"
+    return "--hostfile" if getattr(parsed, "hostfile", None) else "-H"
+
+
+def _cluster_rows(began: _Start) -> list[Row]:
+    """Return the rows of the cluster file's tables, and of the table of the launcher that is asked for."""
+    file = read_cluster_file(began.cluster)
+    rows = []
+    for table in TABLES:
+        if began.settings is not None and began.settings.table == table:
+            of_table = began.settings
+        elif table in file.tables:
+            of_table = file.settings(table, {})
+        else:
+            continue
+        for key, value in of_table.values.items():
+            rows.append((f"[{table}] {key}", displayed(value), of_table.sources[key]))
     return rows
 
 
@@ -134,29 +245,25 @@ def _node_rows(node: NodeInfo, environment: Mapping[str, str]) -> list[Row]:
     ]
 
 
-def _plan(
-    arguments: argparse.Namespace, environment: Mapping[str, str], position: LauncherPosition
-) -> tuple[Plan, str]:
+def _plan(began: _Start, environment: Mapping[str, str], position: LauncherPosition) -> tuple[Plan, str]:
     """Return the plan, and where it comes from; a rank's plan is its launcher's, as the rank itself reads it."""
-    if arguments.plan or arguments.n is not None:
-        plan = decide_plan(arguments)
-        flag = f"--plan {arguments.plan}" if arguments.plan else f"-n {arguments.n}"
+    if began.plan.text or began.plan.ranks is not None:
+        plan = choose_plan(began.plan, print_notice, began.grows)
+        flag = f"--plan {began.plan.text}" if began.plan.text else began.ranks_from
         return plan, f"flag {flag}"
     if folder := environment.get("PACELINE_RUN_DIR"):
         return Plan.read(Path(folder, "plan.json")), f"PACELINE_RUN_DIR={folder}: plan.json"
     if text := environment.get("PACELINE_PLAN"):
         return Plan.of_variable(text), "PACELINE_PLAN"
-    arguments.n = position.size
-    return decide_plan(arguments), f"default: replicate over {position.size}"
+    return choose_plan(began.plan.with_ranks(position.size), print_notice), f"default: replicate over {position.size}"
 
 
-def _flag(arguments: argparse.Namespace, name: str, plan_origin: str) -> str:
-    """Return where an option of the plan comes from: its own flag, else what the plan comes from."""
-    if getattr(arguments, name) is not None:
-        return f"flag --{name.replace('_', '-')}"
-    # A plan.json has every option; axes on the command line have none of them.
-    is_of_axes = plan_origin.startswith(("default", "flag")) and not plan_origin.endswith(".json")
-    return "default" if is_of_axes else plan_origin
+def _option(request: PlanRequest, name: str, plan_origin: str) -> str:
+    """Return where an option of the plan comes from: what the plan comes from, or it is the default."""
+    # A plan.json has every option; a line has those that it names.
+    is_line = plan_origin.startswith(("default", "flag")) and not plan_origin.endswith(".json")
+    named = {item.partition("=")[0].strip() for item in request.text.split(",")}
+    return "default" if is_line and name not in named else plan_origin
 
 
 def _threads(

@@ -6,51 +6,39 @@ import argparse
 import ast
 import re
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from paceline.launch.cluster_file import TABLES
+from paceline.launch.kubernetes.request import KubernetesOptions
 from paceline.nouns.errors import UsageError
+from paceline.run.request import ELASTIC, NAMED_RANK, NODE, PLACES, RANK
 
-OWN_ARGUMENTS = "arguments of the file; after `--` where this command has a flag of the same name"
-# What starts a job's ranks. The last five: hosts that come and go; manifests that are checked; a launcher that
-# started this process as one of its nodes, or as a rank, whose job has a name and a run directory or has none.
-PLACES = ("local", "ssh", "mpi", "slurm", "kubernetes", "ray")
-ELASTIC = "elastic"
-CHECK = "check"
-NODE = "node"
-NAMED_RANK = "named rank"
-RANK = "rank"
 _JOBS = frozenset({*PLACES, ELASTIC, NODE, NAMED_RANK, RANK})
-_SUPERVISED = frozenset({"local", "ssh", "mpi", "ray", ELASTIC, NODE})  # `paceline run` itself ends the ranks
+_SUPERVISED = _JOBS - {NAMED_RANK, RANK}  # `paceline run` itself ends the ranks
 _WITH_HOSTS = frozenset({"ssh", "mpi", ELASTIC})
-_BESIDE_HOST = frozenset({"ssh", "mpi", "ray", "slurm", ELASTIC})
-_SLURM = ("partition", "account", "qos", "time", "gpus_per_node", "cpus_per_task", "signal", "sbatch_option")
-_KUBERNETES = (
-    *("image", "kind", "gang", "cpu", "memory", "shm", "server_cpu", "server_memory", "queue", "namespace"),
-    *("runs_claim", "service_account", "priority_class", "runtime", "scheduler", "gpus", "accelerator"),
-    *("max_restarts", "placeholder_timeout", "pod_group_api", "user", "context", "node_selector", "toleration"),
-    *("image_pull_secret", "egress"),
-)
+_BESIDE_HOST = frozenset({"ssh", "mpi", "ray", ELASTIC})
 # Of every flag of `paceline run`, by the name of its value: the places where it changes something.
 RUN_FLAGS: dict[str, frozenset[str]] = {
-    **dict.fromkeys(("n", "plan", "transport", "compression", "bucket_bytes", "job"), _JOBS),
-    "on": _JOBS | {CHECK},
-    **dict.fromkeys(("checkpoint_every", "keep", "resume_or_start"), _JOBS - {RANK}),
-    **dict.fromkeys(("runs", "resume"), _JOBS - {RANK, "kubernetes"}),
-    **dict.fromkeys(("grace", "stall_notice"), _SUPERVISED),
-    "json": _SUPERVISED | {"slurm"},
-    **dict.fromkeys(("dry_run", "env", "shape"), _JOBS - {RANK, NAMED_RANK}),
+    **dict.fromkeys(("n", "plan", "job", "on"), _JOBS),
+    **dict.fromkeys(("checkpoint_every", "keep", "runs", "resume", "resume_or_start"), _JOBS - {RANK}),
+    **dict.fromkeys(("grace", "stall_notice", "json", "dry_run", "env", "shape"), _SUPERVISED),
     **dict.fromkeys(("hosts", "hostfile"), _WITH_HOSTS),
     "interface": _BESIDE_HOST | {NODE},
-    "python": _BESIDE_HOST,
-    **dict.fromkeys(("ssh_option", "ssh_program"), frozenset({"ssh", ELASTIC})),
-    **dict.fromkeys(("mpirun", "mpi_option"), frozenset({"mpi"})),
+    **dict.fromkeys(("python", "cluster"), _BESIDE_HOST),
     **dict.fromkeys(("min_hosts", "max_hosts", "host_discovery_script"), frozenset({ELASTIC})),
-    **dict.fromkeys(("ray_address", "cpus_per_rank", "gpus_per_rank", "strategy"), frozenset({"ray"})),
-    **dict.fromkeys(_SLURM, frozenset({"slurm"})),
-    **dict.fromkeys(_KUBERNETES, frozenset({"kubernetes"})),
-    "check": frozenset({CHECK}),
+}
+_WITH_PLAN = ("run", "submit", "plan", "profile", "verify", "explain")
+_OPTIONS_OF_PLAN = ("transport", "compression", "bucket_bytes")
+# Flags that some commands had in earlier versions, by the name of the value: their keys in the cluster file.
+_KEYS = {
+    "ssh_program": ("ssh", "program"),
+    "ssh_option": ("ssh", "options"),
+    "mpirun": ("mpi", "mpirun"),
+    "mpi_option": ("mpi", "options"),
+    "ray_address": ("ray", "address"),
 }
 
 
@@ -60,13 +48,13 @@ class Rule:
 
     Args:
         flags: names of their values.
-        applies: True if they do, for a command's arguments.
+        applies: True if they do, for a command's arguments; for Kubernetes, for its options.
         found: why they don't, for the error's second line.
         fix: what to add, for its third.
     """
 
     flags: tuple[str, ...]
-    applies: Callable[[argparse.Namespace], bool]
+    applies: Callable[[Any], bool]
     found: str
     fix: str
 
@@ -96,19 +84,11 @@ def _bench_rule(name: str, subjects: tuple[str, ...]) -> Rule:
     return Rule((name,), lambda a: a.subject in subjects, reason, f"write {subjects[0]}")
 
 
+_NO_RESULT = Rule(("json",), lambda a: not a.dry_run, "a dry run has no result", "leave --dry-run out")
 # Of every command, the flags that do not always apply.
 RULES: dict[str, tuple[Rule, ...]] = {
-    "run": (
-        Rule(("pod_group_api",), lambda a: a.gang == "native", "only --gang native has it", "add --gang native"),
-        Rule(
-            ("placeholder_timeout",),
-            lambda a: a.gang in ("yunikorn", "coscheduling"),
-            "only --gang yunikorn and coscheduling have it",
-            "add --gang yunikorn",
-        ),
-        Rule(("accelerator",), lambda a: a.gpus > 0, "a node has none of them", "add --gpus N"),
-        Rule(("json",), lambda a: not a.dry_run, "a dry run has no result", "leave --dry-run out"),
-    ),
+    "run": (_NO_RESULT,),
+    "submit": (_NO_RESULT,),
     "plan": (
         Rule(
             ("device",),
@@ -122,6 +102,19 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "server": (Rule(("credentials",), _leaves_host, "no address of it leaves this host", "write HOST:PORT addresses"),),
     "bench": tuple(_bench_rule(name, subjects) for name, subjects in _BENCH.items()),
 }
+
+
+# Of the settings of a job on Kubernetes, from flags or the cluster file, those that need another.
+_KUBERNETES_RULES = (
+    Rule(("pod_group_api",), lambda o: o.gang == "native", "only --gang native has it", "add --gang native"),
+    Rule(
+        ("placeholder_timeout",),
+        lambda o: o.gang in ("yunikorn", "coscheduling"),
+        "only --gang yunikorn and coscheduling have it",
+        "add --gang yunikorn",
+    ),
+    Rule(("accelerator",), lambda o: o.gpus > 0, "a node has none of them", "add --gpus N"),
+)
 
 
 def given(parser: argparse.ArgumentParser, command_line: Sequence[str]) -> dict[str, str]:
@@ -158,15 +151,28 @@ def check_rules(verb: str, arguments: argparse.Namespace) -> None:
                 raise UsageError(f"the flag {flag}", rule.found, f"{rule.fix}, or leave {flag} out")
 
 
-def check_place(arguments: argparse.Namespace, place: str, launcher: str = "") -> None:
+def check_kubernetes_options(options: KubernetesOptions, names: Mapping[str, str]) -> None:
+    """Raise UsageError where a setting was given that does not apply.
+
+    Args:
+        options: of the job.
+        names: of the settings that were given, as a flag or in the cluster file: how errors call them.
+    """
+    for rule in _KUBERNETES_RULES:
+        for name in rule.flags:
+            if name in names and not rule.applies(options):
+                raise UsageError(f"{names[name]} does not apply", rule.found, f"{rule.fix}, or leave it out")
+
+
+def check_place(written: Mapping[str, str], place: str, launcher: str = "") -> None:
     """Raise UsageError where a flag of `paceline run` was given that is about ranks started in another way.
 
     Args:
-        arguments: of the command.
+        written: the flags that were given, by the names of their values.
         place: what starts the ranks, one of those in RUN_FLAGS.
         launcher: who started this process, where it is a node or a rank.
     """
-    for name, flag in arguments.given.items():
+    for name, flag in written.items():
         if place in RUN_FLAGS.get(name, {place}):
             continue
         if launcher:
@@ -175,22 +181,40 @@ def check_place(arguments: argparse.Namespace, place: str, launcher: str = "") -
                 f"{launcher} starts and ends the ranks there; a run directory is kept where --job names one",
                 f"leave {flag} out, or start the job with `paceline run -n N` in its place",
             )
-        here = {"local": "on this host", ELASTIC: "on hosts that come and go", CHECK: "with --check"}
+        here = {"local": "on this host", ELASTIC: "on hosts that come and go"}
         asked = f"{flag} does not apply to a job {here.get(place, f'--on {place}')}"
-        if "local" in RUN_FLAGS[name]:
-            raise UsageError(asked, "it changes nothing there", f"leave {flag} out")
         wanted = _written(RUN_FLAGS[name])
         raise UsageError(asked, f"it belongs to {' or '.join(wanted)}", f"write {wanted[0]}, or leave {flag} out")
-    check_rules("run", arguments)
 
 
 def _written(places: frozenset[str]) -> list[str]:
     """Return how a job in one of these places is asked for; hosts that come and go are reached over ssh."""
     if places == {ELASTIC}:
         return ["--on ssh with --min-hosts N"]
-    if places == {CHECK}:
-        return ["--on kubernetes"]
     return [f"--on {place}" for place in PLACES if place in places]
+
+
+def moved(flag: str, command: str) -> str:
+    """Return the fix for a flag that a command had in an earlier version; "": it never did.
+
+    Args:
+        flag: as written.
+        command: that does not have it.
+    """
+    name = flag.removeprefix("--").replace("-", "_")
+    verb = command.split()[1]
+    if name in _OPTIONS_OF_PLAN and verb in _WITH_PLAN:
+        return f"write it in the plan, such as --plan replicate=2,{name}=..."
+    if verb not in ("run", "submit"):
+        return ""
+    if command != "paceline submit slurm" and name in TABLES["slurm"]:
+        return "write `paceline submit slurm`, which has it"
+    table, key = _KEYS.get(name, ("ray", name))
+    if key in TABLES[table]:
+        return f"write {key} under [{table}] in a file, and name that with --cluster; see docs/hosts.md"
+    if command != "paceline submit kubernetes" and name in (*TABLES["kubernetes"], "check"):
+        return "write `paceline submit kubernetes`, which has it"
+    return ""
 
 
 def misplaced(parser: argparse.ArgumentParser, after_file: Sequence[str]) -> list[str]:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from paceline.cli.flags import check_after_file, check_rules, given, misplaced
+from paceline.cli.flags import check_after_file, check_rules, given, misplaced, moved
 from paceline.cli.output import guarded
 from paceline.nouns.errors import MEETS_NOT, PacelineError, UsageError, did_you_mean
 from paceline.nouns.reading import shown
@@ -22,6 +22,7 @@ INTERRUPTED = 130  # 128 and the number of SIGINT, as shells have it
 # Name and summary of every verb; the file of the same name in this package is loaded when it is called.
 VERBS = {
     "run": "train as planned, on this host or on others",
+    "submit": "send a job to Slurm or Kubernetes, and return",
     "plan": "say what a plan sends and holds, without training",
     "explain": "say each setting of a job here, and where it comes from",
     "profile": "say what a step takes: memory, operations, traffic",
@@ -33,33 +34,39 @@ VERBS = {
     "bench": "measure Paceline against what else there is",
 }
 
-WITH_FILE = ("run", "plan", "profile", "verify")  # what stands after FILE, or after `--`, is the file's own
+WITH_FILE = ("run", "submit", "plan", "profile", "verify")  # what stands after FILE, or after `--`, is the file's own
 
 
 class Parser(argparse.ArgumentParser):
     """argparse, with errors of three parts."""
 
-    verbs: tuple[argparse.ArgumentParser, ...] = ()  # the parser of the command that was called
+    called: argparse.ArgumentParser | None = None  # the parser of the command that was called
 
     def error(self, message: str) -> NoReturn:
         """Say what was asked, found and what to do, and exit with 2."""
-        print(f"{self.prog}: error: {self._explained(message)}", file=sys.stderr)
+        print(f"{self._command}: error: {self._explained(message)}", file=sys.stderr)
         sys.exit(MEETS_NOT)
+
+    @property
+    def _command(self) -> str:
+        return self.prog if self.called is None else self.called.prog
 
     def _explained(self, message: str) -> UsageError:
         flags: list[str] = []
-        for parser in (self, *self.verbs):
+        for parser in (self, self.called or self):
             for action in parser._actions:
                 flags += action.option_strings
         marker = "unrecognized arguments: "
         if marker in message:
             unrecognized = message.split(marker)[1].split() or ["''"]
             word = unrecognized[0]
-            fix = did_you_mean(word.split("=")[0], flags, f"see `{self.prog} --help`")
-            if any(_takes_file_arguments(parser) for parser in self.verbs):
+            flag = word.split("=")[0]
+            fix = moved(flag, self._command) if self.called is not None else ""
+            fix = fix or did_you_mean(flag, flags, f"see `{self._command} --help`")
+            if self.called is not None and _takes_file_arguments(self.called):
                 fix += "; a flag of the file's own stands after it"
             return UsageError(f"can't read the argument {word}", "this command has no such argument", fix)
-        return UsageError("can't read the arguments", message, f"see `{self.prog} --help`")
+        return UsageError("can't read the arguments", message, f"see `{self._command} --help`")
 
 
 def _takes_file_arguments(parser: argparse.ArgumentParser) -> bool:
@@ -115,9 +122,10 @@ def _main(argv: list[str] | None) -> int:
     if verb in VERBS:  # only this one: others' imports would cost time
         module = importlib.import_module(f"paceline.cli.{verb}")
     parsed = _parse(command_line, verb, module)
+    command = f"paceline {verb} {parsed.target}" if verb == "submit" else f"paceline {verb}"
     try:
         if verb in WITH_FILE:
-            check_after_file(parsed.workload, parsed.misplaced, f"paceline {verb}", parsed.arguments)
+            check_after_file(parsed.workload, parsed.misplaced, command, parsed.arguments)
         if verb != "run":  # which checks them when it knows what starts the ranks
             check_rules(str(verb), parsed)
         return _run(parsed)
@@ -125,8 +133,20 @@ def _main(argv: list[str] | None) -> int:
         if getattr(parsed, "json", False):  # a program that reads JSON gets JSON for a refusal too
             failure = {"asked": error.asked, "found": error.found, "fix": error.fix}
             print(json.dumps({"status": "refused", "exit_code": error.exit_code, "error": failure}))
-        print(f"paceline {verb}: error: {error}", file=sys.stderr)
+        print(f"{command}: error: {error}", file=sys.stderr)
         return error.exit_code
+
+
+def read_command(words: Sequence[str]) -> argparse.Namespace:
+    """Read a command that begins with its verb, without running it.
+
+    Raises:
+        UsageError: a flag of the command stands after FILE.
+    """
+    verb = words[0]
+    parsed = _parse(words, verb, importlib.import_module(f"paceline.cli.{verb}"))
+    check_after_file(parsed.workload, parsed.misplaced, f"paceline {verb}", parsed.arguments)
+    return parsed
 
 
 def _run(parsed: argparse.Namespace) -> int:
@@ -167,7 +187,8 @@ def _parse(command_line: Sequence[str], verb: str | None, module: Any) -> argpar
     verb_parser.formatter_class = argparse.RawDescriptionHelpFormatter
     module.add_arguments(verb_parser)
     verb_parser.set_defaults(run=module.run)
-    parser.verbs = (verb_parser,)
+    called = _called(verb_parser, command_line)
+    parser.called = called
     rest: list[str] = []
     if verb in WITH_FILE and "--" in command_line:  # argparse hands it to whichever argument comes first
         at = command_line.index("--")
@@ -183,27 +204,39 @@ def _parse(command_line: Sequence[str], verb: str | None, module: Any) -> argpar
     # and is refused where it does not apply.
     parsed.given = given(_fresh(module), command_line[command_line.index(verb) + 1 :])
     if verb in WITH_FILE:
-        parsed.misplaced = misplaced(verb_parser, parsed.arguments)
+        parsed.misplaced = misplaced(called, parsed.arguments)
         if rest and parsed.arguments:
             rest = ["--", *rest]
         parsed.arguments = [*parsed.arguments, *rest]
     return parsed
 
 
+def _called(verb: argparse.ArgumentParser, command_line: Sequence[str]) -> argparse.ArgumentParser:
+    """Return the parser of the command that a command line calls: the verb's, or that of a command below it."""
+    for action in verb._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            below: dict[str, argparse.ArgumentParser] = action.choices
+            return next((below[word] for word in command_line if word in below), verb)
+    return verb
+
+
 class _UnreadableError(Exception):
     """argparse's message."""
 
 
-def _lacks_file(module: Any, command_line: Sequence[str]) -> bool:
-    """True if a command line has a command's flags without its FILE."""
+class _QuietParser(argparse.ArgumentParser):
+    """argparse, with an exception in place of its exit; the parsers below it have it too."""
 
-    def note(message: str) -> NoReturn:
+    def error(self, message: str) -> NoReturn:
         raise _UnreadableError(message)
 
+
+def _lacks_file(module: Any, command_line: Sequence[str]) -> bool:
+    """True if a command line has a command's flags without its FILE."""
     if "-h" in command_line or "--help" in command_line:
         return False
-    parser = _fresh(module)
-    parser.error = note  # type: ignore[method-assign]  # which would print, and end the process
+    parser = _QuietParser(allow_abbrev=False)
+    module.add_arguments(parser)
     try:
         parser.parse_args(command_line)
     except _UnreadableError as error:

@@ -11,10 +11,10 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from paceline.cli.flags import OWN_ARGUMENTS
+from paceline.cli.plan_flags import OWN_ARGUMENTS, add_plan_arguments, plan_request, print_notice
 from paceline.cli.plan_memory import add_memory_arguments, check_memory_arguments, explain
-from paceline.cli.run import add_plan_arguments, decide_plan
 from paceline.launch.describe_workload import describe_workload
+from paceline.launch.plan_choice import choose_plan
 from paceline.launch.workload_file import read_workload_file
 from paceline.nouns.errors import UsageError
 from paceline.nouns.mesh import Mesh
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan."""
-    plan = decide_plan(arguments)
+    plan = choose_plan(plan_request(arguments), print_notice)
     mesh = Mesh.parse(plan.mesh)
     _check_wanted(arguments, mesh)
     # What can be refused from the source comes before the child that imports torch.

@@ -12,9 +12,9 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from paceline.cli.flags import OWN_ARGUMENTS
+from paceline.cli.plan_flags import OWN_ARGUMENTS, add_plan_arguments, plan_request, print_notice
 from paceline.cli.plan_memory import notices_of
-from paceline.cli.run import add_plan_arguments, decide_plan
+from paceline.launch.plan_choice import choose_plan
 from paceline.launch.profile_workload import ProfileRequest, profile_workload
 from paceline.launch.workload_file import read_workload_file
 from paceline.nouns.device import Device
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Profile one rank's step."""
-    plan = decide_plan(arguments)
+    plan = choose_plan(plan_request(arguments), print_notice)
     device = Device.parse(arguments.device)
     if not 0 <= arguments.rank < plan.world_size:
         raise UsageError(

@@ -1,7 +1,7 @@
 """Parameter servers: start one alone, look at those of a job, make what they need to leave a host.
 
-`paceline run --plan server=2` starts servers and workers by itself, with `--on ssh -H h1:4,h2:4` on several hosts, with
-`--on kubernetes` in pods. By hand:
+`paceline run --plan server=2` starts servers and workers by itself, with `--on ssh -H h1:4,h2:4` on several hosts,
+and `paceline submit kubernetes` in pods. By hand:
 
   paceline server credentials FOLDER               certificates, a folder for each role
   paceline server coordinate --listen HOST:PORT    one coordinator, which the others name

@@ -18,7 +18,8 @@ import signal
 import sys
 from pathlib import Path
 
-from paceline.cli.run import add_plan_arguments, decide_plan
+from paceline.cli.plan_flags import add_plan_arguments, plan_request, print_notice
+from paceline.launch.plan_choice import choose_plan
 from paceline.launch.workload_file import read_workload_file
 from paceline.nouns.errors import UsageError
 from paceline.verify.prove import STEPS, USUAL, WHAT, VerifyRequest, as_json, check_what, prove
@@ -45,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Verify, and print the table."""
-    plan = decide_plan(arguments)
+    plan = choose_plan(plan_request(arguments), print_notice)
     if arguments.steps < 2:
         raise UsageError(
             "verify needs at least 2 steps",

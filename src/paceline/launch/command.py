@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.nouns import module_names
+from paceline.nouns.errors import UsageError
 from paceline.nouns.plan import Plan
 
 # Of a variable whose name holds one of these, people are shown that it is set, and not to what.
@@ -60,6 +63,34 @@ def own_arguments(arguments: Sequence[str]) -> list[str]:
     if any(argument.startswith("-") for argument in arguments):
         return ["--", *arguments]
     return list(arguments)
+
+
+def environment_of(definitions: Sequence[str]) -> dict[str, str]:
+    """Return the variables that -x names, with the values given or those of this process.
+
+    Args:
+        definitions: each NAME or NAME=VALUE.
+
+    Raises:
+        UsageError: a name is none, or it is not set here, or a secret's value is given.
+    """
+    environment = {}
+    for definition in definitions:
+        name, equals, value = definition.partition("=")
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise UsageError(
+                f"can't pass -x {definition}", "that is no variable's name", "write -x NAME or -x NAME=VALUE"
+            )
+        if not equals and name not in os.environ:
+            raise UsageError(f"can't pass -x {name}", "it is not set here", f"write -x {name}=VALUE, or set it")
+        if equals and is_secret(name):  # `ps` shows every user's command lines
+            raise UsageError(
+                f"can't pass -x {name}=...",
+                "a secret on a command line is read by others",
+                f"set it, then write -x {name}",
+            )
+        environment[name] = value if equals else os.environ[name]
+    return environment
 
 
 def is_secret(name: str) -> bool:

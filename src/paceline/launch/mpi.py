@@ -14,6 +14,21 @@ from dataclasses import dataclass
 from paceline.launch.hosts import Host
 from paceline.nouns.errors import UsageError
 
+_NAME_ONE = "name Open MPI's or MPICH's with `mpirun` in the table [mpi] of the cluster file (--cluster)"
+
+
+@dataclass(frozen=True, slots=True)
+class MpiOptions:
+    """The mpirun to look for, and arguments for it.
+
+    Args:
+        mpirun: which; "": the first of mpirun and mpiexec in PATH.
+        more: arguments of the user's.
+    """
+
+    mpirun: str = ""
+    more: tuple[str, ...] = ()
+
 
 @dataclass(frozen=True, slots=True)
 class Mpirun:
@@ -30,17 +45,13 @@ class Mpirun:
     more: tuple[str, ...] = ()
 
 
-def find_mpirun(program: str = "", more: Sequence[str] = ()) -> Mpirun:
+def find_mpirun(options: MpiOptions) -> Mpirun:
     """Find the mpirun to call, and whose it is: the two families' flags for the same thing differ.
-
-    Args:
-        program: which; "": the first of mpirun and mpiexec in PATH.
-        more: arguments of the user's.
 
     Raises:
         UsageError: there is none, or it is nobody's that is known.
     """
-    programs = [program] if program else ["mpirun", "mpiexec"]
+    programs = [options.mpirun] if options.mpirun else ["mpirun", "mpiexec"]
     path = None
     for name in programs:
         path = path or shutil.which(name)
@@ -54,11 +65,11 @@ def find_mpirun(program: str = "", more: Sequence[str] = ()) -> Mpirun:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UsageError(f"what {path} is", f"`{path} --version` did not end well ({error})", "name another") from None
     if re.search(r"Open ?MPI|OpenRTE|PRRTE", answer, re.IGNORECASE):
-        return Mpirun(path, "openmpi", tuple(more))
+        return Mpirun(path, "openmpi", options.more)
     if re.search(r"HYDRA|MPICH|Intel\(R\) MPI", answer, re.IGNORECASE):
-        return Mpirun(path, "mpich", tuple(more))
+        return Mpirun(path, "mpich", options.more)
     lines = answer.strip().splitlines() or ["nothing"]
-    raise UsageError(f"what {path} is", f"it says {lines[0]!r}", "name Open MPI's or MPICH's with --mpirun")
+    raise UsageError(f"what {path} is", f"it says {lines[0]!r}", _NAME_ONE)
 
 
 def mpi_command(

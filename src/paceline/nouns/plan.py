@@ -24,7 +24,11 @@ MODES = ("sync", "quorum", "deadline", "stale", "async")  # of parameter servers
 SERVER_OPTIONS = ("server", "mode", "quorum", "staleness", "deadline", "replicas")
 SHORT_OPTIONS = {"ps": "server"}
 _KINDS = {"str": str, "int": int, "float": float}
-OPTIONS = ("zero", "offload", "sequence", "schedule", "micro_batches", "checkpointing", "compile", *SERVER_OPTIONS)
+OPTIONS = (
+    *("zero", "offload", "sequence", "schedule", "micro_batches", "checkpointing", "compile"),
+    *("transport", "compression", "bucket_bytes"),
+    *SERVER_OPTIONS,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +277,7 @@ class Plan:
         return replace(self, **changes)
 
     def line(self) -> str:
-        """Return the plan as `parse` reads it: its mesh and every option that is not the default.
+        """Return the plan as `parse` reads it: its mesh and every option in OPTIONS that is not the default.
 
         Returns:
             A line for `--plan`.

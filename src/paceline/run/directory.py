@@ -13,6 +13,7 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,57 @@ from paceline.nouns.reading import read_json
 
 _NONE = "resume another run with --job, or train anew: start under another --job, without --resume"
 SERVERS = "servers.json"  # of a job with parameter servers: where their coordinator is
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunChoice:
+    """The run directory that somebody asks for.
+
+    Args:
+        runs: where runs are kept.
+        job: the run's name; None: the file's name and the time.
+        resume: go on with a run.
+        resume_or_start: go on with the run `job`, or start it.
+    """
+
+    runs: Path
+    job: str | None = None
+    resume: bool = False
+    resume_or_start: bool = False
+
+    @property
+    def must_go_on(self) -> bool:
+        """True if a run that there is goes on."""
+        return self.resume or self.resume_or_start
+
+    @property
+    def folder(self) -> Path:
+        """The run directory of a job that has a name."""
+        assert self.job is not None, "a job without a name has no folder yet"
+        return self.runs / self.job
+
+
+def choose_run(choice: RunChoice, script: Path, report: Callable[[str], None]) -> tuple[Path, Path | None]:
+    """Make or find the run directory, and return it with the checkpoint to go on from.
+
+    Raises:
+        UsageError: there is no such run, or a new one can't be made.
+        CheckpointError: the run has checkpoints, but none is whole.
+    """
+    # job.json is written when a job starts: without it there is nothing to go on with.
+    may_start = False
+    if choice.resume_or_start and choice.job:
+        may_start = not (choice.folder / "job.json").exists()
+    if may_start or not choice.must_go_on:
+        return new_run(choice.runs, choice.job, script), None
+    if choice.job is None and not choice.resume:
+        raise UsageError("--resume-or-start needs a job's name", "no job is named", "write --job NAME")
+    folder = find_run(choice.runs, choice.job, script)
+    check_writable(folder)
+    resume = find_resume_point(folder, report)
+    place = f" at {resume.name}" if resume else ""
+    report(f"{folder.name} goes on{place}")
+    return folder, resume
 
 
 def new_run(runs: Path, job: str | None, script: Path) -> Path:

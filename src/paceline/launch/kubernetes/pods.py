@@ -151,14 +151,14 @@ def mpi_command(job: KubernetesJob) -> list[str]:
 def ray_entrypoint(job: KubernetesJob) -> str:
     """Return the command of a Ray cluster's head, as a line for a shell."""
     size = ["-j", f"{job.nodes}x{job.ranks_per_node}"]
-    command = [*_run(job), "--on", "ray", "--ray-address", "auto", *size, *job.command]
-    return shlex.join(command)
+    # RAY_ADDRESS: of the cluster that this head is in, and not of one for this job alone.
+    return shlex.join(["env", "RAY_ADDRESS=auto", *_run(job), "--on", "ray", *size, *job.command])
 
 
 def _run(job: KubernetesJob) -> list[str]:
     command = ["paceline", "run", "--runs", job.runs, "--job", job.name, "--resume-or-start", "--plan", job.plan.line()]
     default = Plan()
-    for name in ("transport", "compression", "bucket_bytes", "checkpoint_every", "keep"):  # not of the plan's line
+    for name in ("checkpoint_every", "keep"):  # not of the plan's line
         if getattr(job.plan, name) != getattr(default, name):
             command += [f"--{name.replace('_', '-')}", str(getattr(job.plan, name))]
     return command

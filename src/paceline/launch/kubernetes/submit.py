@@ -66,7 +66,11 @@ def check(manifests: Sequence[Manifest]) -> None:
     """
     are_manifests = all(isinstance(manifest, dict) for manifest in manifests)
     if not are_manifests or not job_manifests(manifests):
-        raise UsageError("can't check the manifests", "no job is among them", "name a file that `paceline run` printed")
+        raise UsageError(
+            "can't check the manifests",
+            "no job is among them",
+            "name a file that `paceline submit kubernetes --dry-run` printed",
+        )
     try:
         sets = pod_sets(manifests)
         problems = [*_shape_problems(manifests, sets), *_plan_problems(manifests, sets), *gangs.problems(manifests)]

@@ -1,0 +1,106 @@
+"""Flags that several commands have: those of the plan, and those of a job's start."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from paceline.launch.plan_choice import PlanRequest
+from paceline.nouns.plan import Plan
+from paceline.run.directory import RunChoice
+
+RUNS = Path("runs")
+OWN_ARGUMENTS = "arguments of FILE, after `--` if flags clash"
+
+
+class OneLineHelp(argparse.RawDescriptionHelpFormatter):
+    """argparse's help, with a flag and what it does on one line where they fit."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=32)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings or action.nargs == 0:
+            return super()._format_action_invocation(action)
+        value = self._format_args(action, str(action.metavar or action.dest.upper()))
+        return f"{', '.join(action.option_strings)} {value}"  # and not the value after each of them
+
+
+def print_notice(text: str) -> None:
+    """Print what people should know on standard error."""
+    print(text, file=sys.stderr)
+
+
+def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that decide a plan."""
+    parser.add_argument("-n", type=int, metavar="N", help="ranks (default: as many as --plan has, or 1)")
+    parser.add_argument(
+        "--plan",
+        metavar="PLAN",
+        help="axes and options, such as tensor=2, or replicate=2,compression=bf16; or a plan.json",
+    )
+
+
+def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments about a job's checkpoints."""
+    default = Plan()
+    parser.add_argument(
+        "--checkpoint-every",
+        type=int,
+        metavar="STEPS",
+        help=f"between saves; 0: at the end (default {default.checkpoint_every})",
+    )
+    parser.add_argument("--keep", type=int, metavar="K", help=f"checkpoints that stay (default {default.keep})")
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments about the run directory."""
+    parser.add_argument("--job", metavar="NAME", help="of the run (default: the file's and the time)")
+    parser.add_argument("--runs", type=Path, default=RUNS, metavar="DIR", help="where runs are kept (default runs)")
+    parser.add_argument("--resume", action="store_true", help="go on with --job, or with this file's last run")
+    parser.add_argument("--resume-or-start", action="store_true", help="go on with --job if there is one, or start it")
+
+
+def add_place_arguments(parser: argparse._ActionsContainer) -> None:
+    """Add the arguments about a job's ranks, wherever they start."""
+    parser.add_argument("-j", metavar="NODESxRANKS", dest="shape", help="hosts and ranks on each, such as 2x8")
+    parser.add_argument(
+        "-x", "--env", metavar="NAME[=VALUE]", action="append", default=[], help="variable for the ranks; may repeat"
+    )
+
+
+def add_cluster_argument(parser: argparse._ActionsContainer) -> None:
+    """Add --cluster."""
+    parser.add_argument("--cluster", type=Path, metavar="FILE", help="settings of what starts the ranks (TOML)")
+
+
+def add_file(parser: argparse.ArgumentParser, help: str = "the Python file that declares the workload") -> None:
+    """Add FILE, and what stands after it."""
+    parser.add_argument("workload", metavar="FILE", help=help)
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help=OWN_ARGUMENTS)
+
+
+def plan_request(arguments: argparse.Namespace, ranks: int | None = None) -> PlanRequest:
+    """Make the plan's request.
+
+    Args:
+        arguments: of the command.
+        ranks: in place of -n.
+    """
+    return PlanRequest(
+        ranks=arguments.n if ranks is None else ranks,
+        text=arguments.plan or "",
+        checkpoint_every=getattr(arguments, "checkpoint_every", None),  # not every command has it
+        keep=getattr(arguments, "keep", None),
+    )
+
+
+def run_choice(arguments: argparse.Namespace) -> RunChoice:
+    """Make the run directory's request."""
+    return RunChoice(
+        runs=arguments.runs,
+        job=arguments.job,
+        resume=arguments.resume,
+        resume_or_start=arguments.resume_or_start,
+    )

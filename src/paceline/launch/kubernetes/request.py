@@ -1,0 +1,158 @@
+"""What `paceline submit kubernetes` is asked for, and the job that it makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline.launch.command import is_secret, own_arguments
+from paceline.launch.host_choice import Shape
+from paceline.launch.kubernetes.job import KubernetesJob
+from paceline.launch.plan_choice import PlanRequest, choose_plan
+from paceline.nouns.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KubernetesOptions:
+    """The settings of a job on Kubernetes, by the names of their flags; see `KubernetesJob`."""
+
+    image: str
+    kind: str
+    gang: str
+    cpu: str
+    memory: str
+    shm: str
+    server_cpu: str
+    server_memory: str
+    queue: str
+    namespace: str
+    runs_claim: str
+    service_account: str
+    priority_class: str
+    runtime: str
+    scheduler: str
+    gpus: int
+    accelerator: str
+    max_restarts: int
+    placeholder_timeout: int
+    pod_group_api: str
+    user: int
+    context: str
+    node_selector: Sequence[str]
+    toleration: Sequence[str]
+    image_pull_secret: Sequence[str]
+    egress: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KubernetesRequest:
+    """A job to send to Kubernetes.
+
+    Args:
+        file, arguments: the user's, inside the image.
+        plan: that is asked for.
+        options: of the manifests.
+        given: options that are not the default: how errors call them.
+        job: its name; None: the file's.
+        shape: nodes, and ranks on each; None: one node.
+        environment: variables for the ranks.
+    """
+
+    file: str
+    arguments: tuple[str, ...]
+    plan: PlanRequest
+    options: KubernetesOptions
+    given: Mapping[str, str]
+    job: str | None = None
+    shape: Shape | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def kubernetes_job(request: KubernetesRequest, notice: Callable[[str], None]) -> KubernetesJob:
+    """Return the job that is asked for.
+
+    Raises:
+        UsageError: the request leaves out what a cluster must know, or contradicts itself.
+        PlanError, MeshError: the plan can't be, or does not fit the nodes.
+    """
+    plan = choose_plan(request.plan, notice)
+    options = request.options
+    for name in ("server_cpu", "server_memory"):
+        if name in request.given and not plan.server:
+            fix = "add server=2 to the plan, or leave it out"
+            raise UsageError(f"{request.given[name]} does not apply", "the plan has no servers", fix)
+    for name, value in (("image", options.image), ("cpu", options.cpu), ("memory", options.memory)):
+        if not value:
+            fix = f"write --{name}, or {name} under [kubernetes] in the cluster file; see docs/kubernetes.md"
+            raise UsageError("can't make a job for Kubernetes", f"--{name} is not given", fix)
+    for name in request.environment:
+        if is_secret(name):
+            raise UsageError(
+                f"can't pass -x {name} to Kubernetes",
+                "a manifest is plain text",
+                "put it into a Secret of the cluster's",
+            )
+    shape = request.shape or Shape(1, plan.world_size)
+    name_of_file = Path(request.file).stem.replace("_", "-").lower()  # Kubernetes' names have no underscore
+    return KubernetesJob(
+        name=request.job or name_of_file,
+        command=[request.file, *own_arguments(request.arguments)],
+        plan=plan,
+        nodes=shape.nodes,
+        ranks_per_node=shape.ranks_per_node,
+        environment=dict(request.environment),
+        **_fields(options),
+    )
+
+
+def _fields(options: KubernetesOptions) -> dict[str, Any]:
+    """Return the fields of `KubernetesJob` that are options."""
+    return {
+        "image": options.image,
+        "kind": options.kind,
+        "gang": options.gang,
+        "cpu": options.cpu,
+        "memory": options.memory,
+        "shm": options.shm,
+        "server_cpu": options.server_cpu,
+        "server_memory": options.server_memory,
+        "queue": options.queue,
+        "namespace": options.namespace,
+        "runs_claim": options.runs_claim,
+        "service_account": options.service_account,
+        "priority_class": options.priority_class,
+        "runtime": options.runtime,
+        "scheduler": options.scheduler,
+        "accelerators": options.gpus,
+        "accelerator": options.accelerator,
+        "max_restarts": options.max_restarts,
+        "placeholder_timeout_s": options.placeholder_timeout,
+        "pod_group_api": options.pod_group_api,
+        "user": options.user,
+        "node_selector": _pairs(options.node_selector),
+        "tolerations": [_toleration(text) for text in options.toleration],
+        "image_pull_secrets": list(options.image_pull_secret),
+        "egress": list(options.egress),
+    }
+
+
+def _pairs(texts: Sequence[str]) -> Mapping[str, str]:
+    for text in texts:
+        if not text.partition("=")[2]:
+            raise UsageError(f"--node-selector {text}", "it is not KEY=VALUE", "write such as --node-selector pool=gpu")
+    return dict(text.split("=", 1) for text in texts)
+
+
+def _toleration(text: str) -> dict[str, Any]:
+    key, _, effect = text.partition(":")
+    key, equals, value = key.partition("=")
+    if not key:
+        raise UsageError(f"--toleration {text}", "it has no key", "write such as --toleration gpu=yes:NoSchedule")
+    toleration = {"key": key, "operator": "Equal" if equals else "Exists"}
+    if equals:
+        toleration["value"] = value
+    if effect:
+        toleration["effect"] = effect
+    return toleration

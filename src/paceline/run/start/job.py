@@ -1,0 +1,178 @@
+"""Start the job that a request asks for, or be a part of it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from paceline.launch.hosts import Host
+from paceline.launch.plan_choice import choose_plan
+from paceline.launch.ssh import check_ssh
+from paceline.launch.workload_file import WorkloadFile, read_workload_file
+from paceline.nouns.errors import PacelineError, UsageError
+from paceline.nouns.plan import Plan
+from paceline.rendezvous.launcher_env import LauncherPosition
+from paceline.run import directory
+from paceline.run.request import ELASTIC, RunRequest
+from paceline.run.start.backends import assignments_of, check_hosts, check_programs, dry_run, fleet_options
+from paceline.run.start.node import run_node
+from paceline.run.start.outcome import JobEnd, Outcome
+from paceline.run.start.rank import become_rank
+from paceline.run.supervise.elastic import Elastic, script_hosts
+from paceline.run.supervise.fleet import end_watch
+from paceline.run.supervise.job import run_job
+from paceline.run.supervise.membership import Rules
+from paceline.run.supervise.progress import Screen
+from paceline.run.supervise.supervisor import JobRequest
+
+Notice = Callable[[str], None]
+
+
+def start(request: RunRequest, outcome: Outcome, notice: Notice) -> None:
+    """Do what is asked for, and write into `outcome` what has become of it.
+
+    Args:
+        request: a job, or a part of one.
+        outcome: filled in as soon as it is known.
+        notice: told what people should know before the job starts.
+
+    Raises:
+        PacelineError: the request can't be met.
+    """
+    if isinstance(request.launcher, LauncherPosition):
+        become_rank(request, request.launcher, notice)
+    elif request.launcher is not None:
+        run_node(request, request.launcher, outcome, notice)
+    elif request.place == ELASTIC:
+        _run_elastic(request, outcome, notice)
+    else:
+        _run_fixed(request, outcome, notice)
+
+
+def screen_of(request: RunRequest) -> Screen:
+    """Return what shows the job; with --json standard output has the result alone."""
+    return Screen(sys.stderr if request.is_json else sys.stdout, sys.stderr)
+
+
+def _run_fixed(request: RunRequest, outcome: Outcome, notice: Notice) -> None:
+    """Run the job on hosts that stay."""
+    plan = choose_plan(request.plan, notice)
+    check_hosts(request, plan, notice)
+    file = read_workload_file(request.file, plan.data_size)
+    if request.is_dry_run:
+        name = request.run.job or directory.new_name(file.path)
+        outcome.dry_run = dry_run(request, plan, request.run.runs / name, file.path)
+        return
+    check_programs(request, plan)  # before the run directory is made
+    screen = screen_of(request)
+    if request.place == "local" and plan.world_size > (os.cpu_count() or 1):
+        screen.say(f"paceline: {plan.world_size} ranks share {os.cpu_count()} cores: they will take turns")
+    job = _job_request(request, plan, file, screen)
+    try:
+        ending, progress, result = run_job(plan, job, screen)
+        outcome.end = JobEnd(job.run_dir, ending, progress, result)
+    except PacelineError:
+        directory.remove_unbegun(job.run_dir)
+        raise
+    finally:  # the certificates for `paceline server top`, also when the job failed
+        if job.assignments and job.servers:
+            end_watch(job.run_dir)
+
+
+def _job_request(request: RunRequest, plan: Plan, file: WorkloadFile, screen: Screen) -> JobRequest:
+    """Make or find the run directory, reach the hosts, and return the job to supervise."""
+    folder, resume = directory.choose_run(request.run, file.path, lambda text: screen.say(f"paceline: {text}"))
+    try:
+        assignments = assignments_of(request, plan, folder, file.path)
+    except BaseException:  # Ctrl-C too: a run that did not begin leaves no folder, and its name stays free
+        directory.remove_unbegun(folder)
+        raise
+    return JobRequest(
+        file.path,
+        request.arguments,
+        plan.world_size,
+        folder,
+        resume,
+        file.imports,
+        request.grace_s,
+        servers=plan.server,
+        assignments=assignments,
+        # Elsewhere the variables are in what starts the ranks.
+        environment=dict(request.environment) if request.place == "local" else {},
+        stall_notice_s=request.stall_notice_s,
+    )
+
+
+def _run_elastic(request: RunRequest, outcome: Outcome, notice: Notice) -> None:
+    """Run the job on the hosts that there are, generation after generation."""
+    rules, discover = elastic_rules(request)
+    plan = choose_plan(request.plan, notice, grows=True)
+    if plan.server:
+        raise UsageError(
+            "can't move parameter servers between hosts that come and go",
+            "they stay where they are",
+            "leave server out",
+        )
+    file = read_workload_file(request.file, 1)  # how many ranks there are is only known in each generation
+    check_ssh(request.ssh)
+    now = ", ".join(host.name for host in discover())  # asked before anything is written, too
+    if request.is_dry_run:
+        outcome.dry_run = f"# between {rules.least} and {rules.most} hosts; now: {now}"
+        return
+    screen = screen_of(request)
+    folder, _ = directory.choose_run(request.run, file.path, lambda text: screen.say(f"paceline: {text}"))
+    job = JobRequest(
+        file.path,
+        request.arguments,
+        plan.world_size,
+        folder,
+        preload=file.imports,
+        grace_s=request.grace_s,
+        stall_notice_s=request.stall_notice_s,
+    )
+    elastic = Elastic(rules, discover, fleet_options(request), plan, job, screen)
+    try:
+        ending, progress, result = elastic.run()
+        outcome.end = JobEnd(folder, ending, progress, result)
+    except BaseException:
+        directory.remove_unbegun(folder)
+        raise
+
+
+def elastic_rules(request: RunRequest) -> tuple[Rules, Callable[[], Sequence[Host]]]:
+    """Return how many hosts the job wants, and what tells which there are.
+
+    Raises:
+        UsageError: the numbers contradict each other, or nothing names hosts.
+    """
+    hosts = request.hosts
+    limits = request.limits
+    if hosts and limits.script:
+        raise UsageError(
+            "the job's hosts should be named once", "they are named, and there is a script", "leave one out"
+        )
+    if not hosts and limits.script is None:
+        raise UsageError(
+            "--min-hosts and --max-hosts need hosts",
+            "no host is named",
+            "write -H, --hostfile or --host-discovery-script",
+        )
+    if request.plan.ranks is not None or request.shape is not None:
+        raise UsageError(
+            "-n and -j do not apply to hosts that come and go", "the ranks are as many as their slots", "leave it out"
+        )
+    least = 1 if limits.least is None else limits.least
+    most = limits.most
+    if most is None:
+        most = max(least, len(hosts) or sys.maxsize)  # a script may name any number of hosts
+    if not 1 <= least <= most:
+        raise UsageError(
+            "--min-hosts should be at least 1 and not above --max-hosts",
+            f"they are {least} and {most}",
+            "let 1 <= min <= max",
+        )
+    rules = Rules(least, most)
+    if limits.script is None:
+        return rules, lambda: hosts
+    return rules, script_hosts(limits.script)

@@ -1,0 +1,125 @@
+"""Send a job to Slurm."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from paceline.launch.command import RankCommand
+from paceline.launch.host_choice import Shape
+from paceline.launch.plan_choice import PlanRequest, choose_plan
+from paceline.launch.slurm import SlurmOptions, check_sbatch, sbatch_script, submit
+from paceline.launch.workload_file import read_workload_file
+from paceline.nouns.plan import Plan
+from paceline.run import directory
+from paceline.run.directory import RunChoice
+from paceline.run.start.backends import no_servers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlurmRequest:
+    """A job to send to Slurm.
+
+    Args:
+        file, arguments: the user's.
+        plan, run: the plan and the run directory that are asked for.
+        options: of the sbatch script.
+        shape: nodes, and ranks on each; None: one node.
+        environment: variables for the ranks.
+        interface: for torch's sockets; "": the one that leads to the other hosts.
+        python: on each node.
+    """
+
+    file: str
+    arguments: tuple[str, ...]
+    plan: PlanRequest
+    run: RunChoice
+    options: SlurmOptions
+    shape: Shape | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    interface: str = ""
+    python: str = sys.executable
+
+
+@dataclass(frozen=True, slots=True)
+class SlurmJob:
+    """A job that Slurm has taken.
+
+    Args:
+        number: Slurm's.
+        run_dir: of the job.
+    """
+
+    number: str
+    run_dir: Path
+
+    @property
+    def log(self) -> Path:
+        """The file that Slurm writes the job's output to."""
+        return self.run_dir / f"slurm-{self.number}.log"
+
+
+def slurm_script(request: SlurmRequest, notice: Callable[[str], None]) -> str:
+    """Return the sbatch script that would be sent.
+
+    Raises:
+        PacelineError: the request can't be met.
+    """
+    plan, script = _checked(request, notice)
+    name = request.run.job or directory.new_name(script)
+    return _render(request, plan, request.run.runs / name, script)
+
+
+def send_to_slurm(request: SlurmRequest, notice: Callable[[str], None]) -> SlurmJob:
+    """Make the run directory, and hand the job to Slurm.
+
+    Raises:
+        PacelineError: the request can't be met, there is no Slurm here, or it refuses.
+    """
+    plan, script = _checked(request, notice)
+    # What can't be written is refused before there is a folder; without a job's name that is the file's.
+    _render(request, plan, request.run.runs / (request.run.job or script.stem), script)
+    check_sbatch(request.options)
+    folder, _ = directory.choose_run(request.run, script, lambda text: notice(f"paceline: {text}"))
+    try:
+        directory.write_start(folder, plan, script, request.arguments)
+        environment = {**os.environ, **_environment(request)}
+        number = submit(_render(request, plan, folder, script), request.options, environment)
+    except BaseException:  # Ctrl-C too: a job that was not sent leaves no folder, and its name stays free
+        directory.remove_unbegun(folder)
+        raise
+    return SlurmJob(number, folder)
+
+
+def _checked(request: SlurmRequest, notice: Callable[[str], None]) -> tuple[Plan, Path]:
+    """Return the plan, and the path of the workload file."""
+    plan = choose_plan(request.plan, notice)
+    if plan.server:
+        raise no_servers("under Slurm")
+    return plan, read_workload_file(request.file, plan.data_size).path
+
+
+def _environment(request: SlurmRequest) -> dict[str, str]:
+    environment = dict(request.environment)
+    if request.interface:
+        environment["PACELINE_INTERFACE"] = request.interface
+    return environment
+
+
+def _render(request: SlurmRequest, plan: Plan, run_dir: Path, file: Path) -> str:
+    shape = request.shape or Shape(1, plan.world_size)
+    rank = RankCommand(
+        file,
+        request.arguments,
+        plan,
+        run_dir.parent,
+        run_dir.name,
+        nodes=shape.nodes,
+        ranks_per_node=shape.ranks_per_node,
+        environment=_environment(request),
+        python=request.python,
+    )
+    return sbatch_script(rank, request.options)
