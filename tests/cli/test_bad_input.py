@@ -141,7 +141,7 @@ def test_a_plan_with_an_unknown_key_is_refused(tmp_path, monkeypatch, capsys):
     [
         ("folder", "the plan folder\n  found: it is a folder"),
         ("nosuch", "'nosuch'"),
-        ("nosuch,mode=sync", "no axis or option 'nosuch'"),
+        ("nosuch,mode=sync", "'nosuch,mode=sync'"),
     ],
 )
 def test_an_error_quotes_the_plan_that_was_written(tmp_path, monkeypatch, capsys, plan, said, ranks):

@@ -13,7 +13,7 @@ from typing import Any
 
 from paceline.nouns import module_names
 from paceline.nouns.errors import ReadError, WorkloadError, last_error_of
-from paceline.nouns.mesh import Mesh
+from paceline.nouns.mesh import AXES, Mesh
 from paceline.nouns.plan import Plan
 from paceline.nouns.profile import Profile
 from paceline.nouns.reading import COUNT, parse_json
@@ -52,7 +52,7 @@ def ranks_to_profile(plan: Plan) -> list[int]:
     ranks = []
     for rank in range(mesh.world_size):
         coordinate = mesh.coordinate(rank)
-        if not any(coordinate[axis] for axis in ("replicate", "shard", "tensor")):
+        if not any(coordinate[axis] for axis in AXES if axis != "pipeline"):
             ranks.append(rank)
     return ranks
 

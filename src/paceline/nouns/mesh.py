@@ -14,10 +14,49 @@ from dataclasses import dataclass
 from paceline.nouns.errors import MeshError, did_you_mean
 from paceline.nouns.reading import parse_whole, shown
 
-AXES = ("pipeline", "replicate", "shard", "tensor")
-SHORT = {"dp": "replicate", "fsdp": "shard", "tp": "tensor", "pp": "pipeline"}
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """What an axis does to a job: whatever depends on the kind of an axis asks this table.
+
+    Attributes:
+        name: in plans, and of the strategy in `parallel/`.
+        short: the field's short word, which plans may use too.
+        splits_batch: its ranks see different samples.
+        cuts_parameters: its ranks hold pieces of the same parameters.
+        spreads_parameters: its ranks hold different elements, cut or not: the gradient's norm is a sum over it.
+        runs_graphs: the model runs as captured graphs, not by its own code.
+        sums_gradients_by: the collective by which gradients become those of all its ranks.
+    """
+
+    name: str
+    short: str
+    splits_batch: bool
+    cuts_parameters: bool
+    spreads_parameters: bool
+    runs_graphs: bool
+    sums_gradients_by: str
+
+
+# Outermost first. docs/extending.md says what else a new axis needs.
+AXIS_TABLE = (
+    Axis("pipeline", "pp", False, cuts_parameters=False, spreads_parameters=True, runs_graphs=True,
+         sums_gradients_by="send"),
+    Axis("replicate", "dp", True, cuts_parameters=False, spreads_parameters=False, runs_graphs=False,
+         sums_gradients_by="all_reduce"),
+    Axis("shard", "fsdp", True, cuts_parameters=True, spreads_parameters=True, runs_graphs=False,
+         sums_gradients_by="reduce_scatter"),
+    Axis("tensor", "tp", False, cuts_parameters=True, spreads_parameters=True, runs_graphs=True,
+         sums_gradients_by="all_reduce"),
+)  # fmt: skip
+AXES = tuple(axis.name for axis in AXIS_TABLE)
+SHORT = {axis.short: axis.name for axis in AXIS_TABLE}
 MOST_RANKS = 1_000_000  # more is a slip, and must not fill the memory
-DATA_AXES = ("replicate", "shard")  # along these the batch is split; ranks along the others see the same samples
+DATA_AXES = tuple(axis.name for axis in AXIS_TABLE if axis.splits_batch)
+# Innermost first: where several axes cut a parameter, the innermost has cut it first.
+CUTTING_AXES = tuple(axis.name for axis in reversed(AXIS_TABLE) if axis.cuts_parameters)
+SPREADING_AXES = tuple(axis.name for axis in reversed(AXIS_TABLE) if axis.spreads_parameters)
+GRAPH_AXES = tuple(axis.name for axis in reversed(AXIS_TABLE) if axis.runs_graphs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +92,10 @@ class Mesh:
     def world_size(self) -> int:
         """Ranks that the mesh covers: the product of its sizes."""
         return math.prod(self.sizes)
+
+    def used(self, axes: Sequence[str] = AXES) -> list[str]:
+        """Return those of `axes` that have more than one rank, in their order."""
+        return [axis for axis in axes if self.size(axis) > 1]
 
     def size(self, axis: str) -> int:
         """Return the number of ranks along `axis`."""

@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.nouns.errors import PlanError
-from paceline.nouns.mesh import Mesh
-
-SPLIT = ("tensor", "pipeline")  # the axes under which the model runs as graphs, not as its own code
+from paceline.nouns.mesh import GRAPH_AXES, Mesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +90,7 @@ def _without_axis(name: str, value: Any, scope: Scope) -> PlanError:
 
 def _check_beside_split(name: str, value: Any, mesh: Mesh) -> None:
     """Raise PlanError where tensor or pipeline leaves an option of `shard` without effect."""
-    beside = [axis for axis in SPLIT if mesh.size(axis) > 1]
+    beside = mesh.used(GRAPH_AXES)
     scope = SCOPES[name]
     if not beside:
         return

@@ -24,7 +24,7 @@ import torch
 
 from paceline.comm.collectives import AxisComm, open_axes, open_product
 from paceline.comm.ledger import Ledger
-from paceline.nouns.mesh import AXES, Mesh
+from paceline.nouns.mesh import AXES, DATA_AXES, SPREADING_AXES, Mesh
 from paceline.nouns.plan import Plan
 from paceline.nouns.shard_spec import LocalShard
 from paceline.nouns.workload import Workload
@@ -164,10 +164,7 @@ class Parallel:
 
     def gradient_norm(self) -> torch.Tensor:
         """Return the norm of the whole gradient, the same on every rank."""
-        comms = []  # over which parts of parameters are spread
-        for axis in ("tensor", "shard", "pipeline"):
-            if self.mesh.size(axis) > 1:
-                comms.append(self.comms.axes[axis])
+        comms = [self.comms.axes[axis] for axis in self.mesh.used(SPREADING_AXES)]
         return global_norm(self.placed.updated().values(), self.placed.counted(), comms)
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
@@ -208,8 +205,8 @@ def strategy_of(plan: Plan) -> type[Parallel]:
 def open_comms(mesh: Mesh, rank: int, ledger: Ledger) -> Comms:
     """Open the process groups of `mesh` for this rank. Every rank must call this."""
     axes = open_axes(mesh, rank, ledger)
-    data = open_product("data", ["replicate", "shard"], axes, mesh, rank)
+    data = open_product("data", list(DATA_AXES), axes, mesh, rank)
     step = data
-    if mesh.size("tensor") * mesh.size("pipeline") > 1:
+    if set(mesh.used()) - set(DATA_AXES):  # some ranks see the same samples
         step = open_product("step", list(AXES), axes, mesh, rank)
     return Comms(axes, data, step)

@@ -35,11 +35,9 @@ import torch
 from paceline.checkpoint.manifest import OPTIMIZER
 from paceline.comm.collectives import AxisComm
 from paceline.comm.fully_shard import local
-from paceline.nouns.mesh import Mesh
+from paceline.nouns.mesh import CUTTING_AXES, Mesh
 from paceline.nouns.shard_spec import Cut, LocalShard, ShardSpec
 from paceline.parallel.shard.local_optimizer_step import rows_of, stand_ins
-
-CUTTING_AXES = ("tensor", "shard")  # outermost cut first: `shard` keeps rows of what `tensor` has left
 
 Shape = tuple[int, ...]
 Key = tuple[str, bool]  # a parameter's name, and whether it is its gradient

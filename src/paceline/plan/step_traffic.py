@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.nouns.mesh import Mesh
+from paceline.nouns.mesh import DATA_AXES, SPREADING_AXES, Mesh
 from paceline.nouns.plan import Plan
 from paceline.nouns.shard_spec import chunk_range
 from paceline.plan.traffic import (
@@ -53,9 +53,8 @@ def step_traffic(
     # One small sum over all ranks: loss, weight, flags (docs/design.md, "One small all_reduce").
     common = [Traffic("all_reduce", _step_axis(mesh), 1, sums_bytes(mesh.world_size, buffers))]
     if model["clips"]:  # the norm is summed over the axes that split gradients: one float64 each
-        for axis in ("tensor", "shard", "pipeline"):
-            if mesh.size(axis) > 1:
-                common.append(Traffic("all_reduce", axis, 1, 8))
+        for axis in mesh.used(SPREADING_AXES):
+            common.append(Traffic("all_reduce", axis, 1, 8))
     at = {"shard": shard_rank, "tensor": tensor_rank}
     if "shards" in model:
         return _sharded(plan, mesh, model, common, at)
@@ -130,9 +129,9 @@ def _rows_of(tensors: list[TensorFacts], ranks: int, rank: int) -> list[TensorFa
 
 def _step_axis(mesh: Mesh) -> str:
     """Return the name of the group of all ranks: the axis in use, or what several are called together."""
-    used = [axis for axis in ("replicate", "shard", "tensor", "pipeline") if mesh.size(axis) > 1]
+    used = mesh.used()
     if len(used) == 1:
         return used[0]
-    if set(used) <= {"replicate", "shard"}:
+    if set(used) <= set(DATA_AXES):
         return "data"
     return "step"

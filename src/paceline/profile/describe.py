@@ -14,10 +14,11 @@ from typing import Any
 import torch
 
 from paceline.nouns.errors import PacelineError
-from paceline.nouns.mesh import Mesh
+from paceline.nouns.mesh import GRAPH_AXES, Mesh
 from paceline.nouns.plan import Plan
 from paceline.nouns.workload import Workload
 from paceline.parallel.replicate.strategy import sparse_names
+from paceline.profile.describe_servers import describe_servers
 from paceline.train.data import no_data
 from paceline.train.find_workload import find_workload
 
@@ -78,9 +79,8 @@ def describe(workload: Workload, plan: Plan | None = None, tensor_rank: int = 0,
         "clips": workload.clip_norm is not None,
         "batch_norms": batch_norms,
     }
-    if plan is not None and plan.server:
-        description["ranges"] = _ranges(workload, model, plan.server)
-    if plan is not None and mesh.size("tensor") * mesh.size("pipeline") > 1:
+    description |= describe_servers(workload, model, plan)
+    if plan is not None and mesh.used(GRAPH_AXES):
         from paceline.profile.describe_split import describe_split
 
         description["split"], description["whole"] = describe_split(workload, plan, tensor_rank, data_part)
@@ -89,14 +89,6 @@ def describe(workload: Workload, plan: Plan | None = None, tensor_rank: int = 0,
 
         description["shards"], description["whole"] = describe_shards(workload, plan)
     return description
-
-
-def _ranges(workload: Workload, model: torch.nn.Module, servers: int) -> list[list[int]]:
-    """Return the bytes of each segment, by the range of parameters that a server keeps."""
-    from paceline.server.handle import laid_out
-
-    _, layout, *_ = laid_out(model, workload.optimizer(model), 0)
-    return [[segment.nbytes for segment in segments] for segments in layout.ranges(servers)]
 
 
 def made_without_values(workload: Workload) -> torch.nn.Module:

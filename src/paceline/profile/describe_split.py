@@ -18,7 +18,7 @@ from paceline.graph.layout import choose_layout
 from paceline.graph.placement import Split
 from paceline.graph.sharding_strategies import operations
 from paceline.graph.stages import assign_stages
-from paceline.nouns.mesh import AXES, Mesh
+from paceline.nouns.mesh import AXES, CUTTING_AXES, Mesh
 from paceline.nouns.plan import Plan
 from paceline.nouns.shard_spec import Cut
 from paceline.nouns.workload import Workload
@@ -121,7 +121,7 @@ def _updated_whole(workload: Workload, model: torch.nn.Module, mesh: Mesh) -> se
     Raises:
         PlanError: it can't be used where axes cut parameters.
     """
-    axes = [axis for axis in ("shard", "tensor") if mesh.size(axis) > 1]
+    axes = mesh.used(CUTTING_AXES)[::-1]
     if not axes:
         return set()
     defer_compiler_import()

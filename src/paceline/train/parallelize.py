@@ -17,7 +17,7 @@ import torch
 from paceline.comm.batch_norm import SharedStatistics, share_statistics
 from paceline.comm.collectives import AxisComm
 from paceline.nouns.errors import PlanError, WorkloadError
-from paceline.nouns.mesh import Mesh
+from paceline.nouns.mesh import GRAPH_AXES, Mesh
 from paceline.nouns.plan import Plan
 from paceline.nouns.schedule import STAGES_PER_RANK
 from paceline.nouns.workload import Workload
@@ -52,7 +52,7 @@ def parallelize_model(
     autocast = functools.partial(
         torch.autocast, device.type, dtype=torch.bfloat16, enabled=workload.precision == "bf16"
     )
-    is_split = mesh.size("tensor") > 1 or mesh.size("pipeline") > 1
+    is_split = bool(mesh.used(GRAPH_AXES))
     # Before tensors are made: the setting holds for blocks that are allocated after it.
     if is_split or mesh.size("shard") > 1:
         _return_freed_memory()

@@ -15,7 +15,7 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 from paceline.checkpoint.manifest import CHECKPOINTS, MANIFEST, remove_partial_in, try_writing
 from paceline.comm.collectives import AxisComm
 from paceline.nouns.errors import CheckpointError, PeerLostError, PlanError, WorkloadError, how_to_write
-from paceline.nouns.mesh import Mesh
+from paceline.nouns.mesh import CUTTING_AXES, GRAPH_AXES, Mesh
 from paceline.nouns.plan import Plan
 from paceline.nouns.reading import read_text
 from paceline.nouns.workload import Workload
@@ -188,7 +188,7 @@ def keep_own(optimizer: torch.optim.Optimizer, mesh: Mesh, placed: ModelAdapter)
         WorkloadError: it is made of others, and a checkpoint would not find their state.
     """
     check_parts(optimizer, mesh)
-    cutting_axes = [axis for axis in ("shard", "tensor") if mesh.size(axis) > 1]
+    cutting_axes = mesh.used(CUTTING_AXES)[::-1]
     if cutting_axes:
         from paceline.parallel.elementwise import find_whole_parameters
 
@@ -334,9 +334,8 @@ def check_plan_without_data(workload: Workload, plan: Plan, mesh: Mesh) -> None:
     if workload.data is not None:
         return
     needs = {}
-    for axis in ("tensor", "pipeline"):
-        if mesh.size(axis) > 1:
-            needs[axis] = "splits the model by what the loss does to a batch"
+    for axis in mesh.used(GRAPH_AXES):
+        needs[axis] = "splits the model by what the loss does to a batch"
     needs.update(strategy_of(plan).why_samples)
     if needs:
         name, reason = next(iter(needs.items()))

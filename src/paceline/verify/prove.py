@@ -295,14 +295,19 @@ def other_plans(plan: Plan) -> list[Plan]:
     return plans
 
 
+# By `Plan.strategy`.
+_NOT_VERIFIED = {
+    "servers": (
+        "its workers need servers, and verify does not start any yet",
+        "verify the workload with replicate; under mode=sync servers end with the same bits as one process",
+    ),
+}
+
+
 def check_plan(plan: Plan) -> None:
     """Raise PlanError for a plan that promises no equality, or is no mesh of ranks."""
-    if plan.server:
-        raise PlanError(
-            f"can't verify server={plan.server}",
-            "its workers need servers, and verify does not start any yet",
-            "verify the workload with replicate; under mode=sync servers end with the same bits as one process",
-        )
+    if plan.strategy in _NOT_VERIFIED:
+        raise PlanError(f"can't verify {plan.line()}", *_NOT_VERIFIED[plan.strategy])
     if plan.compression != "none":
         raise PlanError(
             f"can't verify compression={plan.compression}",

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from paceline.nouns.errors import UsageError
 from paceline.nouns.plan import Plan
 
 if TYPE_CHECKING:
@@ -94,6 +95,19 @@ def worker_pod(job: KubernetesJob, head: str) -> Manifest:
         }
         environment = [{"name": name, "value": value} for name, value in rendezvous.items()]
     return pod(job, WORKER, run_command(job), environment)
+
+
+def check_pods_of_servers(plan: Plan, given: Mapping[str, str]) -> None:
+    """Raise UsageError for options of servers' pods under a plan without servers.
+
+    Args:
+        plan: with or without servers.
+        given: the options that are not the default, and how errors call them.
+    """
+    for name in ("server_cpu", "server_memory"):
+        if name in given and not plan.server:
+            fix = "add server=2 to the plan, or leave it out"
+            raise UsageError(f"{given[name]} does not apply", "the plan has no servers", fix)
 
 
 def server_pods(job: KubernetesJob, coordinator: str) -> tuple[Manifest, Manifest]:

@@ -10,6 +10,7 @@ from typing import Any
 from paceline.launch.command import is_secret, own_arguments
 from paceline.launch.host_choice import Shape
 from paceline.launch.kubernetes.job import KubernetesJob
+from paceline.launch.kubernetes.pods import check_pods_of_servers
 from paceline.launch.plan_choice import PlanRequest, choose_plan
 from paceline.nouns.errors import UsageError
 
@@ -79,10 +80,7 @@ def kubernetes_job(request: KubernetesRequest, notice: Callable[[str], None]) ->
     """
     plan = choose_plan(request.plan, notice)
     options = request.options
-    for name in ("server_cpu", "server_memory"):
-        if name in request.given and not plan.server:
-            fix = "add server=2 to the plan, or leave it out"
-            raise UsageError(f"{request.given[name]} does not apply", "the plan has no servers", fix)
+    check_pods_of_servers(plan, request.given)
     for name, value in (("image", options.image), ("cpu", options.cpu), ("memory", options.memory)):
         if not value:
             fix = f"write --{name}, or {name} under [kubernetes] in the cluster file; see docs/kubernetes.md"

@@ -20,13 +20,12 @@ from paceline.nouns import module_names
 from paceline.nouns.errors import UsageError
 from paceline.nouns.plan import Plan
 from paceline.run.request import RunRequest
+from paceline.run.start.servers import check_server_credentials, check_servers
 from paceline.run.supervise.command_backend import STOP, CommandBackend
 from paceline.run.supervise.fleet import FleetOptions, agent_command, agent_request, open_posts
 from paceline.run.supervise.restart_policy import Replaced
 from paceline.run.supervise.stalls import VARIABLE as STALL_NOTICE
 from paceline.run.supervise.supervisor import HostAssignment
-from paceline.server.coordinator.absences import silence_s
-from paceline.server.transport.credentials import check_can_make
 
 _PORTS = range(20000, 40000)  # for rank 0's store under somebody else's mpirun; below the kernel's own
 
@@ -42,19 +41,7 @@ def check_hosts(request: RunRequest, plan: Plan, notice: Callable[[str], None]) 
         notice("paceline run: Ray places each rank by itself; -j says only how many there are")
     if request.place == "ssh" and not request.hosts:
         raise UsageError("--on ssh needs hosts", "no host is named", "write -H h1:4,h2:4 or --hostfile FILE")
-    if plan.server:
-        silence_s(os.environ)
-        if request.place in ("mpi", "ray"):
-            raise no_servers(f"--on {request.place}")
-
-
-def no_servers(where: str) -> UsageError:
-    """Return the error for a plan with servers where ranks alone are started."""
-    return UsageError(
-        f"can't run a plan with servers {where}",
-        "it starts ranks alone",
-        "write --on ssh, or see docs/parameter-server.md for servers that are started by hand",
-    )
+    check_servers(plan, request.place)
 
 
 def check_programs(request: RunRequest, plan: Plan) -> None:
@@ -62,8 +49,7 @@ def check_programs(request: RunRequest, plan: Plan) -> None:
     if request.place == "ssh":
         check_ssh(request.ssh)
         seat(request.hosts, plan.world_size)
-        if plan.server:
-            check_can_make()
+        check_server_credentials(plan)
     elif request.place == "mpi":
         find_mpirun(request.mpi)
     elif request.place == "ray" and importlib.util.find_spec("ray") is None:

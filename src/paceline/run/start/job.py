@@ -19,6 +19,7 @@ from paceline.run.start.backends import assignments_of, check_hosts, check_progr
 from paceline.run.start.node import run_node
 from paceline.run.start.outcome import JobEnd, Outcome
 from paceline.run.start.rank import become_rank
+from paceline.run.start.servers import check_servers
 from paceline.run.supervise.elastic import Elastic, script_hosts
 from paceline.run.supervise.fleet import end_watch
 from paceline.run.supervise.job import run_job
@@ -108,12 +109,7 @@ def _run_elastic(request: RunRequest, outcome: Outcome, notice: Notice) -> None:
     """Run the job on the hosts that there are, generation after generation."""
     rules, discover = elastic_rules(request)
     plan = choose_plan(request.plan, notice, grows=True)
-    if plan.server:
-        raise UsageError(
-            "can't move parameter servers between hosts that come and go",
-            "they stay where they are",
-            "leave server out",
-        )
+    check_servers(plan, "elastic")
     file = read_workload_file(request.file, 1)  # how many ranks there are is only known in each generation
     check_ssh(request.ssh)
     now = ", ".join(host.name for host in discover())  # asked before anything is written, too

@@ -16,7 +16,7 @@ from paceline.launch.workload_file import read_workload_file
 from paceline.nouns.plan import Plan
 from paceline.run import directory
 from paceline.run.directory import RunChoice
-from paceline.run.start.backends import no_servers
+from paceline.run.start.servers import check_servers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,8 +97,7 @@ def send_to_slurm(request: SlurmRequest, notice: Callable[[str], None]) -> Slurm
 def _checked(request: SlurmRequest, notice: Callable[[str], None]) -> tuple[Plan, Path]:
     """Return the plan, and the path of the workload file."""
     plan = choose_plan(request.plan, notice)
-    if plan.server:
-        raise no_servers("under Slurm")
+    check_servers(plan, "slurm")
     return plan, read_workload_file(request.file, plan.data_size).path
 
 

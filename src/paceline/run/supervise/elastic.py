@@ -16,7 +16,7 @@ from paceline.launch.rank_assignment import seat
 from paceline.launch.ssh import ssh_command
 from paceline.launch.workload_file import read_workload_file
 from paceline.nouns.errors import PacelineError, ReadError, UsageError, WorkloadError
-from paceline.nouns.mesh import Mesh
+from paceline.nouns.mesh import AXES, Mesh
 from paceline.nouns.plan import Plan
 from paceline.nouns.reading import parse_whole, read_text
 from paceline.run import directory
@@ -293,7 +293,7 @@ def rescaled(plan: Plan, ranks: int) -> Plan:
         UsageError: there are too few for one copy of the model.
     """
     mesh = Mesh.parse(plan.mesh)
-    sizes = {axis: mesh.size(axis) for axis in ("replicate", "shard", "tensor", "pipeline")}
+    sizes = {axis: mesh.size(axis) for axis in AXES}
     fixed = fixed_size(plan)
     if ranks < fixed:
         raise UsageError(

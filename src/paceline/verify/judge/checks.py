@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from paceline.nouns.errors import WorkloadError
-from paceline.nouns.mesh import Mesh
+from paceline.nouns.mesh import DATA_AXES, Mesh
 from paceline.nouns.plan import Plan
 from paceline.plan.step_traffic import step_traffic
 from paceline.verify.judge.compare import (
@@ -288,5 +288,5 @@ def _changed_buffers(plan: Plan, result: RankResult) -> Iterator[tuple[Operation
 
 def _data_axis(mesh: Mesh) -> str:
     """Return the axis over which all parts of the batch are summed; "data" where two axes split it."""
-    used = [axis for axis in ("replicate", "shard") if mesh.size(axis) > 1]
+    used = mesh.used(DATA_AXES)
     return used[0] if len(used) == 1 else "data"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.nouns.errors import WorkloadError
-from paceline.nouns.mesh import Mesh
+from paceline.nouns.mesh import AXES, AXIS_TABLE, DATA_AXES, Mesh
 from paceline.nouns.plan import Plan
 from paceline.verify.judge.compare import (
     Difference,
@@ -39,7 +39,7 @@ _BACKWARD = {
 }  # fmt: skip
 _IS_ONE = 1e-6  # how far a factor may be from one; factors are of float64 values
 # The collective that adds up gradients on each axis.
-_REDUCES = {"pipeline": "send", "shard": "reduce_scatter", "replicate": "all_reduce", "tensor": "all_reduce"}
+_REDUCES = {axis.name: axis.sums_gradients_by for axis in AXIS_TABLE}
 
 Replay = Mapping[int, Mapping[str, Any]]  # by part of the batch, what one process saw of it (ranks/replay.py)
 
@@ -319,7 +319,7 @@ def _in_update(found: list[Difference], mesh: Mesh) -> FirstDifference:
     collective = ""
     if first.kind == "buffer":
         phase = "buffer"
-        axes = " and ".join(axis for axis in ("replicate", "shard") if mesh.size(axis) > 1)
+        axes = " and ".join(mesh.used(DATA_AXES))
         if axes:
             collective = f"all_reduce on {axes} (of buffers)"
     elif first.kind == "gradient" and first.step > 1:
@@ -395,7 +395,7 @@ def _reduction(first: Difference, ranks: list[RankResult], mesh: Mesh) -> str:
     for axis in axes:
         if _copies_differ(first, ranks, axis):
             return f"{reduces[axis]} on {axis}"
-    likeliest_first = [axis for axis in ("replicate", "shard", "pipeline", "tensor") if axis in axes]
+    likeliest_first = [axis for axis in dict.fromkeys([*DATA_AXES, *AXES]) if axis in axes]
     factor = factor_of(first)
     if factor is not None:
         for axis in likeliest_first:

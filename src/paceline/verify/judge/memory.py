@@ -9,19 +9,18 @@ from typing import Any
 import psutil
 
 from paceline.nouns.errors import WorkloadError
-from paceline.nouns.mesh import Mesh
+from paceline.nouns.mesh import SPREADING_AXES, Mesh
 
 _FLOAT64_BYTES = 8  # the float64 run is the largest
 _TRAINED = 4  # copies while training: parameter, gradient, Adam's two moments
 _RECORDED = 9  # copies kept to compare: the first parameters; parameters, gradients and moments of two steps
-_SPLITTING = ("shard", "tensor", "pipeline")
 
 
 def needed_bytes(model: Mapping[str, Any], mesh: Mesh) -> int:
     """Return about how many bytes the processes of a verification hold at their largest, activations apart."""
     numel = sum(tensor["numel"] for tensor in [*model["parameters"], *model["frozen"]])
     shards = 1
-    for axis in _SPLITTING:
+    for axis in SPREADING_AXES:
         shards *= mesh.size(axis)
     # Each rank holds its shard of everything; under `replicate` the shard is the whole model on each.
     # The reference keeps the records of two runs at once: its own, and that of the variation it is compared with.

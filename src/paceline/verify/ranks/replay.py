@@ -17,7 +17,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from paceline.nouns.mesh import Mesh
+from paceline.nouns.mesh import GRAPH_AXES, Mesh
 from paceline.nouns.plan import Plan
 from paceline.nouns.workload import Workload
 from paceline.train.find_workload import find_workload
@@ -39,7 +39,7 @@ def main(path: Path) -> int:
         watched = json.loads((folder / f"watched-{rank}.json").read_text())
         pieces_of_parts.setdefault(watched["data_part"], watched["pieces"])
     mesh = Mesh.parse(Plan.of(settings["plan"], "the settings").mesh)
-    is_graph = mesh.size("tensor") * mesh.size("pipeline") > 1
+    is_graph = bool(mesh.used(GRAPH_AXES))
     answer = {}
     for part, pieces in pieces_of_parts.items():
         answer[part] = replay(workload, pieces, pieces_of_parts, is_graph)

@@ -1,0 +1,24 @@
+"""Describe what the parameter servers of a plan hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from paceline.nouns.plan import Plan
+from paceline.nouns.workload import Workload
+
+
+def describe_servers(workload: Workload, model: torch.nn.Module, plan: Plan | None) -> dict[str, Any]:
+    """Return `ranges`: the bytes of each segment, by the range of parameters that a server keeps; {} without servers.
+
+    Raises:
+        PlanError: the servers can't run the optimizer.
+    """
+    if plan is None or not plan.server:
+        return {}
+    from paceline.server.handle import laid_out
+
+    _, layout, *_ = laid_out(model, workload.optimizer(model), 0)
+    return {"ranges": [[segment.nbytes for segment in segments] for segments in layout.ranges(plan.server)]}
