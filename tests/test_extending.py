@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -110,3 +111,58 @@ def test_the_examples_keep_the_rules_of_the_source(tmp_path):
     lint = [sys.executable, "-m", "ruff", "check", "--ignore", "D100,D102", "--config", str(ROOT / "pyproject.toml")]
     done = subprocess.run([*lint, "--no-cache", str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
+
+
+AXIS_WORKLOAD = """
+import torch
+import paceline
+def model():
+    return torch.nn.Sequential(torch.nn.Linear(8, 12), torch.nn.Tanh(), torch.nn.Linear(12, 3))
+def loss(model, batch):
+    return torch.nn.functional.mse_loss(model(batch[0]), batch[1], reduction="sum"), batch[1].numel()
+torch.manual_seed(1)
+data = torch.utils.data.TensorDataset(torch.randn(64, 8), torch.randn(64, 3))
+workload = paceline.Workload(
+    model=model, loss=loss, optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=0.01), data=data,
+    batch_size=16, epochs=2, precision="float64", clip_norm=0.1)
+job = paceline.distribute(workload)
+for batch in job.batches():
+    job.step(batch)
+if job.rank == 0:
+    print("total", repr(sum(float(parameter.detach().sum()) for parameter in job.model.parameters())))
+"""
+
+
+@pytest.fixture
+def with_axis(tmp_path):
+    """Runs a workload with a copy of the package to which the example's axis was added."""
+    package = tmp_path / "src" / "paceline"
+    shutil.copytree(ROOT / "src" / "paceline", package, ignore=shutil.ignore_patterns("__pycache__"))
+    (package / "parallel" / "pod.py").write_text(EXAMPLES["parallel/pod.py"])
+    mesh = package / "nouns" / "mesh.py"
+    table = "AXIS_TABLE = (\n"
+    mesh.write_text(mesh.read_text().replace(table, table + EXAMPLES["a row of AXIS_TABLE"]))
+    apply = package / "parallel" / "apply.py"
+    before = "        self.replicate.reduce_gradients()\n"
+    assert before in apply.read_text()
+    text = apply.read_text().replace(before, before + EXAMPLES["a line of Parallel.reduce_gradients"])
+    first = "from paceline.parallel.peer_values import PeerValues\n"
+    apply.write_text(text.replace(first, f"{first}from paceline.parallel.pod import sum_over_pods\n"))
+    (tmp_path / "train.py").write_text(AXIS_WORKLOAD)
+
+    def total(plan):
+        main = "import sys; from paceline.cli.main import main; sys.exit(main())"
+        line = [sys.executable, "-c", main, "run", "--plan", plan, "train.py"]
+        environment = {**os.environ, "PYTHONPATH": str(tmp_path / "src")}
+        done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return float(re.search(r"total (\S+)", done.stdout)[1])
+
+    return total
+
+
+@pytest.mark.slow
+def test_an_axis_trains_as_one_process_does(with_axis):
+    alone = with_axis("replicate=1")
+    for plan in ("pod=2", "pod=2,replicate=2"):
+        assert with_axis(plan) == pytest.approx(alone, rel=1e-12, abs=1e-13)
