@@ -105,9 +105,11 @@ def test_the_sink_keeps_the_losses(tmp_path):
 
 
 def test_the_examples_keep_the_rules_of_the_source(tmp_path):
-    for number, text in enumerate(EXAMPLES.values()):
+    fragments = {"a row of AXIS_TABLE", "a line of Parallel.reduce_gradients"}
+    whole = [text for name, text in EXAMPLES.items() if name not in fragments]
+    for number, text in enumerate(whole):
         (tmp_path / f"example_{number}.py").write_text(text)
-    assert len(EXAMPLES) == 2
+    assert len(whole) == len(EXAMPLES) - len(fragments) == 3
     lint = [sys.executable, "-m", "ruff", "check", "--ignore", "D100,D102", "--config", str(ROOT / "pyproject.toml")]
     done = subprocess.run([*lint, "--no-cache", str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
