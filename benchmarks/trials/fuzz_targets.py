@@ -366,6 +366,7 @@ def _checkpoints(folder: Path) -> Iterator[Target]:
     names = b"step-00000020\nstep-00000040\n.replaced-step-00000010\n.partial-step-00000030"
     yield Target("names of checkpoints", "disk", [names], _folder_names)
     note = {"name": file, "bytes": 3, "sha256": "0" * 64, "tensors": {}, "groups": [["weight"]], "numbers": {}}
+    note["owners"] = {"optimizer/lag/weight": 1}
     yield Target("notes of ranks", "disk", [_encoded(note), b'{"error": "full"}'], _notes)
 
 
