@@ -14,7 +14,7 @@ from paceline.parallel.observer import REDUCE, UPDATE
 from paceline.parallel.step_stats import StepStats
 
 
-class Outcome(NamedTuple):
+class StepResult(NamedTuple):
     """The result of a step."""
 
     stats: StepStats
@@ -26,7 +26,7 @@ def train_step(
     parallel: Parallel,
     optimizer: torch.optim.Optimizer,
     control: tuple[bool, int],
-) -> Outcome:
+) -> StepResult:
     """Run forward, backward, reduce, check, clip, update. Update nothing if the loss is not finite.
 
     Args:
@@ -57,7 +57,7 @@ def train_step(
     observer.phase_begins(UPDATE)
     parallel.update(optimizer)
     observer.parameters_updated(updated, optimizer)
-    return Outcome(stats, norm)
+    return StepResult(stats, norm)
 
 
 def check_finite(stats: StepStats) -> None:
