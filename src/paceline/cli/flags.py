@@ -51,6 +51,18 @@ _OF_OTHERS = {
     **dict.fromkeys(("master_addr", "master_port", "rdzv_endpoint", "rdzv_backend", "rdzv_id"), _NO_ADDRESS),
     **dict.fromkeys(("standalone", "node_rank", "machine_rank"), _NO_ADDRESS),
 }
+# The same of sbatch alone: its short flags, and those that only an #SBATCH line takes on.
+_SBATCH_SHORT = {
+    "-N": _NODES,
+    "-p": "write --partition",
+    "-A": "write --account",
+    "-q": "write --qos",
+    "-t": "write --time",
+    "-c": "write --cpus-per-task",
+}
+_SBATCH_VALUES = ("gres", "gpus", "gpus_per_task", "mem", "mem_per_cpu", "mem_per_gpu", "constraint", "reservation")
+_SBATCH_LINES = {f"--{name.replace('_', '-')}": "=VALUE" for name in (*_SBATCH_VALUES, "nodelist", "exclude")}
+_SBATCH_LINES["--exclusive"] = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +230,8 @@ def moved(flag: str, command: str) -> str:
         return f"write it in the plan, such as --plan replicate=2,{name}=..."
     if verb not in ("run", "submit"):
         return ""
+    if command == "paceline submit slurm" and flag in _SBATCH_LINES:
+        return f"write --sbatch-option={flag}{_SBATCH_LINES[flag]}"
     if command != "paceline submit slurm" and name in TABLES["slurm"]:
         return "write `paceline submit slurm`, which has it"
     table, key = _KEYS.get(name, ("ray", name))
@@ -227,8 +241,8 @@ def moved(flag: str, command: str) -> str:
         return "write `paceline submit kubernetes`, which has it"
     if verb == "submit" and name in RUN_FLAGS:
         return "leave it out; `paceline run` has it"
-    if command == "paceline submit slurm" and flag == "-p":
-        return "write --partition"
+    if command == "paceline submit slurm" and flag in _SBATCH_SHORT:
+        return _SBATCH_SHORT[flag]
     return _OF_OTHERS.get(name, "")
 
 
