@@ -83,6 +83,14 @@ BEFORE_ANY_PROCESS = {
     "a file with a name too long": ((), ["x" * 5000 + ".py"], "it is longer than this system takes"),
     "a job with a name too long": ((), ["--job", "x" * 5000, "tiny.py"], "it is longer than this system takes"),
     "a run to resume with a name too long": ((), ["--resume", "--job", "x" * 5000, "tiny.py"], "it is longer than this system takes"),
+    "no file at all": ((), ["-n", "2"], "required: FILE\n"),
+    "ranks as mpirun takes them": ((), ["-np", "2", "tiny.py"], "fix: write -n and a whole number, such as -n 2"),
+    "data parallelism by torch's name": ((), ["--plan", "ddp=2", "tiny.py"], "did you mean 'replicate'"),
+    "an axis without a size": ((), ["--plan", "tensor", "tiny.py"], "write tensor=2 for two ranks"),
+    "no checkpoint to keep": ((), ["--keep", "0", "tiny.py"], "write --keep 1 or more"),
+    "a step below zero": ((), ["--checkpoint-every", "-1", "tiny.py"], "write --checkpoint-every 1 or more"),
+    "a time to save below zero": ((), ["--grace", "-1", "tiny.py"], "write --grace 30"),
+    "limits without hosts": ((), ["--min-hosts", "2", "tiny.py"], "write --on ssh, and -H, --hostfile or --host-discovery-script"),
     "a run directory that can't be": ((), ["--runs", "tiny.py/runs", "tiny.py"], "it can't be written"),
 }  # fmt: skip
 
@@ -141,7 +149,7 @@ def test_a_plan_with_an_unknown_key_is_refused(tmp_path, monkeypatch, capsys):
     [
         ("folder", "the plan folder\n  found: it is a folder"),
         ("nosuch", "'nosuch'"),
-        ("nosuch,mode=sync", "'nosuch,mode=sync'"),
+        ("nosuch,mode=sync", "it names 'nosuch'"),
     ],
 )
 def test_an_error_quotes_the_plan_that_was_written(tmp_path, monkeypatch, capsys, plan, said, ranks):
@@ -164,6 +172,8 @@ def test_a_folder_named_like_axes_does_not_hide_the_axes(tmp_path, monkeypatch, 
 def test_an_unknown_command(capsys):
     assert main(["rnu"]) == 2
     assert "did you mean 'run'" in capsys.readouterr().err
+    assert main(["train.py", "-x"]) == 2
+    assert "fix: write `paceline run train.py`" in capsys.readouterr().err
 
 
 # What only shows when the file runs: still one error, from the rank that has the cause, before step 1 where

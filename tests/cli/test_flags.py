@@ -312,6 +312,40 @@ MOVED = {
 }
 
 
+# Flags of other commands and launchers: the command, the words, and the fix.
+FOREIGN = {
+    "torchrun's ranks": ("run", ["--nproc-per-node", "2"], "write -n N for N ranks"),
+    "torchrun's ranks, in its older form": ("run", ["--nproc_per_node=2"], "write -n N for N ranks"),
+    "Accelerate's ranks": ("run", ["--num_processes", "2"], "write -n N for N ranks"),
+    "torchrun's hosts": ("run", ["--nnodes", "2"], "write -j NODESxRANKS, such as -j 2x8"),
+    "torchrun's master": ("run", ["--master_addr", "h1"], "leave it out; the ranks find each other without it"),
+    "torchrun alone": ("run", ["--standalone"], "leave it out; the ranks find each other without it"),
+    "sbatch's hosts": ("submit slurm", ["--nodes", "2"], "write -j NODESxRANKS, such as -j 2x8"),
+    "sbatch's tasks": ("submit slurm", ["--ntasks=2"], "write -n N for N ranks"),
+    "sbatch's partition": ("submit slurm", ["-p", "gpu"], "write --partition"),
+    "sbatch's hosts, in short": ("submit slurm", ["-N", "2"], "write -j NODESxRANKS, such as -j 2x8"),
+    "sbatch's time": ("submit slurm", ["-t", "1:00:00"], "write --time"),
+    "sbatch's GPUs": ("submit slurm", ["--gres=gpu:4"], "write --sbatch-option=--gres=VALUE"),
+    "sbatch's GPUs of a job": ("submit slurm", ["--gpus", "4"], "write --sbatch-option=--gpus=VALUE"),
+    "sbatch's whole hosts": ("submit slurm", ["--exclusive"], "write --sbatch-option=--exclusive;"),
+    "sbatch's memory": ("submit slurm", ["--mem-per-cpu", "4G"], "write --sbatch-option=--mem-per-cpu=VALUE"),
+    "of run, in Slurm": ("submit slurm", ["--on", "ssh"], "leave it out; `paceline run` has it"),
+    "of run, in pods": ("submit kubernetes", ["--runs", "x"], "leave it out; `paceline run` has it"),
+    "nothing like it": ("submit slurm", ["--noodles", "2"], "see `paceline submit slurm --help`"),
+}
+
+
+@pytest.mark.parametrize("case", FOREIGN)
+def test_a_flag_of_another_program_says_which_is_meant(case, capsys):
+    command, words, said = FOREIGN[case]
+    with pytest.raises(SystemExit, match="2"):
+        main([*command.split(), *words, "train.py"])
+    error = capsys.readouterr().err
+    assert f"\n  fix: {said}" in error, error
+    assert "did you mean" not in error
+    assert re.fullmatch(rf"paceline {command}: error: .+\n  found: .+\n  fix: .+\n", error), error
+
+
 @pytest.mark.parametrize("case", MOVED)
 def test_a_flag_that_has_moved_says_where(case, capsys):
     command, (flag, *value), said = MOVED[case]

@@ -209,6 +209,7 @@ BAD = {
     "no time to save": ({"grace_s": 5}, "at least 20"),
     "restarts below zero": ({"max_restarts": -1}, "at least 0"),
     "no time to be placed": ({"placeholder_timeout_s": 0}, "at least 1"),
+    "a gang like no other": ({"gang": "slurm"}, "write one of these"),
     "YuniKorn without a queue": ({"gang": "yunikorn", "queue": ""}, "no queue is named"),
     "Kueue without a queue": ({"gang": "kueue", "queue": ""}, "no queue is named"),
     "KAI without a queue": ({"gang": "kai", "queue": ""}, "no queue is named"),
@@ -229,8 +230,8 @@ BAD = {
     "servers in a TrainJob": ({"servers": 1, "kind": "trainjob"}, "workers only"),
     "servers in an MPIJob": ({"servers": 1, "kind": "mpijob"}, "workers only"),
     "servers in a RayJob": ({"servers": 1, "kind": "rayjob"}, "workers only"),
-    "servers in plain Jobs under Kueue": ({"servers": 1, "kind": "job", "gang": "kueue"}, "kind=jobset"),
-    "servers in plain Jobs under KAI": ({"servers": 1, "kind": "job", "gang": "kai"}, "kind=jobset"),
+    "servers in plain Jobs under Kueue": ({"servers": 1, "kind": "job", "gang": "kueue"}, "--kind jobset"),
+    "servers in plain Jobs under KAI": ({"servers": 1, "kind": "job", "gang": "kai"}, "--kind jobset"),
     "a runtime without a TrainJob": ({"runtime": "torch"}, "a TrainJob has one"),
     "a runtime and a gang": ({"runtime": "torch", "kind": "trainjob", "gang": "yunikorn"}, "its runtime does"),
 }  # fmt: skip
@@ -244,6 +245,27 @@ def test_bad_requests_are_refused_before_anything_is_written(case):
     assert said in str(caught.value)
     assert THREE_PARTS.match(str(caught.value)), caught.value
     assert caught.value.exit_code == 2
+
+
+# What was asked for, and the fix, as flags that can be written so.
+FIXES = {
+    "shm above memory": ({"shm": "200Gi"}, "write a smaller --shm, or more memory with --memory"),
+    "a queue": ({"gang": "kueue", "queue": ""}, "write the queue that the cluster's administrator names, with --queue"),
+    "a pair": ({"gang": "kai", "kind": "job", "servers": 1}, "write --kind jobset"),
+    "another pair": (
+        {"gang": "coscheduling", "kind": "rayjob"},
+        "write another --gang, or another --kind, such as --kind jobset",
+    ),
+    "servers": ({"servers": 1, "kind": "trainjob"}, "write --kind jobset, or leave server out"),
+}
+
+
+@pytest.mark.parametrize("case", FIXES)
+def test_a_fix_names_flags(case):
+    changes, fix = FIXES[case]
+    with pytest.raises(PacelineError) as caught:
+        a_job(**changes)
+    assert caught.value.fix == fix
 
 
 def test_a_name_of_the_longest_length_makes_no_longer_names():
@@ -388,8 +410,9 @@ def test_manifests_of_a_file_that_is_none(tmp_path):
         file.unlink(missing_ok=True)
         if content:
             file.write_text(content)
-        with pytest.raises(UsageError, match="they can't be read"):
+        with pytest.raises(UsageError, match="they can't be read") as caught:
             read_manifests(file)
+        assert caught.value.found.count("can't be read") == 1
 
 
 @pytest.fixture

@@ -124,8 +124,9 @@ def test_rows_are_enough_for_some_where_shard_alone_cuts():
     "optimizer", [GlobalStep(PARAMETERS), Neighbors([{"params": [MATRIX]}, {"params": [VECTOR]}])], ids=["one", "two"]
 )
 def test_what_couples_parameters_is_refused(optimizer):
-    with pytest.raises(PlanError, match="updates a parameter from the others"):
+    with pytest.raises(PlanError, match="updates a parameter from the others") as caught:
         find_whole_parameters(optimizer, ["tensor"])
+    assert "to clip by the norm of all gradients, set clip_norm in the workload" in caught.value.fix
 
 
 @pytest.mark.parametrize("optimizer", [optim.LBFGS(PARAMETERS), Named(PARAMETERS, "first")])

@@ -41,6 +41,29 @@ _KEYS = {
     "ray_address": ("ray", "address"),
 }
 
+# Flags of torchrun, accelerate, mpirun, srun and sbatch: what to write in their place.
+_RANKS = "write -n N for N ranks, or -j NODESxRANKS for several hosts"
+_NODES = "write -j NODESxRANKS, such as -j 2x8"
+_NO_ADDRESS = "leave it out; the ranks find each other without it"
+_OF_OTHERS = {
+    **dict.fromkeys(("nproc_per_node", "num_processes", "num_proc", "np", "ntasks", "ntasks_per_node"), _RANKS),
+    **dict.fromkeys(("nnodes", "nodes", "num_machines"), _NODES),
+    **dict.fromkeys(("master_addr", "master_port", "rdzv_endpoint", "rdzv_backend", "rdzv_id"), _NO_ADDRESS),
+    **dict.fromkeys(("standalone", "node_rank", "machine_rank"), _NO_ADDRESS),
+}
+# The same of sbatch alone: its short flags, and those that only an #SBATCH line takes on.
+_SBATCH_SHORT = {
+    "-N": _NODES,
+    "-p": "write --partition",
+    "-A": "write --account",
+    "-q": "write --qos",
+    "-t": "write --time",
+    "-c": "write --cpus-per-task",
+}
+_SBATCH_VALUES = ("gres", "gpus", "gpus_per_task", "mem", "mem_per_cpu", "mem_per_gpu", "constraint", "reservation")
+_SBATCH_LINES = {f"--{name.replace('_', '-')}": "=VALUE" for name in (*_SBATCH_VALUES, "nodelist", "exclude")}
+_SBATCH_LINES["--exclusive"] = ""
+
 
 @dataclass(frozen=True, slots=True)
 class Rule:
@@ -195,7 +218,7 @@ def _written(places: frozenset[str]) -> list[str]:
 
 
 def moved(flag: str, command: str) -> str:
-    """Return the fix for a flag that a command had in an earlier version; "": it never did.
+    """Return the fix for a flag of an earlier version, of another command or of another launcher; "": of none.
 
     Args:
         flag: as written.
@@ -207,6 +230,8 @@ def moved(flag: str, command: str) -> str:
         return f"write it in the plan, such as --plan replicate=2,{name}=..."
     if verb not in ("run", "submit"):
         return ""
+    if command == "paceline submit slurm" and flag in _SBATCH_LINES:
+        return f"write --sbatch-option={flag}{_SBATCH_LINES[flag]}"
     if command != "paceline submit slurm" and name in TABLES["slurm"]:
         return "write `paceline submit slurm`, which has it"
     table, key = _KEYS.get(name, ("ray", name))
@@ -214,7 +239,11 @@ def moved(flag: str, command: str) -> str:
         return f"write {key} under [{table}] in a file, and name that with --cluster; see docs/hosts.md"
     if command != "paceline submit kubernetes" and name in (*TABLES["kubernetes"], "check"):
         return "write `paceline submit kubernetes`, which has it"
-    return ""
+    if verb == "submit" and name in RUN_FLAGS:
+        return "leave it out; `paceline run` has it"
+    if command == "paceline submit slurm" and flag in _SBATCH_SHORT:
+        return _SBATCH_SHORT[flag]
+    return _OF_OTHERS.get(name, "")
 
 
 def misplaced(parser: argparse.ArgumentParser, after_file: Sequence[str]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import errno
 import importlib
 import io
@@ -62,11 +63,20 @@ class Parser(argparse.ArgumentParser):
             word = unrecognized[0]
             flag = word.split("=")[0]
             fix = moved(flag, self._command) if self.called is not None else ""
-            fix = fix or did_you_mean(flag, flags, f"see `{self._command} --help`")
+            fix = fix or did_you_mean(flag, _alike(flag, flags), f"see `{self._command} --help`")
             if self.called is not None and _takes_file_arguments(self.called):
                 fix += "; a flag of the file's own stands after it"
             return UsageError(f"can't read the argument {word}", "this command has no such argument", fix)
-        return UsageError("can't read the arguments", message, f"see `{self._command} --help`")
+        message = message.removesuffix(", ...")  # argparse requires the file's own arguments too, which may be none
+        fix = f"see `{self._command} --help`"
+        if message.startswith("argument -n: "):  # -np 2, as mpirun takes it, is -n with the value p
+            fix = "write -n and a whole number, such as -n 2"
+        return UsageError("can't read the arguments", message, fix)
+
+
+def _alike(flag: str, flags: Sequence[str]) -> list[str]:
+    """Return the flags whose names without hyphens are alike: the hyphens alone make --nodes look like --qos."""
+    return [known for known in flags if difflib.get_close_matches(flag.lstrip("-"), [known.lstrip("-")])]
 
 
 def _takes_file_arguments(parser: argparse.ArgumentParser) -> bool:
@@ -114,7 +124,8 @@ def _main(argv: list[str] | None) -> int:
     # Found without argparse, whose error for an unknown command lists all of them and suggests none.
     verb = next((word for word in command_line if not word.startswith("-")), None)
     if verb is not None and verb not in VERBS and command_line[0] == verb:
-        fix = did_you_mean(verb, VERBS, "see `paceline --help`")
+        otherwise = f"write `paceline run {verb}`" if verb.endswith(".py") else "see `paceline --help`"
+        fix = did_you_mean(verb, VERBS, otherwise)
         error = UsageError(f"there is no command {verb!r}", f"the commands are {', '.join(VERBS)}", fix)
         print(f"paceline: error: {error}", file=sys.stderr)
         return MEETS_NOT

@@ -114,6 +114,7 @@ def make_request(arguments: argparse.Namespace) -> tuple[RunRequest, Settings]:
         UsageError: a flag does not apply to such a job, or an argument or the cluster file can't be read.
     """
     _check_on(arguments.on)
+    _check_grace(arguments.grace)
     notice_s = stall_notice_of(arguments.stall_notice, arguments.env)
     # First what this process is (a rank, a node, or who starts a job), then what starts the ranks. Flags are checked
     # as soon as that is known: each applies in some places only.
@@ -152,6 +153,11 @@ def make_request(arguments: argparse.Namespace) -> tuple[RunRequest, Settings]:
         is_dry_run=arguments.dry_run,
     )
     return request, settings
+
+
+def _check_grace(seconds: float) -> None:
+    if not 0 <= seconds < float("inf"):
+        raise UsageError(f"--grace {seconds:g}", "it is no number of seconds", f"write --grace {GRACE_S:g}")
 
 
 def _check_on(on: str | None) -> None:

@@ -203,6 +203,7 @@ def read_cluster_file(path: Path | None) -> ClusterFile:
     try:
         tables = tomllib.loads(read_text(path, MOST_BYTES))
     except ReadError as error:
+        fix = "name a text file with tables such as [ssh], and the keys that docs/hosts.md lists"
         raise UsageError(f"can't read the cluster file {path}", error.found, fix) from None
     except (ValueError, RecursionError) as error:  # ValueError: a number of thousands of digits, too
         reason = "it is nested too deep" if isinstance(error, RecursionError) else f"it is not TOML ({error})"

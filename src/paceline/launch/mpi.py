@@ -56,9 +56,10 @@ def find_mpirun(options: MpiOptions) -> Mpirun:
     for name in programs:
         path = path or shutil.which(name)
     if path is None:
-        raise UsageError(
-            f"{' or '.join(programs)} to start ranks", "there is no such program", "install Open MPI or MPICH"
-        )
+        fix = "install Open MPI or MPICH"
+        if options.mpirun:  # of the cluster file: there may be another one in PATH
+            fix += ", or name another with mpirun under [mpi] in the cluster file"
+        raise UsageError(f"{' or '.join(programs)} to start ranks", "there is no such program", fix)
     try:
         done = subprocess.run([path, "--version"], capture_output=True, text=True, errors="replace", timeout=30)
         answer = done.stdout + done.stderr

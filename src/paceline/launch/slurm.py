@@ -48,6 +48,13 @@ class SlurmOptions:
             raise UsageError(
                 f"the time limit {self.time!r}", "Slurm can't read it", "write such as 30, 12:00:00 or 2-12:00"
             )
+        for name, count in (
+            ("gpus_per_node", self.gpus_per_node),
+            ("cpus_per_task", self.cpus_per_task),
+            ("signal", self.signal_s),
+        ):
+            if count < 0:
+                raise UsageError(f"{name}={count} for sbatch", "it is below 0", "write 0 or more")
         for line in self.more:
             if not re.fullmatch(r"--?[a-zA-Z][^\n]*", line):
                 raise UsageError(f"the line {line!r} for sbatch", "it is no option", "write such as --exclusive")

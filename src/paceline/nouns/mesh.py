@@ -40,14 +40,14 @@ class Axis:
 
 # Outermost first. docs/extending.md says what else a new axis needs.
 AXIS_TABLE = (
-    Axis("pipeline", "pp", False, cuts_parameters=False, spreads_parameters=True, runs_graphs=True,
-         sums_gradients_by="send"),
-    Axis("replicate", "dp", True, cuts_parameters=False, spreads_parameters=False, runs_graphs=False,
-         sums_gradients_by="all_reduce"),
-    Axis("shard", "fsdp", True, cuts_parameters=True, spreads_parameters=True, runs_graphs=False,
-         sums_gradients_by="reduce_scatter"),
-    Axis("tensor", "tp", False, cuts_parameters=True, spreads_parameters=True, runs_graphs=True,
-         sums_gradients_by="all_reduce"),
+    Axis("pipeline", "pp", splits_batch=False, cuts_parameters=False, spreads_parameters=True,
+         runs_graphs=True, sums_gradients_by="send"),
+    Axis("replicate", "dp", splits_batch=True, cuts_parameters=False, spreads_parameters=False,
+         runs_graphs=False, sums_gradients_by="all_reduce"),
+    Axis("shard", "fsdp", splits_batch=True, cuts_parameters=True, spreads_parameters=True,
+         runs_graphs=False, sums_gradients_by="reduce_scatter"),
+    Axis("tensor", "tp", splits_batch=False, cuts_parameters=True, spreads_parameters=True,
+         runs_graphs=True, sums_gradients_by="all_reduce"),
 )  # fmt: skip
 AXES = tuple(axis.name for axis in AXIS_TABLE)
 SHORT = {axis.short: axis.name for axis in AXIS_TABLE}
@@ -188,7 +188,7 @@ def _checked_size(text: str, axis: str, size: str, sizes: dict[str, int]) -> int
         raise MeshError(
             f"the mesh {shown(text)} gives {axis} the size {shown(size)}",
             f"a size is a whole number above 0, at most {MOST_RANKS}",
-            f"write {axis}=1 to leave it unused",
+            f"write {axis}=1 to leave it unused" if size else f"write {axis}=2 for two ranks",
         )
     if axis in sizes:
         raise MeshError(

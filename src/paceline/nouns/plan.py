@@ -141,10 +141,12 @@ class Plan:
         """Raise PlanError where a field is too small a number."""
         number = getattr(self, name)
         if number < least:
+            # What is no option of a plan's line has a flag of its own.
+            written = f"{name}=" if name in OPTIONS else f"--{name.replace('_', '-')} "
             raise PlanError(
                 f"the plan's {name} should be a whole number of at least {least}",
                 f"it is {number!r}",
-                f"write {name}={max(least, 1)} or more",
+                f"write {written}{max(least, 1)} or more",
             )
 
     def _check_server(self) -> None:
@@ -432,9 +434,12 @@ def _seconds(text: str) -> float:
     return number
 
 
+_DDP = {"ddp": "replicate"}  # torch's name for it, and nearer to dp than a misspelling is
+
+
 def _unknown(text: str, name: str) -> MeshError:
     return MeshError(
         f"the plan {shown(text)} should name axes and options alone",
         f"it names {shown(name)}; the axes are {', '.join(AXES)}, the options {', '.join(OPTIONS)}",
-        did_you_mean(name, [*AXES, *SHORT, *OPTIONS], "write one of these, or leave it out"),
+        did_you_mean(name, [*AXES, *SHORT, *OPTIONS], "write one of these, or leave it out", _DDP),
     )

@@ -91,7 +91,7 @@ def _coupled(optimizer: torch.optim.Optimizer, axis: str, distance: float) -> Pl
         f"{type(optimizer).__name__} updates a parameter from the others: some that it updates together end "
         f"{distance:.1g} away from where each ends alone",
         "take an optimizer that updates each parameter by itself, such as AdamW or Muon, or write replicate in "
-        f"place of {axis}",
+        f"place of {axis}; to clip by the norm of all gradients, set clip_norm in the workload",
     )
 
 

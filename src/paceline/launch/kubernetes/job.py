@@ -128,7 +128,7 @@ class KubernetesJob:
             ("pod_group_api", self.pod_group_api, POD_GROUP_APIS),
         ):
             if word not in choices:
-                fix = did_you_mean(word, choices, f"write {choices[0]}")
+                fix = did_you_mean(word, choices, "write one of these")
                 raise UsageError(f"the {what} {word!r} on Kubernetes", f"the choices are {', '.join(choices)}", fix)
         if not self.image or any(letter.isspace() for letter in self.image):
             raise UsageError(f"the image {self.image!r}", "it is no image's name", "write such as registry/bert:1")
@@ -190,15 +190,14 @@ class KubernetesJob:
         ):
             value = read_quantity(text)
             if not isinstance(text, str) or value is None or value <= 0:
-                raise UsageError(
-                    f"the job's {what}={text!r}", "it is no amount above 0", "write such as 16, 500m or 200Gi"
-                )
+                fix = "write such as 16, 500m or 200Gi"
+                raise UsageError(f"the job's {what}={text!r}", "Kubernetes reads no amount above 0 in it", fix)
         # A memory-backed emptyDir counts against the container's limit: filled, it would get the ranks killed.
         if (read_quantity(self.shm) or 0) >= (read_quantity(self.memory) or 0):
             raise UsageError(
                 f"a /dev/shm of {self.shm}",
                 f"it counts as the pod's memory, which is {self.memory}",
-                "write a smaller shm or more memory",
+                "write a smaller --shm, or more memory with --memory",
             )
         if not _RESOURCE.fullmatch(self.accelerator):
             raise UsageError(
@@ -209,7 +208,8 @@ class KubernetesJob:
         scheduler = self.gang_scheduler
         reason = scheduler.impossible.get(self.kind)
         if reason:
-            raise UsageError(f"gang={self.gang} with kind={self.kind}", reason, "take another of the two, e.g. jobset")
+            fix = "write another --gang, or another --kind, such as --kind jobset"
+            raise UsageError(f"gang={self.gang} with kind={self.kind}", reason, fix)
         if self.runtime and self.kind != "trainjob":
             raise UsageError(f"the runtime {self.runtime!r} of a {self.kind}", "a TrainJob has one", "leave it out")
         if self.runtime and (scheduler.changes_pods or self.scheduler):
@@ -223,22 +223,22 @@ class KubernetesJob:
             raise PlanError(
                 f"the plan {self.plan.line()} as a {self.kind}",
                 "it has pods for workers only, and none for servers",
-                "write kind=jobset, or leave server out",
+                "write --kind jobset, or leave server out",
             )
         reason = scheduler.impossible_with_servers.get(self.kind)
         if self.servers and reason:
             raise UsageError(
                 f"can't schedule servers and workers of kind={self.kind} with gang={self.gang}",
                 reason,
-                "write kind=jobset",
+                "write --kind jobset",
             )
 
     def _check_queue(self) -> None:
         scheduler = self.gang_scheduler
         if not self.queue:
             if scheduler.needs_queue:
-                fix = "write the queue that the cluster's administrator names"
-                raise UsageError(f"gang={self.gang}", "no queue is named", fix)
+                fix = "write the queue that the cluster's administrator names, with --queue"
+                raise UsageError(f"gang={self.gang} needs a queue", "no queue is named", fix)
             return
         if scheduler.queue is None:
             raise UsageError(f"the queue {self.queue!r}", f"gang={self.gang} has none", "leave it out")

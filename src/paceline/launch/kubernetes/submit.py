@@ -189,7 +189,9 @@ def read_manifests(path: Path) -> list[Manifest]:
     try:
         return [manifest for manifest in yaml.safe_load_all(read_text(path)) if manifest is not None]
     except (PacelineError, RecursionError, yaml.YAMLError, ValueError, ArithmeticError, LookupError) as error:
-        reason = " ".join(reason_of(error).split())[:_LONGEST_REASON]
+        # Of a file that can't be read, the reason within "it can't be read (...)" is enough.
+        cause = error.__context__ if isinstance(error.__context__, OSError) else error
+        reason = " ".join(reason_of(cause).split())[:_LONGEST_REASON]
         raise UsageError(f"the manifests in {path}", f"they can't be read ({reason})", "name a YAML file") from None
 
 

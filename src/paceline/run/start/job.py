@@ -152,7 +152,7 @@ def elastic_rules(request: RunRequest) -> tuple[Rules, Callable[[], Sequence[Hos
         raise UsageError(
             "--min-hosts and --max-hosts need hosts",
             "no host is named",
-            "write -H, --hostfile or --host-discovery-script",
+            "write --on ssh, and -H, --hostfile or --host-discovery-script",
         )
     if request.plan.ranks is not None or request.shape is not None:
         raise UsageError(
