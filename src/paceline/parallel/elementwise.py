@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -83,6 +83,55 @@ def check_updates_apart(optimizer: torch.optim.Optimizer, axis: str) -> None:
         distance = _distance_together(optimizer, [kind for kind, _ in _kinds(optimizer).values()])
     if distance:
         raise _coupled(optimizer, axis, distance)
+
+
+class LaterParameters:
+    """Sees to it that parameters which the optimizer is given after the start are not updated in parts by mistake.
+
+    Args:
+        optimizer: the user's.
+        axes: that cut parameters.
+        whole: what it updates whole.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, axes: Sequence[str], whole: Mapping[torch.nn.Parameter, str]
+    ) -> None:
+        self.optimizer = optimizer
+        self.axes = axes
+        self.whole = whole
+        self.sizes = self._sizes()
+
+    def check(self, names: Callable[[], Mapping[torch.nn.Parameter, str]]) -> None:
+        """Try the optimizer again if its groups have grown.
+
+        Args:
+            names: returns the name of every parameter.
+
+        Raises:
+            PlanError: it can't update a new parameter in parts.
+        """
+        sizes = self._sizes()
+        if sizes == self.sizes:
+            return
+        found = find_whole_parameters(self.optimizer, self.axes)
+        later = [parameter for parameter in found if parameter.requires_grad and parameter not in self.whole]
+        if later:
+            name_of = names()
+            first, *others = sorted(name_of[parameter] for parameter in later)
+            more = f" and {len(others)} more" if others else ""
+            raise PlanError(
+                f"the axis {self.axes[0]} gives each rank a part of each parameter, and which of them are updated as "
+                "a whole is decided before the first step",
+                f"{type(self.optimizer).__name__} was given {first}{more} after the start, and can't update it in "
+                "parts",
+                "have the workload's optimizer=... give it all parameters, or write replicate in place of "
+                f"{self.axes[0]}",
+            )
+        self.sizes = sizes
+
+    def _sizes(self) -> list[int]:
+        return [len(group["params"]) for group in groups_of(self.optimizer)]
 
 
 def _coupled(optimizer: torch.optim.Optimizer, axis: str, distance: float) -> PlanError:
