@@ -45,12 +45,27 @@ class Declared(Named):
     needs_whole_parameters = True
 
 
+class OwnList(GlobalStep):
+    """Steps through a list that it made in its constructor; each step is as long as the parameter's own gradient."""
+
+    def __init__(self, params, lr=1e-2):
+        super().__init__(params, lr)
+        self.parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                parameter -= self.param_groups[0]["lr"] * parameter.grad / parameter.grad.norm()
+
+
 REFUSED = [
     ("shard=2", {}, lambda model: GlobalStep(model.parameters()), "GlobalStep updates a parameter from the others"),
     ("tensor=2", {}, lambda model: GlobalStep(model.parameters()), "GlobalStep updates a parameter from the others"),
     ("pipeline=2", {}, lambda model: GlobalStep(model.parameters()), "write replicate in place of pipeline"),
     ("shard=2", {"offload": "on"}, lambda model: Lamb(model.parameters()), "leave offload out"),
     ("shard=2", {}, lambda model: StateAtOnce(model.parameters()), "StateAtOnce makes scale in its constructor"),
+    ("shard=2", {}, lambda model: OwnList(model.parameters()), "updates none that its groups have been given since"),
     ("shard=2", {}, OfSeveral, "needs_whole_parameters = True in its class is enough"),
     ("pipeline=2", {}, MuonAdamW, "the axis pipeline gives each rank a part of the optimizer's work"),
     ("tensor=2", {}, lambda model: Named(model.parameters(), "first"), "write needs_whole_parameters = True"),

@@ -22,6 +22,7 @@ import torch
 
 from paceline.nouns.errors import PlanError
 from paceline.parallel.optimizer_parts import DECLARATION, groups_of
+from paceline.parallel.shard.local_optimizer_step import stand_ins
 
 SIZES = (6, 4, 3, 2)  # of the dimensions of what is tried
 STEPS = 2
@@ -46,12 +47,15 @@ def find_whole_parameters(optimizer: torch.optim.Optimizer, axes: Sequence[str])
     kinds = _kinds(optimizer)
     is_declared = getattr(optimizer, DECLARATION, False)
     whole: set[torch.nn.Parameter] = set()
+    whole_kinds: list[Kind] = []
     try:
         with _aside():
             for kind, members in kinds.values():
                 if is_declared or not _works_on_parts(optimizer, kind, "tensor" in axes):
                     whole.update(members)
+                    whole_kinds.append(kind)
             distance = _distance_together(optimizer, [kind for kind, _ in kinds.values()]) if whole else 0.0
+            follows = all(_follows_groups(optimizer, kind) for kind in whole_kinds)
     except Exception as error:  # whatever a person's class may raise
         if is_declared:
             return whole
@@ -64,6 +68,13 @@ def find_whole_parameters(optimizer: torch.optim.Optimizer, axes: Sequence[str])
         ) from error
     if distance:
         raise _coupled(optimizer, axes[0], distance)
+    if not follows:
+        raise PlanError(
+            f"the axis {axes[0]} gives each rank a part of each parameter, and whole ones stand in the optimizer's "
+            "groups during its step",
+            f"{type(optimizer).__name__} updates none that its groups have been given since it was made",
+            f"have its step() go through self.param_groups, or write replicate in place of {axes[0]}",
+        )
     return whole
 
 
@@ -193,6 +204,21 @@ def _works_on_parts(optimizer: torch.optim.Optimizer, kind: Kind, by_any_dim: bo
         if _distance(uncut, torch.cat(halves, dim)):
             return False
     return True
+
+
+def _follows_groups(optimizer: torch.optim.Optimizer, kind: Kind) -> bool:
+    """True if a parameter that stands in its group during the steps alone ends where one does that is always there."""
+    _, dims = kind
+    start, gradients = _values(_shape(dims), 0)
+    (expected,) = _try(optimizer, [kind], [(start, gradients)])
+    own = torch.nn.Parameter(start.clone())
+    other = torch.nn.Parameter(start.clone())
+    twin = _twin(optimizer, [(kind[0], [own])])
+    for gradient in gradients:
+        own.grad, other.grad = gradient.clone(), gradient.clone()
+        with stand_ins(twin, {own: other}):
+            twin.step()
+    return not _distance(expected, other.detach())
 
 
 def _distance_together(optimizer: torch.optim.Optimizer, kinds: Sequence[Kind]) -> float:
