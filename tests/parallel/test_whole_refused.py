@@ -45,12 +45,27 @@ class Declared(Named):
     needs_whole_parameters = True
 
 
+class OwnList(GlobalStep):
+    """Steps through a list that it made in its constructor; each step is as long as the parameter's own gradient."""
+
+    def __init__(self, params, lr=1e-2):
+        super().__init__(params, lr)
+        self.parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                parameter -= self.param_groups[0]["lr"] * parameter.grad / parameter.grad.norm()
+
+
 REFUSED = [
     ("shard=2", {}, lambda model: GlobalStep(model.parameters()), "GlobalStep updates a parameter from the others"),
     ("tensor=2", {}, lambda model: GlobalStep(model.parameters()), "GlobalStep updates a parameter from the others"),
     ("pipeline=2", {}, lambda model: GlobalStep(model.parameters()), "write replicate in place of pipeline"),
     ("shard=2", {"offload": "on"}, lambda model: Lamb(model.parameters()), "leave offload out"),
     ("shard=2", {}, lambda model: StateAtOnce(model.parameters()), "StateAtOnce makes scale in its constructor"),
+    ("shard=2", {}, lambda model: OwnList(model.parameters()), "updates none that its groups have been given since"),
     ("shard=2", {}, OfSeveral, "needs_whole_parameters = True in its class is enough"),
     ("pipeline=2", {}, MuonAdamW, "the axis pipeline gives each rank a part of the optimizer's work"),
     ("tensor=2", {}, lambda model: Named(model.parameters(), "first"), "write needs_whole_parameters = True"),
@@ -99,3 +114,39 @@ def test_each_is_refused_with_its_reason_and_a_way_out():
 def test_servers_refuse_it_and_name_the_axes_that_run_it():
     with pytest.raises(PlanError, match="shard and tensor run those that update each parameter by itself"):
         describe(Lamb([torch.nn.Parameter(torch.ones(2, 2))]))
+
+
+def train_with_more_later(rank, make, plan):
+    """The losses, and the error, of an optimizer that is given two more parameters after the second step."""
+    api.init()
+
+    def but_first(model):
+        return make([parameter for name, parameter in model.named_parameters() if not name.startswith("first")])
+
+    job = Job(workload("lamb", optimizer=but_first), Plan.parse(plan))
+    losses = []
+    try:
+        for batch in job.batches():
+            if job.step_number == 2:
+                first = [parameter for name, parameter in job.model.named_parameters() if name.startswith("first")]
+                job.optimizer.add_param_group({"params": first})
+            losses.append(job.step(batch))
+    except PlanError as error:
+        return losses, str(error)
+    return losses, ""
+
+
+@pytest.mark.parametrize("plan", ["shard=2", "shard=2,zero=1", "tensor=2"])
+def test_parameters_that_come_later_are_refused_where_parts_are_not_enough(plan):
+    for losses, text in run_ranks(2, train_with_more_later, Lamb, plan):
+        assert len(losses) == 2  # none with a wrong update
+        assert "Lamb was given first.bias and 1 more after the start" in text
+        assert "fix: " in text
+
+
+@pytest.mark.parametrize("plan", ["shard=2", "tensor=2"])
+def test_parameters_that_come_later_are_updated_where_parts_are_enough(plan):
+    expected, _ = run_ranks(1, train_with_more_later, torch.optim.AdamW, "replicate=1")[0]
+    for losses, text in run_ranks(2, train_with_more_later, torch.optim.AdamW, plan):
+        assert text == ""
+        assert losses == pytest.approx(expected, rel=1e-10)

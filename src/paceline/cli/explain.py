@@ -18,7 +18,7 @@ from pathlib import Path
 from paceline.cli.plan_flags import OneLineHelp, add_cluster_argument, add_plan_arguments, plan_request, print_notice
 from paceline.cli.run import make_request, settings_of
 from paceline.cli.submit import kubernetes_request, slurm_request
-from paceline.launch.cluster_file import TABLES, Settings, displayed, read_cluster_file
+from paceline.launch.cluster_file import TABLES, ClusterSettings, displayed, read_cluster_file
 from paceline.launch.command import HIDDEN, is_secret
 from paceline.launch.plan_choice import PlanRequest, choose_plan, says_ranks
 from paceline.nouns.errors import UsageError
@@ -86,7 +86,7 @@ class _Start:
     plan: PlanRequest
     ranks_from: str
     launcher: tuple[str, str] | None = None
-    settings: Settings | None = None
+    settings: ClusterSettings | None = None
     cluster: Path | None = None
     grows: bool = False
 

@@ -32,7 +32,7 @@ from paceline.cli.plan_flags import (
     print_notice,
     run_choice,
 )
-from paceline.launch.cluster_file import Settings, read_cluster_file
+from paceline.launch.cluster_file import ClusterSettings, read_cluster_file
 from paceline.launch.command import environment_of
 from paceline.launch.host_choice import Shape, choose_hosts, choose_ranks
 from paceline.launch.mpi import MpiOptions
@@ -107,7 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 128 + interrupted[0]
 
 
-def make_request(arguments: argparse.Namespace) -> tuple[RunRequest, Settings]:
+def make_request(arguments: argparse.Namespace) -> tuple[RunRequest, ClusterSettings]:
     """Make the request, and return it with the settings of what starts the ranks.
 
     Raises:
@@ -179,13 +179,13 @@ def host_limits(arguments: argparse.Namespace) -> HostLimits:
     return HostLimits(least=arguments.min_hosts, most=arguments.max_hosts, script=arguments.host_discovery_script)
 
 
-def settings_of(arguments: argparse.Namespace, table: str) -> Settings:
+def settings_of(arguments: argparse.Namespace, table: str) -> ClusterSettings:
     """Return the settings of one launcher, from the flags and the cluster file."""
     flags = {name: (flag, getattr(arguments, name)) for name, flag in arguments.given.items()}
     return read_cluster_file(arguments.cluster).settings(table, flags)
 
 
-def _options(settings: Settings) -> tuple[SshOptions, MpiOptions, RayOptions]:
+def _options(settings: ClusterSettings) -> tuple[SshOptions, MpiOptions, RayOptions]:
     """Return the options of what starts the ranks; those of the others are the defaults."""
     values = settings.values
     ssh, mpi, ray = SshOptions(), MpiOptions(), RayOptions()

@@ -26,7 +26,7 @@ from paceline.cli.plan_flags import (
     run_choice,
 )
 from paceline.cli.run import settings_of
-from paceline.launch.cluster_file import TABLES, Settings
+from paceline.launch.cluster_file import TABLES, ClusterSettings
 from paceline.launch.command import environment_of
 from paceline.launch.host_choice import Shape, choose_ranks
 from paceline.launch.kubernetes import submit as kubernetes
@@ -187,7 +187,7 @@ def _submit_to_slurm(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def slurm_request(arguments: argparse.Namespace, settings: Settings) -> SlurmRequest:
+def slurm_request(arguments: argparse.Namespace, settings: ClusterSettings) -> SlurmRequest:
     """Make the request of a job for Slurm."""
     values = settings.values
     shape = Shape.parse(arguments.shape)
@@ -231,7 +231,7 @@ def _submit_to_kubernetes(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def kubernetes_request(arguments: argparse.Namespace, settings: Settings) -> KubernetesRequest:
+def kubernetes_request(arguments: argparse.Namespace, settings: ClusterSettings) -> KubernetesRequest:
     """Make the request of a job for Kubernetes."""
     options = KubernetesOptions(**settings.values)
     check_kubernetes_options(options, settings.names)

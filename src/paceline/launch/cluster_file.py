@@ -103,7 +103,7 @@ _EXAMPLES = {str: '"..."', int: "1", float: "1", tuple: '["..."]'}
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class ClusterSettings:
     """The settings of one launcher for one job.
 
     Args:
@@ -158,7 +158,7 @@ class ClusterFile:
     path: Path | None = None
     tables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
-    def settings(self, table: str, flags: Mapping[str, tuple[str, Any]]) -> Settings:
+    def settings(self, table: str, flags: Mapping[str, tuple[str, Any]]) -> ClusterSettings:
         """Return the settings of one launcher.
 
         Args:
@@ -182,7 +182,7 @@ class ClusterFile:
             else:
                 value, sources[key] = _default(table, key, setting)
             values[key] = tuple(value) if setting.kind is tuple else value
-        return Settings(table, values, sources, names, from_file)
+        return ClusterSettings(table, values, sources, names, from_file)
 
 
 def _default(table: str, key: str, setting: Setting) -> tuple[Any, str]:

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from paceline.nouns.errors import PlanError
 from paceline.parallel.optimizer_parts import DECLARATION, groups_of
+from paceline.parallel.shard.local_optimizer_step import stand_ins
 
 SIZES = (6, 4, 3, 2)  # of the dimensions of what is tried
 STEPS = 2
@@ -46,12 +47,15 @@ def find_whole_parameters(optimizer: torch.optim.Optimizer, axes: Sequence[str])
     kinds = _kinds(optimizer)
     is_declared = getattr(optimizer, DECLARATION, False)
     whole: set[torch.nn.Parameter] = set()
+    whole_kinds: list[Kind] = []
     try:
         with _aside():
             for kind, members in kinds.values():
                 if is_declared or not _works_on_parts(optimizer, kind, "tensor" in axes):
                     whole.update(members)
+                    whole_kinds.append(kind)
             distance = _distance_together(optimizer, [kind for kind, _ in kinds.values()]) if whole else 0.0
+            follows = all(_follows_groups(optimizer, kind) for kind in whole_kinds)
     except Exception as error:  # whatever a person's class may raise
         if is_declared:
             return whole
@@ -64,6 +68,13 @@ def find_whole_parameters(optimizer: torch.optim.Optimizer, axes: Sequence[str])
         ) from error
     if distance:
         raise _coupled(optimizer, axes[0], distance)
+    if not follows:
+        raise PlanError(
+            f"the axis {axes[0]} gives each rank a part of each parameter, and whole ones stand in the optimizer's "
+            "groups during its step",
+            f"{type(optimizer).__name__} updates none that its groups have been given since it was made",
+            f"have its step() go through self.param_groups, or write replicate in place of {axes[0]}",
+        )
     return whole
 
 
@@ -83,6 +94,55 @@ def check_updates_apart(optimizer: torch.optim.Optimizer, axis: str) -> None:
         distance = _distance_together(optimizer, [kind for kind, _ in _kinds(optimizer).values()])
     if distance:
         raise _coupled(optimizer, axis, distance)
+
+
+class LaterParameters:
+    """Sees to it that parameters which the optimizer is given after the start are not updated in parts by mistake.
+
+    Args:
+        optimizer: the user's.
+        axes: that cut parameters.
+        whole: what it updates whole.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, axes: Sequence[str], whole: Mapping[torch.nn.Parameter, str]
+    ) -> None:
+        self.optimizer = optimizer
+        self.axes = axes
+        self.whole = whole
+        self.sizes = self._sizes()
+
+    def check(self, names: Callable[[], Mapping[torch.nn.Parameter, str]]) -> None:
+        """Try the optimizer again if its groups have grown.
+
+        Args:
+            names: returns the name of every parameter.
+
+        Raises:
+            PlanError: it can't update a new parameter in parts.
+        """
+        sizes = self._sizes()
+        if sizes == self.sizes:
+            return
+        found = find_whole_parameters(self.optimizer, self.axes)
+        later = [parameter for parameter in found if parameter.requires_grad and parameter not in self.whole]
+        if later:
+            name_of = names()
+            first, *others = sorted(name_of[parameter] for parameter in later)
+            more = f" and {len(others)} more" if others else ""
+            raise PlanError(
+                f"the axis {self.axes[0]} gives each rank a part of each parameter, and which of them are updated as "
+                "a whole is decided before the first step",
+                f"{type(self.optimizer).__name__} was given {first}{more} after the start, and can't update it in "
+                "parts",
+                "have the workload's optimizer=... give it all parameters, or write replicate in place of "
+                f"{self.axes[0]}",
+            )
+        self.sizes = sizes
+
+    def _sizes(self) -> list[int]:
+        return [len(group["params"]) for group in groups_of(self.optimizer)]
 
 
 def _coupled(optimizer: torch.optim.Optimizer, axis: str, distance: float) -> PlanError:
@@ -144,6 +204,21 @@ def _works_on_parts(optimizer: torch.optim.Optimizer, kind: Kind, by_any_dim: bo
         if _distance(uncut, torch.cat(halves, dim)):
             return False
     return True
+
+
+def _follows_groups(optimizer: torch.optim.Optimizer, kind: Kind) -> bool:
+    """True if a parameter that stands in its group during the steps alone ends where one does that is always there."""
+    _, dims = kind
+    start, gradients = _values(_shape(dims), 0)
+    (expected,) = _try(optimizer, [kind], [(start, gradients)])
+    own = torch.nn.Parameter(start.clone())
+    other = torch.nn.Parameter(start.clone())
+    twin = _twin(optimizer, [(kind[0], [own])])
+    for gradient in gradients:
+        own.grad, other.grad = gradient.clone(), gradient.clone()
+        with stand_ins(twin, {own: other}):
+            twin.step()
+    return not _distance(expected, other.detach())
 
 
 def _distance_together(optimizer: torch.optim.Optimizer, kinds: Sequence[Kind]) -> float:

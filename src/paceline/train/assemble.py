@@ -25,6 +25,7 @@ from paceline.train import prepare
 from paceline.train.data import RankLoader, cut_into, cut_without_changing
 from paceline.train.parallelize import Fake, parallelize_model
 from paceline.train.seed import seed_everything
+from paceline.train.snapshot import parameter_names
 
 
 class Assembly:
@@ -103,4 +104,9 @@ class Assembly:
         with fake():
             self.parallel = self.strategy(placed, self.workload, self.comms, self.plan, self.place)
             self.optimizer = prepare.make_optimizer(self.workload, self.parallel.model)
-        prepare.keep_own(self.optimizer, self.mesh, placed)
+        self.later_parameters = prepare.keep_own(self.optimizer, self.mesh, placed)
+
+    def check_later_parameters(self) -> None:
+        """Raise PlanError if the optimizer was given parameters since `finish` that it can't update here."""
+        if self.later_parameters is not None:
+            self.later_parameters.check(lambda: parameter_names(self.parallel.model, self.optimizer))

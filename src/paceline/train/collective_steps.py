@@ -66,7 +66,8 @@ class CollectiveSteps:
         yield from self.job.loader.training(self.job.position, self.job.end)
 
     def begin_step(self) -> None:
-        """Do nothing: the ranks are at the same step."""
+        """Raise PlanError if the optimizer can't update what it was given since the last step."""
+        self.job.assembly.check_later_parameters()
 
     def end_step(self, batch: Batch) -> None:
         """Go to the next step."""

@@ -7,7 +7,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
@@ -28,6 +28,9 @@ from paceline.train.compiler_import import defer_compiler_import
 from paceline.train.composite_optimizer import check_parts
 from paceline.train.data import RankLoader, open_data
 from paceline.train.snapshot import as_json, parameter_names
+
+if TYPE_CHECKING:
+    from paceline.parallel.elementwise import LaterParameters
 
 _STATES = 3  # a parameter and Adam's two moments: what a checkpoint holds at most of usual optimizers
 
@@ -178,23 +181,27 @@ def make_optimizer(workload: Workload, model: torch.nn.Module) -> torch.optim.Op
     return optimizer
 
 
-def keep_own(optimizer: torch.optim.Optimizer, mesh: Mesh, placed: ModelAdapter) -> None:
+def keep_own(optimizer: torch.optim.Optimizer, mesh: Mesh, placed: ModelAdapter) -> LaterParameters | None:
     """Remove from the optimizer the parameters of other pipeline stages, which have no values here.
 
     What it can't update in parts is updated whole from now on.
+
+    Returns:
+        What checks parameters that the optimizer is given later; None where no axis cuts parameters.
 
     Raises:
         PlanError: it updates parameters from each other, or can't be tried.
         WorkloadError: it is made of others, and a checkpoint would not find their state.
     """
     check_parts(optimizer, mesh)
+    whole: dict[torch.nn.Parameter, str] = {}
     cutting_axes = mesh.used(CUTTING_AXES)[::-1]
     if cutting_axes:
-        from paceline.parallel.elementwise import find_whole_parameters
+        from paceline.parallel.elementwise import LaterParameters, find_whole_parameters
 
         names = parameter_names(placed.model, optimizer)
         found = find_whole_parameters(optimizer, cutting_axes)
-        whole = {parameter: names[parameter] for parameter in found if parameter.requires_grad}
+        whole |= {parameter: names[parameter] for parameter in found if parameter.requires_grad}
         _check_no_state(optimizer, whole)
         placed.update_whole(set(whole.values()))
     elif mesh.size("pipeline") > 1:
@@ -207,6 +214,7 @@ def keep_own(optimizer: torch.optim.Optimizer, mesh: Mesh, placed: ModelAdapter)
     for parameter in list(optimizer.state):
         if isinstance(parameter, torch.Tensor) and parameter.is_meta:
             del optimizer.state[parameter]
+    return LaterParameters(optimizer, cutting_axes, whole) if cutting_axes else None
 
 
 def _check_no_state(optimizer: torch.optim.Optimizer, whole: Mapping[torch.nn.Parameter, str]) -> None:
