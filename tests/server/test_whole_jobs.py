@@ -119,7 +119,7 @@ def test_a_worker_that_is_stopped_before_anybody_has_heard_of_it_is_replaced(tmp
     stop += "    open('was_stopped', 'w').close()\n    os.kill(os.getpid(), signal.SIGSTOP)\n"
     file = write_workload(tmp_path)
     file.write_text(f"import os, signal\n{stop}{file.read_text()}")
-    ended = paceline(tmp_path, "run", "-n", "2", "--plan", "server=1", "--job", "a", file, PACELINE_SILENCE_S="2")
+    ended = paceline(tmp_path, "run", "-n", "2", "--plan", "server=1", "--job", "a", file, PACELINE_SILENCE_S="5")
     assert ended.code == 0, ended.err
     assert "worker 1 has been silent for" in ended.err
     assert len(losses(tmp_path / "runs" / "a")) == STEPS
