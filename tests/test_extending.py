@@ -143,7 +143,7 @@ def with_axis(tmp_path):
     (package / "parallel" / "pod.py").write_text(EXAMPLES["parallel/pod.py"])
     mesh = package / "nouns" / "mesh.py"
     table = "AXIS_TABLE = (\n"
-    mesh.write_text(mesh.read_text().replace(table, f'{table}{EXAMPLES["a row of AXIS_TABLE"].rstrip()},\n'))
+    mesh.write_text(mesh.read_text().replace(table, f"{table}{EXAMPLES['a row of AXIS_TABLE'].rstrip()},\n"))
     apply = package / "parallel" / "apply.py"
     before = "        self.replicate.reduce_gradients()\n"
     assert before in apply.read_text()
