@@ -23,7 +23,7 @@ raises on purpose is a `PacelineError`. A `Sink` receives a job's events; `Tenso
 
 To communicate without a workload, call the collectives, as in MPI: `init`, `rank`, `size`, `local_rank`, `local_size`,
 `cross_rank`, `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all`, `broadcast`, `barrier`, `shutdown`,
-`is_initialized`.
+`is_initialized`. `allreduce`, `allgather`, `reducescatter` and `alltoall` are other names of the same.
 
 The project's README.md has a complete example and the plans, docs/reference/ all that a file may call;
 `paceline --help` lists the commands.
@@ -39,6 +39,9 @@ if TYPE_CHECKING:
         all_gather,
         all_reduce,
         all_to_all,
+        allgather,
+        allreduce,
+        alltoall,
         barrier,
         broadcast,
         cross_rank,
@@ -48,6 +51,7 @@ if TYPE_CHECKING:
         local_size,
         rank,
         reduce_scatter,
+        reducescatter,
         shutdown,
         size,
     )
@@ -64,6 +68,9 @@ _API = [
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "allgather",
+    "allreduce",
+    "alltoall",
     "barrier",
     "broadcast",
     "cross_rank",
@@ -73,6 +80,7 @@ _API = [
     "local_size",
     "rank",
     "reduce_scatter",
+    "reducescatter",
     "shutdown",
     "size",
 ]
@@ -95,6 +103,9 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "allgather",
+    "allreduce",
+    "alltoall",
     "barrier",
     "broadcast",
     "cross_rank",
@@ -105,6 +116,7 @@ __all__ = [
     "local_size",
     "rank",
     "reduce_scatter",
+    "reducescatter",
     "shutdown",
     "size",
 ]

@@ -89,11 +89,20 @@ def one_rank(rank):
     return [float(result) for result in [*results, paceline.all_to_all(one)[0]]]
 
 
+def test_other_names_are_the_same_functions():
+    assert paceline.allreduce is paceline.all_reduce
+    assert paceline.allgather is paceline.all_gather
+    assert paceline.reducescatter is paceline.reduce_scatter
+    assert paceline.alltoall is paceline.all_to_all
+
+
 def wrong_calls(rank):
     said = []
     calls = [
         lambda: paceline.rank(),
         lambda: paceline.init() or paceline.all_reduce(torch.ones(1), "average"),
+        lambda: paceline.allreduce(torch.ones(1), "average"),
+        lambda: paceline.allreduce(torch.ones(1), "gradients.0"),  # where Horovod has a name
         lambda: paceline.all_reduce(torch.ones(1), torch.distributed.ReduceOp.PRODUCT),
         lambda: paceline.broadcast(torch.ones(1), root=5),
         lambda: paceline.all_gather(torch.tensor(1.0)),
@@ -113,7 +122,9 @@ def test_wrong_calls_say_what_to_do():
     first, *others = run_ranks(2, wrong_calls)[0]
     assert "call paceline.init() first" in first
     for word, text in zip(
-        ["write 'mean'", "write 'product'", "0 to 1", "reshape(1)", "splits", "splits"], others, strict=True
+        ["write 'mean'", "write 'mean'", "one of these", "write 'product'", "0 to 1", "reshape(1)", "splits", "splits"],
+        others,
+        strict=True,
     ):
         assert word in text
 

@@ -1,7 +1,8 @@
 """The functions of MPI on all ranks: `paceline.init`, `paceline.rank`, `paceline.all_reduce` and the others.
 
-They are Horovod's, spelled as torch spells them. Tensors are not changed in place: each call returns its
-result. Every rank must make the same calls in the same order, with equal shapes but for first dims.
+They are Horovod's, spelled as torch spells them; the names without underscores are Horovod's and MPI's. Tensors are not
+changed in place: each call returns its result. Every rank must make the same calls in the same order, with equal shapes
+but for first dims.
 """
 
 from __future__ import annotations
@@ -482,3 +483,17 @@ def _check_rows(collective: str, tensor: torch.Tensor) -> None:
         raise UsageError(
             f"{collective} needs a tensor with rows", "the tensor is a scalar", "hand in tensor.reshape(1)"
         )
+
+
+# Horovod's and MPI's names of the same functions. The documentation shows each with the string below it.
+allreduce = all_reduce
+"""Another name of `all_reduce`. Unlike Horovod's, it adds up unless it is told to average."""
+
+allgather = all_gather
+"""Another name of `all_gather`."""
+
+reducescatter = reduce_scatter
+"""Another name of `reduce_scatter`. Unlike Horovod's, it adds up unless it is told to average."""
+
+alltoall = all_to_all
+"""Another name of `all_to_all`. Unlike Horovod's, it always returns the counts of rows too."""
