@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from paceline.comm.collectives import AxisComm, check_op, split_rows
+from paceline.comm.collectives import AxisComm, check_mean, check_op, split_rows
 from paceline.comm.ledger import Ledger
 from paceline.comm.process_group import COORDINATOR, RankInfo, close_world, find_rank_info, open_world
 from paceline.nouns.errors import UsageError
@@ -303,6 +303,7 @@ def all_reduce(tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
         0.82
     """
     check_op(op)
+    check_mean(op, tensor.dtype)
     # Gloo and NCCL take contiguous tensors; the caller's tensor stays as it is.
     result = tensor.detach().clone(memory_format=torch.contiguous_format)
     _comm().all_reduce(result, op)
@@ -395,6 +396,7 @@ def reduce_scatter(tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
         torch.Size([6, 2])
     """
     check_op(op, ("sum", "mean"))
+    check_mean(op, tensor.dtype)
     _check_rows("reduce_scatter", tensor)
     return _comm().reduce_scatter(tensor.detach(), op)
 

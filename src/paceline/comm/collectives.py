@@ -225,6 +225,16 @@ def check_op(op: str, choices: Sequence[str] = OPS) -> None:
         raise UsageError(f"the reduction {op!r} is unknown", f"the choices are {', '.join(choices)}", fix)
 
 
+def check_mean(op: str, dtype: torch.dtype) -> None:
+    """Raise UsageError if `op` is a mean of integers: it would not fit their dtype."""
+    if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
+        raise UsageError(
+            "a mean over ranks needs a tensor of a floating-point dtype",
+            f"the dtype is {dtype}",
+            "convert the tensor first, as with tensor.float(), or take the sum",
+        )
+
+
 # Names of the same in other libraries. What is only spelt alike is not advised: a median is no mean.
 _SYNONYMS = {
     "average": "mean", "avg": "mean", "total": "sum", "add": "sum", "minimum": "min", "maximum": "max",
