@@ -2,7 +2,7 @@
 
 They are Horovod's, spelled as torch spells them; the names without underscores are Horovod's and MPI's. Tensors are not
 changed in place: each call returns its result. Every rank must make the same calls in the same order, with equal shapes
-but for first dims.
+but for first dims. Gradients flow through a call with `grad=True` alone: `comm/api_gradients.py`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from paceline.comm import api_gradients
+from paceline.comm.api_gradients import check_gradient
 from paceline.comm.collectives import AxisComm, check_mean, check_op, split_rows
 from paceline.comm.ledger import Ledger
 from paceline.comm.process_group import COORDINATOR, RankInfo, close_world, find_rank_info, open_world
@@ -278,18 +280,23 @@ def cross_rank() -> int:
     return world().rank_info.cross_rank
 
 
-def all_reduce(tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+def all_reduce(tensor: torch.Tensor, op: str = "sum", *, grad: bool = False) -> torch.Tensor:
     """Return the sum, mean, min, max or product of every rank's `tensor`, element by element.
 
     Args:
-        tensor: any shape, the same on every rank, with one dtype. No gradient flows through it.
+        tensor: any shape, the same on every rank, with one dtype.
         op: "sum", "mean", "min", "max" or "product". A mean needs a floating-point dtype.
+        grad: let gradients flow through a sum or mean, as docs/collectives.md describes. The gradient of `tensor` is
+            the sum, or the mean, of the gradients that the result has on each rank; every rank must run the backward
+            pass.
 
     Returns:
-        A new tensor of the same shape and dtype, equal on every rank.
+        A new tensor of the same shape and dtype, equal on every rank. With `grad` it requires a gradient on every rank,
+        without it on none.
 
     Raises:
-        UsageError: `op` is unknown, `init` has not been called, or the ranks are workers of parameter servers.
+        UsageError: `op` is unknown, `op` or `grad` does not fit the dtype, `grad` does not fit `op`, `init` has not
+            been called, or the ranks are workers of parameter servers.
         PeerLostError: a rank has gone.
         CollectiveError: the ranks' shapes or dtypes differ, where the transport can tell.
 
@@ -304,23 +311,30 @@ def all_reduce(tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
     """
     check_op(op)
     check_mean(op, tensor.dtype)
+    if grad:
+        check_gradient("all_reduce", tensor, op)
+        return api_gradients.all_reduce(_comm(), tensor, op)
     # Gloo and NCCL take contiguous tensors; the caller's tensor stays as it is.
     result = tensor.detach().clone(memory_format=torch.contiguous_format)
     _comm().all_reduce(result, op)
     return result
 
 
-def all_gather(tensor: torch.Tensor) -> torch.Tensor:
+def all_gather(tensor: torch.Tensor, *, grad: bool = False) -> torch.Tensor:
     """Return every rank's rows, joined on dim 0 in rank order; ranks may hold different numbers of rows.
 
     Args:
         tensor: (rows, ...), on every rank with the same dtype and the same shape but for the rows. It may have no rows.
+        grad: let gradients flow, as docs/collectives.md describes. The gradient of `tensor` is the sum of the gradients
+            that its rows have on each rank; every rank must run the backward pass.
 
     Returns:
-        A new tensor, (rows of all ranks, ...), equal on every rank.
+        A new tensor, (rows of all ranks, ...), equal on every rank. With `grad` it requires a gradient on every rank,
+        without it on none.
 
     Raises:
-        UsageError: `tensor` is a scalar, `init` has not been called, or the ranks are workers of parameter servers.
+        UsageError: `tensor` is a scalar, it has a dtype without gradients and `grad` is set, `init` has not been
+            called, or the ranks are workers of parameter servers.
         PeerLostError: a rank has gone.
         CollectiveError: the ranks' shapes or dtypes differ, where the transport can tell.
 
@@ -333,23 +347,37 @@ def all_gather(tensor: torch.Tensor) -> torch.Tensor:
         >>> order = paceline.all_gather(samples).argsort()
         >>> paceline.all_gather(predictions)[order].tolist()
         [0, 10, 20, 30, 40]
+
+        Compare each sample with those of all ranks, in a loss whose gradient reaches those too:
+
+        >>> embeddings = torch.nn.functional.normalize(torch.nn.Linear(4, 8)(x[:4]))
+        >>> candidates = paceline.all_gather(embeddings, grad=True)
+        >>> (embeddings @ candidates.T).logsumexp(1).sum().backward()
     """
     _check_rows("all_gather", tensor)
+    if grad:
+        check_gradient("all_gather", tensor)
+        return api_gradients.all_gather(_comm(), tensor)
     return torch.cat(_comm().all_gather(tensor.detach()))
 
 
-def broadcast(tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
+def broadcast(tensor: torch.Tensor, root: int = 0, *, grad: bool = False) -> torch.Tensor:
     """Return the `tensor` of rank `root`, on every rank.
 
     Args:
         tensor: any shape, with the same shape and dtype on every rank. Only the values of rank `root` matter.
         root: the rank that sends, 0 to `size() - 1`.
+        grad: let gradients flow, as docs/collectives.md describes. The gradient of `tensor` on rank `root` is the sum
+            of the gradients that the result has on each rank, and zero on the other ranks; every rank must run the
+            backward pass.
 
     Returns:
-        A new tensor with the values of rank `root`.
+        A new tensor with the values of rank `root`. With `grad` it requires a gradient on every rank, without it on
+        none.
 
     Raises:
-        UsageError: there is no rank `root`, `init` has not been called, or the ranks are workers of parameter servers.
+        UsageError: there is no rank `root`, the dtype has no gradients and `grad` is set, `init` has not been called,
+            or the ranks are workers of parameter servers.
         PeerLostError: a rank has gone.
         CollectiveError: the ranks' shapes or dtypes differ, where the transport can tell.
 
@@ -365,24 +393,31 @@ def broadcast(tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
     """
     if not 0 <= root < size():
         raise UsageError(f"can't broadcast from rank {root}", f"the ranks are 0 to {size() - 1}", "name one of them")
+    if grad:
+        check_gradient("broadcast", tensor)
+        return api_gradients.broadcast(_comm(), tensor, root)
     result = tensor.detach().clone(memory_format=torch.contiguous_format)
     _comm().broadcast(result, root)
     return result
 
 
-def reduce_scatter(tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+def reduce_scatter(tensor: torch.Tensor, op: str = "sum", *, grad: bool = False) -> torch.Tensor:
     """Return this rank's rows of the sum or mean over ranks; the first `rows % size` ranks get one row more.
 
     Args:
-        tensor: (rows, ...), the same shape and dtype on every rank. No gradient flows through it.
+        tensor: (rows, ...), the same shape and dtype on every rank.
         op: "sum" or "mean". A mean needs a floating-point dtype.
+        grad: let gradients flow, as docs/collectives.md describes. The gradient of each row of `tensor` is that of its
+            row in the result, which one rank has; divided by the number of ranks for a mean. Every rank must run the
+            backward pass.
 
     Returns:
         A new tensor, (this rank's rows, ...): `rows / size` rows, rounded up on the first ranks and down on the others.
+        With `grad` it requires a gradient on every rank, without it on none.
 
     Raises:
-        UsageError: `op` is unknown, `tensor` is a scalar, `init` has not been called, or the ranks are workers of
-            parameter servers.
+        UsageError: `op` is unknown, `op` or `grad` does not fit the dtype, `tensor` is a scalar, `init` has not been
+            called, or the ranks are workers of parameter servers.
         PeerLostError: a rank has gone.
         CollectiveError: the ranks' shapes or dtypes differ, where the transport can tell.
 
@@ -398,22 +433,31 @@ def reduce_scatter(tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
     check_op(op, ("sum", "mean"))
     check_mean(op, tensor.dtype)
     _check_rows("reduce_scatter", tensor)
+    if grad:
+        check_gradient("reduce_scatter", tensor)
+        return api_gradients.reduce_scatter(_comm(), tensor, op)
     return _comm().reduce_scatter(tensor.detach(), op)
 
 
-def all_to_all(tensor: torch.Tensor, splits: Sequence[int] | None = None) -> tuple[torch.Tensor, list[int]]:
+def all_to_all(
+    tensor: torch.Tensor, splits: Sequence[int] | None = None, *, grad: bool = False
+) -> tuple[torch.Tensor, list[int]]:
     """Send `splits[i]` rows of `tensor` to rank i, in order.
 
     Args:
         tensor: (rows, ...), on every rank with the same dtype and the same shape but for the rows.
         splits: one count of rows for each rank; they add up to the rows. None: every rank gets the same number.
+        grad: let gradients flow, as docs/collectives.md describes. The gradient of a row of `tensor` is that of the row
+            on the rank that received it; every rank must run the backward pass.
 
     Returns:
-        The rows received, in rank order, and how many came from each rank.
+        The rows received, in rank order, and how many came from each rank. With `grad` the rows require a gradient on
+        every rank, without it on none.
 
     Raises:
-        UsageError: `splits` has not one count per rank or does not add up to the rows, `tensor` is a scalar, `init`
-            has not been called, or the ranks are workers of parameter servers.
+        UsageError: `splits` has not one count per rank or does not add up to the rows, `tensor` is a scalar, it has a
+            dtype without gradients and `grad` is set, `init` has not been called, or the ranks are workers of parameter
+            servers.
         PeerLostError: a rank has gone.
         CollectiveError: the ranks' shapes or dtypes differ, where the transport can tell.
 
@@ -444,6 +488,9 @@ def all_to_all(tensor: torch.Tensor, splits: Sequence[int] | None = None) -> tup
             f"splits is {splits}",
             "give one count per rank that add up to the rows",
         )
+    if grad:
+        check_gradient("all_to_all", tensor)
+        return api_gradients.all_to_all(_comm(), tensor, counts)
     return _comm().all_to_all(tensor.detach(), counts)
 
 

@@ -137,6 +137,13 @@ class AxisComm:
             with named_failure("broadcast", self.axis):
                 dist.broadcast(tensor, self.peers[root], group=self.group)
 
+    def reduce(self, tensor: torch.Tensor, root: int) -> None:
+        """Replace `tensor` by the sum on the rank with index `root`; on the others its values are undefined."""
+        if self.size > 1:
+            self._enter("reduce", tensor)
+            with named_failure("reduce", self.axis):
+                dist.reduce(tensor, self.peers[root], group=self.group)
+
     def reduce_scatter(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
         """Return this rank's rows of the sum or mean of `tensor`, (rows, ...); the first ranks take the rest."""
         if self.size == 1:

@@ -38,6 +38,7 @@ _JOB = f"{_PACELINE}train{os.sep}job.py"
 _COLLECTIVES = {
     "all_reduce", "all_gather", "all_gather_along", "broadcast", "reduce_scatter", "reduce_scatter_list", "all_to_all",
     "barrier", "receive", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "recv", "send",
+    "reduce",
 }  # fmt: skip
 
 _WAITS = {  # the files of `comm/` that wait (their stems), and in what; the outermost on the stack names it

@@ -15,6 +15,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ import torch.distributed as dist
 
 from paceline.comm import api
 from paceline.comm.collectives import AxisComm
+from paceline.comm.ledger import Ledger
 from paceline.comm.process_group import RankInfo
 from paceline.comm.pytree import signature
 from paceline.nouns.errors import PacelineError, WorkloadError
@@ -153,6 +155,60 @@ def _is_equal(expected: float, loss: float) -> bool:
     return not abs(expected - loss) > _EQUAL * max(abs(expected), 1e-12)  # so written, NaN is equal
 
 
+@dataclass(slots=True)
+class _CallList(Ledger):
+    """A ledger that lists each call: [collective, axis, bytes, line]."""
+
+    begun: list[list[Any]] = field(default_factory=list)
+
+    def add(self, collective: str, axis: str, payload_bytes: int) -> None:
+        self.begun.append([collective, axis, payload_bytes, asked_at(sys._getframe(1))])
+
+
+class _Answered(AxisComm):
+    """An axis on which nobody else is; what is sent comes back."""
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
+        self._enter("all_reduce", tensor)
+
+    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
+        self._enter("broadcast", tensor)
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        self._enter("all_gather", tensor)
+        return [tensor] * self.size
+
+    def reduce_scatter(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        self._enter("reduce_scatter", tensor)
+        # The shape must be right, the values need not: they are compared between ranks only without collectives.
+        chunks = tensor.chunk(self.size)  # of few rows there are fewer than ranks
+        return chunks[min(self.rank, len(chunks) - 1)].clone()
+
+    def all_to_all(self, tensor: torch.Tensor, splits: Any) -> tuple[torch.Tensor, list[int]]:
+        self._enter("all_to_all", tensor)
+        return tensor.clone(), list(splits)
+
+    # What gradients of the functions above begin, in a loss that takes some of its own.
+    def all_gather_along(self, tensor: torch.Tensor, lengths: Any, dim: int) -> list[torch.Tensor]:
+        self._enter("all_gather", tensor)
+        shapes = [(*tensor.shape[:dim], length, *tensor.shape[dim + 1 :]) for length in lengths]
+        return [tensor if tensor.shape == shape else tensor.new_zeros(shape) for shape in shapes]
+
+    def reduce_scatter_list(self, parts: Any) -> torch.Tensor:
+        self._enter("reduce_scatter", torch.cat([part.reshape(-1) for part in parts]))
+        return torch.zeros_like(parts[self.rank])
+
+    def all_to_all_sized(self, tensor: torch.Tensor, send: Any, receive: Any) -> torch.Tensor:
+        self._enter("all_to_all", tensor)
+        return tensor.clone()
+
+    def reduce(self, tensor: torch.Tensor, root: int) -> None:
+        self._enter("reduce", tensor)
+
+    def barrier(self) -> None:
+        self.ledger.add("barrier", self.axis, 0)
+
+
 @contextmanager
 def as_rank(rank: int, ranks: int) -> Iterator[list[list[Any]]]:
     """Let the user's code take this process for `rank`; collectives return what it gave, and are entered in a list.
@@ -160,36 +216,8 @@ def as_rank(rank: int, ranks: int) -> Iterator[list[list[Any]]]:
     Yields:
         The list: [collective, axis, bytes, line] of each call.
     """
-    calls: list[list[Any]] = []
-
-    class Answered(AxisComm):
-        """An axis on which nobody else is; what is sent comes back."""
-
-        def _enter(self, collective: str, tensor: torch.Tensor) -> None:
-            calls.append([collective, self.axis, tensor.nbytes, asked_at(sys._getframe(1))])
-
-        def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
-            self._enter("all_reduce", tensor)
-
-        def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
-            self._enter("broadcast", tensor)
-
-        def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-            self._enter("all_gather", tensor)
-            return [tensor] * self.size
-
-        def reduce_scatter(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
-            self._enter("reduce_scatter", tensor)
-            # The shape must be right, the values need not: they are compared between ranks only without collectives.
-            chunks = tensor.chunk(self.size)  # of few rows there are fewer than ranks
-            return chunks[min(self.rank, len(chunks) - 1)].clone()
-
-        def all_to_all(self, tensor: torch.Tensor, splits: Any) -> tuple[torch.Tensor, list[int]]:
-            self._enter("all_to_all", tensor)
-            return tensor.clone(), list(splits)
-
-        def barrier(self) -> None:
-            calls.append(["barrier", self.axis, 0, asked_at(sys._getframe(1))])
+    ledger = _CallList()
+    calls = ledger.begun
 
     def recorded(name: str) -> Any:
         """Return a stand-in for a collective of torch.distributed, which a loss may call by itself."""
@@ -201,7 +229,7 @@ def as_rank(rank: int, ranks: int) -> Iterator[list[list[Any]]]:
         return collective
 
     rank_info = RankInfo(rank, ranks, rank, ranks)
-    world = api.World(rank_info, Answered("world", rank, tuple(range(ranks)), None, Trace()))
+    world = api.World(rank_info, _Answered("world", rank, tuple(range(ranks)), None, ledger))
     # All the ways in which code may ask for its rank: Paceline's functions, launchers' variables, torch.distributed.
     variables = {
         "PACELINE_RANK": rank, "PACELINE_WORLD_SIZE": ranks, "PACELINE_LOCAL_RANK": rank, "RANK": rank,
