@@ -30,6 +30,7 @@ OWN = [one for one in COMMANDS if one.own]
 # Commands that are parsed, and not run here: how they begin, and why.
 NOT_RUN = {
     "paceline run --on": "other hosts: tests/integration, tests/launch",
+    "paceline run -n 2 contrastive.py": "tests/comm/test_collectives_page.py runs it",
     "paceline submit": "it sends a job to a scheduler: tests/integration, tests/launch",
     "paceline explain submit": "it reads a cluster file: tests/cli/test_explain.py",
     "paceline run -n 2 examples/glue": "tests/examples trains it",
@@ -54,6 +55,7 @@ NEITHER = {
     "srun": "it needs a Slurm allocation: tests/integration/test_launchers.py",
     "mpirun": "it needs an MPI: tests/integration/test_launchers.py",
     "ssh h1 true": "it needs another host",
+    "python contrastive.py": "tests/comm/test_collectives_page.py runs it",
     "python examples/glue": "tests/examples trains it",
 }
 # Options that are another program's, or are no option.

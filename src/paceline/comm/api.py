@@ -287,8 +287,8 @@ def all_reduce(tensor: torch.Tensor, op: str = "sum", *, grad: bool = False) -> 
         tensor: any shape, the same on every rank, with one dtype.
         op: "sum", "mean", "min", "max" or "product". A mean needs a floating-point dtype.
         grad: let gradients flow through a sum or mean, as docs/collectives.md describes. The gradient of `tensor` is
-            the sum, or the mean, of the gradients that the result has on each rank; every rank must run the backward
-            pass.
+            the sum, or the mean, of the gradients that the result has on each rank. Every rank must run its backward
+            pass, in the same order: the others wait for a rank that does not, or take its next collective for it.
 
     Returns:
         A new tensor of the same shape and dtype, equal on every rank. With `grad` it requires a gradient on every rank,
@@ -326,7 +326,8 @@ def all_gather(tensor: torch.Tensor, *, grad: bool = False) -> torch.Tensor:
     Args:
         tensor: (rows, ...), on every rank with the same dtype and the same shape but for the rows. It may have no rows.
         grad: let gradients flow, as docs/collectives.md describes. The gradient of `tensor` is the sum of the gradients
-            that its rows have on each rank; every rank must run the backward pass.
+            that its rows have on each rank. Every rank must run its backward pass, in the same order: the others wait
+            for a rank that does not, or take its next collective for it.
 
     Returns:
         A new tensor, (rows of all ranks, ...), equal on every rank. With `grad` it requires a gradient on every rank,
@@ -368,8 +369,9 @@ def broadcast(tensor: torch.Tensor, root: int = 0, *, grad: bool = False) -> tor
         tensor: any shape, with the same shape and dtype on every rank. Only the values of rank `root` matter.
         root: the rank that sends, 0 to `size() - 1`.
         grad: let gradients flow, as docs/collectives.md describes. The gradient of `tensor` on rank `root` is the sum
-            of the gradients that the result has on each rank, and zero on the other ranks; every rank must run the
-            backward pass.
+            of the gradients that the result has on each rank, and zero on the other ranks. Every rank must run its
+            backward pass, in the same order: the others wait for a rank that does not, or take its next collective for
+            it.
 
     Returns:
         A new tensor with the values of rank `root`. With `grad` it requires a gradient on every rank, without it on
@@ -408,8 +410,9 @@ def reduce_scatter(tensor: torch.Tensor, op: str = "sum", *, grad: bool = False)
         tensor: (rows, ...), the same shape and dtype on every rank.
         op: "sum" or "mean". A mean needs a floating-point dtype.
         grad: let gradients flow, as docs/collectives.md describes. The gradient of each row of `tensor` is that of its
-            row in the result, which one rank has; divided by the number of ranks for a mean. Every rank must run the
-            backward pass.
+            row in the result, which one rank has; divided by the number of ranks for a mean. Every rank must run its
+            backward pass, in the same order: the others wait for a rank that does not, or take its next collective for
+            it.
 
     Returns:
         A new tensor, (this rank's rows, ...): `rows / size` rows, rounded up on the first ranks and down on the others.
@@ -448,7 +451,8 @@ def all_to_all(
         tensor: (rows, ...), on every rank with the same dtype and the same shape but for the rows.
         splits: one count of rows for each rank; they add up to the rows. None: every rank gets the same number.
         grad: let gradients flow, as docs/collectives.md describes. The gradient of a row of `tensor` is that of the row
-            on the rank that received it; every rank must run the backward pass.
+            on the rank that received it. Every rank must run its backward pass, in the same order: the others wait for
+            a rank that does not, or take its next collective for it.
 
     Returns:
         The rows received, in rank order, and how many came from each rank. With `grad` the rows require a gradient on
