@@ -258,6 +258,7 @@ C10D = "torch/distributed/distributed_c10d.py"
         ([("comm/collectives.py", "wait"), ("parallel/pipeline/strategy.py", "run")], "a collective"),
         ([(C10D, "broadcast"), ("torch/distributed/c10d_logger.py", "wrapper")], "broadcast"),
         ([(C10D, "_helper"), (C10D, "all_reduce")], "all_reduce"),
+        ([(C10D, "reduce"), ("comm/collectives.py", "reduce")], "reduce"),
         ([("lib/threading.py", "wait"), ("server/link.py", "step")], "an answer of the parameter servers"),
         ([("lib/threading.py", "join"), ("checkpoint/save.py", "wait")], "the writing of a checkpoint"),
         ([("torch/nn/linear.py", "forward"), ("comm/fully_shard.py", "shard")], None),
