@@ -26,7 +26,7 @@ def test_each_generation_has_its_own_sinks(tmp_path):
     words = ["--on", "ssh", "--job", "a", "-x", "TEST_PAUSE", "-x", "TEST_SINK", "--host-discovery-script", script]
     env = marked(tmp_path, {"TEST_PAUSE": "0.5", "TEST_SINK": str(tmp_path / "sink")})
     with namespaces.hosts(tmp_path / "hosts", ("h1", "h2")) as hosts:
-        words += ["--max-hosts", "2", "--ssh-option=-F", f"--ssh-option={hosts.config}", sink_file(tmp_path)]
+        words += ["--max-hosts", "2", "--cluster", hosts.cluster_file(), sink_file(tmp_path)]
         job = subprocess.Popen(
             hosts.inside("from", *command("run", *words)),
             cwd=tmp_path,
