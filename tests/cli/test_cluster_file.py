@@ -10,6 +10,7 @@ import pytest
 from paceline.cli.main import main
 from paceline.launch.cluster_file import MOST_BYTES, TABLES, ClusterFile, displayed, read_cluster_file
 from paceline.nouns.errors import UsageError
+from paceline.nouns.plan import Plan
 
 FILE = "import paceline\nworkload = paceline.Workload(**{})\n"
 WHOLE = """
@@ -287,13 +288,74 @@ def test_explain_names_rays_variable(folder, capsys, monkeypatch):
 
 
 def test_explain_of_a_job_on_this_host_is_that_of_its_flags(folder, capsys):
-    assert explained(capsys, "run", "-n", "2", "train.py") == explained(capsys, "-n", "2")
+    of_command = explained(capsys, "run", "-n", "2", "train.py")
+    assert of_command.pop("run directory") == ("runs/train-DATE-TIME", "default")
+    of_flags = explained(capsys, "-n", "2")
+    assert of_flags.pop("run directory") == ("runs/FILE-DATE-TIME", "default")
+    assert of_command.pop("grace") == ("30 s", "default")
+    assert of_command.pop("stall notice") == ("after 60 s", "default")
+    assert of_command == of_flags
+
+
+def test_explain_of_a_command_shows_where_the_job_is_kept_and_when_it_saves(folder, capsys, monkeypatch):
+    words = [
+        "--job",
+        "a",
+        "--runs",
+        "all",
+        "--checkpoint-every",
+        "5",
+        "--keep",
+        "2",
+        "--grace",
+        "7",
+        "--stall-notice",
+        "0",
+        "train.py",
+    ]
+    shown = explained(capsys, "run", *words)
+    assert shown["run directory"] == ("all/a", "flag --runs, flag --job")
+    assert shown["checkpoint every"] == ("5 steps", "flag --checkpoint-every")
+    assert shown["checkpoints kept"] == ("2", "flag --keep")
+    assert shown["grace"] == ("7 s", "flag --grace")
+    assert shown["stall notice"] == ("never", "flag --stall-notice")
+    monkeypatch.setenv("PACELINE_STALL_NOTICE", "9")
+    Plan(mesh="replicate=2", checkpoint_every=0).write(folder / "plan.json")
+    shown = explained(capsys, "run", "--resume", "--plan", "plan.json", "train.py")
+    assert shown["run directory"] == ("runs, the last of train.py", "flag --resume")
+    assert shown["checkpoint every"] == ("the end only", "flag --plan plan.json")
+    assert shown["stall notice"] == ("after 9 s", "PACELINE_STALL_NOTICE")
+
+
+def test_explain_of_a_job_that_is_sent_shows_where_it_is_kept(folder, capsys):
+    shown = explained(capsys, *SLURM, "-j", "1x2", "--job", "a", "train.py")
+    assert shown["run directory"] == ("runs/a", "flag --job")
+    assert shown["checkpoint every"] == ("100 steps", "default")
+    assert "grace" not in shown
+    pods = ("--image", "i", "--cpu", "1", "--memory", "1Gi")
+    shown = explained(capsys, *PODS, *pods, "-j", "1x2", "my_model.py")
+    assert shown["run directory"] == ("/runs/my-model in the pods", "default")
+
+
+def test_explain_shows_no_run_directory_where_there_is_none(folder, capsys, monkeypatch):
+    assert explained(capsys)["run directory"] == ("none", "default")
+    torchrun = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in {**torchrun, "MASTER_ADDR": "h1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    shown = explained(capsys, "run", "train.py")
+    assert shown["run directory"] == ("none", "default")
+    assert "checkpoint every" not in shown
+    assert explained(capsys, "run", "--job", "a", "train.py")["run directory"] == ("runs/a", "flag --job")
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["plan", "train.py"], "can't explain the command 'plan'\n  found: run and submit start jobs"),
+        (
+            ["train.py"],
+            "can't explain the command 'train.py'\n  found: run and submit start jobs\n  fix: write `paceline explain run train.py`",
+        ),
         (["-n", "2", "run", "train.py"], "-n should be a flag of the command that is explained"),
         (["run", "--on", "ray", "-H", "h1:2", "train.py"], "-H does not apply to a job --on ray"),
         (["submit", "slurm", "--time", "soon", "train.py"], "the time limit 'soon'"),

@@ -93,9 +93,8 @@ def kubernetes_job(request: KubernetesRequest, notice: Callable[[str], None]) ->
                 "put it into a Secret of the cluster's",
             )
     shape = request.shape or Shape(1, plan.world_size)
-    name_of_file = Path(request.file).stem.replace("_", "-").lower()  # Kubernetes' names have no underscore
     return KubernetesJob(
-        name=request.job or name_of_file,
+        name=request.job or name_of_job(request.file),
         command=[request.file, *own_arguments(request.arguments)],
         plan=plan,
         nodes=shape.nodes,
@@ -103,6 +102,11 @@ def kubernetes_job(request: KubernetesRequest, notice: Callable[[str], None]) ->
         environment=dict(request.environment),
         **_fields(options),
     )
+
+
+def name_of_job(file: str) -> str:
+    """Return the name of a job that is given none."""
+    return Path(file).stem.replace("_", "-").lower()  # Kubernetes' names have no underscore
 
 
 def _fields(options: KubernetesOptions) -> dict[str, Any]:
