@@ -131,6 +131,12 @@ def test_tables_of_other_launchers_are_not_used(folder, capsys):
     assert "h1: ranks 0 to 1" in dry_run(capsys, *SSH)
 
 
+def test_a_file_may_begin_with_a_byte_order_mark(folder):
+    """As editors on Windows write it; nobody sees it."""
+    (folder / "cluster.toml").write_bytes(b'\xef\xbb\xbf[ssh]\npython = "x"\n')
+    assert read_cluster_file(folder / "cluster.toml").tables == {"ssh": {"python": "x"}}
+
+
 def test_every_default_of_a_table_is_of_its_kind(tmp_path):
     for table, settings in TABLES.items():
         values = {key: setting.default for key, setting in settings.items()}
@@ -155,7 +161,12 @@ BAD = {
     "a number for a text": ("[kubernetes]\ncpu = 4\n", PODS, "[kubernetes] cpu in cluster.toml should be a text", "it is a whole number", 'cpu = "..."'),
     "a time that TOML reads": ("[slurm]\ntime = 12:00:00\n", SLURM, "[slurm] time in cluster.toml should be a text", "it is a date or a time", 'time = "..."'),
     "a text for a list": ('[ssh]\noptions = "-p22"\n', SSH, "[ssh] options in cluster.toml should be a list of texts", "it is a text", 'options = ["..."]'),
-    "a list of numbers": ("[ssh]\noptions = [22]\n", SSH, "[ssh] options in cluster.toml should be a list of texts", "it is a list", 'options = ["..."]'),
+    "a list of numbers": ("[ssh]\noptions = [22]\n", SSH, "[ssh] options in cluster.toml should be a list of texts", "it is a list with something else in it", 'options = ["..."]'),
+    "a choice in other letters": ('[ray]\nstrategy = "spread"\n', RAY, "[ray] strategy in cluster.toml is 'spread'", "the choices are PACK", "did you mean 'SPREAD'"),
+    "a flag of the job": ('[slurm]\nplan = "shard=2"\n', SLURM, "the key plan in [slurm]", "the keys", "write --plan in the command, since it is about the job"),
+    "a flag of the job with two words": ("[kubernetes]\ncheckpoint_every = 9\n", PODS, "the key checkpoint_every in", "the keys", "write --checkpoint-every in the command"),
+    "hosts in the file": ('[ssh]\nhosts = "h1:2"\n', SSH, "the key hosts in [ssh]", "the keys", "write --hosts in the command"),
+    "hosts where no command takes them": ('[slurm]\nhosts = "h1:2"\n', SLURM, "the key hosts in [slurm]", "the keys", "leave it out"),
     "true for a number": ("[ray]\ngpus_per_rank = true\n", RAY, "[ray] gpus_per_rank in cluster.toml should be a number", "it is true or false", "= 1"),
     "an infinity": ("[ray]\ncpus_per_rank = inf\n", RAY, "[ray] cpus_per_rank in cluster.toml should be a number", "it is a number", "= 1"),
     "a number of many digits": ("[slurm]\nsignal = " + "9" * 99 + "\n", SLURM, "[slurm] signal in cluster.toml should be a whole number", "more than 64 bits", "= 1"),
@@ -263,6 +274,12 @@ def test_explain_shows_each_setting_of_the_file_and_its_defaults(folder, capsys)
     assert {name for name in explained(capsys, "--cluster", "cluster.toml") if name.startswith("[")} == {
         f"[ray] {key}" for key in TABLES["ray"]
     }
+
+
+def test_explain_says_that_it_read_a_file_without_tables(folder, capsys):
+    (folder / "cluster.toml").write_text("# nothing yet\n")
+    assert main(["explain", "--cluster", "cluster.toml"]) == 0
+    assert "else from the cluster file" in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_explain_of_a_command_shows_what_its_flags_change(folder, capsys):

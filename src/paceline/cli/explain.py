@@ -55,7 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the settings."""
-    rows = settings(_start_of(arguments), os.environ)
+    began = _start_of(arguments)
+    rows = settings(began, os.environ)
     if arguments.json:
         listed = [{"setting": name, "value": value, "from": origin} for name, value, origin in rows]
         print(json.dumps({"settings": listed}))
@@ -65,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
         cells.append((name, _shortened(value), origin))
     for line in aligned(cells, "{:<}  {:<}  {}"):
         print(line.rstrip())
-    has_file = any("[" in name for name, _, _ in rows)
+    has_file = began.cluster is not None or any("[" in name for name, _, _ in rows)
     print(f"\n{WITH_FILE if has_file else NO_FILE}")
     return 0
 
