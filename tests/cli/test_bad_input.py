@@ -190,7 +190,7 @@ WHEN_IT_RUNS = {
     "computed batch below the ranks": ("    batch_size=8", "    batch_size=int('1')", 2, "1 of them would get none"),
     "precision is unknown": ("precision=\"float64\"", "precision=\"fp64\"", 2, "did you mean 'float64'"),
     "clip below zero": ("clip_norm=1.0", "clip_norm=-1.0", 2, "clip_norm should be a number above 0"),
-    "optimizer is a list": ("optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=0.01)", "optimizer=lambda model: []", 2, "it made a list"),
+    "optimizer is a list": ("optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=0.01)", "optimizer=lambda model: []", 2, "it made a list\n  fix: return one; docs/extending.md shows how to make several one (MuonAdamW)"),
     "optimizer of another model": ("torch.optim.AdamW(model.parameters(), lr=0.01)", "torch.optim.AdamW(torch.nn.Linear(2, 2).parameters())", 2, "is not the model's"),
     "optimizer with a closure": ("torch.optim.AdamW(model.parameters(), lr=0.01)", "torch.optim.LBFGS(model.parameters())", 2, "LBFGS"),
     "model is a function": ("model=lambda: torch.nn.Sequential(", "model=lambda: (lambda *layers: abs)(", 2, "it made a builtin_function_or_method"),
