@@ -175,6 +175,9 @@ def test_sbatch_that_refuses_is_told(tmp_path):
     program.chmod(0o755)
     with pytest.raises(UsageError, match="invalid partition"):
         submit("#!/bin/bash\n", SlurmOptions(program=str(program)), {})
+    program.write_text("#!/bin/sh\necho 'sbatch: fatal: Could not establish a configuration source' >&2\nexit 1\n")
+    with pytest.raises(UsageError, match="send it from a host where `sinfo` works, such as a login node"):
+        submit("#!/bin/bash\n", SlurmOptions(program=str(program)), {})
     with pytest.raises(UsageError, match="no such program"):
         submit("#!/bin/bash\n", SlurmOptions(program=str(tmp_path / "none")), {})
 
