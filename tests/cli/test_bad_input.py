@@ -95,6 +95,28 @@ BEFORE_ANY_PROCESS = {
 }  # fmt: skip
 
 
+# The words, and what the error says.
+WITHOUT_A_COMMAND = {
+    "flags of run alone": (["-n", "2", "tiny.py"], "-n should stand after a command", "write `paceline run -n ...`"),
+    "an unknown flag alone": (["--nproc=2", "tiny.py"], "--nproc should stand after a command", "see `paceline --help`"),
+    "a flag before its command": (["--plan", "shard=2", "run", "tiny.py"], "--plan should stand after a command", "write `paceline run --plan ...`"),
+    "a file for a target": (["submit", "tiny.py"], "can't send a job to 'tiny.py'", "write `paceline submit slurm tiny.py`, or kubernetes for slurm"),
+    "a target in short": (["submit", "k8s", "tiny.py"], "can't send a job to 'k8s'", "did you mean 'kubernetes'"),
+    "a target by its command": (["submit", "sbatch", "tiny.py"], "can't send a job to 'sbatch'", "did you mean 'slurm'"),
+    "no target that there is": (["submit", "pbs", "tiny.py"], "can't send a job to 'pbs'", "write one of these"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WITHOUT_A_COMMAND)
+def test_a_command_line_without_its_command(case, capsys):
+    words, asked, fix = WITHOUT_A_COMMAND[case]
+    assert exit_code(words) == 2
+    error = capsys.readouterr().err.strip()
+    assert THREE_PARTS.match(error), error
+    assert asked in error.splitlines()[0]
+    assert fix in error.splitlines()[2]
+
+
 @pytest.mark.parametrize("case", BEFORE_ANY_PROCESS)
 def test_before_any_process_starts(case, tmp_path, monkeypatch, capsys):
     change, words, said = BEFORE_ANY_PROCESS[case]
