@@ -95,6 +95,28 @@ BEFORE_ANY_PROCESS = {
 }  # fmt: skip
 
 
+# The words, and what the error says.
+WITHOUT_A_COMMAND = {
+    "flags of run alone": (["-n", "2", "tiny.py"], "-n should stand after a command", "write `paceline run -n ...`"),
+    "an unknown flag alone": (["--nproc=2", "tiny.py"], "--nproc should stand after a command", "see `paceline --help`"),
+    "a flag before its command": (["--plan", "shard=2", "run", "tiny.py"], "--plan should stand after a command", "write `paceline run --plan ...`"),
+    "a file for a target": (["submit", "tiny.py"], "can't send a job to 'tiny.py'", "write `paceline submit slurm tiny.py`, or kubernetes for slurm"),
+    "a target in short": (["submit", "k8s", "tiny.py"], "can't send a job to 'k8s'", "did you mean 'kubernetes'"),
+    "a target by its command": (["submit", "sbatch", "tiny.py"], "can't send a job to 'sbatch'", "did you mean 'slurm'"),
+    "no target that there is": (["submit", "pbs", "tiny.py"], "can't send a job to 'pbs'", "write one of these"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WITHOUT_A_COMMAND)
+def test_a_command_line_without_its_command(case, capsys):
+    words, asked, fix = WITHOUT_A_COMMAND[case]
+    assert exit_code(words) == 2
+    error = capsys.readouterr().err.strip()
+    assert THREE_PARTS.match(error), error
+    assert asked in error.splitlines()[0]
+    assert fix in error.splitlines()[2]
+
+
 @pytest.mark.parametrize("case", BEFORE_ANY_PROCESS)
 def test_before_any_process_starts(case, tmp_path, monkeypatch, capsys):
     change, words, said = BEFORE_ANY_PROCESS[case]
@@ -190,7 +212,7 @@ WHEN_IT_RUNS = {
     "computed batch below the ranks": ("    batch_size=8", "    batch_size=int('1')", 2, "1 of them would get none"),
     "precision is unknown": ("precision=\"float64\"", "precision=\"fp64\"", 2, "did you mean 'float64'"),
     "clip below zero": ("clip_norm=1.0", "clip_norm=-1.0", 2, "clip_norm should be a number above 0"),
-    "optimizer is a list": ("optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=0.01)", "optimizer=lambda model: []", 2, "it made a list"),
+    "optimizer is a list": ("optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=0.01)", "optimizer=lambda model: []", 2, "it made a list\n  fix: return one; docs/extending.md shows how to make several one (MuonAdamW)"),
     "optimizer of another model": ("torch.optim.AdamW(model.parameters(), lr=0.01)", "torch.optim.AdamW(torch.nn.Linear(2, 2).parameters())", 2, "is not the model's"),
     "optimizer with a closure": ("torch.optim.AdamW(model.parameters(), lr=0.01)", "torch.optim.LBFGS(model.parameters())", 2, "LBFGS"),
     "model is a function": ("model=lambda: torch.nn.Sequential(", "model=lambda: (lambda *layers: abs)(", 2, "it made a builtin_function_or_method"),

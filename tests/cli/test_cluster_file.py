@@ -10,6 +10,7 @@ import pytest
 from paceline.cli.main import main
 from paceline.launch.cluster_file import MOST_BYTES, TABLES, ClusterFile, displayed, read_cluster_file
 from paceline.nouns.errors import UsageError
+from paceline.nouns.plan import Plan
 
 FILE = "import paceline\nworkload = paceline.Workload(**{})\n"
 WHOLE = """
@@ -130,6 +131,12 @@ def test_tables_of_other_launchers_are_not_used(folder, capsys):
     assert "h1: ranks 0 to 1" in dry_run(capsys, *SSH)
 
 
+def test_a_file_may_begin_with_a_byte_order_mark(folder):
+    """As editors on Windows write it; nobody sees it."""
+    (folder / "cluster.toml").write_bytes(b'\xef\xbb\xbf[ssh]\npython = "x"\n')
+    assert read_cluster_file(folder / "cluster.toml").tables == {"ssh": {"python": "x"}}
+
+
 def test_every_default_of_a_table_is_of_its_kind(tmp_path):
     for table, settings in TABLES.items():
         values = {key: setting.default for key, setting in settings.items()}
@@ -154,7 +161,12 @@ BAD = {
     "a number for a text": ("[kubernetes]\ncpu = 4\n", PODS, "[kubernetes] cpu in cluster.toml should be a text", "it is a whole number", 'cpu = "..."'),
     "a time that TOML reads": ("[slurm]\ntime = 12:00:00\n", SLURM, "[slurm] time in cluster.toml should be a text", "it is a date or a time", 'time = "..."'),
     "a text for a list": ('[ssh]\noptions = "-p22"\n', SSH, "[ssh] options in cluster.toml should be a list of texts", "it is a text", 'options = ["..."]'),
-    "a list of numbers": ("[ssh]\noptions = [22]\n", SSH, "[ssh] options in cluster.toml should be a list of texts", "it is a list", 'options = ["..."]'),
+    "a list of numbers": ("[ssh]\noptions = [22]\n", SSH, "[ssh] options in cluster.toml should be a list of texts", "it is a list with something else in it", 'options = ["..."]'),
+    "a choice in other letters": ('[ray]\nstrategy = "spread"\n', RAY, "[ray] strategy in cluster.toml is 'spread'", "the choices are PACK", "did you mean 'SPREAD'"),
+    "a flag of the job": ('[slurm]\nplan = "shard=2"\n', SLURM, "the key plan in [slurm]", "the keys", "write --plan in the command, since it is about the job"),
+    "a flag of the job with two words": ("[kubernetes]\ncheckpoint_every = 9\n", PODS, "the key checkpoint_every in", "the keys", "write --checkpoint-every in the command"),
+    "hosts in the file": ('[ssh]\nhosts = "h1:2"\n', SSH, "the key hosts in [ssh]", "the keys", "write --hosts in the command"),
+    "hosts where no command takes them": ('[slurm]\nhosts = "h1:2"\n', SLURM, "the key hosts in [slurm]", "the keys", "leave it out"),
     "true for a number": ("[ray]\ngpus_per_rank = true\n", RAY, "[ray] gpus_per_rank in cluster.toml should be a number", "it is true or false", "= 1"),
     "an infinity": ("[ray]\ncpus_per_rank = inf\n", RAY, "[ray] cpus_per_rank in cluster.toml should be a number", "it is a number", "= 1"),
     "a number of many digits": ("[slurm]\nsignal = " + "9" * 99 + "\n", SLURM, "[slurm] signal in cluster.toml should be a whole number", "more than 64 bits", "= 1"),
@@ -264,6 +276,12 @@ def test_explain_shows_each_setting_of_the_file_and_its_defaults(folder, capsys)
     }
 
 
+def test_explain_says_that_it_read_a_file_without_tables(folder, capsys):
+    (folder / "cluster.toml").write_text("# nothing yet\n")
+    assert main(["explain", "--cluster", "cluster.toml"]) == 0
+    assert "else from the cluster file" in capsys.readouterr().out.splitlines()[-1]
+
+
 def test_explain_of_a_command_shows_what_its_flags_change(folder, capsys):
     cluster = ["--cluster", "cluster.toml"]
     shown = explained(capsys, *SLURM, *cluster, "--partition", "cpu", "-j", "2x4", "train.py")
@@ -287,13 +305,74 @@ def test_explain_names_rays_variable(folder, capsys, monkeypatch):
 
 
 def test_explain_of_a_job_on_this_host_is_that_of_its_flags(folder, capsys):
-    assert explained(capsys, "run", "-n", "2", "train.py") == explained(capsys, "-n", "2")
+    of_command = explained(capsys, "run", "-n", "2", "train.py")
+    assert of_command.pop("run directory") == ("runs/train-DATE-TIME", "default")
+    of_flags = explained(capsys, "-n", "2")
+    assert of_flags.pop("run directory") == ("runs/FILE-DATE-TIME", "default")
+    assert of_command.pop("grace") == ("30 s", "default")
+    assert of_command.pop("stall notice") == ("after 60 s", "default")
+    assert of_command == of_flags
+
+
+def test_explain_of_a_command_shows_where_the_job_is_kept_and_when_it_saves(folder, capsys, monkeypatch):
+    words = [
+        "--job",
+        "a",
+        "--runs",
+        "all",
+        "--checkpoint-every",
+        "5",
+        "--keep",
+        "2",
+        "--grace",
+        "7",
+        "--stall-notice",
+        "0",
+        "train.py",
+    ]
+    shown = explained(capsys, "run", *words)
+    assert shown["run directory"] == ("all/a", "flag --runs, flag --job")
+    assert shown["checkpoint every"] == ("5 steps", "flag --checkpoint-every")
+    assert shown["checkpoints kept"] == ("2", "flag --keep")
+    assert shown["grace"] == ("7 s", "flag --grace")
+    assert shown["stall notice"] == ("never", "flag --stall-notice")
+    monkeypatch.setenv("PACELINE_STALL_NOTICE", "9")
+    Plan(mesh="replicate=2", checkpoint_every=0).write(folder / "plan.json")
+    shown = explained(capsys, "run", "--resume", "--plan", "plan.json", "train.py")
+    assert shown["run directory"] == ("runs, the last of train.py", "flag --resume")
+    assert shown["checkpoint every"] == ("the end only", "flag --plan plan.json")
+    assert shown["stall notice"] == ("after 9 s", "PACELINE_STALL_NOTICE")
+
+
+def test_explain_of_a_job_that_is_sent_shows_where_it_is_kept(folder, capsys):
+    shown = explained(capsys, *SLURM, "-j", "1x2", "--job", "a", "train.py")
+    assert shown["run directory"] == ("runs/a", "flag --job")
+    assert shown["checkpoint every"] == ("100 steps", "default")
+    assert "grace" not in shown
+    pods = ("--image", "i", "--cpu", "1", "--memory", "1Gi")
+    shown = explained(capsys, *PODS, *pods, "-j", "1x2", "my_model.py")
+    assert shown["run directory"] == ("/runs/my-model in the pods", "default")
+
+
+def test_explain_shows_no_run_directory_where_there_is_none(folder, capsys, monkeypatch):
+    assert explained(capsys)["run directory"] == ("none", "default")
+    torchrun = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in {**torchrun, "MASTER_ADDR": "h1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    shown = explained(capsys, "run", "train.py")
+    assert shown["run directory"] == ("none", "default")
+    assert "checkpoint every" not in shown
+    assert explained(capsys, "run", "--job", "a", "train.py")["run directory"] == ("runs/a", "flag --job")
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["plan", "train.py"], "can't explain the command 'plan'\n  found: run and submit start jobs"),
+        (
+            ["train.py"],
+            "can't explain the command 'train.py'\n  found: run and submit start jobs\n  fix: write `paceline explain run train.py`",
+        ),
         (["-n", "2", "run", "train.py"], "-n should be a flag of the command that is explained"),
         (["run", "--on", "ray", "-H", "h1:2", "train.py"], "-H does not apply to a job --on ray"),
         (["submit", "slurm", "--time", "soon", "train.py"], "the time limit 'soon'"),

@@ -87,7 +87,7 @@ def facts_of_a_plan(capsys):
     facts = {
         "mesh": "replicate=2", "batch_size": 8, "samples_per_rank": 4, "micro_batch_size": 2, "parameters": 12345,
         "parameter_bytes": 5 * MIB, "buffer_bytes": 0, "parameter_bytes_per_rank": [MIB, 2 * MIB], "share": [0.5, 0.5],
-        "coupled": "batch_norm", "traffic": [row, longer],
+        "coupled": "batch_norm", "traffic": [row, longer], "ranges": [],
     }  # fmt: skip
     plan.print_facts(Plan("replicate=2"), facts, make_schedule("1f1b", 2, 4))
     layout = [

@@ -175,6 +175,9 @@ def test_sbatch_that_refuses_is_told(tmp_path):
     program.chmod(0o755)
     with pytest.raises(UsageError, match="invalid partition"):
         submit("#!/bin/bash\n", SlurmOptions(program=str(program)), {})
+    program.write_text("#!/bin/sh\necho 'sbatch: fatal: Could not establish a configuration source' >&2\nexit 1\n")
+    with pytest.raises(UsageError, match="send it from a host where `sinfo` works, such as a login node"):
+        submit("#!/bin/bash\n", SlurmOptions(program=str(program)), {})
     with pytest.raises(UsageError, match="no such program"):
         submit("#!/bin/bash\n", SlurmOptions(program=str(tmp_path / "none")), {})
 
@@ -230,6 +233,9 @@ cpus_per_rank = 0
 """
 
 
+PODS = ["kubernetes", "--image", "i", "--cpu", "1", "--memory", "2Gi"]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -244,6 +250,7 @@ cpus_per_rank = 0
         (["-j", "0x2"], "NODESxRANKS"),
         (["-j", "2x2", "-n", "3"], "leave one out"),
         (["--on", "ssh", "-H", "h1:2", "-x", "NOT_SET_ANYWHERE"], "not set here"),
+        (["--on", "ssh", "-H", "h1:2", "-x", "A_TOKEN"], "set it (export A_TOKEN=...), then write -x A_TOKEN"),
         (["--on", "ssh", "-H", "h1:2", "-x", "A B=1"], "no variable's name"),
         (["--on", "ssh", "-H", "h1:2", "-x", "API_KEY=abc"], "read by others"),
         (["--on", "mpi", "--plan", "replicate=2,server=1"], "it starts ranks alone"),
@@ -254,7 +261,11 @@ cpus_per_rank = 0
         (["slurm", "--time", "soon", "-n", "2"], "time limit"),
         (["--on", "ray", "--cluster", "nowhere.toml", "-n", "2"], "it has none"),
         (["kubernetes", "-n", "2"], "--image"),
-        (["kubernetes", "--image", "i", "--cpu", "1", "--memory", "1Gi", "-x", "PATH_KEY"], "not set here"),
+        ([*PODS, "-x", "NOT_SET_ANYWHERE"], "not set here"),
+        ([*PODS, "-x", "PATH_KEY"], "a manifest is plain text"),
+        ([*PODS, "-x", "PATH_KEY=abc"], "refer to that under env in what --dry-run prints"),
+        ([*PODS, "--toleration", "gpu:Never"], "the effects are NoSchedule, PreferNoSchedule, NoExecute"),
+        ([*PODS, "--job", "my_job"], "write such as --job bert-1"),
         (["--min-hosts", "2"], "no host is named"),
         (["--min-hosts", "0", "-H", "h1:1"], "1 <= min"),
         (["--min-hosts", "3", "--max-hosts", "2", "-H", "h1:1"], "1 <= min"),

@@ -423,7 +423,7 @@ def kubectl(tmp_path, monkeypatch):
     program.write_text(
         f"#!{sys.executable}\nimport pathlib, sys\nhere = pathlib.Path({str(tmp_path)!r})\n"
         "(here / 'words').write_text(' '.join(sys.argv[1:]))\n(here / 'input').write_text(sys.stdin.read())\n"
-        "sys.exit('error: no matches for kind JobSet' if (here / 'fails').exists() else print('created') or 0)\n"
+        "fails = here / 'fails'\nsys.exit(fails.read_text() if fails.exists() else print('created') or 0)\n"
     )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(program.parent))
@@ -437,10 +437,28 @@ def test_what_is_sent_is_what_is_printed_and_goes_through_standard_input(kubectl
     assert (kubectl / "input").read_text() == to_text(manifests)
 
 
-def test_kubectls_refusal_is_told(kubectl):
-    (kubectl / "fails").touch()
-    with pytest.raises(PacelineError, match="no matches for kind JobSet") as caught:
+@pytest.mark.parametrize(
+    ("answer", "found", "fix"),
+    [
+        (
+            'error: no matches for kind "JobSet" in version "jobset.x-k8s.io/v1alpha2"',
+            "kubectl refuses them (error: no matches for kind",
+            "install it in the cluster, or write another --kind or --gang (docs/kubernetes.md)",
+        ),
+        ('namespaces "ml" not found', 'kubectl refuses them (namespaces "ml" not found)', "mend what it names"),
+        (
+            'failed to download openapi: Get "http://localhost:8080/openapi/v2": dial tcp: connect: connection refused',
+            "kubectl reaches no cluster (failed to download",
+            "see that `kubectl get nodes` works, or name a cluster with --context",
+        ),
+    ],
+)
+def test_what_kubectl_complains_of_is_told(kubectl, answer, found, fix):
+    (kubectl / "fails").write_text(answer)
+    with pytest.raises(PacelineError) as caught:
         send(render(a_job()))
+    assert found in caught.value.found
+    assert caught.value.fix.endswith(fix)
     assert caught.value.exit_code == 1
 
 

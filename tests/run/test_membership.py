@@ -184,3 +184,9 @@ def test_a_discovery_script_that_fails(tmp_path, text, said):
         script_hosts(script)()
     with pytest.raises(UsageError, match="did not run"):
         script_hosts(tmp_path / "none")()
+    script.write_text("echo h1\n")
+    with pytest.raises(UsageError, match="begin it with a line such as #!/bin/sh"):
+        script_hosts(script)()
+    script.chmod(0o644)
+    with pytest.raises(UsageError, match=f"did not run.*\n  fix: make it executable: chmod [+]x {script}"):
+        script_hosts(script)()

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from paceline.nouns.errors import WorkloadError
 from paceline.nouns.workload import Workload
-from paceline.train.data import RankLoader, moved
+from paceline.train.data import Batch, RankLoader, moved
 from paceline.train.seed import random_state, restore_random_state, seed_everything
 
 from support.ranks import run_ranks
@@ -90,6 +91,18 @@ def test_batches_of_any_shape_are_moved():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "take", [lambda batch: next(iter(batch)), lambda batch: batch[0], lambda batch: batch["input_ids"]]
+)
+def test_a_batch_that_is_taken_apart_says_what_to_do_with_it(take):
+    """As in a loop that was written for DDP."""
+    batch = Batch([(torch.ones(2), torch.ones(2))], range(2))
+    with pytest.raises(WorkloadError, match=r"write `job\.step\(batch\)`.*batch\.microbatches"):
+        take(batch)
+    with pytest.raises(WorkloadError, match=r"handed to job\.step as it is"):
+        _inputs, _targets = batch
+
+
 def test_torch_imports_its_profiler_before_there_are_processes_that_can_die(tmp_path):
     """Their SIGCHLD would raise in the import, and torch would log a traceback."""
     name = "torch.profiler._cupti_monitor"

@@ -9,7 +9,7 @@ from torch import nn
 
 import paceline
 from paceline.comm import api
-from paceline.nouns.errors import WorkloadError
+from paceline.nouns.errors import LossError, WorkloadError
 from paceline.nouns.plan import Plan
 from paceline.train.job import Job
 
@@ -97,6 +97,26 @@ def nothing_to_evaluate_on(rank):
         job.evaluate()
     with pytest.raises(WorkloadError, match="should return a dict"):
         job.evaluate(dataset(), score=lambda model, batch: 1.0)
+    for wrong, shown in ((0.5, "0.5 of type float"), ((torch.ones(2), 2), "a pair of a tensor of shape (2,)")):
+        with pytest.raises(LossError) as caught:
+            job.evaluate(dataset(), score=lambda model, batch, wrong=wrong: {"accuracy": wrong})
+        assert caught.value.asked == "the score 'accuracy' should be (sum, weight)"
+        assert caught.value.found.startswith(f"it is {shown}")
+        assert "(predictions == labels).sum(), len(labels)" in caught.value.fix
+
+
+def plain_numbers(rank):
+    api.init()
+    job = Job(workload(), Plan(mesh=f"replicate={api.size()}"))
+    scores = job.evaluate(score=lambda model, batch: {"true": (batch[1].sum().item(), len(batch[1])), "none": (0.0, 0)})
+    assert scores["true"] == sum(y for _, y in dataset()) / SAMPLES
+    assert scores["none"] != scores["none"], "NaN"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_score_may_be_plain_numbers(ranks):
+    """No gradient is taken of it."""
+    run_ranks(ranks, plain_numbers)
 
 
 def test_bad_evaluations_are_refused():

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
 import paceline
 from paceline.comm import api
+from paceline.nouns.errors import WorkloadError
 from paceline.nouns.plan import Plan
 from paceline.train.job import Job
 
@@ -42,6 +44,22 @@ def one_step(rank, parts):
 def test_bf16_computes_in_bf16_and_keeps_float32_parameters():
     for seen, kept, _, _ in run_ranks(2, one_step, {"precision": "bf16"}):
         assert (seen, kept) == (torch.bfloat16, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("handed", "found"),
+    [
+        (nn.Linear(2, 2), "it is Linear(in_features=2, out_features=2, bias=True)"),
+        (workload, "it is <function workload"),
+    ],
+)
+def test_distribute_refuses_what_is_no_workload(handed, found):
+    """Such as a model, which is what DDP and FSDP are handed."""
+    with pytest.raises(WorkloadError) as caught:
+        paceline.distribute(handed)
+    assert caught.value.asked == "paceline.distribute should be handed a workload"
+    assert caught.value.found.startswith(found)
+    assert "hand it paceline.Workload(model=..., loss=..., optimizer=..., data=..., " in caught.value.fix
 
 
 def test_the_determinism_switch():

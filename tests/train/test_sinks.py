@@ -148,8 +148,13 @@ def test_a_sink_that_never_ends_is_given_up(monkeypatch, capsys):
 
 def test_a_sink_that_cant_be_made_is_left_out(capsys):
     good = Keeps()
-    assert [each.sink for each in open_sinks([lambda _: 1 / 0, lambda _: good], None)] == [good]
-    assert "a sink could not be made: ZeroDivisionError" in capsys.readouterr().err
+
+    def divide(_):
+        return 1 / 0
+
+    assert [each.sink for each in open_sinks([lambda _: good, divide], None)] == [good]
+    said = capsys.readouterr().err
+    assert "the sink divide (sinks[1]) could not be made: ZeroDivisionError" in said, "it says which"
 
 
 def test_a_sink_that_refuses_its_settings_ends_the_job_before_it_begins():
@@ -167,8 +172,11 @@ class OnlyWrites:
 
 @pytest.mark.parametrize(("value", "lacks"), [(None, "write"), (open, "write"), (OnlyWrites(), "close")])
 def test_what_is_no_sink_is_refused(value, lacks):
-    with pytest.raises(WorkloadError, match=f"one has no {lacks}") as caught:
-        open_sinks([lambda _: value], None)
+    def unfit(_):
+        return value
+
+    with pytest.raises(WorkloadError, match=rf"unfit \(sinks\[1\]\) returned .*, which has no {lacks}") as caught:
+        open_sinks([Keeps, unfit], None)
     assert THREE_PARTS.match(str(caught.value))
 
 
@@ -211,7 +219,7 @@ def test_a_failing_sink_ends_no_job(tmp_path):
     assert len(events(tmp_path / "runs" / "a", "step")) == STEPS
     assert (ended.out + ended.err).count("the sink Fails gets no more events") == 1
     assert "write('step') raised ConnectionError: the server is away" in ended.out + ended.err
-    assert "a sink could not be made: ZeroDivisionError" in ended.out + ended.err
+    assert "the sink <lambda> (sinks[2]) could not be made: ZeroDivisionError" in ended.out + ended.err
     assert (tmp_path / "sink-fails").read_text().split() == ["start", "step", "step", "step", "closed"]
     assert received(tmp_path)[0][1:-1] == written(tmp_path)
 

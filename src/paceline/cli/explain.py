@@ -12,9 +12,10 @@ import argparse
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from paceline.cli.explain_run import NEW_RUN, Row, run_rows, saving_rows
 from paceline.cli.plan_flags import OneLineHelp, add_cluster_argument, add_plan_arguments, plan_request, print_notice
 from paceline.cli.run import make_request, settings_of
 from paceline.cli.submit import kubernetes_request, slurm_request
@@ -27,9 +28,8 @@ from paceline.nouns.plan import Plan
 from paceline.nouns.reading import shown
 from paceline.nouns.table import aligned
 from paceline.rendezvous.launcher_env import ALONE, LauncherPosition, NodeInfo, find_node, find_position
-from paceline.run.request import ELASTIC
+from paceline.run.request import ELASTIC, find_launcher
 
-Row = tuple[str, str, str]  # the setting, its value, where it comes from
 # Variables of these beginnings change a job, and so do these.
 PREFIXES = ("PACELINE_", "PET_", "NCCL_", "GLOO_", "TORCH_", "TORCHELASTIC_", "OMP_")
 NAMES = ("CUDA_VISIBLE_DEVICES",)
@@ -55,7 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the settings."""
-    rows = settings(_start_of(arguments), os.environ)
+    began = _start_of(arguments)
+    rows = settings(began, os.environ)
     if arguments.json:
         listed = [{"setting": name, "value": value, "from": origin} for name, value, origin in rows]
         print(json.dumps({"settings": listed}))
@@ -65,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
         cells.append((name, _shortened(value), origin))
     for line in aligned(cells, "{:<}  {:<}  {}"):
         print(line.rstrip())
-    has_file = any("[" in name for name, _, _ in rows)
+    has_file = began.cluster is not None or any("[" in name for name, _, _ in rows)
     print(f"\n{WITH_FILE if has_file else NO_FILE}")
     return 0
 
@@ -81,6 +82,8 @@ class _Start:
         settings: of the launcher.
         cluster: the cluster file.
         grows: the ranks are as many as the slots of hosts that come and go.
+        run: the rows of the run directory; empty where the job has none.
+        given: the command's flags, by name.
     """
 
     plan: PlanRequest
@@ -89,6 +92,8 @@ class _Start:
     settings: ClusterSettings | None = None
     cluster: Path | None = None
     grows: bool = False
+    run: tuple[Row, ...] = ()
+    given: Mapping[str, str] = field(default_factory=dict)
 
 
 def settings(began: _Start, environment: Mapping[str, str]) -> list[Row]:
@@ -123,7 +128,8 @@ def settings(began: _Start, environment: Mapping[str, str]) -> list[Row]:
         ("transport", plan.transport, _option(began.plan, "transport", origin)),
         ("compression", plan.compression, _option(began.plan, "compression", origin)),
         ("bucket bytes", str(plan.bucket_bytes), _option(began.plan, "bucket_bytes", origin)),
-        _variable("run directory", "PACELINE_RUN_DIR", "none", environment),
+        *(began.run or [_variable("run directory", "PACELINE_RUN_DIR", "none", environment)]),
+        *(saving_rows(plan, began.given, origin) if began.run else ()),
         _variable("coordinator", "PACELINE_COORDINATOR", "none", environment),
     ]
     if began.launcher is None:
@@ -142,12 +148,16 @@ def _start_of(arguments: argparse.Namespace) -> _Start:
         UsageError: the command is none that starts a job, or can't be met.
     """
     if not arguments.command:
-        return _Start(plan_request(arguments), f"-n {arguments.n}", cluster=arguments.cluster)
+        request = plan_request(arguments)
+        run = (NEW_RUN,) if (request.text or request.ranks) and find_launcher(None, os.environ) is None else ()
+        return _Start(request, f"-n {arguments.n}", cluster=arguments.cluster, run=run)
     from paceline.cli.main import read_command  # which loads this file
 
     verb = arguments.command[0]
     if verb not in ("run", "submit"):
         fix = "write `paceline explain run ...` or `paceline explain submit slurm ...`"
+        if verb.endswith(".py"):
+            fix = f"write `paceline explain run {verb}`"
         raise UsageError(f"can't explain the command {shown(verb)}", "run and submit start jobs", fix)
     for name, flag in arguments.given.items():
         if name != "json":
@@ -156,20 +166,29 @@ def _start_of(arguments: argparse.Namespace) -> _Start:
                 f"{flag} should be a flag of the command that is explained", found, f"write it after {verb}"
             )
     parsed = read_command(arguments.command)
-    if verb == "run":
-        request, launcher_settings = make_request(parsed)
-        ranks_from = _ranks_from(parsed)
-        if request.place not in _STARTED_ELSEWHERE:
-            return _Start(request.plan, ranks_from)
-        launcher = (f"paceline run, {request.place}", "flag --on" if parsed.on else "flag --min-hosts")
-        grows = request.place == ELASTIC
-        return _Start(request.plan, ranks_from, launcher, launcher_settings, parsed.cluster, grows)
+    return _start_of_run(parsed) if verb == "run" else _start_of_submit(parsed)
+
+
+def _start_of_run(parsed: argparse.Namespace) -> _Start:
+    request, launcher_settings = make_request(parsed)
+    rows = run_rows(parsed, request.place)
+    ranks_from = _ranks_from(parsed)
+    if request.place not in _STARTED_ELSEWHERE:
+        return _Start(request.plan, ranks_from, run=rows, given=parsed.given)
+    launcher = (f"paceline run, {request.place}", "flag --on" if parsed.on else "flag --min-hosts")
+    grows = request.place == ELASTIC
+    return _Start(request.plan, ranks_from, launcher, launcher_settings, parsed.cluster, grows, rows, parsed.given)
+
+
+def _start_of_submit(parsed: argparse.Namespace) -> _Start:
     launcher_settings = settings_of(parsed, parsed.target)
     with launcher_settings.naming_the_file():
         make = slurm_request if parsed.target == "slurm" else kubernetes_request
         plan = make(parsed, launcher_settings).plan
     launcher = (f"paceline submit {parsed.target}", f"command submit {parsed.target}")
-    return _Start(plan, _ranks_from(parsed), launcher, launcher_settings, parsed.cluster)
+    rows = run_rows(parsed, parsed.target)
+    ranks_from = _ranks_from(parsed)
+    return _Start(plan, ranks_from, launcher, launcher_settings, parsed.cluster, run=rows, given=parsed.given)
 
 
 def _ranks_from(parsed: argparse.Namespace) -> str:

@@ -9,6 +9,7 @@ import importlib
 import io
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -35,6 +36,8 @@ VERBS = {
     "bench": "measure Paceline against what else there is",
 }
 
+_TARGET = re.compile(r"argument TARGET: invalid choice: '([^']*)'")  # argparse's words
+_TARGETS_BY_OTHER_NAMES = {"k8s": "kubernetes", "kubectl": "kubernetes", "sbatch": "slurm", "srun": "slurm"}
 WITH_FILE = ("run", "submit", "plan", "profile", "verify")  # what stands after FILE, or after `--`, is the file's own
 
 
@@ -67,11 +70,43 @@ class Parser(argparse.ArgumentParser):
             if self.called is not None and _takes_file_arguments(self.called):
                 fix += "; a flag of the file's own stands after it"
             return UsageError(f"can't read the argument {word}", "this command has no such argument", fix)
+        if target := _TARGET.match(message):
+            return _no_target(target[1])
         message = message.removesuffix(", ...")  # argparse requires the file's own arguments too, which may be none
         fix = f"see `{self._command} --help`"
         if message.startswith("argument -n: "):  # -np 2, as mpirun takes it, is -n with the value p
             fix = "write -n and a whole number, such as -n 2"
         return UsageError("can't read the arguments", message, fix)
+
+
+def _no_target(word: str) -> UsageError:
+    """Return the error about a word that stands where `submit` has its target."""
+    fix = did_you_mean(word, ("slurm", "kubernetes"), "write one of these", _TARGETS_BY_OTHER_NAMES)
+    if word.endswith(".py"):
+        fix = f"write `paceline submit slurm {word}`, or kubernetes for slurm"
+    return UsageError(f"can't send a job to {shown(word)}", "jobs are sent to slurm or kubernetes", fix)
+
+
+def _find_verb(command_line: Sequence[str]) -> str | None:
+    """Return the command among the words; None: there is none, which argparse refuses.
+
+    Raises:
+        UsageError: the words begin with something else. argparse's error lists all commands and suggests none.
+    """
+    first = command_line[0].partition("=")[0] if command_line else ""
+    if first.startswith("-") and first not in ("-h", "--help", "--version", "--"):
+        from paceline.cli import run  # here: every command would wait for its imports
+
+        known = _fresh(run)
+        is_of_run = any(first in action.option_strings for action in known._actions)
+        fix = f"write `paceline run {first} ...`" if is_of_run else "see `paceline --help`"
+        raise UsageError(f"{shown(first)[1:-1]} should stand after a command", "the command line begins with it", fix)
+    verb = next((word for word in command_line if not word.startswith("-")), None)
+    if verb is not None and verb not in VERBS and command_line[0] == verb:
+        otherwise = f"write `paceline run {verb}`" if verb.endswith(".py") else "see `paceline --help`"
+        fix = did_you_mean(verb, VERBS, otherwise)
+        raise UsageError(f"there is no command {verb!r}", f"the commands are {', '.join(VERBS)}", fix)
+    return verb
 
 
 def _alike(flag: str, flags: Sequence[str]) -> list[str]:
@@ -121,12 +156,9 @@ def _accept_any_text() -> None:
 
 def _main(argv: list[str] | None) -> int:
     command_line = list(sys.argv[1:] if argv is None else argv)
-    # Found without argparse, whose error for an unknown command lists all of them and suggests none.
-    verb = next((word for word in command_line if not word.startswith("-")), None)
-    if verb is not None and verb not in VERBS and command_line[0] == verb:
-        otherwise = f"write `paceline run {verb}`" if verb.endswith(".py") else "see `paceline --help`"
-        fix = did_you_mean(verb, VERBS, otherwise)
-        error = UsageError(f"there is no command {verb!r}", f"the commands are {', '.join(VERBS)}", fix)
+    try:
+        verb = _find_verb(command_line)
+    except UsageError as error:
         print(f"paceline: error: {error}", file=sys.stderr)
         return MEETS_NOT
     module = None

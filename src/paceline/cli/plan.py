@@ -82,7 +82,7 @@ def print_facts(plan: Plan, description: dict[str, Any], schedule: Schedule | No
     mib = 2**20
     size = description["parameter_bytes"] / mib
     batch = f"{description['batch_size']} samples, {description['samples_per_rank']} on a rank"
-    noun = "workers" if "ranges" in description else "ranks"
+    noun = "workers" if description["ranges"] else "ranks"
     rows = [
         ("mesh", f"{description['mesh']} ({plan.world_size} {noun})"),
         ("batch", f"{batch}, micro-batches of {description['micro_batch_size']}"),
@@ -92,7 +92,7 @@ def print_facts(plan: Plan, description: dict[str, Any], schedule: Schedule | No
     if description["parameter_bytes_per_rank"]:
         sizes = ", ".join(f"{nbytes / mib:.1f}" for nbytes in description["parameter_bytes_per_rank"])
         rows.append(("per rank", f"{sizes} MiB of parameters"))
-    if "ranges" in description:
+    if description["ranges"]:  # of servers
         server_bytes = [sum(ranges) for ranges in description["ranges"]]
         server_bytes += [0] * (plan.server - len(server_bytes))  # a small model leaves servers without a range
         sizes = ", ".join(f"{nbytes / mib:.1f}" for nbytes in server_bytes)

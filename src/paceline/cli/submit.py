@@ -31,7 +31,7 @@ from paceline.launch.command import environment_of
 from paceline.launch.host_choice import Shape, choose_ranks
 from paceline.launch.kubernetes import submit as kubernetes
 from paceline.launch.kubernetes.job import GANGS, KINDS, POD_GROUP_APIS
-from paceline.launch.kubernetes.request import KubernetesOptions, KubernetesRequest, kubernetes_job
+from paceline.launch.kubernetes.request import KubernetesOptions, KubernetesRequest, check_no_secret, kubernetes_job
 from paceline.launch.plan_choice import says_ranks
 from paceline.launch.slurm import SlurmOptions
 from paceline.nouns.errors import UsageError
@@ -233,6 +233,7 @@ def _submit_to_kubernetes(arguments: argparse.Namespace) -> int:
 
 def kubernetes_request(arguments: argparse.Namespace, settings: ClusterSettings) -> KubernetesRequest:
     """Make the request of a job for Kubernetes."""
+    check_no_secret(arguments.env)  # before `environment_of` asks to set one
     options = KubernetesOptions(**settings.values)
     check_kubernetes_options(options, settings.names)
     shape = Shape.parse(arguments.shape)

@@ -97,6 +97,9 @@ TABLES: dict[str, dict[str, Setting]] = {
         **_lists("node_selector", "toleration", "image_pull_secret", "egress"),
     },
 }
+# Flags about the job, and the tables of launchers that have some of them alone.
+_OF_THE_JOB = ("plan", "job", "env", "checkpoint_every", "keep")
+_OF_SOME_JOBS = {"hosts": ("ssh", "mpi"), "hostfile": ("ssh", "mpi"), "runs": ("ssh", "mpi", "ray", "slurm")}
 _KINDS = {str: "a text", int: "a whole number", float: "a number", tuple: "a list of texts"}
 _FORMS = {str: str, int: int, float: float, tuple: [str]}
 _EXAMPLES = {str: '"..."', int: "1", float: "1", tuple: '["..."]'}
@@ -201,7 +204,7 @@ def read_cluster_file(path: Path | None) -> ClusterFile:
         return ClusterFile()
     fix = "write tables such as [ssh], with the keys that docs/hosts.md lists"
     try:
-        tables = tomllib.loads(read_text(path, MOST_BYTES))
+        tables = tomllib.loads(read_text(path, MOST_BYTES).removeprefix("\ufeff"))  # as editors on Windows begin it
     except ReadError as error:
         fix = "name a text file with tables such as [ssh], and the keys that docs/hosts.md lists"
         raise UsageError(f"can't read the cluster file {path}", error.found, fix) from None
@@ -235,11 +238,14 @@ def _check_table(path: Path, name: str, table: Any) -> None:
 
 
 def _advice(table: str, key: str) -> str:
-    """Return the fix for a key that a table does not have: the table that has it, or a key that is near."""
+    """Return the fix for a key that a table does not have: the table that has it, a flag, or a key that is near."""
     others = [f"[{other}]" for other in TABLES if key in TABLES[other]]
     if others:
         return f"write it in {' or '.join(others)}"
-    return did_you_mean(key.replace("-", "_"), TABLES[table], "leave it out")
+    name = key.replace("-", "_")
+    if name in _OF_THE_JOB or table in _OF_SOME_JOBS.get(name, ()):
+        return f"write --{name.replace('_', '-')} in the command, since it is about the job and not the cluster"
+    return did_you_mean(name, TABLES[table], "leave it out")
 
 
 def _check_value(where: str, key: str, value: Any, setting: Setting) -> None:
@@ -260,7 +266,8 @@ def _kind_of(value: Any) -> str:
     """Return what a value of TOML is, without the value."""
     kinds: dict[type, str] = {**_KINDS, bool: "true or false", float: "a number with a point", dict: "a table"}
     if isinstance(value, list):
-        return "a list of tables" if value and all(isinstance(item, dict) for item in value) else "a list"
+        is_tables = value and all(isinstance(item, dict) for item in value)
+        return "a list of tables" if is_tables else "a list with something else in it"
     if type(value) is int and fault_of(value, int):
         return "a number of more than 64 bits"
     return kinds.get(type(value), "a date or a time")

@@ -82,7 +82,10 @@ def environment_of(definitions: Sequence[str]) -> dict[str, str]:
                 f"can't pass -x {definition}", "that is no variable's name", "write -x NAME or -x NAME=VALUE"
             )
         if not equals and name not in os.environ:
-            raise UsageError(f"can't pass -x {name}", "it is not set here", f"write -x {name}=VALUE, or set it")
+            fix = f"write -x {name}=VALUE, or set it"
+            if is_secret(name):
+                fix = f"set it (export {name}=...), then write -x {name}"
+            raise UsageError(f"can't pass -x {name}", "it is not set here", fix)
         if equals and is_secret(name):  # `ps` shows every user's command lines
             raise UsageError(
                 f"can't pass -x {name}=...",

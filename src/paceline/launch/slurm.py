@@ -132,6 +132,8 @@ def submit(script: str, options: SlurmOptions, environment: dict[str, str]) -> s
     if done.returncode:
         errors = done.stderr.strip().splitlines() or ["it printed nothing"]
         fix = "mend the option that it names; --dry-run shows the script"
+        if re.search("configuration source|[Uu]nable to contact|[Cc]onnection refused", errors[-1]):
+            fix = "send it from a host where `sinfo` works, such as a login node"
         raise UsageError("Slurm should take the job", errors[-1], fix)
     return done.stdout.strip().split(";")[0]
 

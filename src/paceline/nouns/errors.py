@@ -329,7 +329,9 @@ def did_you_mean(word: str, choices: Iterable[str], otherwise: str, same: Mappin
     """
     choices = list(choices)
     meant = (same or {}).get(word.lower())
+    in_other_case = [choice for choice in choices if choice.lower() == word.lower()]
     near = [meant] if meant in choices else difflib.get_close_matches(word, choices, n=3, cutoff=_NEAR)
+    near = in_other_case or near
     # Other digits are another thing, and no misspelling: float16 is not float64.
     near = [choice for choice in near if choice == meant or _digits(choice) == _digits(word)]
     return f"did you mean {near[0]!r}? Write that" if near else otherwise

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
@@ -50,6 +50,18 @@ class Batch:
     microbatches: list[Any]
     positions: range
     longest: int = 1
+
+    def __iter__(self) -> NoReturn:
+        """Refuse `inputs, targets = batch`, and say what to do."""
+        raise WorkloadError(
+            "a batch of job.batches() should be handed to job.step as it is",
+            "it is taken apart as if it were what `collate` makes",
+            "write `job.step(batch)`, which calls the workload's loss; what `collate` made is in batch.microbatches",
+        )
+
+    def __getitem__(self, key: object) -> NoReturn:
+        """Refuse `batch[0]` and `batch["labels"]` as well."""
+        self.__iter__()
 
 
 @dataclass(frozen=True, slots=True)

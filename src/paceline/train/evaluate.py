@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from paceline.comm.collectives import AxisComm
-from paceline.nouns.errors import WorkloadError
+from paceline.nouns.errors import LossError, WorkloadError
+from paceline.nouns.parts import shown
 from paceline.parallel.apply import Parallel
 from paceline.parallel.micro_batches import checked_loss
 from paceline.train.data import Batch
@@ -80,19 +81,39 @@ def evaluate(parallel: Parallel, batches: Iterable[Batch], score: Score, comm: A
 
 def _add(scores: dict[str, Any], totals: dict[str, torch.Tensor], device: torch.device) -> None:
     for name, pair in scores.items():
-        total, weight = checked_loss(_as_float(pair))
+        try:
+            total, weight = checked_loss(_as_float(pair))
+        except LossError:
+            if name == "loss":
+                raise
+            raise LossError(
+                f"the score {name!r} should be (sum, weight)",
+                f"it is {_described(pair)}",
+                "return what is added up, and of how many: (predictions == labels).sum(), len(labels)",
+            ) from None
         entry = totals.setdefault(name, torch.zeros(2, dtype=torch.float64, device=device))
         entry[0] += total
         entry[1] += weight
 
 
 def _as_float(pair: Any) -> Any:
-    """Return a pair whose sum is a tensor of counts with the sum as a float, which `checked_loss` wants."""
+    """Return a pair whose sum is a count or a plain number with a tensor of a float, which `checked_loss` wants."""
     if not isinstance(pair, tuple) or len(pair) != 2:
         return pair
+    if type(pair[0]) in (int, float):  # no gradient is taken of it
+        return torch.tensor(pair[0], dtype=torch.float64), pair[1]
     if getattr(pair[0], "dtype", None) not in _COUNTS:
         return pair
     return pair[0].double(), pair[1]
+
+
+def _described(value: Any) -> str:
+    """Return what a value is, on one line."""
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, tuple) and len(value) == 2:
+        return f"a pair of {_described(value[0])} and {_described(value[1])}"
+    return shown(value)
 
 
 def reduce_metric(metric: Any, comm: AxisComm) -> Any:

@@ -18,8 +18,9 @@ from paceline.checkpoint.manifest import CHECKPOINTS, find_good, folder_name, re
 from paceline.checkpoint.save import CheckpointWriter
 from paceline.comm import api
 from paceline.nouns.clock import Clock, WallClock
-from paceline.nouns.errors import CheckpointError, PacelineError, UsageError
+from paceline.nouns.errors import CheckpointError, PacelineError, UsageError, WorkloadError
 from paceline.nouns.mesh import Mesh
+from paceline.nouns.parts import shown
 from paceline.nouns.plan import Plan
 from paceline.nouns.record import StepRecord
 from paceline.nouns.shard_spec import LocalShard
@@ -95,6 +96,12 @@ def distribute(workload: Workload) -> Job:
         step 8 of 8
         >>> job.save("out")
     """
+    if not isinstance(workload, Workload):
+        raise WorkloadError(
+            "paceline.distribute should be handed a workload",
+            f"it is {shown(workload)}",
+            "hand it paceline.Workload(model=..., loss=..., optimizer=..., data=..., batch_size=...)",
+        )
     api.init()
     try:
         _check_is_first(prepare.run_dir(os.environ))

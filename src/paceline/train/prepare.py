@@ -164,10 +164,13 @@ def make_optimizer(workload: Workload, model: torch.nn.Module) -> torch.optim.Op
     defer_compiler_import()
     optimizer = workload.optimizer(model)
     if not isinstance(optimizer, torch.optim.Optimizer):
+        fix = "return e.g. torch.optim.AdamW(model.parameters())"
+        if isinstance(optimizer, list | tuple | dict):
+            fix = "return one; docs/extending.md shows how to make several one (MuonAdamW)"
         raise WorkloadError(
             "the workload's optimizer should make a torch.optim.Optimizer",
             f"it made a {type(optimizer).__name__}",
-            "return e.g. torch.optim.AdamW(model.parameters())",
+            fix,
         )
     # Its `step` calls a closure, which would have to run the whole distributed step.
     if isinstance(optimizer, torch.optim.LBFGS):

@@ -81,20 +81,21 @@ def open_sinks(makers: Sequence[MakeSink], run_dir: Path | None) -> list[SinkThr
         PacelineError: a sink refuses its settings with an error of three parts, or is no sink.
     """
     sinks = []
-    for make in makers:
+    for index, make in enumerate(makers):
+        name = f"{getattr(make, '__name__', type(make).__name__)} (sinks[{index}])"
         try:
             sink = make(run_dir)
         except PacelineError:
             raise
         except Exception as error:  # such as a server that is away when a job goes on after a failure
-            notice(f"a sink could not be made: {_said(error)}; training goes on without it")
+            notice(f"the sink {name} could not be made: {_said(error)}; training goes on without it")
             continue
         for method in ("write", "close"):
             if not callable(getattr(sink, method, None)):
                 raise WorkloadError(
                     "the workload's sinks should return objects with write(event) and close()",
-                    f"one has no {method}: {shown(sink)}",
-                    "see docs/extending.md for an example",
+                    f"{name} returned {shown(sink)}, which has no {method}",
+                    "return an object with both methods; docs/extending.md has an example",
                 )
         sinks.append(sink)
     return [SinkThread(sink) for sink in sinks]

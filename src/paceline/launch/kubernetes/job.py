@@ -251,7 +251,7 @@ class KubernetesJob:
             raise UsageError(
                 f"the job's name {self.name!r}",
                 "Kubernetes wants small letters, digits and hyphens, a letter first and no hyphen last",
-                "write such as bert-1",
+                "write such as --job bert-1",
             )
         # A longer name may be accepted for the job itself, and then its controller can't make the pods.
         _, longest_name = max((len(name), name) for name in self._names())

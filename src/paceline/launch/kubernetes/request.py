@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,9 @@ from paceline.launch.host_choice import Shape
 from paceline.launch.kubernetes.job import KubernetesJob
 from paceline.launch.kubernetes.pods import check_pods_of_servers
 from paceline.launch.plan_choice import PlanRequest, choose_plan
-from paceline.nouns.errors import UsageError
+from paceline.nouns.errors import UsageError, did_you_mean
+
+_EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,17 +87,10 @@ def kubernetes_job(request: KubernetesRequest, notice: Callable[[str], None]) ->
         if not value:
             fix = f"write --{name}, or {name} under [kubernetes] in the cluster file; see docs/kubernetes.md"
             raise UsageError("can't make a job for Kubernetes", f"--{name} is not given", fix)
-    for name in request.environment:
-        if is_secret(name):
-            raise UsageError(
-                f"can't pass -x {name} to Kubernetes",
-                "a manifest is plain text",
-                "put it into a Secret of the cluster's",
-            )
+    check_no_secret(request.environment)
     shape = request.shape or Shape(1, plan.world_size)
-    name_of_file = Path(request.file).stem.replace("_", "-").lower()  # Kubernetes' names have no underscore
     return KubernetesJob(
-        name=request.job or name_of_file,
+        name=request.job or name_of_job(request.file),
         command=[request.file, *own_arguments(request.arguments)],
         plan=plan,
         nodes=shape.nodes,
@@ -103,6 +98,29 @@ def kubernetes_job(request: KubernetesRequest, notice: Callable[[str], None]) ->
         environment=dict(request.environment),
         **_fields(options),
     )
+
+
+def check_no_secret(definitions: Iterable[str]) -> None:
+    """Refuse variables that look like secrets: whoever may read the job may read its manifests.
+
+    Args:
+        definitions: each NAME, or NAME=VALUE.
+
+    Raises:
+        UsageError: one looks like a secret.
+    """
+    for name in (definition.partition("=")[0] for definition in definitions):
+        if is_secret(name):
+            raise UsageError(
+                f"can't pass -x {name} to Kubernetes",
+                "a manifest is plain text",
+                "put it into a Secret of the cluster's, and refer to that under env in what --dry-run prints",
+            )
+
+
+def name_of_job(file: str) -> str:
+    """Return the name of a job that is given none."""
+    return Path(file).stem.replace("_", "-").lower()  # Kubernetes' names have no underscore
 
 
 def _fields(options: KubernetesOptions) -> dict[str, Any]:
@@ -151,6 +169,9 @@ def _toleration(text: str) -> dict[str, Any]:
     toleration = {"key": key, "operator": "Equal" if equals else "Exists"}
     if equals:
         toleration["value"] = value
+    if effect and effect not in _EFFECTS:
+        found = f"the effects are {', '.join(_EFFECTS)}"
+        raise UsageError(f"--toleration {text}", found, did_you_mean(effect, _EFFECTS, "write one of these"))
     if effect:
         toleration["effect"] = effect
     return toleration

@@ -223,5 +223,16 @@ def send(manifests: Sequence[Manifest], context: str = "") -> str:
         raise UsageError("can't send the manifests", "there is no kubectl on this host", fix) from None
     if done.returncode:
         answer = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
-        raise PacelineError("can't send the manifests", f"kubectl refuses them ({answer})", "mend what it names")
+        what, fix = _meaning(answer)
+        raise PacelineError("can't send the manifests", f"kubectl {what} ({answer})", fix)
     return done.stdout
+
+
+def _meaning(answer: str) -> tuple[str, str]:
+    """Return what kubectl's complaint means, and what to do."""
+    if re.search(r"dial tcp|connection refused|was refused - did you|[Uu]nable to connect|i/o timeout", answer):
+        return "reaches no cluster", "see that `kubectl get nodes` works, or name a cluster with --context"
+    if "no matches for kind" in answer:
+        fix = "install it in the cluster, or write another --kind or --gang (docs/kubernetes.md)"
+        return "refuses them", fix
+    return "refuses them", "mend what it names"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import subprocess
 import threading
 import time
@@ -323,9 +324,12 @@ def script_hosts(script: Path) -> Callable[[], tuple[Host, ...]]:
                 [str(script.resolve())], capture_output=True, text=True, errors="replace", timeout=SCRIPT_S
             )
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise UsageError(
-                asked, f"it did not run ({error})", "make it a program that prints a host a line"
-            ) from None
+            fix = "make it a program that prints a host a line"
+            if isinstance(error, PermissionError):
+                fix = f"make it executable: chmod +x {script}"
+            elif isinstance(error, OSError) and error.errno == errno.ENOEXEC:
+                fix = "begin it with a line such as #!/bin/sh"
+            raise UsageError(asked, f"it did not run ({error})", fix) from None
         if done.returncode:
             errors = done.stderr.strip().splitlines() or ["it printed nothing"]
             raise UsageError(asked, f"it ended with {done.returncode}: {errors[-1]}", "run it by hand")
