@@ -241,7 +241,8 @@ class Job:
         Raises:
             UsageError: the job is closed, or this process is forked from the rank's.
             WorkloadError: a batch of your own, and the workload cuts batches or has no steps left.
-            PlanError: the optimizer was given more parameters, and can't update them under the plan.
+            PlanError: the optimizer was given more parameters, or some are no longer frozen, and it can't update them
+                under the plan.
             LossError: the loss has the wrong form or is not finite; the model is as it was.
             PeerLostError: another rank has gone.
             CheckpointError: the job was asked to stop, and can't be saved.
