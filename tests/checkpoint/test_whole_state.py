@@ -14,7 +14,7 @@ from paceline.train import snapshot
 from paceline.train.job import Job
 
 from support.ranks import run_ranks
-from support.whole_optimizers import workload
+from support.whole_optimizers import CountsInGroups, workload
 
 KINDS = ("lamb", "muon and adamw", "adafactor")
 SAVED = "shard=2"
@@ -133,3 +133,34 @@ def test_under_the_same_mesh_every_bit_is_the_same(saved, loaded, kind):
         assert end.keys() == result[kind][2].keys()
         for name, (tensor, _) in end.items():
             assert torch.equal(tensor, result[kind][2][name][0]), name
+
+
+def with_groups_of_one(model):
+    """Groups of one parameter each, so that each rank owns nothing of some of them."""
+    return CountsInGroups([{"params": [parameter]} for parameter in model.parameters() if parameter.requires_grad])
+
+
+def save_with_groups_of_one(rank, folder):
+    api.init()
+    job = Job(workload("lamb", optimizer=with_groups_of_one), Plan.parse("shard=2"))
+    batches = job.batches()
+    for _ in range(2):
+        job.step(next(batches))
+    job.save(folder)
+
+
+def train_with_groups_of_one(rank, plan, folder):
+    """The losses from the third step on; from a checkpoint if there is a folder."""
+    api.init()
+    job = Job(workload("lamb", optimizer=with_groups_of_one), Plan.parse(plan))
+    if folder:
+        job.load(folder)
+    return [job.step(batch) for batch in job.batches()][-3:]
+
+
+def test_what_an_optimizer_counts_in_groups_goes_on_where_a_rank_owns_nothing_of_some(tmp_path):
+    expected = run_ranks(1, train_with_groups_of_one, "replicate=1", "")[0]
+    run_ranks(2, save_with_groups_of_one, str(tmp_path / "saved"))
+    for plan in ("replicate=1", "shard=2"):
+        for losses in run_ranks(Plan.parse(plan).world_size, train_with_groups_of_one, plan, str(tmp_path / "saved")):
+            assert losses == pytest.approx(expected, rel=1e-10)

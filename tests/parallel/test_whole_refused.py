@@ -150,3 +150,34 @@ def test_parameters_that_come_later_are_updated_where_parts_are_enough(plan):
     for losses, text in run_ranks(2, train_with_more_later, torch.optim.AdamW, plan):
         assert text == ""
         assert losses == pytest.approx(expected, rel=1e-10)
+
+
+def train_what_was_frozen(rank, make, plan):
+    """The losses, and the error, where a frozen layer is trained from the third step on."""
+    api.init()
+    job = Job(workload("lamb", optimizer=lambda model: make(model.parameters())), Plan.parse(plan))
+    losses = []
+    try:
+        for batch in job.batches():
+            if job.step_number == 2:
+                for name, parameter in job.model.named_parameters():
+                    parameter.requires_grad_(parameter.requires_grad or name.startswith("frozen"))
+            losses.append(job.step(batch))
+    except PlanError as error:
+        return losses, str(error)
+    return losses, ""
+
+
+@pytest.mark.parametrize("plan", ["shard=2", "tensor=2"])
+def test_parameters_that_were_frozen_are_refused_where_parts_are_not_enough(plan):
+    for losses, text in run_ranks(2, train_what_was_frozen, Lamb, plan):
+        assert len(losses) == 2  # none with a wrong update
+        assert "frozen.bias and 1 more after the start, or it was frozen then" in text
+
+
+@pytest.mark.parametrize("plan", ["shard=2", "tensor=2"])
+def test_parameters_that_were_frozen_are_updated_where_parts_are_enough(plan):
+    expected, _ = run_ranks(1, train_what_was_frozen, torch.optim.AdamW, "replicate=1")[0]
+    for losses, text in run_ranks(2, train_what_was_frozen, torch.optim.AdamW, plan):
+        assert text == ""
+        assert losses == pytest.approx(expected, rel=1e-10)

@@ -71,6 +71,27 @@ class GlobalStep(torch.optim.Optimizer):
             parameter -= self.param_groups[0]["lr"] * parameter.grad / length
 
 
+class CountsInGroups(torch.optim.Optimizer):
+    """Its steps get shorter with what it counts in groups, but for empty ones; they are as long as the parameter."""
+
+    def __init__(self, params, lr=1e-1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        one = torch.ones((), device=self.param_groups[0]["params"][0].device)
+        for group in self.param_groups:
+            if not group["params"]:
+                continue
+            group["step"] = group.get("step", 0) + 1
+            for parameter in group["params"]:
+                self.state[parameter].setdefault("sum", torch.zeros_like(parameter))
+                if parameter.grad is not None:
+                    self.state[parameter]["sum"] += parameter.grad
+                    ratio = parameter.norm() / self.state[parameter]["sum"].norm()
+                    parameter -= one * group["lr"] / group["step"] * ratio * self.state[parameter]["sum"]
+
+
 OPTIMIZERS = {
     "lamb": lambda model: Lamb(model.parameters()),
     "muon": lambda model: torch.optim.Muon([p for p in model.parameters() if p.dim() == 2], lr=0.01),

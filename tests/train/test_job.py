@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
 
 import paceline
 from paceline.comm import api
-from paceline.nouns.errors import WorkloadError
+from paceline.nouns.errors import PeerLostError, WorkloadError
 from paceline.nouns.plan import Plan
 from paceline.train.job import Job
 
@@ -82,3 +84,24 @@ def test_a_persons_own_batches_are_averaged_by_their_weights():
         assert abs(mean - whole) < 1e-6
         torch.testing.assert_close(other, weight)
     assert position == 0, "the order is the person's, so ours has not moved"
+
+
+def open_data_that_rank_0_lacks(rank):
+    """What becomes of a rank's job where rank 0's data set can't be opened."""
+    api.init()
+
+    def data():
+        if rank == 0:
+            raise OSError("no such file")
+        return workload().data
+
+    try:
+        Job(dataclasses.replace(workload(), data=data), Plan(mesh="replicate=2,shard=2"))
+    except (OSError, PeerLostError) as error:
+        return type(error).__name__
+    return ""
+
+
+def test_a_rank_that_fails_on_its_data_does_not_leave_the_others_waiting_for_process_groups():
+    # Two axes: with one alone there is the group of all ranks, and nothing to wait for.
+    assert run_ranks(4, open_data_that_rank_0_lacks, timeout_s=30) == ["OSError", *["PeerLostError"] * 3]

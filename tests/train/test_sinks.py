@@ -192,6 +192,15 @@ def test_a_file_run_alone_has_sinks(tmp_path):
     assert done.stderr == ""
 
 
+def test_sinks_are_closed_where_the_file_of_events_cant_be_opened(tmp_path):
+    sink = "type('Sink', (), {'write': print, 'close': lambda self: print('closed')})"
+    code = "from paceline.train.events import Events, open_sinks; Events(__import__('pathlib').Path('none'), "
+    code += f"sinks=open_sinks([lambda run_dir: {sink}()], None))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout == "closed\n"
+    assert done.stderr.rstrip().endswith("No such file or directory: 'none/events.jsonl'")
+
+
 @pytest.mark.slow
 def test_sinks_of_a_job_get_what_its_file_has_over_stops_and_resumes(tmp_path):
     file = sink_file(tmp_path)

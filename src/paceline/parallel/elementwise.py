@@ -97,7 +97,9 @@ def check_updates_apart(optimizer: torch.optim.Optimizer, axis: str) -> None:
 
 
 class LaterParameters:
-    """Sees to it that parameters which the optimizer is given after the start are not updated in parts by mistake.
+    """Sees to it that parameters which come to be trained after the start are not updated in parts by mistake.
+
+    They are given to the optimizer then, or were frozen.
 
     Args:
         optimizer: the user's.
@@ -111,10 +113,10 @@ class LaterParameters:
         self.optimizer = optimizer
         self.axes = axes
         self.whole = whole
-        self.sizes = self._sizes()
+        self.trained = self._trained()
 
     def check(self, names: Callable[[], Mapping[torch.nn.Parameter, str]]) -> None:
-        """Try the optimizer again if its groups have grown.
+        """Try the optimizer again if it trains other parameters than before.
 
         Args:
             names: returns the name of every parameter.
@@ -122,8 +124,8 @@ class LaterParameters:
         Raises:
             PlanError: it can't update a new parameter in parts.
         """
-        sizes = self._sizes()
-        if sizes == self.sizes:
+        trained = self._trained()
+        if trained == self.trained:
             return
         found = find_whole_parameters(self.optimizer, self.axes)
         later = [parameter for parameter in found if parameter.requires_grad and parameter not in self.whole]
@@ -134,15 +136,16 @@ class LaterParameters:
             raise PlanError(
                 f"the axis {self.axes[0]} gives each rank a part of each parameter, and which of them are updated as "
                 "a whole is decided before the first step",
-                f"{type(self.optimizer).__name__} was given {first}{more} after the start, and can't update it in "
-                "parts",
-                "have the workload's optimizer=... give it all parameters, or write replicate in place of "
-                f"{self.axes[0]}",
+                f"{type(self.optimizer).__name__} was given {first}{more} after the start, or it was frozen then, and "
+                "can't be updated in parts",
+                "have the workload's optimizer=... give it all parameters and freeze them after the start, or write "
+                f"replicate in place of {self.axes[0]}",
             )
-        self.sizes = sizes
+        self.trained = trained
 
-    def _sizes(self) -> list[int]:
-        return [len(group["params"]) for group in groups_of(self.optimizer)]
+    def _trained(self) -> list[list[int]]:
+        """Return which parameters of each group are trained."""
+        return [[id(one) for one in group["params"] if one.requires_grad] for group in groups_of(self.optimizer)]
 
 
 def _coupled(optimizer: torch.optim.Optimizer, axis: str, distance: float) -> PlanError:

@@ -114,7 +114,7 @@ class SimulatedStep:
         has_host_memory = plan.offload == "on" and how.device != "cpu"
         self.host = HostMemory(self.recorder) if has_host_memory else None
         place = RankPlace(rank, self.device)
-        assembly = Assembly(workload, self.plan, place, open_data("data", workload.data), self.ledger)
+        assembly = Assembly(workload, self.plan, place, lambda: open_data("data", workload.data), self.ledger)
         self.mesh = assembly.mesh
         self.comms = assembly.comms
         placed = self._place_model(assembly)

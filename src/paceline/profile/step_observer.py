@@ -73,7 +73,7 @@ class AbsentPeers(PeerValues):
     def unused(self, usage: GradUsage) -> list[str]:
         """Send what `GradUsage.find_unused` sends, and return this rank's own answer."""
         usage.comm.all_reduce(torch.zeros(len(usage.used) + 1 + usage.comm.size, dtype=torch.int64))
-        return [name for name, index in usage.number.items() if not usage.used[index]]
+        return [name for name, is_used in usage.used.items() if not is_used]
 
 
 def _gradients(parameters: Parameters) -> Iterator[tuple[str, torch.Tensor]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ class Assembly:
         workload: the model, data and optimizer.
         plan: the mesh, or the servers, and options.
         place: this rank.
-        data: the opened data set; () where the training loop makes its own batches.
+        open_data: returns the data set; () where the training loop makes its own batches.
         ledger: where collectives are entered.
 
     Attributes:
@@ -51,7 +52,9 @@ class Assembly:
     parallel: Parallel
     optimizer: torch.optim.Optimizer
 
-    def __init__(self, workload: Workload, plan: Plan, place: RankPlace, data: Any, ledger: Ledger) -> None:
+    def __init__(
+        self, workload: Workload, plan: Plan, place: RankPlace, open_data: Callable[[], Any], ledger: Ledger
+    ) -> None:
         self.workload = workload
         self.plan = plan
         self.place = place
@@ -59,7 +62,9 @@ class Assembly:
         self.strategy = strategy_of(plan)
         self.cut_notice = ""
         self.comms = open_comms(*self.strategy.comm_mesh(self.mesh, place.rank), ledger)
-        self.loader = self.make_loader(data, (self.mesh.data_part(place.rank), self.mesh.data_size))
+        # After the process groups: of a rank that fails here the others learn in their next collective, while in
+        # `torch.distributed.new_group` they would wait for it.
+        self.loader = self.make_loader(open_data(), (self.mesh.data_part(place.rank), self.mesh.data_size))
 
     def make_loader(self, data: Any, part: tuple[int, int]) -> RankLoader:
         """Return a loader of one part of a data set, of how many."""

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +45,13 @@ class Events:
         self.takes_over = takes_over
         self.sinks = sinks
         self.lock = threading.Lock()  # the thread that writes a checkpoint reports its end here
+        self.file: FileIO | None = None  # `close` may come before it is open
         if sinks:  # a file that is run alone need not close its job
             atexit.register(self.close)
         # Unbuffered, a write a line: whoever follows the file sees whole lines at once, and a line that did
         # not fit on the disk is not kept to be written later, in the middle of another.
-        self.file = (run_dir / "events.jsonl").open("ab+", buffering=0) if run_dir else None
+        if run_dir:
+            self.file = (run_dir / "events.jsonl").open("ab+", buffering=0)
         self.is_torn = self._ends_torn()
         self.has_warned = False
 

@@ -177,19 +177,20 @@ class Job:
         self.data_part = self.mesh.data_part(self.rank)
         self.random_stream = self.mesh.random_stream(self.rank)
         prepare.check_plan_without_data(workload, plan, self.mesh)
-        # The data comes before the model: a split model is captured, and the loss tried, on its first samples.
-        data = () if workload.data is None else open_data("data", workload.data)
-        self._assemble(data)
+        self._assemble()
         self.scheduler = prepare.make_scheduler(workload, self.optimizer)
         seed_everything(workload.seed, 1 + self.random_stream)  # dropout draws from here on
-        if self.size > 1 and len(data):
+        samples = len(self.loader.data)
+        if self.size > 1 and samples:
             first = self.loader.first_sample()
-            check_same_data_everywhere(len(data), first, self.comms.step, self.notice)
+            check_same_data_everywhere(samples, first, self.comms.step, self.notice)
         self._begin_run()
 
-    def _assemble(self, data: Any) -> None:
+    def _assemble(self) -> None:
         """Split the model over the ranks as the plan says, and check that its batches can be split."""
-        assembly = Assembly(self.workload, self.plan, RankPlace(self.rank, self.device), data, self.ledger)
+        place = RankPlace(self.rank, self.device)
+        # The data comes before the model: a split model is captured, and the loss tried, on its first samples.
+        assembly = Assembly(self.workload, self.plan, place, self._open_data, self.ledger)
         self.comms = assembly.comms
         self.comm = self.comms.data
         placed = assembly.place_model(assembly.example())
@@ -205,6 +206,9 @@ class Job:
         self.model = self.parallel.model
         self.optimizer = assembly.optimizer
         self.steps = STEPS[self.plan.strategy](self)
+
+    def _open_data(self) -> Any:
+        return () if self.workload.data is None else open_data("data", self.workload.data)
 
     def batches(self) -> Iterator[Batch]:
         """Yield this rank's part of every global batch from here to the last step; hand each to `step`.
@@ -244,7 +248,8 @@ class Job:
         Raises:
             UsageError: the job is closed, or this process is forked from the rank's.
             WorkloadError: a batch of your own, and the workload cuts batches or has no steps left.
-            PlanError: the optimizer was given more parameters, and can't update them under the plan.
+            PlanError: the optimizer was given more parameters, or some are no longer frozen, and it can't update them
+                under the plan.
             LossError: the loss has the wrong form or is not finite; the model is as it was.
             PeerLostError: another rank has gone.
             CheckpointError: the job was asked to stop, and can't be saved.

@@ -22,7 +22,7 @@ class GradUsage:
     """This rank's notes of which parameters its backward passes reached.
 
     Args:
-        names: the trained parameters, in an order that is the same on every rank.
+        names: the trained parameters; `clear` may change them. In an order that is the same on every rank.
         whole: those that every rank holds.
         comm: the axis to ask.
         collective_order: the messages sent so far.
@@ -32,18 +32,17 @@ class GradUsage:
     def __init__(
         self, names: list[str], whole: set[str], comm: AxisComm, collective_order: CollectiveOrder, device: torch.device
     ) -> None:
-        self.number = {name: index for index, name in enumerate(names)}
+        self.used = dict.fromkeys(names, False)
         self.whole = whole
         self.comm = comm
         self.collective_order = collective_order
         self.device = device
-        self.used = [False] * len(names)
         self.is_counting = True  # not in a micro-batch that is there only to keep step with other ranks
         self.watched: dict[str, nn.Parameter] = {}
 
-    def clear(self) -> None:
-        """Begin a step."""
-        self.used = [False] * len(self.used)
+    def clear(self, names: list[str]) -> None:
+        """Begin a step, in which these parameters are trained."""
+        self.used = dict.fromkeys(names, False)
         self.is_counting = True
 
     def watch(self, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -51,7 +50,7 @@ class GradUsage:
         for name, parameter in parameters.items():
             if self.watched.get(name) is not parameter and parameter.requires_grad:
                 self.watched[name] = parameter
-                parameter.register_post_accumulate_grad_hook(partial(self._reached, self.number[name]))
+                parameter.register_post_accumulate_grad_hook(partial(self._reached, name))
 
     def find_unused(self) -> list[str]:
         """Return the parameters that no rank used. Collective.
@@ -63,7 +62,7 @@ class GradUsage:
         # One message: uses (one number per parameter), a late gradient (one), checksums (one per rank, each in its own
         # place).
         flags = torch.zeros(len(self.used) + 1 + self.comm.size, dtype=torch.int64)
-        flags[: len(self.used)] = torch.tensor(self.used)
+        flags[: len(self.used)] = torch.tensor(list(self.used.values()))
         # FSDP2 has taken the gradients of gathered parameters; one that is still there came after its group's sum.
         gathered = [parameter for name, parameter in self.watched.items() if name not in self.whole]
         flags[len(self.used)] = any(parameter.grad is not None for parameter in gathered)
@@ -83,7 +82,8 @@ class GradUsage:
                 "a parameter of some block was also used before the block ran: that part of its gradient came later",
                 "use it in the block's own forward or after it, or write zero=1",
             )
-        return [name for name, count in zip(self.number, ranks.tolist(), strict=True) if not count]
+        return [name for name, count in zip(self.used, ranks.tolist(), strict=True) if not count]
 
-    def _reached(self, index: int, parameter: torch.Tensor) -> None:
-        self.used[index] |= self.is_counting
+    def _reached(self, name: str, parameter: torch.Tensor) -> None:
+        if name in self.used:  # or it is of a backward pass between steps
+            self.used[name] |= self.is_counting

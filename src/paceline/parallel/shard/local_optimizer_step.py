@@ -11,8 +11,9 @@ Traffic: none.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -34,29 +35,46 @@ def stand_ins(
 
     Args:
         optimizer: it may be made of others.
-        replaced: by parameter what the optimizer has in its place; None: it has nothing, and the state stays.
+        replaced: by parameter what the optimizer has in its place; None: it has nothing, and the state stays. A group
+            of which nothing is left has a tensor without elements and gradient: some optimizers look at the device of
+            the first one, or count no step in an empty group.
     """
     groups = groups_of(optimizer)
     before = [group["params"] for group in groups]
+    moved = {parameter: other for parameter, other in replaced.items() if other is not None}
     # The optimizer finds state by parameter: it goes along with the stand-ins, and back afterwards, also after an
     # error.
     for part in parts_of(optimizer):
-        for parameter, other in replaced.items():
-            if other is not None and parameter in part.state:
-                state = part.state.pop(parameter)
-                part.state[other] = {key: local(value) for key, value in state.items()}
+        for parameter, other in moved.items():
+            if parameter in part.state:
+                part.state[other] = {key: local(value) for key, value in part.state.pop(parameter).items()}
     for group, parameters in zip(groups, before, strict=True):
-        others = [replaced.get(parameter, parameter) for parameter in parameters]
-        group["params"] = [other for other in others if other is not None]
+        group["params"] = [moved.get(one, one) for one in parameters if one in moved or one not in replaced]
+    empty = _fill_empty(groups, before)
     try:
         yield
     finally:
         for group, parameters in zip(groups, before, strict=True):
             group["params"] = parameters
         for part in parts_of(optimizer):
-            for parameter, other in replaced.items():
-                if other is not None and other in part.state:
+            for parameter, other in moved.items():
+                if other in part.state:
                     part.state[parameter] = part.state.pop(other)
+            for parameter in empty:
+                part.state.pop(parameter, None)
+
+
+def _fill_empty(
+    groups: Sequence[dict[str, Any]], before: Sequence[Sequence[torch.nn.Parameter]]
+) -> list[torch.nn.Parameter]:
+    """Put a parameter without elements into each group that has become empty, and return these."""
+    fillers = []
+    for group, parameters in zip(groups, before, strict=True):
+        if parameters and not group["params"]:
+            like = local(parameters[0].detach())
+            fillers.append(torch.nn.Parameter(like.new_empty((0,) * like.dim()), requires_grad=False))
+            group["params"] = fillers[-1:]
+    return fillers
 
 
 def rows_of(optimizer: torch.optim.Optimizer) -> dict[torch.nn.Parameter, torch.nn.Parameter]:

@@ -86,7 +86,7 @@ class Shard:
         self.shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
         self.trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
         self.called: set[str] = set()  # blocks, in this forward pass
-        self.watched: set[str] = set()
+        self.frozen: dict[str, list[nn.Parameter]] = {}  # by prefix of a block, when its uses were last noted
         self.is_inside = False  # a forward pass
         self.groups: Groups | None = None
         self.is_open = False  # a step has begun and not finished
@@ -127,7 +127,9 @@ class Shard:
         if self.is_open:  # it raised
             self.groups.forget_failed_step()
         self.reshard()
-        self.grad_usage.clear()
+        # Parameters may be frozen, or trained again, between steps.
+        self.trained = [name for name, parameter in self.parameters.items() if parameter.requires_grad]
+        self.grad_usage.clear(self.trained)
         # The checksums of the order are compared once per step.
         self.groups.collective_order.crc = 0
         self.groups.took_gradient = False
@@ -282,14 +284,16 @@ class Shard:
         self.observer.block_gathered(prefix, module)
 
     def _note_uses(self, prefix: str, module: nn.Module) -> None:
-        if prefix in self.watched:  # FSDP2 keeps these tensors, so once is enough
+        frozen = self.frozen.get(prefix)
+        # FSDP2 keeps these tensors, so once is enough for each that is trained.
+        if frozen is not None and not any(parameter.requires_grad for parameter in frozen):
             return
-        self.watched.add(prefix)
         unsplit = {}
         for name, parameter in module.named_parameters():
             if not is_part(parameter):
                 unsplit[f"{prefix}{name}"] = parameter
         self.grad_usage.watch(unsplit)
+        self.frozen[prefix] = [parameter for parameter in unsplit.values() if not parameter.requires_grad]
 
     def _outside_too(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return the model's own forward, right as well where a person calls it: then it is a forward pass too."""

@@ -50,6 +50,8 @@ class FlatShard:
 
     def gather(self) -> None:
         """Make the parameters whole for a step."""
+        for name, rows in self.rows.items():  # which may have been frozen, or trained again, since the last step
+            self.whole[name].requires_grad_(rows.requires_grad)
         with torch.no_grad():
             for names in self._by_dtype():
                 # One message per dtype. Each rank sends as many numbers, so the rows are padded to those of the rank
