@@ -90,18 +90,22 @@ class Parallel:
         self.model = placed.model
         self.norm: float | None = None  # of the last gradient, where it was clipped on the way
         self.buffers = Buffers(placed.model, comms.data)
-        self.replicate = Replicate(
-            placed.updated(),
-            placed.sparse(),
-            comms.axes["replicate"],
-            plan,
-            device,
-            overlaps=not placed.finishes_later,
-        )
+        self.replicate = self.replicate_over(placed.updated())
         # Shared memory is open between the ranks of `replicate`; the step's numbers may use it where these are all
         # ranks.
         shared = self.replicate.shared if comms.step.axis == "replicate" else None
         self.stats = StepStatsReducer(comms.step, shared, len(self.buffers.tensors), device, placed.counts_loss)
+
+    def replicate_over(self, parameters: Mapping[str, torch.nn.Parameter]) -> Replicate:
+        """Return the strategy that sums the gradients of these parameters over the axis `replicate`. Collective."""
+        return Replicate(
+            parameters,
+            self.placed.sparse() & parameters.keys(),
+            self.comms.axes["replicate"],
+            self.plan,
+            self.device,
+            overlaps=not self.placed.finishes_later,
+        )
 
     @property
     def clip_norm(self) -> float | None:

@@ -133,7 +133,7 @@ class OwnCode:
                 self.shared.counts = counts
             # A micro-batch that fills up must leave no trace: a running mean would take it in, and one process has none
             # of it.
-            buffers: AbstractContextManager[Any] = nullcontext() if counts else KeptBuffers(self._written_alone())
+            buffers: AbstractContextManager[Any] = nullcontext() if counts else KeptBuffers(self.written_alone())
             with buffers, self.autocast():
                 return self.call(loss, batch)
 
@@ -147,7 +147,7 @@ class OwnCode:
             self.spare = microbatches[-1]
         return [*microbatches, *[self.spare] * (longest - len(microbatches))]
 
-    def _written_alone(self) -> list[torch.nn.Module]:
+    def written_alone(self) -> list[torch.nn.Module]:
         """Return the modules that would write a micro-batch's values into their buffers though it does not count.
 
         Shared batch norms write the other ranks' values.

@@ -59,12 +59,16 @@ class Assembly:
         self.plan = plan
         self.place = place
         self.mesh = Mesh.parse(plan.mesh)
-        self.strategy = strategy_of(plan)
+        self.strategy = self.choose_strategy()
         self.cut_notice = ""
         self.comms = open_comms(*self.strategy.comm_mesh(self.mesh, place.rank), ledger)
         # After the process groups: of a rank that fails here the others learn in their next collective, while in
         # `torch.distributed.new_group` they would wait for it.
         self.loader = self.make_loader(open_data(), (self.mesh.data_part(place.rank), self.mesh.data_size))
+
+    def choose_strategy(self) -> type[Parallel]:
+        """Return the class that runs the steps."""
+        return strategy_of(self.plan)
 
     def make_loader(self, data: Any, part: tuple[int, int]) -> RankLoader:
         """Return a loader of one part of a data set, of how many."""

@@ -54,7 +54,8 @@ def evaluate(parallel: Parallel, batches: Iterable[Batch], score: Score, comm: A
     """
     totals: dict[str, torch.Tensor] = {}  # (sum, weight) by name, on the device: no micro-batch is waited for
     model = parallel.model
-    was_training = model.training
+    # Of each module: a frozen part may be in evaluation mode while the rest is trained.
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         with torch.no_grad():
@@ -65,7 +66,8 @@ def evaluate(parallel: Parallel, batches: Iterable[Batch], score: Score, comm: A
                     if number < len(batch.microbatches):
                         _add(scores, totals, parallel.device)
     finally:
-        model.train(was_training)
+        for module, was_training in modes:
+            module.training = was_training
     # A rank without samples has no names, but must take part in the sum below with the others' rows.
     names = _names_everywhere(sorted(totals), comm)
     zero = torch.zeros(2, dtype=torch.float64, device=parallel.device)

@@ -26,6 +26,7 @@ from paceline.nouns.record import StepRecord
 from paceline.nouns.shard_spec import LocalShard
 from paceline.nouns.workload import Workload
 from paceline.parallel.apply import RankPlace
+from paceline.parallel.model_adapter import ModelAdapter
 from paceline.train import evaluate as evaluation
 from paceline.train import last_checkpoint, prepare, snapshot
 from paceline.train.agree import check_same_data_everywhere
@@ -104,7 +105,7 @@ def distribute(workload: Workload) -> Job:
         )
     api.init()
     try:
-        _check_is_first(prepare.run_dir(os.environ))
+        check_is_first(prepare.run_dir(os.environ))
         return Job(workload, prepare.read_plan(os.environ, api.size()))
     except PacelineError as error:
         rank = api.rank() if error.rank is None else error.rank  # an error may speak of another rank
@@ -143,6 +144,7 @@ class Job:
         128 samples seen, learning rate 0.1
     """
 
+    assembly_class = Assembly
     step_number: int
     position: int
     total_steps: int
@@ -190,7 +192,7 @@ class Job:
         """Split the model over the ranks as the plan says, and check that its batches can be split."""
         place = RankPlace(self.rank, self.device)
         # The data comes before the model: a split model is captured, and the loss tried, on its first samples.
-        assembly = Assembly(self.workload, self.plan, place, self._open_data, self.ledger)
+        assembly = self.assembly_class(self.workload, self.plan, place, self._open_data, self.ledger)
         self.comms = assembly.comms
         self.comm = self.comms.data
         placed = assembly.place_model(assembly.example())
@@ -199,13 +201,17 @@ class Job:
         if assembly.cut_notice:
             self.notice(assembly.cut_notice)
         self.loader = assembly.loader
-        prepare.check_may_cut(placed, self.workload, self.loader, self.mesh, self.notice)
+        self._check_may_cut(placed)
         assembly.finish(placed)
         self.assembly = assembly
         self.parallel = assembly.parallel
         self.model = self.parallel.model
         self.optimizer = assembly.optimizer
         self.steps = STEPS[self.plan.strategy](self)
+
+    def _check_may_cut(self, placed: ModelAdapter) -> None:
+        """Raise LossError where the loss is no sum over samples, and batches are to be cut."""
+        prepare.check_may_cut(placed, self.workload, self.loader, self.mesh, self.notice)
 
     def _open_data(self) -> Any:
         return () if self.workload.data is None else open_data("data", self.workload.data)
@@ -342,6 +348,7 @@ class Job:
             >>> list(job.evaluate(held_out))
             ['loss']
         """
+        self._settle()
         # Evaluation is collective: a rank that is in a later step would never come.
         self.board.meet("job.evaluate", self.step_number)
         opened = prepare.evaluation_data(self.workload, data)
@@ -382,6 +389,7 @@ class Job:
             >>> pathlib.Path("best", "manifest.json").exists()
             True
         """
+        self._settle()
         folder = Path(path)
         self.board.meet("job.save", self.step_number)
         prepare.check_may_write(folder)
@@ -419,6 +427,7 @@ class Job:
             >>> [job.step(batch) for batch in job.batches()] == after
             True
         """
+        self._settle()
         self.steps.check_may_load()
         self.board.meet("job.load", self.step_number)
         self.finish_save()
@@ -495,6 +504,7 @@ class Job:
         """
         if self.closed_step is not None:
             return  # by the file itself; the worker closes what is open at the file's end
+        self._settle()
         self.finish_save()
         if save and self.run_dir is not None:
             self.board.meet("job.close, or the end of the file", self.step_number)
@@ -506,6 +516,9 @@ class Job:
         self.events.close()
         self.board.close()
         self.parallel.close()
+
+    def _settle(self) -> None:
+        """Do nothing: a step has ended when `step` returns."""
 
     def _check_may_step(self) -> None:
         api.check_own_process()
@@ -669,12 +682,17 @@ class Job:
             "optimizer": optimizer,
             "scheduler": snapshot.as_json("the scheduler's state", scheduler),
             "torch": torch.__version__,
+            **self.facts(),
             **snapshot.config_facts(self.model),
         }
         parts = {**snapshot.model_parts(self.model, held, size), **optimizer_parts}
         rank_tensors = snapshot.own_tensors(random_state(self.device), self.parallel.state())
         # `begin` copies the tensors before it returns: training may change them while they are written.
         self.writer.begin(folder, parts, rank_tensors, metadata, keep)
+
+    def facts(self) -> dict[str, Any]:
+        """Return what else a checkpoint says of the job."""
+        return {}
 
     def _held(self) -> dict[str, LocalShard]:
         """Return what of the model's state the strategies have cut; ask each time, they may change it."""
@@ -706,7 +724,7 @@ _run_jobs: list[Job] = []  # those that write to a run directory, until the work
 _newest_job: list[Job] = []  # one, or none
 
 
-def _check_is_first(run_dir: Path | None) -> None:
+def check_is_first(run_dir: Path | None) -> None:
     """Raise UsageError when this process has a job in the run directory: a second would write over its checkpoints.
 
     Where there is no run directory, jobs share nothing, and there may be several. One that has ended still counts:

@@ -6,7 +6,7 @@ import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -36,21 +36,37 @@ def seed_sample(*numbers: int) -> None:
         sys.modules["numpy"].random.seed(seed & 0xFFFFFFFF)
 
 
+class CpuRandomState(NamedTuple):
+    """The states of the CPU's random generators: torch's, Python's and, where it is in use, numpy's."""
+
+    torch: torch.Tensor
+    python: tuple[Any, ...]
+    numpy: Any
+
+
+def cpu_random_state() -> CpuRandomState:
+    """Return the states as they are now."""
+    # Not imported here: where nothing else has, nothing draws from it.
+    numpy: Any = sys.modules.get("numpy")
+    return CpuRandomState(torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy else None)
+
+
+def set_cpu_random_state(state: CpuRandomState) -> None:
+    """Go back to an earlier state."""
+    torch.set_rng_state(state.torch)
+    random.setstate(state.python)
+    if state.numpy is not None:
+        sys.modules["numpy"].random.set_state(state.numpy)
+
+
 @contextmanager
 def kept_random_state() -> Iterator[None]:
     """Leave the CPU's random generators as they were found."""
-    # Not imported here: where nothing else has, nothing draws from it.
-    numpy: Any = sys.modules.get("numpy")
-    torch_state = torch.get_rng_state()
-    python_state = random.getstate()
-    numpy_state = numpy.random.get_state() if numpy else None
+    state = cpu_random_state()
     try:
         yield
     finally:
-        torch.set_rng_state(torch_state)
-        random.setstate(python_state)
-        if numpy:
-            numpy.random.set_state(numpy_state)
+        set_cpu_random_state(state)
 
 
 def random_state(device: torch.device) -> dict[str, torch.Tensor]:

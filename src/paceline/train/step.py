@@ -88,14 +88,23 @@ def clip(parallel: Parallel, clip_norm: float) -> float:
     Raises:
         LossError: the norm is not finite.
     """
-    norm = parallel.gradient_norm()
+    norm = finite_norm(parallel.gradient_norm())
+    # The factor is that of torch's clip_grad_norm_, with its 1e-6.
+    factor = (clip_norm / (norm + 1e-6)).clamp(max=1.0)
+    scale_gradients(parallel.placed.updated().values(), factor)
+    return float(norm)
+
+
+def finite_norm(norm: torch.Tensor) -> torch.Tensor:
+    """Return the norm of the gradient.
+
+    Raises:
+        LossError: it is not finite.
+    """
     if not torch.isfinite(norm):
         raise LossError(
             "the gradient's norm should be a finite number",
             f"it is {float(norm)} although the loss is finite; the parameters were left as they were",
             "lower the learning rate, use precision float32, or look for samples at which the loss has no gradient",
         )
-    # The factor is that of torch's clip_grad_norm_, with its 1e-6.
-    factor = (clip_norm / (norm + 1e-6)).clamp(max=1.0)
-    scale_gradients(parallel.placed.updated().values(), factor)
-    return float(norm)
+    return norm
