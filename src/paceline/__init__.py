@@ -21,6 +21,9 @@
 parallelism. `Workload` declares what to train, `distribute` returns this process's `Job`, and every error that Paceline
 raises on purpose is a `PacelineError`. A `Sink` receives a job's events; `TensorBoard` is one.
 
+`prepare` takes the model, optimizer and DataLoader of a plain PyTorch loop in place of a workload, and returns a
+`LoopJob`.
+
 To communicate without a workload, call the collectives, as in MPI: `init`, `rank`, `size`, `local_rank`, `local_size`,
 `cross_rank`, `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all`, `broadcast`, `barrier`, `shutdown`,
 `is_initialized`. With `grad=True` gradients flow through them. `allreduce`, `allgather`, `reducescatter` and `alltoall`
@@ -60,6 +63,7 @@ if TYPE_CHECKING:
     from paceline.nouns.sink import Sink
     from paceline.nouns.workload import Workload
     from paceline.train.job import Job, distribute
+    from paceline.train.loop_job import LoopJob, prepare
     from paceline.train.tensorboard import TensorBoard
 
 __version__ = "0.1.0"
@@ -90,6 +94,8 @@ _HOME = {
     "PacelineError": "paceline.nouns.errors",
     "Job": "paceline.train.job",
     "distribute": "paceline.train.job",
+    "LoopJob": "paceline.train.loop_job",
+    "prepare": "paceline.train.loop_job",
     "Sink": "paceline.nouns.sink",
     "TensorBoard": "paceline.train.tensorboard",
     **{word: "paceline.comm.api" for word in _API},
@@ -97,6 +103,7 @@ _HOME = {
 
 __all__ = [
     "Job",
+    "LoopJob",
     "PacelineError",
     "Sink",
     "TensorBoard",
@@ -115,6 +122,7 @@ __all__ = [
     "is_initialized",
     "local_rank",
     "local_size",
+    "prepare",
     "rank",
     "reduce_scatter",
     "reducescatter",

@@ -60,6 +60,11 @@ class _Optimizer(Struct):
     owners: dict[str, _Count] = {}
 
 
+class _Loop(Struct):
+    number: _Count = field(name="pass")
+    batch: _Count = 0
+
+
 class _Manifest(Struct):
     """What a manifest must have; what it may have is that where it is there."""
 
@@ -76,6 +81,7 @@ class _Manifest(Struct):
     batch_size: _Count = 0
     config: dict[str, Any] = {}
     generation_config: dict[str, Any] = {}
+    loop: _Loop | None = None
 
 
 def fault_of_form(manifest: Mapping[str, Any]) -> str | None:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.nouns.errors import PacelineError, ReadError, UsageError, WorkloadError
+from paceline.nouns.loop_plan import check_plan_of_loop
+from paceline.nouns.plan import Plan
 from paceline.nouns.reading import read_text, reason_of
 from paceline.nouns.workload import check_part_names, too_small_batch
 
@@ -22,19 +24,22 @@ class WorkloadFile:
 
     path: Path
     imports: tuple[str, ...]  # modules that may be loaded before a fork
+    is_loop: bool = False  # it trains by `paceline.prepare`
 
 
-def read_workload_file(text: str, ranks: int) -> WorkloadFile:
+def read_workload_file(text: str, ranks: int, plan: Plan | None = None) -> WorkloadFile:
     """Check a workload file's source.
 
     Args:
         text: the path as the user wrote it.
         ranks: number of ranks that the batch is split over.
+        plan: under which it is to train, where that is known.
 
     Raises:
         UsageError: there is no such file, or it is not Python.
         WorkloadError: a `Workload(...)` in it lacks a part, or has one that does not exist, or its batch is
             smaller than the ranks; or it has no workload at all.
+        PlanError: it has a loop of its own, which the plan can't train.
     """
     path = Path(text)
     if not path.is_file():
@@ -56,7 +61,27 @@ def read_workload_file(text: str, ranks: int) -> WorkloadFile:
             "declare workload = paceline.Workload(...) and call paceline.distribute(workload)",
         )
     safe = tuple(name for name in _imports(tree) if name.split(".")[0] in _FORK_SAFE)
-    return WorkloadFile(path, safe)
+    is_loop = _has_loop(tree)
+    if is_loop and plan is not None:
+        check_plan_of_loop(plan)
+    return WorkloadFile(path, safe, is_loop)
+
+
+def _has_loop(tree: ast.Module) -> bool:
+    """True if it calls `paceline.prepare`, and declares no workload."""
+    calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    if any(_name(function) == "Workload" for function in calls):
+        return False
+    imported = any(
+        isinstance(node, ast.ImportFrom) and node.module == "paceline" and any(a.name == "prepare" for a in node.names)
+        for node in ast.walk(tree)
+    )
+    for function in calls:
+        if isinstance(function, ast.Attribute) and function.attr == "prepare" and _name(function.value) == "paceline":
+            return True
+        if imported and isinstance(function, ast.Name) and function.id == "prepare":
+            return True
+    return False
 
 
 def _uses_paceline(tree: ast.Module) -> bool:

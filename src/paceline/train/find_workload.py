@@ -49,13 +49,22 @@ def find_workload(script: str) -> Workload:
 @contextmanager
 def _stopped_at_the_loop() -> Iterator[None]:
     """End the file at `paceline.distribute`: a loop outside of `if __name__ == "__main__"` is not to run here."""
-    plain = paceline.distribute
+    plain = paceline.distribute, paceline.prepare
 
     def reached(workload: Any) -> NoReturn:
         raise _Reached(workload)
 
+    def reached_own_loop(*objects: Any, seed: int = 0) -> NoReturn:
+        raise WorkloadError(
+            "this command needs the loss, the model and the data, each declared in a paceline.Workload",
+            "the file trains by a loop of its own, with paceline.prepare",
+            "write a Workload for it; such a file is trained by `paceline run`, and `paceline verify` compares its "
+            "steps with those of one process",
+        )
+
     paceline.distribute = reached  # type: ignore[assignment]
+    paceline.prepare = reached_own_loop
     try:
         yield
     finally:
-        paceline.distribute = plain
+        paceline.distribute, paceline.prepare = plain

@@ -60,7 +60,7 @@ def _run_fixed(request: RunRequest, outcome: Outcome, notice: Notice) -> None:
     """Run the job on hosts that stay."""
     plan = choose_plan(request.plan, notice)
     check_hosts(request, plan, notice)
-    file = read_workload_file(request.file, plan.data_size)
+    file = read_workload_file(request.file, plan.data_size, plan)
     if request.is_dry_run:
         name = request.run.job or directory.new_name(file.path)
         outcome.dry_run = dry_run(request, plan, request.run.runs / name, file.path)

@@ -31,7 +31,7 @@ def become_rank(request: RunRequest, position: LauncherPosition, notice: Callabl
     """
     plan = choose_plan(request.plan.with_ranks(position.size), notice)
     Mesh.parse(plan.mesh).check_fits(position.size)
-    file = read_workload_file(request.file, plan.data_size)
+    file = read_workload_file(request.file, plan.data_size, plan)
     os.environ["PACELINE_PLAN"] = json.dumps(asdict(plan))
     program = [sys.executable, request.file]
     if request.run.job is not None:

@@ -98,7 +98,7 @@ def _checked(request: SlurmRequest, notice: Callable[[str], None]) -> tuple[Plan
     """Return the plan, and the path of the workload file."""
     plan = choose_plan(request.plan, notice)
     check_servers(plan, "slurm")
-    return plan, read_workload_file(request.file, plan.data_size).path
+    return plan, read_workload_file(request.file, plan.data_size, plan).path
 
 
 def _environment(request: SlurmRequest) -> dict[str, str]:

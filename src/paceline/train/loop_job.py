@@ -1,0 +1,582 @@
+"""Train by a plain PyTorch loop: `paceline.prepare` takes the objects that the loop has, and the loop stays.
+
+    job, model, optimizer, loader = paceline.prepare(model, optimizer, loader)
+    for epoch in job.epochs(3):
+        for inputs, labels in loader:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(inputs), labels)
+            job.backward(loss)
+            optimizer.step()
+
+A step goes from one batch to the next. It ends when the loop asks for the next batch, or leaves: then a checkpoint has
+what the loop did after the update too, such as `scheduler.step()`. `parallel/pieces.py` says what each call does.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.comm import api
+from paceline.nouns.errors import LossError, PacelineError, UsageError
+from paceline.nouns.loop_plan import check_plan_of_loop
+from paceline.nouns.plan import Plan
+from paceline.nouns.record import StepRecord
+from paceline.parallel.apply import Parallel
+from paceline.parallel.model_adapter import ModelAdapter
+from paceline.parallel.optimizer_parts import groups_of
+from paceline.parallel.pieces import BACKWARD, END, REDUCE, Piece, PiecewiseParallel
+from paceline.train import prepare as preparing
+from paceline.train.assemble import Assembly
+from paceline.train.data import moved
+from paceline.train.events import peak_memory_bytes
+from paceline.train.job import Job, check_is_first
+from paceline.train.loop_loader import CutLoader, Part, Place, load_pass
+from paceline.train.loop_objects import LoopObjects, check_parameters, sort_objects, updated_by
+from paceline.train.step import finite_norm
+
+_OTHER_BATCHES = (
+    "every rank should take its part of the same batch",
+    "give the loader's sampler a generator with a seed, or let it draw torch's, Python's or numpy's random numbers",
+)
+_OTHER_PARAMETERS = (
+    "the parameters should be equal on every rank after the update",
+    "change gradients and parameters in the same way on every rank: draw noise from a generator with the same seed on "
+    "all of them",
+)
+_COMPARED_STEPS = 3  # the first ones: a loop that makes ranks differ does so from the beginning
+
+
+def prepare(*objects: Any, seed: int = 0) -> tuple[Any, ...]:
+    """Make this process one rank of the job of a plain training loop, and its objects parts of that job.
+
+    Then three lines of the loop change: `for epoch in job.epochs(n)`, `job.backward(loss)` in place of
+    `loss.backward()`, and this call. Every batch of the loader is split over the ranks, so `batch_size` is that of all
+    ranks together; parameters, gradients and losses are those of one process that takes the whole batch.
+
+    Args:
+        objects: modules, torch optimizers, at most one DataLoader and learning-rate schedulers, in any order.
+            Parameters and buffers become those of rank 0. The loader's sampler, batch sampler, collate and workers are
+            used as they are.
+        seed: of dropout, of the order of samplers without a generator of their own, and of what data sets draw.
+
+    Returns:
+        The job, and then the objects in their order. Models and optimizers are the same objects; the loader is one that
+        yields this rank's part of each batch, on its device.
+
+    Raises:
+        UsageError: this process has a job in the same run directory, or the launcher's variables contradict each other.
+        WorkloadError: there is no model or no optimizer, or an object is none of these kinds, or can't be split.
+        PlanError: the plan has another axis than `replicate`.
+        CheckpointError: the job resumes, and its checkpoint can't be used.
+        PeerLostError: another rank has gone.
+
+    Examples:
+        >>> from torch.utils.data import DataLoader, TensorDataset
+        >>> model = torch.nn.Linear(4, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> loader = DataLoader(TensorDataset(torch.ones(64, 4), torch.ones(64, 1)), batch_size=16, shuffle=True)
+        >>> job, model, optimizer, loader = paceline.prepare(model, optimizer, loader)
+        >>> for epoch in job.epochs(5):
+        ...     for inputs, targets in loader:
+        ...         optimizer.zero_grad()
+        ...         loss = torch.nn.functional.mse_loss(model(inputs), targets)
+        ...         job.backward(loss)
+        ...         optimizer.step()
+        >>> print(f"{loss.item():.3f}")
+        0.000
+    """
+    sorted_objects = sort_objects(objects)
+    api.init()
+    try:
+        check_is_first(preparing.run_dir(os.environ))
+        plan = preparing.read_plan(os.environ, api.size())
+        check_plan_of_loop(plan)
+        job = LoopJob(sorted_objects, plan, seed)
+    except PacelineError as error:
+        rank = api.rank() if error.rank is None else error.rank
+        raise error.at(rank=rank) from error.__cause__
+    return job, *(job.batches_of(each) if each is sorted_objects.loader else each for each in objects)
+
+
+class LoopAssembly(Assembly):
+    """The parts of a rank whose loop calls the pieces of a step."""
+
+    def choose_strategy(self) -> type[Parallel]:
+        """Return the class that runs the pieces of a step."""
+        return PiecewiseParallel
+
+
+class LoopJob(Job):
+    """One rank of a job whose training loop is plain PyTorch; `paceline.prepare` makes it.
+
+    `evaluate(data, score)`, `save`, `load` and `close` are those of [Job][paceline.Job].
+
+    Attributes:
+        objects (LoopObjects): what `prepare` was handed, by kind.
+        plan (Plan): the parallelism and its options.
+        seed (int): of dropout, samplers and data sets.
+        model (torch.nn.Module): the model; where there are several, a ModuleList of them.
+        step_number (int): steps done: batches after which an optimizer updated; without a loader, updates.
+        position (int): samples taken, over all ranks and passes.
+        last (StepRecord | None): the record of the last step; None before the first.
+
+    Examples:
+        >>> model = torch.nn.Linear(4, 1)
+        >>> job, model, optimizer = paceline.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> job.size, job.step_number
+        (1, 0)
+    """
+
+    assembly_class = LoopAssembly
+    parallel: PiecewiseParallel
+
+    def __init__(self, objects: LoopObjects, plan: Plan, seed: int) -> None:
+        self.objects = objects
+        self.seed = seed
+        self.is_updated = False  # an optimizer has stepped since the last step ended
+        self.norm: float | None = None
+        self.part: Part | None = None  # the batch that the loop has
+        self.samples = 0  # of the batches of this step
+        self.batches_seen = 0
+        self.to_float64 = False  # verify widens what the loader gives
+        self.return_to: Callable[[], None] | None = None
+        self.counts: dict[int, int] = {}  # of each optimizer's parameters
+        self.cut: CutLoader | None = None
+        if objects.loader is not None:
+            self.cut = CutLoader(objects.loader, seed)
+        modes = [(module, module.training) for module in objects.model.modules()]
+        super().__init__(objects.workload(seed), plan)
+        for module, is_training in modes:  # a teacher may be in evaluation mode
+            module.training = is_training
+
+    def _check_may_cut(self, placed: ModelAdapter) -> None:
+        """Do nothing: the loop's losses are means, and weighted."""
+
+    def _begin_run(self) -> None:
+        optimizers = self.objects.optimizers
+        self.parallel.split([updated_by(optimizer, self.model) for optimizer in optimizers])
+        for number, optimizer in enumerate(optimizers, 1):
+            self._watch(optimizer, number)
+        self._follow_groups()
+        self.scheduler = self.objects.scheduler
+        self.began_s = self.clock.now_s()
+        self.sent_before = self.ledger.total_bytes
+        super()._begin_run()
+
+    def _watch(self, optimizer: torch.optim.Optimizer, number: int) -> None:
+        """Sum gradients before each of the optimizer's updates."""
+
+        def before(optimizer: torch.optim.Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+            closure = named.get("closure", arguments[1] if len(arguments) > 1 else None)  # the first is the optimizer
+            if closure is not None:
+                raise UsageError(
+                    "an optimizer should update once per call of step()",
+                    "step was handed a closure, whose backward passes would not be summed over the ranks",
+                    "call job.backward(loss) before optimizer.step(), without a closure",
+                )
+            self._reduce(number)
+
+        def after(optimizer: torch.optim.Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+            if self.is_updated:
+                return  # of several optimizers
+            self.is_updated = True
+            self.is_stepping = False
+            self.step_number += 1
+            self.position += self.samples
+
+        optimizer.register_step_pre_hook(before)
+        optimizer.register_step_post_hook(after)
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """Yield the numbers of the passes over the loader that are to be made, from that at which the job is.
+
+        Args:
+            count: passes of the whole training.
+
+        Yields:
+            From 0 to `count - 1`; a resumed job begins in the pass in which it was.
+
+        Raises:
+            UsageError: the job has no loader.
+
+        Examples:
+            >>> model = torch.nn.Linear(4, 1)
+            >>> data = torch.utils.data.DataLoader(torch.ones(64, 4), batch_size=16)
+            >>> job, model, optimizer, data = paceline.prepare(model, torch.optim.SGD(model.parameters(), 0.1), data)
+            >>> for epoch in job.epochs(2):
+            ...     for inputs in data:
+            ...         optimizer.zero_grad()
+            ...         job.backward(model(inputs).square().mean())
+            ...         optimizer.step()
+            ...     if job.rank == 0:
+            ...         print(f"epoch {epoch}: {job.position} samples")
+            epoch 0: 64 samples
+            epoch 1: 128 samples
+        """
+        if self.cut is None:
+            raise UsageError(
+                "job.epochs counts passes over the loader",
+                "paceline.prepare was handed none",
+                "hand it the DataLoader, or count in the loop: while job.step_number < STEPS",
+            )
+        self.cut.passes = count
+        while self.cut.number < count:
+            number = self.cut.number
+            yield number
+            if self.cut.number == number:  # the loop left the pass by `break`
+                self.cut.end_pass()
+
+    def batches_of(self, loader: Any) -> LoopLoader:
+        """Return what the loop iterates over in place of its loader."""
+        assert self.cut is not None
+        return LoopLoader(self, self.cut)
+
+    def backward(self, loss: torch.Tensor, weight: Any = None, retain_graph: bool = False) -> None:
+        """Add the gradient of the mean loss over all ranks to the parameters' gradients.
+
+        As `loss.backward()` it adds to what is there: call it as often as the loop needs, for parts of a batch or for
+        several losses. Gradients become sums over the ranks with `optimizer.step()`, `clip` or `gradients`.
+
+        Args:
+            loss: one number, a mean over what this rank has of the batch.
+            weight: over how many, such as the tokens that count; the samples of this rank's part of the batch where
+                None. The mean over the ranks is weighted by it, which makes it that of the whole batch.
+            retain_graph: as `torch.Tensor.backward` takes it.
+
+        Raises:
+            LossError: the loss is no such number, is not finite on some rank, or the weights add up to 0.
+            UsageError: the job is closed; or there is no loader and no weight.
+            CollectiveError: another rank is at another piece of the step.
+            PeerLostError: another rank has gone.
+
+        Examples:
+            A model of transformers has its own mean; the weight is the number of labels:
+
+            >>> model = torch.nn.Linear(4, 3)
+            >>> job, model, optimizer = paceline.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            >>> inputs, labels = torch.ones(8, 4), torch.tensor([0, 1, 2, -100, -100, 0, 1, 2])
+            >>> loss = torch.nn.functional.cross_entropy(model(inputs), labels)
+            >>> job.backward(loss, weight=(labels != -100).sum())
+            >>> optimizer.step()
+        """
+        _check_loss(loss)
+        self._begin_piece()
+        part = self.part
+        weight = self._samples_here() if weight is None else _checked_weight(weight)
+        keeps_pace = part is not None and part.keeps_pace
+        piece = Piece(BACKWARD, 0, 0 if part is None else part.check, _OTHER_BATCHES)
+        with self._located():
+            self.parallel.backward(loss, weight, piece, keeps_pace, retain_graph)
+
+    def clip(self, max_norm: float, optimizer: torch.optim.Optimizer | None = None) -> float:
+        """Scale gradients so that their norm is at most `max_norm`; call it between `backward` and the update.
+
+        Args:
+            max_norm: above 0; `float("inf")` only returns the norm.
+            optimizer: whose parameters; those of all where None.
+
+        Returns:
+            The norm before clipping, of all the gradients together, the same on every rank.
+
+        Raises:
+            LossError: the norm is not finite.
+            UsageError: `max_norm` is not above 0, the optimizer is not the job's, or something else has changed
+                gradients.
+
+        Examples:
+            >>> model = torch.nn.Linear(4, 1)
+            >>> job, model, optimizer = paceline.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            >>> job.backward(model(torch.full((8, 4), 9.0)).sum(), weight=8)
+            >>> norm = job.clip(1.0)
+            >>> optimizer.step()
+        """
+        if isinstance(max_norm, bool) or not isinstance(max_norm, int | float) or not max_norm > 0:
+            raise UsageError(
+                "job.clip needs the largest norm, a number above 0", f"it is {max_norm!r}", "write job.clip(1.0)"
+            )
+        target = self._target(optimizer)
+        self._reduce(target)
+        with self._located():
+            norm = finite_norm(self.parallel.norm_of(target))
+        if not math.isinf(max_norm):
+            # The factor is that of torch's clip_grad_norm_, with its 1e-6.
+            self.parallel.scale(target, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        self.norm = float(norm)
+        return self.norm
+
+    def gradients(self, optimizer: torch.optim.Optimizer | None = None) -> dict[str, torch.Tensor]:
+        """Return the gradients of the whole batch, the same on every rank, to be read or changed before the update.
+
+        Args:
+            optimizer: whose parameters; those of all where None.
+
+        Returns:
+            By the parameter's name its `grad`, of the parameter's shape, without parameters that have none. A change in
+            place is what the update sees. Every rank must make the same change.
+
+        Raises:
+            UsageError: the optimizer is not the job's, or something else has changed gradients.
+
+        Examples:
+            >>> model = torch.nn.Linear(4, 1)
+            >>> job, model, optimizer = paceline.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            >>> job.backward(model(torch.ones(8, 4)).mean(), weight=8)
+            >>> for name, gradient in job.gradients().items():
+            ...     print(name, gradient.norm().item())
+            weight 2.0
+            bias 1.0
+            >>> optimizer.step()
+        """
+        target = self._target(optimizer)
+        self._reduce(target)
+        found: dict[str, torch.Tensor] = {}
+        for parameter, name in self.parallel.gradients_of(target).items():
+            if parameter.grad is not None:
+                found[name] = parameter.grad
+        return found
+
+    def batches(self) -> Iterator[Any]:
+        """Raise UsageError: the loop iterates over its own loader."""
+        raise UsageError(
+            "the batches of a job of paceline.prepare come from its loader",
+            "job.batches() yields those of a paceline.Workload",
+            "iterate over the loader that paceline.prepare returned",
+        )
+
+    def step(self, batch: Any) -> float:
+        """Raise UsageError: the loop calls the pieces of a step."""
+        raise UsageError(
+            "the loop of a job of paceline.prepare calls the pieces of a step itself",
+            "job.step runs the loss of a paceline.Workload",
+            "write job.backward(loss) and optimizer.step()",
+        )
+
+    def _score(self, model: Any, batch: Any) -> dict[str, Any]:
+        raise UsageError(
+            "job.evaluate needs a function that scores a batch",
+            "score was left out, and paceline.prepare is handed no loss",
+            "write job.evaluate(data, score), where score(model, batch) returns a dict of (sum, weight)",
+        )
+
+    def _settle(self) -> None:
+        """End the step that is under way."""
+        if self.closed_step is None:
+            self.end_step()
+
+    def restore_own_state(self, folder: Path, manifest: dict[str, Any]) -> None:
+        """Restore random states and the place in the data, now and again when the loop comes to the place."""
+        super().restore_own_state(folder, manifest)
+        place = manifest.get("loop")
+        if place is None or self.cut is None:
+            return
+        self.cut.go_to(place["pass"], place["batch"])
+        # Copies: a scheduler's state may be its own lists.
+        scheduler = None if self.scheduler is None else copy.deepcopy(self.scheduler.state_dict())
+        settings = [copy.deepcopy(_settings_of(group)) for group in groups_of(self.optimizer)]
+
+        def return_to() -> None:
+            # What the loop has drawn since, or a scheduler done in passes that were made before, is not to count.
+            Job.restore_own_state(self, folder, manifest)
+            if scheduler is not None:
+                self.scheduler.load_state_dict(scheduler)
+            for group, values in zip(groups_of(self.optimizer), settings, strict=True):
+                group.update(values)
+
+        self.return_to = return_to
+
+    def facts(self) -> dict[str, Any]:
+        """Return where in the data the job is, for a checkpoint."""
+        if self.cut is None:
+            return {}
+        return {"loop": {"pass": self.cut.number, "batch": self.cut.batch}}
+
+    def take(self, part: Part | None) -> None:
+        """Note the batch that the loop gets; None: it has none."""
+        self.part = part
+        if part is None:
+            return
+        self.parallel.counts_samples(not part.keeps_pace)
+        if self.return_to is not None:
+            self.return_to()
+            self.return_to = None
+        self.samples += part.of
+        self.batches_seen += 1
+
+    def end_step(self) -> None:
+        """End the step if an optimizer has updated in it: make buffers equal, save what is due. Collective.
+
+        Raises:
+            Stopped: the job was asked to stop; it has been saved.
+            CollectiveError: another rank is at another piece, or ranks differ.
+        """
+        if not self.is_updated:
+            return
+        self.is_updated = False
+        every = self.plan.checkpoint_every
+        is_compared = self.step_number <= _COMPARED_STEPS or (every and self.step_number % every == 0)
+        check = self.parallel.check_of_parameters() if is_compared and self.size > 1 else 0.0
+        with self._located():
+            agreed = self.parallel.end_step(Piece(END, 0, check, _OTHER_PARAMETERS), self._is_asked_to_stop())
+        now_s = self.clock.now_s()
+        self.last = StepRecord(
+            self.step_number,
+            self.position,
+            agreed.loss / agreed.weight if agreed.weight else 0.0,
+            agreed.weight,
+            self.samples,
+            round(now_s - self.began_s, 6),
+            self.ledger.total_bytes - self.sent_before,
+            self.norm,
+            peak_memory_bytes(),
+        )
+        self._tell_length()
+        self.events.write(self.last.to_json())
+        self.norm = None
+        self.samples = self.batches_seen = 0
+        self.parallel.observers.parameters_updated(self.parallel.named(), self.optimizer)
+        self._save_if_due(agreed.is_stopping)
+        self.began_s = self.clock.now_s()
+        self.sent_before = self.ledger.total_bytes
+
+    def _tell_length(self) -> None:
+        """Say after the first step how many there will be, if each takes as many batches."""
+        batches = None if self.cut is None else self.cut.batches_left()
+        if self.step_number == self.loaded_step + 1 and batches is not None:
+            self.total_steps = self.step_number + batches // self.batches_seen
+            self.events.write({"event": "own_batches", "total_steps": self.total_steps})
+
+    def _begin_piece(self) -> None:
+        self._check_may_step()
+        if self.cut is None or self.part is None:
+            self.end_step()  # without a loader the next backward pass begins a step
+            if self.return_to is not None:
+                self.return_to()
+                self.return_to = None
+        self._begin_step()
+        self._follow_groups()
+
+    def _follow_groups(self) -> None:
+        """Take in parameters that an optimizer was given since."""
+        for number, optimizer in enumerate(self.objects.optimizers, 1):
+            count = sum(len(group["params"]) for group in groups_of(optimizer))
+            if count != self.counts.get(number, count):
+                check_parameters(self.objects.models, [optimizer])
+                self.parallel.regroup(number, updated_by(optimizer, self.model))
+            self.counts[number] = count
+
+    def _begin_step(self) -> None:
+        if self.is_stepping or self.is_updated:
+            return
+        self.is_stepping = True
+        # A rank that waits in `save` or `load` for this one sees on the board that it went on.
+        self.board.begin_step()
+
+    def _reduce(self, target: int) -> None:
+        self._check_may_step()
+        self._begin_step()
+        self._follow_groups()
+        with self._located():
+            self.parallel.reduce(Piece(REDUCE, target))
+
+    def _samples_here(self) -> int:
+        if self.part is None:
+            raise UsageError(
+                "job.backward needs to know over how many samples the loss is a mean",
+                "there is no batch of the loader that paceline.prepare was handed",
+                "write job.backward(loss, weight=n); with the weights the mean over ranks is that of the whole batch",
+            )
+        return self.part.samples
+
+    def _target(self, optimizer: torch.optim.Optimizer | None) -> int:
+        if optimizer is None:
+            return 0
+        for number, own in enumerate(self.objects.optimizers, 1):
+            if own is optimizer:
+                return number
+        raise UsageError(
+            "the optimizer should be one of those that paceline.prepare was handed",
+            f"this {type(optimizer).__name__} is not",
+            "hand it to paceline.prepare too",
+        )
+
+    @contextmanager
+    def _located(self) -> Iterator[None]:
+        """Give errors the rank and the step."""
+        try:
+            yield
+        except PacelineError as error:
+            rank = self.rank if error.rank is None else error.rank
+            raise error.at(rank=rank, step=self.step_number + (not self.is_updated)) from error.__cause__
+
+
+class LoopLoader:
+    """A loader's batches, of each this rank's part; what it is asked else, the loader answers."""
+
+    def __init__(self, job: LoopJob, cut: CutLoader) -> None:
+        self.job = job
+        self.cut = cut
+
+    def __len__(self) -> int:
+        return len(self.cut.loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.cut.loader, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield this rank's part of each batch of the next pass; of the pass in which a resumed job is, the rest."""
+        self.job.end_step()
+        if not self.cut.begin_pass():
+            self.job.notice(
+                f"pass {self.cut.begun} over the data was made before the job resumed, and gives no batches; "
+                "`for epoch in job.epochs(n)` leaves it out"
+            )
+            return
+        place = Place(self.job.data_part, self.job.mesh.data_size, self.cut.seed, self.cut.number)
+        for part in load_pass(self.cut.loader, place, self.cut.batch):
+            # Whatever the loop does with a batch, the step ends here.
+            self.job.end_step()
+            self.cut.batch += 1
+            self.job.take(part)
+            yield moved(part.batch, self.job.device, self.job.to_float64)
+        self.cut.end_pass()
+        self.job.take(None)
+
+
+def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's settings of a group, such as its learning rate."""
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def _check_loss(loss: Any) -> None:
+    """Raise LossError unless it is one number with a gradient."""
+    asked = "job.backward needs the loss, one floating-point number in a tensor"
+    if not isinstance(loss, torch.Tensor):
+        raise LossError(asked, f"it is a {type(loss).__name__}", "hand in the tensor itself, without .item()")
+    if loss.numel() != 1 or not loss.is_floating_point():
+        raise LossError(asked, f"its shape is {tuple(loss.shape)}, of {loss.dtype}", "take the mean: loss.mean()")
+    if not loss.requires_grad:
+        raise LossError(
+            "the loss should depend on parameters of the models",
+            "no gradient leads from it to them",
+            "leave out .detach(), torch.no_grad() and numpy between the model and the loss",
+        )
+
+
+def _checked_weight(weight: Any) -> torch.Tensor | float:
+    if isinstance(weight, torch.Tensor) and weight.numel() == 1:
+        return weight.detach().reshape(())
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
+        raise LossError(
+            "the weight of a loss should be a number, 0 or more",
+            f"it is {weight!r:.60}",
+            "write over how many samples or tokens the loss is a mean",
+        )
+    return weight

@@ -1,0 +1,300 @@
+"""A user's own DataLoader, cut for the ranks: its batches in its own order, a part of each on every rank.
+
+The loader's batch sampler says which samples are in a batch; every rank asks its own copy of it, and takes its part. So
+samplers with weights, batches of one length and collators of one's own stay as they are. Of an iterable data set every
+rank reads all samples, and collates its part of each batch.
+
+What the sampler and the data set draw (torch, random, numpy) depends on the seed, the pass over the data and the place
+of the sample in it alone. A resumed job asks the sampler again for the batches that were taken before, and loads none
+of them.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from paceline.nouns.errors import WorkloadError
+from paceline.nouns.order import mix, share
+from paceline.train.seed import cpu_random_state, kept_random_state, seed_sample, set_cpu_random_state
+
+_SAMPLER, _DATA, _WORKERS = range(3)  # random streams of a pass
+
+
+class Part(NamedTuple):
+    """This rank's part of a batch.
+
+    Attributes:
+        batch: what the loader's collate made of the samples.
+        samples: how many there are.
+        of: how many the whole batch has.
+        check: a number that is the same on all ranks if their samplers gave the same batch.
+        keeps_pace: the rank has no samples here: it has the batch's first one, which is not to count.
+    """
+
+    batch: Any
+    samples: int
+    of: int
+    check: int
+    keeps_pace: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank's part is: `rank` of `size`, in one pass over the data, of a job with a seed."""
+
+    rank: int
+    size: int
+    seed: int
+    number: int
+
+    def own(self, count: int) -> range:
+        """Return which of a batch's `count` samples are this rank's."""
+        return share(range(count), self.rank, self.size)
+
+
+def check_loader(loader: DataLoader[Any]) -> None:
+    """Raise WorkloadError where a loader's batches can't be cut."""
+    if isinstance(loader.sampler, DistributedSampler) or isinstance(
+        getattr(loader.batch_sampler, "sampler", None), DistributedSampler
+    ):
+        raise WorkloadError(
+            "paceline.prepare gives each rank its part of the loader's batches",
+            "the loader has a DistributedSampler, which gives it a part of the samples already",
+            "leave the sampler out and write shuffle=True; batch_size is that of all ranks together",
+        )
+    if loader.batch_size is None and loader.batch_sampler is None:
+        raise WorkloadError(
+            "paceline.prepare gives each rank its part of the loader's batches",
+            "the loader has batch_size=None: its data set makes the batches, and they can't be cut",
+            "let the data set give samples and the loader make batches, with batch_size and collate_fn; or make each "
+            "rank's batch in the loop, leave the loader out, and hand job.backward the number of samples",
+        )
+
+
+class CutLoader:
+    """A user's loader and the place in its passes.
+
+    Args:
+        loader: the user's.
+        seed: of the order and of what the data set draws.
+
+    Attributes:
+        number: of the pass, from 0.
+        batch: batches taken in it.
+        begun: passes that the loop has begun since the start of the process.
+        passes: of the whole training; None where only the loop knows.
+    """
+
+    def __init__(self, loader: DataLoader[Any], seed: int) -> None:
+        self.loader = loader
+        self.seed = seed
+        self.number = 0
+        self.batch = 0
+        self.begun = 0
+        self.passes: int | None = None
+        self.replayed = 0  # passes for which the sampler was asked
+        self.is_open = False
+
+    def go_to(self, number: int, batch: int) -> None:
+        """Go on in a pass, after so many batches of it."""
+        self.number = number
+        self.batch = batch
+        self.is_open = False
+
+    def begin_pass(self) -> bool:
+        """Begin a pass; return False if it is one that was made before the job resumed."""
+        if self.is_open:  # the loop left the last one by `break`
+            self.end_pass()
+        if self.passes is None and self.begun < self.number:
+            self.begun += 1
+            return False
+        # A sampler with a generator of its own has moved on in earlier passes.
+        while self.replayed < self.number:
+            replay(self.loader, Place(0, 1, self.seed, self.replayed))
+            self.replayed += 1
+        self.begun += 1
+        self.replayed += 1
+        self.is_open = True
+        return True
+
+    def end_pass(self) -> None:
+        """Be at the beginning of the next pass."""
+        self.number += 1
+        self.batch = 0
+        self.is_open = False
+
+    def batches_left(self) -> int | None:
+        """Return how many batches are left of all passes; None where nobody knows."""
+        if self.passes is None:
+            return None
+        try:
+            each = len(self.loader)
+        except TypeError:  # an iterable data set
+            return None
+        return (self.passes - self.number) * each - self.batch
+
+
+def load_pass(loader: DataLoader[Any], place: Place, skip: int) -> Iterator[Part]:
+    """Yield this rank's part of each batch of one pass, without the first `skip` batches.
+
+    Args:
+        loader: the user's.
+        place: the rank and the pass.
+        skip: batches that were taken before the job resumed.
+    """
+    check_loader(loader)
+    if isinstance(loader.dataset, IterableDataset):
+        yield from _load_stream(loader, place, skip)
+    else:
+        yield from _load_items(loader, place, skip)
+
+
+def replay(loader: DataLoader[Any], place: Place) -> None:
+    """Ask the sampler for a pass that was taken before: one with a generator of its own has moved on by it."""
+    if not isinstance(loader.dataset, IterableDataset):
+        for _ in _indices(loader, place):
+            pass
+
+
+def _load_items(loader: DataLoader[Any], place: Place, skip: int) -> Iterator[Part]:
+    """Load from a data set with `[]`."""
+    asked: deque[tuple[int, int, int, bool]] = deque()  # of batches that the new loader has asked for
+
+    def own_indices() -> Iterator[list[Any]]:
+        for number, indices in enumerate(_indices(loader, place)):
+            if number < skip:
+                continue
+            own = place.own(len(indices))
+            keeps_pace = not own
+            chosen = own if own else range(1)
+            check = zlib.crc32(repr(indices).encode())
+            asked.append((len(own), len(indices), check, keeps_pace))
+            yield [(indices[at], number, at) for at in chosen]
+
+    data: Any = _Seeded(loader.dataset, place)
+    if hasattr(loader.dataset, "__getitems__"):
+        data = _SeededBatches(loader.dataset, place)
+    batches = iter(_like(loader, data, place, batch_sampler=_Once(own_indices), collate_fn=loader.collate_fn))
+    while True:
+        try:
+            batch = _next(batches, loader)
+        except StopIteration:
+            return
+        yield Part(batch, *asked.popleft())
+
+
+def _load_stream(loader: DataLoader[Any], place: Place, skip: int) -> Iterator[Part]:
+    """Load from an iterable data set."""
+    collate = _CollatePart(loader.collate_fn, place)
+    options = {"batch_size": loader.batch_size, "drop_last": loader.drop_last, "collate_fn": collate}
+    stream = _like(loader, loader.dataset, place, **options)
+    # Worker processes have random numbers of their own, from the loader's generator.
+    batches = iter(stream) if loader.num_workers else _in_stream(lambda: iter(stream), place, _DATA)
+    for number, (batch, samples, of, keeps_pace) in enumerate(batches):
+        if number >= skip:
+            yield Part(batch, samples, of, number, keeps_pace)
+
+
+def _indices(loader: DataLoader[Any], place: Place) -> Iterator[list[Any]]:
+    """Yield the indices of each batch of a pass, as the user's batch sampler gives them."""
+    sampler: Any = loader.batch_sampler
+    for batch in _in_stream(lambda: iter(sampler), place, _SAMPLER):
+        yield list(batch)
+
+
+def _next(batches: Iterator[Any], loader: DataLoader[Any]) -> Any:
+    if loader.num_workers:
+        return next(batches)
+    with kept_random_state():  # the data set's code runs in this process
+        return next(batches)
+
+
+def _like(loader: DataLoader[Any], data: Any, place: Place, **options: Any) -> DataLoader[Any]:
+    """Return a loader with the user's options over other data."""
+    generator = torch.Generator().manual_seed(mix(place.seed, place.number, _WORKERS) >> 1)
+    if loader.num_workers:
+        options |= {
+            "multiprocessing_context": loader.multiprocessing_context,
+            "prefetch_factor": loader.prefetch_factor,
+            "timeout": loader.timeout,
+            "worker_init_fn": loader.worker_init_fn,
+        }
+    return DataLoader(
+        data, num_workers=loader.num_workers, pin_memory=loader.pin_memory, generator=generator, **options
+    )
+
+
+class _Once:
+    """A batch sampler that yields from a function."""
+
+    def __init__(self, function: Callable[[], Iterator[list[Any]]]) -> None:
+        self.function = function
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return self.function()
+
+
+class _Seeded(torch.utils.data.Dataset[Any]):
+    """A data set whose random numbers depend on the sample's place alone."""
+
+    def __init__(self, data: Any, place: Place) -> None:
+        self.data = data
+        self.place = place
+
+    def __getitem__(self, key: tuple[Any, int, int]) -> Any:
+        index, batch, at = key
+        seed_sample(self.place.seed, self.place.number, _DATA, batch, at)
+        return self.data[index]
+
+
+class _SeededBatches(_Seeded):
+    """The same for a data set that gives many samples at once, as those of Hugging Face do."""
+
+    def __getitems__(self, keys: list[tuple[Any, int, int]]) -> Any:
+        _, batch, at = keys[0]
+        seed_sample(self.place.seed, self.place.number, _DATA, batch, at)
+        return self.data.__getitems__([index for index, _, _ in keys])
+
+
+class _CollatePart:
+    """Collate this rank's part of a batch's samples."""
+
+    def __init__(self, collate: Callable[[Any], Any], place: Place) -> None:
+        self.collate = collate
+        self.place = place
+
+    def __call__(self, samples: list[Any]) -> tuple[Any, int, int, bool]:
+        own = self.place.own(len(samples))
+        chosen = samples[own.start : own.stop] or samples[:1]
+        return self.collate(chosen), len(own), len(samples), not own
+
+
+def _in_stream(make: Callable[[], Iterator[Any]], place: Place, stream: int) -> Iterator[Any]:
+    """Yield what an iterator does, with random numbers of its own: what the loop draws between two items is no part.
+
+    Args:
+        make: makes the iterator, and may draw from them too.
+        place: the seed and the pass.
+        stream: which of the pass's random streams.
+    """
+    with kept_random_state():
+        seed_sample(place.seed, place.number, stream)
+        items = make()
+        state = cpu_random_state()
+    while True:
+        with kept_random_state():
+            set_cpu_random_state(state)
+            try:
+                item = next(items)
+            except StopIteration:
+                return
+            state = cpu_random_state()
+        yield item

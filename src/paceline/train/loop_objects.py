@@ -1,0 +1,186 @@
+"""Sort the objects that a training loop has, and make of them what a job is made of."""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from paceline.nouns.errors import LossError, WorkloadError
+from paceline.nouns.parts import shown
+from paceline.nouns.workload import Workload
+from paceline.parallel.optimizer_parts import groups_of
+from paceline.train.loop_loader import check_loader
+
+_EVALUATED = 64  # samples of a batch, where no loader says how many
+_CALL = "paceline.prepare takes modules, optimizers, at most one DataLoader and schedulers"
+
+
+class SeveralOptimizers(torch.optim.Optimizer):
+    """The optimizers of a loop as one, for checkpoints: their state is kept with their own groups."""
+
+    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        # Not by `super().__init__`, which wants parameters: all groups are those of the parts.
+        self.optimizers = optimizers
+        self.param_groups = []
+        self.state = defaultdict(dict)
+        self.defaults = {}
+
+
+class SeveralSchedulers:
+    """The schedulers of a loop as one, for checkpoints."""
+
+    def __init__(self, schedulers: list[Any]) -> None:
+        self.schedulers = schedulers
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states by the schedulers' numbers."""
+        return {str(number): scheduler.state_dict() for number, scheduler in enumerate(self.schedulers)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put the states back.
+
+        Raises:
+            KeyError: there is none for one of them.
+        """
+        for number, scheduler in enumerate(self.schedulers):
+            scheduler.load_state_dict(state[str(number)])
+
+
+@dataclass(frozen=True, slots=True)
+class LoopObjects:
+    """The objects of a training loop, by their kind."""
+
+    models: list[torch.nn.Module]
+    optimizers: list[torch.optim.Optimizer]
+    loader: DataLoader[Any] | None
+    schedulers: list[Any]
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """Return the model, or all of them in one."""
+        return self.models[0] if len(self.models) == 1 else torch.nn.ModuleList(self.models)
+
+    @property
+    def scheduler(self) -> Any:
+        """Return what checkpoints keep of the schedulers; None without any."""
+        if not self.schedulers:
+            return None
+        return self.schedulers[0] if len(self.schedulers) == 1 else SeveralSchedulers(self.schedulers)
+
+    def workload(self, seed: int) -> Workload:
+        """Return the workload of a job of these objects: its loop has the loss."""
+        model = self.model
+        optimizer = self.optimizers[0]
+        if len(self.optimizers) > 1:
+            optimizer = SeveralOptimizers(self.optimizers)
+        # Of evaluation alone: the loop makes its own batches.
+        batch_size = _EVALUATED if self.loader is None else self.loader.batch_size or _EVALUATED
+        collate = None if self.loader is None else self.loader.collate_fn
+        return Workload(
+            model=lambda: model,
+            loss=_no_loss,
+            optimizer=lambda model: optimizer,
+            data=None,
+            batch_size=batch_size,
+            collate=collate,
+            seed=seed,
+        )
+
+
+def _no_loss(model: Any, batch: Any) -> Any:
+    raise LossError(
+        "the loss should be that of the loop",
+        "it was asked for outside of it",
+        "declare a paceline.Workload for what needs the loss as a function",
+    )
+
+
+def sort_objects(objects: tuple[Any, ...]) -> LoopObjects:
+    """Return the objects by their kind.
+
+    Raises:
+        WorkloadError: one is of no known kind, or there are too many or too few of a kind.
+    """
+    models: list[torch.nn.Module] = []
+    optimizers: list[torch.optim.Optimizer] = []
+    loaders: list[DataLoader[Any]] = []
+    schedulers: list[Any] = []
+    for number, each in enumerate(objects, 1):
+        kind = _kind_of(number, each)
+        of_kind: dict[str, list[Any]] = {"model": models, "optimizer": optimizers, "loader": loaders}
+        of_kind.get(kind, schedulers).append(each)
+    for name, found in (("model", models), ("optimizer", optimizers)):
+        if not found:
+            raise WorkloadError(
+                f"paceline.prepare needs a model and an optimizer, and has no {name}",
+                f"it was handed {_listed(objects)}",
+                "write job, model, optimizer, loader = paceline.prepare(model, optimizer, loader)",
+            )
+    if len(loaders) > 1:
+        raise WorkloadError(
+            "paceline.prepare takes the DataLoader of training, which says where in the data the job is",
+            f"it was handed {len(loaders)}",
+            "leave out the others: evaluate by job.evaluate(data_set, score), or on every rank by the loader itself",
+        )
+    for each in loaders:
+        check_loader(each)
+    check_parameters(models, optimizers)
+    return LoopObjects(models, optimizers, loaders[0] if loaders else None, schedulers)
+
+
+def _kind_of(number: int, value: Any) -> str:
+    kinds = ((torch.nn.Module, "model"), (torch.optim.Optimizer, "optimizer"), (DataLoader, "loader"))
+    for kind, name in kinds:
+        if isinstance(value, kind):
+            if isinstance(value, torch.optim.LBFGS):
+                raise WorkloadError(
+                    "an optimizer should update once per call of step()",
+                    "LBFGS evaluates the loss several times in a step",
+                    "use a first-order optimizer such as AdamW",
+                )
+            return name
+    is_object = not inspect.isclass(value)
+    if is_object and callable(getattr(value, "step", None)) and callable(getattr(value, "state_dict", None)):
+        return "scheduler"
+    raise WorkloadError(_CALL, f"object {number} is {shown(value)}", _advice(value))
+
+
+def _advice(value: Any) -> str:
+    if inspect.isclass(value):
+        return f"hand in an object, such as {value.__name__}(...), in place of the class"
+    is_list = hasattr(value, "__getitem__") and hasattr(value, "__len__") and not isinstance(value, str | bytes)
+    if isinstance(value, torch.utils.data.Dataset) or is_list:
+        return "hand in a loader: torch.utils.data.DataLoader(data, batch_size=64, shuffle=True)"
+    if callable(getattr(value, "parameters", None)) or callable(value):
+        return "hand in the objects themselves: paceline.prepare(model, optimizer, loader)"
+    return "leave it out: job, model, optimizer, loader = paceline.prepare(model, optimizer, loader)"
+
+
+def _listed(objects: tuple[Any, ...]) -> str:
+    return ", ".join(type(each).__name__ for each in objects) or "nothing"
+
+
+def check_parameters(models: list[torch.nn.Module], optimizers: list[torch.optim.Optimizer]) -> None:
+    """Raise WorkloadError unless the models have what the optimizers update."""
+    known = {parameter for model in models for parameter in model.parameters()}
+    for optimizer in optimizers:
+        for number, group in enumerate(groups_of(optimizer)):
+            for parameter in group["params"]:
+                if parameter not in known:
+                    raise WorkloadError(
+                        "the optimizers should update parameters of the models that paceline.prepare was handed",
+                        f"group {number} of {type(optimizer).__name__} has one of shape {tuple(parameter.shape)} that "
+                        "is in none of them",
+                        "hand in its model too; and make the optimizer after the model is moved or wrapped",
+                    )
+
+
+def updated_by(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Return the parameters that an optimizer updates, by their names in `model`."""
+    own = {parameter for group in groups_of(optimizer) for parameter in group["params"]}
+    return {name: parameter for name, parameter in model.named_parameters() if parameter in own}

@@ -1,0 +1,573 @@
+"""`paceline.prepare`: pieces of a step on several ranks are those of one process, and mistakes are said in words."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+import paceline
+from paceline.nouns.errors import (
+    CollectiveError,
+    LossError,
+    PacelineError,
+    PlanError,
+    UsageError,
+    WorkloadError,
+)
+from paceline.nouns.loop_plan import check_plan_of_loop
+from paceline.nouns.plan import Plan
+
+from support.jobs import paceline as run_command
+from support.ranks import preload, run_ranks
+
+preload("paceline.train.loop_job")
+STEPS = 5
+INPUTS = torch.randn(STEPS, 6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+PARTS = {1: [slice(0, 6)], 2: [slice(0, 2), slice(2, 6)], 3: [slice(0, 1), slice(1, 2), slice(2, 6)]}
+
+
+def net(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+
+
+def sgd(model, **settings):
+    return torch.optim.SGD(model.parameters(), **{"lr": 0.1, "momentum": 0.9, **settings})
+
+
+def values(*models):
+    return [parameter.detach().clone() for model in models for parameter in model.parameters()]
+
+
+def own(job, step):
+    return INPUTS[step][PARTS[job.size][job.rank]]
+
+
+class Alone:
+    """A plain loop's `job`: what every piece is in one process, by torch alone."""
+
+    rank, size = 0, 1
+
+    def __init__(self, *models):
+        self.models = models
+
+    def backward(self, loss, weight=None, retain_graph=False):
+        loss.backward(retain_graph=retain_graph)
+
+    def clip(self, max_norm, optimizer=None):
+        groups = [optimizer] if optimizer else []
+        parameters = [parameter for each in groups for group in each.param_groups for parameter in group["params"]]
+        return float(nn.utils.clip_grad_norm_(parameters or [p for m in self.models for p in m.parameters()], max_norm))
+
+    def gradients(self, optimizer=None):
+        named = [pair for model in self.models for pair in model.named_parameters()]
+        return {name: parameter.grad for name, parameter in named if parameter.grad is not None}
+
+
+def prepared(plain, *objects):
+    """The job, and the objects; of one process without Paceline if `plain`."""
+    if plain:
+        return Alone(*[each for each in objects if isinstance(each, nn.Module)]), *objects
+    return paceline.prepare(*objects)
+
+
+def usual(plain):
+    job, model, optimizer = prepared(plain, *with_optimizer())
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        batch = own(job, step)
+        job.backward((model(batch) - 1).square().mean(), weight=len(batch))
+        optimizer.step()
+    return values(model)
+
+
+def with_optimizer():
+    # Ranks begin apart: rank 0's values are sent to the others.
+    model = net(paceline.rank() if paceline.is_initialized() else 0)
+    return model, sgd(model)
+
+
+def accumulated(plain):
+    """Two losses a step, of which the second leaves a part of the model out; gradients are cleared every other step."""
+    job, model, optimizer = prepared(plain, *with_optimizer())
+    for step in range(STEPS):
+        batch = own(job, step)
+        job.backward((model(batch) - 1).square().mean(), weight=len(batch))
+        job.backward(0.3 * model[0](batch).mean(), weight=len(batch))
+        optimizer.step()
+        if step % 2:
+            optimizer.zero_grad()
+    return values(model)
+
+
+def zeroed(plain):
+    """Gradients are cleared to zeros, and summed before the second backward pass."""
+    job, model, optimizer = prepared(plain, *with_optimizer())
+    for step in range(STEPS):
+        batch = own(job, step)
+        optimizer.zero_grad(set_to_none=False)
+        job.backward(model(batch).square().mean(), weight=len(batch))
+        job.gradients()
+        job.backward(model(batch).mean(), weight=len(batch))
+        optimizer.step()
+        optimizer.step()  # with the same gradients
+    return values(model)
+
+
+def clipped(plain):
+    job, model, optimizer = prepared(plain, *with_optimizer())
+    norms = []
+    for step in range(STEPS):
+        batch = own(job, step)
+        optimizer.zero_grad()
+        job.backward((model(batch) - 1).square().mean(), weight=len(batch))
+        norms.append(job.clip(0.1))
+        for gradient in job.gradients().values():
+            gradient.mul_(0.5)
+        optimizer.step()
+    return [*values(model), torch.tensor(norms, dtype=torch.float64)]
+
+
+def two_optimizers(plain):
+    """Two models; the second's optimizer shares a parameter with the first's, and steps every other time."""
+    first, second = net(0), net(1)
+    one = torch.optim.Adam(first.parameters(), lr=0.01)
+    other = sgd(second)
+    other.add_param_group({"params": [first[0].bias], "lr": 0.01})
+    job, first, second, one, other = prepared(plain, first, second, one, other)
+    for step in range(STEPS):
+        batch = own(job, step)
+        one.zero_grad()
+        job.backward((first(batch) - second(batch)).square().mean(), weight=len(batch))
+        one.step()
+        if step % 2:
+            job.backward(second(batch).square().mean(), weight=len(batch))
+            job.clip(0.5, other)
+            other.step()
+            other.zero_grad()
+    return values(first, second)
+
+
+def grown(plain):
+    """A part is frozen at first, and joins the optimizer later."""
+    model = net()
+    job, model, optimizer = prepared(plain, model, sgd(model[2]))
+    for step in range(STEPS):
+        if step == 2:
+            optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.05})
+        batch = own(job, step)
+        optimizer.zero_grad()
+        model.zero_grad()
+        job.backward((model(batch) - 1).square().mean(), weight=len(batch))
+        optimizer.step()
+    return values(model)
+
+
+def in_ranks(rank, loop):
+    return loop(False)
+
+
+LOOPS = [usual, accumulated, zeroed, clipped, two_optimizers, grown]
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+def test_ranks_end_as_a_plain_loop_does(loop):
+    expected = loop(True)
+    for ranks in (1, 2, 3):
+        for found in run_ranks(ranks, in_ranks, loop):
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_one_rank_takes_the_bits_of_a_plain_loop():
+    (found,) = run_ranks(1, in_ranks, usual)
+    assert all(torch.equal(mine, plain) for mine, plain in zip(found, usual(True), strict=True))
+
+
+# Each loop breaks a rule on one rank or on all; what every rank is to be told.
+
+
+def raw_backward(job, model, optimizer):
+    model(own(job, 0)).mean().backward()
+    optimizer.step()
+
+
+def raw_after_ours(job, model, optimizer):
+    job.backward(model(own(job, 0)).mean(), weight=1)
+    model(own(job, 0)).mean().backward()
+    optimizer.step()
+
+
+def clipped_by_torch(job, model, optimizer):
+    job.backward(model(own(job, 0)).mean() * 100, weight=1)
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+
+
+def closure(job, model, optimizer):
+    optimizer.step(lambda: model(own(job, 0)).mean())
+
+
+def no_weight(job, model, optimizer):
+    job.backward(model(own(job, 0)).mean())
+
+
+def nan_on_rank_1(job, model, optimizer):
+    job.backward(model(own(job, 0)).mean() * (float("nan") if job.rank == 1 else 1), weight=1)
+
+
+def weighs_nothing(job, model, optimizer):
+    job.backward(model(own(job, 0)).mean(), weight=0)
+
+
+def negative_weight(job, model, optimizer):
+    job.backward(model(own(job, 0)).mean(), weight=-1)
+
+
+def no_scalar(job, model, optimizer):
+    job.backward(model(own(job, 0)), weight=1)
+
+
+def a_number(job, model, optimizer):
+    job.backward(model(own(job, 0)).mean().item(), weight=1)
+
+
+def detached(job, model, optimizer):
+    job.backward(model(own(job, 0)).mean().detach(), weight=1)
+
+
+def bad_norm(job, model, optimizer):
+    job.clip(0)
+
+
+def infinite_gradient(job, model, optimizer):
+    job.backward((model(own(job, 0)) * 0).sqrt().sum(), weight=1)
+    job.clip(1.0)
+
+
+def other_optimizer(job, model, optimizer):
+    job.gradients(sgd(model))
+
+
+def backward_on_rank_0(job, model, optimizer):
+    if job.rank == 0:
+        job.backward(model(own(job, 0)).mean(), weight=1)
+    job.clip(1.0)
+
+
+def other_optimizer_on_rank_1(job, model, optimizer):
+    job.backward(model(own(job, 0)).mean(), weight=1)
+    job.gradients(optimizer if job.rank else None)
+
+
+def noise_by_rank(job, model, optimizer):
+    job.backward(model(own(job, 0)).mean(), weight=1)
+    for gradient in job.gradients().values():
+        gradient.add_(0.1 * job.rank)
+    optimizer.step()
+    job.save("nowhere")
+
+
+def epochs_without_a_loader(job, model, optimizer):
+    list(job.epochs(2))
+
+
+def declared_step(job, model, optimizer):
+    job.step(own(job, 0))
+
+
+def declared_batches(job, model, optimizer):
+    job.batches()
+
+
+def no_score(job, model, optimizer):
+    job.evaluate(TensorDataset(INPUTS[0]))
+
+
+def after_the_end(job, model, optimizer):
+    job.close()
+    job.backward(model(own(job, 0)).mean(), weight=1)
+
+
+MISTAKES = [
+    (raw_backward, UsageError, "made or changed by something else than job.backward", "write job.backward(loss)"),
+    (raw_after_ours, UsageError, "made or changed by something else", "in place of loss.backward()"),
+    (clipped_by_torch, UsageError, "gradient of 0.weight was made or changed", "job.clip(max_norm)"),
+    (closure, UsageError, "handed a closure", "without a closure"),
+    (no_weight, UsageError, "there is no batch of the loader", "weight=n"),
+    (nan_on_rank_1, LossError, "it is NaN or infinite on rank 1", "job.clip(1.0)"),
+    (weighs_nothing, LossError, "add up to 0", "job.backward(loss, n)"),
+    (negative_weight, LossError, "it is -1", "over how many samples"),
+    (no_scalar, LossError, "its shape is (", "loss.mean()"),
+    (a_number, LossError, "it is a float", "without .item()"),
+    (detached, LossError, "no gradient leads", ".detach()"),
+    (bad_norm, UsageError, "it is 0", "job.clip(1.0)"),
+    (infinite_gradient, LossError, "although the loss is finite", "lower the learning rate"),
+    (other_optimizer, UsageError, "this SGD is not", "hand it to paceline.prepare"),
+    (backward_on_rank_0, CollectiveError, "calls job.backward", "let no rank leave out"),
+    (other_optimizer_on_rank_1, CollectiveError, "(optimizer 1)", "let no rank leave out"),
+    (noise_by_rank, CollectiveError, "are not those of this rank", "generator with the same seed"),
+    (epochs_without_a_loader, UsageError, "was handed none", "while job.step_number"),
+    (declared_step, UsageError, "runs the loss of a paceline.Workload", "job.backward(loss) and optimizer.step()"),
+    (declared_batches, UsageError, "those of a paceline.Workload", "iterate over the loader"),
+    (no_score, UsageError, "score was left out", "job.evaluate(data, score)"),
+    (after_the_end, UsageError, "the job is closed", "job.close() after the last step"),
+]
+
+
+def make_mistake(rank, mistake):
+    job, model, optimizer = paceline.prepare(*with_optimizer())
+    before = values(model)
+    try:
+        mistake(job, model, optimizer)
+    except PacelineError as error:
+        if mistake is not noise_by_rank:
+            assert all(torch.equal(now, then) for now, then in zip(values(model), before, strict=True))
+        return type(error).__name__, error.found, error.fix, error.rank
+    return None
+
+
+@pytest.mark.parametrize(
+    ("mistake", "kind", "found", "fix"), MISTAKES, ids=lambda value: getattr(value, "__name__", "")
+)
+def test_a_mistake_is_said_on_every_rank(mistake, kind, found, fix):
+    answers = run_ranks(2, make_mistake, mistake)
+    for answer in answers:
+        assert answer is not None
+        assert answer[0] == kind.__name__
+        assert fix in answer[2]
+    assert any(found in answer[1] for answer in answers), answers
+
+
+def objects_of(*names):
+    model = net()
+    kinds = {
+        "model": model,
+        "optimizer": sgd(model),
+        "loader": DataLoader(TensorDataset(INPUTS[0]), batch_size=2),
+        "class": torch.optim.SGD,
+        "data": TensorDataset(INPUTS[0]),
+        "list": [model],
+        "word": "cuda",
+        "function": model.forward,
+        "lbfgs": torch.optim.LBFGS(model.parameters()),
+        "other": sgd(net()),
+        "distributed": DataLoader(
+            TensorDataset(INPUTS[0]), sampler=DistributedSampler(INPUTS[0], num_replicas=2, rank=0)
+        ),
+        "whole": DataLoader(TensorDataset(INPUTS[0]), batch_size=None),
+    }
+    return [kinds[name] for name in names]
+
+
+@pytest.mark.parametrize(
+    ("names", "found", "fix"),
+    [
+        ([], "nothing", "prepare(model, optimizer, loader)"),
+        (["model"], "handed Sequential", "prepare(model, optimizer, loader)"),
+        (["optimizer"], "handed SGD", "prepare(model, optimizer, loader)"),
+        (["model", "class"], "object 2 is", "SGD(...)"),
+        (["model", "optimizer", "data"], "object 3 is", "DataLoader(data"),
+        (["list", "optimizer"], "object 1 is", "hand in"),
+        (["model", "optimizer", "word"], "object 3 is 'cuda'", "prepare(model, optimizer, loader)"),
+        (["function", "optimizer"], "object 1 is", "the objects themselves"),
+        (["model", "lbfgs"], "several times in a step", "AdamW"),
+        (["model", "other"], "in none of them", "hand in its model too"),
+        (["model", "optimizer", "loader", "loader"], "handed 2", "job.evaluate"),
+        (["model", "optimizer", "distributed"], "DistributedSampler", "shuffle=True"),
+        (["model", "optimizer", "whole"], "batch_size=None", "collate_fn"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, list) else "",
+)
+def test_other_objects_are_refused_before_anything_is_changed(names, found, fix):
+    with pytest.raises(WorkloadError) as caught:
+        paceline.prepare(*objects_of(*names))
+    assert found in caught.value.found
+    assert fix in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("plan", "found"),
+    [
+        (Plan(mesh="shard=2"), "shard needs"),
+        (Plan(mesh="tensor=2,replicate=2"), "tensor needs"),
+        (Plan(mesh="pipeline=2"), "pipeline needs"),
+        (Plan(mesh="replicate=2", server=1), "server needs"),
+        (Plan(mesh="replicate=2", checkpointing="full"), "used as they are"),
+        (Plan(mesh="replicate=2", compile="on"), "used as they are"),
+    ],
+    ids=lambda value: value.line() if isinstance(value, Plan) else "",
+)
+def test_other_plans_are_refused(plan, found):
+    with pytest.raises(PlanError) as caught:
+        check_plan_of_loop(plan)
+    assert found in caught.value.found
+
+
+def noisy_order(job_rank):
+    return random.Random(job_rank).sample(range(6), 6)
+
+
+def sampled_by_rank(rank):
+    model, optimizer = with_optimizer()
+    loader = DataLoader(TensorDataset(INPUTS[0]), batch_size=3, sampler=noisy_order(rank))
+    job, model, optimizer, loader = paceline.prepare(model, optimizer, loader)
+    try:
+        for (batch,) in loader:
+            job.backward(model(batch).mean())
+    except CollectiveError as error:
+        return error.asked, error.fix
+    return None
+
+
+def test_samplers_that_differ_between_ranks_are_said():
+    for asked, fix in run_ranks(2, sampled_by_rank):
+        assert asked == "every rank should take its part of the same batch"
+        assert "sampler a generator with a seed" in fix
+
+
+def modes_and_state(rank):
+    teacher = net(1).eval()
+    student = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)).double()
+    data = TensorDataset(INPUTS.flatten(0, 1)[:7])
+    loader = DataLoader(data, batch_size=4)
+    optimizer = sgd(student)
+    job, teacher, student, optimizer, loader = paceline.prepare(teacher, student, optimizer, loader)
+    assert not teacher.training
+    assert student.training
+    assert len(loader) == 2
+    assert loader.dataset is data
+    for (batch,) in loader:
+        optimizer.zero_grad()
+        job.backward(F.mse_loss(student(batch), teacher(batch)))
+        optimizer.step()
+
+    def score(models, batch):
+        difference = (models[1](batch[0]) - models[0](batch[0])).square().mean(1)
+        return {"difference": (difference.sum(), len(difference))}
+
+    student.eval()
+    evaluated = job.evaluate(data, score)["difference"]
+    assert not student.training
+    return evaluated, student[1].running_var.tolist(), int(student[1].num_batches_tracked), job.position
+
+
+def test_modes_buffers_and_evaluation_are_those_of_one_rank():
+    """The last batch has 3 samples: with 4 ranks one has none."""
+    (alone,) = run_ranks(1, modes_and_state)
+    for ranks in (2, 4):
+        for found in run_ranks(ranks, modes_and_state):
+            assert found[0] == pytest.approx(alone[0], rel=1e-12)
+            assert found[1] == pytest.approx(alone[1], rel=1e-12)
+            assert found[2:] == alone[2:] == (2, 7)
+
+
+def going_back(rank, folder):
+    """Train, save in the middle, go back, and train the rest again."""
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    data = TensorDataset(INPUTS.flatten(0, 1))
+    loader = DataLoader(data, batch_size=7, shuffle=True)
+    job, model, optimizer, scheduler, loader = paceline.prepare(model, optimizer, scheduler, loader)
+    ends = []
+
+    def train():
+        for _ in job.epochs(3):
+            for (batch,) in loader:
+                optimizer.zero_grad()
+                job.backward((model(batch) + 0.1 * torch.randn(2) - 1).square().mean())  # draws: its state is saved
+                optimizer.step()
+                if not ends and job.step_number == 8:
+                    job.save(folder)
+            scheduler.step()
+        ends.append(values(model))
+
+    train()
+    job.load(folder)
+    assert job.step_number == 8
+    assert job.position == 51
+    train()
+    return [torch.equal(first, again) for first, again in zip(*ends, strict=True)], job.step_number
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_job_goes_back_to_a_checkpoint_in_the_middle_of_a_pass(tmp_path, ranks):
+    for same, steps in run_ranks(ranks, going_back, tmp_path / "saved"):
+        assert all(same)
+        assert steps == 15
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        while True:
+            yield torch.zeros(4, dtype=torch.float64)
+
+
+def left_early(rank):
+    """A loop that leaves passes by `break`, over a stream without an end."""
+    model, optimizer = with_optimizer()
+    job, model, optimizer, loader = paceline.prepare(model, optimizer, DataLoader(Endless(), batch_size=4))
+    passes = []
+    for epoch in job.epochs(3):
+        passes.append(epoch)
+        for number, batch in enumerate(loader):
+            optimizer.zero_grad()
+            job.backward(model(batch).mean())
+            optimizer.step()
+            if number == 1:
+                break
+    return passes, job.step_number, job.position
+
+
+def test_a_loop_may_leave_its_passes():
+    assert run_ranks(2, left_early) == [([0, 1, 2], 6, 24)] * 2
+
+
+def early_end(rank):
+    """Rank 0 takes a step more than rank 1."""
+    job, model, optimizer = paceline.prepare(*with_optimizer())
+    try:
+        for step in range(3 - rank):
+            optimizer.zero_grad()
+            job.backward(model(own(job, step)).mean(), weight=1)
+            optimizer.step()
+        job.close()
+    except PacelineError as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+def test_a_rank_that_takes_fewer_steps_is_told():
+    answers = run_ranks(2, early_end, timeout_s=60)
+    kind, said = answers[0]
+    assert kind == "PeerLostError"
+    assert said.startswith("[rank 0, step 3]")
+    assert "waits for rank 1" in said
+
+
+LOOP = """
+import torch, paceline
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+job, model, optimizer = paceline.prepare(model, optimizer)
+"""
+
+
+@pytest.mark.parametrize("head", ["", "from paceline import prepare\n"])
+@pytest.mark.parametrize("command", [["run"], ["verify"], ["plan"]])
+def test_the_command_says_it_before_it_starts_a_process(tmp_path, command, head):
+    file = tmp_path / "loop.py"
+    text = LOOP.replace("paceline.prepare", "prepare") if head else LOOP
+    file.write_text(head + text)
+    ended = run_command(tmp_path, *command, "--plan", "shard=2", file)
+    assert ended.code == 2
+    found = "the file trains by a loop of its own" if command == ["plan"] else "shard needs the loss as a function"
+    assert f"found: {found}" in ended.err
+    assert "paceline.Workload" in ended.err
+    assert not (tmp_path / "runs").exists()
