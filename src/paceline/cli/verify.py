@@ -22,6 +22,7 @@ from paceline.cli.plan_flags import add_plan_arguments, plan_request, print_noti
 from paceline.launch.plan_choice import choose_plan
 from paceline.launch.workload_file import read_workload_file
 from paceline.nouns.errors import UsageError
+from paceline.verify.loops import prove_loop
 from paceline.verify.prove import STEPS, USUAL, WHAT, VerifyRequest, as_json, check_what, prove
 
 
@@ -53,13 +54,14 @@ def run(arguments: argparse.Namespace) -> int:
             "errors in what a step leaves behind (optimizer state, stale copies) show in the next step",
             "write --steps 2 or more",
         )
-    file = read_workload_file(arguments.workload, plan.data_size)
+    file = read_workload_file(arguments.workload, plan.data_size, plan)
     what = check_what([word.strip() for word in arguments.what.split(",")])
     request = VerifyRequest(
         file.path.resolve(), arguments.arguments, plan, arguments.steps, what, file.imports, arguments.folder
     )
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that folders and children go
-    verdict = prove(request, lambda text: print(text, file=sys.stderr, flush=True))
+    verify = prove_loop if file.is_loop else prove
+    verdict = verify(request, lambda text: print(text, file=sys.stderr, flush=True))
     if arguments.json:
         print(json.dumps(as_json(verdict, request), allow_nan=False))
     else:

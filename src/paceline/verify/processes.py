@@ -18,7 +18,8 @@ from paceline.run.supervise.progress import Screen
 from paceline.run.supervise.supervisor import Ending, JobRequest, Supervisor
 from paceline.verify.judge.order import HangWatch
 
-_IN_RANK = Path(__file__).parent / "ranks" / "rank_main.py"
+WORKLOAD_RANK = Path(__file__).parent / "ranks" / "rank_main.py"
+LOOP_RANK = Path(__file__).parent / "ranks" / "loop_main.py"
 _PRELOAD = (module_names.VERIFY_RANK, module_names.GRAPH_MODEL, module_names.FSDP_ADAPTER)
 _REFUSALS = ("WorkloadError", "PlanError", "MeshError", "LossError", "DataError")
 
@@ -94,8 +95,10 @@ def finish_child(child: subprocess.Popen[str], folder: Path, what: str) -> None:
         raise WorkloadError(f"{what} should end", found, fix)
 
 
-def run_world(folder: Path, settings: Path, ranks: int, preload: Sequence[str]) -> WorldResult:
-    """Start ranks and wait for their end, or until they hang."""
+def run_world(
+    folder: Path, settings: Path, ranks: int, preload: Sequence[str], script: Path = WORKLOAD_RANK
+) -> WorldResult:
+    """Start ranks of a script and wait for their end, or until they hang."""
     run_dir = folder / f"{settings.stem}-run"
     (run_dir / "failures").mkdir(parents=True)
     # Heartbeats of the ranks before stand still: HangWatch would take them for ranks that wait.
@@ -103,7 +106,7 @@ def run_world(folder: Path, settings: Path, ranks: int, preload: Sequence[str]) 
         old.unlink()
     hang = HangWatch(folder, ranks)
     with (run_dir / "output.txt").open("w") as output:
-        request = JobRequest(_IN_RANK, [str(settings)], ranks, run_dir, preload=(*_PRELOAD, *preload))
+        request = JobRequest(script, [str(settings)], ranks, run_dir, preload=(*_PRELOAD, *preload))
         supervisor = Supervisor(request, Screen(output, output), is_hung=hang)
         try:
             ending, _ = supervisor.run()
