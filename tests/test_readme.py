@@ -30,6 +30,10 @@ OWN = [one for one in COMMANDS if one.own]
 # Commands that are parsed, and not run here: how they begin, and why.
 NOT_RUN = {
     "paceline run --on": "other hosts: tests/integration, tests/launch",
+    "paceline run -n 2 classifier.py": "tests/examples/test_loops.py runs it",
+    "paceline run -n 2 --checkpoint-every 20 classifier.py": "the same",
+    "paceline run -n 2 --resume classifier.py": "the same",
+    "paceline verify -n 2 classifier.py": "the same",
     "paceline run -n 2 contrastive.py": "tests/comm/test_collectives_page.py runs it",
     "paceline submit": "it sends a job to a scheduler: tests/integration, tests/launch",
     "paceline explain submit": "it reads a cluster file: tests/cli/test_explain.py",
@@ -48,6 +52,7 @@ NOT_RUN = {
 # Commands of other programs, which nothing here can parse, and why they are not run.
 NEITHER = {
     "make demo": "tests/demo",
+    "python classifier.py": "tests/examples/test_loops.py runs it",
     "make test": "this is it",
     "make docs": "scripts/check builds the documentation",
     "pip install": "it would change the installation that the tests run in",

@@ -24,7 +24,25 @@ _ITEM = re.compile(r"^ {4}(\w+)(?: \([^)]*\))?: ", re.MULTILINE)
 # Public by their spelling alone: Paceline's own modules call them.
 INTERNAL = {
     "Workload": ["check_ranks"],
-    "Job": ["checkpoint_folder", "write_checkpoint", "save_if_missed", "finish_save", "notice", "restore_own_state"],
+    "Job": [
+        "checkpoint_folder",
+        "write_checkpoint",
+        "save_if_missed",
+        "finish_save",
+        "notice",
+        "restore_own_state",
+        "facts",
+    ],
+    "LoopJob": [
+        "assembly_class",
+        "batches",
+        "step",
+        "batches_of",
+        "restore_own_state",
+        "facts",
+        "take",
+        "end_step",
+    ],
     "Plan": ["check_effect", "settled", "of", "of_variable", "strategy", "is_one_process", "without_shared_memory"],
     "Handle": ["join", "step", "take"],
     "TensorBoard": ["write", "close"],

@@ -1,0 +1,32 @@
+"""Distillation: a frozen teacher in evaluation mode beside a student that is trained."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import paceline
+
+TEMPERATURE = 2.0
+torch.manual_seed(0)
+inputs = torch.randn(300, 20)
+teacher = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Dropout(0.5), nn.Linear(64, 5)).requires_grad_(False).eval()
+student = nn.Sequential(nn.Linear(20, 16), nn.ReLU(), nn.Linear(16, 5))
+optimizer = torch.optim.SGD(student.parameters(), lr=0.1, momentum=0.9)
+scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+loader = DataLoader(TensorDataset(inputs, inputs[:, :5].argmax(dim=1)), batch_size=32, shuffle=True)
+job, teacher, student, optimizer, scheduler, loader = paceline.prepare(teacher, student, optimizer, scheduler, loader)
+
+for _ in job.epochs(4):
+    for batch, labels in loader:
+        logits = student(batch)
+        soft = F.kl_div(
+            F.log_softmax(logits / TEMPERATURE, dim=1),
+            F.softmax(teacher(batch) / TEMPERATURE, dim=1),
+            reduction="batchmean",
+        )
+        optimizer.zero_grad()
+        job.backward(soft * TEMPERATURE**2 + F.cross_entropy(logits, labels))
+        optimizer.step()
+    # The scheduler wants a number that is the same on every rank; `job.last` has the step before the last one.
+    scheduler.step(job.last.loss)

@@ -1,0 +1,132 @@
+"""The loops of examples/loops: the same end on any number of ranks in float64, also after a kill; verify agrees."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.jobs import paceline
+from support.ranks import preload
+
+preload("paceline.train.loop_job")
+LOOPS = Path(__file__).parents[2] / "examples" / "loops"
+NAMES = sorted(path.stem for path in LOOPS.glob("*.py"))
+USUAL = ("gan", "tokens")  # the others are integration tests
+HEAD = "import os, signal, torch\ntorch.set_default_dtype(torch.float64)\n"
+TAIL = """
+total = sum(float((parameter.detach() * torch.arange(1.0, 1 + parameter.numel()).view_as(parameter)).sum())
+            for parameter in job.model.parameters())
+print("rank", job.rank, "ends at", job.step_number, job.position, repr(total))
+"""
+# Ends as kill -9 does, in the middle of the training, once.
+KILL = """
+from paceline.train.loop_job import LoopJob
+plain_end_step = LoopJob.end_step
+def end_step(job):
+    plain_end_step(job)
+    if job.step_number == int(os.environ.get("KILL_AT", -1)):
+        os.kill(os.getpid(), signal.SIGKILL)
+LoopJob.end_step = end_step
+"""
+AT = 11  # where they are killed; every loop takes more steps
+
+
+def write(folder, name):
+    """A loop that says where it ends."""
+    file = folder / f"{name}.py"
+    file.write_text(HEAD + KILL + (LOOPS / f"{name}.py").read_text() + TAIL)
+    return file
+
+
+def ends(output):
+    """What the ranks say: step, position and a sum over the parameters."""
+    found = re.findall(r"ends at (\d+) (\d+) (\S+)", output)
+    return [(int(step), int(position), float(total)) for step, position, total in found]
+
+
+def train(folder, name, ranks, *flags, **environment):
+    ended = paceline(folder, "run", "-n", str(ranks), *flags, write(folder, name), **environment)
+    return ended, ends(ended.out)
+
+
+def train_alone(folder, name):
+    ended, found = train(folder, name, 1, "--job", "alone")
+    assert ended.code == 0, ended.err
+    assert len(found) == 1
+    return found[0]
+
+
+def check_same(here, there):
+    """The same steps and samples; parameters up to rounding, which Adam's roots carry some digits up."""
+    assert [end[:2] for end in here] == [there[:2]] * len(here)
+    assert {end[2] for end in here} == {here[0][2]}  # bit for bit between ranks
+    assert here[0][2] == pytest.approx(there[2], rel=1e-8)
+
+
+def test_there_are_nine_in_the_table_of_the_page():
+    page = (LOOPS.parents[1] / "docs" / "loops.md").read_text()
+    assert sorted(re.findall(r"\| `(\w+)\.py` \|", page)) == NAMES
+    assert len(NAMES) == 9
+
+
+def test_the_page_shows_the_classifier():
+    page = (LOOPS.parents[1] / "docs" / "loops.md").read_text()
+    (shown,) = re.findall(r"^<!-- test: classifier.py -->\n```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    _, _, code = (LOOPS / "classifier.py").read_text().partition('"""\n\n')
+    assert shown == code
+
+
+KILLED = [pytest.param(name, marks=pytest.mark.slow if name in USUAL else pytest.mark.integration) for name in NAMES]
+
+
+@pytest.mark.parametrize("name", KILLED)
+def test_two_ranks_end_as_one_does_also_after_a_kill(tmp_path, name):
+    alone = train_alone(tmp_path, name)
+    assert alone[0] > AT
+    ended, both = train(tmp_path, name, 2, "--job", "both", "--checkpoint-every", "3", KILL_AT=str(AT))
+    assert ended.code == 1, ended.err
+    assert not both
+    ended, both = train(tmp_path, name, 2, "--job", "both", "--resume")
+    assert ended.code == 0, ended.err
+    assert "goes on at step-0000000" in ended.err
+    assert len(both) == 2
+    check_same(both, alone)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("name", NAMES)
+def test_four_ranks_end_as_one_does(tmp_path, name):
+    alone = train_alone(tmp_path, name)
+    ended, all_four = train(tmp_path, name, 4, "--job", "four")
+    assert ended.code == 0, ended.err
+    assert len(all_four) == 4
+    check_same(all_four, alone)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("name", NAMES)
+def test_verify_finds_the_steps_of_two_ranks_those_of_one(tmp_path, name):
+    ended = paceline(tmp_path, "verify", "-n", "2", LOOPS / f"{name}.py")
+    assert ended.code == 0, ended.out + ended.err
+    assert re.search(r"^step float64 +ok ", ended.out, re.MULTILINE), ended.out
+
+
+@pytest.mark.slow
+def test_a_loop_runs_as_a_plain_file_too(tmp_path):
+    file = write(tmp_path, "classifier")
+    done = subprocess.run([sys.executable, file], cwd=tmp_path, capture_output=True, text=True, check=True)
+    alone = train_alone(tmp_path, "classifier")
+    assert ends(done.stdout) == [alone]
+
+
+@pytest.mark.integration
+def test_the_classifier_is_killed_on_two_ranks_and_goes_on_with_one(tmp_path):
+    alone = train_alone(tmp_path, "classifier")
+    train(tmp_path, "classifier", 2, "--job", "other", "--checkpoint-every", "3", KILL_AT=str(AT))
+    ended, ends_of_one = train(tmp_path, "classifier", 1, "--job", "other", "--resume")
+    assert ended.code == 0, ended.err
+    check_same(ends_of_one, alone)
