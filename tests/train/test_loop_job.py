@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 import random
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -29,7 +32,12 @@ from support.ranks import preload, run_ranks
 preload("paceline.train.loop_job")
 STEPS = 5
 INPUTS = torch.randn(STEPS, 6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-PARTS = {1: [slice(0, 6)], 2: [slice(0, 2), slice(2, 6)], 3: [slice(0, 1), slice(1, 2), slice(2, 6)]}
+PARTS = {
+    1: [slice(0, 6)],
+    2: [slice(0, 2), slice(2, 6)],
+    3: [slice(0, 1), slice(1, 2), slice(2, 6)],
+    4: [slice(0, 1), slice(1, 2), slice(2, 3), slice(3, 6)],
+}
 
 
 def net(seed=0):
@@ -169,11 +177,29 @@ def grown(plain):
     return values(model)
 
 
-def in_ranks(rank, loop):
+def whole_matrices(plain):
+    """Muon needs whole matrices, Adafactor means of rows and columns."""
+    model = net()
+    muon = torch.optim.Muon([model[0].weight, model[2].weight], lr=0.01)
+    factored = torch.optim.Adafactor([model[0].bias, model[2].bias], lr=0.01)
+    job, model, muon, factored = prepared(plain, model, muon, factored)
+    for step in range(STEPS):
+        batch = own(job, step)
+        muon.zero_grad()
+        factored.zero_grad()
+        job.backward((model(batch) - 1).square().mean(), weight=len(batch))
+        muon.step()
+        factored.step()
+    return values(model)
+
+
+def in_ranks(rank, loop, mesh=None):
+    if mesh is not None:
+        os.environ["PACELINE_PLAN"] = json.dumps(asdict(Plan(mesh=mesh, zero=1)))
     return loop(False)
 
 
-LOOPS = [usual, accumulated, zeroed, clipped, two_optimizers, grown]
+LOOPS = [usual, accumulated, zeroed, clipped, two_optimizers, grown, whole_matrices]
 
 
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
@@ -182,6 +208,56 @@ def test_ranks_end_as_a_plain_loop_does(loop):
     for ranks in (1, 2, 3):
         for found in run_ranks(ranks, in_ranks, loop):
             torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("mesh", ["shard=2", "shard=3", "replicate=2,shard=2"])
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+def test_so_do_ranks_that_share_out_the_updates(loop, mesh):
+    expected = loop(True)
+    for found in run_ranks(Plan(mesh=mesh).world_size, in_ranks, loop, mesh):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
+def state_elements(plain):
+    job, model, optimizer = prepared(plain, *with_optimizer())
+    batch = own(job, 0)
+    job.backward(model(batch).square().mean(), weight=len(batch))
+    optimizer.step()
+    optimizer.step()
+    return sum(each["momentum_buffer"].numel() for each in optimizer.state.values())
+
+
+def test_ranks_that_share_out_the_updates_hold_a_part_of_the_state_each():
+    whole = state_elements(True)
+    parts = run_ranks(2, in_ranks, state_elements, "shard=2")
+    assert sum(parts) == whole
+    assert max(parts) <= whole / 2 + 20  # the largest parameter has 20 elements
+
+
+class Coupled(torch.optim.SGD):
+    """Divides all gradients by the norm of all of them."""
+
+    def step(self, closure=None):
+        gradients = [each.grad for group in self.param_groups for each in group["params"] if each.grad is not None]
+        total = torch.stack([gradient.norm() for gradient in gradients]).norm()
+        for gradient in gradients:
+            gradient.div_(total)
+        super().step()
+
+
+def coupled(rank):
+    os.environ["PACELINE_PLAN"] = json.dumps(asdict(Plan(mesh="shard=2", zero=1)))
+    model = net()
+    try:
+        paceline.prepare(model, Coupled(model.parameters(), lr=0.1))
+    except PlanError as error:
+        return error.found
+    return None
+
+
+def test_an_optimizer_that_updates_parameters_from_each_other_is_refused_under_shard():
+    for found in run_ranks(2, coupled):
+        assert "Coupled" in found
 
 
 def test_one_rank_takes_the_bits_of_a_plain_loop():
@@ -394,7 +470,9 @@ def test_other_objects_are_refused_before_anything_is_changed(names, found, fix)
 @pytest.mark.parametrize(
     ("plan", "found"),
     [
-        (Plan(mesh="shard=2"), "shard needs"),
+        (Plan(mesh="shard=2"), "shard can share out the optimizer's state"),
+        (Plan(mesh="shard=2", zero=2), "shard can share out"),
+        (Plan(mesh="shard=2", zero=1, offload="on"), "keep their state where the parameters are"),
         (Plan(mesh="tensor=2,replicate=2"), "tensor needs"),
         (Plan(mesh="pipeline=2"), "pipeline needs"),
         (Plan(mesh="replicate=2", server=1), "server needs"),
@@ -565,9 +643,9 @@ def test_the_command_says_it_before_it_starts_a_process(tmp_path, command, head)
     file = tmp_path / "loop.py"
     text = LOOP.replace("paceline.prepare", "prepare") if head else LOOP
     file.write_text(head + text)
-    ended = run_command(tmp_path, *command, "--plan", "shard=2", file)
+    ended = run_command(tmp_path, *command, "--plan", "tensor=2", file)
     assert ended.code == 2
-    found = "the file trains by a loop of its own" if command == ["plan"] else "shard needs the loss as a function"
+    found = "the file trains by a loop of its own" if command == ["plan"] else "tensor needs the loss as a function"
     assert f"found: {found}" in ended.err
     assert "paceline.Workload" in ended.err
     assert not (tmp_path / "runs").exists()

@@ -13,7 +13,7 @@ find that out there, before a collective of one meets another's.
 Needs: every rank calls the same pieces in the same order.
 Promises: after `reduce` gradients are those of one rank that calls the same pieces with the whole batch.
 Traffic per step: for each piece one all_reduce of 8 (3 + 3 R + buffers) bytes; for each update that of `replicate`,
-without the numbers of the step.
+without the numbers of the step, and with `shard` that of `shard/owned_update.py`.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ import torch
 
 from paceline.comm.reducer import Reducer, exact_reducer
 from paceline.nouns.errors import CollectiveError, LossError, UsageError
+from paceline.nouns.shard_spec import LocalShard
 from paceline.parallel.apply import Parallel
 from paceline.parallel.model_adapter import EagerAdapter
 from paceline.parallel.norm import global_norm, scale_gradients
 from paceline.parallel.replicate.bucket import local_gradient
 from paceline.parallel.replicate.buffers import KeptBuffers
 from paceline.parallel.replicate.strategy import Replicate
+from paceline.parallel.shard.owned_update import OwnedUpdates
 
 BACKWARD, REDUCE, END = range(1, 4)
 _CALLS = {
@@ -92,7 +94,10 @@ class _Noted(NamedTuple):
 
 
 class PiecewiseParallel(Parallel):
-    """The strategies of a rank whose loop calls the pieces of a step itself. `replicate` is the only axis."""
+    """The strategies of a rank whose loop calls the pieces of a step itself.
+
+    Every rank has whole parameters and gradients, on `replicate` and on `shard` alike; `shard` shares out the updates.
+    """
 
     placed: EagerAdapter
     targets: list[_Target]
@@ -100,7 +105,12 @@ class PiecewiseParallel(Parallel):
 
     def replicate_over(self, parameters: Mapping[str, torch.nn.Parameter]) -> Replicate:
         """Return a strategy without parameters: `split` makes one for each optimizer."""
-        return super().replicate_over({})
+        return self._summed_over({})
+
+    def _summed_over(self, parameters: Mapping[str, torch.nn.Parameter]) -> Replicate:
+        """Return what sums gradients over all ranks, which see different samples. Collective."""
+        sparse = self.placed.sparse() & parameters.keys()
+        return Replicate(parameters, sparse, self.comms.data, self.plan, self.device, overlaps=False)
 
     def split(self, optimizers: Sequence[Mapping[str, torch.nn.Parameter]]) -> None:
         """Sum the gradients of each optimizer's parameters apart from those of the others. Collective.
@@ -110,8 +120,10 @@ class PiecewiseParallel(Parallel):
         """
         self.targets = []
         self.names: dict[torch.nn.Parameter, str] = {}
+        self.owned = OwnedUpdates(self.comms.axes["shard"], tuple(sorted(self.comms.axes["replicate"].peers)))
         for parameters in optimizers:
-            self.targets.append(_Target(parameters, super().replicate_over(parameters)))
+            self.targets.append(_Target(parameters, self._summed_over(parameters)))
+            self.owned.assign(parameters)
             self.names |= {parameter: name for name, parameter in parameters.items()}
         self.noted: dict[torch.nn.Parameter, _Noted] = {}
         # Gradients that are sums over the ranks, the same on all of them.
@@ -131,7 +143,8 @@ class PiecewiseParallel(Parallel):
     def regroup(self, target: int, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         """Sum the gradients of other parameters with those of an optimizer, whose groups have changed. Collective."""
         before = self.targets[target - 1]
-        after = _Target(parameters, super().replicate_over(parameters))
+        after = _Target(parameters, self._summed_over(parameters))
+        self.owned.assign(parameters)
         after.is_summed = before.is_summed
         before.replicate.close()
         self.targets[target - 1] = after
@@ -201,6 +214,21 @@ class PiecewiseParallel(Parallel):
         for target in targets:
             if not target.is_summed:
                 self._reduce(target)
+
+    def begin_update(self, optimizer: torch.optim.Optimizer, target: int) -> None:
+        """Let the optimizer update what this rank is to update; its gradients are sums."""
+        if self.owned.comm.size > 1:
+            self.owned.begin(optimizer, self.targets[target - 1].parameters)
+
+    def end_update(self, target: int) -> None:
+        """Give every rank what the others have updated. Collective."""
+        if self.owned.comm.size > 1:
+            self.owned.end()
+            self.owned.spread(self.targets[target - 1].parameters)
+
+    def held(self) -> dict[str, LocalShard]:
+        """Return where the optimizers' state of each parameter is, if not on every rank."""
+        return self.owned.state_shards() if self.owned.comm.size > 1 else {}
 
     def end_step(self, piece: Piece, is_stopping: bool) -> Agreed:
         """Make buffers equal on all ranks, and begin the next step. Collective.

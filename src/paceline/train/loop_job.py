@@ -18,21 +18,23 @@ import copy
 import math
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from paceline.comm import api
+from paceline.comm.batch_norm import share_statistics
 from paceline.nouns.errors import LossError, PacelineError, UsageError
 from paceline.nouns.loop_plan import check_plan_of_loop
 from paceline.nouns.plan import Plan
 from paceline.nouns.record import StepRecord
 from paceline.parallel.apply import Parallel
-from paceline.parallel.model_adapter import ModelAdapter
+from paceline.parallel.model_adapter import EagerAdapter, ModelAdapter
 from paceline.parallel.optimizer_parts import groups_of
 from paceline.parallel.pieces import BACKWARD, END, REDUCE, Piece, PiecewiseParallel
+from paceline.parallel.replicate.strategy import broadcast_state
 from paceline.train import prepare as preparing
 from paceline.train.assemble import Assembly
 from paceline.train.data import moved
@@ -40,6 +42,7 @@ from paceline.train.events import peak_memory_bytes
 from paceline.train.job import Job, check_is_first
 from paceline.train.loop_loader import CutLoader, Part, Place, load_pass
 from paceline.train.loop_objects import LoopObjects, check_parameters, sort_objects, updated_by
+from paceline.train.parallelize import Fake
 from paceline.train.step import finite_norm
 
 _OTHER_BATCHES = (
@@ -74,7 +77,8 @@ def prepare(*objects: Any, seed: int = 0) -> tuple[Any, ...]:
     Raises:
         UsageError: this process has a job in the same run directory, or the launcher's variables contradict each other.
         WorkloadError: there is no model or no optimizer, or an object is none of these kinds, or can't be split.
-        PlanError: the plan has another axis than `replicate`.
+        PlanError: the plan has another axis than `replicate`, or `shard` with zero=1; or an optimizer's updates can't
+            be shared out.
         CheckpointError: the job resumes, and its checkpoint can't be used.
         PeerLostError: another rank has gone.
 
@@ -109,9 +113,31 @@ def prepare(*objects: Any, seed: int = 0) -> tuple[Any, ...]:
 class LoopAssembly(Assembly):
     """The parts of a rank whose loop calls the pieces of a step."""
 
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Return the user's optimizers."""
+        return getattr(self.optimizer, "optimizers", [self.optimizer])
+
     def choose_strategy(self) -> type[Parallel]:
         """Return the class that runs the pieces of a step."""
         return PiecewiseParallel
+
+    def place_model(self, example: Any, fake: Fake | None = None) -> ModelAdapter:
+        """Have the user's models whole on every rank, with the values of rank 0."""
+        model = preparing.make_model(self.workload, self.place.device, self.comms.data)
+        broadcast_state([*model.parameters(), *model.buffers()], self.comms.data)
+        return EagerAdapter(model, nullcontext, share_statistics(model, self.comms.data), example)
+
+    def finish(self, placed: ModelAdapter, fake: Fake = nullcontext) -> None:
+        """Make the strategies, and check that the optimizers' updates can be shared out."""
+        self.parallel = self.strategy(placed, self.workload, self.comms, self.plan, self.place)
+        self.optimizer = preparing.make_optimizer(self.workload, self.parallel.model)
+        self.later_parameters = None
+        if self.mesh.size("shard") > 1:
+            from paceline.parallel.elementwise import check_updates_apart
+
+            for optimizer in self.optimizers:
+                check_updates_apart(optimizer, "shard")
 
 
 class LoopJob(Job):
@@ -183,8 +209,10 @@ class LoopJob(Job):
                     "call job.backward(loss) before optimizer.step(), without a closure",
                 )
             self._reduce(number)
+            self.parallel.begin_update(optimizer, number)
 
         def after(optimizer: torch.optim.Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+            self.parallel.end_update(number)
             if self.is_updated:
                 return  # of several optimizers
             self.is_updated = True
