@@ -8,7 +8,7 @@ import paceline
 
 torch.manual_seed(0)
 config = GPT2Config(vocab_size=50, n_positions=16, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
-config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0  # dropout draws other numbers on every rank
+config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0  # dropout draws different numbers on every rank
 model = GPT2LMHeadModel(config)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
