@@ -1,4 +1,7 @@
-"""Distillation: a frozen teacher in evaluation mode beside a student that is trained."""
+"""Distillation: a frozen teacher in evaluation mode beside a student that is trained.
+
+Each rank has the whole student, and keeps only a part of the teacher (`shard_frozen=True`).
+"""
 
 import torch
 from torch import nn
@@ -15,7 +18,9 @@ student = nn.Sequential(nn.Linear(20, 16), nn.ReLU(), nn.Linear(16, 5))
 optimizer = torch.optim.SGD(student.parameters(), lr=0.1, momentum=0.9)
 scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
 loader = DataLoader(TensorDataset(inputs, inputs[:, :5].argmax(dim=1)), batch_size=32, shuffle=True)
-job, teacher, student, optimizer, scheduler, loader = paceline.prepare(teacher, student, optimizer, scheduler, loader)
+job, teacher, student, optimizer, scheduler, loader = paceline.prepare(
+    teacher, student, optimizer, scheduler, loader, shard_frozen=True
+)
 
 for _ in job.epochs(4):
     for batch, labels in loader:

@@ -20,7 +20,7 @@ USUAL = ("gan", "tokens")  # the others are integration tests
 HEAD = "import os, signal, torch\ntorch.set_default_dtype(torch.float64)\n"
 TAIL = """
 total = sum(float((parameter.detach() * torch.arange(1.0, 1 + parameter.numel()).view_as(parameter)).sum())
-            for parameter in job.model.parameters())
+            for parameter in job.model.parameters() if parameter.requires_grad)
 print("rank", job.rank, "ends at", job.step_number, job.position, repr(total))
 """
 # Ends as kill -9 does, in the middle of the training, once.

@@ -193,13 +193,53 @@ def whole_matrices(plain):
     return values(model)
 
 
+class Block(nn.Module):
+    """A repeated block, gathered by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, inputs):
+        return torch.tanh(self.linear(inputs))
+
+
+def frozen_teacher():
+    torch.manual_seed(2)
+    return nn.Sequential(Block(), Block(), Block(), nn.Linear(2, 3)).double().requires_grad_(False).eval()
+
+
+def distilled(plain):
+    """Gradients flow through the teacher, of which each rank keeps a part."""
+    teacher, student = frozen_teacher(), net()
+    optimizer = sgd(student)
+    if plain:
+        job = Alone(student)
+    else:
+        job, teacher, student, optimizer = paceline.prepare(teacher, student, optimizer, shard_frozen=True)
+    for step in range(STEPS):
+        batch = own(job, step)
+        with torch.no_grad():
+            targets = teacher(batch[:, :2])
+        optimizer.zero_grad()
+        loss = (teacher(student(batch)) - targets).square().mean() + teacher(student(batch).sin()).mean()
+        job.backward(loss, weight=len(batch))
+        optimizer.step()
+    if not plain and job.size > 1:
+        job.end_step()
+        held = sum(parameter.to_local().numel() for parameter in teacher.parameters() if hasattr(parameter, "to_local"))
+        whole = sum(parameter.numel() for parameter in teacher.parameters())
+        assert held < whole * 0.7, (held, whole)
+    return values(student)
+
+
 def in_ranks(rank, loop, mesh=None):
     if mesh is not None:
         os.environ["PACELINE_PLAN"] = json.dumps(asdict(Plan(mesh=mesh, zero=1)))
     return loop(False)
 
 
-LOOPS = [usual, accumulated, zeroed, clipped, two_optimizers, grown, whole_matrices]
+LOOPS = [usual, accumulated, zeroed, clipped, two_optimizers, grown, whole_matrices, distilled]
 
 
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
@@ -485,6 +525,19 @@ def test_other_plans_are_refused(plan, found):
     with pytest.raises(PlanError) as caught:
         check_plan_of_loop(plan)
     assert found in caught.value.found
+
+
+def nothing_frozen(rank):
+    try:
+        paceline.prepare(*with_optimizer(), shard_frozen=True)
+    except WorkloadError as error:
+        return error.fix
+    return None
+
+
+def test_models_that_are_trained_are_no_frozen_ones():
+    for fix in run_ranks(2, nothing_frozen):
+        assert "requires_grad_(False)" in fix
 
 
 def noisy_order(job_rank):

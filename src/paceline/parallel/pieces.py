@@ -20,20 +20,27 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from paceline.comm.pytree import tensors_in
 from paceline.comm.reducer import Reducer, exact_reducer
 from paceline.nouns.errors import CollectiveError, LossError, UsageError
+from paceline.nouns.plan import Plan
 from paceline.nouns.shard_spec import LocalShard
-from paceline.parallel.apply import Parallel
+from paceline.nouns.workload import Workload
+from paceline.parallel.apply import Comms, Parallel, RankPlace
 from paceline.parallel.model_adapter import EagerAdapter
 from paceline.parallel.norm import global_norm, scale_gradients
 from paceline.parallel.replicate.bucket import local_gradient
 from paceline.parallel.replicate.buffers import KeptBuffers
 from paceline.parallel.replicate.strategy import Replicate
 from paceline.parallel.shard.owned_update import OwnedUpdates
+
+if TYPE_CHECKING:
+    from paceline.parallel.shard.strategy import Shard
 
 BACKWARD, REDUCE, END = range(1, 4)
 _CALLS = {
@@ -103,6 +110,10 @@ class PiecewiseParallel(Parallel):
     targets: list[_Target]
     message: Reducer
 
+    def __init__(self, placed: EagerAdapter, workload: Workload, comms: Comms, plan: Plan, place: RankPlace) -> None:
+        super().__init__(placed, workload, comms, plan, place)
+        self.sharded: dict[str, Shard] = {}
+
     def replicate_over(self, parameters: Mapping[str, torch.nn.Parameter]) -> Replicate:
         """Return a strategy without parameters: `split` makes one for each optimizer."""
         return self._summed_over({})
@@ -111,6 +122,19 @@ class PiecewiseParallel(Parallel):
         """Return what sums gradients over all ranks, which see different samples. Collective."""
         sparse = self.placed.sparse() & parameters.keys()
         return Replicate(parameters, sparse, self.comms.data, self.plan, self.device, overlaps=False)
+
+    def shard_models(self, models: Mapping[str, torch.nn.Module]) -> None:
+        """Keep a part of each frozen model on each rank, and gather its blocks as it is called (ZeRO-3). Collective.
+
+        Args:
+            models: by the prefix of their names in `self.model`.
+        """
+        from paceline.parallel.shard.strategy import Shard
+
+        plan = Plan(mesh=f"shard={self.comms.data.size}")
+        for prefix, model in models.items():
+            self.sharded[prefix] = shard = Shard(model, self.comms.data, plan, self.device)
+            model.register_forward_hook(partial(_drop_unless_needed, shard))
 
     def split(self, optimizers: Sequence[Mapping[str, torch.nn.Parameter]]) -> None:
         """Sum the gradients of each optimizer's parameters apart from those of the others. Collective.
@@ -227,8 +251,13 @@ class PiecewiseParallel(Parallel):
             self.owned.spread(self.targets[target - 1].parameters)
 
     def held(self) -> dict[str, LocalShard]:
-        """Return where the optimizers' state of each parameter is, if not on every rank."""
-        return self.owned.state_shards() if self.owned.comm.size > 1 else {}
+        """Return where the optimizers' state of each parameter is, if not on every rank, and parts of frozen models."""
+        held = self.owned.state_shards() if self.owned.comm.size > 1 else {}
+        for prefix, shard in self.sharded.items():
+            for name, shard_spec in shard.shard_specs().items():
+                if shard_spec.cuts:
+                    held[prefix + name] = LocalShard(shard_spec, (self.rank,))
+        return held
 
     def end_step(self, piece: Piece, is_stopping: bool) -> Agreed:
         """Make buffers equal on all ranks, and begin the next step. Collective.
@@ -248,6 +277,8 @@ class PiecewiseParallel(Parallel):
             self.mine[self.buffers_at :] = torch.tensor(changed, dtype=torch.float64)
         agreed = self._agree(piece)
         self.buffers.reduce(agreed.changed)
+        for shard in self.sharded.values():
+            shard.reshard()
         self.buffers.begin_step()
         weight = sum(each.weight for each in self.losses)
         loss = sum(each.loss for each in self.losses)
@@ -410,6 +441,12 @@ class PiecewiseParallel(Parallel):
             if check != piece.check:
                 what, fix = piece.differs
                 raise CollectiveError(what, f"those of rank {rank} are not those of this rank", fix)
+
+
+def _drop_unless_needed(shard: Shard, model: torch.nn.Module, inputs: Any, output: Any) -> None:
+    """Keep parts alone after a forward pass, unless a backward pass through it needs whole parameters."""
+    if not any(tensor.requires_grad for tensor in tensors_in(output)):
+        shard.reshard()
 
 
 def _noted(gradient: torch.Tensor) -> _Noted:

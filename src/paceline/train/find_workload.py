@@ -54,7 +54,7 @@ def _stopped_at_the_loop() -> Iterator[None]:
     def reached(workload: Any) -> NoReturn:
         raise _Reached(workload)
 
-    def reached_own_loop(*objects: Any, seed: int = 0) -> NoReturn:
+    def reached_own_loop(*objects: Any, **options: Any) -> NoReturn:
         raise WorkloadError(
             "this command needs the loss, the model and the data, each declared in a paceline.Workload",
             "the file trains by a loop of its own, with paceline.prepare",

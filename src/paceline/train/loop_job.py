@@ -57,7 +57,7 @@ _OTHER_PARAMETERS = (
 _COMPARED_STEPS = 3  # the first ones: a loop that makes ranks differ does so from the beginning
 
 
-def prepare(*objects: Any, seed: int = 0) -> tuple[Any, ...]:
+def prepare(*objects: Any, seed: int = 0, shard_frozen: bool = False) -> tuple[Any, ...]:
     """Make this process one rank of the job of a plain training loop, and its objects parts of that job.
 
     Then three lines of the loop change: `for epoch in job.epochs(n)`, `job.backward(loss)` in place of
@@ -69,6 +69,9 @@ def prepare(*objects: Any, seed: int = 0) -> tuple[Any, ...]:
             Parameters and buffers become those of rank 0. The loader's sampler, batch sampler, collate and workers are
             used as they are.
         seed: of dropout, of the order of samplers without a generator of their own, and of what data sets draw.
+
+        shard_frozen: keep only a part on each rank of every model without a trained parameter, such as a teacher. Its
+            blocks are gathered as it is called, so every rank must call it equally often.
 
     Returns:
         The job, and then the objects in their order. Models and optimizers are the same objects; the loader is one that
@@ -103,7 +106,7 @@ def prepare(*objects: Any, seed: int = 0) -> tuple[Any, ...]:
         check_is_first(preparing.run_dir(os.environ))
         plan = preparing.read_plan(os.environ, api.size())
         check_plan_of_loop(plan)
-        job = LoopJob(sorted_objects, plan, seed)
+        job = LoopJob(sorted_objects, plan, seed, shard_frozen)
     except PacelineError as error:
         rank = api.rank() if error.rank is None else error.rank
         raise error.at(rank=rank) from error.__cause__
@@ -149,6 +152,7 @@ class LoopJob(Job):
         objects (LoopObjects): what `prepare` was handed, by kind.
         plan (Plan): the parallelism and its options.
         seed (int): of dropout, samplers and data sets.
+        shard_frozen (bool): models without a trained parameter are in parts.
         model (torch.nn.Module): the model; where there are several, a ModuleList of them.
         step_number (int): steps done: batches after which an optimizer updated; without a loader, updates.
         position (int): samples taken, over all ranks and passes.
@@ -164,8 +168,9 @@ class LoopJob(Job):
     assembly_class = LoopAssembly
     parallel: PiecewiseParallel
 
-    def __init__(self, objects: LoopObjects, plan: Plan, seed: int) -> None:
+    def __init__(self, objects: LoopObjects, plan: Plan, seed: int, shard_frozen: bool = False) -> None:
         self.objects = objects
+        self.shard_frozen = shard_frozen
         self.seed = seed
         self.is_updated = False  # an optimizer has stepped since the last step ended
         self.norm: float | None = None
@@ -188,6 +193,8 @@ class LoopJob(Job):
 
     def _begin_run(self) -> None:
         optimizers = self.objects.optimizers
+        if self.shard_frozen:
+            self.parallel.shard_models(self.objects.frozen())
         self.parallel.split([updated_by(optimizer, self.model) for optimizer in optimizers])
         for number, optimizer in enumerate(optimizers, 1):
             self._watch(optimizer, number)

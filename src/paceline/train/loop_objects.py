@@ -65,6 +65,24 @@ class LoopObjects:
         """Return the model, or all of them in one."""
         return self.models[0] if len(self.models) == 1 else torch.nn.ModuleList(self.models)
 
+    def frozen(self) -> dict[str, torch.nn.Module]:
+        """Return the models without a trained parameter, by the prefix of their names in `model`.
+
+        Raises:
+            WorkloadError: there is none.
+        """
+        found = {}
+        for number, model in enumerate(self.models):
+            if not any(parameter.requires_grad for parameter in model.parameters()):
+                found[f"{number}."] = model
+        if not found:
+            raise WorkloadError(
+                "shard_frozen keeps parts of models without a trained parameter",
+                "every model has one",
+                "call requires_grad_(False) on the frozen model before paceline.prepare, or leave shard_frozen out",
+            )
+        return found
+
     @property
     def scheduler(self) -> Any:
         """Return what checkpoints keep of the schedulers; None without any."""

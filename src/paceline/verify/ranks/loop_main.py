@@ -66,11 +66,11 @@ def main(path: Path) -> None:
     torch.set_default_dtype(torch.float64)
     recorders: list[_Recorder] = []
 
-    def prepare(*objects: Any, seed: int = 0) -> tuple[Any, ...]:
+    def prepare(*objects: Any, **options: Any) -> tuple[Any, ...]:
         for each in objects:
             if isinstance(each, torch.nn.Module):
                 each.double()
-        prepared = plain_prepare(*objects, seed=seed)
+        prepared = plain_prepare(*objects, **options)
         job: LoopJob = prepared[0]
         job.to_float64 = True
         recorder = _Recorder(job, settings["steps"])
