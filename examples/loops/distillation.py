@@ -16,11 +16,19 @@ inputs = torch.randn(300, 20)
 teacher = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Dropout(0.5), nn.Linear(64, 5)).requires_grad_(False).eval()
 student = nn.Sequential(nn.Linear(20, 16), nn.ReLU(), nn.Linear(16, 5))
 optimizer = torch.optim.SGD(student.parameters(), lr=0.1, momentum=0.9)
-scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
-loader = DataLoader(TensorDataset(inputs, inputs[:, :5].argmax(dim=1)), batch_size=32, shuffle=True)
+scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, mode="max", patience=0)
+data = TensorDataset(inputs, inputs[:, :5].argmax(dim=1))
+loader = DataLoader(data, batch_size=32, shuffle=True)
 job, teacher, student, optimizer, scheduler, loader = paceline.prepare(
     teacher, student, optimizer, scheduler, loader, shard_frozen=True
 )
+
+
+def score(models, batch):
+    """Count the student's right answers."""
+    inputs, labels = batch
+    return {"accuracy": ((student(inputs).argmax(dim=1) == labels).sum(), len(labels))}
+
 
 for _ in job.epochs(4):
     for batch, labels in loader:
@@ -33,5 +41,5 @@ for _ in job.epochs(4):
         optimizer.zero_grad()
         job.backward(soft * TEMPERATURE**2 + F.cross_entropy(logits, labels))
         optimizer.step()
-    # The scheduler wants a number that is the same on every rank; `job.last` has the step before the last one.
-    scheduler.step(job.last.loss)
+    # Over all ranks, each sample once: the scheduler must see the same number on every rank.
+    scheduler.step(job.evaluate(data, score)["accuracy"])
