@@ -13,12 +13,12 @@ from support.jobs import leftovers, marked, wait_for
 pytestmark = pytest.mark.integration
 
 ROWS = {
-    "plain", "paceline_alone", "paceline", "paceline_gloo", "ddp", "flat_all_reduce", "no_communication",
-    "accelerate", "lightning", "ddp_stock_allocator",
+    "plain", "paceline_alone", "paceline", "paceline_gloo", "paceline_prepare", "ddp", "flat_all_reduce",
+    "no_communication", "accelerate", "lightning", "ddp_stock_allocator",
 }  # fmt: skip
 RATIOS = {
     "paceline_over_ddp", "paceline_over_accelerate", "paceline_over_lightning", "paceline_over_ceiling",
-    "overhead_over_plain", "startup_over_torchrun",
+    "overhead_over_plain", "startup_over_torchrun", "paceline_prepare_over_paceline",
 }  # fmt: skip
 
 # The command, with one turn of each contestant in a round: more only make its numbers steadier.

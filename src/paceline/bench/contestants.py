@@ -30,6 +30,7 @@ from paceline.demo.bert import Bert, BertConfig
 from paceline.demo.workload import MaskedSequences, loss, make_workload
 from paceline.nouns.plan import Plan
 from paceline.train.job import Job
+from paceline.train.loop_job import prepare
 
 BATCH = 8  # samples of a process
 STEPS = 4  # of a turn
@@ -271,9 +272,18 @@ def _paceline(folder: Path, ranks: int, transport: str) -> Step:
     return step
 
 
+def _paceline_prepare(folder: Path, rank: int, ranks: int) -> Step:
+    """Train by a plain loop with `paceline.prepare`. Its loader has the batches of all ranks together."""
+    plain, plain_optimizer = _model()
+    data = DataLoader(MaskedSequences(folder / "train.npy"), BATCH * ranks, shuffle=True, drop_last=True)
+    job, model, optimizer, loader = prepare(plain, plain_optimizer, data)
+    return _loop(model, optimizer, _forever(loader), job.backward)
+
+
 CONTESTANTS: dict[str, Contestant] = {
     "paceline": lambda folder, rank, ranks: _paceline(folder, ranks, "auto"),
     "paceline_gloo": lambda folder, rank, ranks: _paceline(folder, ranks, "gloo"),
+    "paceline_prepare": _paceline_prepare,
     "ddp": _ddp,
     "flat_all_reduce": _flat_all_reduce,
     "no_communication": _no_communication,

@@ -29,7 +29,16 @@ BATCH = 8  # samples of a process and step
 _FIRST_TOKEN = 5  # the demo's special tokens are 0 to 4
 SLICES = 5  # turns of a contestant in a round: short ones, so that all meet the same moods of the machine
 STOCK = "ddp_stock_allocator"  # DDP as torchrun starts it, without the allocator setting that all others get
-TWO_RANKS = ("paceline", "paceline_gloo", "ddp", "flat_all_reduce", "no_communication", "accelerate", "lightning")
+TWO_RANKS = (
+    "paceline",
+    "paceline_gloo",
+    "paceline_prepare",
+    "ddp",
+    "flat_all_reduce",
+    "no_communication",
+    "accelerate",
+    "lightning",
+)
 ONE_RANK = ("plain", "paceline_alone")
 _SERVED = module_names.CONTESTANTS
 _NEEDS = {"accelerate": "accelerate", "lightning": "lightning"}
@@ -107,6 +116,8 @@ def ratios(seconds: dict[str, list[float]], starts: dict[str, list[float]]) -> d
         "paceline_over_accelerate": speedup("paceline", "accelerate"),
         "paceline_over_lightning": speedup("paceline", "lightning"),
         "paceline_over_ceiling": speedup("paceline", "no_communication"),
+        "paceline_prepare_over_paceline": speedup("paceline_prepare", "paceline"),
+        "paceline_prepare_over_ddp": speedup("paceline_prepare", "ddp"),
         "paceline_gloo_over_ddp": speedup("paceline_gloo", "ddp"),
         "paceline_gloo_over_flat_all_reduce": speedup("paceline_gloo", "flat_all_reduce"),
         "ceiling_over_ddp": speedup("no_communication", "ddp"),
