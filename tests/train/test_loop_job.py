@@ -299,7 +299,7 @@ MISTAKES = [
     (raw_after_ours, UsageError, "made or changed by something else", "in place of loss.backward()"),
     (clipped_by_torch, UsageError, "gradient of 0.weight was made or changed", "job.clip(max_norm)"),
     (closure, UsageError, "handed a closure", "without a closure"),
-    (no_weight, UsageError, "there is no batch of the loader", "weight=n"),
+    (no_weight, UsageError, "paceline.prepare was handed no loader", "weight=len(batch)"),
     (nan_on_rank_1, LossError, "it is NaN or infinite on rank 1", "job.clip(1.0)"),
     (weighs_nothing, LossError, "add up to 0", "job.backward(loss, n)"),
     (negative_weight, LossError, "it is -1", "over how many samples"),

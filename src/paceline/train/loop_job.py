@@ -488,10 +488,13 @@ class LoopJob(Job):
 
     def _samples_here(self) -> int:
         if self.part is None:
+            reason = "the loop has no batch of the loader just now"
+            if self.cut is None:
+                reason = "paceline.prepare was handed no loader"
             raise UsageError(
                 "job.backward needs to know over how many samples the loss is a mean",
-                "there is no batch of the loader that paceline.prepare was handed",
-                "write job.backward(loss, weight=n); with the weights the mean over ranks is that of the whole batch",
+                reason,
+                "write job.backward(loss, weight=len(batch)), with the number of this rank's samples",
             )
         return self.part.samples
 
