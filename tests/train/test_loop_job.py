@@ -531,6 +531,71 @@ def test_a_loop_may_leave_its_passes():
     assert run_ranks(2, left_early) == [([0, 1, 2], 6, 24)] * 2
 
 
+def look_at_a_batch(job, model, loader):
+    next(iter(loader))
+    for _ in job.epochs(2):
+        next(iter(loader))
+
+
+def evaluate_each_pass(job, model, loader):
+    for _ in job.epochs(2):
+        for (batch,) in loader:
+            job.backward(model(batch).mean())
+        list(loader)
+
+
+def evaluate_uncounted_passes(job, model, loader):
+    for _ in range(2):
+        for (batch,) in loader:
+            job.backward(model(batch).mean())
+        list(loader)
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [look_at_a_batch, evaluate_each_pass, evaluate_uncounted_passes],
+    ids=lambda loop: loop.__name__,
+)
+def test_a_pass_that_does_not_train_is_refused(loop):
+    model, optimizer = with_optimizer()
+    loader = DataLoader(TensorDataset(INPUTS[0]), batch_size=2)
+    job, model, optimizer, loader = paceline.prepare(model, optimizer, loader)
+    with pytest.raises(UsageError) as caught:
+        loop(job, model, loader)
+    job.close()
+    assert "job.backward was not called" in caught.value.found
+    assert "DataLoader of its own" in caught.value.fix
+
+
+def test_a_resumed_pass_may_leave_out_the_batches_that_are_left():
+    model, optimizer = with_optimizer()
+    loader = DataLoader(TensorDataset(INPUTS[0]), batch_size=4)
+    job, model, optimizer, loader = paceline.prepare(model, optimizer, loader)
+    job.cut.go_to(0, 1)  # as a checkpoint in the pass does
+    counts = []
+    for _ in job.epochs(2):
+        counts.append(0)
+        for (batch,) in loader:
+            if len(batch) == 4:  # leaves out the short last batch
+                job.backward(model(batch).mean())
+            counts[-1] += 1
+    job.close()
+    assert counts == [1, 2]
+
+
+def test_passes_before_the_checkpoint_are_named_once(monkeypatch):
+    model, optimizer = with_optimizer()
+    loader = DataLoader(TensorDataset(INPUTS[0]), batch_size=2)
+    job, model, optimizer, loader = paceline.prepare(model, optimizer, loader)
+    job.cut.go_to(2, 1)  # as a checkpoint does
+    said = []
+    monkeypatch.setattr(job, "notice", said.append)
+    counts = [len([job.backward(model(batch).mean()) for (batch,) in loader]) for _ in range(4)]
+    job.close()
+    assert counts == [0, 0, 2, 3]
+    assert [text.partition(",")[0] for text in said] == ["2 passes over the data came before the checkpoint"]
+
+
 def early_end(rank):
     """Rank 0 takes a step more than rank 1."""
     job, model, optimizer = paceline.prepare(*with_optimizer())

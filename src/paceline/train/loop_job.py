@@ -205,7 +205,7 @@ class LoopJob(Job):
             From 0 to `count - 1`; a resumed job begins in the pass in which it was.
 
         Raises:
-            UsageError: the job has no loader.
+            UsageError: the job has no loader, or a pass did not train.
 
         Examples:
             >>> model = torch.nn.Linear(4, 1)
@@ -231,6 +231,7 @@ class LoopJob(Job):
         while self.cut.number < count:
             number = self.cut.number
             yield number
+            self.cut.check_trained()
             if self.cut.number == number:  # the loop left the pass by `break`
                 self.cut.end_pass()
 
@@ -269,6 +270,8 @@ class LoopJob(Job):
         """
         _check_loss(loss)
         self._begin_piece()
+        if self.cut is not None:
+            self.cut.is_idle = False
         part = self.part
         weight = self._samples_here() if weight is None else _checked_weight(weight)
         keeps_pace = part is not None and part.keeps_pace
@@ -536,17 +539,20 @@ class LoopLoader:
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's part of each batch of the next pass; of the pass in which a resumed job is, the rest."""
         self.job.end_step()
+        self.cut.check_trained()
         if not self.cut.begin_pass():
-            self.job.notice(
-                f"pass {self.cut.begun} over the data was made before the job resumed, and gives no batches; "
-                "`for epoch in job.epochs(n)` leaves it out"
-            )
+            if self.cut.begun == 1:  # said once, of all passes
+                passes = "1 pass" if self.cut.number == 1 else f"{self.cut.number} passes"
+                self.job.notice(
+                    f"{passes} over the data came before the checkpoint, and the loader gives no batches there; "
+                    "`for epoch in job.epochs(n)` leaves such passes out"
+                )
             return
         place = Place(self.job.data_part, self.job.mesh.data_size, self.cut.seed, self.cut.number)
         for part in load_pass(self.cut.loader, place, self.cut.batch):
             # Whatever the loop does with a batch, the step ends here.
             self.job.end_step()
-            self.cut.batch += 1
+            self.cut.note_batch()
             self.job.take(part)
             yield moved(part.batch, self.job.device, self.job.to_float64)
         self.cut.end_pass()
