@@ -505,6 +505,24 @@ def test_a_job_goes_back_to_a_checkpoint_in_the_middle_of_a_pass(tmp_path, ranks
         assert steps == 15
 
 
+def test_a_module_of_buffers_keeps_what_the_loop_counts(tmp_path):
+    """As docs/loops.md shows: also what the loop counts after the update, before it asks for the next batch."""
+    state = nn.Module()
+    state.register_buffer("waited", torch.zeros((), dtype=torch.long))
+    model, optimizer = with_optimizer()
+    loader = DataLoader(TensorDataset(INPUTS[0]), batch_size=2)
+    job, state, model, optimizer, loader = paceline.prepare(state, model, optimizer, loader)
+    for (batch,) in loader:
+        job.backward(model(batch).mean())
+        optimizer.step()
+        state.waited += 1
+    job.save(tmp_path / "saved")
+    state.waited.zero_()
+    job.load(tmp_path / "saved")
+    job.close()
+    assert int(state.waited) == 3
+
+
 class Endless(IterableDataset):
     def __iter__(self):
         while True:
