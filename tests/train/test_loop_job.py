@@ -523,6 +523,36 @@ def test_a_module_of_buffers_keeps_what_the_loop_counts(tmp_path):
     assert int(state.waited) == 3
 
 
+class LastSeen(nn.Module):
+    """A buffer that each rank writes from its own samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = net()
+        self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, batch):
+        self.seen.copy_(batch.sum())
+        return self.inner(batch)
+
+
+def buffers_after_the_passes(rank):
+    model = LastSeen()
+    optimizer = sgd(model)
+    loader = DataLoader(TensorDataset(INPUTS[0]), batch_size=2)
+    job, model, optimizer, loader = paceline.prepare(model, optimizer, loader)
+    for _ in job.epochs(1):
+        for (batch,) in loader:
+            job.backward(model(batch).mean())
+            optimizer.step()
+    return float(model.seen)
+
+
+def test_buffers_are_equal_after_the_last_pass():
+    first, second = run_ranks(2, buffers_after_the_passes)
+    assert first == second
+
+
 class Endless(IterableDataset):
     def __iter__(self):
         while True:

@@ -234,6 +234,7 @@ class LoopJob(Job):
             self.cut.check_trained()
             if self.cut.number == number:  # the loop left the pass by `break`
                 self.cut.end_pass()
+        self.end_step()  # what the loop does next, such as writing the model, finds equal buffers
 
     def batches_of(self, loader: Any) -> LoopLoader:
         """Return what the loop iterates over in place of its loader."""
