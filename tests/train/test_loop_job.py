@@ -415,7 +415,7 @@ MISTAKES = [
     (raw_after_ours, UsageError, "made or changed by something else", "in place of loss.backward()"),
     (clipped_by_torch, UsageError, "gradient of 0.weight was made or changed", "job.clip(max_norm)"),
     (closure, UsageError, "handed a closure", "without a closure"),
-    (no_weight, UsageError, "there is no batch of the loader", "weight=n"),
+    (no_weight, UsageError, "paceline.prepare was handed no loader", "weight=len(batch)"),
     (nan_on_rank_1, LossError, "it is NaN or infinite on rank 1", "job.clip(1.0)"),
     (weighs_nothing, LossError, "add up to 0", "job.backward(loss, n)"),
     (negative_weight, LossError, "it is -1", "over how many samples"),
@@ -470,6 +470,7 @@ def objects_of(*names):
         "data": TensorDataset(INPUTS[0]),
         "list": [model],
         "word": "cuda",
+        "settings": {"lr": 0.1},
         "function": model.forward,
         "lbfgs": torch.optim.LBFGS(model.parameters()),
         "other": sgd(net()),
@@ -491,10 +492,11 @@ def objects_of(*names):
         (["model", "optimizer", "data"], "object 3 is", "DataLoader(data"),
         (["list", "optimizer"], "object 1 is", "hand in"),
         (["model", "optimizer", "word"], "object 3 is 'cuda'", "prepare(model, optimizer, loader)"),
-        (["function", "optimizer"], "object 1 is", "the objects themselves"),
+        (["model", "optimizer", "settings"], "object 3 is {'lr': 0.1}", "leave it out"),
+        (["function", "optimizer"], "object 1 is", "call the loss in the loop"),
         (["model", "lbfgs"], "several times in a step", "AdamW"),
         (["model", "other"], "in none of them", "hand in its model too"),
-        (["model", "optimizer", "loader", "loader"], "handed 2", "job.evaluate"),
+        (["model", "optimizer", "loader", "loader"], "handed 2", "iterate over them as they are"),
         (["model", "optimizer", "distributed"], "DistributedSampler", "shuffle=True"),
         (["model", "optimizer", "whole"], "batch_size=None", "collate_fn"),
     ],
@@ -634,6 +636,54 @@ def test_a_job_goes_back_to_a_checkpoint_in_the_middle_of_a_pass(tmp_path, ranks
         assert steps == 15
 
 
+def test_a_module_of_buffers_keeps_what_the_loop_counts(tmp_path):
+    """As docs/loops.md shows: also what the loop counts after the update, before it asks for the next batch."""
+    state = nn.Module()
+    state.register_buffer("waited", torch.zeros((), dtype=torch.long))
+    model, optimizer = with_optimizer()
+    loader = DataLoader(TensorDataset(INPUTS[0]), batch_size=2)
+    job, state, model, optimizer, loader = paceline.prepare(state, model, optimizer, loader)
+    for (batch,) in loader:
+        job.backward(model(batch).mean())
+        optimizer.step()
+        state.waited += 1
+    job.save(tmp_path / "saved")
+    state.waited.zero_()
+    job.load(tmp_path / "saved")
+    job.close()
+    assert int(state.waited) == 3
+
+
+class LastSeen(nn.Module):
+    """A buffer that each rank writes from its own samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = net()
+        self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, batch):
+        self.seen.copy_(batch.sum())
+        return self.inner(batch)
+
+
+def buffers_after_the_passes(rank):
+    model = LastSeen()
+    optimizer = sgd(model)
+    loader = DataLoader(TensorDataset(INPUTS[0]), batch_size=2)
+    job, model, optimizer, loader = paceline.prepare(model, optimizer, loader)
+    for _ in job.epochs(1):
+        for (batch,) in loader:
+            job.backward(model(batch).mean())
+            optimizer.step()
+    return float(model.seen)
+
+
+def test_buffers_are_equal_after_the_last_pass():
+    first, second = run_ranks(2, buffers_after_the_passes)
+    assert first == second
+
+
 class Endless(IterableDataset):
     def __iter__(self):
         while True:
@@ -658,6 +708,71 @@ def left_early(rank):
 
 def test_a_loop_may_leave_its_passes():
     assert run_ranks(2, left_early) == [([0, 1, 2], 6, 24)] * 2
+
+
+def look_at_a_batch(job, model, loader):
+    next(iter(loader))
+    for _ in job.epochs(2):
+        next(iter(loader))
+
+
+def evaluate_each_pass(job, model, loader):
+    for _ in job.epochs(2):
+        for (batch,) in loader:
+            job.backward(model(batch).mean())
+        list(loader)
+
+
+def evaluate_uncounted_passes(job, model, loader):
+    for _ in range(2):
+        for (batch,) in loader:
+            job.backward(model(batch).mean())
+        list(loader)
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [look_at_a_batch, evaluate_each_pass, evaluate_uncounted_passes],
+    ids=lambda loop: loop.__name__,
+)
+def test_a_pass_that_does_not_train_is_refused(loop):
+    model, optimizer = with_optimizer()
+    loader = DataLoader(TensorDataset(INPUTS[0]), batch_size=2)
+    job, model, optimizer, loader = paceline.prepare(model, optimizer, loader)
+    with pytest.raises(UsageError) as caught:
+        loop(job, model, loader)
+    job.close()
+    assert "job.backward was not called" in caught.value.found
+    assert "DataLoader of its own" in caught.value.fix
+
+
+def test_a_resumed_pass_may_leave_out_the_batches_that_are_left():
+    model, optimizer = with_optimizer()
+    loader = DataLoader(TensorDataset(INPUTS[0]), batch_size=4)
+    job, model, optimizer, loader = paceline.prepare(model, optimizer, loader)
+    job.cut.go_to(0, 1)  # as a checkpoint in the pass does
+    counts = []
+    for _ in job.epochs(2):
+        counts.append(0)
+        for (batch,) in loader:
+            if len(batch) == 4:  # leaves out the short last batch
+                job.backward(model(batch).mean())
+            counts[-1] += 1
+    job.close()
+    assert counts == [1, 2]
+
+
+def test_passes_before_the_checkpoint_are_named_once(monkeypatch):
+    model, optimizer = with_optimizer()
+    loader = DataLoader(TensorDataset(INPUTS[0]), batch_size=2)
+    job, model, optimizer, loader = paceline.prepare(model, optimizer, loader)
+    job.cut.go_to(2, 1)  # as a checkpoint does
+    said = []
+    monkeypatch.setattr(job, "notice", said.append)
+    counts = [len([job.backward(model(batch).mean()) for (batch,) in loader]) for _ in range(4)]
+    job.close()
+    assert counts == [0, 0, 2, 3]
+    assert [text.partition(",")[0] for text in said] == ["2 passes over the data came before the checkpoint"]
 
 
 def early_end(rank):

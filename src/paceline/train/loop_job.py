@@ -240,7 +240,7 @@ class LoopJob(Job):
             From 0 to `count - 1`; a resumed job begins in the pass in which it was.
 
         Raises:
-            UsageError: the job has no loader.
+            UsageError: the job has no loader, or a pass did not train.
 
         Examples:
             >>> model = torch.nn.Linear(4, 1)
@@ -266,8 +266,10 @@ class LoopJob(Job):
         while self.cut.number < count:
             number = self.cut.number
             yield number
+            self.cut.check_trained()
             if self.cut.number == number:  # the loop left the pass by `break`
                 self.cut.end_pass()
+        self.end_step()  # what the loop does next, such as writing the model, finds equal buffers
 
     def batches_of(self, loader: Any) -> LoopLoader:
         """Return what the loop iterates over in place of its loader."""
@@ -304,6 +306,8 @@ class LoopJob(Job):
         """
         _check_loss(loss)
         self._begin_piece()
+        if self.cut is not None:
+            self.cut.is_idle = False
         part = self.part
         weight = self._samples_here() if weight is None else _checked_weight(weight)
         keeps_pace = part is not None and part.keeps_pace
@@ -523,10 +527,13 @@ class LoopJob(Job):
 
     def _samples_here(self) -> int:
         if self.part is None:
+            reason = "the loop has no batch of the loader just now"
+            if self.cut is None:
+                reason = "paceline.prepare was handed no loader"
             raise UsageError(
                 "job.backward needs to know over how many samples the loss is a mean",
-                "there is no batch of the loader that paceline.prepare was handed",
-                "write job.backward(loss, weight=n); with the weights the mean over ranks is that of the whole batch",
+                reason,
+                "write job.backward(loss, weight=len(batch)), with the number of this rank's samples",
             )
         return self.part.samples
 
@@ -568,17 +575,20 @@ class LoopLoader:
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's part of each batch of the next pass; of the pass in which a resumed job is, the rest."""
         self.job.end_step()
+        self.cut.check_trained()
         if not self.cut.begin_pass():
-            self.job.notice(
-                f"pass {self.cut.begun} over the data was made before the job resumed, and gives no batches; "
-                "`for epoch in job.epochs(n)` leaves it out"
-            )
+            if self.cut.begun == 1:  # said once, of all passes
+                passes = "1 pass" if self.cut.number == 1 else f"{self.cut.number} passes"
+                self.job.notice(
+                    f"{passes} over the data came before the checkpoint, and the loader gives no batches there; "
+                    "`for epoch in job.epochs(n)` leaves such passes out"
+                )
             return
         place = Place(self.job.data_part, self.job.mesh.data_size, self.cut.seed, self.cut.number)
         for part in load_pass(self.cut.loader, place, self.cut.batch):
             # Whatever the loop does with a batch, the step ends here.
             self.job.end_step()
-            self.cut.batch += 1
+            self.cut.note_batch()
             self.job.take(part)
             yield moved(part.batch, self.job.device, self.job.to_float64)
         self.cut.end_pass()

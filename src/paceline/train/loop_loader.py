@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from paceline.nouns.errors import WorkloadError
+from paceline.nouns.errors import UsageError, WorkloadError
 from paceline.nouns.order import mix, share
 from paceline.train.seed import cpu_random_state, kept_random_state, seed_sample, set_cpu_random_state
 
@@ -91,6 +91,7 @@ class CutLoader:
         batch: batches taken in it.
         begun: passes that the loop has begun since the start of the process.
         passes: of the whole training; None where only the loop knows.
+        is_idle: the pass has given batches, and none of them was trained on.
     """
 
     def __init__(self, loader: DataLoader[Any], seed: int) -> None:
@@ -102,12 +103,29 @@ class CutLoader:
         self.passes: int | None = None
         self.replayed = 0  # passes for which the sampler was asked
         self.is_open = False
+        self.is_idle = False
 
     def go_to(self, number: int, batch: int) -> None:
         """Go on in a pass, after so many batches of it."""
         self.number = number
         self.batch = batch
         self.is_open = False
+        self.is_idle = False
+
+    def note_batch(self) -> None:
+        """Count a batch that the loop gets."""
+        # Of a pass that a resumed job ends, the loop may leave out the batches that are left, such as a short last one.
+        self.is_idle = self.is_idle or self.batch == 0
+        self.batch += 1
+
+    def check_trained(self) -> None:
+        """Raise UsageError if the loop has made a pass without training: it would count as one of `epochs`."""
+        if self.is_idle:
+            raise UsageError(
+                "every pass over the loader of paceline.prepare should train: the passes are counted",
+                "the loop took batches of the last pass, and job.backward was not called",
+                "evaluate, and look at single batches, by a DataLoader of its own that paceline.prepare is not handed",
+            )
 
     def begin_pass(self) -> bool:
         """Begin a pass; return False if it is one that was made before the job resumed."""

@@ -143,7 +143,8 @@ def sort_objects(objects: tuple[Any, ...]) -> LoopObjects:
         raise WorkloadError(
             "paceline.prepare takes the DataLoader of training, which says where in the data the job is",
             f"it was handed {len(loaders)}",
-            "leave out the others: evaluate by job.evaluate(data_set, score), or on every rank by the loader itself",
+            "leave out the others: iterate over them as they are, where every rank sees all of their samples, or call "
+            "job.evaluate(data_set, score), which splits them",
         )
     for each in loaders:
         check_loader(each)
@@ -171,11 +172,13 @@ def _kind_of(number: int, value: Any) -> str:
 def _advice(value: Any) -> str:
     if inspect.isclass(value):
         return f"hand in an object, such as {value.__name__}(...), in place of the class"
-    is_list = hasattr(value, "__getitem__") and hasattr(value, "__len__") and not isinstance(value, str | bytes)
+    is_list = hasattr(value, "__getitem__") and hasattr(value, "__len__") and not isinstance(value, str | bytes | dict)
     if isinstance(value, torch.utils.data.Dataset) or is_list:
         return "hand in a loader: torch.utils.data.DataLoader(data, batch_size=64, shuffle=True)"
-    if callable(getattr(value, "parameters", None)) or callable(value):
+    if callable(getattr(value, "parameters", None)):
         return "hand in the objects themselves: paceline.prepare(model, optimizer, loader)"
+    if callable(value):
+        return "hand in objects and no functions, and call the loss in the loop"
     return "leave it out: job, model, optimizer, loader = paceline.prepare(model, optimizer, loader)"
 
 
