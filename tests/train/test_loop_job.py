@@ -696,6 +696,39 @@ def test_a_loop_goes_back_within_a_pass(tmp_path):
         assert seen[7:9] == seen[9:11]
 
 
+def saved_before_the_update(rank, folder):
+    """Save when a batch is taken, or has a gradient, and go back; the next batch is that one again."""
+    model, optimizer = with_optimizer()
+    loader = DataLoader(TensorDataset(INPUTS.flatten(0, 1)), batch_size=7, shuffle=True)
+    job, model, optimizer, loader = paceline.prepare(model, optimizer, loader)
+    batches = iter(loader)
+    for at in range(4):
+        (batch,) = next(batches)
+        optimizer.zero_grad()
+        if at == 2:
+            job.save(folder / "taken")
+        job.backward(model(batch).square().mean())
+        if at == 2:
+            job.save(folder / "derived")
+            expected = batch
+            break
+        optimizer.step()
+    found = []
+    for name in ("taken", "derived"):
+        job.load(folder / name)
+        (batch,) = next(iter(loader))
+        optimizer.zero_grad()
+        job.backward(model(batch).square().mean())
+        optimizer.step()
+        found.append((torch.equal(batch, expected), job.step_number, job.position))
+    return found
+
+
+def test_a_batch_without_an_update_is_taken_again_after_a_load(tmp_path):
+    for found in run_ranks(2, saved_before_the_update, tmp_path):
+        assert found == [(True, 3, 21)] * 2
+
+
 class Endless(IterableDataset):
     def __iter__(self):
         while True:

@@ -423,6 +423,7 @@ class LoopJob(Job):
         if place is None or self.cut is None:
             return
         self.cut.go_to(place["pass"], place.get("batch", 0))
+        self.samples = self.batches_seen = 0
         saved, now = manifest.get("batch_size"), self.workload.batch_size
         if self.cut.batch and saved != now:
             self.notice(
@@ -447,7 +448,8 @@ class LoopJob(Job):
         """Return where in the data the job is, for a checkpoint."""
         if self.cut is None:
             return {}
-        return {"loop": {"pass": self.cut.number, "batch": self.cut.batch}}
+        # Gradients are not saved: batches without an update are to be taken again, those of this pass at least.
+        return {"loop": {"pass": self.cut.number, "batch": max(self.cut.batch - self.batches_seen, 0)}}
 
     def take(self, part: Part | None) -> None:
         """Note the batch that the loop gets; None: it has none."""
