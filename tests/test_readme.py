@@ -53,6 +53,7 @@ NOT_RUN = {
 NEITHER = {
     "make demo": "tests/demo",
     "python classifier.py": "tests/examples/test_loops.py runs it",
+    "python benchmarks/loops/count.py": "tests/examples/test_loop_lines.py runs it",
     "make test": "this is it",
     "make docs": "scripts/check builds the documentation",
     "pip install": "it would change the installation that the tests run in",

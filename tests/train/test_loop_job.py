@@ -177,6 +177,64 @@ def grown(plain):
     return values(model)
 
 
+def swapped(plain):
+    """An optimizer gets as many other parameters in place of its first."""
+    model = net()
+    job, model, optimizer = prepared(plain, model, sgd(model[0], momentum=0))
+    for step in range(STEPS):
+        if step == 3:
+            optimizer.param_groups[0]["params"] = list(model[2].parameters())
+        batch = own(job, step)
+        model.zero_grad()
+        job.backward((model(batch) - 1).square().mean(), weight=len(batch))
+        optimizer.step()
+    return values(model)
+
+
+def frozen_before_the_update(plain):
+    """A gradient counts though its parameter is frozen since; once it is a sum that the loop has kept."""
+    job, model, optimizer = prepared(plain, *with_optimizer())
+    for step in range(STEPS):
+        batch = own(job, step)
+        model.requires_grad_(True)
+        if step != 3:
+            optimizer.zero_grad()
+        else:
+            model[0].requires_grad_(False)
+        job.backward((model(batch) - 1).square().mean(), weight=len(batch))
+        model[0].requires_grad_(False)
+        optimizer.step()
+    return values(model)
+
+
+def partly_labelled(plain):
+    """The mean over no labels is NaN on ranks whose samples have none."""
+    job, model, optimizer = prepared(plain, *with_optimizer())
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        labels = torch.tensor([0, -100, -100, -100, -100, -100])[PARTS[job.size][job.rank]]
+        loss = F.cross_entropy(model(own(job, step)), labels)
+        job.backward(loss, weight=(labels != -100).sum())
+        optimizer.step()
+    return values(model)
+
+
+def sparse(plain):
+    """Sums of sparse gradients are kept, cleared to zeros, and updated with."""
+    torch.manual_seed(0)
+    model = nn.Embedding(12, 3, sparse=True).double()
+    job, model, optimizer = prepared(plain, model, sgd(model, momentum=0))
+    for step in range(STEPS):
+        rows = torch.arange(6)[PARTS[job.size][job.rank]] + step
+        job.backward((model(rows) - 1).square().mean(), weight=len(rows))
+        if step == 1:
+            optimizer.zero_grad(set_to_none=False)
+        optimizer.step()
+        if step == 2:
+            optimizer.zero_grad()
+    return values(model)
+
+
 def whole_matrices(plain):
     """Muon needs whole matrices, Adafactor means of rows and columns."""
     model = net()
@@ -209,6 +267,23 @@ def frozen_teacher():
     return nn.Sequential(Block(), Block(), Block(), nn.Linear(2, 3)).double().requires_grad_(False).eval()
 
 
+def replaced(plain):
+    """Gradients of two losses are taken apart, and what they make together is put in their place (PCGrad)."""
+    job, model, optimizer = prepared(plain, *with_optimizer())
+    for step in range(STEPS):
+        batch = own(job, step)
+        parts = []
+        for sign in (1.0, -0.5):
+            optimizer.zero_grad()
+            job.backward((sign * model(batch)).square().mean(), weight=len(batch))
+            parts.append({name: gradient.clone() for name, gradient in job.gradients().items()})
+        for name, parameter in model.named_parameters():
+            parameter.grad = parts[0][name] - 0.1 * parts[1][name]
+        job.clip(0.3)
+        optimizer.step()
+    return values(model)
+
+
 def distilled(plain):
     """Gradients flow through the teacher, of which each rank keeps a part."""
     teacher, student = frozen_teacher(), net()
@@ -239,7 +314,21 @@ def in_ranks(rank, loop, mesh=None):
     return loop(False)
 
 
-LOOPS = [usual, accumulated, zeroed, clipped, two_optimizers, grown, whole_matrices, distilled]
+LOOPS = [
+    usual,
+    accumulated,
+    zeroed,
+    clipped,
+    two_optimizers,
+    grown,
+    whole_matrices,
+    distilled,
+    replaced,
+    swapped,
+    frozen_before_the_update,
+    partly_labelled,
+    sparse,
+]
 
 
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
@@ -325,6 +414,18 @@ def clipped_by_torch(job, model, optimizer):
     optimizer.step()
 
 
+def raw_after_the_sum(job, model, optimizer):
+    job.backward(model(own(job, 0)).mean(), weight=1)
+    job.gradients()
+    model(own(job, 0)).mean().backward()
+    optimizer.step()
+
+
+def update_by_another_optimizer(job, model, optimizer):
+    job.backward(model(own(job, 0)).mean(), weight=1)
+    sgd(model).step()
+
+
 def closure(job, model, optimizer):
     optimizer.step(lambda: model(own(job, 0)).mean())
 
@@ -343,6 +444,14 @@ def weighs_nothing(job, model, optimizer):
 
 def negative_weight(job, model, optimizer):
     job.backward(model(own(job, 0)).mean(), weight=-1)
+
+
+def negative_tensor(job, model, optimizer):
+    job.backward(model(own(job, 0)).mean(), weight=torch.tensor(3.0 - 4 * job.rank))
+
+
+def weighs_nan(job, model, optimizer):
+    job.backward(model(own(job, 0)).mean(), weight=torch.tensor(float("nan")))
 
 
 def no_scalar(job, model, optimizer):
@@ -414,11 +523,15 @@ MISTAKES = [
     (raw_backward, UsageError, "made or changed by something else than job.backward", "write job.backward(loss)"),
     (raw_after_ours, UsageError, "made or changed by something else", "in place of loss.backward()"),
     (clipped_by_torch, UsageError, "gradient of 0.weight was made or changed", "job.clip(max_norm)"),
+    (raw_after_the_sum, UsageError, "gradient of 0.weight was made or changed", "in place of loss.backward()"),
+    (update_by_another_optimizer, UsageError, "this SGD is none of them", "hand it to paceline.prepare too"),
     (closure, UsageError, "handed a closure", "without a closure"),
     (no_weight, UsageError, "paceline.prepare was handed no loader", "weight=len(batch)"),
     (nan_on_rank_1, LossError, "it is NaN or infinite on rank 1", "job.clip(1.0)"),
     (weighs_nothing, LossError, "add up to 0", "job.backward(loss, n)"),
     (negative_weight, LossError, "it is -1", "over how many samples"),
+    (negative_tensor, LossError, "that of rank 1 is negative", "over how many samples"),
+    (weighs_nan, LossError, "NaN or infinite", "over how many samples"),
     (no_scalar, LossError, "its shape is (", "loss.mean()"),
     (a_number, LossError, "it is a float", "without .item()"),
     (detached, LossError, "no gradient leads", ".detach()"),
@@ -684,6 +797,143 @@ def test_buffers_are_equal_after_the_last_pass():
     assert first == second
 
 
+def looked_at_first(rank):
+    """A loop looks at a batch before it begins."""
+    model, optimizer = with_optimizer()
+    data = TensorDataset(INPUTS.flatten(0, 1))
+    loader = DataLoader(data, batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(2))
+    job, model, optimizer, loader = paceline.prepare(model, optimizer, loader)
+    next(iter(loader))
+    return pass_by_pass(job, model, optimizer, loader), job.step_number, job.position
+
+
+def pass_by_pass(job, model, optimizer, loader):
+    passes = []
+    for epoch in job.epochs(3):
+        passes.append(epoch)
+        for (batch,) in loader:
+            optimizer.zero_grad()
+            job.backward(model(batch).mean())
+            optimizer.step()
+    assert job.last.step == job.step_number  # the last step has ended with the loop
+    return passes
+
+
+def test_a_look_at_a_batch_is_no_pass():
+    assert run_ranks(2, looked_at_first) == [([0, 1, 2], 12, 90)] * 2
+
+
+def loops_over(rank, again):
+    model, optimizer = with_optimizer()
+    loader = DataLoader(TensorDataset(INPUTS[0]), batch_size=2)
+    job, model, optimizer, loader = paceline.prepare(model, optimizer, loader)
+    try:
+        for _ in job.epochs(2):
+            if again:
+                list(loader)
+                list(loader)
+            else:
+                list(zip(loader, loader, strict=True))
+    except UsageError as error:
+        return error.found, error.fix
+    return None
+
+
+@pytest.mark.parametrize(
+    ("again", "said", "fix"),
+    [(True, "again in epoch 0", "for _ in range(n)"), (False, "job.backward was not called", "DataLoader of its own")],
+)
+def test_an_epoch_is_one_pass(again, said, fix):
+    ((found, advice),) = run_ranks(1, loops_over, again)
+    assert said in found
+    assert fix in advice
+
+
+def asks_an_earlier_iterator(rank):
+    model, optimizer = with_optimizer()
+    loader = DataLoader(TensorDataset(INPUTS[0]), batch_size=2)
+    job, model, optimizer, loader = paceline.prepare(model, optimizer, loader)
+    earlier = iter(loader)
+    try:
+        for batches in (earlier, iter(loader), earlier):
+            (batch,) = next(batches)
+            job.backward(model(batch).mean())
+            optimizer.step()
+    except UsageError as error:
+        return error.found
+    return None
+
+
+def test_two_iterators_at_once_are_refused():
+    (found,) = run_ranks(1, asks_an_earlier_iterator)
+    assert "an earlier iterator" in found
+
+
+def goes_back_within(rank, folder):
+    """Go back in the middle of a pass, to that pass; the sampler's own generator goes back too."""
+    model, optimizer = with_optimizer()
+    data = TensorDataset(INPUTS.flatten(0, 1))
+    loader = DataLoader(data, batch_size=7, shuffle=True, generator=torch.Generator().manual_seed(2))
+    job, model, optimizer, loader = paceline.prepare(model, optimizer, loader)
+    seen = []
+    has_loaded = False
+    for epoch in job.epochs(2):
+        for (batch,) in loader:
+            optimizer.zero_grad()
+            job.backward((model(batch) - 1).square().mean())
+            optimizer.step()
+            seen.append((epoch, job.step_number, batch.sum().item()))
+            if job.step_number == 7:
+                job.save(folder)
+            if job.step_number == 9 and not has_loaded:
+                has_loaded = True
+                job.load(folder)
+                break
+    return seen
+
+
+def test_a_loop_goes_back_within_a_pass(tmp_path):
+    for seen in run_ranks(2, goes_back_within, tmp_path / "saved"):
+        assert [(epoch, step) for epoch, step, _ in seen] == [
+            *((step > 5, step) for step in range(1, 10)),
+            *((1, step) for step in range(8, 11)),
+        ]
+        assert seen[7:9] == seen[9:11]
+
+
+def saved_before_the_update(rank, folder):
+    """Save when a batch is taken, or has a gradient, and go back; the next batch is that one again."""
+    model, optimizer = with_optimizer()
+    loader = DataLoader(TensorDataset(INPUTS.flatten(0, 1)), batch_size=7, shuffle=True)
+    job, model, optimizer, loader = paceline.prepare(model, optimizer, loader)
+    batches = iter(loader)
+    for at in range(4):
+        (batch,) = next(batches)
+        optimizer.zero_grad()
+        if at == 2:
+            job.save(folder / "taken")
+        job.backward(model(batch).square().mean())
+        if at == 2:
+            job.save(folder / "derived")
+            expected = batch
+            break
+        optimizer.step()
+    found = []
+    for name in ("taken", "derived"):
+        job.load(folder / name)
+        (batch,) = next(iter(loader))
+        optimizer.zero_grad()
+        job.backward(model(batch).square().mean())
+        optimizer.step()
+        found.append((torch.equal(batch, expected), job.step_number, job.position))
+    return found
+
+
+def test_a_batch_without_an_update_is_taken_again_after_a_load(tmp_path):
+    for found in run_ranks(2, saved_before_the_update, tmp_path):
+        assert found == [(True, 3, 21)] * 2
+
+
 class Endless(IterableDataset):
     def __iter__(self):
         while True:
@@ -742,8 +992,9 @@ def test_a_pass_that_does_not_train_is_refused(loop):
     with pytest.raises(UsageError) as caught:
         loop(job, model, loader)
     job.close()
-    assert "job.backward was not called" in caught.value.found
-    assert "DataLoader of its own" in caught.value.fix
+    said = "again in epoch 0" if loop is evaluate_each_pass else "job.backward was not called"
+    assert said in caught.value.found
+    assert "DataLoader" in caught.value.fix
 
 
 def test_a_resumed_pass_may_leave_out_the_batches_that_are_left():
@@ -805,15 +1056,40 @@ job, model, optimizer = paceline.prepare(model, optimizer)
 """
 
 
-@pytest.mark.parametrize("head", ["", "from paceline import prepare\n"])
+@pytest.mark.parametrize(
+    ("head", "call"),
+    [
+        ("", "paceline.prepare"),
+        ("from paceline import prepare\n", "prepare"),
+        ("from paceline import prepare as begin\n", "begin"),
+        ("import paceline as pl\n", "pl.prepare"),
+    ],
+    ids=["module", "function", "function-as", "module-as"],
+)
 @pytest.mark.parametrize("command", [["run"], ["verify"], ["plan"]])
-def test_the_command_says_it_before_it_starts_a_process(tmp_path, command, head):
+def test_the_command_says_it_before_it_starts_a_process(tmp_path, command, head, call):
     file = tmp_path / "loop.py"
-    text = LOOP.replace("paceline.prepare", "prepare") if head else LOOP
-    file.write_text(head + text)
+    file.write_text(head + LOOP.replace("paceline.prepare", call))
     ended = run_command(tmp_path, *command, "--plan", "tensor=2", file)
     assert ended.code == 2
     found = "the file trains by a loop of its own" if command == ["plan"] else "tensor needs the loss as a function"
     assert f"found: {found}" in ended.err
     assert "paceline.Workload" in ended.err
     assert not (tmp_path / "runs").exists()
+
+
+SHORT = """
+import sys
+for _ in range(2):
+    job.backward(model(torch.ones(2, 2)).mean(), weight=2)
+    optimizer.step()
+sys.exit()
+"""
+
+
+def test_a_loop_shorter_than_the_verification_may_end_by_exit(tmp_path):
+    file = tmp_path / "loop.py"
+    file.write_text(LOOP + SHORT)
+    ended = run_command(tmp_path, "verify", "-n", "2", file)
+    assert ended.code == 0, ended.err
+    assert "2 steps on 2 ranks" in ended.out

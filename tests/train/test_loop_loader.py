@@ -103,6 +103,28 @@ def test_the_parts_are_the_batches(name):
             assert all(len(each.batch) == 1 for each in cut if each.keeps_pace)
 
 
+class DrawnStream(IterableDataset):
+    def __iter__(self):
+        for _ in range(SAMPLES):
+            yield torch.rand(2)
+
+
+def masked(samples):
+    return torch.stack(samples) + 0 * torch.rand(len(samples)).sum()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_collate_draws_leaves_the_stream_alone(workers):
+    def make():
+        return DataLoader(DrawnStream(), batch_size=4, collate_fn=masked, num_workers=workers)
+
+    (whole,) = batches(make, passes=1)
+    parts = [batches(make, passes=1, part=part, parts=3)[0] for part in range(3)]
+    for at, batch in enumerate(whole):
+        cut = [part[at] for part in parts]
+        assert torch.equal(torch.cat([each.batch[: each.samples] for each in cut]), batch.batch)
+
+
 def test_passes_have_other_orders_and_other_draws():
     first, second = batches(LOADERS["shuffled"])
     assert not torch.equal(first[0].batch, second[0].batch)

@@ -72,16 +72,25 @@ def _has_loop(tree: ast.Module) -> bool:
     calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
     if any(_name(function) == "Workload" for function in calls):
         return False
-    imported = any(
-        isinstance(node, ast.ImportFrom) and node.module == "paceline" and any(a.name == "prepare" for a in node.names)
-        for node in ast.walk(tree)
-    )
+    modules, functions = _names_of_prepare(tree)
     for function in calls:
-        if isinstance(function, ast.Attribute) and function.attr == "prepare" and _name(function.value) == "paceline":
+        if isinstance(function, ast.Attribute) and function.attr == "prepare" and _name(function.value) in modules:
             return True
-        if imported and isinstance(function, ast.Name) and function.id == "prepare":
+        if isinstance(function, ast.Name) and function.id in functions:
             return True
     return False
+
+
+def _names_of_prepare(tree: ast.Module) -> tuple[set[str], set[str]]:
+    """Return under which names the file has imported paceline, and `prepare` of it."""
+    modules = {"paceline"}
+    functions = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules |= {alias.asname for alias in node.names if alias.name == "paceline" and alias.asname}
+        elif isinstance(node, ast.ImportFrom) and node.module == "paceline":
+            functions |= {alias.asname or alias.name for alias in node.names if alias.name == "prepare"}
+    return modules, functions
 
 
 def _uses_paceline(tree: ast.Module) -> bool:

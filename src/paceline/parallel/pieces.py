@@ -24,6 +24,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from paceline.comm.pytree import tensors_in
 from paceline.comm.reducer import Reducer, exact_reducer
@@ -52,6 +53,7 @@ _CALLS = {
 _WEIGHT, _LOSS, _STOP, _FIRST_RANK = range(4)
 _CODE, _CHECK, _BAD, _PER_RANK = range(4)
 _MOST_OPTIMIZERS = 1000
+_BAD_WEIGHT = 2  # in the place of _BAD, where 1 means the loss
 
 
 class Piece(NamedTuple):
@@ -145,10 +147,17 @@ class PiecewiseParallel(Parallel):
         self.targets = []
         self.names: dict[torch.nn.Parameter, str] = {}
         self.owned = OwnedUpdates(self.comms.axes["shard"], tuple(sorted(self.comms.axes["replicate"].peers)))
+        self.hooks: list[RemovableHandle] = []
+        self.is_in_backward = False
+        self.raw: set[torch.nn.Parameter] = set()  # reached by a backward pass of the loop's own
         for parameters in optimizers:
             self.targets.append(_Target(parameters, self._summed_over(parameters)))
             self.owned.assign(parameters)
-            self.names |= {parameter: name for name, parameter in parameters.items()}
+            self._name(parameters)
+        # Trained in a backward pass whose gradients are not summed yet: they may have been frozen since.
+        self.unsummed: set[torch.nn.Parameter] = set()
+        # Whether this rank had a loss that is not finite, and has weight 0.
+        self.is_doubtful = torch.zeros((), dtype=torch.bool, device=self.device)
         self.noted: dict[torch.nn.Parameter, _Noted] = {}
         # Gradients that are sums over the ranks, the same on all of them.
         self.summed: dict[torch.nn.Parameter, torch.Tensor] = {}
@@ -172,7 +181,7 @@ class PiecewiseParallel(Parallel):
         after.is_summed = before.is_summed
         before.replicate.close()
         self.targets[target - 1] = after
-        self.names |= {parameter: name for name, parameter in parameters.items()}
+        self._name(parameters)
 
     def counts_samples(self, counts: bool) -> None:
         """Have forward passes count from here on; if not, they leave no trace in buffers, and only keep pace."""
@@ -202,22 +211,26 @@ class PiecewiseParallel(Parallel):
             CollectiveError: another rank is at another piece.
         """
         self._count_once()
+        self.raw = {parameter for parameter in self.raw if parameter.grad is not None}
         loss = loss.reshape(())
-        if keeps_pace:
-            loss = torch.where(torch.isfinite(loss), loss, 0.0)
-            weight = 0.0
         self._say(piece)
-        self.mine[_WEIGHT] = weight
+        self.mine[_WEIGHT] = 0.0 if keeps_pace else weight
+        loss = self._left_out(loss)
         detached = loss.detach()
-        self.mine[_LOSS] = weight * detached
-        self.mine[self._place(_BAD)] = ~torch.isfinite(detached)
+        self.mine[_LOSS] = self.mine[_WEIGHT] * detached
+        is_weight = torch.isfinite(self.mine[_WEIGHT]) & (self.mine[_WEIGHT] >= 0)
+        self.mine[self._place(_BAD)] = torch.where(is_weight, ~torch.isfinite(detached), _BAD_WEIGHT)
         sums = self._sum()
         self.unread.append((piece, sums))
         # A GPU is not waited for: what its ranks have said is read before the update.
         if self.device.type == "cpu":
             self._read_all()
         scale = self.mine[_WEIGHT] / sums[_WEIGHT]
-        (loss * scale.to(loss.dtype)).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        self.is_in_backward = True
+        try:
+            (loss * scale.to(loss.dtype)).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        finally:
+            self.is_in_backward = False
         for target in self.targets:
             target.is_summed = False
         self._note()
@@ -228,10 +241,12 @@ class PiecewiseParallel(Parallel):
         Raises:
             UsageError: a gradient was changed, or made, by something else than `backward`.
             CollectiveError: another rank is at another piece.
+            LossError: a gradient is not finite, of a loss with weight 0 that isn't either.
             WorkloadError: a dense parameter has a sparse gradient, or the other way round.
         """
         self._say(piece)
         self._agree(piece)
+        self._check_left_out()
         targets = self.targets if not piece.target else [self.targets[piece.target - 1]]
         for target in targets:
             self._check_untouched(target)
@@ -328,12 +343,59 @@ class PiecewiseParallel(Parallel):
         super().close()
         for target in self.targets:
             target.replicate.close()
+        for hook in self.hooks:
+            hook.remove()
+
+    def _name(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        """Know parameters by their names, and hear of each backward pass that reaches them."""
+        for name, parameter in parameters.items():
+            if parameter not in self.names:
+                was_trained = parameter.requires_grad
+                parameter.requires_grad_(True)  # torch registers hooks of no other
+                self.hooks.append(parameter.register_post_accumulate_grad_hook(self._gradient_is_here))
+                parameter.requires_grad_(was_trained)
+            self.names[parameter] = name
+
+    def _gradient_is_here(self, parameter: torch.nn.Parameter) -> None:
+        """Forget a gradient to which a backward pass of the loop's own has added this rank's samples."""
+        if not self.is_in_backward:
+            self.noted.pop(parameter, None)
+            self.summed.pop(parameter, None)
+            self.raw.add(parameter)
+
+    def _left_out(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss; 0 if it is not finite and has weight 0, as a mean over no labels is."""
+        is_left_out = (self.mine[_WEIGHT] == 0) & ~torch.isfinite(loss.detach())
+        self.is_doubtful |= is_left_out
+        return torch.where(is_left_out, 0.0, loss)
+
+    def _check_left_out(self) -> None:
+        if not self.is_doubtful:
+            return
+        self.is_doubtful.zero_()
+        for parameter, name in self.names.items():
+            gradient = local_gradient(parameter)
+            if gradient is not None and not _values_of(gradient).isfinite().all():
+                raise LossError(
+                    "a loss with weight 0 should leave gradients as they are",
+                    f"it is NaN or infinite on this rank, and so is the gradient of {name}",
+                    "divide by the number of labels or by 1 if there are none: loss.sum() / count.clamp(min=1)",
+                )
 
     def _reduce(self, target: _Target) -> None:
         # A parameter of two optimizers may have a sum already.
         self._count_once(target)
-        target.replicate.begin_step(lambda: self.unscaled)
-        target.replicate.reduce_gradients()
+        parameters = self.unsummed.intersection(target.parameters.values())
+        self.unsummed -= parameters
+        frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+        try:
+            for parameter in frozen:  # since the backward pass: its gradient counts
+                parameter.requires_grad_(True)
+            target.replicate.begin_step(lambda: self.unscaled)
+            target.replicate.reduce_gradients()
+        finally:
+            for parameter in frozen:
+                parameter.requires_grad_(False)
         target.is_summed = True
         for parameter in target.parameters.values():
             if parameter.grad is not None:
@@ -350,10 +412,13 @@ class PiecewiseParallel(Parallel):
             if not is_first:
                 summed.zero_()
             self.noted[parameter] = _noted(summed)
+            self.unsummed.add(parameter)
 
     def _note(self) -> None:
         """Remember every gradient, to tell later whether something else has changed it."""
         for parameter in self.names:
+            if parameter.requires_grad:
+                self.unsummed.add(parameter)
             gradient = parameter.grad
             if gradient is not None:
                 self.noted[parameter] = _noted(gradient)
@@ -366,11 +431,14 @@ class PiecewiseParallel(Parallel):
             noted = self.noted.get(parameter)
             if noted is not None and noted.gradient() is gradient and noted.version == gradient._version:
                 continue
+            if target.is_summed and parameter not in self.raw:
+                self.summed[parameter] = gradient  # put in the sum's place
+                continue
             local = local_gradient(parameter)
-            if local is None or not local.count_nonzero():  # cleared by zero_grad(set_to_none=False)
+            if local is None or not _values_of(local).count_nonzero():  # cleared by zero_grad(set_to_none=False)
                 continue
             raise UsageError(
-                "gradients should be changed after they are sums over the ranks",
+                "gradients should be made by job.backward, and changed only once they are sums over the ranks",
                 f"the gradient of {name} was made or changed by something else than job.backward, while it was that of "
                 "this rank's samples alone",
                 "write job.backward(loss) in place of loss.backward(), job.clip(max_norm) in place of "
@@ -417,6 +485,12 @@ class PiecewiseParallel(Parallel):
         by_rank = [ranks[start : start + _PER_RANK] for start in range(0, len(ranks), _PER_RANK)]
         self._check_same(piece, by_rank)
         bad_ranks = [self.comms.step.peers[index] for index, numbers in enumerate(by_rank) if numbers[_BAD]]
+        if any(numbers[_BAD] == _BAD_WEIGHT for numbers in by_rank):
+            raise LossError(
+                "the weight of a loss should be a number, 0 or more",
+                f"that of rank {bad_ranks[0]} is negative, NaN or infinite; the parameters were left as they were",
+                "write over how many samples or tokens the loss is a mean",
+            )
         if bad_ranks:
             raise _not_finite(bad_ranks)
         if piece.call == BACKWARD and weight <= 0:
@@ -447,6 +521,11 @@ def _drop_unless_needed(shard: Shard, model: torch.nn.Module, inputs: Any, outpu
     """Keep parts alone after a forward pass, unless a backward pass through it needs whole parameters."""
     if not any(tensor.requires_grad for tensor in tensors_in(output)):
         shard.reshard()
+
+
+def _values_of(gradient: torch.Tensor) -> torch.Tensor:
+    """Return the numbers that a gradient has: of a sparse one those of its rows."""
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
 def _noted(gradient: torch.Tensor) -> _Noted:

@@ -17,12 +17,14 @@ from __future__ import annotations
 import copy
 import math
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from paceline.comm import api
 from paceline.comm.batch_norm import share_statistics
@@ -32,14 +34,14 @@ from paceline.nouns.plan import Plan
 from paceline.nouns.record import StepRecord
 from paceline.parallel.apply import Parallel
 from paceline.parallel.model_adapter import EagerAdapter, ModelAdapter
-from paceline.parallel.optimizer_parts import groups_of
+from paceline.parallel.optimizer_parts import contains, groups_of, parts_of
 from paceline.parallel.pieces import BACKWARD, END, REDUCE, Piece, PiecewiseParallel
 from paceline.parallel.replicate.strategy import broadcast_state
 from paceline.train import prepare as preparing
 from paceline.train.assemble import Assembly
 from paceline.train.data import moved
 from paceline.train.events import peak_memory_bytes
-from paceline.train.job import Job, check_is_first
+from paceline.train.job import Job, check_is_first, newest
 from paceline.train.loop_loader import CutLoader, Part, Place, load_pass
 from paceline.train.loop_objects import LoopObjects, check_parameters, sort_objects, updated_by
 from paceline.train.parallelize import Fake
@@ -177,9 +179,11 @@ class LoopJob(Job):
         self.part: Part | None = None  # the batch that the loop has
         self.samples = 0  # of the batches of this step
         self.batches_seen = 0
+        self.opened_at_step = 0  # when the loop began its newest pass
         self.to_float64 = False  # verify widens what the loader gives
         self.return_to: Callable[[], None] | None = None
-        self.counts: dict[int, int] = {}  # of each optimizer's parameters
+        self.returned_to: Callable[[], None] | None = None
+        self.grouped: dict[int, list[int]] = {}  # the identities of each optimizer's parameters
         self.cut: CutLoader | None = None
         if objects.loader is not None:
             self.cut = CutLoader(objects.loader, seed)
@@ -198,6 +202,7 @@ class LoopJob(Job):
         self.parallel.split([updated_by(optimizer, self.model) for optimizer in optimizers])
         for number, optimizer in enumerate(optimizers, 1):
             self._watch(optimizer, number)
+        self._watch_others()
         self._follow_groups()
         self.scheduler = self.objects.scheduler
         self.began_s = self.clock.now_s()
@@ -230,6 +235,30 @@ class LoopJob(Job):
         optimizer.register_step_pre_hook(before)
         optimizer.register_step_post_hook(after)
 
+    def _watch_others(self) -> None:
+        """Refuse updates by an optimizer that the job has not: its gradients would be those of this rank alone."""
+        this = weakref.ref(self)
+
+        def before(optimizer: torch.optim.Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+            job = this()
+            if job is not None and newest() is job and job.closed_step is None:
+                job._check_is_own(optimizer)
+
+        handle = register_optimizer_step_pre_hook(before)
+        weakref.finalize(self, handle.remove)
+
+    def _check_is_own(self, optimizer: torch.optim.Optimizer) -> None:
+        known = [part for own in self.objects.optimizers for part in parts_of(own)]
+        if any(contains(known, part) for part in parts_of(optimizer)):
+            return
+        trained = set(self.model.parameters())
+        if any(parameter in trained for group in optimizer.param_groups for parameter in group["params"]):
+            raise UsageError(
+                "the models of the job should be updated by the optimizers that paceline.prepare was handed",
+                f"this {type(optimizer).__name__} is none of them: it would see the gradients of this rank's samples",
+                "hand it to paceline.prepare too; to train other parameters later, call add_param_group on one of them",
+            ).at(rank=self.rank, step=self.step_number + 1)
+
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the numbers of the passes over the loader that are to be made, from that at which the job is.
 
@@ -240,7 +269,8 @@ class LoopJob(Job):
             From 0 to `count - 1`; a resumed job begins in the pass in which it was.
 
         Raises:
-            UsageError: the job has no loader, or a pass did not train.
+            UsageError: the job has no loader, or a pass did not train; or, as soon as the loop goes over the loader
+                again under one number.
 
         Examples:
             >>> model = torch.nn.Linear(4, 1)
@@ -262,14 +292,29 @@ class LoopJob(Job):
                 "paceline.prepare was handed none",
                 "hand it the DataLoader, or count in the loop: while job.step_number < STEPS",
             )
-        self.cut.passes = count
-        while self.cut.number < count:
-            number = self.cut.number
-            yield number
-            self.cut.check_trained()
-            if self.cut.number == number:  # the loop left the pass by `break`
-                self.cut.end_pass()
-        self.end_step()  # what the loop does next, such as writing the model, finds equal buffers
+        cut = self.cut
+        cut.passes = count
+        self._forget_look()
+        try:
+            while cut.number < count:
+                cut.epoch = cut.number
+                yield cut.epoch
+                cut.check_trained()
+                if cut.number == cut.epoch:  # the loop left the pass by `break`
+                    cut.end_pass()
+                self.end_step()  # what the loop does next, such as writing the model, finds equal buffers
+        finally:
+            cut.epoch = None
+
+    def _forget_look(self) -> None:
+        """Go back to the beginning of a pass of which the loop has only looked at batches: `next(iter(loader))`."""
+        cut = self.cut
+        if cut is None or not cut.is_open or self.is_updated or self.step_number != self.opened_at_step:
+            return
+        cut.go_to(*cut.opened_at)
+        self.take(None)
+        self.samples = self.batches_seen = 0
+        self.return_to = self.returned_to
 
     def batches_of(self, loader: Any) -> LoopLoader:
         """Return what the loop iterates over in place of its loader."""
@@ -416,7 +461,14 @@ class LoopJob(Job):
         place = manifest.get("loop")
         if place is None or self.cut is None:
             return
-        self.cut.go_to(place["pass"], place["batch"])
+        self.cut.go_to(place["pass"], place.get("batch", 0))
+        self.samples = self.batches_seen = 0
+        saved, now = manifest.get("batch_size"), self.workload.batch_size
+        if self.cut.batch and saved != now:
+            self.notice(
+                f"{folder.name} was saved with batches of {saved}, the loader's have {now}: pass {self.cut.number} "
+                f"goes on after {self.cut.batch} of them, so samples of it are left out or taken twice"
+            )
         # Copies: a scheduler's state may be its own lists.
         scheduler = None if self.scheduler is None else copy.deepcopy(self.scheduler.state_dict())
         settings = [copy.deepcopy(_settings_of(group)) for group in groups_of(self.optimizer)]
@@ -435,17 +487,18 @@ class LoopJob(Job):
         """Return where in the data the job is, for a checkpoint."""
         if self.cut is None:
             return {}
-        return {"loop": {"pass": self.cut.number, "batch": self.cut.batch}}
+        # Gradients are not saved: batches without an update are to be taken again, those of this pass at least.
+        return {"loop": {"pass": self.cut.number, "batch": max(self.cut.batch - self.batches_seen, 0)}}
 
     def take(self, part: Part | None) -> None:
         """Note the batch that the loop gets; None: it has none."""
         self.part = part
+        self.parallel.counts_samples(part is None or not part.keeps_pace)
         if part is None:
             return
-        self.parallel.counts_samples(not part.keeps_pace)
         if self.return_to is not None:
             self.return_to()
-            self.return_to = None
+            self.returned_to, self.return_to = self.return_to, None
         self.samples += part.of
         self.batches_seen += 1
 
@@ -503,13 +556,13 @@ class LoopJob(Job):
         self._follow_groups()
 
     def _follow_groups(self) -> None:
-        """Take in parameters that an optimizer was given since."""
+        """Take in parameters that an optimizer was given since, or has in place of others."""
         for number, optimizer in enumerate(self.objects.optimizers, 1):
-            count = sum(len(group["params"]) for group in groups_of(optimizer))
-            if count != self.counts.get(number, count):
+            parameters = [id(parameter) for group in groups_of(optimizer) for parameter in group["params"]]
+            if parameters != self.grouped.get(number, parameters):
                 check_parameters(self.objects.models, [optimizer])
                 self.parallel.regroup(number, updated_by(optimizer, self.model))
-            self.counts[number] = count
+            self.grouped[number] = parameters
 
     def _begin_step(self) -> None:
         if self.is_stepping or self.is_updated:
@@ -575,6 +628,7 @@ class LoopLoader:
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's part of each batch of the next pass; of the pass in which a resumed job is, the rest."""
         self.job.end_step()
+        self._check_is_one_pass()
         self.cut.check_trained()
         if not self.cut.begin_pass():
             if self.cut.begun == 1:  # said once, of all passes
@@ -584,15 +638,34 @@ class LoopLoader:
                     "`for epoch in job.epochs(n)` leaves such passes out"
                 )
             return
+        self.job.opened_at_step = self.job.step_number
+        self.job.returned_to = None
         place = Place(self.job.data_part, self.job.mesh.data_size, self.cut.seed, self.cut.number)
+        jumps = self.cut.jumps
         for part in load_pass(self.cut.loader, place, self.cut.batch):
             # Whatever the loop does with a batch, the step ends here.
             self.job.end_step()
             self.cut.note_batch()
             self.job.take(part)
             yield moved(part.batch, self.job.device, self.job.to_float64)
+            if self.cut.jumps != jumps:
+                raise UsageError(
+                    "the loop should go over its loader in one place at a time",
+                    "it asks an earlier iterator for a batch, after another was begun, or job.load went elsewhere",
+                    "leave the `for` after job.load, and call iter(loader) once for each pass",
+                ).at(rank=self.job.rank)
         self.cut.end_pass()
         self.job.take(None)
+
+    def _check_is_one_pass(self) -> None:
+        if self.cut.epoch is None or self.cut.epoch == self.cut.number:
+            return
+        raise UsageError(
+            "job.epochs counts passes over the loader, one for each number that it yields",
+            f"the loop goes over the loader again in epoch {self.cut.epoch}",
+            "evaluate by job.evaluate(data, score), or over a DataLoader that paceline.prepare was not handed; for "
+            "several passes in each round write `for _ in range(n)`",
+        ).at(rank=self.job.rank)
 
 
 def _settings_of(group: dict[str, Any]) -> dict[str, Any]:

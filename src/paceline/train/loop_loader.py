@@ -5,8 +5,8 @@ samplers with weights, batches of one length and collators of one's own stay as 
 rank reads all samples, and collates its part of each batch.
 
 What the sampler and the data set draw (torch, random, numpy) depends on the seed, the pass over the data and the place
-of the sample in it alone. A resumed job asks the sampler again for the batches that were taken before, and loads none
-of them.
+of the sample in it alone; what collate draws depends on the rank's part of the batch too. A resumed job asks the
+sampler again for the batches that were taken before, and loads none of them.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
 from paceline.nouns.errors import UsageError, WorkloadError
 from paceline.nouns.order import mix, share
 from paceline.train.seed import cpu_random_state, kept_random_state, seed_sample, set_cpu_random_state
 
-_SAMPLER, _DATA, _WORKERS = range(3)  # random streams of a pass
+_SAMPLER, _DATA, _WORKERS, _COLLATE = range(4)  # random streams of a pass
 
 
 class Part(NamedTuple):
@@ -92,6 +92,9 @@ class CutLoader:
         begun: passes that the loop has begun since the start of the process.
         passes: of the whole training; None where only the loop knows.
         is_idle: the pass has given batches, and none of them was trained on.
+        epoch: the number that `job.epochs` yielded last; None outside of its loop.
+        jumps: counts what makes earlier iterators useless.
+        opened_at: pass and batch at which the newest pass was begun.
     """
 
     def __init__(self, loader: DataLoader[Any], seed: int) -> None:
@@ -104,6 +107,10 @@ class CutLoader:
         self.replayed = 0  # passes for which the sampler was asked
         self.is_open = False
         self.is_idle = False
+        self.epoch: int | None = None
+        self.jumps = 0
+        self.opened_at = (0, 0)
+        self.first_states = [(each, each.get_state()) for each in _generators(loader)]
 
     def go_to(self, number: int, batch: int) -> None:
         """Go on in a pass, after so many batches of it."""
@@ -111,6 +118,12 @@ class CutLoader:
         self.batch = batch
         self.is_open = False
         self.is_idle = False
+        self.jumps += 1
+        self.epoch = None
+        if number < self.replayed:  # samplers are asked for all passes again
+            for generator, state in self.first_states:
+                generator.set_state(state)
+            self.replayed = 0
 
     def note_batch(self) -> None:
         """Count a batch that the loop gets."""
@@ -141,6 +154,8 @@ class CutLoader:
         self.begun += 1
         self.replayed += 1
         self.is_open = True
+        self.jumps += 1
+        self.opened_at = self.number, self.batch
         return True
 
     def end_pass(self) -> None:
@@ -158,6 +173,17 @@ class CutLoader:
         except TypeError:  # an iterable data set
             return None
         return (self.passes - self.number) * each - self.batch
+
+
+def _generators(loader: DataLoader[Any]) -> list[torch.Generator]:
+    """Return the random generators that the loader's samplers own."""
+    samplers = (loader.batch_sampler, loader.sampler, getattr(loader.batch_sampler, "sampler", None))
+    found: list[torch.Generator] = []
+    for sampler in samplers:
+        generator = getattr(sampler, "generator", None)
+        if isinstance(generator, torch.Generator) and all(generator is not each for each in found):
+            found.append(generator)
+    return found
 
 
 def load_pass(loader: DataLoader[Any], place: Place, skip: int) -> Iterator[Part]:
@@ -288,11 +314,18 @@ class _CollatePart:
     def __init__(self, collate: Callable[[Any], Any], place: Place) -> None:
         self.collate = collate
         self.place = place
+        self.calls = 0  # in this process
 
     def __call__(self, samples: list[Any]) -> tuple[Any, int, int, bool]:
         own = self.place.own(len(samples))
         chosen = samples[own.start : own.stop] or samples[:1]
-        return self.collate(chosen), len(own), len(samples), not own
+        worker = get_worker_info()
+        self.calls += 1
+        # What collate draws, for a part of another size on each rank, is not to change what the stream draws next.
+        with kept_random_state():
+            seed_sample(self.place.seed, self.place.number, _COLLATE, worker.id if worker else 0, self.calls)
+            batch = self.collate(chosen)
+        return batch, len(own), len(samples), not own
 
 
 def _in_stream(make: Callable[[], Iterator[Any]], place: Place, stream: int) -> Iterator[Any]:

@@ -26,7 +26,7 @@ from paceline.verify.prove import USUAL, VerifyRequest, check_plan, check_was_no
 BOUND = 1e-8
 _CAUSES = (
     "the loss is no mean over the samples that are its weight, or the loop draws by itself, as torch.randn does, which "
-    "differs between ranks: draw in the data set or its collate"
+    "differs between ranks: draw in the data set's []"
 )
 
 

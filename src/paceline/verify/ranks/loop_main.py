@@ -86,7 +86,7 @@ def main(path: Path) -> None:
         seed_everything(0)  # a loop that sets no seed of its own begins alike with one rank and with several
         with controlled(False), patched(paceline, prepare=prepare):
             try:
-                runpy.run_path(settings["script"], run_name="__main__")
+                _run_file(settings["script"])
                 for recorder in recorders:
                     recorder.job.close(save=False)  # the last step ends with the job
             except _AllStepsTaken:
@@ -95,6 +95,15 @@ def main(path: Path) -> None:
         api.world().comm.barrier()  # no rank ends, and closes its connections, while another still needs it
     finally:
         os.environ["PACELINE_RUN_DIR"] = run_dir
+
+
+def _run_file(script: str) -> None:
+    """Run the file as `python FILE` does, which may end by `sys.exit()`."""
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as ended:
+        if ended.code not in (None, 0):
+            raise
 
 
 def _write(recorders: list[_Recorder], folder: Path, name: str) -> None:
