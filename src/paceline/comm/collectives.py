@@ -275,7 +275,8 @@ def _open(name: str, axes: Sequence[str], mesh: Mesh, rank: int, ledger: Ledger)
     group = None  # the whole world, or one rank alone
     if len(peers_of_groups) > 1 and len(peers) > 1:
         # torch wants every rank to open every group, in the same order, also those that it is not in.
-        groups = {members: dist.new_group(list(members)) for members in sorted(peers_of_groups)}
+        with named_failure("opening the process groups", name):  # a rank may end while the others connect
+            groups = {members: dist.new_group(list(members)) for members in sorted(peers_of_groups)}
         group = groups[peers]
     return AxisComm(name, peers.index(rank), peers, group, ledger)
 
