@@ -61,8 +61,9 @@ class _Optimizer(Struct):
 
 
 class _Loop(Struct):
-    number: _Count = field(name="pass")
-    batch: _Count = 0
+    # A resumed loop asks its sampler again for every pass that was made: a forged number must not take years.
+    number: Annotated[int, Meta(ge=0, le=1_000_000)] = field(name="pass")
+    batch: _Count
 
 
 class _Manifest(Struct):
