@@ -934,6 +934,22 @@ def test_a_batch_without_an_update_is_taken_again_after_a_load(tmp_path):
         assert found == [(True, 3, 21)] * 2
 
 
+def updates_without_the_loader(rank):
+    """A loop counts passes, and makes its batches itself."""
+    model, optimizer = with_optimizer()
+    loader = DataLoader(TensorDataset(INPUTS[0]), batch_size=2)
+    job, model, optimizer, loader = paceline.prepare(model, optimizer, loader)
+    for _ in job.epochs(2):
+        optimizer.zero_grad()
+        job.backward(model(own(job, 0)).mean(), weight=1)
+        optimizer.step()
+    return job.step_number, job.total_steps
+
+
+def test_a_loop_may_leave_its_loader_alone():
+    assert run_ranks(1, updates_without_the_loader) == [(2, 0)]
+
+
 class Endless(IterableDataset):
     def __iter__(self):
         while True:

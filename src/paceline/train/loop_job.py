@@ -71,7 +71,6 @@ def prepare(*objects: Any, seed: int = 0, shard_frozen: bool = False) -> tuple[A
             Parameters and buffers become those of rank 0. The loader's sampler, batch sampler, collate and workers are
             used as they are.
         seed: of dropout, of the order of samplers without a generator of their own, and of what data sets draw.
-
         shard_frozen: keep only a part on each rank of every model without a trained parameter, such as a teacher. Its
             blocks are gathered as it is called, so every rank must call it equally often.
 
@@ -403,8 +402,8 @@ class LoopJob(Job):
             optimizer: whose parameters; those of all where None.
 
         Returns:
-            By the parameter's name its `grad`, of the parameter's shape, without parameters that have none. A change in
-            place is what the update sees. Every rank must make the same change.
+            By the parameter's name its `grad`, of the parameter's shape, without parameters that have none. The update
+            sees a change in place, or another tensor in `parameter.grad`. Every rank must make the same change.
 
         Raises:
             UsageError: the optimizer is not the job's, or something else has changed gradients.
@@ -541,7 +540,8 @@ class LoopJob(Job):
     def _tell_length(self) -> None:
         """Say after the first step how many there will be, if each takes as many batches."""
         batches = None if self.cut is None else self.cut.batches_left()
-        if self.step_number == self.loaded_step + 1 and batches is not None:
+        # A step may have taken none: the loop counts passes, and makes its batches itself.
+        if self.step_number == self.loaded_step + 1 and batches is not None and self.batches_seen:
             self.total_steps = self.step_number + batches // self.batches_seen
             self.events.write({"event": "own_batches", "total_steps": self.total_steps})
 
