@@ -1,6 +1,9 @@
 """Fine-tunes a BERT-style encoder on a GLUE task.
 
-    paceline run -n 2 examples/glue/workload.py --task CoLA --data glue --tokenizer vocab.txt
+    python sample.py data
+    paceline run -n 2 workload.py --task SST-2 --data data --tokenizer data/vocab.txt
+
+sample.py makes up a small task, to try the example without GLUE's files.
 
 The dev set's metrics at the end are those of all ranks' counts: the same on any number of ranks.
 """

@@ -337,14 +337,7 @@ def test_an_axis_that_cuts_parameters_refuses_it(mesh):
         assert f"write replicate in place of {mesh[:-2]}" in text
 
 
-def test_a_scheduler_that_wants_a_measure_is_refused_at_the_start():
-    with pytest.raises(WorkloadError, match=r"ReduceLROnPlateau\.step wants metrics"):
-        job_of(
-            lambda model: torch.optim.SGD(model.parameters(), 0.1), scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau
-        )
-
-
-def test_what_the_error_advises_works():
+def test_a_scheduler_outside_of_the_workload_works():
     job = job_of(lambda model: torch.optim.SGD(model.parameters(), 0.1), evaluation=list(torch.zeros(4, 4)))
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(job.optimizer, patience=0, threshold=1e9)
     for batch in job.batches():

@@ -11,6 +11,7 @@ import torch
 from paceline.checkpoint.manifest import MODEL, OWN, check_files, file_name, read_manifest
 from paceline.checkpoint.manifest_merge import as_hex, of_hex
 from paceline.checkpoint.manifest_schema import shard_specs_of
+from paceline.checkpoint.older_manifest import NO_HASH
 from paceline.checkpoint.reshard import LocalTensor, bits_of, dtype_of, hash_of
 from paceline.checkpoint.save import assigned
 from paceline.checkpoint.shard_geometry import is_needed, move
@@ -171,7 +172,7 @@ def verify_hashes(
             raise _other(folder, f"its {_bare(name)} of shape {shape} is not in the model")
         if count != numel:
             raise _other(folder, f"the ranks hold {count} of the {numel} elements of {_bare(name)}")
-        if (first, second) != of_hex(entry["hash"]):
+        if entry["hash"] != NO_HASH and (first, second) != of_hex(entry["hash"]):
             loaded = as_hex((first, second))
             raise _damaged(folder, f"{_bare(name)} was loaded with the hash {loaded}, not the {entry['hash']} saved")
 

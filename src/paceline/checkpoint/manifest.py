@@ -22,11 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.manifest_schema import fault_of_files, fault_of_form, fault_of_tensors
-from paceline.nouns.errors import CheckpointError, ReadError
+from paceline.checkpoint.older_manifest import WITHOUT_OWN_HASH, upgraded
+from paceline.nouns.errors import MEETS_NOT, CheckpointError, ReadError
 from paceline.nouns.reading import parse_whole, read_json, shown
 
 FORMAT = "paceline-checkpoint"
-VERSION = 3  # 2: the manifest has a hash of itself; 3: tensors lie in parts
+VERSION = 3  # 2: the manifest has a hash of itself; 3: tensors lie in parts. docs/formats.md has what is promised.
 MANIFEST = "manifest.json"
 CHECKPOINTS = "checkpoints"  # of a run directory: the folder of its checkpoints
 MODEL, OPTIMIZER, OWN = "model/", "optimizer/", "own/"  # how names of tensors begin; OWN: of a rank's alone
@@ -36,6 +37,15 @@ _LEFT = ".left-"
 _PROBE = ".probe-"
 _CHUNK_BYTES = 2**22
 _MOST_BYTES = 2**30  # of a manifest: 10,000 tensors on 1,000 ranks
+
+
+class NewerCheckpointError(CheckpointError):
+    """A checkpoint is whole, and of a version that a later Paceline writes.
+
+    It is not passed over as a damaged one is: the job would go on from an earlier step, and replace what it can't read.
+    """
+
+    exit_code = MEETS_NOT
 
 
 def file_name(rank: int) -> str:
@@ -96,7 +106,11 @@ def _own_hash(manifest: dict[str, Any]) -> str:
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Read a checkpoint's manifest and check its hash and its form, not yet its files.
 
+    Returns:
+        The manifest in the form of today's version; its `version` is that of the checkpoint.
+
     Raises:
+        NewerCheckpointError: a later Paceline wrote it.
         CheckpointError: it is missing, not JSON, altered, or not of this format.
     """
     path = folder / MANIFEST
@@ -106,16 +120,24 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise _bad(folder, f"{MANIFEST} is no manifest: {error.found}") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise _bad(folder, f"{MANIFEST} is not one of Paceline")
-    # Before the hash, which manifests of version 1 don't have.
-    if manifest.get("version") != VERSION:
-        raise _bad(folder, f"it is of version {shown(manifest.get('version'))}, this Paceline reads {VERSION}")
-    if manifest.get("sha256") != _own_hash(manifest):
+    version = manifest.get("version")
+    is_known = type(version) is int and 1 <= version <= VERSION
+    is_sound = manifest.get("sha256") == _own_hash(manifest)
+    # Versions to come keep the hash: one of them is told from damage in the number.
+    if is_sound and type(version) is int and version > VERSION:
+        raise _newer(folder, version)
+    if not is_known:
+        raise _bad(folder, f"it is of version {shown(version)}, this Paceline reads 1 to {VERSION}")
+    if not is_sound and version != WITHOUT_OWN_HASH:
         raise _bad(folder, f"{MANIFEST} was altered: its SHA-256 is not the one in it")
     # The hash finds damage; somebody who writes a manifest can make it fit, so nothing in it is trusted yet.
-    fault = fault_of_form(manifest) or fault_of_files(manifest, file_name) or fault_of_tensors(manifest)
+    fault = fault_of_form(manifest) or fault_of_files(manifest, file_name)
     if fault is not None:
         raise _bad(folder, f"{MANIFEST} {fault}")
-    return manifest
+    current = upgraded(manifest, folder)
+    if (fault := fault_of_tensors(current)) is not None:
+        raise _bad(folder, f"{MANIFEST} {fault}")
+    return current
 
 
 def check_files(folder: Path, manifest: dict[str, Any]) -> None:
@@ -150,6 +172,7 @@ def find_good(
         fix: what to do where there is none.
 
     Raises:
+        NewerCheckpointError: a later Paceline wrote it, or the newest one that is whole.
         CheckpointError: there is none that is whole.
     """
     # `path` itself may be a checkpoint. A crash between the two renames of `put_in_place` leaves its older copy alone.
@@ -163,6 +186,8 @@ def find_good(
     for candidate in candidates:
         try:
             check(candidate, read_manifest(candidate))
+        except NewerCheckpointError:
+            raise
         except CheckpointError as error:
             report(f"{candidate.name} is passed over: {error.found}")
         else:
@@ -193,7 +218,8 @@ def list_left(folder: Path) -> list[Path]:
 def publish_left(folder: Path) -> Path | None:
     """Turn the newest left state of `folder` into a checkpoint, if it is of a later step than all checkpoints.
 
-    A job that crashed could not do so itself. States without a valid manifest are removed; others stay.
+    A job that crashed could not do so itself. States without a valid manifest are removed; others stay, and so do those
+    of a later Paceline.
 
     Returns:
         The checkpoint that it became.
@@ -207,6 +233,8 @@ def publish_left(folder: Path) -> Path | None:
     for left in list_left(folder):
         try:
             read_manifest(left)
+        except NewerCheckpointError:
+            continue
         except CheckpointError:
             shutil.rmtree(left, ignore_errors=True)
             continue
@@ -330,6 +358,14 @@ def sync_folder(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _newer(folder: Path, version: int) -> NewerCheckpointError:
+    return NewerCheckpointError(
+        f"can't read the checkpoint {folder}",
+        f"it is of version {version}, and this Paceline reads versions 1 to {VERSION}",
+        "use the Paceline that wrote it, or a later one",
+    )
 
 
 def _bad(folder: Path, found: str) -> CheckpointError:

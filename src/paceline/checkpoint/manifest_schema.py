@@ -44,7 +44,7 @@ class _Part(Struct, forbid_unknown_fields=True):
 class _Tensor(Struct, forbid_unknown_fields=True):
     shape: list[_Count]
     dtype: str
-    hash: Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
+    hash: Annotated[str, Meta(pattern=r"^([0-9a-f]{32})?\Z")]  # empty: older_manifest.NO_HASH
     parts: list[_Part]
 
 
@@ -66,6 +66,13 @@ class _Loop(Struct):
     batch: _Count
 
 
+class _Stream(Struct, forbid_unknown_fields=True):
+    epoch: Annotated[int, Meta(ge=0, le=1_000_000)]
+    batch: _Count
+    taken: _Count
+    state: dict[str, Any] | None = None
+
+
 class _Manifest(Struct):
     """What a manifest must have; what it may have is that where it is there."""
 
@@ -83,6 +90,7 @@ class _Manifest(Struct):
     config: dict[str, Any] = {}
     generation_config: dict[str, Any] = {}
     loop: _Loop | None = None
+    stream: _Stream | None = None
 
 
 def fault_of_form(manifest: Mapping[str, Any]) -> str | None:
@@ -98,6 +106,8 @@ def fault_of_form(manifest: Mapping[str, Any]) -> str | None:
         return f"has a seed that torch can't take: {shown(checked.seed)}"
     if not _is_plain(manifest["optimizer"]) or not _is_plain(manifest["scheduler"]):
         return "has a whole number of more than 64 bits in the state of its optimizer or scheduler"
+    if not _is_plain(manifest.get("stream")):
+        return "has a whole number of more than 64 bits in the state of its stream"
     for name, number in checked.optimizer.numbers.items():
         if not _is_number(name, number):
             return f"has an optimizer whose number {shown(name)} is {shown(number)}"
