@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ from paceline.rendezvous.hostlist import hosts_of, tasks_per_host
 from paceline.rendezvous.launcher_env import find_node, find_position
 from paceline.run.directory import find_run
 from paceline.run.failures import first_cause, format_failure, read_failures, silent_death
+from paceline.run.plain_values import RETURNED, read_value, write_value
 from paceline.run.supervise.agent import _HEARD
 from paceline.run.supervise.elastic import last_generation, script_hosts
 from paceline.run.supervise.host_backend import RemoteBackend
@@ -355,13 +356,20 @@ def _notes(content: bytes, folder: Path) -> None:
     _wait_for_notes(folder, 1)
 
 
+def _as_version_2(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """The manifest as a Paceline wrote it whose tensors lay whole in a file."""
+    tensors = {name: {"shape": one["shape"], "dtype": one["dtype"]} for name, one in manifest["tensors"].items()}
+    return {**manifest, "version": 2, "tensors": tensors}
+
+
 def _checkpoints(folder: Path) -> Iterator[Target]:
     manifest, content = _checkpoint(folder)
     file = manifests.file_name(0)
     sealed = _encoded(manifests.sealed(manifest))
     at = _of_file(manifests.MANIFEST, lambda path: manifests.read_manifest(path.parent))
     yield Target("manifest", "disk", [sealed], at)
-    yield Target("sealed manifest", "disk", [_encoded(manifest)], lambda one, at: _read_sealed(one, at, content))
+    seeds = [_encoded(manifest), _encoded(_as_version_2(manifest))]
+    yield Target("sealed manifest", "disk", seeds, lambda one, at: _read_sealed(one, at, content))
     yield Target("safetensors", "disk", [content], _of_file(file, _read_tensors))
     names = b"step-00000020\nstep-00000040\n.replaced-step-00000010\n.partial-step-00000030"
     yield Target("names of checkpoints", "disk", [names], _folder_names)
@@ -733,6 +741,14 @@ def _hosts() -> Iterator[Target]:
     yield Target("profile's answer", "child", lines, _of_text(_read_answer))
 
 
+def _returned(folder: Path) -> Target:
+    value = {"a": [1, 2.5, None, True], (1, "b"): b"c", "w": torch.ones(2, 3), "n": torch.ones(2).numpy()}
+    write_value(folder / RETURNED, value, "train")
+    return Target(
+        "what a function returned", "child", [(folder / RETURNED).read_bytes()], _of_file(RETURNED, read_value)
+    )
+
+
 def all_targets(folder: Path) -> list[Target]:
     """Every reader; `folder` is for what their first inputs are made of."""
-    return [*_plans(), *_checkpoints(folder), *_runs(), *_servers(), *_hosts()]
+    return [*_plans(), *_checkpoints(folder), *_runs(), *_servers(), *_hosts(), _returned(folder)]

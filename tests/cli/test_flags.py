@@ -330,6 +330,7 @@ FOREIGN = {
     "sbatch's whole hosts": ("submit slurm", ["--exclusive"], "write --sbatch-option=--exclusive;"),
     "sbatch's memory": ("submit slurm", ["--mem-per-cpu", "4G"], "write --sbatch-option=--mem-per-cpu=VALUE"),
     "of run, in Slurm": ("submit slurm", ["--on", "ssh"], "leave it out; `paceline run` has it"),
+    "restarts, in Slurm": ("submit slurm", ["--max-restarts", "3"], "leave it out; Slurm starts the job again"),
     "of run, in pods": ("submit kubernetes", ["--runs", "x"], "leave it out; `paceline run` has it"),
     "nothing like it": ("submit slurm", ["--noodles", "2"], "see `paceline submit slurm --help`"),
 }

@@ -10,6 +10,9 @@ Accelerate, and Lightning Fabric: on the machine as it is, and beside --busy pro
 bench strategies: the time of a step under shard, tensor and pipeline on two ranks, each against the same by hand
 in raw torch (fully_shard, parallelize_module, PipelineStage); both sides must compute the same losses.
 
+bench restart: the time from `kill -9` of a rank to the next finished step under `paceline run --max-restarts`, against
+torchrun with the same file and the same checkpoints, and with DDP in plain torch.
+
 bench planner: predicted memory against torch's profiler in real jobs, against a GPU of this host (--device cuda) and
 against a table of published measurements (--published FILE); the time of a profile of seven billion parameters.
 """
@@ -23,11 +26,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from paceline.bench import jobs, planner, strategies
+from paceline.bench import jobs, planner, restart, strategies
 from paceline.bench.step import run_bench
 from paceline.nouns.table import aligned
 
-SUBJECTS = ("step", "jobs", "strategies", "planner")
+SUBJECTS = ("step", "jobs", "strategies", "restart", "planner")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,6 +72,9 @@ def run(arguments: argparse.Namespace) -> int:
         elif arguments.subject == "strategies":
             result = strategies.run_strategies(folder, arguments.rounds, tell)
             shown = strategies.table
+        elif arguments.subject == "restart":
+            result = restart.run_restarts(folder, arguments.rounds, tell)
+            shown = restart.table
         else:
             result = run_bench(folder, arguments.rounds, arguments.startup_rounds, tell)
             shown = table

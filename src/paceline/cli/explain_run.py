@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from paceline.cli.flags import RUN_FLAGS
 from paceline.cli.plan_flags import RUNS
 from paceline.launch.kubernetes.request import name_of_job
 from paceline.nouns.plan import Plan
@@ -33,8 +34,12 @@ def run_rows(parsed: argparse.Namespace, place: str) -> tuple[Row, ...]:
     notice_s = stall_notice_of(parsed.stall_notice, parsed.env)
     in_variable = any(each.partition("=")[0] == VARIABLE for each in parsed.env)
     otherwise = "flag -x" if in_variable else VARIABLE if os.environ.get(VARIABLE) else "default"
+    restarts: tuple[Row, ...] = ()
+    if place in RUN_FLAGS["max_restarts"]:
+        restarts = (("restarts", str(parsed.max_restarts), _origin(parsed.given, "max_restarts", "default")),)
     return (
         folder,
+        *restarts,
         ("grace", f"{parsed.grace:g} s", _origin(parsed.given, "grace", "default")),
         (
             "stall notice",

@@ -26,9 +26,23 @@ RUN_FLAGS: dict[str, frozenset[str]] = {
     **dict.fromkeys(("checkpoint_every", "keep", "runs", "resume", "resume_or_start"), _JOBS - {RANK}),
     **dict.fromkeys(("grace", "stall_notice", "json", "dry_run", "env", "shape"), _SUPERVISED),
     **dict.fromkeys(("hosts", "hostfile"), _WITH_HOSTS),
+    "max_restarts": frozenset({"local", "mpi", "ray"}),
     "interface": _BESIDE_HOST | {NODE},
     **dict.fromkeys(("python", "cluster"), _BESIDE_HOST),
     **dict.fromkeys(("min_hosts", "max_hosts", "host_discovery_script"), frozenset({ELASTIC})),
+}
+# Places without --max-restarts: what a job there is, why not, and what to do.
+_NO_RESTARTS = {
+    "ssh": (
+        "on a fixed list of hosts over ssh",
+        "a lost host would not be there for a restart",
+        "leave --max-restarts out, and write --min-hosts N: such a job goes on by itself on the hosts that there are",
+    ),
+    ELASTIC: (
+        "on hosts that come and go",
+        "it goes on by itself after a lost process or host, however often",
+        "leave --max-restarts out; a host on which ranks died three times is left out",
+    ),
 }
 _WITH_PLAN = ("run", "submit", "plan", "profile", "verify", "explain")
 _OPTIONS_OF_PLAN = ("transport", "compression", "bucket_bytes")
@@ -84,7 +98,7 @@ class Rule:
 
 # Of the flags of `paceline bench`, the subjects that they are about.
 _BENCH = {
-    "rounds": ("step", "jobs", "strategies"),
+    "rounds": ("step", "jobs", "strategies", "restart"),
     "startup_rounds": ("step",),
     "steps": ("jobs",),
     "busy": ("jobs",),
@@ -204,6 +218,8 @@ def check_place(written: Mapping[str, str], place: str, launcher: str = "") -> N
                 f"{launcher} starts and ends the ranks there; a run directory is kept where --job names one",
                 f"leave {flag} out, or start the job with `paceline run -n N` in its place",
             )
+        if name == "max_restarts":
+            raise UsageError(f"{flag} does not apply to a job {_NO_RESTARTS[place][0]}", *_NO_RESTARTS[place][1:])
         here = {"local": "on this host", ELASTIC: "on hosts that come and go"}
         asked = f"{flag} does not apply to a job {here.get(place, f'--on {place}')}"
         wanted = _written(RUN_FLAGS[name])
@@ -230,6 +246,8 @@ def moved(flag: str, command: str) -> str:
         return f"write it in the plan, such as --plan replicate=2,{name}=..."
     if verb not in ("run", "submit"):
         return ""
+    if command == "paceline submit slurm" and name == "max_restarts":
+        return "leave it out; Slurm starts the job again, up to three times, after a rank that a signal ended"
     if command == "paceline submit slurm" and flag in _SBATCH_LINES:
         return f"write --sbatch-option={flag}{_SBATCH_LINES[flag]}"
     if command != "paceline submit slurm" and name in TABLES["slurm"]:

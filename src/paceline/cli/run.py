@@ -73,6 +73,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help=f"without progress until a notice says where each rank is (default {DEFAULT_S:g}; 0: never)",
     )
+    parser.add_argument(
+        "--max-restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="when a rank dies, go on by itself, N times (default 0)",
+    )
     parser.add_argument("--json", action="store_true", help="result as JSON on stdout, the rest on stderr")
     parser.add_argument("--dry-run", action="store_true", help="print what would be started, and start nothing")
     where = parser.add_argument_group("hosts")
@@ -149,6 +156,7 @@ def make_request(arguments: argparse.Namespace) -> tuple[RunRequest, ClusterSett
         ray=ray,
         grace_s=arguments.grace,
         stall_notice_s=notice_s,
+        max_restarts=arguments.max_restarts,
         is_json=arguments.json,
         is_dry_run=arguments.dry_run,
     )

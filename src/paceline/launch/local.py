@@ -46,6 +46,7 @@ class RankSettings:
         lock: a descriptor that every process of the job keeps open, for as long as the folder is in use; -1: none.
         outputs: the writing ends of the processes' output pipes.
         environment: more of it, for the ranks alone.
+        function: a descriptor of what every rank calls, in place of the file; -1: nothing.
     """
 
     script: str
@@ -62,6 +63,7 @@ class RankSettings:
     outputs: list[int] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
     is_forking: bool = False
+    function: int = -1
 
     @property
     def processes(self) -> tuple[int, ...]:
@@ -121,6 +123,7 @@ def start_ranks(settings: RankSettings) -> ForkServer:
     ours, theirs = socket.socketpair()
     listener = [settings.rendezvous.listener] if settings.rendezvous.listener >= 0 else []
     lock = [settings.lock] if settings.lock >= 0 else []
+    function = [settings.function] if settings.function >= 0 else []
     command = [sys.executable, "-m", module_names.FORKSERVER, str(theirs.fileno())]
     # Blocked, and inherited so: until the fork server ignores it, SIGINT would be a KeyboardInterrupt in its imports.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -129,7 +132,7 @@ def start_ranks(settings: RankSettings) -> ForkServer:
             command,
             stdin=subprocess.DEVNULL,
             stdout=2,  # an agent's standard output is its connection
-            pass_fds=[theirs.fileno(), *writing, *listener, *lock],
+            pass_fds=[theirs.fileno(), *writing, *listener, *lock, *function],
             env=_environment(settings),
             start_new_session=True,  # Ctrl-C reaches the supervisor alone, which lets the ranks save
         )

@@ -20,8 +20,11 @@ from typing import Any
 from paceline.checkpoint.manifest import CHECKPOINTS, find_good, list_checkpoints, publish_left, try_writing
 from paceline.nouns.errors import CheckpointError, ReadError, UsageError, how_to_write
 from paceline.nouns.plan import Plan
-from paceline.nouns.reading import read_json
+from paceline.nouns.reading import read_json, shown
 
+# Of the run directory, in job.json; runs of Paceline before version 1 have none there. docs/formats.md has what is
+# promised. It changes when an older Paceline could not go on with the run.
+VERSION = 1
 _NONE = "resume another run with --job, or train anew: start under another --job, without --resume"
 SERVERS = "servers.json"  # of a job with parameter servers: where their coordinator is
 
@@ -70,6 +73,7 @@ def choose_run(choice: RunChoice, script: Path, report: Callable[[str], None]) -
     if choice.job is None and not choice.resume:
         raise UsageError("--resume-or-start needs a job's name", "no job is named", "write --job NAME")
     folder = find_run(choice.runs, choice.job, script)
+    check_version(folder)
     check_writable(folder)
     resume = find_resume_point(folder, report)
     place = f" at {resume.name}" if resume else ""
@@ -156,6 +160,20 @@ def find_run(runs: Path, job: str | None, script: Path) -> Path:
     raise UsageError(f"can't resume the last job of {script}", f"{runs} has none", "start it without --resume")
 
 
+def check_version(folder: Path) -> None:
+    """Raise UsageError if a later Paceline made the run directory `folder`. Nothing in it is changed."""
+    try:
+        version = read_json(folder / "job.json", dict).get("version", 0)
+    except ReadError:
+        return  # a job that ended before it was written, or whose disk was full: it is written anew
+    if type(version) is not int or version > VERSION:
+        raise UsageError(
+            f"can't resume the job {folder.name!r} in {folder.parent}",
+            f"its run directory is of version {shown(version)}, and this Paceline reads versions up to {VERSION}",
+            "use the Paceline that made it, or a later one",
+        )
+
+
 def find_resume_point(folder: Path, report: Callable[[str], None]) -> Path | None:
     """Find the checkpoint to go on from; None when the job ended before its first.
 
@@ -186,8 +204,9 @@ def write_start(folder: Path, plan: Plan, script: Path, arguments: Sequence[str]
     """Write what was decided, and clear the failures of an earlier attempt.
 
     Raises:
-        UsageError: the folder can't be written.
+        UsageError: the folder can't be written, or a later Paceline made it.
     """
+    check_version(folder)
     try:
         _write_start(folder, plan, script, arguments)
     except OSError as error:
@@ -203,7 +222,7 @@ def _write_start(folder: Path, plan: Plan, script: Path, arguments: Sequence[str
     stalls = (folder / "stalls").glob("*")
     for old in [*failures, *stalls, folder / "result.json"]:
         old.unlink(missing_ok=True)
-    job = {"script": str(script.resolve()), "arguments": list(arguments), "ranks": plan.world_size}
+    job = {"version": VERSION, "script": str(script.resolve()), "arguments": list(arguments), "ranks": plan.world_size}
     write_json(folder / "job.json", job)
 
 

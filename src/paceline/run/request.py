@@ -61,6 +61,7 @@ class RunRequest:
         ssh, mpi, ray: options of what starts the ranks.
         grace_s: for a checkpoint after Ctrl-C or SIGTERM.
         stall_notice_s: seconds without progress until a notice; 0: never.
+        max_restarts: after ranks that died.
         is_json: standard output is for the result alone.
         is_dry_run: nothing is started.
     """
@@ -82,6 +83,7 @@ class RunRequest:
     ray: RayOptions = field(default_factory=RayOptions)
     grace_s: float
     stall_notice_s: float
+    max_restarts: int = 0
     is_json: bool = False
     is_dry_run: bool = False
 

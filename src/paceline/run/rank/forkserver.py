@@ -194,6 +194,9 @@ def _start_interpreter(
         command = [sys.executable, "-c", f"import {__spec__.name} as f; exit(f.be_server(*{arguments!r}))"]
     else:
         command = [sys.executable, "-m", module_names.WORKER, settings.script, *settings.arguments]
+        if settings.function >= 0:
+            command = [sys.executable, "-m", module_names.FUNCTION, str(settings.function)]
+            passed.append(settings.function)
         passed.append(pipes.finished_write)
         environment["PACELINE_FINISHED"] = str(pipes.finished_write)
     process = subprocess.Popen(
@@ -244,13 +247,22 @@ def _become_rank(
         if _is_server(rank, settings):
             code = be_server(*_server_arguments(rank, settings))
         else:
-            from paceline.run.rank.worker import run_rank
-
             keep_temporary_files_in(settings.private)
-            code = run_rank(settings.script, settings.arguments)
+            code = _be_rank(settings)
         exit_process(code, partial(tell_finished, pipes.finished_write))
     finally:
         os._exit(code)
+
+
+def _be_rank(settings: RankSettings) -> int:
+    """Run the file, or call the function that was sent, and return the exit code."""
+    if settings.function >= 0:
+        from paceline.run.rank.function import run_function
+
+        return run_function(settings.function)
+    from paceline.run.rank.worker import run_rank
+
+    return run_rank(settings.script, settings.arguments)
 
 
 def tell_finished(finished_write: int) -> None:

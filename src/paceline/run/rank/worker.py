@@ -83,12 +83,17 @@ def _workload(script: str, names: dict[str, Any]) -> Any:
     )
 
 
-def failed(error: BaseException) -> int:
-    """Write what happened to `failures/RANK.json`, where the supervisor looks, and return the exit code."""
+def failed(error: BaseException, run_dir: Path | None = None) -> int:
+    """Write what happened to `failures/RANK.json`, where the supervisor looks, and return the exit code.
+
+    Args:
+        error: what happened.
+        run_dir: where; None: the run directory of this rank's variables.
+    """
     error = _explained(error)
     rank = int(os.environ.get("PACELINE_RANK", "0"))
     failure = _failure(error, rank)
-    folder = Path(os.environ["PACELINE_RUN_DIR"], "failures")
+    folder = Path(run_dir or os.environ["PACELINE_RUN_DIR"], "failures")
     draft = folder / f".{rank}.draft"  # renamed when complete: the supervisor may read at any moment
     try:
         folder.mkdir(exist_ok=True)

@@ -24,6 +24,7 @@ from paceline.run.start.servers import check_server_credentials, check_servers
 from paceline.run.supervise.command_backend import STOP, CommandBackend
 from paceline.run.supervise.fleet import FleetOptions, agent_command, agent_request, open_posts
 from paceline.run.supervise.restart_policy import Replaced
+from paceline.run.supervise.restarts import VARIABLE as RESTART
 from paceline.run.supervise.stalls import VARIABLE as STALL_NOTICE
 from paceline.run.supervise.supervisor import HostAssignment
 
@@ -56,8 +57,14 @@ def check_programs(request: RunRequest, plan: Plan) -> None:
         raise UsageError("--on ray", "the package ray is not installed", "pip install 'paceline[ray]'")
 
 
-def assignments_of(request: RunRequest, plan: Plan, run_dir: Path, file: Path) -> list[HostAssignment]:
+def assignments_of(
+    request: RunRequest, plan: Plan, run_dir: Path, file: Path, restart: int = 0
+) -> list[HostAssignment]:
     """Return the hosts of the job, ready to start ranks; none: this host alone.
+
+    Args:
+        request, plan, run_dir, file: of the job.
+        restart: its number, from 1; 0: the first try.
 
     Raises:
         UsageError: a host is not ready, or there is no such program.
@@ -67,10 +74,10 @@ def assignments_of(request: RunRequest, plan: Plan, run_dir: Path, file: Path) -
     if request.place == "local":
         return []
     if request.place == "mpi":
-        command, environment = _mpi_command(request, plan, run_dir, file)
+        command, environment = _mpi_command(request, plan, run_dir, file, restart)
         backend = CommandBackend(command, environment)
     else:
-        job = _ray_job(request, plan, run_dir, file)
+        job = _ray_job(request, plan, run_dir, file, restart)
         backend = CommandBackend([sys.executable, "-m", module_names.RAY_DRIVER], {}, job.request(), "Ray's driver")
     return [HostAssignment(backend, HostRanks(request.place, 0, plan.world_size), Rendezvous())]
 
@@ -84,18 +91,21 @@ def _host_ranks(request: RunRequest, plan: Plan) -> tuple[HostRanks, ...]:
     return with_servers(seat(request.hosts, plan.world_size), plan.server)
 
 
-def _supervised(request: RunRequest, run_dir: Path) -> dict[str, str]:
+def _supervised(request: RunRequest, run_dir: Path, restart: int) -> dict[str, str]:
     """Return the variables of ranks under somebody else's launcher, with our supervisor above it."""
     interface = {"PACELINE_INTERFACE": request.interface} if request.interface else {}
     checkpoints = run_dir.resolve() / "checkpoints"
     resume = {"PACELINE_RESUME": str(checkpoints)} if list_checkpoints(checkpoints) else {}
     job = {"PACELINE_RUN_DIR": str(run_dir.resolve()), "PACELINE_SUPERVISED": "1"}
-    return {STALL_NOTICE: str(request.stall_notice_s), **request.environment, **interface, **resume, **job}
+    again = {RESTART: str(restart)} if restart else {}
+    return {STALL_NOTICE: str(request.stall_notice_s), **request.environment, **interface, **resume, **job, **again}
 
 
-def _mpi_command(request: RunRequest, plan: Plan, run_dir: Path, file: Path) -> tuple[list[str], dict[str, str]]:
+def _mpi_command(
+    request: RunRequest, plan: Plan, run_dir: Path, file: Path, restart: int = 0
+) -> tuple[list[str], dict[str, str]]:
     """Return mpirun's command line, and the variables that it takes from its environment."""
-    environment = _supervised(request, run_dir)
+    environment = _supervised(request, run_dir, restart)
     if len(request.hosts) > 1:
         # Chosen at random, not found free: rank 0's host may be another one. On one host ranks meet in a file.
         port = _PORTS[int.from_bytes(os.urandom(4)) % len(_PORTS)]
@@ -107,7 +117,7 @@ def _mpi_command(request: RunRequest, plan: Plan, run_dir: Path, file: Path) -> 
     return mpi_command(mpirun, plan.world_size, request.hosts, names, program), environment
 
 
-def _ray_job(request: RunRequest, plan: Plan, run_dir: Path, file: Path) -> RayJob:
+def _ray_job(request: RunRequest, plan: Plan, run_dir: Path, file: Path, restart: int = 0) -> RayJob:
     stop = {"PACELINE_STOP_FILE": str(run_dir.resolve() / STOP)}
     rank = RankCommand(
         file,
@@ -115,7 +125,7 @@ def _ray_job(request: RunRequest, plan: Plan, run_dir: Path, file: Path) -> RayJ
         plan,
         run_dir.parent,
         run_dir.name,
-        environment={**_supervised(request, run_dir), **stop},
+        environment={**_supervised(request, run_dir, restart), **stop},
         python=request.python,
     )
     return ray_job(rank, request.ray, os.getcwd())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from paceline.launch.hosts import Host
 from paceline.launch.plan_choice import choose_plan
@@ -25,6 +26,7 @@ from paceline.run.supervise.fleet import end_watch
 from paceline.run.supervise.job import run_job
 from paceline.run.supervise.membership import Rules
 from paceline.run.supervise.progress import Screen
+from paceline.run.supervise.restarts import Restarts, check_restarts
 from paceline.run.supervise.supervisor import JobRequest
 
 Notice = Callable[[str], None]
@@ -58,6 +60,7 @@ def screen_of(request: RunRequest) -> Screen:
 
 def _run_fixed(request: RunRequest, outcome: Outcome, notice: Notice) -> None:
     """Run the job on hosts that stay."""
+    check_restarts(request.max_restarts)
     plan = choose_plan(request.plan, notice)
     check_hosts(request, plan, notice)
     file = read_workload_file(request.file, plan.data_size, plan)
@@ -71,7 +74,8 @@ def _run_fixed(request: RunRequest, outcome: Outcome, notice: Notice) -> None:
         screen.say(f"paceline: {plan.world_size} ranks share {os.cpu_count()} cores: they will take turns")
     job = _job_request(request, plan, file, screen)
     try:
-        ending, progress, result = run_job(plan, job, screen)
+        assign = partial(assignments_of, request, plan, job.run_dir, file.path)
+        ending, progress, result = run_job(plan, job, screen, Restarts(request.max_restarts, assign))
         outcome.end = JobEnd(job.run_dir, ending, progress, result)
     except PacelineError:
         directory.remove_unbegun(job.run_dir)

@@ -31,7 +31,8 @@ class JobEnd:
     def text(self) -> str:
         """Return what people are told."""
         if self.ending.status == "failed" and self.ending.cause is not None:
-            return f"{format_failure(self.ending.cause, self.ending.others)}{self._newest_checkpoint()}"
+            failure = format_failure(self.ending.cause, self.ending.others)
+            return f"{failure}{self._restarts()}{self._newest_checkpoint()}"
         if self.ending.status == "stopped":
             reason = ""
             if self.ending.stop_sent_to not in ("", THE_COMMAND):
@@ -40,6 +41,10 @@ class JobEnd:
         if self.ending.status == "failed":
             return "the ranks had to be killed: they did not end by themselves"
         return f"done; {self.run_dir}"
+
+    def _restarts(self) -> str:
+        number = self.progress.restarts
+        return f"\n  (after {number} restart{'s' * (number > 1)})" if number else ""
 
     def _newest_checkpoint(self) -> str:
         newest = list_checkpoints(self.run_dir / "checkpoints")[:1]

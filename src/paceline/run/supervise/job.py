@@ -11,18 +11,23 @@ from paceline.nouns.errors import UsageError, how_to_write
 from paceline.nouns.plan import Plan
 from paceline.run import directory
 from paceline.run.supervise.progress import Progress, Screen, speed
-from paceline.run.supervise.supervisor import Ending, JobRequest, Supervisor
+from paceline.run.supervise.restarts import Restarts, Tries
+from paceline.run.supervise.supervisor import Ending, JobRequest
+
+_ONCE = Restarts()
 
 
-def run_job(plan: Plan, request: JobRequest, screen: Screen) -> tuple[Ending, Progress, dict[str, Any]]:
+def run_job(
+    plan: Plan, request: JobRequest, screen: Screen, restarts: Restarts = _ONCE
+) -> tuple[Ending, Progress, dict[str, Any]]:
     """Run the job and write `result.json`. Return how it ended, what it did, and the result as JSON has it."""
     directory.write_start(request.run_dir, plan, request.script, request.arguments)
-    supervisor = Supervisor(request, screen)
+    tries = Tries(plan, restarts, screen)
     try:
-        ending, progress = supervisor.run()
+        ending, progress = tries.run(request)
         return ending, progress, finish(request.run_dir, ending, progress, screen.say)
     finally:
-        supervisor.restore_signals()
+        tries.restore_signals()
 
 
 def finish(run_dir: Path, ending: Ending, progress: Progress, say: Callable[[str], None]) -> dict[str, Any]:
@@ -66,6 +71,7 @@ def result_of(folder: Path, ending: Ending, progress: Progress) -> dict[str, Any
         "samples_per_s": round(rate, 3) if rate else None,
         "evaluation": progress.evaluation,
         "left_out": progress.left_out,
+        "restarts": progress.restarts,
         "checkpoint": checkpoint,
         "failure": ending.cause,
     }

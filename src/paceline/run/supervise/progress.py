@@ -16,7 +16,7 @@ _WINDOW = 50  # steps over which the speed is taken
 _LONGEST_S = 1e12  # seconds; a damaged event may have times from which follows anything
 # What an event must have; of another kind it can have anything.
 _FORMS = {
-    "start": {"total_steps": COUNT},
+    "start": {"total_steps": COUNT, "restart?": COUNT},
     "own_batches": {"total_steps": COUNT},
     "step": {"step": COUNT, "position": COUNT, "samples": COUNT, "loss": NUMBER, "at": float, "memory_bytes": COUNT},
     "checkpoint": {"path": str, "step?": COUNT},
@@ -37,6 +37,7 @@ class Progress:
         self.records: deque[dict[str, Any]] = deque(maxlen=_WINDOW)
         self.first: dict[str, Any] | None = None
         self.started: dict[str, Any] = {}
+        self.restarts = 0  # after a rank had died
         self.loaded: dict[int, int] = {}  # the steps of the checkpoints that the job loaded, and their positions
         self.saved: str | None = None
         self.checkpoints = (run_dir / "checkpoints").resolve()
@@ -67,6 +68,7 @@ class Progress:
         if kind == "start":
             self.started = event
             self.total_steps = event["total_steps"]
+            self.restarts = event.get("restart", 0)
         elif kind == "own_batches":
             self.total_steps = event["total_steps"]
         elif kind == "step":
@@ -118,6 +120,8 @@ class Progress:
             steps_left = max(0, self.total_steps - last["step"])
             fields.append(f"{duration(step_s * steps_left)} left")
         fields.append(f"{last['memory_bytes'] / 2**20:.0f} MiB/rank")
+        if self.restarts:
+            fields.append(f"restart {self.restarts}")
         return "  ".join(fields)
 
 

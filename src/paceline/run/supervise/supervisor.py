@@ -57,6 +57,8 @@ class JobRequest:
         world_size: ranks of the job, where others are started elsewhere; 0: there are no others.
         environment: more of it, for the ranks.
         stall_notice_s: seconds without progress after which people are told where the ranks stand; 0: never.
+        private: the job's private folder, of whoever asks for the job; None: one is made, and removed at its end.
+        function: a descriptor of what every rank calls, in place of `script`; -1: nothing.
     """
 
     script: Path
@@ -71,6 +73,8 @@ class JobRequest:
     world_size: int = 0
     environment: dict[str, str] = field(default_factory=dict)
     stall_notice_s: float = DEFAULT_S
+    private: PrivateFolder | None = None
+    function: int = -1
 
 
 @dataclass(slots=True)
@@ -148,7 +152,7 @@ class Supervisor:
         private = None
         assignments = self.request.assignments
         if not assignments:
-            private = _private_folder()
+            private = self.request.private or private_folder()
             assignments = [self._local_assignment(private)]
         progress = self.progress
         # Before the first process starts: a signal that ended this process now would leave ranks behind.
@@ -165,7 +169,7 @@ class Supervisor:
             for assignment in assignments:
                 statuses[assignment.backend] = assignment.backend.close()
             self._outwait_lost_coordinator()
-            if private:
+            if private and self.request.private is None:
                 private.remove()
             self.listening.close()
             self.stalls.clear()
@@ -200,6 +204,7 @@ class Supervisor:
             str(private.path) if private else "",
             private.lock if private else -1,
             environment={VARIABLE: str(request.stall_notice_s), **request.environment},
+            function=request.function,
         )
         assignment.backend.start(settings)
         self.backends.update(dict.fromkeys(settings.processes, assignment.backend))
@@ -476,7 +481,9 @@ class Supervisor:
         elif not self.has_told_ranks:
             self.has_told_ranks = True
             self.kill_at_s = now_s + self.request.grace_s
-            if self.asked_to_stop:
+            if not self.request.grace_s:
+                self.screen.say("stopping")
+            elif self.asked_to_stop:
                 self.screen.say("stopping: finishing the step and saving; once more to kill")
             else:
                 self.screen.say("other hosts: finishing the step and saving")
@@ -602,7 +609,7 @@ def _named(ranks: Sequence[int]) -> str:
     return f"{noun} {', '.join(map(str, ranks))}"
 
 
-def _private_folder() -> PrivateFolder:
+def private_folder() -> PrivateFolder:
     """Make a folder that only this user can enter, with a path short enough for the sockets in it.
 
     Raises:

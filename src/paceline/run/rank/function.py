@@ -1,0 +1,81 @@
+"""Call a function that `paceline.launch` has sent to this rank: `python -m paceline.run.rank.function FD`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+from paceline.comm import api
+from paceline.launch.orphans import die_with_parent
+from paceline.nouns.errors import PacelineError
+from paceline.run.plain_values import RETURNED, write_value
+from paceline.run.rank.process_exit import exit_process
+from paceline.run.rank.watchdog import begin_watching
+from paceline.run.rank.worker import failed
+from paceline.run.sent_function import Sent, name_of
+from paceline.train import job as jobs
+from paceline.train.events import FOLDER
+
+
+def run_function(descriptor: int) -> int:
+    """Call the function, and return this process's exit code.
+
+    Args:
+        descriptor: from which it is read.
+    """
+    run_dir = Path(os.environ["PACELINE_RUN_DIR"])
+    try:
+        watchdog = begin_watching(os.environ, run_dir)
+    except PacelineError as error:
+        return failed(error, run_dir)
+    try:
+        _call(descriptor, run_dir)
+    except BaseException as error:
+        return failed(_without_our_frames(error), run_dir)
+    finally:
+        watchdog.stop()
+    return 0
+
+
+def _call(descriptor: int, run_dir: Path) -> None:
+    sent = Sent.read(descriptor)
+    os.close(descriptor)
+    if not sent.is_kept:
+        # A job without a run directory writes no checkpoint. Its plan and its events have their places all the same.
+        os.environ["PACELINE_PLAN"] = (run_dir / "plan.json").read_text()
+        os.environ[FOLDER] = os.environ.pop("PACELINE_RUN_DIR")
+    function, arguments = sent.load()
+    sys.argv = [name_of(function)]
+    try:
+        value = function(*arguments)
+    except jobs.Stopped:
+        return
+    jobs.close_open_jobs()  # writes the last checkpoint, so a rank that can't has failed
+    if os.environ.get("PACELINE_RANK") == "0":
+        write_value(run_dir / RETURNED, value, name_of(function))
+    api.shutdown()
+
+
+def _without_our_frames(error: BaseException) -> BaseException:
+    """Return the error with a traceback that begins in the user's function."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    return error.with_traceback(trace) if trace is not None else error
+
+
+def main() -> NoReturn:
+    """Be a rank where forking is unsafe, and the fork server starts fresh interpreters."""
+    from paceline.run.rank.forkserver import tell_finished
+
+    die_with_parent()
+    finished = int(os.environ.pop("PACELINE_FINISHED"))
+    os.set_inheritable(finished, False)
+    exit_process(run_function(int(sys.argv[1])), partial(tell_finished, finished))
+
+
+if __name__ == "__main__":
+    main()
