@@ -27,26 +27,33 @@ class Workload:
             mean is taken once, over the whole global batch, so no split of it can change the result. What does not add
             up over samples is refused before the first step; a penalty on the weights adds up once it is
             multiplied by the weight.
-        optimizer: `optimizer(model)` makes the optimizer, e.g. `lambda m: AdamW(m.parameters())`.
+        optimizer: `optimizer(model)` makes the optimizer, e.g. `lambda m: AdamW(m.parameters())`; or a list of several,
+            each over parameters of its own, which step together.
         data: a data set with `len` and `[]`, or a function that makes one. Random numbers drawn in
-            `[]` (torch, random, numpy) depend on the seed and the sample's position alone. None: the loop makes
-            its own batches, a part of each on every rank, and hands them to `job.step`.
+            `[]` (torch, random, numpy) depend on the seed and the sample's position alone. Or a stream: an
+            IterableDataset or another object that can be iterated over again and again, or a generator function. Every
+            rank reads all of it, in its own order, and keeps its part of each batch. None: the loop makes its own
+            batches, a part of each on every rank, and hands them to `job.step`.
         batch_size: samples per optimizer step, over all ranks. Where data is None, those of `job.evaluate`, and it may
             be left out.
-        scheduler: `scheduler(optimizer)` makes a learning-rate scheduler; it steps after each update.
+        scheduler: `scheduler(optimizer)` makes a learning-rate scheduler, or a list of several; each steps after each
+            update. One that steps by a metric, such as ReduceLROnPlateau, steps by `job.schedule` in the loop.
         collate: makes a batch of a list of samples; torch's default where None.
         evaluation: data set for `job.evaluate`, like `data`.
         score: `score(model, batch)` returns a dict of `(sum, weight)`; `{"loss": loss(...)}` where None.
-        epochs: passes over the data; ignored where `steps` is given.
+        epochs: passes over the data; ignored where `steps` is given. Of a stream each ends where the stream does.
         steps: optimizer steps. A loop with batches of its own may leave it out, and can't take more.
         micro_batch_size: samples that one rank takes through the model at a time; all where None.
         precision: "float32", "bf16" (autocast; parameters stay float32) or "float64".
         clip_norm: largest norm of the whole gradient; no clipping where None.
         seed: of initial parameters, data order and dropout.
         deterministic: ask torch for deterministic algorithms.
-        loader_workers: processes per rank that load samples ahead; 0 loads in the rank itself.
+        loader_workers: processes per rank that load samples ahead; 0 loads in the rank itself. Of a stream, at most 1.
         sinks: functions that make event sinks, e.g. `[paceline.TensorBoard]`: rank 0 calls each with the run directory
             (None where there is none) and hands it every event of `events.jsonl`. See docs/extending.md.
+        before_update: `before_update(gradients)` changes the gradients of the whole batch's mean loss, a dict by the
+            parameters' names, in place, before they are clipped. It must do the same on every rank; what it draws is
+            the same there. Under the axis replicate alone.
 
     Raises:
         WorkloadError: a part is missing, unknown or of the wrong kind.
@@ -99,6 +106,7 @@ class Workload:
     deterministic: bool = False
     loader_workers: int = 0
     sinks: Sequence[MakeSink] = ()
+    before_update: Callable[[dict[str, Any]], None] | None = None
 
     def __new__(cls, *values: Any, **parts: Any) -> Workload:
         """Check the names of the parts before Python does, so that the error can say what was meant."""
@@ -109,8 +117,12 @@ class Workload:
         check_part_names(names, has_data=data is not None or "data" not in names)
         return super().__new__(cls)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy, such as the one that `paceline.launch` sends, has parts that were checked: `__new__` is for new ones.
+        return object.__new__, (type(self),), self.__dict__
+
     def __post_init__(self) -> None:
-        for name in ("model", "loss", "optimizer", "scheduler", "collate", "score"):
+        for name in ("model", "loss", "optimizer", "scheduler", "collate", "score", "before_update"):
             check_function(name, getattr(self, name), name not in NEEDED)
         for name in ("data", "evaluation"):
             if getattr(self, name) is not None:

@@ -12,6 +12,7 @@ import torch
 
 from paceline.nouns.errors import PlanError, WorkloadError
 from paceline.nouns.mesh import Mesh
+from paceline.parallel.optimizer_list import alone
 from paceline.parallel.optimizer_parts import DECLARATION, contains, groups_of, parts_of
 from paceline.train.alike import StateCheck
 
@@ -23,6 +24,11 @@ def check_parts(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
         PlanError: the plan cuts parameters, or the list of them.
         WorkloadError: a part keeps its state or its groups where a checkpoint does not find them.
     """
+    for one in alone(optimizer):
+        _check_parts(one, mesh)
+
+
+def _check_parts(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
     parts = parts_of(optimizer)
     if len(parts) == 1:
         return

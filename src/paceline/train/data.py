@@ -18,15 +18,16 @@ from paceline.comm.pytree import map_tensors, plain_values, signature, tensors_i
 from paceline.nouns.errors import WorkloadError
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.order import DataOrder, cut, share
-from paceline.nouns.parts import check_data
+from paceline.nouns.parts import check_data, is_stream
 from paceline.nouns.plan import Plan
 from paceline.nouns.workload import Workload
 from paceline.train.seed import kept_random_state, random_state, seed_sample
+from paceline.train.stream import as_stream
 
 # Of samples that the loss is tried on. Without a common divisor: a share of the samples, such as that which a router
 # sends somewhere, can't be the same in both parts unless it is all or none of them.
 _TRIED = (2, 3)
-_EVALUATION = 0xE7A1  # keeps evaluation's random numbers apart from training's
+EVALUATION = 0xE7A1  # keeps evaluation's random numbers apart from training's
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,7 @@ class Batch:
         microbatches: what `collate` makes of this rank's samples, in pieces of `micro_batch_size`, on the job's device.
         positions: of the global batch, in the global order of samples.
         longest: micro-batches of the rank that has most of them.
+        place: of a stream, where it is after this batch.
 
     Examples:
         >>> job = paceline.distribute(workload)
@@ -50,6 +52,7 @@ class Batch:
     microbatches: list[Any]
     positions: range
     longest: int = 1
+    place: Any = None
 
     def __iter__(self) -> NoReturn:
         """Refuse `inputs, targets = batch`, and say what to do."""
@@ -121,6 +124,26 @@ class RankLoader:
         """Return the global order of the data set."""
         return DataOrder(self.workload.seed, len(self.data), batch_size, shuffle)
 
+    @property
+    def samples(self) -> int:
+        """Return the length of the data set, 0 if there is none."""
+        return len(self.data)
+
+    @property
+    def notice(self) -> str:
+        """Return what the user should know of the data; "" where there is nothing."""
+        return ""
+
+    def note(self, batch: Batch) -> None:
+        """Hear that a batch was trained on: the position says where the data is."""
+
+    def facts(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of the place in the data beside the position."""
+        return {}
+
+    def go_to(self, manifest: dict[str, Any]) -> None:
+        """Go to the place of a checkpoint, beside the position."""
+
     def length(self) -> tuple[int, int]:
         """Return the optimizer steps of the training, 0 if unknown, and the position after the last."""
         if not len(self.data):
@@ -173,7 +196,7 @@ class RankLoader:
 
         None where padding, or something else, gives the parts other shapes and they can't be cut out of the batch.
         """
-        collate = self.workload.collate or _default_collate
+        collate = collate_of(self.workload)
         boundary = sizes[0]
         try:
             batch, is_drawn = _collate_twice(collate, samples)
@@ -210,7 +233,7 @@ class RankLoader:
     def evaluation(self) -> Iterator[Batch]:
         """Yield each sample once, in the data set's own order."""
         order = self.order(self.workload.batch_size, shuffle=False)
-        yield from self._load(order, 0, len(self.data), _EVALUATION)
+        yield from self._load(order, 0, len(self.data), EVALUATION)
 
     def _load(self, order: DataOrder, position: int, end: int, *stream: int) -> Iterator[Batch]:
         workers = self.workload.loader_workers
@@ -218,7 +241,7 @@ class RankLoader:
         loader = DataLoader(
             _Positioned(self.data, order, *stream),
             batch_sampler=_Pieces(self, order, position, end),  # type: ignore[arg-type]
-            collate_fn=self.workload.collate or _default_collate,
+            collate_fn=collate_of(self.workload),
             num_workers=workers,
             generator=torch.Generator(),  # its own, so that making a loader leaves the model's random numbers alone
             pin_memory=self.device.type == "cuda",
@@ -240,11 +263,7 @@ class RankLoader:
     def pieces(self, batch: range, part: int | None = None) -> list[range]:
         """Return the positions of a part's micro-batches of a global batch; this rank's if `part` is None."""
         positions = share(batch, self.rank if part is None else part, self.size)
-        if self.pieces_wanted:
-            size = -(-len(positions) // self.pieces_wanted)  # rounded up
-        else:
-            size = self.workload.micro_batch_size or len(positions)
-        return cut(positions, max(size, 1))
+        return cut_part(positions, self.pieces_wanted, self.workload.micro_batch_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,6 +304,25 @@ def _is_equal(batch: Any, other: Any) -> bool:
         return False
     pairs = zip(tensors_in(batch), tensors_in(other), strict=True)
     return all(torch.equal(tensor, counterpart) for tensor, counterpart in pairs)
+
+
+def cut_part(part: range, pieces_wanted: int, micro_batch_size: int | None) -> list[range]:
+    """Return the micro-batches of a rank's part of a batch.
+
+    Args:
+        part: positions.
+        pieces_wanted: how many; 0 leaves it to the size.
+        micro_batch_size: the samples of one; all where None.
+    """
+    size = micro_batch_size or len(part)
+    if pieces_wanted:
+        size = -(-len(part) // pieces_wanted)  # rounded up
+    return cut(part, max(size, 1))
+
+
+def collate_of(workload: Workload) -> Callable[[list[Any]], Any]:
+    """Return what makes a batch of a list of samples."""
+    return workload.collate or _default_collate
 
 
 def _default_collate(samples: list[Any]) -> Any:
@@ -337,7 +375,7 @@ def moved(batch: Any, device: torch.device, to_float64: bool) -> Any:
 
 
 def open_data(name: str, value: Any) -> Any:
-    """Return the workload's data set: `value` itself, or made by it if it is a function.
+    """Return the workload's data set: `value` itself, or made by it if it is a function; a `Stream` of a stream.
 
     Raises:
         WorkloadError: there is none, or it has no length or no items, or it is empty.
@@ -345,7 +383,11 @@ def open_data(name: str, value: Any) -> Any:
     if value is None:
         raise no_data(name)
     is_data = hasattr(value, "__getitem__") and hasattr(value, "__len__") and not isinstance(value, type)
-    data = value if is_data else value()
+    is_made = is_data or is_stream(value)
+    data = value if is_made else value()
+    stream = as_stream(name, data, None if is_made else value)
+    if stream is not None:
+        return stream
     check_data(name, data, is_made=True)
     if len(data) == 0:
         raise WorkloadError(

@@ -58,8 +58,8 @@ def _stopped_at_the_loop() -> Iterator[None]:
         raise WorkloadError(
             "this command needs the loss, the model and the data, each declared in a paceline.Workload",
             "the file trains by a loop of its own, with paceline.prepare",
-            "write a Workload for it; such a file is trained by `paceline run`, and `paceline verify` compares its "
-            "steps with those of one process",
+            "write a Workload for it; such a file is trained by `paceline run`, `paceline plan` says what its steps "
+            "hold and send, and `paceline verify` compares them with those of one process",
         )
 
     paceline.distribute = reached  # type: ignore[assignment]

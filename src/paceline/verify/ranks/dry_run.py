@@ -34,11 +34,12 @@ from paceline.nouns.plan import Plan
 from paceline.nouns.schedule import make_schedule
 from paceline.nouns.workload import Workload
 from paceline.profile.describe import describe, made_without_values
-from paceline.train.data import RankLoader, cut_into, cut_without_changing, moved, open_data
+from paceline.train.data import cut_into, cut_without_changing, moved, open_data
 from paceline.train.find_workload import find_workload
 from paceline.train.parallelize import split_model
 from paceline.train.prepare import check_model
 from paceline.train.seed import seed_everything
+from paceline.train.stream_loader import rank_loader
 from paceline.verify.child_setup import read_settings, refuse
 from paceline.verify.judge.memory import check_fits
 from paceline.verify.ranks.randomness import controlled
@@ -88,7 +89,7 @@ def describe_all(workload: Workload, plan: Plan) -> list[list[dict[str, Any]]]:
     data = open_data("data", workload.data)
     result = []
     for part in range(mesh.data_size):
-        loader = RankLoader(data, workload, part, mesh.data_size, torch.device("cpu"), micro_batches)
+        loader = rank_loader(data, workload, (part, mesh.data_size), torch.device("cpu"), micro_batches)
         batch = next(loader.training(0, loader.order(workload.batch_size).batch_at(0).stop))
         shapes = tuple(signature(micro_batch) for micro_batch in batch.microbatches)
         ranks = []
@@ -136,7 +137,7 @@ def persons_calls(workload: Workload, ranks: int) -> list[list[list[Any]]]:
 
 def _some_samples(workload: Workload) -> Any:
     """Return a small batch in float64: the first that the trials before a job use, else an example."""
-    loader = RankLoader(open_data("data", workload.data), workload, 0, 1, torch.device("cpu"))
+    loader = rank_loader(open_data("data", workload.data), workload, (0, 1), torch.device("cpu"))
     trials = loader.trials()
     batch = trials[0].batches[0] if trials else loader.example()
     return moved(batch, torch.device("cpu"), True)
@@ -264,7 +265,7 @@ def graph_calls(workload: Workload, plan: Plan) -> dict[str, list[list[Any]]]:
     if stages > 1:
         make_schedule(plan.schedule, stages, max(plan.micro_batches, 2 * stages))
     form = form_of(workload)
-    loader = RankLoader(open_data("data", workload.data), workload, 0, mesh.data_size, torch.device("cpu"))
+    loader = rank_loader(open_data("data", workload.data), workload, (0, mesh.data_size), torch.device("cpu"))
     example = loader.example()
     first: SplitModel | None = None
     captured = None

@@ -42,10 +42,10 @@ class _Recorder(StepObserver):
         self.tensors: dict[str, torch.Tensor] = {}
         self.losses: list[float] = []
 
-    def record(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Keep copies under the number of the steps that were taken."""
+    def record(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        """Keep copies under the number of the steps that were taken; whole ones."""
         for name, parameter in parameters.items():
-            self.tensors[f"{len(self.losses)}/{name}"] = parameter.detach().clone().contiguous()
+            self.tensors[f"{len(self.losses)}/{name}"] = self.job.parallel.whole(parameter).clone().contiguous()
 
     def parameters_updated(
         self, parameters: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer

@@ -25,6 +25,7 @@ from paceline.nouns.order import mix
 from paceline.nouns.plan import Plan
 from paceline.nouns.shard_spec import LocalShard
 from paceline.nouns.workload import Workload
+from paceline.parallel.optimizer_list import alone
 from paceline.parallel.replicate.bucket import local_gradient
 from paceline.train.data import Batch
 from paceline.train.find_workload import find_workload
@@ -193,7 +194,8 @@ class _RankRun:
             self.tensors[f"{step}/gradient/{name}"] = dense_copy(gradient)
         whole = self.whole_states.get(name)
         shape = local(parameter).shape if whole is None else whole.shard_spec.local_shape
-        for state, value in job.optimizer.state.get(parameter, {}).items():
+        states = [item for one in alone(job.optimizer) for item in one.state.get(parameter, {}).items()]
+        for state, value in states:
             if not isinstance(value, torch.Tensor):
                 continue
             shard = local(value)

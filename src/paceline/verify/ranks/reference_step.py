@@ -22,6 +22,8 @@ from paceline.nouns.workload import Workload
 from paceline.train.seed import kept_random_state, seed_everything, seed_sample
 from paceline.verify.ranks.control_flow_trace import Branches
 from paceline.verify.ranks.randomness import controlled, watched
+from paceline.verify.ranks.reference_optimizers import as_optimizer, change_gradients, state_of, step_schedulers
+from paceline.verify.ranks.reference_stream import StreamedSamples, opened
 
 Tensors = dict[str, torch.Tensor]
 
@@ -80,7 +82,7 @@ def take_steps(workload: Workload, precision: str, steps: int, variation: Variat
     if is_double:
         model = model.double()
     model = model.train()
-    optimizer = workload.optimizer(model)
+    optimizer = as_optimizer(workload.optimizer(model))
     scheduler = workload.scheduler(optimizer) if workload.scheduler else None
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     result = ReferenceStep(
@@ -103,8 +105,7 @@ def take_steps(workload: Workload, precision: str, steps: int, variation: Variat
             # Tensors are compared after these two steps; losses, weights, norms and rates after each.
             if step in (1, steps):
                 record(result.tensors, step, model, optimizer)
-            if scheduler is not None:
-                scheduler.step()
+            step_schedulers(scheduler)
             result.rates.append([float(group["lr"]) for group in optimizer.param_groups])
     return result
 
@@ -143,6 +144,8 @@ def _gradients(
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     for gradient in gradients:
         gradient /= weight
+    if workload.before_update is not None:
+        change_gradients(workload, model, len(result.losses))
     if workload.clip_norm is not None:
         # In float64: torch's own float32 norm of a large tensor is off by 8e-5.
         norm = sum(float(gradient.to_dense().double().square().sum()) for gradient in gradients) ** 0.5
@@ -176,7 +179,7 @@ def record(tensors: Tensors, step: int, model: torch.nn.Module, optimizer: torch
             continue
         if parameter.grad is not None:
             tensors[f"{step}/gradient/{name}"] = dense_copy(parameter.grad)
-        for state, value in optimizer.state.get(parameter, {}).items():
+        for state, value in state_of(optimizer, parameter).items():
             # A count of steps has another shape than the parameter, and no shards.
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim():
                 tensors[f"{step}/state/{state}/{name}"] = dense_copy(value)
@@ -195,7 +198,7 @@ def dense_copy(tensor: torch.Tensor) -> torch.Tensor:
 def _batches(workload: Workload, is_double: bool, is_reversed: bool) -> Iterator[list[Any]]:
     """Yield the global batches, each as a list of micro-batches: one, or as many as the workload's own size gives."""
     data = data_of(workload)
-    order = DataOrder(workload.seed, len(data), workload.batch_size)
+    order = data if isinstance(data, StreamedSamples) else DataOrder(workload.seed, len(data), workload.batch_size)
     position = 0
     while True:
         batch = order.batch_at(position)
@@ -212,27 +215,32 @@ def _batches(workload: Workload, is_double: bool, is_reversed: bool) -> Iterator
 
 def micro_batch(workload: Workload, data: Any, positions: Sequence[int], is_double: bool) -> Any:
     """Load the samples at some positions of the data order and collate them."""
+    collate = workload.collate or default_collate
+    if isinstance(data, StreamedSamples):
+        samples = [data[position] for position in positions]
+        with kept_random_state():
+            data.seed_collate(min(positions))
+            batch = collate(samples)
+        return doubled(batch) if is_double else batch
     order = DataOrder(workload.seed, len(data), workload.batch_size)
 
     def sample(position: int) -> Any:
         seed_sample(workload.seed, position)
         return data[order.index(position)]
 
-    collate = workload.collate or default_collate
     with kept_random_state():
         batch = collate([sample(position) for position in positions])
     return doubled(batch) if is_double else batch
 
 
 def data_of(workload: Workload) -> Any:
-    """Return the data set; call the workload's function if it is made by one."""
+    """Return the data set, or a stream's samples; call the workload's function if it is made by one."""
     data = workload.data
     if data is None:
         raise WorkloadError(
             "verify needs batches", "the workload's data is None", "hand in data=... with samples like your batches'"
         )
-    is_data = hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, type)
-    return data if is_data else data()
+    return opened(workload, data)
 
 
 def doubled(value: Any) -> Any:

@@ -1,0 +1,121 @@
+"""The user's own function between the backward pass and the update: `Workload(before_update=...)`.
+
+It is handed the gradients of the whole batch, whole, by name, as `job.gradients()` of a loop of one's own has them. So
+it runs where every rank has them: under `replicate`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from paceline.comm.collectives import AxisComm
+from paceline.nouns.errors import PlanError, WorkloadError
+from paceline.nouns.mesh import Mesh
+from paceline.nouns.parts import shown
+from paceline.nouns.plan import Plan
+from paceline.parallel.apply import strategy_of
+from paceline.train.seed import kept_random_state, seed_everything
+
+CHECKED = 3  # updates after which the ranks' parameters are compared
+_DRAWN = 0x0BDA7E  # keeps these random numbers apart from others of the seed
+_ASKED = "before_update should change the gradients in place"
+
+
+def check_gradients_are_whole(function: Any, plan: Plan, mesh: Mesh) -> None:
+    """Raise PlanError where a workload has a `before_update`, and the plan leaves no rank with whole gradients."""
+    if function is None:
+        return
+    axes = [axis for axis in mesh.used() if axis != "replicate"]
+    if not strategy_of(plan).has_gradients:
+        axes.append("server")
+    if axes:
+        raise PlanError(
+            "the workload's before_update is handed the gradients of the whole batch, whole and on every rank",
+            f"under {axes[0]} no rank has them so",
+            "write replicate in place of it, or leave before_update out; to clip by the norm, set clip_norm, which "
+            "every plan takes",
+        )
+
+
+class BeforeUpdate:
+    """Calls the user's function with the same gradients and the same random numbers on every rank.
+
+    Args:
+        function: `before_update(gradients)`.
+        seed: of the job. What the function draws depends on it and the step alone.
+        device: of the rank.
+    """
+
+    def __init__(self, function: Callable[[dict[str, torch.Tensor]], Any], seed: int, device: torch.device) -> None:
+        self.function = function
+        self.seed = seed
+        self.device = device
+        self.step = 0  # updates done before the next
+
+    def __call__(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        """Let the function change the gradients.
+
+        Raises:
+            WorkloadError: it puts other tensors in their place, or returns something.
+        """
+        gradients = {}
+        for name, parameter in parameters.items():
+            if parameter.grad is not None:
+                gradients[name] = parameter.grad
+        handed = dict(gradients)
+        devices = [self.device] if self.device.type == "cuda" else []
+        with kept_random_state(), torch.random.fork_rng(devices), torch.no_grad():
+            seed_everything(self.seed, _DRAWN, self.step)
+            returned = self.function(gradients)
+        _check_in_place(returned, handed, gradients, parameters)
+
+
+def _check_in_place(
+    returned: Any,
+    handed: Mapping[str, torch.Tensor],
+    gradients: Mapping[str, Any],
+    parameters: Mapping[str, torch.nn.Parameter],
+) -> None:
+    """Raise WorkloadError unless the gradients are the tensors that were handed out."""
+    fix = "write gradients[name].copy_(...), .mul_(...) or .zero_(), and return nothing"
+    if returned is not None:
+        raise WorkloadError(_ASKED, f"it returned {shown(returned)}", fix)
+    for name in sorted(handed.keys() | gradients.keys()):
+        if gradients.get(name) is not handed.get(name):
+            what = "put another tensor in the place of"
+            if name not in gradients:
+                what = "removed"
+            elif name not in handed:
+                what = "added"
+            raise WorkloadError(_ASKED, f"it {what} {name}", fix)
+    for name, gradient in handed.items():
+        if parameters[name].grad is not gradient:
+            raise WorkloadError(_ASKED, f"it gave {name} another .grad", fix)
+
+
+def check_same_parameters(parameters: Mapping[str, torch.nn.Parameter], comm: AxisComm) -> None:
+    """Raise WorkloadError, on every rank, where the ranks' parameters differ after an update. Collective."""
+    if comm.size == 1:
+        return
+    names = list(parameters)
+    digests = [_digest(parameters[name]) for name in names]
+    rows = comm.all_gather(torch.tensor([digests], dtype=torch.int64))
+    for rank, row in zip(comm.peers, rows, strict=True):
+        for name, first, other in zip(names, rows[0].reshape(-1), row.reshape(-1), strict=True):
+            if first != other:
+                raise WorkloadError(
+                    "before_update should do the same on every rank",
+                    f"{name} differs between rank {comm.peers[0]} and rank {rank} after the update",
+                    "leave the rank, the time and what differs between the ranks out of it; what torch, random and "
+                    "numpy draw in it is the same on every rank",
+                )
+
+
+def _digest(parameter: torch.nn.Parameter) -> int:
+    """Return the first seven bytes of a hash of the values: as a number they fit an int64."""
+    content = parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return int.from_bytes(hashlib.sha256(content).digest()[:7], "big")

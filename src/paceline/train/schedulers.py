@@ -1,0 +1,206 @@
+"""The learning-rate schedulers of a workload: one, or several in a list.
+
+Those whose `step` wants nothing step after every update. One that wants a metric, such as ReduceLROnPlateau, steps when
+the loop calls `job.schedule`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from paceline.comm.collectives import AxisComm
+from paceline.nouns.errors import CheckpointError, PlanError, UsageError, WorkloadError
+from paceline.nouns.parts import shown
+from paceline.nouns.workload import Workload
+from paceline.parallel.optimizer_parts import contains, parts_of
+from paceline.train.alike import load_scheduler, scheduler_state
+
+_KEY = "schedulers"  # of the states of a list
+_ASKED = "the workload's scheduler should make a learning-rate scheduler, or a list of them"
+# What `step` of other libraries' schedulers is handed: not a metric, but a count that the loop keeps.
+_COUNTS = ("epoch", "epochs", "step", "steps", "iteration", "num_updates", "num_steps", "t", "t_cur")
+
+
+def make_schedulers(workload: Workload, optimizer: torch.optim.Optimizer) -> Any:
+    """Return what the workload's `scheduler` function makes; None if it has none.
+
+    Raises:
+        WorkloadError: there is something else in it, one that wants a count, or one of another optimizer.
+    """
+    if workload.scheduler is None:
+        return None
+    made = workload.scheduler(optimizer)
+    is_list = isinstance(made, list | tuple)
+    members = list(made) if is_list else [made]
+    if not members:
+        raise WorkloadError(_ASKED, "it returned an empty list", "leave scheduler out, or return at least one")
+    for number, scheduler in enumerate(members):
+        if not _is_scheduler(scheduler):
+            found = f"number {number} of the list is {shown(scheduler)}" if is_list else f"it made {_named(scheduler)}"
+            raise WorkloadError(_ASKED, found, "return objects of torch.optim.lr_scheduler")
+        if contains(members[:number], scheduler):
+            raise WorkloadError(_ASKED, f"number {number} of the list is there twice", "return each once")
+        _check_wants(scheduler)
+        _check_optimizer(scheduler, optimizer)
+    return made
+
+
+def _is_scheduler(value: Any) -> bool:
+    is_object = not isinstance(value, type | torch.optim.Optimizer)
+    return is_object and all(callable(getattr(value, name, None)) for name in ("step", "state_dict"))
+
+
+def _named(value: Any) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+
+
+def _check_wants(scheduler: Any) -> None:
+    """Raise WorkloadError where `step` wants a count, or more than one argument."""
+    wanted = required_arguments(scheduler.step)
+    if len(wanted) > 1 or (wanted and wanted[0] in _COUNTS):
+        raise WorkloadError(
+            "the workload's scheduler steps after every update, and is handed nothing; or by job.schedule, with a "
+            "metric",
+            f"{type(scheduler).__name__}.step wants {' and '.join(wanted)}",
+            "return one of torch.optim.lr_scheduler, such as LambdaLR with a function of the step",
+        )
+
+
+def _check_optimizer(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Raise WorkloadError where a scheduler of torch's changes the rates of another optimizer."""
+    own = getattr(scheduler, "optimizer", None)
+    if isinstance(own, torch.optim.Optimizer) and not contains(parts_of(optimizer), own):
+        raise WorkloadError(
+            "the workload's scheduler should change the rates of the workload's optimizer",
+            f"{type(scheduler).__name__} has another {type(own).__name__}",
+            "make it from what the function is handed: scheduler=lambda optimizer: StepLR(optimizer, 10)",
+        )
+
+
+def all_of(scheduler: Any) -> list[Any]:
+    """Return the schedulers, in order."""
+    if isinstance(scheduler, list | tuple):
+        return list(scheduler)
+    return [] if scheduler is None else [scheduler]
+
+
+def required_arguments(function: Any) -> list[str]:
+    """Return the arguments that `function` can't be called without."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return []  # a callable without a signature: the first step shows whether it can be called
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    empty = inspect.Parameter.empty
+    return [each.name for each in parameters if each.kind not in variadic and each.default is empty]
+
+
+def by_metric(scheduler: Any) -> list[Any]:
+    """Return those that step by a metric."""
+    return [each for each in all_of(scheduler) if required_arguments(each.step)]
+
+
+def check_servers_can_schedule(scheduler: Any) -> None:
+    """Raise PlanError where workers of servers should step by a metric."""
+    for each in by_metric(scheduler):
+        raise PlanError(
+            f"workers of parameter servers should step {type(each).__name__} by a metric",
+            "each worker has its own scheduler, and one that takes a lost one's place has heard of no metric: their "
+            "rates would differ",
+            "write replicate, shard, tensor or pipeline in place of server, or take a schedule by steps",
+        )
+
+
+def step_all(scheduler: Any) -> None:
+    """Step what steps after every update."""
+    for each in all_of(scheduler):
+        if not required_arguments(each.step):
+            each.step()
+
+
+def checked_metric(scheduler: Any, metric: Any, comm: AxisComm) -> float:
+    """Return the metric that the schedulers are to step by. Collective.
+
+    Raises:
+        UsageError: there is none that wants one; the metric is no number, or another on some rank.
+    """
+    if not by_metric(scheduler):
+        raise UsageError(
+            "job.schedule steps the workload's schedulers by a metric",
+            "it has none that wants one: the others step after every update",
+            "leave the call out, or write scheduler=lambda optimizer: ReduceLROnPlateau(optimizer)",
+        )
+    # All ranks come to the comparison, also those whose metric is no number, so that none waits.
+    number = _number(metric)
+    values = [float(row) for row in comm.all_gather(torch.tensor([number], dtype=torch.float64))]
+    if math.isnan(number):
+        raise UsageError(
+            "job.schedule should be handed a number",
+            f"it is {shown(metric)}",
+            "hand it e.g. job.evaluate()['loss'], which is NaN where nothing was evaluated",
+        )
+    for rank, value in zip(comm.peers, values, strict=True):
+        if value != number:
+            raise UsageError(
+                "job.schedule should be handed the same metric on every rank",
+                f"it is {number!r} on rank {comm.peers[comm.rank]} and {value!r} on rank {rank}",
+                "hand it what job.evaluate or job.step returns, or what paceline.all_reduce has summed",
+            )
+    return number
+
+
+def _number(metric: Any) -> float:
+    """Return a number; NaN for what is none."""
+    if isinstance(metric, str | bytes | bool):
+        return math.nan
+    try:
+        return float(metric)
+    except (TypeError, ValueError, RuntimeError):
+        return math.nan
+
+
+def state_of(scheduler: Any) -> Any:
+    """Return the state as a checkpoint keeps it; None without a scheduler."""
+    if isinstance(scheduler, list | tuple):
+        return {_KEY: [each.state_dict() for each in scheduler]}
+    return None if scheduler is None else scheduler.state_dict()
+
+
+def checked_state(scheduler: Any, saved: Mapping[str, Any]) -> Any:
+    """Return a checkpoint's state as `restore` takes it.
+
+    Raises:
+        CheckpointError: it is the state of other schedulers.
+    """
+    states: Any = saved.get(_KEY)
+    is_list = isinstance(scheduler, list | tuple)
+    if not is_list and not isinstance(states, list):
+        return scheduler_state(scheduler, saved)
+    fits = is_list and isinstance(states, list) and len(states) == len(scheduler)
+    if not fits or not all(isinstance(state, dict) for state in states):
+        raise CheckpointError(
+            f"the checkpoint should have the state of the workload's schedulers, {_counted(scheduler)}",
+            f"it has that of {_counted(states if isinstance(states, list) else None)}",
+            "make them as they were when the checkpoint was saved, or start without the checkpoint",
+        )
+    return [scheduler_state(each, state) for each, state in zip(scheduler, states, strict=True)]
+
+
+def _counted(schedulers: Any) -> str:
+    return f"a list of {len(schedulers)}" if isinstance(schedulers, list | tuple) else "one without a list"
+
+
+def restore(scheduler: Any, state: Any) -> None:
+    """Put the state back.
+
+    Raises:
+        CheckpointError: a scheduler does not take it.
+    """
+    states = state if isinstance(scheduler, list | tuple) else [state]
+    for each, own in zip(all_of(scheduler), states, strict=True):
+        load_scheduler(each, own)
