@@ -31,7 +31,16 @@ def measure(rank, plan, name):
 
 
 @pytest.mark.parametrize(
-    ("name", "line"), [("muon", "shard=2"), ("lamb", "shard=2,zero=1"), ("muon", "tensor=2"), ("lamb", "tensor=2")]
+    ("name", "line"),
+    [
+        ("list", "shard=2"),
+        ("list", "tensor=2"),
+        ("list", "pipeline=2"),
+        ("muon", "shard=2"),
+        ("lamb", "shard=2,zero=1"),
+        ("muon", "tensor=2"),
+        ("lamb", "tensor=2"),
+    ],
 )
 def test_it_is_the_real_one(name, line):
     plan = Plan.parse(line)
@@ -45,7 +54,16 @@ def test_it_is_the_real_one(name, line):
     for own, profile, (peak, _, rows) in zip(expected, profiles, answers, strict=True):
         assert abs(own / peak - 1) < OFF, (profile.rank, own, peak)
         assert _sorted(profile.traffic) == _sorted(rows)
-        assert any(row["collective"] == "all_to_all" for row in rows)
+        assert any(row["collective"] == "all_to_all" for row in rows) or line == "pipeline=2"
+
+
+def test_the_state_of_each_of_several_is_the_optimizers():
+    profile = simulate(large("list"), Plan(), 0)
+    trained = [parameter for parameter in Small(*SIZES).parameters() if parameter.requires_grad]
+    # Muon has one number for each of a matrix, AdamW two and a count of steps.
+    expected = sum(4 * parameter.numel() * (1 if parameter.dim() == 2 else 2) for parameter in trained)
+    held = sum(block.nbytes for block in profile.recording.blocks if block.kind == OPTIMIZER)
+    assert held == pytest.approx(expected, abs=8 * len(trained))
 
 
 def _sorted(rows):

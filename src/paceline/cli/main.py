@@ -33,6 +33,7 @@ VERBS = {
     "server": "start a parameter server alone, and look at those of a job",
     "export": "write a checkpoint's model as transformers reads it",
     "demo": "pre-train a small BERT with two processes, from nothing",
+    "examples": "list the examples, and copy one to train with",
     "bench": "measure Paceline against what else there is",
 }
 

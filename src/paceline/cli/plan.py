@@ -1,6 +1,7 @@
 """Say what a plan sends per step, what each rank holds, and how the model is split, without training.
 
-The file's `workload` is made on torch's meta device in a child process; nothing is trained.
+The file's `workload` is made on torch's meta device in a child process; nothing is trained. Of a loop of the user's own
+the first steps are run (`plan_loop.py`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import asdict
 from typing import Any
 
 from paceline.cli.plan_flags import OWN_ARGUMENTS, add_plan_arguments, plan_request, print_notice
+from paceline.cli.plan_loop import plan_loop
 from paceline.cli.plan_memory import add_memory_arguments, check_memory_arguments, explain
 from paceline.launch.describe_workload import describe_workload
 from paceline.launch.plan_choice import choose_plan
@@ -24,6 +26,7 @@ from paceline.nouns.schedule import Schedule, make_schedule, picture
 from paceline.nouns.table import aligned
 from paceline.nouns.workload import too_small_batch
 from paceline.plan.step_traffic import step_traffic
+from paceline.plan.traffic_line import traffic_line
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--explain-layout", action="store_true", help="how tensor splits each weight, and why")
     add_memory_arguments(parser)
     parser.add_argument("--schedule-picture", action="store_true", help="draw the pipeline's schedule")
-    parser.add_argument("workload", metavar="FILE", help="the Python file that declares `workload`")
+    parser.add_argument(
+        "workload", metavar="FILE", help="the Python file that declares `workload`, or trains by paceline.prepare"
+    )
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help=OWN_ARGUMENTS)
 
 
@@ -43,9 +48,11 @@ def run(arguments: argparse.Namespace) -> int:
     mesh = Mesh.parse(plan.mesh)
     _check_wanted(arguments, mesh)
     # What can be refused from the source comes before the child that imports torch.
-    file = read_workload_file(arguments.workload, plan.data_size)
+    file = read_workload_file(arguments.workload, plan.data_size, plan)
     device = check_memory_arguments(arguments)
     command_line = [str(file.path), *arguments.arguments]
+    if file.is_loop:
+        return plan_loop(arguments, plan, command_line, device)
     description = facts_of(plan, describe_workload(plan, command_line))
     schedule = None
     if mesh.size("pipeline") > 1:  # made here as the ranks will make it
@@ -110,14 +117,8 @@ def print_facts(plan: Plan, description: dict[str, Any], schedule: Schedule | No
         rows.append(("traffic", "depends on the data (sparse gradients, top-k or PowerSGD)"))
     has_stages = len(description["share"]) > 1
     for row in description["traffic"] or []:
-        rows.append((f"on stage {row['stage']}" if has_stages else "traffic", _traffic_line(row)))
+        rows.append((f"on stage {row['stage']}" if has_stages else "traffic", traffic_line(row)))
     print("\n".join(aligned(rows, "{:<12}{}")))
-
-
-def _traffic_line(row: dict[str, Any]) -> str:
-    calls = "1 call" if row["calls"] == 1 else f"{row['calls']} calls"
-    mib = row["payload_bytes"] / 2**20
-    return f"{row['collective']:<15}{row['axis']:<11}{calls:>10}{mib:>12.3f} MiB a step"
 
 
 def print_layout(lines: list[dict[str, Any]]) -> None:

@@ -57,7 +57,19 @@ def explain(
     """
     fields = asdict(plan)
     requests = [ProfileRequest(fields, rank, device.kind) for rank in ranks_to_profile(plan)]
-    profiles = _without_errors(profile_workload(requests, command_line, _progress(len(requests), "simulating")))
+    profiles = without_errors(profile_workload(requests, command_line, progress(len(requests), "simulating")))
+    report, lines, notices = explain_profiles(plan, profiles, device)
+    if with_ways_out:
+        is_too_large = any(rank["is_too_large"] for rank in report["ranks"])
+        suggestions = _ways_out(plan, command_line, device, profiles) if is_too_large else []
+        add_suggestions(suggestions, report, lines, device)
+    return report, lines, notices
+
+
+def explain_profiles(
+    plan: Plan, profiles: Sequence[Profile], device: Device
+) -> tuple[dict[str, Any], list[str], list[str]]:
+    """Return the memory that some ranks' profiles show, for programs and for people, and what people should know."""
     capacity = device.capacity(communicators(plan))
     memories = [memory_of(profile, capacity) for profile in profiles]
     largest = max(range(len(memories)), key=lambda index: memories[index].peak)
@@ -74,12 +86,16 @@ def explain(
     for profile in profiles:
         notices += notices_of(profile, device)
     notices = list(dict.fromkeys(notices))  # several ranks have the same
-    if with_ways_out:
-        is_too_large = any(memory.is_too_large for memory in memories)
-        suggestions = _ways_out(plan, command_line, device, profiles) if is_too_large else []
-        lines += ["", *_suggestion_lines(suggestions, is_too_large, device)]
-        report["ways_out"] = [_suggestion_json(suggestion) for suggestion in suggestions]
     return report, lines, notices
+
+
+def add_suggestions(
+    suggestions: Sequence[Suggestion], report: dict[str, Any], lines: list[str], device: Device
+) -> None:
+    """Add to a report what makes the job fit."""
+    is_too_large = any(rank["is_too_large"] for rank in report["ranks"])
+    lines += ["", *_suggestion_lines(suggestions, is_too_large, device)]
+    report["ways_out"] = [_suggestion_json(suggestion) for suggestion in suggestions]
 
 
 def _suggestion_json(suggestion: Suggestion) -> dict[str, Any]:
@@ -115,7 +131,7 @@ def _ways_out(plan: Plan, command_line: Sequence[str], device: Device, profiles:
         for kind in list(waiting):
             if kind in done or not waiting[kind]:
                 del waiting[kind]
-    return cheapest(fitting, plan, _flops(plan, profiles))
+    return cheapest(fitting, plan, flops_of(plan, profiles))
 
 
 def _tried(
@@ -128,7 +144,7 @@ def _tried(
         for rank in ranks_to_profile(way.plan):
             requests.append(ProfileRequest(plan, rank, device.kind, way.micro_batch_size, way.precision, is_brief=True))
     # One child process for all: it imports torch and the person's file once.
-    answers = iter(profile_workload(requests, command_line, _progress(len(requests), "trying other plans")))
+    answers = iter(profile_workload(requests, command_line, progress(len(requests), "trying other plans")))
     fitting: list[tuple[Change, int, float]] = []
     for way in candidates:
         rank_answers = [next(answers) for _ in ranks_to_profile(way.plan)]
@@ -140,7 +156,7 @@ def _tried(
         if not any(memory.is_too_large for memory in memories):
             largest = max(memory.reserved or 0 for memory in memories)
             needed = largest + device.beside(communicators(way.plan))
-            fitting.append((way, min(needed, device.memory or needed), _flops(way.plan, profiles)))
+            fitting.append((way, min(needed, device.memory or needed), flops_of(way.plan, profiles)))
     return fitting
 
 
@@ -148,7 +164,7 @@ def _changes_nothing(profile: Profile) -> bool:
     return any(NOTHING_TO_RECOMPUTE in notice for notice in profile.notices)
 
 
-def _flops(plan: Plan, profiles: Sequence[Profile]) -> float:
+def flops_of(plan: Plan, profiles: Sequence[Profile]) -> float:
     """Return the operations of all ranks: those not simulated do as much as the one of their stage that was."""
     return sum(profile.flops for profile in profiles) * plan.world_size / len(profiles)
 
@@ -163,7 +179,7 @@ def _suggestion_lines(suggestions: Sequence[Suggestion], is_too_large: bool, dev
     return [title, *aligned(rows, "{:<}  needs {:>12}  cost: {}")]
 
 
-def _without_errors(answers: Sequence[Profile | WorkloadError]) -> list[Profile]:
+def without_errors(answers: Sequence[Profile | WorkloadError]) -> list[Profile]:
     """Return the profiles; raise the first error among them."""
     profiles = []
     for answer in answers:
@@ -173,7 +189,7 @@ def _without_errors(answers: Sequence[Profile | WorkloadError]) -> list[Profile]
     return profiles
 
 
-def _progress(total: int, what: str) -> Callable[[int], None]:
+def progress(total: int, what: str) -> Callable[[int], None]:
     """Return a function that shows on a terminal how many of `total` steps are done."""
 
     def done(number: int) -> None:

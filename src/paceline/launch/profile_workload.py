@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from paceline.nouns import module_names
 from paceline.nouns.errors import ReadError, WorkloadError, last_error_of
@@ -18,6 +18,7 @@ from paceline.nouns.plan import Plan
 from paceline.nouns.profile import Profile
 from paceline.nouns.reading import COUNT, parse_json
 
+Answer = TypeVar("Answer")
 _ANSWER = (
     {"number": COUNT, "error": {"asked": str, "found": str, "fix": str}},
     {"number": COUNT, "path": str},
@@ -70,16 +71,38 @@ def profile_workload(
     Raises:
         WorkloadError: the file can't be loaded, or its process failed.
     """
+    return ask(module_names.PROFILE_WORKLOAD, requests, command_line, Profile.read, done)
+
+
+def ask(
+    module: str,
+    requests: Sequence[ProfileRequest],
+    command_line: Sequence[str],
+    read: Callable[[Path], Answer],
+    done: Callable[[int], None] = lambda number: None,
+) -> list[Answer | WorkloadError]:
+    """Start a module as a child process, hand it requests, and return its answers.
+
+    Args:
+        module: such as `profile/profile_workload.py`.
+        requests: the steps to simulate.
+        command_line: the user's file and its arguments.
+        read: reads the file that the child has written for a request.
+        done: told the number of each request as it is done.
+
+    Raises:
+        WorkloadError: the file can't be loaded, or its process failed.
+    """
     with tempfile.TemporaryDirectory(prefix="paceline-profile-") as name:
         folder = Path(name)
         requests_file = folder / "requests.json"
         requests_file.write_text(json.dumps([asdict(request) for request in requests]))
-        command = [sys.executable, "-m", module_names.PROFILE_WORKLOAD, str(requests_file), name, *command_line]
+        command = [sys.executable, "-m", module, str(requests_file), name, *command_line]
         # A file, not a pipe: one that nobody reads would stop the child as soon as it is full.
         with (folder / "errors.txt").open("w+", errors="replace") as errors:
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, errors="replace")
             assert process.stdout is not None
-            answers: list[Profile | WorkloadError] = []
+            answers: list[Answer | WorkloadError] = []
             try:
                 for line in process.stdout:
                     answer = _read_answer(line)
@@ -88,7 +111,7 @@ def profile_workload(
                     if error := answer.get("error"):
                         answers.append(WorkloadError(**error))
                     else:
-                        answers.append(Profile.read(Path(answer["path"])))
+                        answers.append(read(Path(answer["path"])))
                     done(answer["number"])
                 status = process.wait()
             finally:

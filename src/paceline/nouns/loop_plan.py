@@ -10,7 +10,7 @@ from paceline.nouns.plan import Plan
 def check_plan_of_loop(plan: Plan) -> None:
     """Raise PlanError unless a loop of one's own can run under the plan."""
     mesh = Mesh.parse(plan.mesh)
-    others = [axis for axis in mesh.used() if axis not in ("replicate", "shard")]
+    others = [axis for axis in mesh.used() if axis not in ("replicate", "shard", "tensor")]
     asked = f"the plan is {plan.mesh}"
     if plan.strategy == "servers":
         others = ["server"]
@@ -19,15 +19,21 @@ def check_plan_of_loop(plan: Plan) -> None:
         raise PlanError(
             f"paceline.prepare trains the models of a plain loop, and {asked}",
             f"{others[0]} needs the loss as a function of the model and a batch",
-            "write -n N without --plan, or shard=N,zero=1; or declare the model, the loss and the data in a "
+            "write -n N without --plan, shard=N, or tensor=N; or declare the model, the loss and the data in a "
             "paceline.Workload, which every plan trains",
         )
-    if mesh.size("shard") > 1 and plan.zero > 1:
+    is_cut = mesh.size("shard") > 1 and plan.zero > 1
+    if is_cut and plan.compression not in ("none", "bf16"):
         raise PlanError(
-            f"paceline.prepare trains the models of a plain loop, and the plan is {plan.mesh} with zero={plan.zero}",
-            "the loop uses whole parameters and gradients; shard can share out the optimizer's state and the update "
-            "(zero=1)",
-            f"write {plan.mesh},zero=1; or declare the model, the loss and the data in a paceline.Workload",
+            f"the plan's compression is {plan.compression}",
+            f"the axis shard with zero={plan.zero} has none and bf16",
+            "write compression=bf16, or zero=1",
+        )
+    if mesh.size("shard") > 1 and mesh.size("tensor") > 1:
+        raise PlanError(
+            f"paceline.prepare trains the models of a plain loop, and the plan is {plan.mesh}",
+            "tensor gives each rank pieces of parameters, and shard shares out the update of whole ones",
+            "write replicate in place of shard; or declare the model, the loss and the data in a paceline.Workload",
         )
     if plan.offload == "on":
         raise PlanError(

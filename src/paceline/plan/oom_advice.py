@@ -23,7 +23,7 @@ class Change:
         plan: the plan with it.
         micro_batch_size: in place of the workload's; 0 leaves it.
         precision: in place of the workload's; "" leaves it.
-        condition: what the device must have; "": nothing that is in doubt.
+        condition: what the device must have, or what it costs besides; "": nothing that is in doubt.
     """
 
     kind: str

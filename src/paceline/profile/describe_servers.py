@@ -8,6 +8,7 @@ import torch
 
 from paceline.nouns.plan import Plan
 from paceline.nouns.workload import Workload
+from paceline.parallel.optimizer_list import as_one, check_servers_can_run
 
 
 def describe_servers(workload: Workload, model: torch.nn.Module, plan: Plan | None) -> dict[str, Any]:
@@ -20,5 +21,7 @@ def describe_servers(workload: Workload, model: torch.nn.Module, plan: Plan | No
         return {}
     from paceline.server.handle import laid_out
 
-    _, layout, *_ = laid_out(model, workload.optimizer(model), 0)
+    optimizer = as_one(workload.optimizer(model))
+    check_servers_can_run(optimizer)
+    _, layout, *_ = laid_out(model, optimizer, 0)
     return {"ranges": [[segment.nbytes for segment in segments] for segments in layout.ranges(plan.server)]}

@@ -25,11 +25,13 @@ from paceline.nouns.workload import Workload
 from paceline.parallel.elementwise import find_whole_parameters
 from paceline.parallel.graph_adapter import cut_parameters
 from paceline.parallel.graph_model import SplitModel
+from paceline.parallel.optimizer_list import as_one
 from paceline.parallel.shard.blocks import find_blocks, kept_whole
 from paceline.parallel.whole_update import CutParameter, assign_owners
 from paceline.train.compiler_import import defer_compiler_import
-from paceline.train.data import RankLoader, cut_into, cut_without_changing, open_data
+from paceline.train.data import cut_into, cut_without_changing, open_data
 from paceline.train.parallelize import split_model
+from paceline.train.stream_loader import rank_loader
 
 Owners = dict[str, dict[str, int]]  # of what the optimizer updates whole, the owner's index on each axis that cuts it
 
@@ -55,7 +57,7 @@ def describe_split(
     mesh = Mesh.parse(plan.mesh)
     form = form_of(workload)
     device = torch.device("cpu")
-    loader = RankLoader(open_data("data", workload.data), workload, 0, mesh.data_size, device)
+    loader = rank_loader(open_data("data", workload.data), workload, (0, mesh.data_size), device)
     example = loader.example()
     splits = []
     for rank in range(mesh.size("pipeline")):
@@ -126,7 +128,7 @@ def _updated_whole(workload: Workload, model: torch.nn.Module, mesh: Mesh) -> se
         return set()
     defer_compiler_import()
     try:
-        optimizer = workload.optimizer(model)
+        optimizer = as_one(workload.optimizer(model))
     except (RuntimeError, NotImplementedError):  # it reads values, which the model has not: most work on parts
         return set()
     whole = find_whole_parameters(optimizer, axes)

@@ -130,7 +130,7 @@ class SimulatedStep:
         self.recorder.names = {module: name for name, module in self.parallel.model.named_modules()}
         self.parallel.read_by(AbsentPeers(self.comms.step.size, sums_on_cpu=how.device == "cpu"))
         self.parallel.observe(MemoryObserver(self.recorder, self.host))
-        self.servers = self._join_servers(len(loader.data))
+        self.servers = self._join_servers(loader.samples)
         self._name_what_stays()
 
     def _make_recorder(self, how: How) -> Allocations:
@@ -154,7 +154,7 @@ class SimulatedStep:
         self._note_batch(example)
         placed = assembly.place_model(example, self.fake)
         self.notices = placed.notices
-        _check_dense(placed, self.comms.axes["replicate"].size)
+        check_dense(placed, self.comms.axes["replicate"].size)
         return placed
 
     def step(self) -> None:
@@ -241,7 +241,7 @@ def simulate(workload: Workload, plan: Plan, rank: int = 0, device: str = "cpu",
         PlanError: the plan has what can't be tried out beforehand.
         WorkloadError: the model's path depends on values, and the plan has more than one rank.
     """
-    _check(plan)
+    check_can_try(plan)
     state = torch.get_rng_state()  # the simulation seeds; a second try must begin as the first did
     try:
         return _simulate(workload, plan, rank, How(device, is_brief=is_brief))
@@ -301,7 +301,7 @@ def _world(plan: Plan, rank: int) -> contextlib.AbstractContextManager[None]:
     return fake_world(comm_rank, mesh.world_size)
 
 
-def _check_dense(placed: Any, replicas: int) -> None:
+def check_dense(placed: Any, replicas: int) -> None:
     """Raise WorkloadError for sparse gradients that ranks would exchange."""
     if replicas > 1 and placed.sparse():
         raise WorkloadError(
@@ -311,7 +311,7 @@ def _check_dense(placed: Any, replicas: int) -> None:
         )
 
 
-def _check(plan: Plan) -> None:
+def check_can_try(plan: Plan) -> None:
     """Raise PlanError for what can't be simulated."""
     asked = "can't predict a step without training"
     if plan.compile == "on":

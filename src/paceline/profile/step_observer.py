@@ -9,6 +9,7 @@ import torch
 from paceline.comm.fully_shard import is_part
 from paceline.nouns.profile import GATHERED, GRADIENTS, OPTIMIZER
 from paceline.parallel.observer import StepObserver
+from paceline.parallel.optimizer_parts import state_of
 from paceline.parallel.peer_values import PeerValues
 from paceline.parallel.shard.grad_usage import GradUsage
 from paceline.parallel.step_stats import StepStats, StepStatsReducer
@@ -85,6 +86,6 @@ def _gradients(parameters: Parameters) -> Iterator[tuple[str, torch.Tensor]]:
 def states_of(parameters: Parameters, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the optimizer's tensors for each parameter, by the parameter's name."""
     for name, parameter in parameters.items():
-        for value in optimizer.state.get(parameter, {}).values():
+        for value in state_of(optimizer, parameter).values():
             if isinstance(value, torch.Tensor):
                 yield name, value

@@ -1,0 +1,214 @@
+"""Say what a loop of the user's own (`paceline.prepare`) sends per step and what each rank holds: `paceline plan`.
+
+The loop's file runs in child processes (`profile/profile_loop.py`), each as one rank, until it has taken its first
+steps. So there is no formula here: what its models, optimizers and losses do is seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from paceline.cli.plan_memory import add_suggestions, explain_profiles, flops_of, notices_of
+from paceline.launch.profile_loop import profile_loop
+from paceline.nouns.device import Device
+from paceline.nouns.errors import WorkloadError
+from paceline.nouns.loop_profile import LoopProfile
+from paceline.nouns.plan import Plan
+from paceline.nouns.table import aligned
+from paceline.plan.loop_plans import PlanRow, changes_of_loop, plans_of_loop, plans_table
+from paceline.plan.memory import Memory, memory_of
+from paceline.plan.memory_table import communicators, size
+from paceline.plan.oom_advice import Change, Suggestion, cheapest
+from paceline.plan.traffic_line import traffic_line
+
+
+def plan_loop(arguments: argparse.Namespace, plan: Plan, command_line: Sequence[str], device: Device) -> int:
+    """Print what a loop takes under a plan.
+
+    Raises:
+        WorkloadError: its file failed, or took no step.
+    """
+    found = profile_loop(plan, command_line, device.kind, _say)
+    description = _facts(plan, found)
+    lines: list[str] = []
+    notices = [notice for each in found for notice in notices_of(each.profile, device)]
+    if arguments.explain_memory or arguments.explain_oom:
+        profiles = [each.profile for each in found]
+        description["memory"], lines, _ = explain_profiles(plan, profiles, device)
+        tried = _Tried(command_line, device, {plan: found})
+        if arguments.explain_oom:
+            add_suggestions(_ways_out(plan, tried, description["memory"]), description["memory"], lines, device)
+        if plan.world_size > 1:
+            description["plans"], table = _other_plans(plan, tried)
+            lines += ["", *table]
+        notices += tried.refusals
+    for notice in dict.fromkeys(notices):  # several ranks have the same
+        print(f"note: {notice}", file=sys.stderr)
+    if arguments.json:
+        print(json.dumps(description))
+        return 0
+    _print_facts(description)
+    if lines:
+        print("\n" + "\n".join(lines))
+    return 0
+
+
+class _Tried:
+    """The plans under which the loop was tried.
+
+    Args:
+        command_line: of the loop.
+        device: where it is to run.
+        found: profiles by plan.
+
+    Attributes:
+        refusals: why some can't be tried.
+    """
+
+    def __init__(self, command_line: Sequence[str], device: Device, found: dict[Plan, list[LoopProfile]]) -> None:
+        self.command_line = command_line
+        self.device = device
+        self.found = found
+        self.refusals: list[str] = []
+
+    def profiles(self, plan: Plan) -> list[LoopProfile]:
+        """Return the profiles under a plan; none where the loop can't run so."""
+        if plan not in self.found:
+            try:
+                self.found[plan] = profile_loop(plan, self.command_line, self.device.kind, _say)
+            except WorkloadError as error:
+                self.found[plan] = []
+                self.refusals.append(f"{plan.line()} was not tried: {error.found}")
+        return self.found[plan]
+
+    def memories(self, plan: Plan) -> list[Memory]:
+        """Return the memory of the ranks that were recorded."""
+        capacity = self.device.capacity(communicators(plan))
+        return [memory_of(each.profile, capacity) for each in self.profiles(plan)]
+
+
+def _say(text: str) -> None:
+    if sys.stderr.isatty():
+        print(text, file=sys.stderr, flush=True)
+
+
+def _facts(plan: Plan, found: Sequence[LoopProfile]) -> dict[str, Any]:
+    """Return what the recorded ranks show, for programs."""
+    first = found[0]
+    steps = []
+    for number, step in enumerate(first.steps[first.from_step :], first.from_step + 1):
+        steps.append({**step, "step": number, "traffic": [_traffic_row(row) for row in step["traffic"]]})
+    is_same = all(step["traffic"] == steps[0]["traffic"] for step in steps)
+    memories = [memory_of(each.profile) for each in found]
+    held = [{"rank": each.rank, "peak": each.peak, "between": each.between} for each in memories]
+    return {
+        **asdict(plan),
+        "is_loop": True,
+        "batch_size": first.batch_size,
+        "samples_per_rank": first.profile.micro_batch,
+        "recorded_steps": len(first.steps),
+        "models": first.models,
+        "optimizers": [
+            {
+                "name": optimizer["name"],
+                "parameters": optimizer["parameters"],
+                "state_bytes": {each.profile.rank: each.optimizers[number]["state_bytes"] for each in found},
+            }
+            for number, optimizer in enumerate(first.optimizers)
+        ],
+        "parameters": sum(model["parameters"] for model in first.models),
+        "parameter_bytes": sum(model["parameter_bytes"] for model in first.models),
+        "buffer_bytes": sum(model["buffer_bytes"] for model in first.models),
+        "held": held,
+        "steps": steps,
+        "traffic": steps[0]["traffic"] if is_same else None,  # it differs from step to step
+    }
+
+
+def _traffic_row(row: dict[str, Any]) -> dict[str, Any]:
+    return {"collective": row["collective"], "axis": row["axis"], "calls": row["calls"], "payload_bytes": row["bytes"]}
+
+
+def _print_facts(description: dict[str, Any]) -> None:
+    """Print a loop's plan as aligned lines."""
+    plural = "s" * (description["recorded_steps"] > 1)
+    ranks = Plan(mesh=description["mesh"]).world_size
+    batch = f"{description['batch_size']} samples, {description['samples_per_rank']} on a rank"
+    if not description["batch_size"]:
+        batch = "made by the loop"
+    rows = [
+        ("mesh", f"{description['mesh']} ({ranks} rank{'s' * (ranks > 1)})"),
+        ("tried", f"the loop's first {description['recorded_steps']} step{plural}, on the CPU"),
+        ("batch", batch),
+    ]
+    for model in description["models"]:
+        frozen = "" if model["trained"] else ", frozen"
+        rows.append(
+            (
+                "model",
+                f"{model['name']}: {model['parameters']:,} parameters in {size(model['parameter_bytes'])}{frozen}",
+            )
+        )
+    for optimizer in description["optimizers"]:
+        state = ", ".join(f"{size(nbytes)} on rank {rank}" for rank, nbytes in optimizer["state_bytes"].items())
+        rows.append(("optimizer", f"{optimizer['name']}: updates {optimizer['parameters']:,}, state {state}"))
+    for rank in description["held"]:
+        rows.append(("memory", f"at most {size(rank['peak'])} on rank {rank['rank']}"))
+    rows += _traffic_rows(description)
+    print("\n".join(aligned(rows, "{:<12}{}")))
+
+
+def _traffic_rows(description: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return what a step sends; of each step where they differ."""
+    steps = description["steps"] if description["traffic"] is None else description["steps"][:1]
+    rows = []
+    for step in steps:
+        name = "traffic" if len(steps) == 1 else f"step {step['step']}"
+        rows += [(name, traffic_line(row)) for row in step["traffic"]]
+    return rows
+
+
+def _other_plans(plan: Plan, tried: _Tried) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return what the loop takes under each plan of as many ranks."""
+    rows = []
+    plans = plans_of_loop(plan, plan.world_size)
+    if plan not in plans:
+        plans.insert(0, plan)
+    for other in plans:
+        memories = tried.memories(other)
+        if memories:
+            largest = max(memories, key=lambda memory: memory.peak)
+            rows.append(PlanRow(other, largest, _most_sent(tried.profiles(other)[0])))
+    report = []
+    for row in rows:
+        report.append({"plan": row.plan.line(), "memory": row.memory.to_json(), "sent_bytes": row.sent_bytes})
+    return report, plans_table(rows, plan)
+
+
+def _most_sent(found: LoopProfile) -> int:
+    """Return the most bytes that one of the recorded steps sends."""
+    steps: list[int] = [sum(row["bytes"] for row in step["traffic"]) for step in found.steps[found.from_step :]]
+    return max(steps)
+
+
+def _ways_out(plan: Plan, tried: _Tried, report: dict[str, Any]) -> list[Suggestion]:
+    """Return plans under which the loop fits, where it does not under the one that is asked for."""
+    if not any(rank["is_too_large"] for rank in report["ranks"]):
+        return []
+    fitting: list[tuple[Change, int, float]] = []
+    for change in changes_of_loop(plan):
+        memories = tried.memories(change.plan)
+        if memories and not any(memory.is_too_large for memory in memories):
+            largest = max(memory.reserved or 0 for memory in memories)
+            needed = largest + tried.device.beside(communicators(change.plan))
+            fitting.append((change, needed, _flops(change.plan, tried)))
+    return cheapest(fitting, plan, _flops(plan, tried))
+
+
+def _flops(plan: Plan, tried: _Tried) -> float:
+    return flops_of(plan, [each.profile for each in tried.profiles(plan)])

@@ -1,0 +1,255 @@
+"""Run the first steps of a loop of the user's own as one rank under a plan, and write what they hold and send.
+
+Started as `python -m paceline.profile.profile_loop ...`.
+
+It runs in a child process: the user's file is run, as `python FILE` does, until its loop has taken the steps that
+are wanted. Nothing is saved. Standard output has one JSON object: where the profile is, or why there is none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import runpy
+import sys
+import traceback
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+import paceline
+from paceline.comm import api
+from paceline.comm.fake_process_group import fake_world
+from paceline.launch.orphans import die_with_parent
+from paceline.nouns.errors import PacelineError, WorkloadError
+from paceline.nouns.loop_plan import check_plan_of_loop
+from paceline.nouns.loop_profile import LoopProfile
+from paceline.nouns.patching import patched
+from paceline.nouns.plan import Plan
+from paceline.nouns.profile import Profile
+from paceline.nouns.reading import read_json
+from paceline.profile.gpu_dispatch import as_on_gpu
+from paceline.profile.loop_recorder import (
+    AllStepsRecorded,
+    LoneJob,
+    LoopAllocations,
+    LoopRecorder,
+)
+from paceline.profile.simulate import check_can_try, check_dense
+from paceline.rendezvous.launcher_env import LauncherPosition
+from paceline.rendezvous.launchers import NAMES
+from paceline.rendezvous.rank_variables import variables_of
+from paceline.train.loop_objects import sort_objects, updated_by
+from paceline.train.seed import seed_everything
+
+_OF_ALLOCATIONS = ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NNODES")  # Slurm's numbers of ranks and hosts
+_NOWHERE = ("127.0.0.1", 1)  # where the ranks would meet
+
+
+def main() -> int:
+    """Answer the one request of a file.
+
+    Arguments: the file with the requests, the folder for profiles, and then the user's file and arguments.
+    """
+    die_with_parent()
+    (request,) = read_json(Path(sys.argv[1]))
+    path = Path(sys.argv[2], "profile-0.json")
+    sys.argv = sys.argv[3:]
+    sys.path.insert(0, str(Path(sys.argv[0]).parent))
+    answers = sys.stdout
+    sys.stdout = sys.stderr  # what the user's file prints is no answer
+    try:
+        profile_loop(sys.argv[0], Plan.of(request["plan"], "the request"), request["rank"], request["device"]).write(
+            path
+        )
+        answer: dict[str, Any] = {"number": 0, "path": str(path)}
+    except PacelineError as error:
+        answer = {"number": 0, "error": {"asked": error.asked, "found": error.found, "fix": error.fix}}
+    print(json.dumps(answer), file=answers, flush=True)
+    return 0
+
+
+def profile_loop(script: str, plan: Plan, rank: int = 0, device: str = "cpu") -> LoopProfile:
+    """Run a file's loop as `rank` of a plan, and return what its steps hold and send. It changes this process.
+
+    Args:
+        script: the user's file.
+        plan: of the job.
+        rank: whose steps.
+        device: "cpu", or "cuda" for the memory that a GPU's allocator would take.
+
+    Raises:
+        PlanError: a loop can't be trained, or not tried out, under the plan.
+        WorkloadError: the file raised, or ended before a step.
+    """
+    check_plan_of_loop(plan)
+    check_can_try(plan)
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // plan.world_size))  # as `paceline run` shares them out
+    recorders: list[LoopRecorder] = []
+    with contextlib.ExitStack() as stack, fake_world(rank, plan.world_size):
+        _be_rank(plan, rank)
+
+        def prepare(
+            *objects: Any, seed: int = 0, shard_frozen: bool = False, whole: Iterable[torch.nn.Module] = ()
+        ) -> tuple[Any, ...]:
+            _check_is_first(recorders)
+            found = sort_objects(objects, whole)
+            recorder = LoopAllocations(loads_elsewhere=device != "cpu")
+            stack.enter_context(_watching(recorder, device))
+            job = LoneJob(found, plan.without_shared_memory(), seed, shard_frozen)
+            check_dense(job.parallel.placed, plan.world_size)
+            recorders.append(LoopRecorder(job, recorder))
+            recorders[0].begin()
+            return job, *(job.batches_of(each) if each is found.loader else each for each in objects)
+
+        api.init()
+        seed_everything(0)
+        with patched(paceline, prepare=prepare):
+            try:
+                _run_file(script)
+                if recorders:
+                    recorders[0].job.close(save=False)  # the last step ends with the job
+            except AllStepsRecorded:
+                pass
+        if not recorders or not recorders[0].steps.traffic:
+            raise _no_step(script)
+        profile = _profile(recorders[0], plan, rank, device)
+        stack.close()
+    return profile
+
+
+def _be_rank(plan: Plan, rank: int) -> None:
+    """Have this process's environment name a rank, and no GPU."""
+    # It may be that of a rank of another job, or of a shell in an allocation.
+    launched = {name for choices in NAMES.values() for choice in choices for name in choice.split()}
+    for name in list(os.environ):
+        if name.startswith("PACELINE_") or name in launched or name in _OF_ALLOCATIONS:
+            del os.environ[name]
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    size = plan.world_size
+    os.environ.update(variables_of(LauncherPosition(rank, size, rank, size, master=_NOWHERE)))
+
+
+@contextmanager
+def _watching(recorder: LoopAllocations, device: str) -> Iterator[None]:
+    # A GPU's attention kernels take no tensors of the CPU, whose kernel keeps about the same.
+    attention = functional.scaled_dot_product_attention
+    with as_on_gpu(device, recorder), patched(functional, scaled_dot_product_attention=attention), recorder.watching():
+        yield
+
+
+def _run_file(script: str) -> None:
+    """Run the file as `python FILE` does.
+
+    Raises:
+        WorkloadError: it raised.
+        SystemExit: it ended by one with a status.
+    """
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as ended:
+        if ended.code not in (None, 0):
+            raise
+    except PacelineError:
+        raise
+    except Exception as error:
+        first_line = str(error).splitlines()[0] if str(error) else "nothing more"
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == script]
+        place = f" in line {lines[-1]}" if lines else ""
+        raise WorkloadError(
+            f"can't try out the loop of {script}",
+            f"it raised {type(error).__name__}{place}: {first_line}",
+            "see that it trains alone on the CPU: CUDA_VISIBLE_DEVICES= python FILE",
+        ) from error
+
+
+def _check_is_first(recorders: list[LoopRecorder]) -> None:
+    if recorders:
+        raise WorkloadError(
+            "a loop is tried out as one job",
+            "the file calls paceline.prepare a second time",
+            "hand one call of paceline.prepare all models and optimizers",
+        )
+
+
+def _no_step(script: str) -> WorkloadError:
+    return WorkloadError(
+        f"the loop of {script} should take a step",
+        "it ended before one",
+        "call job.backward(loss) and optimizer.step() in it, outside of functions that nobody calls",
+    )
+
+
+def _profile(found: LoopRecorder, plan: Plan, rank: int, device: str) -> LoopProfile:
+    job, parallel, steps = found.job, found.parallel, found.steps
+    recording = found.recorder.recording
+    from_step = _from_step(found)
+    recording.last_step = steps.began[from_step]
+    part = job.part
+    profile = Profile(
+        plan.line(),
+        rank,
+        device,
+        0 if part is None else part.samples,
+        str(torch.get_default_dtype()).removeprefix("torch."),
+        recording,
+        found.recorder.operations,
+        found.recorder.modules,
+        steps.traffic[-1],
+        parallel.shared_bytes(plan.transport) if device == "cpu" else 0,
+        _notices(found, device),
+    )
+    models = [_model(model) for model in job.objects.models]
+    optimizers = []
+    for optimizer, state_bytes in zip(job.objects.optimizers, found.states(), strict=True):
+        numel = sum(parameter.numel() for parameter in updated_by(optimizer, parallel.named()).values())
+        optimizers.append({"name": type(optimizer).__name__, "parameters": numel, "state_bytes": state_bytes})
+    rows = []
+    for traffic, backwards, updates in zip(steps.traffic, steps.backwards, steps.updates, strict=True):
+        rows.append({"traffic": traffic, "backwards": backwards, "updates": updates})
+    owned = [parallel.owned.loads[index] for index in range(found.shards)] if found.shards > 1 else []
+    return LoopProfile(profile, models, optimizers, rows, from_step, 0 if part is None else part.of, owned)
+
+
+def _from_step(found: LoopRecorder) -> int:
+    """Return the index of the first step that found all of the optimizers' state there."""
+    if found.all_updated is None:
+        return len(found.steps.traffic) - 1
+    return min(found.all_updated, len(found.steps.traffic) - 1)
+
+
+def _notices(found: LoopRecorder, device: str) -> list[str]:
+    steps = len(found.steps.traffic)
+    taken = "step" if steps == 1 else f"{steps} steps"
+    notices = [f"the loop's first {taken} ran on real tensors on the CPU, as one rank whose peers are not there"]
+    if found.all_updated is None:
+        counts = zip(*found.steps.updates, strict=True)
+        missing = [type(each).__name__ for each, count in zip(found.optimizers, counts, strict=True) if not any(count)]
+        notices.append(f"{', '.join(missing)} made no update there: its state is in no number here")
+    elif steps <= found.all_updated:
+        notices.append("the loop ended with the step in which optimizers make their state: later steps are not in this")
+    if any(type(module).__name__ == "OptimizedModule" for module in found.parallel.model.modules()):
+        notices.append("torch.compile had no effect there: what a compiled model holds is not known beforehand")
+    if device != "cpu":
+        notices.append("attention is the CPU's, and autocast to a GPU has no effect: a GPU may hold something else")
+    return notices
+
+
+def _model(model: torch.nn.Module) -> dict[str, Any]:
+    parameters = list(model.parameters())
+    return {
+        "name": type(model).__name__,
+        "parameters": sum(each.numel() for each in parameters),
+        "parameter_bytes": sum(each.numel() * each.dtype.itemsize for each in parameters),
+        "trained": sum(each.numel() for each in parameters if each.requires_grad),
+        "buffer_bytes": sum(buffer.nbytes for buffer in model.buffers()),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
