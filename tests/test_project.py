@@ -98,6 +98,7 @@ def test_a_strategy_says_what_it_needs_promises_and_sends(axis):
         ["submit", "slurm", "--help"],
         ["submit", "kubernetes", "--help"],
         ["demo", "--help"],
+        ["examples"],
         ["bench", "--help"],
         ["export", "--help"],
         ["doctor", "--help"],
@@ -127,7 +128,10 @@ def test_every_dependency_has_its_reason():
 
 def test_nothing_is_unpickled():
     hits = [f for f in FILES if re.search(r"\b(pickle\.|torch\.load\(|cloudpickle|shell=True)", f.read_text())]
-    assert not hits
+    # A function for own children, by inherited memory; the other two name the package in words.
+    sent = {SOURCE / "run" / name for name in ("sent_function.py", "notebook.py")}
+    assert set(hits) == sent
+    assert "cloudpickle" not in re.sub(r'"""(.|\n)*?"""', "", (SOURCE / "run" / "notebook.py").read_text())
 
 
 def test_the_page_of_promises_names_tests_that_are_there():
@@ -141,12 +145,14 @@ def test_the_product_mocks_nothing_and_overwrites_no_method_of_a_live_object():
     for path in sorted((ROOT / "src").rglob("*.py")):
         text = path.read_text()
         assert "unittest" not in text, path
-        # torch's own classes, while a model is captured or measured; batch norm's `forward`.
+        # torch's own classes, while a model is captured or measured; the `forward` of batch norm, and of a loop's
+        # model that is split: the loop goes on calling the module that it has.
         known = {
             "kept_values.py": 1,
             "control_flow_trace.py": 2,
             "planner_peaks.py": 1,
             "batch_norm.py": 1,
+            "split_forward.py": 1,
             "main.py": 1,
         }
         allowed = known.get(path.name, 0)

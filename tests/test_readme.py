@@ -34,6 +34,9 @@ NOT_RUN = {
     "paceline run -n 2 --checkpoint-every 20 classifier.py": "the same",
     "paceline run -n 2 --resume classifier.py": "the same",
     "paceline verify -n 2 classifier.py": "the same",
+    "paceline plan -n 4 classifier.py": "tests/cli/test_plan_loop.py plans loops",
+    "paceline plan -n 4 --explain-memory classifier.py": "the same",
+    "paceline plan --explain-oom --device V100-16GB classifier.py": "the same",
     "paceline run -n 2 contrastive.py": "tests/comm/test_collectives_page.py runs it",
     "paceline submit": "it sends a job to a scheduler: tests/integration, tests/launch",
     "paceline explain submit": "it reads a cluster file: tests/cli/test_explain.py",
@@ -46,12 +49,15 @@ NOT_RUN = {
     "paceline server": "tests/server; coordinator and servers run until a job ends",
     "paceline bench": "hours, and numbers instead of a result: tests/bench",
     "paceline demo": "tests/demo",
+    "paceline examples": "tests/demo/test_examples_command.py; the installed one: tests/integration/test_installed.py",
     "paceline plan --explain-oom --device V100-16GB bert.py": "its file needs transformers",
     "paceline verify train.py --plan replicate=2,tensor=2": "four ranks of tests/verify; the shorter one is run",
 }
 # Commands of other programs, which nothing here can parse, and why they are not run.
 NEITHER = {
     "make demo": "tests/demo",
+    "python -m build": "tests/integration/test_release.py runs it",
+    "python examples/glue/sample.py data": "tests/integration/test_installed.py runs its copy",
     "python classifier.py": "tests/examples/test_loops.py runs it",
     "python benchmarks/loops/count.py": "tests/examples/test_loop_lines.py runs it",
     "make test": "this is it",
@@ -65,7 +71,7 @@ NEITHER = {
     "python examples/glue": "tests/examples trains it",
 }
 # Options that are another program's, or are no option.
-NOT_OURS = {"--gang-scheduling": "the MPI Operator's"}
+NOT_OURS = {"--gang-scheduling": "the MPI Operator's", "--share-packages": "scripts/release's"}
 # What README's table adds in brackets or after "or", to the option before it.
 ALTERNATIVES = {
     "--plan shard=4": ["--plan shard=4,zero=1", "--plan shard=4,zero=2", "--plan shard=4,zero=3"],

@@ -34,9 +34,9 @@ for _ in job.epochs(3):
     for first, second in loader:
         left = F.normalize(encoder(first), dim=1)
         right = F.normalize(encoder(second), dim=1)
-        all_right = paceline.all_gather(right, grad=True)
+        all_right = job.all_gather(right, grad=True)
         # This rank's views stand together among all of them.
-        before = paceline.all_gather(torch.tensor([len(left)]))[: job.rank].sum()
+        before = job.all_gather(torch.tensor([len(left)]))[: job.data_rank].sum()
         labels = torch.arange(len(left)) + before
         loss = F.cross_entropy(left @ all_right.T / 0.2, labels)
         optimizer.zero_grad()

@@ -38,7 +38,8 @@ def play(rollout, episode):
 
 rollout = job.step_number // EPOCHS  # a resumed job begins where it was
 while rollout < ROLLOUTS:
-    episodes = [play(rollout, episode) for episode in range(job.rank, EPISODES, job.size)]
+    with job.gathered():  # ranks call the actor as often as their episodes need
+        episodes = [play(rollout, episode) for episode in range(job.data_rank, EPISODES, job.data_size)]
     states, actions, returns = (torch.cat(parts) for parts in zip(*episodes, strict=True))
     with torch.no_grad():
         before = Categorical(logits=actor(states)).log_prob(actions)

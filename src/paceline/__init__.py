@@ -22,7 +22,7 @@ parallelism. `Workload` declares what to train, `distribute` returns this proces
 raises on purpose is a `PacelineError`. A `Sink` receives a job's events; `TensorBoard` is one.
 
 `prepare` takes the model, optimizer and DataLoader of a plain PyTorch loop in place of a workload, and returns a
-`LoopJob`.
+`LoopJob`. `launch` calls a function on several ranks, from a notebook.
 
 To communicate without a workload, call the collectives, as in MPI: `init`, `rank`, `size`, `local_rank`, `local_size`,
 `cross_rank`, `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all`, `broadcast`, `barrier`, `shutdown`,
@@ -36,6 +36,7 @@ The project's README.md has a complete example and the plans, docs/reference/ al
 from __future__ import annotations
 
 import importlib
+import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     from paceline.nouns.errors import PacelineError
     from paceline.nouns.sink import Sink
     from paceline.nouns.workload import Workload
+    from paceline.run.notebook import launch
     from paceline.train.job import Job, distribute
     from paceline.train.loop_job import LoopJob, prepare
     from paceline.train.tensorboard import TensorBoard
@@ -120,6 +122,7 @@ __all__ = [
     "distribute",
     "init",
     "is_initialized",
+    "launch",
     "local_rank",
     "local_size",
     "prepare",
@@ -129,6 +132,17 @@ __all__ = [
     "shutdown",
     "size",
 ]
+
+
+class _Launch(types.ModuleType):
+    """The package `paceline.launch`, which has the name of a function, too: called, it is `run.notebook.launch`."""
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        return importlib.import_module("paceline.run.notebook").launch(*arguments, **options)
+
+
+# The import system sets the name to the package, whatever else this file says; the package itself is a docstring.
+importlib.import_module("paceline.launch").__class__ = _Launch
 
 
 def __getattr__(name: str) -> Any:

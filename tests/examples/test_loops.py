@@ -19,8 +19,9 @@ NAMES = sorted(path.stem for path in LOOPS.glob("*.py"))
 USUAL = ("gan", "tokens")  # the others are integration tests
 HEAD = "import os, signal, torch\ntorch.set_default_dtype(torch.float64)\n"
 TAIL = """
-total = sum(float((parameter.detach() * torch.arange(1.0, 1 + parameter.numel()).view_as(parameter)).sum())
-            for parameter in job.model.parameters() if parameter.requires_grad)
+trained = [parameter for parameter in job.model.parameters() if parameter.requires_grad]
+whole = [job.parallel.whole(parameter) for parameter in trained]  # a rank may have pieces
+total = sum(float((value * torch.arange(1.0, 1 + value.numel()).view_as(value)).sum()) for value in whole)
 print("rank", job.rank, "ends at", job.step_number, job.position, repr(total))
 """
 # Ends as kill -9 does, in the middle of the training, once.
@@ -85,13 +86,15 @@ KILLED = [pytest.param(name, marks=pytest.mark.slow if name in USUAL else pytest
 
 
 @pytest.mark.parametrize("name", KILLED)
-def test_two_ranks_end_as_one_does_also_after_a_kill(tmp_path, name):
+@pytest.mark.parametrize("plan", ["replicate=2", "tensor=2"])
+def test_two_ranks_end_as_one_does_also_after_a_kill(tmp_path, plan, name):
     alone = train_alone(tmp_path, name)
     assert alone[0] > AT
-    ended, both = train(tmp_path, name, 2, "--job", "both", "--checkpoint-every", "3", KILL_AT=str(AT))
+    flags = ("--job", "both", "--plan", plan)
+    ended, both = train(tmp_path, name, 2, *flags, "--checkpoint-every", "3", KILL_AT=str(AT))
     assert ended.code == 1, ended.err
     assert not both
-    ended, both = train(tmp_path, name, 2, "--job", "both", "--resume")
+    ended, both = train(tmp_path, name, 2, *flags, "--resume")
     assert ended.code == 0, ended.err
     assert "goes on at step-0000000" in ended.err
     assert len(both) == 2
@@ -102,7 +105,8 @@ def test_two_ranks_end_as_one_does_also_after_a_kill(tmp_path, name):
 @pytest.mark.parametrize("name", NAMES)
 def test_four_ranks_end_as_one_does(tmp_path, name):
     alone = train_alone(tmp_path, name)
-    for plan in ("replicate=4", "replicate=2,shard=2,zero=1"):
+    shard = [f"replicate=2,shard=2,zero={level}" for level in (1, 2, 3)]
+    for plan in ("replicate=4", *shard, "replicate=2,tensor=2"):
         ended, all_four = train(tmp_path, name, 4, "--job", plan, "--plan", plan)
         assert ended.code == 0, ended.err
         assert len(all_four) == 4
@@ -113,9 +117,9 @@ def test_four_ranks_end_as_one_does(tmp_path, name):
 @pytest.mark.parametrize("name", USUAL)
 def test_a_killed_job_goes_on_under_another_plan(tmp_path, name):
     alone = train_alone(tmp_path, name)
-    shard = ("--plan", "shard=2,zero=1")
+    shard = ("--plan", "shard=2")
     train(tmp_path, name, 2, "--job", "a", "--checkpoint-every", "3", *shard, KILL_AT=str(AT))
-    for job, plan in (("b", ()), ("c", shard)):
+    for job, plan in (("b", ()), ("c", shard), ("d", ("--plan", "shard=2,zero=1")), ("e", ("--plan", "tensor=2"))):
         shutil.copytree(tmp_path / "runs" / "a", tmp_path / "runs" / job)
         ended, both = train(tmp_path, name, 2, "--job", job, "--resume", *plan)
         assert ended.code == 0, ended.err
@@ -123,9 +127,10 @@ def test_a_killed_job_goes_on_under_another_plan(tmp_path, name):
 
 
 @pytest.mark.integration
+@pytest.mark.parametrize("plan", ["replicate=2", "shard=2", "tensor=2"])
 @pytest.mark.parametrize("name", NAMES)
-def test_verify_finds_the_steps_of_two_ranks_those_of_one(tmp_path, name):
-    ended = paceline(tmp_path, "verify", "-n", "2", LOOPS / f"{name}.py")
+def test_verify_finds_the_steps_of_two_ranks_those_of_one(tmp_path, name, plan):
+    ended = paceline(tmp_path, "verify", "--plan", plan, LOOPS / f"{name}.py")
     assert ended.code == 0, ended.out + ended.err
     assert re.search(r"^step float64 +ok ", ended.out, re.MULTILINE), ended.out
 

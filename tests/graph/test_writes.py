@@ -8,6 +8,7 @@ from torch import fx, nn
 from updating import WIDE, assert_same, batches, captured_of, in_stages, loss, make, states_of, trained
 
 from paceline.comm.pytree import tensors_in
+from paceline.graph.capture import capture, skeleton
 from paceline.graph.functional import copy_states_that_are_read
 from paceline.graph.stages import assign_stages
 from paceline.graph.writes import Write, check_same_writes
@@ -362,3 +363,9 @@ def test_what_two_stages_would_share_stays_in_one():
     touching = {stages[node] for node in stages if captured.states["mean"] in node.all_input_nodes}
     assert len(touching) == 1
     assert_same(trained(model, in_stages(model, 2)), trained(wanted, lambda batch: loss(wanted, batch)))
+
+
+def test_batch_norm_in_evaluation_mode_writes_nothing():
+    model = nn.Sequential(nn.BatchNorm1d(4)).eval()
+    captured = capture(skeleton(model), lambda model, batch: model(batch), torch.zeros(3, 4), torch.device("cpu"))
+    assert captured.log == []

@@ -98,6 +98,16 @@ OPTIMIZERS = {
     "muon and adamw": MuonAdamW,
     "adafactor": lambda model: torch.optim.Adafactor(model.parameters(), lr=0.01),
 }
+
+
+def muon_and_adamw(model):
+    """Return two, of which each has parameters of its own."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in trained if parameter.dim() == 2]
+    others = [parameter for parameter in trained if parameter.dim() != 2]
+    return [torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(others, lr=0.01)]
+
+
 WORDS, WIDTH, INNER = 97, 32, 67
 
 
@@ -139,11 +149,11 @@ def data() -> list[dict[str, torch.Tensor]]:
 
 
 def workload(kind: str, **parts: Any) -> paceline.Workload:
-    """Five steps in float64, with clipping; `kind` is one of OPTIMIZERS."""
+    """Five steps in float64, with clipping; `kind` is one of OPTIMIZERS, or "list"."""
     usual = {
         "model": Small,
         "loss": loss,
-        "optimizer": OPTIMIZERS[kind],
+        "optimizer": muon_and_adamw if kind == "list" else OPTIMIZERS[kind],
         "data": data(),
         "batch_size": 8,
         "steps": 5,

@@ -35,6 +35,7 @@ class World:
         has_servers: the ranks are workers of parameter servers: there is nothing between them.
         launcher_info: the place that the environment names, without a computed `cross_rank`.
         process: the id of the process that joined; one that is forked from it has other connections: none.
+        has_copies: a loop's ranks of `tensor` see the same samples: sums over all ranks would count these twice.
     """
 
     rank_info: RankInfo
@@ -42,6 +43,7 @@ class World:
     has_servers: bool = False
     launcher_info: RankInfo | None = None
     process: int = field(default_factory=os.getpid)
+    has_copies: bool = False
 
 
 _world: list[World] = []  # empty before init; a list, so that no function needs `global`
@@ -310,13 +312,21 @@ def all_reduce(tensor: torch.Tensor, op: str = "sum", *, grad: bool = False) -> 
         0.82
     """
     check_op(op)
+    if grad or op in ("sum", "product"):
+        _check_copies("all_reduce")
+    return reduce_over(_comm(), tensor, op, grad)
+
+
+def reduce_over(comm: AxisComm, tensor: torch.Tensor, op: str, grad: bool) -> torch.Tensor:
+    """Do what `all_reduce` does, over the ranks of `comm`."""
+    check_op(op)
     check_mean(op, tensor.dtype)
     if grad:
         check_gradient("all_reduce", tensor, op)
-        return api_gradients.all_reduce(_comm(), tensor, op)
+        return api_gradients.all_reduce(comm, tensor, op)
     # Gloo and NCCL take contiguous tensors; the caller's tensor stays as it is.
     result = tensor.detach().clone(memory_format=torch.contiguous_format)
-    _comm().all_reduce(result, op)
+    comm.all_reduce(result, op)
     return result
 
 
@@ -355,11 +365,17 @@ def all_gather(tensor: torch.Tensor, *, grad: bool = False) -> torch.Tensor:
         >>> candidates = paceline.all_gather(embeddings, grad=True)
         >>> (embeddings @ candidates.T).logsumexp(1).sum().backward()
     """
+    _check_copies("all_gather")
+    return gather_over(_comm(), tensor, grad)
+
+
+def gather_over(comm: AxisComm, tensor: torch.Tensor, grad: bool) -> torch.Tensor:
+    """Do what `all_gather` does, over the ranks of `comm`."""
     _check_rows("all_gather", tensor)
     if grad:
         check_gradient("all_gather", tensor)
-        return api_gradients.all_gather(_comm(), tensor)
-    return torch.cat(_comm().all_gather(tensor.detach()))
+        return api_gradients.all_gather(comm, tensor)
+    return torch.cat(comm.all_gather(tensor.detach()))
 
 
 def broadcast(tensor: torch.Tensor, root: int = 0, *, grad: bool = False) -> torch.Tensor:
@@ -396,6 +412,7 @@ def broadcast(tensor: torch.Tensor, root: int = 0, *, grad: bool = False) -> tor
     if not 0 <= root < size():
         raise UsageError(f"can't broadcast from rank {root}", f"the ranks are 0 to {size() - 1}", "name one of them")
     if grad:
+        _check_copies("broadcast")
         check_gradient("broadcast", tensor)
         return api_gradients.broadcast(_comm(), tensor, root)
     result = tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -435,6 +452,7 @@ def reduce_scatter(tensor: torch.Tensor, op: str = "sum", *, grad: bool = False)
     """
     check_op(op, ("sum", "mean"))
     check_mean(op, tensor.dtype)
+    _check_copies("reduce_scatter")
     _check_rows("reduce_scatter", tensor)
     if grad:
         check_gradient("reduce_scatter", tensor)
@@ -493,6 +511,7 @@ def all_to_all(
             "give one count per rank that add up to the rows",
         )
     if grad:
+        _check_copies("all_to_all")
         check_gradient("all_to_all", tensor)
         return api_gradients.all_to_all(_comm(), tensor, counts)
     return _comm().all_to_all(tensor.detach(), counts)
@@ -529,6 +548,15 @@ def _comm() -> AxisComm:
             "use a plan without server, or leave the call out",
         )
     return world().comm
+
+
+def _check_copies(collective: str) -> None:
+    if world().has_copies:
+        raise UsageError(
+            f"paceline.{collective} would count samples more than once",
+            "the plan has tensor, along which ranks see the same samples",
+            "write job.all_reduce or job.all_gather, over the ranks that see different ones",
+        )
 
 
 def _check_rows(collective: str, tensor: torch.Tensor) -> None:

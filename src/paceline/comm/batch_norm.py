@@ -145,17 +145,30 @@ def _along(values: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
 
 def share_statistics(model: torch.nn.Module, comm: AxisComm) -> SharedStatistics | None:
     """Make every batch norm of `model` take its statistics over `comm`; None where there is nothing to do."""
+    shared = statistics_to_share(model, comm)
+    if shared is not None:
+        share_by(model, shared)
+    return shared
+
+
+def share_by(model: torch.nn.Module, shared: SharedStatistics) -> None:
+    """Make every batch norm of `model` take its statistics by `shared`."""
+    for module in _norms(model):
+        module.forward = SharedForward(module, shared)  # type: ignore[assignment, method-assign]
+
+
+def statistics_to_share(model: torch.nn.Module, comm: AxisComm) -> SharedStatistics | None:
+    """Return what a model's batch norms would share over `comm`; None where there is nothing to share."""
+    return SharedStatistics(comm) if comm.size > 1 and _norms(model) else None
+
+
+def _norms(model: torch.nn.Module) -> list[torch.nn.Module]:
     norms = []
     for module in model.modules():
         is_batch_norm = isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
         if is_batch_norm and not isinstance(module, torch.nn.SyncBatchNorm):  # that one shares by itself
             norms.append(module)
-    if comm.size == 1 or not norms:
-        return None
-    shared = SharedStatistics(comm)
-    for module in norms:
-        module.forward = SharedForward(module, shared)  # type: ignore[assignment, method-assign]
-    return shared
+    return norms
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,8 @@
 
 *Partial* means what DTensor means by it: the value is the sum over the ranks of what each of them has.
 Source: f and g of Shoeybi et al. 2019 (Megatron-LM), and those of sequence parallelism, Korthikanti et al. 2022.
-All functions work on fake tensors too, where they only compute shapes.
+The backward pass of each is another one of them (of `slice_with_partial_grad` it is torch's own), so gradients of
+gradients are right as well. All functions work on fake tensors too, where they only compute shapes.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
 from paceline.comm.collectives import AxisComm
+from paceline.nouns.errors import WorkloadError
 from paceline.nouns.shard_spec import chunk_range
 
 Pieces = tuple[int, tuple[int, ...]]  # the dimension that is split and its blocks
@@ -107,14 +109,17 @@ def _length(blocks: tuple[int, ...], rank: int, num_ranks: int) -> int:
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, forth: Any, back: Any) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, forth: Any, back: Any, inverse: Any) -> torch.Tensor:
         ctx.back = back
+        ctx.inverse = inverse
         result: torch.Tensor = forth(tensor)
         return result
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return ctx.back(gradients[0]), None, None
+        # With create_graph=True the backward pass is differentiated itself, and its collective has a gradient too.
+        back = ctx.inverse if torch.is_grad_enabled() else ctx.back
+        return back(gradients[0]), None, None, None
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,31 +130,49 @@ class Exchanges:
 
     def copy_to_group(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor; its gradients are added up over the ranks."""
-        return self._exchange(tensor, lambda x: x.view_as(x), lambda g: _all_reduce(g, self.comm))
+        return self._exchange(
+            tensor, lambda x: x.view_as(x), lambda g: _all_reduce(g, self.comm), self.reduce_from_group
+        )
 
     def reduce_from_group(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum over the ranks."""
-        return self._exchange(tensor, lambda x: _all_reduce(x, self.comm), lambda g: g)
+        return self._exchange(tensor, lambda x: _all_reduce(x, self.comm), lambda g: g, self.copy_to_group)
 
     def gather_from_group(self, tensor: torch.Tensor, pieces: Pieces) -> torch.Tensor:
         """Return the full tensor of a split one; every rank computes the same from it."""
-        return self._exchange(tensor, lambda x: _all_gather(x, pieces, self.comm), lambda g: self._local(g, pieces))
+        return self._exchange(
+            tensor,
+            lambda x: _all_gather(x, pieces, self.comm),
+            lambda g: self._local(g, pieces),
+            lambda g: self.scatter_to_group(g, pieces),
+        )
 
     def gather_with_partial_grad(self, tensor: torch.Tensor, pieces: Pieces) -> torch.Tensor:
         """Return the full tensor of a split one; ranks compute different things from it, so gradients are added up."""
         return self._exchange(
-            tensor, lambda x: _all_gather(x, pieces, self.comm), lambda g: _reduce_scatter(g, pieces, self.comm)
+            tensor,
+            lambda x: _all_gather(x, pieces, self.comm),
+            lambda g: _reduce_scatter(g, pieces, self.comm),
+            lambda g: self.reduce_scatter_to_group(g, pieces),
         )
 
     def reduce_scatter_to_group(self, tensor: torch.Tensor, pieces: Pieces) -> torch.Tensor:
         """Return this rank's piece of the sum over the ranks."""
         return self._exchange(
-            tensor, lambda x: _reduce_scatter(x, pieces, self.comm), lambda g: _all_gather(g, pieces, self.comm)
+            tensor,
+            lambda x: _reduce_scatter(x, pieces, self.comm),
+            lambda g: _all_gather(g, pieces, self.comm),
+            lambda g: self.gather_with_partial_grad(g, pieces),
         )
 
     def scatter_to_group(self, tensor: torch.Tensor, pieces: Pieces) -> torch.Tensor:
         """Return this rank's piece of a tensor that all ranks have."""
-        return self._exchange(tensor, lambda x: self._local(x, pieces), lambda g: _all_gather(g, pieces, self.comm))
+        return self._exchange(
+            tensor,
+            lambda x: self._local(x, pieces),
+            lambda g: _all_gather(g, pieces, self.comm),
+            lambda g: self.gather_from_group(g, pieces),
+        )
 
     def slice_with_partial_grad(self, tensor: torch.Tensor, pieces: Pieces) -> torch.Tensor:
         """Return this rank's piece of a tensor whose gradients are partial."""
@@ -159,9 +182,12 @@ class Exchanges:
         return take_piece(tensor, pieces, self.comm.rank, self.comm.size)
 
     @staticmethod
-    def _exchange(tensor: torch.Tensor, forth: Callable[..., Any], back: Callable[..., Any]) -> torch.Tensor:
+    def _exchange(
+        tensor: torch.Tensor, forth: Callable[..., Any], back: Callable[..., Any], inverse: Callable[..., Any]
+    ) -> torch.Tensor:
+        """Run `forth`; in the backward pass run `back`, or, where that is differentiated too, `inverse`."""
         if tensor.requires_grad and torch.is_grad_enabled():
-            result: torch.Tensor = _Exchange.apply(tensor, forth, back)  # type: ignore[no-untyped-call]
+            result: torch.Tensor = _Exchange.apply(tensor, forth, back, inverse)  # type: ignore[no-untyped-call]
             return result
         result = forth(tensor)
         return result
@@ -243,6 +269,12 @@ class _SplitCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        if torch.is_grad_enabled():  # create_graph=True
+            raise WorkloadError(
+                "can't take the gradient of a gradient",
+                "the cross entropy inside the model is split over classes, and can be differentiated once only",
+                "compute the loss outside of the model, or write replicate or shard in place of tensor",
+            )
         probabilities, local_labels, is_local = ctx.saved_tensors
         (gradient,) = gradients
         if _is_dry(gradient):

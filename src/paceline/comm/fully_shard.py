@@ -153,8 +153,8 @@ class Groups:
     """A model's groups of parameters, each gathered and reduced by one message; the root's is the last.
 
     Attributes:
-        is_forward: a forward pass is running. A gradient that is taken in it (`torch.autograd.grad` in a loss) must
-            neither reduce nor drop anything.
+        is_forward: a forward pass is running, or none was announced as a backward pass. A gradient that is taken in it
+            (`torch.autograd.grad` in a loss) must neither reduce nor drop anything.
         took_gradient: the forward pass took one. Its graph uses parameters of blocks anywhere in the backward pass.
     """
 
@@ -168,11 +168,29 @@ class Groups:
     def forward(self, call: Callable[[], Any]) -> Any:
         """Run `call()` as a forward pass."""
         self.has_run = True
+        before = self.is_forward
         self.is_forward = True
         try:
             return self.root(call)
         finally:
-            self.is_forward = False
+            self.is_forward = before
+
+    def open(self) -> None:
+        """Make the model FSDP2's root, whatever part of it is called first."""
+        self.modules[-1]._get_fsdp_state()._lazy_init()
+
+    def leave_state_dicts_alone(self) -> None:
+        """Have `state_dict()` of the model return what its parameters are: FSDP2 would drop whole ones before."""
+        self.open()
+        for module in self.modules:
+            for param_group in module._get_fsdp_state()._fsdp_param_groups:
+                for handle in param_group._module_to_pre_save_state_dict_hook_handle.values():
+                    handle.remove()
+
+    def sum_in_backward_from(self, loss: torch.Tensor) -> None:
+        """Have the backward pass from `loss` sum gradients, though no output of the model may be on its way."""
+        # Of the root: what FSDP2 does before the backward pass of its output, which is the loss in a workload.
+        loss.register_hook(self.modules[-1]._get_fsdp_state()._pre_backward)
 
     def set_phase(self, reduces: bool, drops: bool, is_last: bool) -> None:
         """Set what the next backward pass does: reduce gradients, drop full parameters, end the step."""
@@ -189,6 +207,11 @@ class Groups:
         for handle in handles:
             if handle is not None:
                 handle.wait()
+
+    def drop_after_forward(self, drops: bool) -> None:
+        """Free a block's gathered parameters after its forward pass, or keep them."""
+        for module in self.modules[:-1]:
+            module.set_reshard_after_forward(drops, recurse=False)
 
     def drop(self) -> None:
         """Free the gathered parameters and keep this rank's parts."""
@@ -302,6 +325,11 @@ def copies_from_host() -> Iterator[None]:
 def is_part(tensor: Any) -> bool:
     """True if `tensor` is spread over ranks."""
     return isinstance(tensor, DTensor)
+
+
+def gathered(tensor: torch.Tensor) -> torch.Tensor:
+    """Return all of a tensor that is spread over ranks; any other tensor itself. Collective, and not in the ledger."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def has_parts(types: Sequence[type]) -> bool:

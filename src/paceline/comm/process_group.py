@@ -104,10 +104,22 @@ def open_world(rank_info: RankInfo) -> None:
         store = _file_store(rank_info)
     elif rank_info.master:
         store = _tcp_store(rank_info)
-    else:  # torchrun's own store, which torch finds by itself
-        dist.init_process_group(backend, timeout=timeout)
-        return
+    else:
+        store = _torchrun_store(rank_info)
     dist.init_process_group(backend, store=store, rank=rank_info.rank, world_size=rank_info.size, timeout=timeout)
+
+
+def _torchrun_store(rank_info: RankInfo) -> Any:
+    """Return torchrun's own store, which torch finds by itself; for each restart of the ranks another part of it."""
+    meet: Any = dist.rendezvous  # type: ignore[attr-defined]
+    store, _, _ = next(meet("env://", timeout=datetime.timedelta(seconds=TIMEOUT_S)))
+    # torchrun keeps its store (torch 2.13): it has the addresses of the ranks before the restart, and a rank that reads
+    # one of these waits for a process that has gone. Agents of several hosts need not count restarts alike.
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if rank_info.size == rank_info.local_size and restart != "0":
+        make: Any = dist.PrefixStore  # type: ignore[attr-defined]
+        return make(f"restart {restart}", store)
+    return store
 
 
 def _bind_sockets(rank_info: RankInfo) -> None:

@@ -44,6 +44,7 @@ from paceline.graph.writes import Write, WriteLog, check_same_writes, run_on_fak
 from paceline.nouns.errors import PacelineError, WorkloadError
 
 Function = Callable[[torch.nn.Module, Any], Any]
+_NOT_OF_THE_USER = ("/torch/", "/paceline/graph/", "/paceline/parallel/", "/paceline/verify/")  # parts of paths
 aten = torch.ops.aten
 
 
@@ -484,7 +485,7 @@ def _where(error: BaseException) -> str:
     trace = error.__traceback__
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
-        if not any(part in file for part in ("/torch/", "/paceline/graph/", "/paceline/verify/")):
+        if not any(part in file for part in _NOT_OF_THE_USER):
             place = f"{file}:{trace.tb_lineno}"
         trace = trace.tb_next
     return place

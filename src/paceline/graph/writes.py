@@ -66,7 +66,8 @@ class WriteLog(TorchDispatchMode):
         # Some schemas of batch norm mark no argument as written, although the kernel updates the statistics in place.
         named = kwargs or {}
         if "batch_norm" in function._schema.name and len(args) > 5:  # which one runs depends on more than the model
-            is_training = args[5]
+            # In evaluation the kernel may be one that takes no such argument: number 5 is its momentum.
+            is_training = args[5] and not function._schema.name.endswith(("_no_training", "_no_update"))
             statistics = args[3:5] if is_training else ()
             for value in statistics:
                 if value is not None:

@@ -10,7 +10,8 @@
     ├── CheckpointError   a checkpoint is missing, torn, altered or of another model
     ├── ReadError         a file, variable or message is not what it should be; a ValueError, too
     ├── CollectiveError   ranks disagreed inside one collective
-    └── PeerLostError     another rank has gone; the cause is that rank's, not this one's
+    ├── PeerLostError     another rank has gone; the cause is that rank's, not this one's
+    └── RankFailedError   a rank of `paceline.launch` has failed
 
 A message has three parts, each a line of its own: what is wrong or should be, what was found, what to do:
 
@@ -305,6 +306,35 @@ class PeerLostError(PacelineError):
         ...     write_crash_report(error)
         ...     raise
     """
+
+
+class RankFailedError(PacelineError):
+    """A rank of `paceline.launch` has failed, and the others were ended.
+
+    It has the error of the rank that failed first. Notebooks show that rank's traceback alone, with the lines of the
+    cell; elsewhere the traceback is a note of this error.
+
+    Attributes:
+        shown (str): the rank's error as notebooks show it.
+
+    Examples:
+        >>> from paceline.nouns.errors import RankFailedError
+        >>> def train():
+        ...     raise KeyError("rate")
+        >>> try:
+        ...     paceline.launch(train)
+        ... except RankFailedError as error:
+        ...     print(error)
+        [rank 0] train should run to its end on every rank
+          found: KeyError: 'rate'
+          fix: look at the rank's traceback
+    """
+
+    shown: str = ""
+
+    def _render_traceback_(self) -> list[str]:
+        # IPython asks for it: its own would show the frames above the ranks, which say nothing.
+        return (self.shown or str(self)).splitlines()
 
 
 def how_to_write(error: OSError) -> str:

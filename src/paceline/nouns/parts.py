@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 from paceline.nouns.errors import WorkloadError
@@ -23,6 +23,7 @@ _CALLS = {
     ),
     "collate": (("samples",), "def collate(samples): ... that returns a batch"),
     "score": (("model", "batch"), "def score(model, batch): ... that returns a dict of (sum, weight)"),
+    "before_update": (("gradients",), "def before_update(gradients): ... that changes the tensors of a dict in place"),
 }
 _IN_THE_OPTIMIZER = "set it in the optimizer: optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3)"
 _ON_THE_COMMAND_LINE = "leave it out; `paceline run -n N --plan PLAN` says where it trains"
@@ -52,7 +53,8 @@ _ADVICE = {
         "write batch_size=N, the samples of one optimizer step over all ranks",
     ),
     **dict.fromkeys(
-        ("dataset", "train_data", "train_dataset", "training_data"), "write data=..., a data set with len() and []"
+        ("dataset", "train_data", "train_dataset", "training_data"),
+        "write data=..., a data set with len() and [], or a stream",
     ),
     **dict.fromkeys(
         ("dataloader", "train_loader", "train_dataloader"),
@@ -166,30 +168,39 @@ def _is_functional(value: Any) -> bool:
 
 
 def check_data(name: str, value: Any, is_made: bool = False) -> None:
-    """Raise WorkloadError unless `value` is a data set with len() and [], or, not yet made, a function.
+    """Raise WorkloadError unless `value` is a data set with len() and [], a stream or, not yet made, a function.
 
     Args:
         name: of the part.
         value: what was handed in, or what its function returned.
         is_made: the latter.
     """
+    asked = f"the workload's {name} should be a data set with len() and [], or a stream"
     mistake = _mistaken_for_data(value)
     if mistake is not None:
-        found, fix = mistake
-        raise WorkloadError(f"the workload's {name} should be a data set with len() and []", found, fix)
-    is_data = hasattr(value, "__getitem__") and hasattr(value, "__len__")
+        raise WorkloadError(asked, *mistake)
+    is_data = is_stream(value) or (hasattr(value, "__getitem__") and hasattr(value, "__len__"))
     if not is_data and is_made:
         raise WorkloadError(
-            f"the workload's {name} should be a data set with len() and []",
+            asked,
             f"its function returned a {type(value).__name__}",
-            "return a map-style Dataset or a list; wrap a stream in one that knows its length",
+            "return a map-style Dataset or a list, or an IterableDataset; or write it as a generator function",
         )
     if not is_data and not callable(value):
         raise WorkloadError(
-            f"the workload's {name} should be a data set with len() and [], or a function that makes one",
+            f"{asked}, or a function that makes one",
             f"it is {shown(value)}",
-            "hand in a map-style torch Dataset, a list of samples, or a function that returns one",
+            "hand in a torch Dataset, a list of samples, or a function that returns one",
         )
+
+
+def is_stream(value: Any) -> bool:
+    """True for what can be read from its beginning again and again, and has no samples by number."""
+    if isinstance(value, type) or not hasattr(value, "__iter__") or hasattr(value, "__next__"):
+        return False
+    if _is_torch(type(value), "IterableDataset"):
+        return True
+    return not hasattr(value, "__getitem__") and not isinstance(value, Set | Mapping)
 
 
 def _mistaken_for_data(value: Any) -> tuple[str, str] | None:
@@ -201,11 +212,13 @@ def _mistaken_for_data(value: Any) -> tuple[str, str] | None:
             "hand in its data set (loader.dataset), and its batch size, collate_fn and workers as batch_size, collate "
             "and loader_workers",
         )
-    if _is_torch(kind, "IterableDataset"):
+    if hasattr(value, "__next__"):
         return (
-            f"it is {kind.__name__}, an IterableDataset: a stream",
-            "hand in a map-style Dataset, whose samples are found by their number",
+            f"it is a {kind.__name__}, which can be read once, and is read in each epoch and on each rank",
+            "hand in the function that makes it: data=samples in place of data=samples()",
         )
+    if isinstance(value, Set):
+        return (f"it is {shown(value)}, which each process may have in another order", "hand in a list: sorted(...)")
     if isinstance(value, Mapping):
         return (
             f"it is {shown(value)}, whose [] takes a key",

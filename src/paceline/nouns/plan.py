@@ -390,6 +390,12 @@ class Plan:
         Raises:
             PlanError: it has a key or value that a plan does not have, or an option without effect under its axes.
         """
+        if isinstance(values, dict) and values.get("version", VERSION) != VERSION:  # its keys may be others, too
+            raise PlanError(
+                f"the plan in {source} is of version {shown(values['version'])}",
+                f"this Paceline reads version {VERSION}",
+                "make it again with this Paceline",
+            )
         names = [field.name for field in fields(cls)]
         unknown = ["(no object)"]
         if isinstance(values, dict):
@@ -399,12 +405,6 @@ class Plan:
                 f"the plan in {source} has {shown(unknown[0])}",
                 f"a plan's keys are {', '.join(names)}",
                 did_you_mean(unknown[0], names, "leave it out"),
-            )
-        if values.get("version", VERSION) != VERSION:
-            raise PlanError(
-                f"the plan in {source} is of version {shown(values['version'])}",
-                f"this Paceline reads version {VERSION}",
-                "make it again with this Paceline",
             )
         plan = cls(**values)
         default = Plan()

@@ -11,6 +11,7 @@ reduce        pipeline       gradients of parameters that several stages hold
               shard          summed, each rank its rows
               replicate      summed
               (all)          divided by the global weight
+change        replicate      by the user's function
 clip          (all)          by the norm of the whole gradient
 """
 
@@ -88,6 +89,7 @@ class Parallel:
         self.peer_values = PeerValues()
         self.mesh = Mesh.parse(plan.mesh)
         self.model = placed.model
+        self.change_gradients: Callable[[Mapping[str, torch.nn.Parameter]], None] | None = None  # the user's function
         self.norm: float | None = None  # of the last gradient, where it was clipped on the way
         self.buffers = Buffers(placed.model, comms.data)
         self.replicate = self.replicate_over(placed.updated())
@@ -111,6 +113,16 @@ class Parallel:
     def clip_norm(self) -> float | None:
         """Return the largest norm of the whole gradient, where this rank is to clip by it."""
         return self.workload.clip_norm
+
+    @staticmethod
+    def check_data(data: Any) -> None:
+        """Raise PlanError if the data set, or a stream, can't be trained on here."""
+
+    has_gradients: ClassVar[bool] = True  # those of the whole batch come to the ranks
+    takes_metrics: ClassVar[bool] = True  # a scheduler may step by what all ranks agree on
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise PlanError if the optimizer, or several as one, can't run here."""
 
     def observe(self, observer: StepObserver) -> None:
         """Call `observer`'s methods in all steps from here on."""

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from paceline.nouns.errors import PlanError
+from paceline.parallel.optimizer_list import alone
 from paceline.parallel.optimizer_parts import DECLARATION, groups_of
 from paceline.parallel.shard.local_optimizer_step import stand_ins
 
@@ -38,12 +39,19 @@ def find_whole_parameters(optimizer: torch.optim.Optimizer, axes: Sequence[str])
     """Return the parameters that the optimizer, with the settings of their groups, can't update in parts.
 
     Args:
-        optimizer: the person's.
+        optimizer: the person's; of several, each is tried.
         axes: that cut parameters: `shard` by their first dimension, `tensor` by any.
 
     Raises:
         PlanError: it can't be tried, or it updates a parameter from others.
     """
+    whole: set[torch.nn.Parameter] = set()
+    for one in alone(optimizer):
+        whole |= _find_whole_parameters(one, axes)
+    return whole
+
+
+def _find_whole_parameters(optimizer: torch.optim.Optimizer, axes: Sequence[str]) -> set[torch.nn.Parameter]:
     kinds = _kinds(optimizer)
     is_declared = getattr(optimizer, DECLARATION, False)
     whole: set[torch.nn.Parameter] = set()
@@ -88,12 +96,13 @@ def check_updates_apart(optimizer: torch.optim.Optimizer, axis: str) -> None:
     Raises:
         PlanError: it updates a parameter from others.
     """
-    distance = 0.0
-    # Its class may want more than its defaults: only where parameters are cut it has to be tried.
-    with contextlib.suppress(Exception), _aside():
-        distance = _distance_together(optimizer, [kind for kind, _ in _kinds(optimizer).values()])
-    if distance:
-        raise _coupled(optimizer, axis, distance)
+    for one in alone(optimizer):
+        distance = 0.0
+        # Its class may want more than its defaults: only where parameters are cut it has to be tried.
+        with contextlib.suppress(Exception), _aside():
+            distance = _distance_together(one, [kind for kind, _ in _kinds(one).values()])
+        if distance:
+            raise _coupled(one, axis, distance)
 
 
 class LaterParameters:

@@ -207,7 +207,7 @@ class SplitModel:
         full_key = (key, is_training, signature(batch))
         if full_key not in self.programs:
             self.form.train(is_training)
-            self.programs[full_key] = self._build(self.capture(function, batch))
+            self.programs[full_key] = self.build(self.capture(function, batch))
         return self.programs[full_key]
 
     def capture(self, function: Function, batch: Any) -> Captured:
@@ -254,7 +254,7 @@ class SplitModel:
         """Return the shape of this rank's piece of every state that a graph reads."""
         return {name: tuple(self.shard_spec(name).local_shape) for name in captured.states}
 
-    def _build(self, captured: Captured) -> Program:
+    def build(self, captured: Captured) -> Program:
         """Make this rank's stages ready to run."""
         captured, pieces = self.stages_of(captured)
         constants = {name: tensor.to(self.device) for name, tensor in captured.constants.items()}

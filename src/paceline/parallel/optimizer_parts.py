@@ -26,6 +26,14 @@ def parts_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     return parts
 
 
+def state_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, Any]:
+    """Return what the optimizer and its parts know of a parameter, by key."""
+    state: dict[str, Any] = {}
+    for part in parts_of(optimizer):
+        state.update(part.state.get(parameter, {}))
+    return state
+
+
 def _optimizers_in(value: Any) -> list[torch.optim.Optimizer]:
     if isinstance(value, dict):
         values = list(value.values())

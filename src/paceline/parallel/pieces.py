@@ -12,23 +12,30 @@ find that out there, before a collective of one meets another's.
 
 Needs: every rank calls the same pieces in the same order.
 Promises: after `reduce` gradients are those of one rank that calls the same pieces with the whole batch.
-Traffic per step: for each piece one all_reduce of 8 (3 + 3 R + buffers) bytes; for each update that of `replicate`,
-without the numbers of the step, and with `shard` that of `shard/owned_update.py`.
+Where a loop repeats its steps, the sum that follows a backward pass begins in it (`replicate/early.py`), before that of
+`reduce`, which then also says whether all ranks still have the gradients that were sent.
+
+Traffic per step: for each piece, and each call of a model in parts, one all_reduce of 8 (4 + 5 R + buffers) bytes; for
+each update that of `replicate`, without the numbers of the step, and with `shard` that of `shard/owned_update.py`
+(zero=1) or `shard/loop_models.py`. A sum that was foreseen, and was not wanted, comes on top.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from paceline.comm.batch_norm import share_by
+from paceline.comm.fully_shard import gathered, is_part, local
 from paceline.comm.pytree import tensors_in
 from paceline.comm.reducer import Reducer, exact_reducer
-from paceline.nouns.errors import CollectiveError, LossError, UsageError
+from paceline.nouns.errors import CollectiveError, LossError, PacelineError, UsageError, WorkloadError
 from paceline.nouns.plan import Plan
 from paceline.nouns.shard_spec import LocalShard
 from paceline.nouns.workload import Workload
@@ -37,31 +44,58 @@ from paceline.parallel.model_adapter import EagerAdapter
 from paceline.parallel.norm import global_norm, scale_gradients
 from paceline.parallel.replicate.bucket import local_gradient
 from paceline.parallel.replicate.buffers import KeptBuffers
+from paceline.parallel.replicate.early import EarlySums, Foresight
 from paceline.parallel.replicate.strategy import Replicate
 from paceline.parallel.shard.owned_update import OwnedUpdates
 
 if TYPE_CHECKING:
+    from paceline.parallel.shard.loop_models import LoopShards, RowUpdates
     from paceline.parallel.shard.strategy import Shard
+    from paceline.parallel.split_forward import SplitForward, SplitForwards
 
-BACKWARD, REDUCE, END = range(1, 4)
+BACKWARD, REDUCE, END, CALL, GATHER, SPLIT = range(1, 7)
 _CALLS = {
     BACKWARD: "calls job.backward",
     REDUCE: "sums gradients, for optimizer.step(), job.clip or job.gradients",
     END: "ends the step, for the next batch or the end of the loop",
+    CALL: "calls a model of which each rank has a part",
+    GATHER: "enters job.gathered",
+    SPLIT: "calls a model for the first time",
 }
-# Places in the message: sums over the ranks, and then three numbers of each rank.
-_WEIGHT, _LOSS, _STOP, _FIRST_RANK = range(4)
-_CODE, _CHECK, _BAD, _PER_RANK = range(4)
+# Places in the message: sums over the ranks, and then five numbers of each rank; the last two are equal on some ranks.
+_WEIGHT, _LOSS, _STOP, _OTHERS, _FIRST_RANK = range(5)
+_CODE, _CHECK, _BAD, _ALIKE, _ARGUMENTS, _PER_RANK = range(6)
 _MOST_OPTIMIZERS = 1000
 _BAD_WEIGHT = 2  # in the place of _BAD, where 1 means the loss
+# Relative: GPUs may sum in another order; other samples, or a loss of pieces, differ in their first digits.
+SUMS_DIFFER = 1e-9
+_MAY_DIFFER = {SPLIT: SUMS_DIFFER, BACKWARD: 1e-4, END: 0.0}
+SAME_SAMPLES = (
+    "call models on every rank, not under `if job.rank == 0`; take the samples from the loader that paceline.prepare "
+    "returned, or by job.data_rank in place of job.rank; draw with torch, whose random numbers are the same on these "
+    "ranks"
+)
+_NOT_ALIKE = {  # what should be equal, and how to make it so
+    SPLIT: ("ranks of one tensor group should call a model with the same arguments", SAME_SAMPLES),
+    BACKWARD: (
+        "ranks of one tensor group should compute the same loss",
+        f"{SAME_SAMPLES}; and compute the loss from what model(...) returns, not from its parameters, of which each "
+        "rank has a piece",
+    ),
+    END: (
+        "the pieces of parameters should be equal on every rank that has the same ones",
+        "change gradients and parameters in the same way on every rank: draw noise from a generator with the same seed "
+        "on all of them",
+    ),
+}
 
 
 class Piece(NamedTuple):
     """What a rank is about to do.
 
     Attributes:
-        call: BACKWARD, REDUCE or END.
-        target: the number of the optimizer, from 1; 0 means all.
+        call: BACKWARD, REDUCE, END, CALL, GATHER or SPLIT.
+        target: the number of the optimizer, or of the model for CALL and SPLIT, from 1; 0 means all.
         check: a number that is the same on every rank where all is well.
         differs: what is wrong where it is not.
     """
@@ -83,29 +117,53 @@ class Agreed(NamedTuple):
     weight: float
     loss: float
     is_stopping: bool
+    has_others: bool  # on some rank the sums that began early are those of other gradients
     changed: list[int]  # for each buffer, as `Buffers.find_changed` has it
 
 
 class _Target:
-    """The parameters of one optimizer, and whether their gradients are still each rank's own."""
+    """The parameters of one optimizer, and whether their gradients are still each rank's own.
 
-    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], replicate: Replicate) -> None:
+    Attributes:
+        replicate: sums gradients of whole parameters over all ranks.
+        parts: sums those of parts over the ranks that hold the same; None where nothing is in parts.
+        updates: how the optimizer updates parts; None where nothing is.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, torch.nn.Parameter], replicate: Replicate, parts: Replicate | None
+    ) -> None:
         self.parameters = parameters
         self.replicate = replicate
+        self.parts = parts
+        self.updates: RowUpdates | None = None
+        self.early = EarlySums(replicate)
         self.is_summed = True  # there is nothing to sum
+
+    def sums(self) -> list[Replicate]:
+        """Return what makes sums of the gradients."""
+        return [self.replicate] if self.parts is None else [self.replicate, self.parts]
 
 
 class _Noted(NamedTuple):
     """A gradient, as a backward pass left it."""
 
     gradient: weakref.ref[torch.Tensor]
-    version: int
+    version: tuple[int, int]
+    norm: torch.Tensor | None  # of a part's, where torch's foreach functions change it without a new version
+
+    def is_unchanged(self, gradient: torch.Tensor) -> bool:
+        """True if the parameter's gradient is this one, with the same values."""
+        if self.gradient() is not gradient or self.version != _version(gradient):
+            return False
+        return self.norm is None or torch.equal(self.norm, local(gradient).norm())
 
 
 class PiecewiseParallel(Parallel):
     """The strategies of a rank whose loop calls the pieces of a step itself.
 
-    Every rank has whole parameters and gradients, on `replicate` and on `shard` alike; `shard` shares out the updates.
+    Every rank has whole parameters and gradients, on `replicate` and on `shard` with zero=1, which shares out the
+    updates; with zero=2 and 3 it has parts of them.
     """
 
     placed: EagerAdapter
@@ -115,6 +173,9 @@ class PiecewiseParallel(Parallel):
     def __init__(self, placed: EagerAdapter, workload: Workload, comms: Comms, plan: Plan, place: RankPlace) -> None:
         super().__init__(placed, workload, comms, plan, place)
         self.sharded: dict[str, Shard] = {}
+        self.parts: LoopShards | None = None
+        self.is_closed = False
+        self.tensor: SplitForwards | None = None
 
     def replicate_over(self, parameters: Mapping[str, torch.nn.Parameter]) -> Replicate:
         """Return a strategy without parameters: `split` makes one for each optimizer."""
@@ -125,18 +186,116 @@ class PiecewiseParallel(Parallel):
         sparse = self.placed.sparse() & parameters.keys()
         return Replicate(parameters, sparse, self.comms.data, self.plan, self.device, overlaps=False)
 
+    def _target(self, parameters: Mapping[str, torch.nn.Parameter]) -> _Target:
+        """Return the strategies of one optimizer's parameters. Collective."""
+        if self.parts is None:
+            return _Target(parameters, self._summed_over(parameters), None)
+        whole = {name: parameter for name, parameter in parameters.items() if not is_part(parameter)}
+        cut = {name: parameter for name, parameter in parameters.items() if is_part(parameter)}
+        over_replicas = Replicate(cut, set(), self.comms.axes["replicate"], self.plan, self.device, overlaps=False)
+        return _Target(parameters, self._summed_over(whole), over_replicas)
+
+    def cut_models(
+        self, models: Mapping[str, torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+    ) -> list[str]:
+        """Keep a part of each of these models on each rank, for the optimizers too (ZeRO-2, ZeRO-3). Collective.
+
+        Args:
+            models: by the prefix of their names in `self.model`.
+            optimizers: of the loop.
+
+        Returns:
+            The parameters that something else still refers to, by name.
+
+        Raises:
+            WorkloadError: two models share a parameter, or an optimizer has state already.
+        """
+        from paceline.parallel.shard.loop_models import LoopShards
+        from paceline.parallel.shard.state_dicts import WholeStateDicts
+
+        self.parts = LoopShards(models, self.comms.axes, self.plan, self.device)
+        self.placed.parameters = dict(self.model.named_parameters())
+        still_used = self.parts.exchange(optimizers)
+        for number, shard in enumerate(self.parts.shards, 1):
+            shard.before_call = partial(self._meet, Piece(CALL, len(self.sharded) + number))
+            WholeStateDicts(shard.model, shard)
+        self.placed.keeps_pace = True  # the collectives of a forward pass want every rank there
+        return still_used
+
     def shard_models(self, models: Mapping[str, torch.nn.Module]) -> None:
         """Keep a part of each frozen model on each rank, and gather its blocks as it is called (ZeRO-3). Collective.
 
         Args:
             models: by the prefix of their names in `self.model`.
         """
+        from paceline.parallel.shard.state_dicts import WholeStateDicts
         from paceline.parallel.shard.strategy import Shard
 
         plan = Plan(mesh=f"shard={self.comms.data.size}")
         for prefix, model in models.items():
+            if self.tensor is not None:
+                self.share_statistics([model])
             self.sharded[prefix] = shard = Shard(model, self.comms.data, plan, self.device)
             model.register_forward_hook(partial(_drop_unless_needed, shard))
+            model.register_forward_pre_hook(partial(self._meet_at_call, shard, len(self.sharded)))
+            WholeStateDicts(model, shard)
+        self.placed.parameters = dict(self.model.named_parameters())  # the whole ones are let go
+
+    def _meet_at_call(self, shard: Shard, number: int, model: torch.nn.Module, inputs: Any) -> None:
+        """Find out whether all ranks call this frozen model."""
+        if not shard.is_held:
+            self._meet(Piece(CALL, number))
+
+    def share_statistics(self, models: Sequence[torch.nn.Module]) -> None:
+        """Have batch norm of models that run by their own code under `tensor` take the whole batch's statistics."""
+        if self.placed.shared is not None:
+            for model in models:
+                share_by(model, self.placed.shared)
+
+    def split_models(self, models: Mapping[str, torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Split each model over the axis `tensor` when it is called first.
+
+        Args:
+            models: by the prefix of their names in `self.model`.
+            optimizers: of the loop, in the order of their numbers.
+        """
+        from paceline.parallel.split_forward import SplitForwards
+
+        self.tensor = SplitForwards(models, optimizers, self.comms, self.plan, self.device, self.placed.shared)
+        for number, forward in enumerate(self.tensor.forwards, 1):
+            forward.place = partial(self._split_model, number)
+
+    @torch.inference_mode(False)  # the first call may be an evaluation; what is made here is trained with
+    def _split_model(self, number: int, forward: SplitForward, call: Any) -> None:
+        """Choose how to split a model by its first call, and keep this rank's pieces. Collective.
+
+        Raises:
+            WorkloadError, PlanError: it can't be split.
+            CollectiveError: another rank is at another piece.
+        """
+        assert self.tensor is not None
+        failure = None
+        try:
+            forward.decide(call, self.tensor.may_stay_whole)
+        except PacelineError as error:
+            failure = error
+        piece = Piece(SPLIT, number)
+        self._say(piece)
+        self.mine[self._place(_BAD)] = failure is not None
+        self.mine[self._place(_ALIKE)] = forward.form_of(call)
+        sums = self._sum()
+        if failure is not None:
+            raise failure
+        self._read_all()
+        self._read(piece, sums)
+        forward.agree(self.comms.step)
+        cut = self.tensor.cut(forward)
+        self.buffers.take_forms(cut)
+        for target in self.targets:
+            if any(parameter is one for parameter in target.parameters.values() for one in cut):
+                target.replicate.close()
+                target.replicate = self._summed_over(target.parameters)
+                target.early = EarlySums(target.replicate)
 
     def split(self, optimizers: Sequence[Mapping[str, torch.nn.Parameter]]) -> None:
         """Sum the gradients of each optimizer's parameters apart from those of the others. Collective.
@@ -151,7 +310,7 @@ class PiecewiseParallel(Parallel):
         self.is_in_backward = False
         self.raw: set[torch.nn.Parameter] = set()  # reached by a backward pass of the loop's own
         for parameters in optimizers:
-            self.targets.append(_Target(parameters, self._summed_over(parameters)))
+            self.targets.append(self._target(parameters))
             self.owned.assign(parameters)
             self._name(parameters)
         # Trained in a backward pass whose gradients are not summed yet: they may have been frozen since.
@@ -166,20 +325,40 @@ class PiecewiseParallel(Parallel):
         self.buffers_at = _FIRST_RANK + _PER_RANK * comm.size
         length = self.buffers_at + len(self.buffers.tensors)
         self.mine = torch.zeros(length, dtype=torch.float64, device=self.device)
-        self.message = exact_reducer(comm, self.replicate.shared, length, torch.float64, self.device)
+        shared = self.replicate.shared if comm is self.comms.data else None
+        self.message = exact_reducer(comm, shared, length, torch.float64, self.device)
         self.unscaled = torch.ones((), dtype=torch.float64, device=self.device)
+        self.foresight = Foresight()
+        self.early: list[_Target] = []  # sums that a backward pass has begun
+        self.reported: dict[torch.nn.Parameter, tuple[EarlySums, int]] = {}  # gradients that fill buckets
+        self.is_mixed = False  # a backward pass has collectives of its own
         self.unread: list[tuple[Piece, torch.Tensor]] = []
         self.losses: list[Agreed] = []  # of the step's backward passes
         self.kept: KeptBuffers | None = None
         self.buffers.begin_step()
 
+    def update_in_parts(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Have the optimizers, in the order of `split`, update this rank's parts.
+
+        Raises:
+            PlanError: one updates parameters from each other, or can't be tried.
+        """
+        assert self.parts is not None
+        for target, optimizer in zip(self.targets, optimizers, strict=True):
+            target.updates = self.parts.updates_of(optimizer, target.parameters)
+
     def regroup(self, target: int, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         """Sum the gradients of other parameters with those of an optimizer, whose groups have changed. Collective."""
+        self._drop_early()
         before = self.targets[target - 1]
-        after = _Target(parameters, self._summed_over(parameters))
+        after = self._target(parameters)
         self.owned.assign(parameters)
+        if self.tensor is not None:
+            self.tensor.regroup(target)
         after.is_summed = before.is_summed
-        before.replicate.close()
+        after.updates = before.updates
+        for sums in before.sums():
+            sums.close()
         self.targets[target - 1] = after
         self._name(parameters)
 
@@ -210,6 +389,8 @@ class PiecewiseParallel(Parallel):
             LossError: it is not finite on some rank, or the weights add up to 0.
             CollectiveError: another rank is at another piece.
         """
+        self._drop_early()
+        self.foresight.note(False, 0)
         self._count_once()
         self.raw = {parameter for parameter in self.raw if parameter.grad is not None}
         loss = loss.reshape(())
@@ -220,20 +401,38 @@ class PiecewiseParallel(Parallel):
         self.mine[_LOSS] = self.mine[_WEIGHT] * detached
         is_weight = torch.isfinite(self.mine[_WEIGHT]) & (self.mine[_WEIGHT] >= 0)
         self.mine[self._place(_BAD)] = torch.where(is_weight, ~torch.isfinite(detached), _BAD_WEIGHT)
+        self.mine[self._place(_ALIKE)] = detached
+        own_weight = self.mine[_WEIGHT].clone()
+        if not self.counts_its_samples:
+            self.mine[_WEIGHT] = self.mine[_LOSS] = 0.0
         sums = self._sum()
         self.unread.append((piece, sums))
         # A GPU is not waited for: what its ranks have said is read before the update.
         if self.device.type == "cpu":
             self._read_all()
-        scale = self.mine[_WEIGHT] / sums[_WEIGHT]
-        self.is_in_backward = True
-        try:
-            (loss * scale.to(loss.dtype)).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
-        finally:
-            self.is_in_backward = False
+        scale = own_weight / sums[_WEIGHT]
+        self._run_backward(loss * scale.to(loss.dtype), keeps_pace, retain_graph)
         for target in self.targets:
             target.is_summed = False
         self._note()
+
+    def _run_backward(self, loss: torch.Tensor, keeps_pace: bool, retain_graph: bool) -> None:
+        if self.parts is not None:
+            self.parts.open_backward(loss, keeps_pace)
+        self._begin_early()
+        self.is_in_backward = True
+        calls = self._calls()
+        try:
+            loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        except BaseException:
+            if self.parts is not None:
+                self.parts.forget()
+            raise
+        finally:
+            self.is_in_backward = False
+            self._end_early(calls)
+        if self.parts is not None:
+            self.parts.close_backward()
 
     def reduce(self, piece: Piece) -> None:
         """Make the gradients of `piece.target` sums over the ranks, where they are not yet. Collective.
@@ -244,34 +443,68 @@ class PiecewiseParallel(Parallel):
             LossError: a gradient is not finite, of a loss with weight 0 that isn't either.
             WorkloadError: a dense parameter has a sparse gradient, or the other way round.
         """
-        self._say(piece)
-        self._agree(piece)
-        self._check_left_out()
+        self.foresight.note(True, piece.target)
         targets = self.targets if not piece.target else [self.targets[piece.target - 1]]
+        is_early = self._agree_on_early(piece, targets)
+        self._check_left_out()
         for target in targets:
-            self._check_untouched(target)
+            # Of the others it is known that nothing has changed them.
+            if not (is_early and target.early.is_begun) or target.replicate.sparse_names:
+                self._check_untouched(target)
+        if self.parts is not None:
+            for shard in self.parts.shards:
+                for name in shard.raw_gradients():
+                    raise _made_elsewhere(name)
+            self.parts.finish()
         for target in targets:
             if not target.is_summed:
-                self._reduce(target)
+                self._reduce(target, is_early and target.early.is_begun)
 
     def begin_update(self, optimizer: torch.optim.Optimizer, target: int) -> None:
         """Let the optimizer update what this rank is to update; its gradients are sums."""
-        if self.owned.comm.size > 1:
+        updates = self.targets[target - 1].updates
+        if updates is not None:
+            updates.begin()
+        elif self.shares_updates:
             self.owned.begin(optimizer, self.targets[target - 1].parameters)
+        if self.tensor is not None:
+            self.tensor.begin_update(optimizer, target)
 
     def end_update(self, target: int) -> None:
         """Give every rank what the others have updated. Collective."""
-        if self.owned.comm.size > 1:
+        updates = self.targets[target - 1].updates
+        if updates is not None:
+            updates.end()
+        elif self.shares_updates:
             self.owned.end()
             self.owned.spread(self.targets[target - 1].parameters)
+        if self.tensor is not None:
+            self.tensor.end_update(target)
+
+    @property
+    def counts_its_samples(self) -> bool:
+        """True if no other rank counts the same samples, as those of a tensor group would."""
+        return self.comms.axes["tensor"].rank == 0
+
+    @property
+    def shares_updates(self) -> bool:
+        """True if each parameter is updated by one rank, and whole on all of them."""
+        return self.parts is None and self.owned.comm.size > 1
 
     def held(self) -> dict[str, LocalShard]:
         """Return where the optimizers' state of each parameter is, if not on every rank, and parts of frozen models."""
-        held = self.owned.state_shards() if self.owned.comm.size > 1 else {}
+        held = self.owned.state_shards() if self.shares_updates else {}
+        if self.parts is not None:
+            held |= self.parts.held()
+        for target in self.targets:
+            if target.updates is not None:
+                held |= target.updates.state_shards()
         for prefix, shard in self.sharded.items():
             for name, shard_spec in shard.shard_specs().items():
                 if shard_spec.cuts:
-                    held[prefix + name] = LocalShard(shard_spec, (self.rank,))
+                    held[prefix + name] = LocalShard(shard_spec, tuple(sorted(self.comms.axes["tensor"].peers)))
+        if self.tensor is not None:
+            held |= self.tensor.held()
         return held
 
     def end_step(self, piece: Piece, is_stopping: bool) -> Agreed:
@@ -285,24 +518,85 @@ class PiecewiseParallel(Parallel):
             WorkloadError: the ranks' buffers have different shapes.
         """
         self.counts_samples(True)
+        self._drop_early()
+        self.foresight.end_step()
         self._say(piece)
         self.mine[_STOP] = is_stopping
+        self.mine[self._place(_ALIKE)] = self._check_of(self._pieces())
         changed = self.buffers.find_changed()
         if any(changed):
             self.mine[self.buffers_at :] = torch.tensor(changed, dtype=torch.float64)
         agreed = self._agree(piece)
-        self.buffers.reduce(agreed.changed)
+        # Ranks of `tensor` change the same buffers: each change was counted by all of them.
+        copies = self.comms.axes["tensor"].size
+        self.buffers.reduce([ranks // copies for ranks in agreed.changed])
         for shard in self.sharded.values():
             shard.reshard()
+        if self.parts is not None:
+            self.parts.reshard()
         self.buffers.begin_step()
         weight = sum(each.weight for each in self.losses)
         loss = sum(each.loss for each in self.losses)
         self.losses = []
         return agreed._replace(weight=weight, loss=loss)
 
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Have parameters whole that are in parts. Collective.
+
+        Raises:
+            UsageError: one was changed, and the change would be lost.
+        """
+        shards = [*self.sharded.values(), *(self.parts.shards if self.parts is not None else ())]
+        if not shards:
+            yield
+            return
+        self._meet(Piece(GATHER))
+        for shard in shards:
+            shard.hold(True)
+        whole = {}
+        for shard in shards:
+            for name, parameter in shard.model.named_parameters():
+                if name not in shard.whole:
+                    whole[name] = (parameter, parameter._version)
+        try:
+            yield
+        finally:
+            for shard in shards:
+                shard.hold(False)
+        for name, (parameter, version) in whole.items():
+            if parameter._version != version:
+                raise UsageError(
+                    "in job.gathered parameters can be read, and computed with",
+                    f"{name} was changed, which the ranks' parts would not see",
+                    "change parameters outside of it, where each rank has its rows of them, or write zero=1",
+                )
+
+    def _meet(self, piece: Piece) -> None:
+        """Find out whether all ranks are at a piece that adds nothing up. Collective."""
+        if self.is_closed:
+            return
+        self._say(piece)
+        self.unread.append((piece, self._sum()))
+        if self.device.type == "cpu":
+            self._read_all()
+
     def norm_of(self, target: int) -> torch.Tensor:
         """Return the norm of the gradients of an optimizer's parameters, of all if it is 0; after `reduce`."""
-        return global_norm(self.gradients_of(target), {}, [])
+        gradients = self.gradients_of(target)
+        if self.parts is not None:
+            return self._norm_over("shard", gradients, self.parts.counted())
+        if self.tensor is not None:
+            return self._norm_over("tensor", gradients, self.tensor.counted())
+        return global_norm(gradients, {}, [])
+
+    def _norm_over(
+        self, axis: str, gradients: Iterable[torch.nn.Parameter], counted: Mapping[torch.nn.Parameter, bool]
+    ) -> torch.Tensor:
+        """Return the norm of gradients of which ranks of an axis have parts; what all have, its first rank counts."""
+        comm = self.comms.axes[axis]
+        counts = {parameter: counted.get(parameter, comm.rank == 0) for parameter in gradients}
+        return global_norm(counts, counts, [comm])
 
     def scale(self, target: int, factor: torch.Tensor) -> None:
         """Multiply the gradients of an optimizer's parameters, of all if it is 0."""
@@ -323,26 +617,50 @@ class PiecewiseParallel(Parallel):
         return {name: parameter for parameter, name in self.names.items()}
 
     def check_of_parameters(self) -> float:
-        """Return a number that differs where a parameter differs in any bit, but for rare chances."""
+        """Return a number that differs where a whole parameter differs in any bit, but for rare chances."""
+        pieces = self._pieces()
+        whole = [parameter for parameter in self.names if parameter not in pieces and not is_part(parameter)]
+        return self._check_of(whole)
+
+    def _check_of(self, parameters: Iterable[torch.nn.Parameter]) -> float:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         with torch.no_grad():
-            for number, parameter in enumerate(self.names):
+            for number, parameter in enumerate(parameters):
                 total = total + parameter.detach().double().sum() * (1 + number % 7)
         return float(total.nan_to_num(0.5, 1.5, 2.5))
+
+    def _pieces(self) -> Mapping[torch.nn.Parameter, tuple[SplitForward, str]]:
+        """Return the parameters of which this rank has a piece."""
+        return {} if self.tensor is None else self.tensor.pieces()
+
+    def whole(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        """Return the values of a parameter, whole. Collective where ranks have parts or pieces of it."""
+        found = self._pieces().get(parameter)
+        if found is None:
+            return gathered(parameter.detach())
+        forward, name = found
+        return forward.whole(name, parameter)
+
+    def has_pieces(self, target: int) -> bool:
+        """Return True if this rank has pieces of an optimizer's parameters, of any if it is 0."""
+        pieces = self._pieces()
+        return any(parameter in pieces for parameter in self.gradients_of(target))
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return what compression carries from step to step, by name."""
         state = {}
         for number, target in enumerate(self.targets):
-            for name, tensor in target.replicate.state().items():
+            for name, tensor in target.replicate.state().items():  # what sums parts has none
                 state[f"{number}.{name}"] = tensor
         return state
 
     def close(self) -> None:
         """Let go of the other ranks."""
+        self.is_closed = True
         super().close()
         for target in self.targets:
-            target.replicate.close()
+            for sums in target.sums():
+                sums.close()
         for hook in self.hooks:
             hook.remove()
 
@@ -358,7 +676,11 @@ class PiecewiseParallel(Parallel):
 
     def _gradient_is_here(self, parameter: torch.nn.Parameter) -> None:
         """Forget a gradient to which a backward pass of the loop's own has added this rank's samples."""
-        if not self.is_in_backward:
+        if self.is_in_backward:
+            if parameter in self.reported:
+                early, bucket = self.reported[parameter]
+                early.gradient_is_here(bucket)
+        else:
             self.noted.pop(parameter, None)
             self.summed.pop(parameter, None)
             self.raw.add(parameter)
@@ -382,46 +704,111 @@ class PiecewiseParallel(Parallel):
                     "divide by the number of labels or by 1 if there are none: loss.sum() / count.clamp(min=1)",
                 )
 
-    def _reduce(self, target: _Target) -> None:
+    def _begin_early(self) -> None:
+        """Let the sums that will follow this backward pass begin in it, as far as can be foreseen."""
+        numbers = self.foresight.next_sums()
+        if not numbers or self.parts is not None:  # a backward pass sums the gradients of parts
+            return
+        targets = self.targets if 0 in numbers else [self.targets[number - 1] for number in sorted(numbers)]
+        self.early = [target for target in targets if target.early.is_possible]
+        for target in self.early:
+            with self._as_trained(target):
+                target.replicate.begin_step(lambda: self.unscaled)
+            for parameter, bucket in target.early.begin().items():
+                self.reported[parameter] = target.early, bucket
+
+    def _end_early(self, calls: int) -> None:
+        for target in self.early:
+            target.early.end_backward()
+            calls += len(target.replicate.buckets)
+        self.reported.clear()
+        self.is_mixed = self._calls() != calls
+
+    def _calls(self) -> int:
+        return self.comms.step.ledger.calls.total()
+
+    def _agree_on_early(self, piece: Piece, targets: Sequence[_Target]) -> bool:
+        """Return whether sums that began in the backward pass are, on all ranks, those of the gradients."""
+        self._say(piece)
+        wanted = [target for target in self.early if target in targets and target.early.is_begun]
+        is_current = all(target.early.is_current() and not target.early.is_kept for target in wanted)
+        self.mine[_OTHERS] = self.is_mixed or not is_current
+        self._begin_sum()
+        for target in self.early:  # in the order in which they began
+            target.early.finish()
+        sums = self._finish_sum()
+        self._read_all()
+        agreed = self._read(piece, sums)
+        if agreed.has_others:
+            self.foresight.was_wrong()
+        return not agreed.has_others
+
+    def _drop_early(self) -> None:
+        """Wait for sums that are not needed."""
+        for target in self.early:
+            target.early.finish()
+            if target.early.is_begun:
+                target.early.forget()
+                self.foresight.was_wrong()
+        self.early = []
+
+    def _reduce(self, target: _Target, is_early: bool) -> None:
         # A parameter of two optimizers may have a sum already.
         self._count_once(target)
-        parameters = self.unsummed.intersection(target.parameters.values())
-        self.unsummed -= parameters
-        frozen = [parameter for parameter in parameters if not parameter.requires_grad]
-        try:
-            for parameter in frozen:  # since the backward pass: its gradient counts
-                parameter.requires_grad_(True)
-            target.replicate.begin_step(lambda: self.unscaled)
-            target.replicate.reduce_gradients()
-        finally:
-            for parameter in frozen:
-                parameter.requires_grad_(False)
+        with self._as_trained(target):
+            if is_early:
+                target.early.install()
+            else:
+                target.early.forget()
+                for sums in target.sums():
+                    sums.begin_step(lambda: self.unscaled)
+                    sums.reduce_gradients()
+        self.unsummed.difference_update(target.parameters.values())
         target.is_summed = True
         for parameter in target.parameters.values():
             if parameter.grad is not None:
                 self.summed[parameter] = parameter.grad
 
+    @contextmanager
+    def _as_trained(self, target: _Target) -> Iterator[None]:
+        """Count what was frozen since its backward pass among the trained parameters."""
+        frozen = []
+        if self.unsummed:
+            for parameter in target.parameters.values():
+                if not parameter.requires_grad and parameter in self.unsummed:
+                    frozen.append(parameter)
+        try:
+            for parameter in frozen:
+                parameter.requires_grad_(True)
+            yield
+        finally:
+            for parameter in frozen:
+                parameter.requires_grad_(False)
+
     def _count_once(self, target: _Target | None = None) -> None:
         """Keep a sum that the loop has not cleared on the first rank alone: the next sum counts it once."""
         parameters = list(self.summed) if target is None else list(target.parameters.values())
-        is_first = self.comms.step.rank == 0
         for parameter in parameters:
             summed = self.summed.pop(parameter, None)
             if summed is None or parameter.grad is not summed:
                 continue
-            if not is_first:
+            # Of those that hold the same: of a part only its replicas do.
+            holders = self.comms.axes["replicate"] if is_part(parameter) else self.comms.data
+            if holders.rank > 0:
                 summed.zero_()
             self.noted[parameter] = _noted(summed)
             self.unsummed.add(parameter)
 
     def _note(self) -> None:
         """Remember every gradient, to tell later whether something else has changed it."""
+        has_replicas = self.comms.axes["replicate"].size > 1
         for parameter in self.names:
             if parameter.requires_grad:
                 self.unsummed.add(parameter)
             gradient = parameter.grad
             if gradient is not None:
-                self.noted[parameter] = _noted(gradient)
+                # Rows that no other rank has are sums already, so torch's clip_grad_norm_ is right on them.
+                self.noted[parameter] = _noted(gradient, has_replicas and is_part(gradient))
 
     def _check_untouched(self, target: _Target) -> None:
         for name, parameter in target.parameters.items():
@@ -429,21 +816,15 @@ class PiecewiseParallel(Parallel):
             if gradient is None or self.summed.get(parameter) is gradient:
                 continue
             noted = self.noted.get(parameter)
-            if noted is not None and noted.gradient() is gradient and noted.version == gradient._version:
+            if noted is not None and noted.is_unchanged(gradient):
                 continue
             if target.is_summed and parameter not in self.raw:
                 self.summed[parameter] = gradient  # put in the sum's place
                 continue
-            local = local_gradient(parameter)
-            if local is None or not _values_of(local).count_nonzero():  # cleared by zero_grad(set_to_none=False)
+            own = local_gradient(parameter)
+            if own is None or not _values_of(own).count_nonzero():  # cleared by zero_grad(set_to_none=False)
                 continue
-            raise UsageError(
-                "gradients should be made by job.backward, and changed only once they are sums over the ranks",
-                f"the gradient of {name} was made or changed by something else than job.backward, while it was that of "
-                "this rank's samples alone",
-                "write job.backward(loss) in place of loss.backward(), job.clip(max_norm) in place of "
-                "clip_grad_norm_, and call job.gradients() before other changes",
-            )
+            raise _made_elsewhere(name)
 
     def _place(self, number: int) -> int:
         """Return the place of one of this rank's numbers in the message."""
@@ -453,6 +834,8 @@ class PiecewiseParallel(Parallel):
         self.mine.zero_()
         self.mine[self._place(_CODE)] = piece.code
         self.mine[self._place(_CHECK)] = piece.check
+        if self.tensor is not None:
+            self.mine[self._place(_ARGUMENTS)] = self.tensor.take_digest()
 
     def _agree(self, piece: Piece) -> Agreed:
         """Add up the ranks' messages, and check that all are at the same piece.
@@ -467,8 +850,14 @@ class PiecewiseParallel(Parallel):
 
     def _sum(self) -> torch.Tensor:
         """Return the sum of all ranks' messages."""
+        self._begin_sum()
+        return self._finish_sum()
+
+    def _begin_sum(self) -> None:
         self.message.inboxes[self.message.turn].copy_(self.mine)
         self.message.begin()
+
+    def _finish_sum(self) -> torch.Tensor:
         self.message.finish(self.unscaled)
         return self.message.outbox.clone()
 
@@ -480,11 +869,17 @@ class PiecewiseParallel(Parallel):
             self.losses.append(self._read(piece, sums))
 
     def _read(self, piece: Piece, sums: torch.Tensor) -> Agreed:
-        weight, loss, stop, *rest = sums.tolist()
+        weight, loss, stop, others, *rest = sums.tolist()
         ranks = rest[: _PER_RANK * self.comms.step.size]
         by_rank = [ranks[start : start + _PER_RANK] for start in range(0, len(ranks), _PER_RANK)]
         self._check_same(piece, by_rank)
         bad_ranks = [self.comms.step.peers[index] for index, numbers in enumerate(by_rank) if numbers[_BAD]]
+        if bad_ranks and piece.call == SPLIT:
+            raise WorkloadError(
+                "every rank should be able to split the model by tensor",
+                f"rank {bad_ranks[0]} can't, by what it was called with there",
+                "see the error of that rank",
+            )
         if any(numbers[_BAD] == _BAD_WEIGHT for numbers in by_rank):
             raise LossError(
                 "the weight of a loss should be a number, 0 or more",
@@ -499,27 +894,46 @@ class PiecewiseParallel(Parallel):
                 f"its weights add up to {weight:g}",
                 "make sure that every batch has something to predict, and hand in its number: job.backward(loss, n)",
             )
+        if self.comms.axes["tensor"].size > 1:
+            self._check_alike(SPLIT, [numbers[_ARGUMENTS] for numbers in by_rank])
+            if piece.call in _MAY_DIFFER:
+                self._check_alike(piece.call, [numbers[_ALIKE] for numbers in by_rank])
         changed = rest[_PER_RANK * self.comms.step.size :]
-        return Agreed(weight, loss, stop > 0, [round(count) for count in changed])
+        return Agreed(weight, loss, stop > 0, others > 0, [round(count) for count in changed])
 
     def _check_same(self, piece: Piece, by_rank: Sequence[Sequence[float]]) -> None:
         mine = piece.code
-        for rank, (code, check, _) in zip(self.comms.step.peers, by_rank, strict=True):
+        for rank, (code, check, *_) in zip(self.comms.step.peers, by_rank, strict=True):
             if code != mine:
                 raise CollectiveError(
                     "every rank should call the same pieces of a step, in the same order",
                     f"this rank {_shown(mine)}, rank {rank} {_shown(int(code))}",
-                    "let no rank leave out a batch, a backward pass or an update; one without samples hands in its "
-                    "loss with weight 0",
+                    _fix(piece, int(code)),
                 )
             if check != piece.check:
                 what, fix = piece.differs
                 raise CollectiveError(what, f"those of rank {rank} are not those of this rank", fix)
 
+    def _check_alike(self, call: int, numbers: Sequence[float]) -> None:
+        """Check what is equal on the ranks of `tensor`, which see the same samples, or on ranks with the same pieces.
+
+        All ranks look at all numbers: none goes on while another stops.
+        """
+        first: dict[int, tuple[int, float]] = {}  # rank and number, by what the ranks have in common
+        for rank, number in zip(self.comms.step.peers, numbers, strict=True):
+            at = self.mesh.coordinate(rank)
+            key = at["tensor"] if call == END else self.mesh.data_part(rank)
+            other, expected = first.setdefault(key, (rank, number))
+            if abs(number - expected) <= _MAY_DIFFER[call] * abs(expected):
+                continue
+            what, fix = _NOT_ALIKE[call]
+            shown = f": {expected:.6g} and {number:.6g}" if call == BACKWARD else ""
+            raise CollectiveError(what, f"those of rank {other} and rank {rank} differ{shown}", fix)
+
 
 def _drop_unless_needed(shard: Shard, model: torch.nn.Module, inputs: Any, output: Any) -> None:
     """Keep parts alone after a forward pass, unless a backward pass through it needs whole parameters."""
-    if not any(tensor.requires_grad for tensor in tensors_in(output)):
+    if not shard.is_held and not any(tensor.requires_grad for tensor in tensors_in(output)):
         shard.reshard()
 
 
@@ -528,14 +942,43 @@ def _values_of(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
-def _noted(gradient: torch.Tensor) -> _Noted:
-    return _Noted(weakref.ref(gradient), gradient._version)
+def _made_elsewhere(name: str) -> UsageError:
+    return UsageError(
+        "gradients should be made by job.backward, and changed only once they are sums over the ranks",
+        f"the gradient of {name} was made or changed by something else than job.backward, while it was that of "
+        "this rank's samples alone",
+        "write job.backward(loss) in place of loss.backward(), job.clip(max_norm) in place of "
+        "clip_grad_norm_, and call job.gradients() before other changes",
+    )
+
+
+def _noted(gradient: torch.Tensor, has_norm: bool = False) -> _Noted:
+    norm = local(gradient).norm() if has_norm else None
+    return _Noted(weakref.ref(gradient), _version(gradient), norm)
+
+
+def _version(gradient: torch.Tensor) -> tuple[int, int]:
+    return gradient._version, local(gradient)._version
 
 
 def _shown(code: int) -> str:
     call, target = divmod(code, _MOST_OPTIMIZERS)
-    which = f" (optimizer {target})" if target else ""
+    which = ""
+    if target:
+        which = f" (model {target})" if call in (CALL, SPLIT) else f" (optimizer {target})"
     return f"{_CALLS.get(call, 'does something else')}{which}"
+
+
+def _fix(piece: Piece, other_code: int) -> str:
+    if CALL in (piece.call, other_code // _MOST_OPTIMIZERS):
+        return (
+            "let no rank leave out a call of a model; inside `with job.gathered():` each rank may call models as often "
+            "as it likes"
+        )
+    return (
+        "let no rank leave out a batch, a backward pass or an update; one without samples hands in its loss with "
+        "weight 0"
+    )
 
 
 def _not_finite(ranks: Sequence[int]) -> LossError:

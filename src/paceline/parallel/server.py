@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 import torch
 
 from paceline.comm.process_group import COORDINATOR
-from paceline.nouns.errors import LossError, UsageError
+from paceline.nouns.errors import LossError, PlanError, UsageError
 from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
 from paceline.nouns.workload import Workload
@@ -34,6 +34,7 @@ from paceline.parallel.micro_batches import StepHooks
 from paceline.parallel.model_adapter import ModelAdapter
 from paceline.parallel.norm import scale_gradients
 from paceline.parallel.observer import FORWARD
+from paceline.parallel.optimizer_list import check_servers_can_run
 from paceline.parallel.replicate.bucket import local_gradient
 from paceline.parallel.step_stats import StepStats
 from paceline.server.handle import Handle
@@ -56,6 +57,8 @@ class ServerParallel(Parallel):
         place: this worker.
     """
 
+    has_gradients: ClassVar[bool] = False
+    takes_metrics: ClassVar[bool] = False
     why_samples: ClassVar[dict[str, str]] = {"server": "shows every worker its samples"}
 
     @staticmethod
@@ -69,6 +72,21 @@ class ServerParallel(Parallel):
         self.handle: Handle | None = None
         self.base = 0  # the step of the checkpoint that the servers began with
         self.was_stopping = False
+
+    @staticmethod
+    def check_data(data: Any) -> None:
+        """Raise PlanError if it is a stream."""
+        if not hasattr(data, "__len__"):
+            raise PlanError(
+                "workers of parameter servers go to a place in the data by its number",
+                "the workload's data is a stream: a worker that takes a lost one's place, or has fallen behind, could "
+                "not know which samples the others have come to",
+                "hand in a data set with len() and [], or write replicate, shard, tensor or pipeline for server",
+            )
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise PlanError if it is several: a class that the servers don't know is refused when this worker joins."""
+        check_servers_can_run(optimizer)
 
     def join(self, optimizer: torch.optim.Optimizer, samples: int, steps: int, base: int) -> None:
         """Join the servers' job, and take over its parameters.

@@ -28,6 +28,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -124,20 +125,51 @@ class WholeUpdate:
         self.mesh = mesh
         self.owners = assign_owners(parameters, mesh)
         self.shapes: dict[tuple[str, str, int], Shape] = {}  # of pieces, by name, axis and rank
+        self.running: AbstractContextManager[None] | None = None  # while the optimizer has whole parameters
+        self.wholes: dict[str, torch.nn.Parameter] = {}  # between `gather` and `scatter`
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Run `optimizer.step()`, with whole parameters in the place of pieces on their owners."""
-        self._scatter(self._updated(optimizer))
-
-    def _updated(self, optimizer: torch.optim.Optimizer) -> dict[Key, torch.Tensor]:
-        """Return the new values of the parameters that this rank owns; their gradients are let go."""
-        wholes = self._gather()
-        # A piece whose whole is on another rank is left out.
-        replaced: dict[torch.nn.Parameter, torch.nn.Parameter | None] = {**rows_of(optimizer)}
-        replaced |= {piece: wholes.get(name) for name, piece in self.pieces.items()}
-        with stand_ins(optimizer, replaced):
+        self.begin(optimizer)
+        try:
             optimizer.step()
-        return {(name, False): whole.detach() for name, whole in wholes.items()}
+        except BaseException:
+            self._put_back()
+            self.wholes = {}
+            raise
+        self.end()
+
+    def begin(self, optimizer: torch.optim.Optimizer) -> None:
+        """Put whole parameters, with gradients, in the place of pieces on their owners. Collective."""
+        self._put_back()  # of a step that raised
+        self.running = stand_ins(optimizer, {**rows_of(optimizer), **self.gather()})
+        self.running.__enter__()
+
+    def end(self) -> None:
+        """Give every rank its pieces of the new values. Collective."""
+        self._put_back()
+        self.scatter()
+
+    def _put_back(self) -> None:
+        """Give the optimizer its pieces back."""
+        running, self.running = self.running, None
+        if running is not None:
+            running.__exit__(None, None, None)
+
+    def gather(self) -> dict[torch.nn.Parameter, torch.nn.Parameter | None]:
+        """Return what the optimizer is to have in the place of each piece for a step. Collective.
+
+        Returns:
+            The whole parameter, with its gradient, for each piece; None where the whole is on another rank.
+        """
+        self.wholes = self._gather()
+        return {piece: self.wholes.get(name) for name, piece in self.pieces.items()}
+
+    def scatter(self) -> None:
+        """Write the new values of what `gather` returned into the pieces. Collective."""
+        values = {(name, False): whole.detach() for name, whole in self.wholes.items()}
+        self.wholes = {}  # the gradients are let go
+        self._scatter(values)
 
     def state_shards(self) -> dict[str, LocalShard]:
         """Return who holds the optimizer's state of each of this rank's parameters, as `held` of an adapter has it."""

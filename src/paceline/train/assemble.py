@@ -23,10 +23,12 @@ from paceline.nouns.workload import Workload
 from paceline.parallel.apply import Parallel, RankPlace, open_comms, strategy_of
 from paceline.parallel.model_adapter import ModelAdapter
 from paceline.train import prepare
+from paceline.train.before_update import check_gradients_are_whole
 from paceline.train.data import RankLoader, cut_into, cut_without_changing
 from paceline.train.parallelize import Fake, parallelize_model
 from paceline.train.seed import seed_everything
 from paceline.train.snapshot import parameter_names
+from paceline.train.stream_loader import rank_loader
 
 
 class Assembly:
@@ -61,10 +63,13 @@ class Assembly:
         self.mesh = Mesh.parse(plan.mesh)
         self.strategy = self.choose_strategy()
         self.cut_notice = ""
+        check_gradients_are_whole(workload.before_update, plan, self.mesh)
         self.comms = open_comms(*self.strategy.comm_mesh(self.mesh, place.rank), ledger)
         # After the process groups: of a rank that fails here the others learn in their next collective, while in
         # `torch.distributed.new_group` they would wait for it.
-        self.loader = self.make_loader(open_data(), (self.mesh.data_part(place.rank), self.mesh.data_size))
+        data = open_data()
+        self.strategy.check_data(data)
+        self.loader = self.make_loader(data, (self.mesh.data_part(place.rank), self.mesh.data_size))
 
     def choose_strategy(self) -> type[Parallel]:
         """Return the class that runs the steps."""
@@ -73,7 +78,7 @@ class Assembly:
     def make_loader(self, data: Any, part: tuple[int, int]) -> RankLoader:
         """Return a loader of one part of a data set, of how many."""
         micro_batches = cut_into(self.plan, self.mesh, self.workload)
-        return RankLoader(data, self.workload, *part, self.place.device, micro_batches)
+        return rank_loader(data, self.workload, part, self.place.device, micro_batches)
 
     def example(self) -> Any:
         """Return a micro-batch for which a model is split, and with which a rank without samples keeps step.
@@ -113,6 +118,7 @@ class Assembly:
         with fake():
             self.parallel = self.strategy(placed, self.workload, self.comms, self.plan, self.place)
             self.optimizer = prepare.make_optimizer(self.workload, self.parallel.model)
+        self.parallel.check_optimizer(self.optimizer)
         self.later_parameters = prepare.keep_own(self.optimizer, self.mesh, placed)
 
     def check_later_parameters(self) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.train.agree import check_same_start
 from paceline.train.data import Batch
+from paceline.train.schedulers import step_all
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -72,10 +73,10 @@ class CollectiveSteps:
     def end_step(self, batch: Batch) -> None:
         """Go to the next step."""
         job = self.job
-        if job.scheduler is not None:
-            job.scheduler.step()
+        step_all(job.scheduler)
         job.step_number += 1
         job.position = batch.positions.stop
+        job.loader.note(batch)
 
     def take_state(self) -> None:
         """Do nothing: the optimizer's state is here."""

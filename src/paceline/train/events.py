@@ -12,24 +12,34 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from paceline.nouns.reading import parse_whole
 from paceline.nouns.sink import MakeSink
 from paceline.train.sinks import SinkThread, close_sinks, open_sinks
 
 VERSION = 1  # of the events: in `start`. It changes when a field is removed or means something else.
 TAKES_OVER = "PACELINE_TAKES_OVER"  # set where this process takes a lost one's place in a running job
+FOLDER = "PACELINE_EVENTS"  # where a job without a run directory writes its events, for whoever shows its progress
 _BLOCK_BYTES = 2**16
+
+
+def restart_fact(environment: Mapping[str, str]) -> dict[str, int]:
+    """Return which restart of the job this is, as the event `start` has it; nothing at the first try."""
+    restart = parse_whole(environment.get("PACELINE_RESTART", "")) or 0
+    return {"restart": restart} if restart else {}
 
 
 def open_events(rank: int, run_dir: Path | None, sinks: Sequence[MakeSink]) -> Events:
     """Return where this rank's events go: rank 0's to the run directory and the workload's sinks, others' nowhere."""
     if rank != 0:
         return Events(None)
-    return Events(run_dir, bool(os.environ.get(TAKES_OVER)), open_sinks(sinks, run_dir))
+    shown = os.environ.get(FOLDER)
+    folder = run_dir or (Path(shown) if shown else None)
+    return Events(folder, bool(os.environ.get(TAKES_OVER)), open_sinks(sinks, run_dir))
 
 
 class Events:

@@ -28,13 +28,13 @@ from paceline.nouns.workload import Workload
 from paceline.parallel.apply import RankPlace
 from paceline.parallel.model_adapter import ModelAdapter
 from paceline.train import evaluate as evaluation
-from paceline.train import last_checkpoint, prepare, snapshot
+from paceline.train import last_checkpoint, prepare, schedulers, snapshot
 from paceline.train.agree import check_same_data_everywhere
-from paceline.train.alike import load_scheduler, scheduler_state
 from paceline.train.assemble import Assembly
+from paceline.train.before_update import CHECKED, BeforeUpdate, check_same_parameters
 from paceline.train.collective_steps import CollectiveSteps
 from paceline.train.data import Batch, moved, no_data, open_data
-from paceline.train.events import VERSION, open_events, peak_memory_bytes
+from paceline.train.events import VERSION, open_events, peak_memory_bytes, restart_fact
 from paceline.train.last_checkpoint import first_failure
 from paceline.train.seed import random_state, restore_random_state, seed_everything
 from paceline.train.servers import ServerSteps
@@ -123,13 +123,14 @@ class Job:
         clock (Clock): measures the seconds of a step.
         model (torch.nn.Module): the user's model, on this rank's device. Where the plan splits it, it has this rank's
             part of the parameters.
-        optimizer (torch.optim.Optimizer): as the workload made it.
+        optimizer (torch.optim.Optimizer): as the workload made it. Of several it has the groups of all, and each by
+            its index.
         scheduler (Any): as the workload made it; None without one.
         device (torch.device): where this rank computes.
         rank (int): this rank's number, from 0.
         size (int): the number of ranks.
         step_number (int): optimizer steps done.
-        total_steps (int): optimizer steps of the whole training; 0 where only the loop knows.
+        total_steps (int): optimizer steps of the whole training; 0 where only the loop knows, or the end of a stream.
         position (int): samples taken from the global order; with the seed it says all about the data.
         last (StepRecord | None): the record of the last step; None before the first.
 
@@ -150,6 +151,10 @@ class Job:
     total_steps: int
     is_stepping: bool
     has_own_batches: bool
+    before_update: BeforeUpdate | None = None
+    unchecked: bool = False  # the ranks' parameters are to be compared after the last step
+    saves_late: bool = False
+    late: bool | None  # a step is done whose checkpoint may be due; whether the job is to stop after it
     last: StepRecord | None
     saved_step: int | None  # of the newest checkpoint that was saved since the last load, or is being written
     loaded_step: int  # at which the job began, or to which `load` went
@@ -178,14 +183,22 @@ class Job:
             prepare.be_deterministic()
         self.data_part = self.mesh.data_part(self.rank)
         self.random_stream = self.mesh.random_stream(self.rank)
-        prepare.check_plan_without_data(workload, plan, self.mesh)
+        self._check_plan_without_data()
         self._assemble()
-        self.scheduler = prepare.make_scheduler(workload, self.optimizer)
+        self.scheduler = schedulers.make_schedulers(workload, self.optimizer)
+        if not self.parallel.takes_metrics:
+            schedulers.check_servers_can_schedule(self.scheduler)
+        if workload.before_update is not None:
+            self.before_update = BeforeUpdate(workload.before_update, workload.seed, self.device)
+            self.parallel.change_gradients = self.before_update
+        # What the loop does after a step, by `schedule`, belongs to the step: its checkpoint is written after that.
+        self.saves_late = bool(schedulers.by_metric(self.scheduler))
         seed_everything(workload.seed, 1 + self.random_stream)  # dropout draws from here on
-        samples = len(self.loader.data)
-        if self.size > 1 and samples:
+        if self.loader.notice:
+            self.notice(self.loader.notice)
+        if self.size > 1 and len(self.loader.data):  # of a stream the samples of its first batch
             first = self.loader.first_sample()
-            check_same_data_everywhere(samples, first, self.comms.step, self.notice)
+            check_same_data_everywhere(len(self.loader.data), first, self.comms.step, self.notice)
         self._begin_run()
 
     def _assemble(self) -> None:
@@ -208,6 +221,10 @@ class Job:
         self.model = self.parallel.model
         self.optimizer = assembly.optimizer
         self.steps = STEPS[self.plan.strategy](self)
+
+    def _check_plan_without_data(self) -> None:
+        """Raise PlanError where the plan needs samples, or a function of them, and there are none."""
+        prepare.check_plan_without_data(self.workload, self.plan, self.mesh)
 
     def _check_may_cut(self, placed: ModelAdapter) -> None:
         """Raise LossError where the loss is no sum over samples, and batches are to be cut."""
@@ -238,7 +255,9 @@ class Job:
         if self.workload.data is None:
             raise no_data()
         self.model.train()
-        yield from self.steps.batches()
+        for batch in self.steps.batches():
+            yield batch
+            self._finish_step()
 
     def step(self, batch: Any) -> float:
         """Take one optimizer step; return the mean loss of the global batch, the same on every rank.
@@ -276,6 +295,7 @@ class Job:
             'step 100, loss 0.000'
         """
         self._check_may_step()
+        self._finish_step()
         self.steps.begin_step()
         began_s = self.clock.now_s()
         sent_before = self.ledger.total_bytes
@@ -288,6 +308,8 @@ class Job:
         if is_own:
             tensors = moved(batch, self.device, self.workload.precision == "float64")
             batch = Batch([tensors], range(self.position, self.position))  # the position in the data order stays
+        if self.before_update is not None:
+            self.before_update.step = self.step_number
         try:
             stats, norm = train_step(
                 batch.microbatches,
@@ -311,9 +333,52 @@ class Job:
             peak_memory_bytes(),
         )
         self.is_stepping = False
+        self.unchecked = self.step_number - self.loaded_step <= CHECKED
         self.events.write(self.last.to_json())
-        self._save_if_due(stats.is_stopping)
+        if self.saves_late:
+            self.late = stats.is_stopping
+        else:
+            self._save_if_due(stats.is_stopping)
         return stats.mean
+
+    def schedule(self, metric: Any) -> None:
+        """Step the schedulers of the workload that step by a metric, such as ReduceLROnPlateau.
+
+        Call it after a step, where the loop has evaluated. The step's checkpoint, if one is due, has it: it is written
+        when the loop asks for the next batch.
+
+        Args:
+            metric: a number, the same on every rank: what `evaluate` or `step` returned.
+
+        Raises:
+            UsageError: there is no such scheduler; the metric is no number, or another on some rank.
+            PeerLostError: another rank has gone.
+
+        Examples:
+            Halve the learning rate where two evaluations have brought nothing:
+
+            >>> import dataclasses
+            >>> plateau = dataclasses.replace(
+            ...     workload,
+            ...     scheduler=lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=2),
+            ... )
+            >>> job = paceline.distribute(plateau)
+            >>> for batch in job.batches():
+            ...     mean = job.step(batch)
+            ...     if job.step_number % 4 == 0:
+            ...         job.schedule(job.evaluate(workload.data)["loss"])
+            >>> job.scheduler.num_bad_epochs
+            0
+        """
+        if self.workload.scheduler is None:
+            raise UsageError(
+                "job.schedule steps the workload's schedulers by a metric",
+                "the workload has no scheduler",
+                "write scheduler=... in the Workload, or step your own: scheduler.step(metric)",
+            )
+        number = schedulers.checked_metric(self.scheduler, metric, self.world)
+        for each in schedulers.by_metric(self.scheduler):
+            each.step(number)
 
     def evaluate(self, data: Any = None, score: evaluation.Score | None = None, metrics: Any = None) -> dict[str, Any]:
         """Evaluate over all ranks, each sample once.
@@ -435,10 +500,11 @@ class Job:
         # Each rank verifies some of the files; a damaged checkpoint is passed over by all of them.
         folder = find_good(Path(path), self.notice, partial(check_files_together, comm=self.world))
         manifest = read_manifest(folder)
-        prepare.check_same_job(folder, manifest, self.workload, len(self.loader.data))
+        prepare.check_same_job(folder, manifest, self.workload, self.loader.samples)
         state = manifest["scheduler"]
         if self.scheduler is not None and state is not None:
-            state = scheduler_state(self.scheduler, state)  # refused before anything is changed
+            state = schedulers.checked_state(self.scheduler, state)  # refused before anything is changed
+        self.late = None
         # From here on the job leaves its step, which must not be lost: it is written first, where no checkpoint has it.
         last_checkpoint.set_aside(self)
         tensors = snapshot.read_state(folder, manifest, self.model, self._held(), self.world)
@@ -447,7 +513,7 @@ class Job:
         snapshot.restore_optimizer(self.model, self.optimizer, tensors, manifest["optimizer"], held)
         snapshot.restore_model(self.model, tensors, self._held())
         if self.scheduler is not None and state is not None:
-            load_scheduler(self.scheduler, state)
+            schedulers.restore(self.scheduler, state)
         elif self.scheduler is not None or state is not None:
             if self.scheduler is None:
                 has, lacks = "checkpoint", "workload"
@@ -456,6 +522,7 @@ class Job:
             self.notice(f"the {has} has a learning-rate scheduler, the {lacks} has none: the rate may jump")
         self.step_number = manifest["step"]
         self.position = manifest["position"]
+        self.loader.go_to(manifest)
         last_checkpoint.go_back(self, folder)
         self.steps.restore_own_state(folder, manifest)
         self.events.write(
@@ -552,6 +619,7 @@ class Job:
         self.step_number = 0
         self.position = 0
         self.last = None
+        self.late = None
         self.saved_step = None
         self.loaded_step = 0
         self.loaded_folder = None
@@ -571,9 +639,10 @@ class Job:
                 "event": "start",
                 "version": VERSION,
                 "total_steps": self.total_steps,
-                "samples": len(self.loader.data),
+                "samples": self.loader.samples,
                 "batch_size": self.workload.batch_size,
                 "world_size": self.size,
+                **restart_fact(os.environ),
             }
         )
         if self.run_dir is None:
@@ -610,6 +679,20 @@ class Job:
         """Return the ranks that were asked to stop. Collective."""
         flags = self.world.all_gather(torch.tensor([int(self._is_asked_to_stop())]))
         return [rank for rank, flag in zip(self.world.peers, flags, strict=True) if int(flag)]
+
+    def _finish_step(self) -> None:
+        """Do what is left of the last step, once the loop is done with it: compare the ranks, save it if that is due.
+
+        Raises:
+            WorkloadError: `before_update` has made the ranks' parameters differ.
+            Stopped: the job was asked to stop, and is saved.
+        """
+        if self.before_update is not None and self.unchecked:
+            self.unchecked = False
+            check_same_parameters(self.parallel.placed.updated(), self.world)
+        late, self.late = self.late, None
+        if late is not None:
+            self._save_if_due(late)
 
     def _save_if_due(self, is_stopping: bool) -> None:
         """Begin the checkpoint of this step if the plan has one; where the job stops, save the last step and end.
@@ -668,21 +751,19 @@ class Job:
         held = self._held()
         size = self.world.size
         optimizer_parts, optimizer = snapshot.optimizer_state(self.model, self.optimizer, held, size)
-        scheduler = None
-        if self.scheduler is not None:
-            scheduler = self.scheduler.state_dict()
         metadata = {
             "step": self.step_number,
             "position": self.position,
             "seed": self.workload.seed,
-            "samples": len(self.loader.data),
+            "samples": self.loader.samples,
             "batch_size": self.workload.batch_size,
             "world_size": size,
             "mesh": self.steps.saved_mesh,
             "optimizer": optimizer,
-            "scheduler": snapshot.as_json("the scheduler's state", scheduler),
+            "scheduler": snapshot.as_json("the scheduler's state", schedulers.state_of(self.scheduler)),
             "torch": torch.__version__,
             **self.facts(),
+            **self.loader.facts(),
             **snapshot.config_facts(self.model),
         }
         parts = {**snapshot.model_parts(self.model, held, size), **optimizer_parts}

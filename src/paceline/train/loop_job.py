@@ -18,18 +18,20 @@ import copy
 import math
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from paceline.comm import api
-from paceline.comm.batch_norm import share_statistics
+from paceline.comm.batch_norm import share_statistics, statistics_to_share
 from paceline.nouns.errors import LossError, PacelineError, UsageError
 from paceline.nouns.loop_plan import check_plan_of_loop
+from paceline.nouns.mesh import CUTTING_AXES
 from paceline.nouns.plan import Plan
 from paceline.nouns.record import StepRecord
 from paceline.parallel.apply import Parallel
@@ -39,7 +41,7 @@ from paceline.parallel.pieces import BACKWARD, END, REDUCE, Piece, PiecewisePara
 from paceline.parallel.replicate.strategy import broadcast_state
 from paceline.train import prepare as preparing
 from paceline.train.assemble import Assembly
-from paceline.train.data import moved
+from paceline.train.data import RankLoader, moved
 from paceline.train.events import peak_memory_bytes
 from paceline.train.job import Job, check_is_first, newest
 from paceline.train.loop_loader import CutLoader, Part, Place, load_pass
@@ -59,7 +61,9 @@ _OTHER_PARAMETERS = (
 _COMPARED_STEPS = 3  # the first ones: a loop that makes ranks differ does so from the beginning
 
 
-def prepare(*objects: Any, seed: int = 0, shard_frozen: bool = False) -> tuple[Any, ...]:
+def prepare(
+    *objects: Any, seed: int = 0, shard_frozen: bool = False, whole: Iterable[torch.nn.Module] = ()
+) -> tuple[Any, ...]:
     """Make this process one rank of the job of a plain training loop, and its objects parts of that job.
 
     Then three lines of the loop change: `for epoch in job.epochs(n)`, `job.backward(loss)` in place of
@@ -73,6 +77,8 @@ def prepare(*objects: Any, seed: int = 0, shard_frozen: bool = False) -> tuple[A
         seed: of dropout, of the order of samplers without a generator of their own, and of what data sets draw.
         shard_frozen: keep only a part on each rank of every model without a trained parameter, such as a teacher. Its
             blocks are gathered as it is called, so every rank must call it equally often.
+        whole: models that stay whole on every rank where the plan cuts the others (`tensor`, `shard` with zero=2 or 3):
+            one that is small, or that the loop uses in ways that parts don't allow.
 
     Returns:
         The job, and then the objects in their order. Models and optimizers are the same objects; the loader is one that
@@ -80,9 +86,11 @@ def prepare(*objects: Any, seed: int = 0, shard_frozen: bool = False) -> tuple[A
 
     Raises:
         UsageError: this process has a job in the same run directory, or the launcher's variables contradict each other.
-        WorkloadError: there is no model or no optimizer, or an object is none of these kinds, or can't be split.
-        PlanError: the plan has another axis than `replicate`, or `shard` with zero=1; or an optimizer's updates can't
-            be shared out.
+        WorkloadError: there is no model or no optimizer, or an object is none of these kinds, or can't be split; or
+            `whole` has something else than these models, or leaves nothing to cut; or, under `shard` with zero=2 or 3,
+            an optimizer has state, or two models share a parameter.
+        PlanError: the plan has another axis than `replicate`, `shard` and `tensor`, or both `shard` and `tensor`; or an
+            optimizer's updates can't be shared out.
         CheckpointError: the job resumes, and its checkpoint can't be used.
         PeerLostError: another rank has gone.
 
@@ -101,7 +109,7 @@ def prepare(*objects: Any, seed: int = 0, shard_frozen: bool = False) -> tuple[A
         >>> print(f"{loss.item():.3f}")
         0.000
     """
-    sorted_objects = sort_objects(objects)
+    sorted_objects = sort_objects(objects, whole)
     api.init()
     try:
         check_is_first(preparing.run_dir(os.environ))
@@ -117,6 +125,8 @@ def prepare(*objects: Any, seed: int = 0, shard_frozen: bool = False) -> tuple[A
 class LoopAssembly(Assembly):
     """The parts of a rank whose loop calls the pieces of a step."""
 
+    parallel: PiecewiseParallel
+
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Return the user's optimizers."""
@@ -126,22 +136,34 @@ class LoopAssembly(Assembly):
         """Return the class that runs the pieces of a step."""
         return PiecewiseParallel
 
+    def make_loader(self, data: Any, part: tuple[int, int]) -> RankLoader:
+        """Return a loader of one part of a data set for evaluation; a rank without samples repeats the first one."""
+        loader = super().make_loader(data, part)
+        if len(data):
+            self.parallel.placed.spare = loader.example()
+        return loader
+
     def place_model(self, example: Any, fake: Fake | None = None) -> ModelAdapter:
         """Have the user's models whole on every rank, with the values of rank 0."""
-        model = preparing.make_model(self.workload, self.place.device, self.comms.data)
-        broadcast_state([*model.parameters(), *model.buffers()], self.comms.data)
+        model = preparing.make_model(self.workload, self.place.device, self.comms.step)
+        broadcast_state([*model.parameters(), *model.buffers()], self.comms.step)
+        if self.mesh.size("tensor") > 1:  # a graph shares statistics by itself
+            return EagerAdapter(model, nullcontext, statistics_to_share(model, self.comms.data), example)
         return EagerAdapter(model, nullcontext, share_statistics(model, self.comms.data), example)
 
     def finish(self, placed: ModelAdapter, fake: Fake = nullcontext) -> None:
         """Make the strategies, and check that the optimizers' updates can be shared out."""
-        self.parallel = self.strategy(placed, self.workload, self.comms, self.plan, self.place)
+        parallel = self.strategy(placed, self.workload, self.comms, self.plan, self.place)
+        assert isinstance(parallel, PiecewiseParallel)
+        self.parallel = parallel
         self.optimizer = preparing.make_optimizer(self.workload, self.parallel.model)
         self.later_parameters = None
-        if self.mesh.size("shard") > 1:
+        for axis in self.mesh.used(CUTTING_AXES):
             from paceline.parallel.elementwise import check_updates_apart
 
-            for optimizer in self.optimizers:
-                check_updates_apart(optimizer, "shard")
+            is_cut = axis == "shard" and self.plan.zero > 1  # these updates are checked when they are made
+            for optimizer in [] if is_cut else self.optimizers:
+                check_updates_apart(optimizer, axis)
 
 
 class LoopJob(Job):
@@ -157,6 +179,9 @@ class LoopJob(Job):
         model (torch.nn.Module): the model; where there are several, a ModuleList of them.
         step_number (int): steps done: batches after which an optimizer updated; without a loader, updates.
         position (int): samples taken, over all ranks and passes.
+        data_rank (int): which part of the samples this rank has, from 0. Under `tensor` ranks have the same part;
+            otherwise it is `rank`.
+        data_size (int): how many parts there are.
         last (StepRecord | None): the record of the last step; None before the first.
 
     Examples:
@@ -183,22 +208,45 @@ class LoopJob(Job):
         self.return_to: Callable[[], None] | None = None
         self.returned_to: Callable[[], None] | None = None
         self.grouped: dict[int, list[int]] = {}  # the identities of each optimizer's parameters
+        self.parts: dict[str, torch.nn.Parameter] = {}  # parameters by name, where ranks have parts of them
         self.cut: CutLoader | None = None
         if objects.loader is not None:
             self.cut = CutLoader(objects.loader, seed)
         modes = [(module, module.training) for module in objects.model.modules()]
         super().__init__(objects.workload(seed), plan)
+        api.world().has_copies = self.mesh.size("tensor") > 1
         for module, is_training in modes:  # a teacher may be in evaluation mode
             module.training = is_training
 
     def _check_may_cut(self, placed: ModelAdapter) -> None:
         """Do nothing: the loop's losses are means, and weighted."""
 
+    def _check_plan_without_data(self) -> None:
+        """Do nothing: a model is split by what the loop calls it with."""
+
     def _begin_run(self) -> None:
         optimizers = self.objects.optimizers
-        if self.shard_frozen:
-            self.parallel.shard_models(self.objects.frozen())
-        self.parallel.split([updated_by(optimizer, self.model) for optimizer in optimizers])
+        frozen = self.objects.frozen() if self.shard_frozen else {}
+        if self.mesh.size("tensor") > 1:
+            cut = self.objects.cut_by_tensor()
+            models = {prefix: model for prefix, model in cut.items() if prefix not in frozen}
+            self.parallel.split_models(models, optimizers)
+            self.parallel.share_statistics(self.objects.whole)
+        if frozen:
+            self.parallel.shard_models(frozen)
+        is_cut = self.mesh.size("shard") > 1 and self.plan.zero > 1
+        if is_cut:
+            still_used = self.parallel.cut_models(self.objects.trained(), optimizers)
+            if still_used:
+                self.notice(
+                    f"{len(still_used)} parameters, such as {still_used[0]}, are still referred to as they were before "
+                    "paceline.prepare: whole, and not trained; make lists of parameters after it"
+                )
+            # From now on: while a model runs, some of its names are those of gathered parameters.
+            self.parts = dict(self.model.named_parameters())
+        self.parallel.split([updated_by(optimizer, self._named()) for optimizer in optimizers])
+        if is_cut:
+            self.parallel.update_in_parts(optimizers)
         for number, optimizer in enumerate(optimizers, 1):
             self._watch(optimizer, number)
         self._watch_others()
@@ -207,6 +255,10 @@ class LoopJob(Job):
         self.began_s = self.clock.now_s()
         self.sent_before = self.ledger.total_bytes
         super()._begin_run()
+
+    def _named(self) -> dict[str, torch.nn.Parameter]:
+        """Return the parameters of the models, as this rank has them, by name."""
+        return self.parts or dict(self.model.named_parameters())
 
     def _watch(self, optimizer: torch.optim.Optimizer, number: int) -> None:
         """Sum gradients before each of the optimizer's updates."""
@@ -250,7 +302,7 @@ class LoopJob(Job):
         known = [part for own in self.objects.optimizers for part in parts_of(own)]
         if any(contains(known, part) for part in parts_of(optimizer)):
             return
-        trained = set(self.model.parameters())
+        trained = set(self._named().values())
         if any(parameter in trained for group in optimizer.param_groups for parameter in group["params"]):
             raise UsageError(
                 "the models of the job should be updated by the optimizers that paceline.prepare was handed",
@@ -406,7 +458,8 @@ class LoopJob(Job):
             sees a change in place, or another tensor in `parameter.grad`. Every rank must make the same change.
 
         Raises:
-            UsageError: the optimizer is not the job's, or something else has changed gradients.
+            UsageError: the optimizer is not the job's, something else has changed gradients, or the plan has `tensor`,
+                which gives this rank pieces of them.
 
         Examples:
             >>> model = torch.nn.Linear(4, 1)
@@ -420,11 +473,110 @@ class LoopJob(Job):
         """
         target = self._target(optimizer)
         self._reduce(target)
+        if self.parallel.has_pieces(target):
+            raise UsageError(
+                "job.gradients returns whole gradients",
+                "under tensor this rank has pieces of them",
+                "clip by job.clip(max_norm), which takes the norm of the whole; to change gradients write replicate or "
+                "shard in place of tensor",
+            ).at(rank=self.rank, step=self.step_number + 1)
         found: dict[str, torch.Tensor] = {}
         for parameter, name in self.parallel.gradients_of(target).items():
             if parameter.grad is not None:
                 found[name] = parameter.grad
         return found
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Have the models' parameters whole inside the `with`, to read them or to compute with them. Collective.
+
+        Under `shard` with zero=2 or 3, and of a model in parts by `shard_frozen`, a rank has rows of each parameter
+        (DTensors) outside of the model's calls. An average of weights, a penalty on them or a use of a weight outside
+        of its module needs all of it. Gradients may be taken of what is computed inside; then parameters stay whole
+        until they are summed. Under `replicate` and zero=1 everything is whole anyhow; under `tensor` parameters stay
+        this rank's pieces.
+
+        Yields:
+            Nothing: the `with` has no value.
+
+        Raises:
+            UsageError: a parameter was changed inside, where changes are lost.
+
+        Examples:
+            A moving average of the weights, the same under every plan:
+
+            >>> import copy
+            >>> model = torch.nn.Linear(4, 1)
+            >>> average = copy.deepcopy(model).requires_grad_(False)
+            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            >>> job, model, average, optimizer = paceline.prepare(model, average, optimizer)
+            >>> job.backward(model(torch.ones(8, 4)).mean(), weight=8)
+            >>> optimizer.step()
+            >>> with torch.no_grad(), job.gathered():
+            ...     for mean, parameter in zip(average.parameters(), model.parameters()):
+            ...         _ = mean.lerp_(parameter, 0.1)
+        """
+        with self._located(), self.parallel.gathered():
+            yield
+
+    @property
+    def data_rank(self) -> int:
+        """Return which part of the samples this rank has."""
+        return self.data_part
+
+    @property
+    def data_size(self) -> int:
+        """Return how many parts of the samples there are."""
+        return self.mesh.data_size
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum", *, grad: bool = False) -> torch.Tensor:
+        """Do what `paceline.all_reduce` does, over the ranks that have different samples; under any plan.
+
+        Args:
+            tensor: any shape, the same on every rank, with one dtype.
+            op: "sum", "mean", "min", "max" or "product". A mean needs a floating-point dtype.
+            grad: let gradients flow through a sum or mean.
+
+        Returns:
+            A new tensor of the same shape and dtype, equal on every rank.
+
+        Raises:
+            UsageError: `op` is unknown, `op` or `grad` does not fit the dtype, or `grad` does not fit `op`.
+            PeerLostError: a rank has gone.
+            CollectiveError: the ranks' shapes or dtypes differ, where the transport can tell.
+
+        Examples:
+            >>> model = torch.nn.Linear(4, 1)
+            >>> job, model, optimizer = paceline.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            >>> right, answers = job.all_reduce(torch.tensor([41.0, 50.0]))
+            >>> print(f"{right / answers:.2f}")
+            0.82
+        """
+        return api.reduce_over(self.comms.data, tensor, op, grad)
+
+    def all_gather(self, tensor: torch.Tensor, *, grad: bool = False) -> torch.Tensor:
+        """Do what `paceline.all_gather` does, over the ranks that have different samples; under any plan.
+
+        Args:
+            tensor: (rows, ...), on every rank with the same dtype and the same shape but for the rows.
+            grad: let gradients flow; the gradient of `tensor` is the sum of those that its rows have on these ranks.
+
+        Returns:
+            A new tensor, (rows of these ranks, ...), in the order of `data_rank`, equal on every rank.
+
+        Raises:
+            UsageError: `tensor` is a scalar, or it has a dtype without gradients and `grad` is set.
+            PeerLostError: a rank has gone.
+            CollectiveError: the ranks' shapes or dtypes differ, where the transport can tell.
+
+        Examples:
+            >>> model = torch.nn.Linear(4, 1)
+            >>> job, model, optimizer = paceline.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            >>> rows_before = job.all_gather(torch.tensor([8]))[: job.data_rank].sum()
+            >>> rows_before.item()
+            0
+        """
+        return api.gather_over(self.comms.data, tensor, grad)
 
     def batches(self) -> Iterator[Any]:
         """Raise UsageError: the loop iterates over its own loader."""
@@ -560,8 +712,8 @@ class LoopJob(Job):
         for number, optimizer in enumerate(self.objects.optimizers, 1):
             parameters = [id(parameter) for group in groups_of(optimizer) for parameter in group["params"]]
             if parameters != self.grouped.get(number, parameters):
-                check_parameters(self.objects.models, [optimizer])
-                self.parallel.regroup(number, updated_by(optimizer, self.model))
+                check_parameters(self._named().values(), [optimizer])
+                self.parallel.regroup(number, updated_by(optimizer, self._named()))
             self.grouped[number] = parameters
 
     def _begin_step(self) -> None:
@@ -678,6 +830,12 @@ def _check_loss(loss: Any) -> None:
     asked = "job.backward needs the loss, one floating-point number in a tensor"
     if not isinstance(loss, torch.Tensor):
         raise LossError(asked, f"it is a {type(loss).__name__}", "hand in the tensor itself, without .item()")
+    if isinstance(loss, FakeTensor):
+        raise LossError(
+            "under tensor losses should be made of what model(...) returns",
+            "the loss depends on a value that a hook, or an attribute, kept while the model's graph was captured",
+            "have forward return that value; hooks on parts of a model do not run with each call",
+        )
     if loss.numel() != 1 or not loss.is_floating_point():
         raise LossError(asked, f"its shape is {tuple(loss.shape)}, of {loss.dtype}", "take the mean: loss.mean()")
     if not loss.requires_grad:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,29 +60,70 @@ class LoopObjects:
     optimizers: list[torch.optim.Optimizer]
     loader: DataLoader[Any] | None
     schedulers: list[Any]
+    whole: list[torch.nn.Module]  # models that stay whole on every rank
 
     @property
     def model(self) -> torch.nn.Module:
         """Return the model, or all of them in one."""
         return self.models[0] if len(self.models) == 1 else torch.nn.ModuleList(self.models)
 
+    def cut_by_tensor(self) -> dict[str, torch.nn.Module]:
+        """Return the models of which ranks of `tensor` are to have pieces, by the prefix of their names in `model`.
+
+        Raises:
+            WorkloadError: there is none that is trained.
+        """
+        self.trained()
+        found = {}
+        for prefix, model in self.prefixed().items():
+            if any(True for _ in model.parameters()) and not self._stays_whole(model):
+                found[prefix] = model
+        return found
+
     def frozen(self) -> dict[str, torch.nn.Module]:
-        """Return the models without a trained parameter, by the prefix of their names in `model`.
+        """Return the models without a trained parameter that are to be in parts, by their names' prefix in `model`.
 
         Raises:
             WorkloadError: there is none.
         """
         found = {}
-        for number, model in enumerate(self.models):
-            if not any(parameter.requires_grad for parameter in model.parameters()):
-                found[f"{number}."] = model
+        for prefix, model in self.prefixed().items():
+            if not _is_trained(model) and not self._stays_whole(model):
+                found[prefix] = model
         if not found:
             raise WorkloadError(
                 "shard_frozen keeps parts of models without a trained parameter",
-                "every model has one",
+                "every model has one, or stays whole",
                 "call requires_grad_(False) on the frozen model before paceline.prepare, or leave shard_frozen out",
             )
         return found
+
+    def trained(self) -> dict[str, torch.nn.Module]:
+        """Return the models with a trained parameter that are to be cut, by the prefix of their names in `model`.
+
+        Raises:
+            WorkloadError: there is none.
+        """
+        found = {}
+        for prefix, model in self.prefixed().items():
+            if _is_trained(model) and not self._stays_whole(model):
+                found[prefix] = model
+        if self.whole and not found:
+            raise WorkloadError(
+                "the plan gives each rank a part of the models that are trained",
+                "whole has all of these",
+                "leave one out of whole, or write replicate in the plan",
+            )
+        return found
+
+    def _stays_whole(self, model: torch.nn.Module) -> bool:
+        return any(model is each for each in self.whole)
+
+    def prefixed(self) -> dict[str, torch.nn.Module]:
+        """Return the models by the prefix of their names in `model`."""
+        if len(self.models) == 1:
+            return {"": self.models[0]}
+        return {f"{number}.": model for number, model in enumerate(self.models)}
 
     @property
     def scheduler(self) -> Any:
@@ -110,6 +152,10 @@ class LoopObjects:
         )
 
 
+def _is_trained(model: torch.nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in model.parameters())
+
+
 def _no_loss(model: Any, batch: Any) -> Any:
     raise LossError(
         "the loss should be that of the loop",
@@ -118,11 +164,15 @@ def _no_loss(model: Any, batch: Any) -> Any:
     )
 
 
-def sort_objects(objects: tuple[Any, ...]) -> LoopObjects:
+def sort_objects(objects: tuple[Any, ...], whole: Iterable[torch.nn.Module] = ()) -> LoopObjects:
     """Return the objects by their kind.
 
+    Args:
+        objects: that `paceline.prepare` was handed.
+        whole: those of the models that stay whole.
+
     Raises:
-        WorkloadError: one is of no known kind, or there are too many or too few of a kind.
+        WorkloadError: one is of no known kind, there are too many or too few of a kind, or `whole` has another object.
     """
     models: list[torch.nn.Module] = []
     optimizers: list[torch.optim.Optimizer] = []
@@ -148,8 +198,22 @@ def sort_objects(objects: tuple[Any, ...]) -> LoopObjects:
         )
     for each in loaders:
         check_loader(each)
-    check_parameters(models, optimizers)
-    return LoopObjects(models, optimizers, loaders[0] if loaders else None, schedulers)
+    check_parameters([parameter for model in models for parameter in model.parameters()], optimizers)
+    return LoopObjects(models, optimizers, loaders[0] if loaders else None, schedulers, _known_models(whole, models))
+
+
+def _known_models(whole: Any, models: list[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Return the models that are to stay whole."""
+    is_list = isinstance(whole, Iterable) and not isinstance(whole, torch.nn.Module)  # a Sequential is both
+    found = list(whole) if is_list else [whole]
+    for each in found:
+        if not is_list or not any(each is model for model in models):
+            raise WorkloadError(
+                "whole is a list of models that paceline.prepare is handed too",
+                f"it is {shown(each)}" if not is_list else f"it has {shown(each)}, which is none of them",
+                "write paceline.prepare(student, critic, optimizer, whole=[critic])",
+            )
+    return found
 
 
 def _kind_of(number: int, value: Any) -> str:
@@ -186,9 +250,9 @@ def _listed(objects: tuple[Any, ...]) -> str:
     return ", ".join(type(each).__name__ for each in objects) or "nothing"
 
 
-def check_parameters(models: list[torch.nn.Module], optimizers: list[torch.optim.Optimizer]) -> None:
+def check_parameters(parameters: Iterable[torch.nn.Parameter], optimizers: list[torch.optim.Optimizer]) -> None:
     """Raise WorkloadError unless the models have what the optimizers update."""
-    known = {parameter for model in models for parameter in model.parameters()}
+    known = set(parameters)
     for optimizer in optimizers:
         for number, group in enumerate(groups_of(optimizer)):
             for parameter in group["params"]:
@@ -201,7 +265,9 @@ def check_parameters(models: list[torch.nn.Module], optimizers: list[torch.optim
                     )
 
 
-def updated_by(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Return the parameters that an optimizer updates, by their names in `model`."""
+def updated_by(
+    optimizer: torch.optim.Optimizer, named: Mapping[str, torch.nn.Parameter]
+) -> dict[str, torch.nn.Parameter]:
+    """Return those of the named parameters that an optimizer updates."""
     own = {parameter for group in groups_of(optimizer) for parameter in group["params"]}
-    return {name: parameter for name, parameter in model.named_parameters() if parameter in own}
+    return {name: parameter for name, parameter in named.items() if parameter in own}

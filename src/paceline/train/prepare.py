@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -21,12 +20,14 @@ from paceline.nouns.reading import read_text
 from paceline.nouns.workload import Workload
 from paceline.parallel.apply import strategy_of
 from paceline.parallel.model_adapter import ModelAdapter
+from paceline.parallel.optimizer_list import OptimizerList, as_one, check_shared_out
 from paceline.parallel.optimizer_parts import groups_of, parts_of
 from paceline.train.additive import check_loss_adds_up
 from paceline.train.agree import check_same_model_everywhere
 from paceline.train.compiler_import import defer_compiler_import
 from paceline.train.composite_optimizer import check_parts
 from paceline.train.data import RankLoader, open_data
+from paceline.train.schedulers import state_of
 from paceline.train.snapshot import as_json, parameter_names
 
 if TYPE_CHECKING:
@@ -159,21 +160,22 @@ def make_optimizer(workload: Workload, model: torch.nn.Module) -> torch.optim.Op
     """Make the optimizer, over parameters of the model only.
 
     Raises:
-        WorkloadError: it is none, is one that needs a closure, or holds other parameters.
+        WorkloadError: it is none, is one that needs a closure, or holds other parameters; of several, one parameter is
+            in two of them or in none.
     """
     defer_compiler_import()
-    optimizer = workload.optimizer(model)
+    optimizer = as_one(workload.optimizer(model))
     if not isinstance(optimizer, torch.optim.Optimizer):
         fix = "return e.g. torch.optim.AdamW(model.parameters())"
-        if isinstance(optimizer, list | tuple | dict):
-            fix = "return one; docs/extending.md shows how to make several one (MuonAdamW)"
+        if isinstance(optimizer, dict):
+            fix = "return several as a list: [torch.optim.Muon(matrices), torch.optim.AdamW(others)]"
         raise WorkloadError(
-            "the workload's optimizer should make a torch.optim.Optimizer",
+            "the workload's optimizer should make a torch.optim.Optimizer, or a list of them",
             f"it made a {type(optimizer).__name__}",
             fix,
         )
     # Its `step` calls a closure, which would have to run the whole distributed step.
-    if isinstance(optimizer, torch.optim.LBFGS):
+    if any(isinstance(one, torch.optim.LBFGS) for one in parts_of(optimizer)):
         raise WorkloadError(
             "the optimizer should update once per step",
             "LBFGS evaluates the loss several times in a step",
@@ -181,6 +183,8 @@ def make_optimizer(workload: Workload, model: torch.nn.Module) -> torch.optim.Op
         )
     # Raises where the optimizer has parameters that are not the model's: no strategy would sum their gradients.
     parameter_names(model, optimizer)
+    if isinstance(optimizer, OptimizerList):
+        check_shared_out(optimizer, model)
     return optimizer
 
 
@@ -214,9 +218,10 @@ def keep_own(optimizer: torch.optim.Optimizer, mesh: Mesh, placed: ModelAdapter)
     # Parameters of other stages are on the meta device. Some optimizers (Adagrad) have state of them from the start.
     for group in optimizer.param_groups:
         group["params"] = [parameter for parameter in group["params"] if not parameter.is_meta]
-    for parameter in list(optimizer.state):
-        if isinstance(parameter, torch.Tensor) and parameter.is_meta:
-            del optimizer.state[parameter]
+    for part in parts_of(optimizer):
+        for parameter in list(part.state):
+            if isinstance(parameter, torch.Tensor) and parameter.is_meta:
+                del part.state[parameter]
     return LaterParameters(optimizer, cutting_axes, whole) if cutting_axes else None
 
 
@@ -264,47 +269,6 @@ def check_can_score(placed: ModelAdapter, metrics: Any) -> None:
         )
 
 
-def make_scheduler(workload: Workload, optimizer: torch.optim.Optimizer) -> Any:
-    """Make the learning-rate scheduler; return None if the workload has none.
-
-    Raises:
-        WorkloadError: it has no `step`, or one that wants an argument.
-    """
-    if workload.scheduler is None:
-        return None
-    scheduler = workload.scheduler(optimizer)
-    if not callable(getattr(scheduler, "step", None)) or not callable(getattr(scheduler, "state_dict", None)):
-        raise WorkloadError(
-            "the workload's scheduler should make a learning-rate scheduler",
-            f"it made a {type(scheduler).__name__}",
-            "return one of torch.optim.lr_scheduler",
-        )
-    # ReduceLROnPlateau wants the loss: refused here and not after the first step.
-    argument = _required_argument(scheduler.step)
-    if argument:
-        raise WorkloadError(
-            "the workload's scheduler steps after every update, and is handed nothing",
-            f"{type(scheduler).__name__}.step wants {argument}",
-            "leave scheduler out of the Workload and step it in your loop, after an evaluation: scheduler = "
-            f"{type(scheduler).__name__}(job.optimizer), then scheduler.step(job.evaluate()['loss']); its state is not "
-            "in checkpoints then, only the learning rate is",
-        )
-    return scheduler
-
-
-def _required_argument(function: Any) -> str | None:
-    """Return the first argument that `function` can't be called without; None if there is none."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return None  # a callable without a signature: the first step shows whether it can be called
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    for parameter in parameters:
-        if parameter.kind not in variadic and parameter.default is inspect.Parameter.empty:
-            return parameter.name
-    return None
-
-
 def check_can_save(optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
     """Raise WorkloadError when a checkpoint can't keep what the optimizer and the scheduler are made with."""
     for group in groups_of(optimizer):
@@ -312,7 +276,7 @@ def check_can_save(optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
             if name != "params":
                 as_json(f"the optimizer's {name}", value)
     if scheduler is not None:
-        as_json("the scheduler's state", scheduler.state_dict())
+        as_json("the scheduler's state", state_of(scheduler))
 
 
 def evaluation_data(workload: Workload, data: Any) -> Any:

@@ -12,6 +12,7 @@ from paceline.nouns.record import StepRecord
 from paceline.train.collective_steps import CollectiveSteps
 from paceline.train.data import Batch
 from paceline.train.events import peak_memory_bytes
+from paceline.train.schedulers import step_all
 from paceline.train.seed import seed_everything
 
 if TYPE_CHECKING:
@@ -132,8 +133,7 @@ class ServerSteps(CollectiveSteps):
         job = self.job
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*optimizer.step.*")  # the servers call it
-            if job.scheduler is not None:
-                for _ in range(step - job.step_number):
-                    job.scheduler.step()
+            for _ in range(step - job.step_number):
+                step_all(job.scheduler)
         job.step_number = step
         job.position = job.loader.order(job.workload.batch_size).position_after(step)

@@ -24,6 +24,7 @@ from paceline.comm.collectives import AxisComm
 from paceline.nouns.errors import CheckpointError, WorkloadError
 from paceline.nouns.reading import parse_json
 from paceline.nouns.shard_spec import LocalShard, ShardSpec
+from paceline.parallel.optimizer_list import alone, kind_of
 from paceline.parallel.optimizer_parts import DECLARATION, groups_of, parts_of
 from paceline.train.alike import StateCheck, check_groups, in_types_of
 from paceline.train.composite_optimizer import restore_parts
@@ -104,7 +105,7 @@ def optimizer_state(
             parts[name] = LocalTensor(local, shard)
     # Groups are kept by names, so that a stage of another pipeline finds its own parameters in them.
     groups = [_group_as_json(group, names) for group in groups_of(optimizer)]
-    description = {"class": type(optimizer).__name__, "groups": groups, "numbers": numbers}
+    description = {"class": kind_of(optimizer), "groups": groups, "numbers": numbers}
     if len(parts_of(optimizer)) > 1:
         description["owners"] = owners
     return parts, description
@@ -243,9 +244,9 @@ def restore_optimizer(
     groups = []
     for group in groups_of(optimizer):
         groups.append([names[parameter] for parameter in group["params"]])
-    _check_groups(model, type(optimizer).__name__, groups, saved)
+    _check_groups(model, kind_of(optimizer), groups, saved)
     # A person's own class may keep in its groups what grows while it runs; torch's classes don't.
-    is_torchs = type(optimizer).__module__.startswith("torch.")
+    is_torchs = all(type(one).__module__.startswith("torch.") for one in alone(optimizer))
     check_groups(saved["groups"], groups_of(optimizer), may_grow=not is_torchs)
     if len(parts_of(optimizer)) > 1:
         _restore_parts(optimizer, names, tensors, saved, held)

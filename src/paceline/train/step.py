@@ -27,7 +27,7 @@ def train_step(
     optimizer: torch.optim.Optimizer,
     control: tuple[bool, int],
 ) -> StepResult:
-    """Run forward, backward, reduce, check, clip, update. Update nothing if the loss is not finite.
+    """Run forward, backward, reduce, check, change, clip, update. Update nothing if the loss is not finite.
 
     Args:
         microbatches: this rank's.
@@ -38,6 +38,7 @@ def train_step(
     Raises:
         LossError: the loss has the wrong form or is not finite, or nothing counted; or the gradient's norm is
             not finite.
+        WorkloadError: the workload's before_update does more than change gradients.
     """
     optimizer.zero_grad(set_to_none=True)
     parallel.model.zero_grad(set_to_none=True)  # parameters that the optimizer does not have count in the norm too
@@ -50,6 +51,8 @@ def train_step(
     observer.gradients_reduced(updated)
     # Before the update, and on all ranks from the same sums: all raise, and the parameters stay as they were.
     check_finite(stats)
+    if parallel.change_gradients is not None:
+        parallel.change_gradients(updated)
     norm = parallel.norm
     # After the sum over all ranks: the norm of a rank's own gradient is another.
     if parallel.clip_norm is not None:

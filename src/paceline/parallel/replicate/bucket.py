@@ -60,6 +60,19 @@ class Bucket:
             torch.mul(gradient, scale, out=place)
         self.filled.add(index)
 
+    def fill_all(self, gradients: Sequence[torch.Tensor | None], scale: torch.Tensor | None) -> None:
+        """Copy in the gradients of all parameters that have one, times `scale` where the reducer wants that first."""
+        places, values = [], []
+        for index, gradient in enumerate(gradients):
+            if gradient is not None:
+                places.append(self.slices[self.reducer.turn][index])
+                values.append(gradient)
+                self.filled.add(index)
+        if places:
+            torch._foreach_copy_(places, values)
+            if scale is not None:
+                torch._foreach_mul_(places, scale)
+
     def send(self) -> None:
         """Zero what has no gradient on this rank, and start the sum."""
         flags = torch.ones(len(self.parameters), dtype=self.reducer.outbox.dtype)
@@ -75,6 +88,10 @@ class Bucket:
     def receive(self, scale: torch.Tensor) -> None:
         """Wait for the sum and make it the parameters' gradients."""
         self.reducer.finish(scale)
+        self.install()
+
+    def install(self) -> None:
+        """Make the sum, which has arrived, the parameters' gradients."""
         # The flags are summed and scaled like the gradients, so only zero or not has a meaning.
         ranks_with_gradient = self.reducer.outbox[self.flags :].tolist()
         for parameter, result, ranks in zip(self.parameters, self.results, ranks_with_gradient, strict=True):

@@ -90,6 +90,14 @@ class Buffers:
         self.at_begin = [(tensor, _version(tensor)) for tensor in self.tensors]
         self.prints = self._prints(self.prints) if self.is_compared else {}
 
+    def take_forms(self, cut: Collection[torch.Tensor]) -> None:
+        """Know the shapes that these buffers have now: every rank has cut them alike."""
+        for index, tensor in enumerate(self.tensors):
+            if any(tensor is one for one in cut):
+                self.agreed[index] = _form(tensor)
+                if index in self.prints and tensor is not None:
+                    self.prints[index] = _print_of(tensor)
+
     def find_changed(self) -> list[int]:
         """Return what is to be summed over the ranks, for each buffer: 1 if this rank's forward passes changed it.
 
@@ -437,10 +445,10 @@ def _bits_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _print_of(tensor: torch.Tensor) -> _Print:
-    return _Print(tensor, _version(tensor), _form(tensor), _sums_of(tensor))
+    return _Print(tensor, _version(tensor), _form(tensor), sums_of(tensor))
 
 
-def _sums_of(tensor: torch.Tensor) -> torch.Tensor:
+def sums_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return numbers that change when a bit does: the bits as a table of 64-bit words, its rows and columns added up.
 
     Unlike a copy it takes a thousandth of the memory. A small tensor's is the tensor.

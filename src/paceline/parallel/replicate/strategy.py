@@ -111,6 +111,11 @@ class Replicate:
         scale = self.scale()
         for bucket in self.buckets:
             bucket.receive(scale)
+        self.gather_sparse()
+
+    def gather_sparse(self) -> None:
+        """Make the sparse gradients sums over the ranks. Collective."""
+        scale = self.scale()
         # Sorted: Python hashes strings differently in each process, so a set's order differs between ranks, and their
         # collectives would not match.
         for name in sorted(self.sparse_names):

@@ -12,7 +12,7 @@ Traffic: none.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -25,6 +25,26 @@ def step_on_rows(optimizer: torch.optim.Optimizer) -> None:
     """Run `optimizer.step()`, with rows in the place of DTensors while it runs."""
     with stand_ins(optimizer, rows_of(optimizer)):
         optimizer.step()
+
+
+class RowsInPlace:
+    """As `step_on_rows`, around a step that somebody else calls."""
+
+    def __init__(self) -> None:
+        self.running: AbstractContextManager[None] | None = None
+
+    def begin(self, optimizer: torch.optim.Optimizer) -> None:
+        """Put rows in the place of the optimizer's DTensors."""
+        self.end()  # of a step that raised
+        self.running = stand_ins(optimizer, rows_of(optimizer))
+        self.running.__enter__()
+
+    def end(self) -> None:
+        """Put the DTensors back."""
+        running = self.running
+        self.running = None
+        if running is not None:
+            running.__exit__(None, None, None)
 
 
 @contextmanager

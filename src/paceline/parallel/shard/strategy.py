@@ -88,6 +88,7 @@ class Shard:
         self.called: set[str] = set()  # blocks, in this forward pass
         self.frozen: dict[str, list[nn.Parameter]] = {}  # by prefix of a block, when its uses were last noted
         self.is_inside = False  # a forward pass
+        self.is_held = False  # parameters stay whole between forward passes
         self.groups: Groups | None = None
         self.is_open = False  # a step has begun and not finished
         self.phase: tuple[bool, bool, bool] | None = None
@@ -173,6 +174,17 @@ class Shard:
         for name in unused:
             self.parameters[name].grad = None
         self.is_open = False
+
+    def hold(self, is_held: bool) -> None:
+        """Have whole parameters, also between forward passes, until this is called with False. Collective."""
+        self.is_held = is_held
+        if self.groups is None:
+            return
+        self.groups.drop_after_forward(not is_held and self.plan.zero == 3)
+        if is_held:
+            self.groups.gather()
+        elif not torch.is_grad_enabled():
+            self.reshard()
 
     def reshard(self) -> None:
         """Keep parts only; forward passes that no backward pass followed leave whole parameters."""
@@ -264,7 +276,7 @@ class Shard:
         results = result if isinstance(result, tuple) else (result,)
         if any(is_part(value) for value in results):
             raise self._used_in_part("the result is spread over the ranks")
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() and not self.is_held:
             self.reshard()  # no backward pass will
         return result
 

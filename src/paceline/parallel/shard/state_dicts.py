@@ -1,0 +1,66 @@
+"""`state_dict()` and copies of a loop's model of which each rank holds a part.
+
+torch would hand out this rank's rows (DTensors), which nobody can load without the other ranks. Inside `job.gathered()`
+the model's tensors are whole, and so are those of its `state_dict()`; elsewhere the call is refused. Checkpoints, which
+know what is cut, ask with `keep_vars`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+
+from paceline.nouns.errors import WorkloadError
+from paceline.parallel.shard.strategy import Shard
+
+
+class WholeStateDicts:
+    """Watches over the state dicts of one model.
+
+    Args:
+        model: in parts.
+        shard: its strategy.
+    """
+
+    def __init__(self, model: torch.nn.Module, shard: Shard) -> None:
+        self.name = type(model).__name__
+        self.shard = shard
+        if shard.groups is not None:
+            shard.groups.leave_state_dicts_alone()
+        for module in model.modules():
+            module.register_state_dict_pre_hook(self._before)
+            module.register_state_dict_post_hook(partial(self._after))  # torch writes an attribute to it
+
+    def _before(self, module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
+        """Refuse what would have parts.
+
+        Raises:
+            WorkloadError: the loop asks for a state dict outside of `job.gathered()`.
+        """
+        if keep_vars:
+            self.shard.reshard()
+        elif not self.shard.is_held:
+            raise WorkloadError(
+                "the model is in parts, and state_dict() should have whole tensors",
+                f"that of the {self.name} would have this rank's rows alone",
+                "write `with job.gathered():` around it, on every rank; or job.save(FOLDER), and `paceline export` for "
+                "a file",
+            )
+
+    def _after(self, module: torch.nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        """Hand out copies: whole parameters are freed when `job.gathered()` ends."""
+        if not self.shard.is_held:
+            return
+        for name in module._parameters:
+            value = state.get(prefix + name)
+            if isinstance(value, torch.Tensor):
+                state[prefix + name] = value.clone()
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise WorkloadError(
+            "a model in parts can't be copied",
+            f"a copy of the {self.name} was asked for: it would have this rank's rows alone",
+            "make the copy before paceline.prepare, and hand it in too",
+        )

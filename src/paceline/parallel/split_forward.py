@@ -1,0 +1,584 @@
+"""Tensor parallelism for a loop of the user's own: `model(...)` runs a captured graph of its forward on pieces.
+
+At the first call the forward is captured for its arguments, and the layout is chosen as for a `Workload`. The
+optimizers keep their Parameters, whose `.data` become this rank's pieces. From then on a call runs the graph; its
+outputs are whole and equal on every rank of the axis, so the loop computes its losses from them as one process does.
+
+Needs: every rank of the axis calls the model with the same arguments; a forward whose path depends on shapes alone.
+Promises: outputs, gradients of inputs and, piece by piece, of parameters are those of one process, up to rounding.
+Traffic: what the graph says; at the first call of each model the placements, in two broadcasts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import zlib
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn.modules.dropout import _DropoutNd
+
+from paceline.comm.batch_norm import SharedStatistics
+from paceline.comm.collectives import AxisComm
+from paceline.comm.differentiable import Exchanges, take_piece
+from paceline.comm.pytree import signature, tensors_in
+from paceline.graph.placement import Split
+from paceline.nouns.errors import CollectiveError, PlanError, WorkloadError
+from paceline.nouns.mesh import Mesh
+from paceline.nouns.plan import Plan
+from paceline.nouns.shard_spec import LocalShard
+from paceline.parallel.apply import Comms
+from paceline.parallel.elementwise import find_whole_parameters
+from paceline.parallel.graph_model import Program, SplitModel
+from paceline.parallel.optimizer_parts import parts_of
+from paceline.parallel.pieces import SAME_SAMPLES, SUMS_DIFFER
+from paceline.parallel.shard.local_optimizer_step import stand_ins
+from paceline.parallel.whole_update import CutParameter, WholeUpdate
+
+_PLAIN = (
+    torch.Tensor,
+    enum.Enum,
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    slice,
+)
+_OTHER_PLANS = "write replicate or shard in the plan, which run the model's own code"
+
+
+class NotComputed:
+    """Stands for a part of a model's output that is no tensor and no plain value, such as a cache of keys."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def __repr__(self) -> str:
+        return f"NotComputed({self.kind})"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise WorkloadError(
+            "under tensor a model's output is tensors and plain values, in dicts, lists, tuples and dataclasses",
+            f"the loop uses a {self.kind} of it",
+            f"use the tensors of the output alone, or {_OTHER_PLANS}",
+        )
+
+
+class SplitForward:
+    """The `forward` of one model on this rank of the axis `tensor`.
+
+    Args:
+        model: the user's; whole until the first call.
+        prefix: of its names in the job's model.
+        axes: the mesh's.
+        plan: its mesh and options.
+        device: where this rank computes.
+        shared: batch norm over the ranks with other samples.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        prefix: str,
+        axes: Mapping[str, AxisComm],
+        plan: Plan,
+        device: torch.device,
+        shared: SharedStatistics | None,
+    ) -> None:
+        self.model = model
+        self.prefix = prefix
+        self.comm = axes["tensor"]
+        self.split = SplitModel(model, self.comm, axes["pipeline"], plan, device)
+        self.split.shared = shared
+        self.is_placed = False
+        self.programs: dict[Hashable, Program] = {}
+        self.place: Callable[[SplitForward, Any], None] = lambda forward, call: None
+        self.note: Callable[[torch.Tensor], None] = lambda digest: None
+        self.hashes: dict[Hashable, int] = {}
+        self.modules = list(model.modules())
+        self.forms = list(self.split.form.modules())
+        self.slots: dict[str, tuple[dict[str, Any], str]] = {}
+        for path, module in model.named_modules():
+            for slots in (module._parameters, module._buffers):
+                for key in slots:
+                    self.slots[f"{path}.{key}" if path else key] = (slots, key)  # type: ignore[assignment]
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """Run the graph of the model's forward."""
+        call = {"arguments": arguments, "named": named}
+        if not self.is_placed:
+            self.place(self, call)
+        tensors = tensors_in(call)
+        key = self._key(call, tensors)
+        digest = _digest_of(tensors, self.split.device)
+        self.note(digest)
+        if self.is_split and self.split.device.type == "cpu":
+            self._check_same_call(key, digest)
+        program = self._program(key, call)
+        return program.captured.rebuild(self._run(program, tensors))
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise WorkloadError(
+            "under tensor a model can't be copied once paceline.prepare has it",
+            f"a copy of the {type(self.model).__name__} was asked for: it would hold one rank's pieces",
+            f"make the copy before paceline.prepare, and hand it in too; for an average of weights {_OTHER_PLANS}",
+        )
+
+    @property
+    def placements(self) -> dict[str, Split]:
+        """Return how each state that is cut is cut, by its name in the model."""
+        found = {}
+        for name, placement in self.split.placements.items():
+            if placement is not None:
+                found[name] = placement
+        return found
+
+    @property
+    def is_split(self) -> bool:
+        """Return True if this rank has a piece of something."""
+        return self.is_placed and bool(self.placements)
+
+    def form_of(self, call: Any) -> int:
+        """Return a number that is equal for calls with arguments of the same shapes, and hardly for others."""
+        return zlib.crc32(repr(signature(call)).encode())
+
+    def decide(self, call: Any, may_stay_whole: bool) -> None:
+        """Choose the layout for a call.
+
+        Raises:
+            WorkloadError: the forward can't be captured.
+            PlanError: nothing can be split, and it may not stay whole.
+        """
+        _check_arguments(call)
+        # In training mode, whatever the mode of this call: batch norm writes only then, and what is written must not be
+        # cut otherwise.
+        self.split.form.train()
+        with _as_for_training():
+            try:
+                self.split.decide(_forward, call)
+            except PlanError:
+                if not may_stay_whole:
+                    raise
+        self.split.placements = {name: value for name, value in self.split.placements.items() if value is not None}
+
+    def agree(self, comm: AxisComm) -> None:
+        """Take over the placements of the first rank: others may have seen other shapes. Collective."""
+        text = json.dumps({name: [split.dim, split.blocks] for name, split in self.placements.items()})
+        device = self.split.device
+        sent = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
+        length = torch.tensor([len(sent)], device=device)
+        comm.broadcast(length)
+        if len(sent) != int(length):  # the first rank decides otherwise
+            sent = torch.empty(int(length), dtype=torch.uint8, device=device)
+        comm.broadcast(sent)
+        decided = json.loads(bytes(sent.tolist()))
+        self.split.placements = {name: Split(dim, tuple(blocks)) for name, (dim, blocks) in decided.items()}
+
+    def cut(self) -> list[torch.Tensor]:
+        """Keep this rank's piece of every state that is cut, in the tensor that it was; return the tensors."""
+        cut = []
+        with torch.inference_mode(False), torch.no_grad():
+            for name, placement in self.placements.items():
+                tensor = self.state(name)
+                tensor.data = self._piece(tensor.data, placement)
+                cut.append(tensor)
+        self.is_placed = True
+        if cut:
+            self._guard()
+        return cut
+
+    def cut_state(self, optimizer: torch.optim.Optimizer, whole: Mapping[str, bool]) -> None:
+        """Keep this rank's pieces of the optimizer's state; call it before `cut`.
+
+        Args:
+            optimizer: any that updates parameters of the model.
+            whole: of the parameters that are updated whole, whether this rank does it: it keeps the whole state.
+        """
+        for name, placement in self.placements.items():
+            parameter = self.state(name)
+            for part in parts_of(optimizer):
+                if parameter not in part.state:
+                    continue
+                if name in whole:
+                    if not whole[name]:
+                        del part.state[parameter]
+                    continue
+                for key, value in part.state[parameter].items():
+                    if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                        part.state[parameter][key] = self._piece(value, placement)
+
+    def held(self, mesh: Mesh) -> dict[str, LocalShard]:
+        """Return the pieces by their names in the job's model, and the ranks that hold the same ones."""
+        found: dict[str, LocalShard] = {}
+        if not self.is_split:
+            return found
+        holders = []
+        for rank in range(mesh.world_size):
+            if mesh.coordinate(rank)["tensor"] == self.comm.rank:
+                holders.append(rank)
+        for name in self.placements:
+            found[self.prefix + name] = LocalShard(self.split.shard_spec(name), tuple(holders))
+        return found
+
+    def pieces(self) -> dict[str, torch.nn.Parameter]:
+        """Return the parameters that are cut, by their names in the model."""
+        if not self.is_split:
+            return {}
+        found = {}
+        for name in self.placements:
+            tensor = self.state(name)
+            if isinstance(tensor, torch.nn.Parameter):
+                found[name] = tensor
+        return found
+
+    def whole(self, name: str, piece: torch.Tensor) -> torch.Tensor:
+        """Return the whole tensor of which the ranks have pieces. Collective along the axis."""
+        split = self.placements[name]
+        return Exchanges(self.comm).gather_from_group(piece.detach(), (split.dim, split.blocks))
+
+    def _piece(self, whole: torch.Tensor, split: Split) -> torch.Tensor:
+        # A copy: a view would keep the whole tensor alive.
+        return take_piece(whole, (split.dim, split.blocks), self.comm.rank, self.comm.size).clone()
+
+    def state(self, name: str) -> Any:
+        """Return the parameter or buffer of a name, as it is now."""
+        slots, key = self.slots[name]
+        return slots[key]
+
+    def _key(self, call: Any, tensors: Sequence[torch.Tensor]) -> Hashable:
+        """Return what calls have in common that one graph can serve: shapes, modes and need of gradients."""
+        forms = tuple((tensor.requires_grad, tensor.stride()) for tensor in tensors)
+        modes = tuple((module.training, module.p if isinstance(module, _DropoutNd) else 0) for module in self.modules)
+        return modes, forms, signature(call)
+
+    def _check_same_call(self, key: Hashable, digest: torch.Tensor) -> None:
+        """Find out that ranks of the axis do different things before their collectives meet. Collective.
+
+        On a GPU this would wait for the device: there the arguments are compared with the loss.
+
+        Raises:
+            CollectiveError: another rank calls this or another model otherwise.
+        """
+        if key not in self.hashes:
+            self.hashes[key] = zlib.crc32(f"{self.prefix} {key!r}".encode())
+        mine = torch.tensor([self.hashes[key] + 2**32 * torch.is_grad_enabled(), float(digest)], dtype=torch.float64)
+        largest = torch.cat([mine, -mine])
+        self.comm.all_reduce(largest, "max")
+        kind, arguments = (largest[:2] + largest[2:]).tolist()  # the largest number minus the smallest one
+        # Hosts with other processors may add up the same arguments in another order.
+        if kind or arguments > SUMS_DIFFER * abs(float(digest)):
+            raise CollectiveError(
+                "ranks of one tensor group should call the same models, with the same arguments",
+                f"those of rank {self.comm.peers[0]} to rank {self.comm.peers[-1]} are at different calls just now",
+                SAME_SAMPLES,
+            )
+
+    def _program(self, key: Hashable, call: Any) -> Program:
+        """Return the graph for calls with this key; made once."""
+        if key not in self.programs:
+            _check_arguments(call)
+            for module, form in zip(self.modules, self.forms, strict=True):
+                form.training = module.training
+                if isinstance(module, _DropoutNd):
+                    form.p = module.p  # type: ignore[assignment]
+            with _as_for_training():
+                for name in self.slots:
+                    self.split.local.setdefault(name, self.state(name))
+                self.programs[key] = self.split.build(self.split.capture(_forward, call))
+        return self.programs[key]
+
+    def _run(self, program: Program, tensors: Sequence[torch.Tensor]) -> list[Any]:
+        (stage,) = program.stages
+        (piece,) = stage.pieces
+        # Looked up at each call: for samples that do not count other tensors take the buffers' places.
+        states = [self.state(name) for name in piece.states]
+        return list(stage.run[0](*states, *[tensors[index] for index in piece.inputs]))
+
+    def _guard(self) -> None:
+        """Refuse what would take pieces for the whole."""
+        for module in self.modules[1:]:
+            module.register_forward_pre_hook(self._refuse_part)
+        self.model.register_state_dict_pre_hook(_refuse_state_dict)
+
+    def _refuse_part(self, module: torch.nn.Module, arguments: Any) -> None:
+        raise WorkloadError(
+            "under tensor the loop should call the model itself, model(...)",
+            f"it calls a part of it, a {type(module).__name__}, or another function of the "
+            f"{type(self.model).__name__}, which would compute with this rank's pieces",
+            "put what the loop needs into the model's forward, and have it return that too; or hand the parts to "
+            f"paceline.prepare as models of their own; or {_OTHER_PLANS}",
+        )
+
+
+class SplitForwards:
+    """The models of a loop on the axis `tensor`.
+
+    Args:
+        models: by the prefix of their names in the job's model.
+        optimizers: of the loop, in the order of their numbers.
+        comms: the mesh's axes.
+        plan: its mesh and options.
+        device: where this rank computes.
+        shared: batch norm over the ranks with other samples.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, torch.nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        comms: Comms,
+        plan: Plan,
+        device: torch.device,
+        shared: SharedStatistics | None,
+    ) -> None:
+        _check_apart(models)
+        self.optimizers = optimizers
+        self.comms = comms
+        self.mesh = Mesh.parse(plan.mesh)
+        self.forwards: list[SplitForward] = []
+        for prefix, model in models.items():
+            forward = SplitForward(model, prefix, comms.axes, plan, device, shared)
+            forward.note = self.note
+            model.forward = forward  # type: ignore[method-assign]
+            self.forwards.append(forward)
+        trained = [model for model in models.values() if any(one.requires_grad for one in model.parameters())]
+        self.may_stay_whole = len(trained) > 1
+        self.whole_updates: dict[int, list[WholeUpdate]] = {}  # by the optimizer's number, from 1
+        self.running: Any = None
+        self.calls = 0
+        self.arguments = torch.zeros((), dtype=torch.float64, device=device)
+
+    def note(self, digest: torch.Tensor) -> None:
+        """Take a call's arguments into a number that ranks with the same samples compare later.
+
+        Of other arguments a layer's sums over the ranks would be of nothing that exists, and nobody would notice.
+        """
+        self.calls = self.calls % 7 + 1
+        with torch.inference_mode(False):
+            self.arguments = self.arguments + self.calls * digest
+
+    def take_digest(self) -> torch.Tensor:
+        """Return the number of the calls since it was taken last."""
+        taken = self.arguments
+        self.arguments = torch.zeros_like(taken)
+        return taken
+
+    def cut(self, forward: SplitForward) -> list[torch.Tensor]:
+        """Cut a model whose placements are agreed, and the optimizers' state of it; return the tensors that are cut.
+
+        Raises:
+            PlanError: an optimizer updates parameters from each other.
+        """
+        for number, optimizer in enumerate(self.optimizers, 1):
+            update = self._whole_update(number, forward)
+            mine = {}
+            for name, owner in {} if update is None else update.owners.items():
+                mine[name.removeprefix(forward.prefix)] = owner["tensor"] == forward.comm.rank
+            forward.cut_state(optimizer, mine)
+        return forward.cut()
+
+    def regroup(self, number: int) -> None:
+        """Follow an optimizer that was given other parameters.
+
+        Raises:
+            PlanError: the optimizer updates parameters from each other.
+        """
+        for forward in self.forwards:
+            if forward.is_placed:
+                self._whole_update(number, forward)
+
+    def _whole_update(self, number: int, forward: SplitForward) -> WholeUpdate | None:
+        """Have an optimizer update whole what it can't update in pieces of a model, but what it does so already."""
+        if not forward.placements:
+            return None
+        known = {name for update in self.whole_updates.get(number, []) for name in update.parameters}
+        needs = find_whole_parameters(self.optimizers[number - 1], ("tensor",))
+        cut = {}
+        pieces = {}
+        for name in forward.placements:
+            parameter = forward.state(name)
+            if parameter in needs and forward.prefix + name not in known:
+                spec = forward.split.shard_spec(name)
+                cut[forward.prefix + name] = CutParameter(spec.shape, {"tensor": spec.cuts[0]})
+                pieces[forward.prefix + name] = parameter
+        if not cut:
+            return None
+        update = WholeUpdate(cut, pieces, self.comms.axes, self.mesh)
+        self.whole_updates.setdefault(number, []).append(update)
+        return update
+
+    def begin_update(self, optimizer: torch.optim.Optimizer, number: int) -> None:
+        """Put whole parameters in the place of pieces, where the optimizer needs them. Collective."""
+        self.end_running()  # of an update that raised
+        replaced: dict[torch.nn.Parameter, torch.nn.Parameter | None] = {}
+        for update in self.whole_updates.get(number, []):
+            replaced |= update.gather()
+        if replaced:
+            self.running = stand_ins(optimizer, replaced)
+            self.running.__enter__()
+
+    def end_update(self, number: int) -> None:
+        """Give the optimizer its pieces back, with their new values. Collective."""
+        self.end_running()
+        for update in self.whole_updates.get(number, []):
+            update.scatter()
+
+    def end_running(self) -> None:
+        """Give the optimizer its pieces back."""
+        running, self.running = self.running, None
+        if running is not None:
+            running.__exit__(None, None, None)
+
+    def held(self) -> dict[str, LocalShard]:
+        """Return what this rank has of states that are cut, and where optimizers have whole state of them."""
+        found: dict[str, LocalShard] = {}
+        for forward in self.forwards:
+            found |= forward.held(self.mesh)
+        for updates in self.whole_updates.values():
+            for update in updates:
+                found |= update.state_shards()
+        return found
+
+    def pieces(self) -> dict[torch.nn.Parameter, tuple[SplitForward, str]]:
+        """Return the parameters that are cut, with their models and their names there."""
+        found = {}
+        for forward in self.forwards:
+            for name, parameter in forward.pieces().items():
+                found[parameter] = (forward, name)
+        return found
+
+    def counted(self) -> dict[torch.nn.Parameter, bool]:
+        """Return whether this rank counts each parameter in the norm: one counts what all ranks of the axis have."""
+        pieces = self.pieces()
+        is_first = self.comms.axes["tensor"].rank == 0
+        counts = {}
+        for forward in self.forwards:
+            for parameter in forward.model.parameters():
+                counts[parameter] = is_first or parameter in pieces
+        return counts
+
+
+def _forward(form: Any, call: Any) -> Any:
+    """Call the forward itself: the hooks of the user's model run around the graph."""
+    return _kept(form.forward(*call["arguments"], **call["named"]))
+
+
+def _digest_of(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Return a number of the values of some tensors, without waiting for a GPU."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for tensor in tensors:
+        real = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+        if real.is_floating_point():  # sums of numbers of both signs would be rounding alone
+            value = torch.linalg.vector_norm(real, 1, dtype=torch.float64)
+        else:
+            value = real.sum(dtype=torch.float64)
+        total = 3 * total + value.to(device)
+    return total.nan_to_num(0.5, 1.5, 2.5)
+
+
+@contextmanager
+def _as_for_training() -> Iterator[None]:
+    """Capture with gradients on, whatever the loop has switched off: the graph runs in either mode."""
+    with torch.inference_mode(False), torch.enable_grad():
+        yield
+
+
+def _kept(value: Any) -> Any:
+    """Return a model's output with `NotComputed` in the place of what no graph can return."""
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, Mapping):
+        return type(value)({key: _kept(item) for key, item in value.items()})  # type: ignore[call-arg]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_kept(item) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(_kept(item) for item in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: _kept(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return dataclasses.replace(value, **fields)
+    return NotComputed(type(value).__name__)
+
+
+def _check_arguments(call: Any) -> None:
+    """Raise WorkloadError unless the arguments are tensors and plain values, in the containers that are looked into."""
+    pending = [*call["arguments"], *call["named"].values()]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, _PLAIN):
+            continue
+        if isinstance(value, Mapping):
+            pending.extend(value.values())
+        elif isinstance(value, list | tuple):
+            pending.extend(value)
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            pending.extend(getattr(value, field.name) for field in dataclasses.fields(value))
+        else:
+            raise WorkloadError(
+                "under tensor a model should be called with tensors and plain values, in dicts, lists, tuples and "
+                "dataclasses",
+                f"an argument is or has a {type(value).__name__}",
+                f"hand its tensors to the model, or {_OTHER_PLANS}",
+            )
+
+
+def _check_runs_as_graph(prefix: str, model: torch.nn.Module) -> None:
+    """Raise WorkloadError where a model does what its graph would not."""
+    if hasattr(model, "_orig_mod"):
+        raise WorkloadError(
+            "under tensor models should be handed in as they are: their graphs are captured",
+            f"model {prefix}{type(model._orig_mod).__name__} is compiled by torch.compile",
+            f"leave torch.compile out, or {_OTHER_PLANS}",
+        )
+    for path, module in model.named_modules():
+        if path and (module._backward_hooks or module._backward_pre_hooks):
+            raise WorkloadError(
+                "under tensor a graph takes the place of the model's parts",
+                f"{prefix}{path} has a backward hook, which would not be called",
+                "hang a hook on what the model returns: output.register_hook(function)",
+            )
+
+
+def _check_apart(models: Mapping[str, torch.nn.Module]) -> None:
+    """Raise WorkloadError where two models share a parameter, or gradients are sparse."""
+    from paceline.parallel.replicate.strategy import sparse_names
+
+    seen: set[torch.nn.Parameter] = set()
+    for prefix, model in models.items():
+        _check_runs_as_graph(prefix, model)
+        for name, parameter in model.named_parameters():
+            if parameter in seen:
+                raise WorkloadError(
+                    "under tensor the models of a loop should have parameters of their own",
+                    f"{prefix}{name} belongs to another model too, which would be split in another way",
+                    f"hand in one module that has both, and whose forward does what the loop calls; or {_OTHER_PLANS}",
+                )
+        seen.update(model.parameters())
+        sparse = sparse_names(model)
+        if sparse:
+            raise WorkloadError(
+                "under tensor gradients should be dense",
+                f"that of {prefix}{min(sparse)} is sparse",
+                f"make the embedding without sparse=True, or {_OTHER_PLANS}",
+            )
+
+
+def _refuse_state_dict(module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
+    if keep_vars:  # of a checkpoint, which knows what is cut
+        return
+    raise WorkloadError(
+        "under tensor a rank has pieces of the model's parameters",
+        "the loop asks for model.state_dict(), which would hold these pieces as if they were whole",
+        "write job.save(FOLDER), and `paceline export` for a file with whole parameters",
+    )

@@ -1,0 +1,549 @@
+"""Sums that begin in the backward pass that an update is foreseen to follow are exact, whatever the loop does then."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import paceline
+from paceline.nouns.errors import LossError, PacelineError, UsageError
+from paceline.nouns.plan import Plan
+from paceline.parallel.replicate.early import EarlySums, Foresight
+
+from support.ranks import preload, run_ranks
+
+preload("paceline.train.loop_job")
+STEPS = 7
+AT = 4  # the step in which a loop does something else; those before it are alike
+INPUTS = torch.randn(STEPS, 6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+PARTS = {
+    1: [slice(0, 6)],
+    2: [slice(0, 2), slice(2, 6)],
+    4: [slice(0, 1), slice(1, 2), slice(2, 3), slice(3, 6)],
+}
+
+
+def net(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+
+
+def sgd(model, **settings):
+    return torch.optim.SGD(model.parameters(), **{"lr": 0.1, "momentum": 0.9, **settings})
+
+
+class Alone:
+    """What the pieces are in one process, by torch alone."""
+
+    rank, size = 0, 1
+
+    def __init__(self, models):
+        self.models = models
+
+    def backward(self, loss, weight=None, retain_graph=False):
+        loss.backward(retain_graph=retain_graph)
+
+    def clip(self, max_norm):
+        return float(nn.utils.clip_grad_norm_([p for model in self.models for p in model.parameters()], max_norm))
+
+    def gradients(self):
+        return {}
+
+
+def prepared(plain, *objects):
+    if plain:
+        return Alone([each for each in objects if isinstance(each, nn.Module)]), *objects
+    return paceline.prepare(*objects)
+
+
+def one_model(plain):
+    model = net()
+    return prepared(plain, model, sgd(model))
+
+
+def own(job, step):
+    return INPUTS[step][PARTS[job.size][job.rank]]
+
+
+def values(*models):
+    return [parameter.detach().clone() for model in models for parameter in model.parameters()]
+
+
+def each_step(loop):
+    """A loop that calls `loop(job, model, optimizer, step, batch)` for each step."""
+
+    def whole(plain):
+        job, model, optimizer = one_model(plain)
+        for step in range(STEPS):
+            loop(job, model, optimizer, step, own(job, step))
+        return values(model)
+
+    whole.__name__ = loop.__name__
+    return whole
+
+
+def pull(job, model, batch, factor=1.0):
+    job.backward(factor * (model(batch) - 1).square().mean(), weight=len(batch))
+
+
+def usual(job, model, optimizer, step, batch):
+    optimizer.zero_grad()
+    pull(job, model, batch)
+    optimizer.step()
+
+
+def clips(job, model, optimizer, step, batch):
+    optimizer.zero_grad()
+    pull(job, model, batch)
+    job.clip(0.1)
+    optimizer.step()
+
+
+def one_more_backward(job, model, optimizer, step, batch):
+    optimizer.zero_grad()
+    pull(job, model, batch)
+    if step == AT:
+        pull(job, model, batch.sin(), 0.3)
+    optimizer.step()
+
+
+def one_fewer_backward(job, model, optimizer, step, batch):
+    optimizer.zero_grad()
+    pull(job, model, batch)
+    if step != AT:
+        pull(job, model, batch.sin(), 0.3)
+    optimizer.step()
+
+
+def no_update(job, model, optimizer, step, batch):
+    optimizer.zero_grad()
+    pull(job, model, batch)
+    if step != AT:
+        optimizer.step()
+
+
+def kept_without_an_update(job, model, optimizer, step, batch):
+    if step != AT + 1:
+        optimizer.zero_grad()
+    pull(job, model, batch)
+    if step != AT:
+        optimizer.step()
+
+
+def cleared_before_the_update(job, model, optimizer, step, batch):
+    optimizer.zero_grad()
+    pull(job, model, batch)
+    if step >= AT:
+        optimizer.zero_grad()
+    optimizer.step()
+
+
+def cleared_in_part(job, model, optimizer, step, batch):
+    optimizer.zero_grad()
+    pull(job, model, batch)
+    if step == AT:
+        model[2].weight.grad = None
+        model[0].bias.grad.zero_()
+    optimizer.step()
+
+
+def begun_again(job, model, optimizer, step, batch):
+    optimizer.zero_grad()
+    pull(job, model, batch)
+    if step == AT:
+        optimizer.zero_grad()
+        pull(job, model, batch.sin())
+    optimizer.step()
+
+
+def zeros(job, model, optimizer, step, batch):
+    optimizer.zero_grad(set_to_none=False)
+    pull(job, model, batch)
+    optimizer.step()
+
+
+def zeros_now_and_then(job, model, optimizer, step, batch):
+    optimizer.zero_grad(set_to_none=step % 3 == 0)
+    pull(job, model, batch)
+    optimizer.step()
+    if step == AT:
+        optimizer.step()
+
+
+def kept(job, model, optimizer, step, batch):
+    if step < 3 or step == AT:
+        optimizer.zero_grad()
+    pull(job, model, batch)
+    optimizer.step()
+
+
+def accumulated(job, model, optimizer, step, batch):
+    optimizer.zero_grad()
+    for part in range(3 if step != AT else 2):
+        pull(job, model, batch * (1 + part), 0.2)
+    optimizer.step()
+
+
+def rewritten(job, model, optimizer, step, batch):
+    optimizer.zero_grad()
+    pull(job, model, batch)
+    for parameter in model.parameters():
+        parameter.grad.data.mul_(0.5)
+    optimizer.step()
+
+
+def rewritten_later(job, model, optimizer, step, batch):
+    optimizer.zero_grad()
+    pull(job, model, batch)
+    if step > AT:
+        for parameter in model.parameters():
+            parameter.grad.data.mul_(0.5)
+    optimizer.step()
+
+
+def rewritten_in_one_place(job, model, optimizer, step, batch):
+    optimizer.zero_grad()
+    pull(job, model, batch)
+    model[0].weight.grad.data[1] = 0
+    optimizer.step()
+
+
+def frozen_between(job, model, optimizer, step, batch):
+    optimizer.zero_grad()
+    model.requires_grad_(True)
+    if step == AT:
+        model[0].requires_grad_(False)
+    pull(job, model, batch)
+    if step == AT + 1:
+        model[2].requires_grad_(False)
+    optimizer.step()
+
+
+def weightless(job, model, optimizer, step, batch):
+    """From one step on some samples count nothing."""
+    optimizer.zero_grad()
+    counts = torch.arange(6)[PARTS[job.size][job.rank]] < (6 if step < AT else 2)
+    losses = (model(batch) - 1).square().mean(1)
+    job.backward((losses * counts).sum() / counts.sum().clamp(min=1), weight=int(counts.sum()))
+    optimizer.step()
+
+
+def twice_through_the_graph(job, model, optimizer, step, batch):
+    optimizer.zero_grad()
+    loss = (model(batch) - 1).square().mean()
+    job.backward(loss, weight=len(batch), retain_graph=True)
+    if step != AT:
+        job.backward(0.5 * loss, weight=len(batch))
+    optimizer.step()
+
+
+def penalized(job, model, optimizer, step, batch):
+    optimizer.zero_grad()
+    batch = batch.clone().requires_grad_()
+    output = model(batch).square()
+    (slope,) = torch.autograd.grad(output.sum(), batch, create_graph=True)
+    job.backward(output.mean() + slope.square().sum(1).mean(), weight=len(batch))
+    optimizer.step()
+
+
+def reentrant(job, model, optimizer, step, batch):
+    """The gradients of one layer come twice in a backward pass."""
+    optimizer.zero_grad()
+    batch = batch.clone().requires_grad_()
+    hidden = checkpoint(model[0], batch, use_reentrant=True) + checkpoint(model[0], batch.sin(), use_reentrant=True)
+    job.backward(model[1:](hidden).square().mean(), weight=len(batch))
+    optimizer.step()
+
+
+def regrouped(job, model, optimizer, step, batch):
+    """The optimizer loses a parameter between the backward pass and the update."""
+    optimizer.zero_grad()
+    pull(job, model, batch)
+    if step == AT:
+        del optimizer.param_groups[0]["params"][1]
+    optimizer.step()
+
+
+def adversarial(plain):
+    """Two models by turns; from one step on the second's update comes every other time."""
+    first, second = net(0), net(1)
+    job, first, second, one, other = prepared(plain, first, second, sgd(first), torch.optim.Adam(second.parameters()))
+    for step in range(STEPS):
+        batch = own(job, step)
+        one.zero_grad()
+        pull(job, lambda batch: first(batch) - second(batch), batch)
+        one.step()
+        other.zero_grad()
+        pull(job, lambda batch: first(batch).sin() * second(batch), batch)
+        if step < AT or step % 2:
+            other.step()
+    return values(first, second)
+
+
+def together(plain):
+    """One backward pass for two optimizers; later one of them leaves updates out."""
+    first, second = net(0), net(1)
+    job, first, second, one, other = prepared(plain, first, second, sgd(first), torch.optim.Adam(second.parameters()))
+    for step in range(STEPS):
+        batch = own(job, step)
+        one.zero_grad()
+        other.zero_grad()
+        pull(job, lambda batch: first(batch) - second(batch), batch)
+        if step == 2:
+            job.clip(0.5)
+        other.step()
+        if step != AT:
+            one.step()
+    return values(first, second)
+
+
+def shared(plain):
+    """Two optimizers have a parameter together: the first's sum is part of what the second updates with."""
+    first, second = net(0), net(1)
+    one, other = sgd(first), sgd(second)
+    other.add_param_group({"params": [first[0].bias], "lr": 0.01})
+    job, first, second, one, other = prepared(plain, first, second, one, other)
+    for step in range(STEPS):
+        batch = own(job, step)
+        one.zero_grad()
+        other.zero_grad()
+        pull(job, lambda batch: first(batch) - second(batch), batch)
+        one.step()
+        other.step()
+    return values(first, second)
+
+
+class Normed(nn.Module):
+    """Its backward pass sums over the ranks too."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = net()
+        self.norm = nn.BatchNorm1d(4).double()
+
+    def forward(self, batch):
+        return self.net(self.norm(batch))
+
+
+def normed(plain):
+    model = Normed()
+    job, model, optimizer = prepared(plain, model, sgd(model))
+    for step in range(STEPS):
+        usual(job, model, optimizer, step, own(job, step))
+    return values(model)
+
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(12, 4, sparse=True)
+        self.net = net()
+
+    def forward(self, rows):
+        return self.net(self.table(rows))
+
+
+def sparse(plain):
+    model = Words().double()
+    job, model, optimizer = prepared(plain, model, sgd(model, momentum=0))
+    for step in range(STEPS):
+        rows = torch.arange(6)[PARTS[job.size][job.rank]] + step % 5
+        optimizer.zero_grad()
+        pull(job, model, rows)
+        if step == AT:
+            pull(job, model, rows)
+        optimizer.step()
+    return values(model)
+
+
+LOOPS = [
+    *map(
+        each_step,
+        [
+            usual,
+            clips,
+            one_more_backward,
+            one_fewer_backward,
+            no_update,
+            kept_without_an_update,
+            cleared_before_the_update,
+            cleared_in_part,
+            begun_again,
+            zeros,
+            zeros_now_and_then,
+            kept,
+            accumulated,
+            rewritten,
+            rewritten_later,
+            rewritten_in_one_place,
+            frozen_between,
+            weightless,
+            twice_through_the_graph,
+            penalized,
+            reentrant,
+            regrouped,
+        ],
+    ),
+    adversarial,
+    together,
+    shared,
+    normed,
+    sparse,
+]
+
+
+def in_ranks(rank, name, settings):
+    os.environ["PACELINE_PLAN"] = json.dumps(asdict(Plan(**settings)))
+    (loop,) = [each for each in LOOPS if each.__name__ == name]
+    return loop(False)
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+def test_a_loop_that_does_something_else_ends_as_a_plain_one(loop):
+    expected = loop(True)
+    for ranks, more in ((1, {}), (2, {}), (2, {"transport": "gloo"}), (4, {"bucket_bytes": 200})):
+        settings = {"mesh": f"replicate={ranks}", "bucket_bytes": 64, **more}
+        for found in run_ranks(ranks, in_ranks, loop.__name__, settings):
+            torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", ["usual", "one_more_backward", "adversarial", "together"])
+def test_so_does_one_whose_updates_are_shared_out(name):
+    (loop,) = [each for each in LOOPS if each.__name__ == name]
+    for found in run_ranks(4, in_ranks, name, {"mesh": "replicate=2,shard=2", "zero": 1, "bucket_bytes": 64}):
+        torch.testing.assert_close(found, loop(True), rtol=1e-11, atol=1e-13)
+
+
+def counted(rank, name, settings, foresees=True):
+    """How many sums began in a backward pass, how many became gradients, and where the loop ended."""
+    counts = {"begun": 0, "installed": 0}
+
+    def counting(method, key):
+        def call(self):
+            counts[key] += 1
+            return method(self)
+
+        return call
+
+    EarlySums.begin = counting(EarlySums.begin, "begun")
+    EarlySums.install = counting(EarlySums.install, "installed")
+    if not foresees:
+        Foresight.next_sums = lambda self: set()
+    return counts["begun"], counts["installed"], in_ranks(rank, name, settings), counts
+
+
+@pytest.mark.parametrize(
+    ("name", "begun", "installed"),
+    [
+        ("usual", STEPS - 2, STEPS - 2),
+        ("clips", STEPS - 2, STEPS - 2),
+        ("accumulated", AT - 1, AT - 2),  # then nothing is foreseen for a while
+        ("one_more_backward", AT - 1, AT - 2),
+        ("no_update", AT - 1, AT - 2),
+        ("cleared_in_part", AT - 1, AT - 2),
+        ("rewritten", 1, 0),
+        ("rewritten_later", AT, AT - 1),
+        ("zeros", 1, 0),
+        ("adversarial", 2 * AT - 1, 2 * AT - 2),  # without a loader each update ends a step
+        ("together", 4, 3),
+        ("shared", 2, 1),
+        ("normed", 0, 0),
+    ],
+)
+def test_sums_begin_early_where_the_loop_repeats_itself(name, begun, installed):
+    for *_, counts in run_ranks(2, counted, name, {"mesh": "replicate=2", "bucket_bytes": 64}):
+        assert counts == {"begun": begun, "installed": installed}
+
+
+@pytest.mark.parametrize("compression", ["bf16", "fp16", "topk", "powersgd"])
+@pytest.mark.parametrize("name", ["one_more_backward", "no_update"])
+def test_compression_is_the_same_with_foresight_and_without(name, compression):
+    settings = {"mesh": "replicate=2", "compression": compression, "bucket_bytes": 64}
+    answers = [run_ranks(2, counted, name, settings, foresees) for foresees in (True, False)]
+    for (_, _, found, counts), (_, _, expected, without) in zip(*answers, strict=True):
+        assert all(torch.equal(here, there) for here, there in zip(found, expected, strict=True))
+        assert without["begun"] == 0
+        assert (counts["begun"] > 0) == (compression in ("bf16", "fp16"))
+
+
+def nan(job, model, optimizer, batch):
+    optimizer.zero_grad(set_to_none=False)
+    pull(job, model, batch, float("nan") if job.rank == 1 else 1.0)
+
+
+def clipped_by_torch(job, model, optimizer, batch):
+    optimizer.zero_grad()
+    pull(job, model, batch)
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    optimizer.step()
+
+
+def raw_after_ours(job, model, optimizer, batch):
+    optimizer.zero_grad()
+    pull(job, model, batch)
+    model(batch).mean().backward()
+    optimizer.step()
+
+
+def raw_in_place_of_ours(job, model, optimizer, batch):
+    optimizer.zero_grad()
+    model(batch).mean().backward()
+    optimizer.step()
+
+
+def mistaken(rank, mistake):
+    os.environ["PACELINE_PLAN"] = json.dumps(asdict(Plan(mesh="replicate=2", bucket_bytes=64)))
+    job, model, optimizer = one_model(False)
+    for step in range(AT):
+        usual(job, model, optimizer, step, own(job, step))
+    before = values(model)
+    try:
+        mistake(job, model, optimizer, own(job, AT))
+    except PacelineError as error:
+        same = all(torch.equal(now, then) for now, then in zip(values(model), before, strict=True))
+        gradients = [float(parameter.grad.abs().sum()) for parameter in model.parameters()]
+        return type(error), same, gradients
+    return None
+
+
+@pytest.mark.parametrize(
+    ("mistake", "kind"),
+    [
+        (nan, LossError),
+        (clipped_by_torch, UsageError),
+        (raw_after_ours, UsageError),
+        (raw_in_place_of_ours, UsageError),
+    ],
+    ids=lambda value: value.__name__,
+)
+def test_a_mistake_in_a_foreseen_step_is_said_before_the_update(mistake, kind):
+    for found, is_same, gradients in run_ranks(2, mistaken, mistake):
+        assert found is kind
+        assert is_same
+        if mistake is nan:
+            assert gradients == [0.0] * 6
+
+
+def test_nothing_is_foreseen_for_longer_and_longer():
+    foresight = Foresight()
+    waits = []
+    for _ in range(3):
+        foresight.was_wrong()
+        waits.append(0)
+        while True:
+            is_foreseen = False
+            for is_sum, target in ((False, 0), (True, 1)):
+                foresight.note(is_sum, target)
+                is_foreseen |= not is_sum and foresight.next_sums() == {1}
+            foresight.end_step()
+            if is_foreseen:
+                break
+            waits[-1] += 1
+    assert waits == [8, 16, 32]
