@@ -43,7 +43,7 @@ def metadata(built):
 
 def test_the_wheel_has_the_package_and_the_examples_alone(built):
     source = {f"paceline/{name}" for name in files("src/paceline", "*.py", "py.typed")}
-    examples = {f"paceline/example_files/{name}" for name in files("examples", "*.py", "*.md")}
+    examples = {f"paceline/example_files/{name}" for name in files("examples", "*.py", "*.md", "*.ipynb")}
     about = {f"{NAME}.dist-info/{name}" for name in ("METADATA", "WHEEL", "RECORD", "entry_points.txt")}
     with zipfile.ZipFile(built[0]) as wheel:
         assert set(wheel.namelist()) == {*source, *examples, *about, f"{NAME}.dist-info/licenses/LICENSE"}
@@ -54,7 +54,7 @@ def test_the_wheel_has_the_package_and_the_examples_alone(built):
 
 def test_the_source_distribution_has_what_a_build_needs(built):
     source = {f"src/paceline/{name}" for name in files("src/paceline", "*.py", "py.typed")}
-    examples = {f"examples/{name}" for name in files("examples", "*.py", "*.md")}
+    examples = {f"examples/{name}" for name in files("examples", "*.py", "*.md", "*.ipynb")}
     about = {"README.md", "CHANGELOG.md", "LICENSE", "constraints.txt", "pyproject.toml", "PKG-INFO", ".gitignore"}
     with tarfile.open(built[1]) as sdist:
         assert set(sdist.getnames()) == {f"{NAME}/{name}" for name in (*source, *examples, *about)}

@@ -311,6 +311,7 @@ def test_explain_of_a_job_on_this_host_is_that_of_its_flags(folder, capsys):
     assert of_flags.pop("run directory") == ("runs/FILE-DATE-TIME", "default")
     assert of_command.pop("grace") == ("30 s", "default")
     assert of_command.pop("stall notice") == ("after 60 s", "default")
+    assert of_command.pop("restarts") == ("0", "default")
     assert of_command == of_flags
 
 

@@ -57,9 +57,10 @@ def test_an_example_is_described(name):
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     known = {re.split(r"[>=\[]", line)[0] for lines in extras.values() for line in lines}
     assert {*example.needs} <= known
-    named = {word for line in example.commands for word in shlex.split(line) if word.endswith(".py")}
+    named = {word for line in example.commands for word in shlex.split(line) if word.endswith((".py", ".ipynb"))}
     assert named <= {*example.files}
-    assert any(line.startswith("paceline run -n 2 ") for line in example.commands)
+    way = "jupyter lab " if example.files.keys() == {"launch.ipynb"} else "paceline run -n 2 "
+    assert any(line.startswith(way) for line in example.commands)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -329,8 +329,8 @@ def test_values_are_read_once_in_a_step_and_a_large_buffers_only_at_first(monkey
     model, read = nn.Module(), []
     model.register_buffer("small", torch.zeros(4))
     model.register_buffer("large", torch.zeros(2**19))
-    from_values = replicated._sums_of
-    monkeypatch.setattr(replicated, "_sums_of", lambda tensor: read.append(tensor.numel()) or from_values(tensor))
+    from_values = replicated._print_of
+    monkeypatch.setattr(replicated, "_print_of", lambda tensor: read.append(tensor.numel()) or from_values(tensor))
     buffers, counts = Buffers(model, SimpleNamespace(size=2)), []
     for step in range(6):
         read.clear()

@@ -27,7 +27,7 @@ def allowed(line):
 @pytest.mark.parametrize("ranks", [2, 4, 64])
 def test_plans_of_as_many_ranks(ranks):
     asked = Plan.parse(f"replicate={ranks}")
-    levels = [f"shard={ranks},zero=1", f"shard={ranks},zero=2", f"shard={ranks}"]
+    levels = [f"shard={ranks},zero=1", f"shard={ranks},zero=2", f"shard={ranks}", f"tensor={ranks}"]
     assert lines(plans_of_loop(asked, ranks)) == [f"replicate={ranks}", *filter(allowed, levels)]
     assert plans_of_loop(asked, ranks)[0] == asked
 

@@ -2,14 +2,15 @@
 
 They are the files of `examples/` in the repository. A built package has them in `paceline/example_files`, where
 `tool.hatch` in pyproject.toml puts them; in a clone they are read where they are. An example is a file of `examples/`
-or `examples/loops/`, or a folder with a workload.py. The docstring of that file says in its first line what it shows,
-and may show the commands to run it, indented.
+or `examples/loops/`, a folder with a workload.py, or a notebook. The docstring of that file, or the first cell of the
+notebook, says in its first line what it shows, and may show the commands to run it, indented.
 """
 
 from __future__ import annotations
 
 import ast
 import importlib.util
+import json
 import shlex
 import sys
 from collections.abc import Mapping
@@ -22,6 +23,8 @@ _PACKAGE = Path(__file__).parents[1]
 _CLONE = _PACKAGE.parents[1]
 _IN_PACKAGE = "example_files"
 _MAIN = "workload.py"  # of an example with several files
+_NOTEBOOK = ".ipynb"
+_FOR_NOTEBOOKS = ("cloudpickle",)  # `paceline.launch` needs it; what opens a notebook is the person's choice
 _LEFT_OUT = {"__pycache__", "runs"}
 # What is installed with Paceline; all else that an example imports, it needs besides.
 _WITH_PACELINE = {"paceline", "torch", "numpy", "safetensors", "msgspec", "psutil", "yaml"}
@@ -79,6 +82,7 @@ def find_examples() -> dict[str, Example]:
     folder = examples_folder()
     found = [_of_file(path) for path in (*folder.glob("*.py"), *(folder / "loops").glob("*.py"))]
     found += [_of_folder(path.parent) for path in folder.glob(f"*/{_MAIN}")]
+    found += [_of_file(path) for path in folder.glob(f"*/*{_NOTEBOOK}")]
     return {example.name: example for example in sorted(found, key=lambda example: example.name)}
 
 
@@ -166,6 +170,9 @@ def _of_folder(folder: Path) -> Example:
 
 
 def _docstring(path: Path) -> str:
+    if path.suffix == _NOTEBOOK:
+        first = json.loads(path.read_text(encoding="utf-8"))["cells"][0]
+        return "".join(first["source"]).lstrip("# ")
     return ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
 
 
@@ -176,7 +183,7 @@ def _summary(path: Path) -> str:
 def _commands(path: Path) -> tuple[str, ...]:
     """Return the commands that a file's docstring shows: lines that are indented and begin with a program of these."""
     lines = _docstring(path).splitlines()
-    shown = tuple(line.strip() for line in lines if line.startswith(("    paceline ", "    python ")))
+    shown = tuple(line.strip() for line in lines if line.startswith(("    paceline ", "    python ", "    jupyter ")))
     return shown or (f"paceline run -n 2 {path.name}",)
 
 
@@ -185,6 +192,8 @@ def _needs(paths: list[Path]) -> tuple[str, ...]:
     known = {*sys.stdlib_module_names, *_WITH_PACELINE, *(path.stem for path in paths)}
     found: set[str] = set()
     for path in paths:
+        if path.suffix == _NOTEBOOK:
+            return _FOR_NOTEBOOKS
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.Import):
                 found.update(alias.name.partition(".")[0] for alias in node.names)
