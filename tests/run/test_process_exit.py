@@ -6,6 +6,8 @@ import json
 
 import pytest
 
+from paceline.run.rank import worker
+
 from support.jobs import LOOP, paceline, start, write_workload
 
 RANKS = 2
@@ -61,3 +63,11 @@ def test_what_the_file_left_to_do_is_done_and_nothing_aborts(tmp_path, run):
     for rank in range(RANKS):
         assert (tmp_path / f"registered-{rank}").read_text() == "whole"
         assert (tmp_path / f"thread-{rank}").read_text() == "whole"
+
+
+def test_the_line_of_a_failure_is_the_users_and_not_that_of_pythons_library(tmp_path):
+    with pytest.raises(TypeError) as caught:
+        json.dumps(object())
+    worker.failed(caught.value, tmp_path)
+    file, _, line = json.loads((tmp_path / "failures" / "0.json").read_text())["where"].rpartition(":")
+    assert (file, int(line)) == (__file__, caught.traceback[0].lineno + 1)

@@ -6,6 +6,7 @@ import json
 import os
 import runpy
 import sys
+import sysconfig
 import time
 import traceback
 from functools import partial
@@ -156,7 +157,10 @@ def _explained(error: BaseException) -> BaseException:
 
 
 def _is_user_code(file: str) -> bool:
-    return "site-packages" not in file and f"{os.sep}paceline{os.sep}" not in file and not file.startswith("<")
+    """True for a file that is neither installed, nor Paceline's, nor of Python's own library, as copy.py."""
+    if "site-packages" in file or f"{os.sep}paceline{os.sep}" in file or file.startswith("<"):
+        return False
+    return not file.startswith(sysconfig.get_path("stdlib") + os.sep)
 
 
 def main() -> NoReturn:
