@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +18,7 @@ from paceline.nouns.order import share
 from paceline.nouns.plan import Plan
 from paceline.train.job import Job
 
-from support.jobs import paceline as command
+from support.killed import check_goes_on, check_verified
 from support.ranks import run_ranks
 from support.streams import BATCH, LENGTH, STREAMS, Net, Plain, WithState, loss, noisy, sample, workload
 
@@ -409,16 +407,5 @@ if __name__ == "__main__":
 def test_a_killed_run_goes_on_bit_for_bit_and_verify_agrees(tmp_path):
     file = tmp_path / "streamed.py"
     file.write_text(FILE)
-    tests = {"PYTHONPATH": str(Path(__file__).parents[1])}
-    whole = command(tmp_path, "run", "-n", "2", "--job", "a", file, **tests)
-    assert whole.code == 0, whole.err
-    killed = command(tmp_path, "run", "-n", "2", "--job", "b", "--checkpoint-every", "3", file, KILL_AT="8", **tests)
-    assert killed.code == 1
-    again = command(tmp_path, "run", "-n", "2", "--job", "b", "--resume", file, **tests)
-    assert again.code == 0, again.err
-    expected = re.findall(r"ends at (.*)", whole.out)
-    assert len(expected) == 2
-    assert re.findall(r"ends at (.*)", again.out) == expected
-    verified = command(tmp_path, "verify", "-n", "2", file, **tests)
-    assert verified.code == 0, verified.out + verified.err
-    assert re.search(r"^step float64 +ok ", verified.out, re.MULTILINE), verified.out
+    check_goes_on(tmp_path, file)
+    check_verified(tmp_path, file)

@@ -15,7 +15,7 @@ from paceline.nouns.errors import CheckpointError, PacelineError, PlanError, Usa
 from paceline.nouns.plan import Plan
 from paceline.train.job import Job, Stopped
 
-from support.jobs import paceline as command
+from support.killed import check_goes_on
 from support.ranks import run_ranks
 from support.whole_optimizers import data, loss, muon_and_adamw, workload
 
@@ -408,18 +408,6 @@ if __name__ == "__main__":
 @pytest.mark.slow
 def test_a_killed_run_goes_on_bit_for_bit(tmp_path):
     """Checkpoints are due at the very steps after which the loop schedules."""
-    from pathlib import Path
-
     file = tmp_path / "scheduled.py"
     file.write_text(FILE)
-    tests = {"PYTHONPATH": str(Path(__file__).parents[1])}
-    every = ("--checkpoint-every", "3")
-    whole = command(tmp_path, "run", "-n", "2", "--job", "a", *every, file, **tests)
-    assert whole.code == 0, whole.err
-    killed = command(tmp_path, "run", "-n", "2", "--job", "b", *every, file, KILL_AT="8", **tests)
-    assert killed.code == 1
-    again = command(tmp_path, "run", "-n", "2", "--job", "b", "--resume", file, **tests)
-    assert again.code == 0, again.err
-    expected = sorted(line[4:] for line in whole.out.splitlines() if "ends at" in line)
-    assert len(expected) == 2
-    assert sorted(line[4:] for line in again.out.splitlines() if "ends at" in line) == expected
+    check_goes_on(tmp_path, file)
