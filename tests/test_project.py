@@ -129,7 +129,7 @@ def test_every_dependency_has_its_reason():
 def test_nothing_is_unpickled():
     hits = [f for f in FILES if re.search(r"\b(pickle\.|torch\.load\(|cloudpickle|shell=True)", f.read_text())]
     # A function for own children, by inherited memory; the other two name the package in words.
-    sent = {SOURCE / "run" / name for name in ("sent_function.py", "notebook.py")}
+    sent = {SOURCE / name for name in ("run/sent_function.py", "run/notebook.py", "demo/examples.py")}
     assert set(hits) == sent
     assert "cloudpickle" not in re.sub(r'"""(.|\n)*?"""', "", (SOURCE / "run" / "notebook.py").read_text())
 

@@ -52,7 +52,7 @@ _MADE_BYTES = 2**27  # of one whose model is split over ranks: these ranks are n
 _STEP = 0.05  # how far the copy's parameters are moved, of their size
 _LEAST_STEP = 0.2  # of that step: how far where all are zero
 _ROUNDINGS = 100  # of a sum of many numbers
-_NUDGES = 8  # units of rounding: what a change of the parameters by so much changes, rounding may change
+_SPREADS = 8  # what a nudge of the parameters changes, so many times over, rounding may change
 _NUDGED = 4  # how often: sums of large terms change in few places
 _FLOOR = 1e-3  # of the whole gradient: below this times the tolerance a tensor's own gradient is rounding
 _WIDTH = 1021  # of a row when a gradient is projected
@@ -69,12 +69,15 @@ class _TrialMode:
         step: how far the copy's parameters are moved, relative to their size.
         value_tolerance: of loss and weight, relative to the sizes of the parts'.
         gradient_tolerance: of each parameter's gradient, likewise.
+        nudge: how far parameters are moved to see what rounding does, in units of their rounding. In float64 it is far
+            below the tolerances, and enough to change the sum of terms that are a hundred thousand times as large.
     """
 
     dtype: torch.dtype
     step: float
     value_tolerance: float
     gradient_tolerance: float
+    nudge: float
 
     @property
     def is_float64(self) -> bool:
@@ -84,9 +87,9 @@ class _TrialMode:
 # In the order in which they are tried. The second is for a loss that fails or is not finite where the parameters are
 # moved, the third for kernels without float64. Its tolerances are float32's rounding in a deep model.
 _MODES = (
-    _TrialMode(torch.float64, _STEP, value_tolerance=1e-8, gradient_tolerance=1e-6),
-    _TrialMode(torch.float64, 0.0, value_tolerance=1e-8, gradient_tolerance=1e-6),
-    _TrialMode(torch.float32, 0.0, value_tolerance=5e-5, gradient_tolerance=1e-3),
+    _TrialMode(torch.float64, _STEP, value_tolerance=1e-8, gradient_tolerance=1e-6, nudge=1024),
+    _TrialMode(torch.float64, 0.0, value_tolerance=1e-8, gradient_tolerance=1e-6, nudge=1024),
+    _TrialMode(torch.float32, 0.0, value_tolerance=5e-5, gradient_tolerance=1e-3, nudge=8),
 )
 _VALUE_TOLERANCES = {torch.float64: 1e-8, torch.float32: 5e-4}  # where the model itself is tried, not a copy
 _NARROW_TOLERANCE = 0.02  # bf16 and the like
@@ -332,7 +335,7 @@ def _seed_own_generators(model: nn.Module, seed: int) -> None:
 
 
 def _spread(values: Sequence[float]) -> float:
-    return _NUDGES * (max(values) - min(values))
+    return _SPREADS * (max(values) - min(values))
 
 
 def _model_to_copy(placed: ModelAdapter, workload: Workload, device: torch.device) -> nn.Module | None:
@@ -405,7 +408,7 @@ class _CopyFactory:
             value += noise * self.mode.step * (value.square().mean().sqrt() + _LEAST_STEP)
         if self.nudge:
             noise = torch.randn(value.shape, dtype=value.dtype, generator=nudges).to(value.device)
-            value *= 1 + noise * _NUDGES * torch.finfo(value.dtype).eps
+            value *= 1 + noise * self.mode.nudge * torch.finfo(value.dtype).eps
         return value
 
 
@@ -587,7 +590,7 @@ def _try_without_copy(placed: ModelAdapter, workload: Workload, loader: RankLoad
     tolerance = _VALUE_TOLERANCES.get(dtype, _NARROW_TOLERANCE)
     if workload.precision == "bf16" and placed.is_captured:  # such a graph has its casts in it
         tolerance = _NARROW_TOLERANCE
-    mode = _TrialMode(dtype, 0.0, tolerance, gradient_tolerance=math.inf)
+    mode = _TrialMode(dtype, 0.0, tolerance, gradient_tolerance=math.inf, nudge=0.0)
     to_float64 = workload.precision == "float64"
     # In evaluation mode: dropout would drop other elements in the parts.
     was_training = placed.model.training
