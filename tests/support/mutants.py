@@ -443,16 +443,9 @@ def one_rank_with_another_learning_rate():
 
 @mutant("tensor=2,sequence=on", module=("blocks.", "norm", "words", "head"), collective="on tensor")
 def gathered_gradients_not_added():
-    from paceline.comm import differentiable
     from paceline.comm.differentiable import Exchanges
 
-    def gather(plain, self, x, pieces):
-        def forth(y):
-            return differentiable._all_gather(y, pieces, self.comm)
-
-        return self._exchange(x, forth, lambda g: self._local(g, pieces))
-
-    wrap(Exchanges, "gather_with_partial_grad", gather)
+    wrap(Exchanges, "gather_with_partial_grad", lambda plain, self, x, pieces: self.gather_from_group(x, pieces))
 
 
 @mutant("tensor=2,sequence=on", module=("blocks.0", "words"), collective="reduce_scatter on tensor")
