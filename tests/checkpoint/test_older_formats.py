@@ -34,6 +34,13 @@ from support.jobs import losses, paceline
 OLDER = Path(__file__).parent / "older"
 RUNS = sorted(path.name for path in OLDER.iterdir() if path.is_dir() and path.name.startswith("run-"))
 AT = "step-00000006"
+# What a run printed in the end: the loss of the average, and of the state that it kept.
+ENDED = {
+    "run-1_checkpoint-4_kept": [
+        "1.068890324e+01 3.276670476e+00 5.163632095 0.835765104",
+        "1.068890324e+01 3.276670476e+00 5.163632095 0.908112885",
+    ],
+}
 PAGE = Path(__file__).parents[2] / "docs" / "formats.md"
 
 
@@ -44,8 +51,9 @@ def version_of(name):
 
 def copy_run(name, folder):
     """A copy of an older run in `folder`, with the file that it ran; the run directory and the file's name."""
-    file = "older_loop.py" if name.endswith("loop") else "older_workload.py"
-    shutil.copy(OLDER / file, folder)
+    file = {"loop": "older_loop.py", "kept": "older_kept.py"}.get(name.rpartition("_")[2], "older_workload.py")
+    for source in OLDER.glob("*.py"):  # one imports another
+        shutil.copy(source, folder)
     return Path(shutil.copytree(OLDER / name, folder / "runs" / name)), file
 
 
@@ -92,6 +100,8 @@ def test_an_older_run_goes_on_as_if_it_had_not_ended(name, tmp_path):
     assert f"goes on at {AT}" in ended.err
     again = {step: before[step] for step in range(7, 11)}
     assert losses(run) == pytest.approx(again, rel=1e-9)  # sums in another order may differ in their last digits
+    if name in ENDED:
+        assert sorted(re.findall(r"ends with (.*)", ended.out)) == ENDED[name]
     newest = read_manifest(run / "checkpoints" / "step-00000010")
     assert newest["version"] == VERSION
     assert json.loads((run / "job.json").read_text())["version"] == directory.VERSION

@@ -23,6 +23,7 @@ _SECTION = re.compile(r"^(Args|Attributes|Returns|Yields|Raises|Examples):\n((?:
 _ITEM = re.compile(r"^ {4}(\w+)(?: \([^)]*\))?: ", re.MULTILINE)
 # Public by their spelling alone: Paceline's own modules call them.
 INTERNAL = {
+    "Average": ["parts", "restore"],
     "Workload": ["check_ranks"],
     "Job": [
         "checkpoint_folder",

@@ -1138,3 +1138,26 @@ def test_a_loop_shorter_than_the_verification_may_end_by_exit(tmp_path):
     ended = run_command(tmp_path, "verify", "-n", "2", file)
     assert ended.code == 0, ended.err
     assert "2 steps on 2 ranks" in ended.out
+
+
+def test_a_checkpoint_has_what_the_loop_does_with_an_evaluation_of_its_step(tmp_path, monkeypatch):
+    monkeypatch.setenv("PACELINE_RUN_DIR", str(tmp_path))
+    monkeypatch.setenv("PACELINE_PLAN", '{"checkpoint_every": 2}')
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+    loader = DataLoader(TensorDataset(torch.ones(8, 4), torch.ones(8, 1)), batch_size=1)
+    job, model, optimizer, plateau, loader = paceline.prepare(model, optimizer, plateau, loader)
+    for inputs, targets in loader:
+        optimizer.zero_grad()
+        job.backward((model(inputs) - targets).square().mean())
+        optimizer.step()
+        job.evaluate(loader.dataset, lambda model, batch: {"loss": (model(batch[0]).sum(), 1)})
+        plateau.step(float(job.step_number))  # it gets worse with each
+        if job.step_number == 5:
+            break
+    job.close()
+    for step in (2, 4):
+        manifest = json.loads((tmp_path / "checkpoints" / f"step-{step:08d}" / "manifest.json").read_text())
+        assert manifest["scheduler"]["last_epoch"] == step
+        assert manifest["loop"] == {"pass": 0, "batch": step}

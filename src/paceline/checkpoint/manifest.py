@@ -27,10 +27,11 @@ from paceline.nouns.errors import MEETS_NOT, CheckpointError, ReadError
 from paceline.nouns.reading import parse_whole, read_json, shown
 
 FORMAT = "paceline-checkpoint"
-VERSION = 3  # 2: the manifest has a hash of itself; 3: tensors lie in parts. docs/formats.md has what is promised.
+VERSION = 4  # docs/formats.md says what each version has, and what is promised
 MANIFEST = "manifest.json"
 CHECKPOINTS = "checkpoints"  # of a run directory: the folder of its checkpoints
-MODEL, OPTIMIZER, OWN = "model/", "optimizer/", "own/"  # how names of tensors begin; OWN: of a rank's alone
+# How names of tensors begin. AVERAGE: of `job.ema`; OWN: of a rank's alone.
+MODEL, OPTIMIZER, AVERAGE, OWN = "model/", "optimizer/", "average/", "own/"
 _PARTIAL = ".partial-"
 REPLACED = ".replaced-"
 _LEFT = ".left-"

@@ -91,6 +91,7 @@ class _Manifest(Struct):
     generation_config: dict[str, Any] = {}
     loop: _Loop | None = None
     stream: _Stream | None = None
+    kept: dict[str, bool] = {}
 
 
 def fault_of_form(manifest: Mapping[str, Any]) -> str | None:

@@ -58,6 +58,9 @@ class CollectiveSteps:
     def check_may_load(self) -> None:
         """Do nothing: the parameters are here, and may be replaced between any two steps."""
 
+    def check_may_keep(self, call: str) -> None:
+        """Do nothing: every rank writes its part of a checkpoint."""
+
     def restore_own_state(self, folder: Path, manifest: dict[str, Any]) -> None:
         """Restore what belongs to this rank alone: random states, what compression left out."""
         self.job.restore_own_state(folder, manifest)

@@ -31,11 +31,15 @@ from paceline.train import evaluate as evaluation
 from paceline.train import last_checkpoint, prepare, schedulers, snapshot
 from paceline.train.agree import check_same_data_everywhere
 from paceline.train.assemble import Assembly
+from paceline.train.average import Average
 from paceline.train.before_update import CHECKED, BeforeUpdate, check_same_parameters
+from paceline.train.best import BEST, Best
 from paceline.train.collective_steps import CollectiveSteps
 from paceline.train.data import Batch, moved, no_data, open_data
 from paceline.train.events import VERSION, open_events, peak_memory_bytes, restart_fact
+from paceline.train.kept import KeptObjects
 from paceline.train.last_checkpoint import first_failure
+from paceline.train.load_weights import check_flags, read_weights
 from paceline.train.seed import random_state, restore_random_state, seed_everything
 from paceline.train.servers import ServerSteps
 from paceline.train.step import train_step
@@ -160,6 +164,8 @@ class Job:
     loaded_step: int  # at which the job began, or to which `load` went
     loaded_folder: Path | None  # the checkpoint that `load` read last
     left: last_checkpoint.Left | None
+    kept: KeptObjects
+    best: Best | None = None  # of `save_best`
     closed_step: int | None
 
     def __init__(self, workload: Workload, plan: Plan, clock: Clock | None = None) -> None:
@@ -464,7 +470,7 @@ class Job:
         if failure is not None:
             raise failure
 
-    def load(self, path: str | Path) -> None:
+    def load(self, path: str | Path, weights_only: bool = False, strict: bool = True) -> None:
         """Go back to the checkpoint at `path`, or to the newest whole one in that folder.
 
         Any mesh may have saved it. Under the same one every random state is restored too and training goes on
@@ -472,10 +478,14 @@ class Job:
 
         Args:
             path: a checkpoint, or a folder of checkpoints, such as `runs/JOB/checkpoints`; every rank must see it.
+            weights_only: take parameters and buffers alone, and stay at this step: the optimizer, the scheduler, the
+                data and what `keep` and `ema` have stay as they are. Then `path` may also be a file of safetensors, or
+                a folder with model.safetensors. Values are converted to the model's dtypes.
+            strict: with `weights_only`, refuse names that only one side has; False leaves them out and says so.
 
         Raises:
             CheckpointError: none is whole, or it is of another model, optimizer or data set.
-            UsageError: parameter servers train the model already.
+            UsageError: parameter servers train the model already; or `strict` is False without `weights_only`.
             CollectiveError: another rank goes on with its steps.
             PeerLostError: another rank has gone.
 
@@ -492,11 +502,18 @@ class Job:
             >>> [job.step(batch) for batch in job.batches()] == after
             True
         """
+        check_flags(weights_only, strict)
         self._settle()
         self.steps.check_may_load()
         self.board.meet("job.load", self.step_number)
         self.finish_save()
         self.world.barrier()  # no rank is writing any more: all find the same checkpoints
+        if weights_only:
+            held = self._held()
+            model = snapshot.model_parts(self.model, held, self.world.size), snapshot.names_of_state(self.model)
+            weights = read_weights(Path(path), model, strict, self.world, self.notice)
+            snapshot.restore_model(self.model, weights, held)
+            return
         # Each rank verifies some of the files; a damaged checkpoint is passed over by all of them.
         folder = find_good(Path(path), self.notice, partial(check_files_together, comm=self.world))
         manifest = read_manifest(folder)
@@ -508,6 +525,9 @@ class Job:
         # From here on the job leaves its step, which must not be lost: it is written first, where no checkpoint has it.
         last_checkpoint.set_aside(self)
         tensors = snapshot.read_state(folder, manifest, self.model, self._held(), self.world)
+        self.kept.load(folder, manifest, snapshot.averages_of(tensors))
+        if BEST in self.kept.saved:  # the next checkpoint has it too, though nothing may be better until then
+            self._begin_best()
         # The optimizer first: it refuses a checkpoint of another one before anything is written to the model.
         held = self._held()
         snapshot.restore_optimizer(self.model, self.optimizer, tensors, manifest["optimizer"], held)
@@ -544,6 +564,126 @@ class Job:
             seed_everything(self.workload.seed, 1 + self.random_stream, self.position)
             ranks = f"{manifest['world_size']} ranks ({manifest.get('mesh')})"
             self.notice(f"{ranks} saved {folder.name}, {self.size} ({self.mesh!s}) go on: dropout draws other numbers")
+
+    def keep(self, name: str, target: Any, per_rank: bool = False) -> Any:
+        """Have checkpoints save and restore an object of yours, such as counters, a replay buffer or an early stopper.
+
+        Call it once for each object, after `distribute` or `prepare`, on every rank. A resumed job gives the object its
+        state of the checkpoint here; `load` does so too.
+
+        Args:
+            name: of letters, digits, dots, - and _; one for each object.
+            target: an object with `state_dict()` and `load_state_dict(state)`; or a dict, list, deque, tensor, array or
+                random generator (torch's, Python's or numpy's), which is changed in place. What is in it must be
+                numbers, strings, lists, tuples, sets, dicts, bytes, tensors and arrays.
+            per_rank: each rank has a state of its own; the job then resumes on as many ranks. False: it is the same on
+                all of them, which is compared at each checkpoint.
+
+        Returns:
+            `target`.
+
+        Raises:
+            UsageError: the name is none, or taken; or parameter servers train the model.
+            WorkloadError: the state can't be kept; or, at a checkpoint, it is not the same on every rank.
+            CheckpointError: the job resumes, and the state that was saved does not fit the object.
+
+        Examples:
+            >>> job = paceline.distribute(workload)
+            >>> progress = job.keep("progress", {"best": float("inf"), "bad": 0})
+            >>> for batch in job.batches():
+            ...     mean = job.step(batch)
+            ...     progress["bad"] = 0 if mean < progress["best"] else progress["bad"] + 1
+            ...     progress["best"] = min(mean, progress["best"])
+            >>> progress["best"] <= mean
+            True
+        """
+        self._keeps("job.keep")
+        self.kept.add(name, target, per_rank)
+        return target
+
+    def ema(self, decay: float, name: str = "ema") -> Average:
+        """Begin a moving average of the trained parameters, which checkpoints have and a resumed job goes on with.
+
+        Each rank averages the part of the parameters that it has, under any plan but parameter servers.
+
+        Args:
+            decay: the share of the average that stays with each `update()`, from 0 to below 1.
+            name: of the average in checkpoints; several need different ones.
+
+        Returns:
+            The average: `update()` after each step, and `with ema.applied():` to evaluate or save it.
+
+        Raises:
+            UsageError: the name is none, or taken; `decay` is no such number; or parameter servers train the model.
+
+        Examples:
+            >>> job = paceline.distribute(workload)
+            >>> ema = job.ema(0.99)
+            >>> for batch in job.batches():
+            ...     mean = job.step(batch)
+            ...     ema.update()
+            >>> with ema.applied():
+            ...     job.save("averaged")  # `paceline export averaged` exports the average
+        """
+        self._keeps("job.ema")
+        average = Average(self._named, self._held, decay)
+        self.kept.add_average(name, average)
+        return average
+
+    def save_best(self, metric: Any, mode: str = "min", path: str | Path | None = None) -> bool:
+        """Save the job to a folder of its own if `metric` is better than with every earlier call for that folder.
+
+        What the best was is in the checkpoints: a resumed job goes on from it.
+
+        Args:
+            metric: a number, the same on every rank, such as what `evaluate` returned. NaN is never better.
+            mode: "min" or "max": which metrics are better.
+            path: the folder, as `save` takes it; `best` in the run directory where None, or in the current folder where
+                there is no run directory.
+
+        Returns:
+            Whether it was better, and is saved.
+
+        Raises:
+            UsageError: the metric is no number, or another on some rank; `mode` is neither, or not that of the earlier
+                calls; or parameter servers train the model.
+            CheckpointError: it can't be written.
+
+        Examples:
+            >>> job = paceline.distribute(workload)
+            >>> for batch in job.batches():
+            ...     mean = job.step(batch)
+            ...     if job.step_number % 4 == 0:
+            ...         is_better = job.save_best(job.evaluate(workload.data)["loss"])
+            >>> is_better
+            True
+        """
+        self._keeps("job.save_best")
+        self._settle()
+        self.board.meet("job.save_best", self.step_number)
+        if path is None:
+            path = Path(self.run_dir or ".", "best")
+        best = self._begin_best()
+        if not best.is_better(metric, mode, str(path), self.world):
+            return False
+        best.note(metric, mode, str(path), self.step_number)
+        self.save(path)
+        return True
+
+    def _keeps(self, call: str) -> None:
+        """Have a step's checkpoint written once the loop is done with the step: it changes what is kept after it."""
+        self.steps.check_may_keep(call)
+        self.saves_late = True
+
+    def _begin_best(self) -> Best:
+        if self.best is None:
+            self.best = Best()
+            self.kept.add(BEST, self.best.states, per_rank=False)
+        return self.best
+
+    def _named(self) -> dict[str, torch.nn.Parameter]:
+        """Return the model's parameters that are on this rank, by name."""
+        return {name: parameter for name, parameter in self.model.named_parameters() if not parameter.is_meta}
 
     def close(self, save: bool = True) -> None:
         """End the job: save the last step that it trained if it runs under `paceline run`, and finish writing.
@@ -625,6 +765,7 @@ class Job:
         self.loaded_folder = None
         self.left = None
         self.closed_step = None
+        self.kept = KeptObjects(self.world, self.notice)
         self.has_own_batches = False
         self.is_stopping = threading.Event()
         self.is_stepping = False  # stays set when a step fails
@@ -751,6 +892,7 @@ class Job:
         held = self._held()
         size = self.world.size
         optimizer_parts, optimizer = snapshot.optimizer_state(self.model, self.optimizer, held, size)
+        kept, kept_facts = self.kept.state()
         metadata = {
             "step": self.step_number,
             "position": self.position,
@@ -762,12 +904,13 @@ class Job:
             "optimizer": optimizer,
             "scheduler": snapshot.as_json("the scheduler's state", schedulers.state_of(self.scheduler)),
             "torch": torch.__version__,
+            **kept_facts,
             **self.facts(),
             **self.loader.facts(),
             **snapshot.config_facts(self.model),
         }
-        parts = {**snapshot.model_parts(self.model, held, size), **optimizer_parts}
-        rank_tensors = snapshot.own_tensors(random_state(self.device), self.parallel.state())
+        parts = {**snapshot.model_parts(self.model, held, size), **optimizer_parts, **self.kept.average_parts(held)}
+        rank_tensors = snapshot.own_tensors(random_state(self.device), self.parallel.state(), kept)
         # `begin` copies the tensors before it returns: training may change them while they are written.
         self.writer.begin(folder, parts, rank_tensors, metadata, keep)
 

@@ -602,9 +602,13 @@ class LoopJob(Job):
         )
 
     def _settle(self) -> None:
-        """End the step that is under way."""
-        if self.closed_step is None:
-            self.end_step()
+        """End the step that is under way, and leave its checkpoint until the loop goes on.
+
+        What the loop does with an evaluation, such as `scheduler.step(metric)`, belongs to the step.
+        """
+        if self.closed_step is None and self.is_updated:
+            self._finish_step()
+            self.late = self._end_step()
 
     def restore_own_state(self, folder: Path, manifest: dict[str, Any]) -> None:
         """Restore random states and the place in the data, now and again when the loop comes to the place."""
@@ -660,8 +664,14 @@ class LoopJob(Job):
             Stopped: the job was asked to stop; it has been saved.
             CollectiveError: another rank is at another piece, or ranks differ.
         """
-        if not self.is_updated:
-            return
+        self._finish_step()
+        if self.is_updated:
+            is_stopping = self._end_step()
+            self._save_if_due(is_stopping)
+            self._begin_timing()
+
+    def _end_step(self) -> bool:
+        """End the step but for its checkpoint, and return whether the job is to stop after it. Collective."""
         self.is_updated = False
         every = self.plan.checkpoint_every
         is_compared = self.step_number <= _COMPARED_STEPS or (every and self.step_number % every == 0)
@@ -685,7 +695,15 @@ class LoopJob(Job):
         self.norm = None
         self.samples = self.batches_seen = 0
         self.parallel.observers.parameters_updated(self.parallel.named(), self.optimizer)
-        self._save_if_due(agreed.is_stopping)
+        self._begin_timing()
+        return bool(agreed.is_stopping)
+
+    def _finish_step(self) -> None:
+        if self.late is not None:
+            super()._finish_step()
+            self._begin_timing()
+
+    def _begin_timing(self) -> None:
         self.began_s = self.clock.now_s()
         self.sent_before = self.ledger.total_bytes
 
@@ -719,6 +737,7 @@ class LoopJob(Job):
     def _begin_step(self) -> None:
         if self.is_stepping or self.is_updated:
             return
+        self._finish_step()  # the loop goes on with the batch of a step that an evaluation has ended
         self.is_stepping = True
         # A rank that waits in `save` or `load` for this one sees on the board that it went on.
         self.board.begin_step()

@@ -135,19 +135,36 @@ def checked_metric(scheduler: Any, metric: Any, comm: AxisComm) -> float:
             "it has none that wants one: the others step after every update",
             "leave the call out, or write scheduler=lambda optimizer: ReduceLROnPlateau(optimizer)",
         )
+    return same_number("job.schedule", metric, comm)
+
+
+def same_number(call: str, metric: Any, comm: AxisComm, may_be_nan: bool = False) -> float:
+    """Return a metric as a number. Collective.
+
+    Args:
+        call: that was handed the metric.
+        metric: a number, or a tensor of one.
+        comm: the ranks.
+        may_be_nan: take NaN too.
+
+    Raises:
+        UsageError: it is no number, or another on some rank.
+    """
     # All ranks come to the comparison, also those whose metric is no number, so that none waits.
     number = _number(metric)
-    values = [float(row) for row in comm.all_gather(torch.tensor([number], dtype=torch.float64))]
-    if math.isnan(number):
+    is_number = may_be_nan and isinstance(metric, float | torch.Tensor)
+    rows = comm.all_gather(torch.tensor([number], dtype=torch.float64))
+    if math.isnan(number) and not is_number:
         raise UsageError(
-            "job.schedule should be handed a number",
+            f"{call} should be handed a number",
             f"it is {shown(metric)}",
             "hand it e.g. job.evaluate()['loss'], which is NaN where nothing was evaluated",
         )
-    for rank, value in zip(comm.peers, values, strict=True):
-        if value != number:
+    for rank, row in zip(comm.peers, rows, strict=True):
+        value = float(row)
+        if value != number and not (math.isnan(value) and math.isnan(number)):
             raise UsageError(
-                "job.schedule should be handed the same metric on every rank",
+                f"{call} should be handed the same metric on every rank",
                 f"it is {number!r} on rank {comm.peers[comm.rank]} and {value!r} on rank {rank}",
                 "hand it what job.evaluate or job.step returns, or what paceline.all_reduce has summed",
             )

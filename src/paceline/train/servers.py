@@ -67,6 +67,14 @@ class ServerSteps(CollectiveSteps):
                 "load it before the first batch, or start with `paceline run --resume`",
             )
 
+    def check_may_keep(self, call: str) -> None:
+        """Raise UsageError: each worker is at a step of its own, and worker 0 alone writes checkpoints."""
+        raise UsageError(
+            f"{call} has every rank keep the same in a checkpoint",
+            "parameter servers train the model: workers are at steps of their own, and worker 0 alone saves",
+            "write a file of your own, such as after job.close(), or train by replicate or shard",
+        )
+
     def restore_own_state(self, folder: Path, manifest: dict[str, Any]) -> None:
         """Do nothing: random numbers are drawn anew for every step."""
 

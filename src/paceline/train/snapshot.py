@@ -1,8 +1,9 @@
 """Turn a job's state into named tensors and a JSON object, which a checkpoint holds, and back.
 
-Names never depend on the plan: `model/NAME`, `optimizer/KEY/NAME`, and a rank's own `own/random/...` and
-`own/wire/...`. The strategies describe by `held` what of a tensor this rank has, and which ranks have the same: a
-`LocalShard` for every name of the model's state that is not whole on all ranks. A replicated tensor needs no entry.
+Names never depend on the plan: `model/NAME`, `optimizer/KEY/NAME`, `average/KEY/NAME`, and a rank's own
+`own/random/...`, `own/wire/...` and `own/kept/...`. The strategies describe by `held` what of a tensor this rank has,
+and which ranks have the same: a `LocalShard` for every name of the model's state that is not whole on all ranks. A
+replicated tensor needs no entry.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any, cast
 import torch
 
 from paceline.checkpoint.load import check_same_model, read_parts, verify_hashes
-from paceline.checkpoint.manifest import MODEL, OPTIMIZER, OWN
+from paceline.checkpoint.manifest import AVERAGE, MODEL, OPTIMIZER, OWN
 from paceline.checkpoint.manifest_schema import CONFIGS
 from paceline.checkpoint.reshard import LocalTensor, dtype_of
 from paceline.comm.collectives import AxisComm
@@ -59,6 +60,15 @@ def model_parts(model: torch.nn.Module, held: Mapping[str, LocalShard], size: in
     return parts
 
 
+def names_of_state(model: torch.nn.Module) -> dict[str, str]:
+    """Return the names of parameters and persistent buffers, each with the name that checkpoints have it under."""
+    names: dict[str, str] = {}
+    first: dict[int, str] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        names[MODEL + name] = first.setdefault(id(value), MODEL + name)
+    return names
+
+
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return what of a tensor is in this rank's memory: a DTensor's local tensor, all of any other."""
     tensor = tensor.detach()
@@ -91,7 +101,7 @@ def optimizer_state(
         if not isinstance(value, torch.Tensor):
             numbers[name] = as_json(f"the optimizer's {key}", value, with_tensors=False)
             continue
-        parameter_shard = _shard_of_parameter(names[parameter], parameter, held, size)
+        parameter_shard = _shard_of_its_state(names[parameter], parameter, held, size)
         spec = parameter_shard.shard_spec
         local = local_part(value)
         # State of the parameter's shape (Adam's moments) is cut as the parameter is; one number (a count) is on every
@@ -135,11 +145,25 @@ def _duplicate_state(optimizer: torch.optim.Optimizer, name: str) -> WorkloadErr
     )
 
 
-def _shard_of_parameter(
+def shard_of_parameter(
+    name: str, parameter: torch.nn.Parameter, held: Mapping[str, LocalShard], size: int
+) -> LocalShard:
+    """Return which part of a parameter is here, and which ranks have the same.
+
+    Args:
+        name: the parameter's.
+        parameter: of the model as the strategies left it.
+        held: which part of a state tensor is here.
+        size: ranks of the world.
+    """
+    return held.get(name) or _replicated(parameter, size)
+
+
+def _shard_of_its_state(
     name: str, parameter: torch.nn.Parameter, held: Mapping[str, LocalShard], size: int
 ) -> LocalShard:
     """Return the shard of a parameter's optimizer state: the parameter's, unless a strategy has another for it."""
-    return held.get(OPTIMIZER + name) or held.get(name) or _replicated(parameter, size)
+    return held.get(OPTIMIZER + name) or shard_of_parameter(name, parameter, held, size)
 
 
 def _shard_of_state(global_shape: tuple[int, ...], parameter_shard: LocalShard) -> LocalShard | None:
@@ -188,7 +212,10 @@ def read_state(
         parameter = _parameter_of(name)
         if parameter not in parameters:
             continue
-        parameter_shard = _shard_of_parameter(parameter, parameters[parameter], held, comm.size)
+        if name.startswith(AVERAGE):
+            parameter_shard = shard_of_parameter(parameter, parameters[parameter], held, comm.size)
+        else:
+            parameter_shard = _shard_of_its_state(parameter, parameters[parameter], held, comm.size)
         if not parameter_shard.holders:
             continue
         spec = parameter_shard.shard_spec
@@ -214,10 +241,20 @@ def read_state(
 
 
 def _parameter_of(name: str) -> str | None:
-    """Return the parameter whose optimizer state `optimizer/KEY/NAME` is; None for another name."""
-    if not name.startswith(OPTIMIZER):
+    """Return the parameter of `optimizer/KEY/NAME`, its state, or `average/KEY/NAME`; None for another name."""
+    if not name.startswith((OPTIMIZER, AVERAGE)):
         return None
-    return name.removeprefix(OPTIMIZER).partition("/")[2]
+    return name.partition("/")[2].partition("/")[2]
+
+
+def averages_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+    """Return what `read_state` read of averages of the parameters: by the average's name, by the parameter's."""
+    averages: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        if name.startswith(AVERAGE):
+            key, _, parameter = name.removeprefix(AVERAGE).partition("/")
+            averages.setdefault(key, {})[parameter] = tensor
+    return averages
 
 
 def restore_model(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], held: Mapping[str, LocalShard]) -> None:
@@ -225,7 +262,8 @@ def restore_model(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], h
     # The parts are the model's own memory; the size of the world does not matter here.
     with torch.no_grad():
         for name, part in model_parts(model, held, 1).items():
-            part.tensor.copy_(tensors[name])
+            if name in tensors:  # weights alone may be without some
+                part.tensor.copy_(tensors[name])
 
 
 def restore_optimizer(
@@ -414,9 +452,12 @@ def _model_dtype(model: torch.nn.Module) -> str:
     return "float32"
 
 
-def own_tensors(random: Mapping[str, torch.Tensor], wire: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def own_tensors(
+    random: Mapping[str, torch.Tensor], wire: Mapping[str, torch.Tensor], kept: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
     """Return this rank's own tensors under their checkpoint names."""
     tensors = {f"{OWN}random/{name}": tensor for name, tensor in random.items()}
+    tensors.update({OWN + name: tensor for name, tensor in kept.items()})
     for name, tensor in wire.items():
         tensors[f"{OWN}wire/{name}"] = tensor
     return tensors
