@@ -87,7 +87,9 @@ def test_an_option_is_runs_and_its_plan_is_one(text):
 
 
 def test_variables_are_those_of_a_rank(tmp_path):
-    (tmp_path / "show.py").write_text(f"import os\nimport paceline\npaceline.init()\nprint([os.environ[name] for name in {VARIABLES!r}])\n")
+    (tmp_path / "show.py").write_text(
+        f"import os\nimport paceline\npaceline.init()\nprint([os.environ[name] for name in {VARIABLES!r}])\n"
+    )
     done = paceline(tmp_path, "run", "-n", "2", "show.py")
     assert done.code == 0, done.err
     assert "[1] ['1'" in done.out
@@ -229,7 +231,9 @@ def test_the_other_librarys_word_exists(section, text):
             assert flag in shown.stdout.replace("_", "-") or flag in shown.stdout
         return
     if text.isupper():  # a variable of torchrun's
-        source = inspect.getsource(importlib.import_module("torch.distributed.elastic.agent.server.local_elastic_agent"))
+        source = inspect.getsource(
+            importlib.import_module("torch.distributed.elastic.agent.server.local_elastic_agent")
+        )
         assert f'"{text}"' in source
         return
     found = resolved(text)
