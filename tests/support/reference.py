@@ -24,6 +24,7 @@ _ITEM = re.compile(r"^ {4}(\w+)(?: \([^)]*\))?: ", re.MULTILINE)
 # Public by their spelling alone: Paceline's own modules call them.
 INTERNAL = {
     "Average": ["parts", "restore"],
+    "Decoding": ["choose", "end_tokens", "of"],
     "Workload": ["check_ranks"],
     "Job": [
         "checkpoint_folder",
@@ -33,8 +34,10 @@ INTERNAL = {
         "notice",
         "restore_own_state",
         "facts",
+        "models",
     ],
     "LoopJob": [
+        "models",
         "assembly_class",
         "batches",
         "step",

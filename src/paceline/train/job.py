@@ -37,6 +37,7 @@ from paceline.train.best import BEST, Best
 from paceline.train.collective_steps import CollectiveSteps
 from paceline.train.data import Batch, moved, no_data, open_data
 from paceline.train.events import VERSION, open_events, peak_memory_bytes, restart_fact
+from paceline.train.generate_job import generate_with
 from paceline.train.kept import KeptObjects
 from paceline.train.last_checkpoint import first_failure
 from paceline.train.load_weights import check_flags, read_weights
@@ -684,6 +685,52 @@ class Job:
     def _named(self) -> dict[str, torch.nn.Parameter]:
         """Return the model's parameters that are on this rank, by name."""
         return {name: parameter for name, parameter in self.model.named_parameters() if not parameter.is_meta}
+
+    def generate(self, prompts: Any, max_new_tokens: int, **options: Any) -> list[torch.Tensor]:
+        """Continue rows of tokens with a causal language model, under any plan. Training goes on as if it had not been.
+
+        The model takes token numbers, (rows, length), and returns their logits, (rows, length, vocabulary), as a tensor
+        or as `.logits`: any such module, or a causal model of transformers. One with `forward(tokens, cache=None)` is
+        handed a dict, from call to call, in which it keeps keys and values; then `tokens` are those that follow.
+
+        Args:
+            prompts: (rows, length) whole numbers, or a list of vectors; the same on every rank, which share them out.
+            max_new_tokens: at most so many for each row.
+            options: `temperature` (0: greedy), `top_k`, `top_p`, `end`, `seed` and `cache`, as
+                [Decoding][paceline.nouns.decoding.Decoding] has them. `cache=True` under `tensor` and `pipeline` makes
+                a copy of the whole model on each rank for the call. And `model`: which one, where a loop has several.
+
+        Returns:
+            Each row with its prompt, up to and with its end token; the same on every rank.
+
+        Raises:
+            UsageError: an option is unknown, or not as it should be.
+            WorkloadError: the prompts are no tokens, or differ between ranks; or the model is no causal language model,
+                takes fewer positions, or has no cache where one is asked for.
+            PeerLostError: another rank has gone.
+
+        Examples:
+            A model that counts, whose next token is one more:
+
+            >>> class Counter(torch.nn.Module):
+            ...     def __init__(self):
+            ...         super().__init__()
+            ...         self.scale = torch.nn.Parameter(torch.ones(()))
+            ...
+            ...     def forward(self, tokens):
+            ...         return self.scale * torch.nn.functional.one_hot((tokens + 1) % 10, 10)
+            >>> model = Counter()
+            >>> job, model, optimizer = paceline.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            >>> [row.tolist() for row in job.generate([[3, 4], [8]], max_new_tokens=3)]
+            [[3, 4, 5, 6, 7], [8, 9, 0, 1]]
+        """
+        self._settle()
+        self.board.meet("job.generate", self.step_number)
+        return generate_with(self, prompts, max_new_tokens, options)
+
+    def models(self) -> list[torch.nn.Module]:
+        """Return the job's models, as the user's code calls them."""
+        return [self.model]
 
     def close(self, save: bool = True) -> None:
         """End the job: save the last step that it trained if it runs under `paceline run`, and finish writing.

@@ -256,6 +256,10 @@ class LoopJob(Job):
         self.sent_before = self.ledger.total_bytes
         super()._begin_run()
 
+    def models(self) -> list[torch.nn.Module]:
+        """Return the models that `paceline.prepare` was handed."""
+        return self.objects.models
+
     def _named(self) -> dict[str, torch.nn.Parameter]:
         """Return the parameters of the models, as this rank has them, by name."""
         return self.parts or dict(self.model.named_parameters())

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import fx
 
 from paceline.comm.collectives import AxisComm, Pending
 from paceline.comm.pytree import signature, tensors_in
@@ -76,19 +77,27 @@ class Pipeline:
                     flat = run.forward(stage, 0)
             self.drain()
             last_rank = (program.total_stages - 1) % self.comm.size
-            values = tensors_of(program)
-            # Scores are (sum, weight) pairs, numbers all: the last stage's rank hands them to the others.
-            sent = torch.zeros(len(values), dtype=torch.float64, device=self.split.device)
+            # The last stage's rank hands the results to the others: numbers in one message, tensors in float64 too.
+            results = [_zeros_like(value, self.split.device) for value in tensors_of(program)]
             if self.comm.rank == last_rank and flat is not None:
-                sent = torch.stack([torch.as_tensor(value).to(sent) for value in flat])
+                results = [torch.as_tensor(value).to(like) for value, like in zip(flat, results, strict=True)]
+            sent = torch.cat([result.reshape(-1) for result in results])
             self.comm.broadcast(sent, last_rank)
-        return program.captured.rebuild(list(sent))
+        sizes = [result.numel() for result in results]
+        received = [part.view(like.shape) for part, like in zip(sent.split(sizes), results, strict=True)]
+        return program.captured.rebuild(received)
 
     def drain(self) -> None:
         """Wait until everything sent has left."""
         for pending in self.sending:
             pending.wait()
         self.sending.clear()
+
+
+def _zeros_like(value: Any, device: torch.device) -> torch.Tensor:
+    """Return zeros of the shape that an output of a program has: a node's, or a number's."""
+    shape = value.meta["val"].shape if isinstance(value, fx.Node) else ()
+    return torch.zeros(tuple(shape), dtype=torch.float64, device=device)
 
 
 def tensors_of(program: Program) -> list[Any]:

@@ -1,0 +1,143 @@
+"""How a job generates: which model, by which way, and which rank takes what."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from paceline.nouns.decoding import Decoding
+from paceline.nouns.errors import WorkloadError
+from paceline.nouns.parts import shown
+from paceline.train import snapshot
+from paceline.train.generate import (
+    CachedStep,
+    Evaluating,
+    Ranks,
+    Step,
+    WholeStep,
+    can_cache,
+    check_generates,
+    check_same_prompts,
+    checked_prompts,
+    generate,
+    whole_copy,
+)
+
+if TYPE_CHECKING:
+    from paceline.train.job import Job
+
+
+def generate_with(job: Job, prompts: Any, max_new_tokens: Any, options: dict[str, Any]) -> list[torch.Tensor]:
+    """Do what `Job.generate` says. Collective, but for workers of servers, which each do all of it."""
+    given = dict(options)
+    asked = given.pop("model", None)
+    decoding = Decoding.of(max_new_tokens, given)
+    rows = checked_prompts(prompts)
+    chosen = _chosen(job, asked)
+    longest = max(len(tokens) for tokens in rows.values()) + decoding.max_new_tokens
+    described = _described(job) if chosen is None else chosen
+    check_generates(described, longest)
+    ranks = _ranks(job)
+    if ranks.world.size > 1:
+        check_same_prompts(rows, decoding, ranks.world)
+    decoding = _with_cache(decoding, described, job)
+    autocast = torch.autocast(job.device.type, dtype=torch.bfloat16, enabled=job.workload.precision == "bf16")
+    with Evaluating(job.model), autocast:
+        return generate(rows, decoding, _step(job, chosen, decoding), ranks)
+
+
+def _chosen(job: Job, asked: Any) -> nn.Module | None:
+    """Return the model of a loop that has several; None: the job's one."""
+    models = job.models()
+    if asked is None:
+        if len(models) > 1:
+            raise WorkloadError(
+                "job.generate needs to know which model",
+                f"paceline.prepare was handed {len(models)}",
+                "write job.generate(..., model=...) with one of them",
+            )
+        return None
+    if not any(asked is model for model in models):
+        raise WorkloadError(
+            "the model of job.generate should be one of the job's", f"it is {shown(asked)}", "hand in one of them"
+        )
+    return asked if len(models) > 1 else None
+
+
+def _described(job: Job) -> nn.Module:
+    """Return the model as its authors made it: where it is captured, the module whose code became graphs."""
+    placed: Any = job.parallel.placed
+    form: nn.Module = placed.split.form if placed.is_captured else job.model
+    return form
+
+
+def _runs_as_graphs(job: Job) -> bool:
+    """True for the models of a loop under tensor, whose calls run graphs."""
+    return job.mesh.size("tensor") > 1 and not job.parallel.placed.is_captured
+
+
+def _with_cache(decoding: Decoding, model: nn.Module, job: Job) -> Decoding:
+    """Return it with `cache` decided.
+
+    Raises:
+        WorkloadError: a cache is asked for that there can't be.
+    """
+    has_cache = can_cache(model)
+    is_cut = job.parallel.placed.is_captured or _runs_as_graphs(job)
+    if decoding.cache and not has_cache:
+        raise WorkloadError(
+            "job.generate(cache=True) goes on from the keys and values of the tokens before",
+            f"{type(model).__name__} is no model of transformers, and its forward takes no `cache`",
+            "have forward(tokens, cache=None) keep keys and values in the dict that it is handed, or leave cache out",
+        )
+    if decoding.cache and _runs_as_graphs(job):
+        raise WorkloadError(
+            "job.generate(cache=True) calls the model's own code",
+            "under tensor the models of a loop run as graphs, which have no cache",
+            "leave cache out, or train by replicate or shard",
+        )
+    return dataclasses.replace(decoding, cache=has_cache and not is_cut if decoding.cache is None else decoding.cache)
+
+
+def _step(job: Job, chosen: nn.Module | None, decoding: Decoding) -> Step:
+    def choose(model: Any) -> Any:
+        return model if chosen is None else chosen
+
+    evaluate: Callable[[str, Any, Any], Any] = job.parallel.evaluate
+    if not decoding.cache:
+        return WholeStep(evaluate, choose, job.device)
+    if job.parallel.placed.is_captured:
+        parts = snapshot.model_parts(job.model, job.parallel.held(), job.comms.step.size)
+        whole = whole_copy(lambda: _made(job), parts, snapshot.names_of_state(job.model), job.comms.step)
+
+        def evaluate(name: str, function: Any, batch: Any) -> Any:
+            return function(whole, batch)
+
+    return CachedStep(evaluate, choose, job.device)
+
+
+def _made(job: Job) -> nn.Module:
+    model: nn.Module = job.workload.model().to(job.device)
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise WorkloadError(
+            "job.generate(cache=True) makes the whole model anew on each rank",
+            "the workload's `model` returns one and the same model, which is split",
+            "make it in the function: model=lambda: Model(...); or leave cache out",
+        )
+    return model.double() if job.workload.precision == "float64" else model
+
+
+def _ranks(job: Job) -> Ranks:
+    part, parts = job.steps.evaluation_part
+    gathers = job.mesh.size("shard") > 1
+    return Ranks(
+        part=part,
+        parts=parts,
+        alike=job.comms.axes["tensor"],
+        together=job.comms.step if gathers else None,
+        world=job.comms.step,
+    )
