@@ -165,7 +165,7 @@ def test_what_is_right_is_taken(case):
 NAMES = {
     "gradient_accumulation_steps": ("micro_batch_size", "leave"),
     "learning_rate": ("torch.optim.AdamW", "did you mean"),
-    "fp16": ("precision='bf16'", "did you mean"),
+    "fp16": ("precision='bf16' or 'fp16'", "did you mean"),
     "train_dataset": ("data=", "did you mean"),
     "criterion": ("loss=", "leave"),
     "num_workers": ("loader_workers", "leave"),
@@ -188,8 +188,8 @@ def test_an_unknown_part_gets_advice_that_does_no_harm(name):
 
 
 PRECISIONS = {
-    "fp16": ("leave it out for float32", "did you mean"),
-    "float16": ("leave it out for float32", "float64"),
+    "float16": ("did you mean 'fp16'", "float64"),
+    "16-mixed": ("did you mean 'fp16'", "bf16"),
     "fp32": ("did you mean 'float32'", "bf16"),
     "double": ("did you mean 'float64'", "bf16"),
     "bfloat16": ("did you mean 'bf16'", "float64"),

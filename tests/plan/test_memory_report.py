@@ -140,13 +140,18 @@ def test_what_a_name_says_of_bf16(has_bf16, names):
     assert {name: Device.parse(name).has_bf16 for name in names} == dict.fromkeys(names, has_bf16)
 
 
-@pytest.mark.parametrize("has_bf16", [True, False, None])
-def test_bf16_is_a_way_out_where_the_device_has_it(has_bf16):
+@pytest.mark.parametrize(("has_bf16", "precision"), [(True, "bf16"), (False, "fp16"), (None, "bf16")])
+def test_the_narrow_precision_of_the_device_is_a_way_out(has_bf16, precision):
     found = [way for way in ways(Plan(), 8, "float32", has_bf16) if way.precision]
-    assert len(found) == (has_bf16 is not False)
-    for way in found:
-        cost = cheapest([(way, 5, 100.0)], Plan(), 100.0)[0].cost
-        assert ("where the GPU has bf16" in cost) == (has_bf16 is None)
+    assert [way.precision for way in found] == [precision]
+    cost = cheapest([(found[0], 5, 100.0)], Plan(), 100.0)[0].cost
+    assert f"rounded to {precision}" in cost
+    assert ("where the GPU has bf16" in cost) == (has_bf16 is None)
+
+
+@pytest.mark.parametrize("plan", ["server=1", "replicate=2,compression=topk"])
+def test_fp16_is_no_way_out_where_an_update_can_not_be_left_out(plan):
+    assert [way for way in ways(Plan.parse(plan), 8, "float32", has_bf16=False) if way.precision] == []
 
 
 @pytest.mark.parametrize(

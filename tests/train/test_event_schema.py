@@ -114,9 +114,10 @@ if __name__ == "__main__":
 
 
 def plain(folder):
-    """A job that goes back to a checkpoint, saves and evaluates; without clipping."""
+    """A job in fp16 that goes back to a checkpoint, saves and evaluates; without clipping."""
     file = write_workload(folder, loop=OWN_LOOP)
-    file.write_text(file.read_text().replace("    clip_norm=1.0,\n", ""))
+    text = file.read_text().replace("torch.float64", "torch.float32").replace('"float64"', '"fp16"')
+    file.write_text(text.replace("    clip_norm=1.0,\n", ""))
     ended = paceline(folder, "run", "-n", "2", "--job", "a", "--checkpoint-every", "2", "--keep", "9", file)
     assert ended.code == 0, ended.err
 

@@ -73,6 +73,11 @@ class _Stream(Struct, forbid_unknown_fields=True):
     state: dict[str, Any] | None = None
 
 
+class _LossScale(Struct, forbid_unknown_fields=True):
+    value: Annotated[float, Meta(gt=0, le=2.0**127)]
+    updates: _Count
+
+
 class _Manifest(Struct):
     """What a manifest must have; what it may have is that where it is there."""
 
@@ -92,6 +97,7 @@ class _Manifest(Struct):
     loop: _Loop | None = None
     stream: _Stream | None = None
     kept: dict[str, bool] = {}
+    loss_scale: _LossScale | None = None
 
 
 def fault_of_form(manifest: Mapping[str, Any]) -> str | None:

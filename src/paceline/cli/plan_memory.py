@@ -113,7 +113,7 @@ def notices_of(profile: Profile, device: Device) -> list[str]:
     if profile.precision == "bf16" and device.has_bf16 is False:
         notices.append(
             f'{device.name} has no bf16, which precision="bf16" asks for: it is slow there or refused, and attention'
-            " may hold more than is shown; write float32"
+            " may hold more than is shown; write fp16"
         )
     return notices
 

@@ -33,7 +33,7 @@ _ACCUMULATION = (
     "write micro_batch_size=N, the samples that one rank takes at a time: gradients of a rank's part of batch_size are "
     "accumulated by so many"
 )
-_PRECISION = "write precision='bf16' (autocast to bfloat16), or leave it out (float32); float16 is not supported"
+_PRECISION = "write precision='bf16' or 'fp16' (autocast, for fp16 with a loss scale), or leave it out (float32)"
 # What other libraries call it, and what to do here.
 _ADVICE = {
     **dict.fromkeys(("lr", "learning_rate", "weight_decay", "betas", "momentum"), _IN_THE_OPTIMIZER),

@@ -20,6 +20,8 @@ class StepRecord:
         sent_bytes: payload this rank gave to collectives during the step.
         gradient_norm: of the whole gradient, before clipping; None where nothing is clipped.
         memory_bytes: peak resident set of this rank so far.
+        is_skipped: under fp16, gradients have overflown on some rank, so no parameter was changed.
+        loss_scale: under fp16, the factor of the loss in the next step; None otherwise.
 
     Examples:
         >>> job = paceline.distribute(workload)
@@ -39,6 +41,8 @@ class StepRecord:
     sent_bytes: int
     gradient_norm: float | None
     memory_bytes: int
+    is_skipped: bool = False
+    loss_scale: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the record as an event: its fields plus `event: step`.
@@ -53,4 +57,7 @@ class StepRecord:
             >>> event["event"], event["step"], event["loss"] == mean
             ('step', 1, True)
         """
-        return {"event": "step", **asdict(self)}
+        event = {"event": "step", **asdict(self)}
+        if self.loss_scale is None:
+            del event["is_skipped"], event["loss_scale"]
+        return event

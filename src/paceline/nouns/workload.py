@@ -12,7 +12,7 @@ from paceline.nouns.errors import WorkloadError, did_you_mean
 from paceline.nouns.parts import advice_for, check_data, check_function, check_sinks, shown
 from paceline.nouns.sink import MakeSink
 
-PRECISIONS = ("float32", "bf16", "float64")
+PRECISIONS = ("float32", "bf16", "fp16", "float64")
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,8 @@ class Workload:
         epochs: passes over the data; ignored where `steps` is given. Of a stream each ends where the stream does.
         steps: optimizer steps. A loop with batches of its own may leave it out, and can't take more.
         micro_batch_size: samples that one rank takes through the model at a time; all where None.
-        precision: "float32", "bf16" (autocast; parameters stay float32) or "float64".
+        precision: "float32", "bf16" or "fp16" (autocast; parameters stay float32), or "float64". With "fp16" the loss
+            is scaled for backward passes, and a step whose gradients overflow on some rank changes no parameter.
         clip_norm: largest norm of the whole gradient; no clipping where None.
         seed: of initial parameters, data order and dropout.
         deterministic: ask torch for deterministic algorithms.
@@ -228,11 +229,6 @@ def check_part_names(given: list[str], has_data: bool = True) -> None:
 
 def _precision_advice(asked: str) -> str:
     """Return what to write in place of a precision that does not exist."""
-    if asked.lower() in ("fp16", "float16", "half", "16", "16-mixed"):
-        return (
-            "leave it out for float32; precision='bf16' has float32's range and fewer digits than float16, and is fast "
-            "on GPUs from Ampere (A100) on"
-        )
     if asked.lower() in ("fp8", "int8", "float8", "8", "4", "int4"):
         return "leave it out for float32, or write precision='bf16'"
     return did_you_mean(asked, PRECISIONS, "write one of these", _SAME_PRECISION)
@@ -241,6 +237,7 @@ def _precision_advice(asked: str) -> str:
 _SAME_PRECISION = {
     "fp32": "float32", "32": "float32", "single": "float32", "float": "float32", "fp64": "float64", "64": "float64",
     "double": "float64", "bfloat16": "bf16", "bf16-mixed": "bf16",
+    "float16": "fp16", "half": "fp16", "16": "fp16", "16-mixed": "fp16",
 }  # fmt: skip
 
 

@@ -29,6 +29,7 @@ from paceline.nouns.mesh import AXES, DATA_AXES, SPREADING_AXES, Mesh
 from paceline.nouns.plan import Plan
 from paceline.nouns.shard_spec import LocalShard
 from paceline.nouns.workload import Workload
+from paceline.parallel.loss_scale import LossScale
 from paceline.parallel.micro_batches import StepHooks
 from paceline.parallel.model_adapter import ModelAdapter
 from paceline.parallel.norm import global_norm, scale_gradients
@@ -91,6 +92,9 @@ class Parallel:
         self.model = placed.model
         self.change_gradients: Callable[[Mapping[str, torch.nn.Parameter]], None] | None = None  # the user's function
         self.norm: float | None = None  # of the last gradient, where it was clipped on the way
+        self.loss_scale: LossScale | None = None
+        if workload.precision == "fp16":
+            self.loss_scale = LossScale(workload.batch_size, device)
         self.buffers = Buffers(placed.model, comms.data)
         self.replicate = self.replicate_over(placed.updated())
         # Shared memory is open between the ranks of `replicate`; the step's numbers may use it where these are all
@@ -153,13 +157,17 @@ class Parallel:
         self.placed.begin_step()
         self.observers.phase_begins(FORWARD)
         self.is_mean = self.comms.step.size == 1 and len(microbatches) == 1 and self.placed.is_plain
+        scale = 1.0
+        if self.loss_scale is not None:
+            scale = self.loss_scale.value
+            self.is_mean = False  # gradients overflow at the same scale on any number of ranks
 
         def after_forwards() -> None:
             # All forward passes are done: the numbers of the step are known, and buffers are not written any more.
             self.stats.begin(is_stopping, self.buffers.find_changed())
             self.replicate.begin_last_backward()
 
-        hooks = StepHooks(self.stats.add, self.placed.before_backward, after_forwards, self.is_mean)
+        hooks = StepHooks(self.stats.add, self.placed.before_backward, after_forwards, self.is_mean, scale)
         self.placed.forward_backward(self.workload.loss, microbatches, hooks, longest)
 
     def reduce_gradients(self) -> StepStats:
@@ -177,6 +185,13 @@ class Parallel:
         copies = self.mesh.size("tensor")
         self.buffers.reduce([ranks // copies for ranks in stats.changed])
         return stats
+
+    def unscale_gradients(self) -> bool:
+        """Divide gradients by the loss scale; return whether one is infinite or NaN on some rank. Collective."""
+        if self.loss_scale is None:
+            return False
+        comms = [self.comms.axes[axis] for axis in self.mesh.used(SPREADING_AXES)]
+        return self.loss_scale.unscale(self.placed.updated().values(), comms)
 
     def gradient_norm(self) -> torch.Tensor:
         """Return the norm of the whole gradient, the same on every rank."""

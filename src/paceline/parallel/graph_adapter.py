@@ -99,7 +99,7 @@ class GraphAdapter:
         """Run micro-batches through the stages, or one after another where there is one stage."""
         if self.pipeline is not None:
             # In a pipeline forward and backward passes alternate: all forwards are done only when the schedule is.
-            self.pipeline.forward_backward(loss, microbatches, hooks.add)
+            self.pipeline.forward_backward(loss, microbatches, hooks)
             hooks.after_forwards()
             return
 

@@ -29,12 +29,14 @@ class StepHooks:
         before_backward: a backward pass begins; whether it is the last, and whether it counts nothing.
         after_forwards: the last forward pass is done.
         takes_mean: gradients may be those of the mean at once: one micro-batch, and nobody to wait for.
+        scale: the factor of the loss in backward passes, under fp16.
     """
 
     add: Callable[[torch.Tensor, torch.Tensor | float], None]
     before_backward: Callable[[bool, bool], None]
     after_forwards: Callable[[], None]
     takes_mean: bool
+    scale: float = 1.0
 
 
 def forward_backward(
@@ -71,6 +73,8 @@ def forward_backward(
         hooks.before_backward(is_last, is_padding)
         if hooks.takes_mean:
             total = total / weight
+        if hooks.scale != 1.0:
+            total = total.to(torch.promote_types(total.dtype, torch.float32)) * hooks.scale
         total.backward()  # type: ignore[no-untyped-call]
     # A rank without samples has no forward pass, but the others wait for its numbers.
     if not microbatches:

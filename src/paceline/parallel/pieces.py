@@ -40,6 +40,7 @@ from paceline.nouns.plan import Plan
 from paceline.nouns.shard_spec import LocalShard
 from paceline.nouns.workload import Workload
 from paceline.parallel.apply import Comms, Parallel, RankPlace
+from paceline.parallel.loss_scale import unscale
 from paceline.parallel.model_adapter import EagerAdapter
 from paceline.parallel.norm import global_norm, scale_gradients
 from paceline.parallel.replicate.bucket import local_gradient
@@ -374,7 +375,13 @@ class PiecewiseParallel(Parallel):
             self.kept.__enter__()
 
     def backward(
-        self, loss: torch.Tensor, weight: torch.Tensor | float, piece: Piece, keeps_pace: bool, retain_graph: bool
+        self,
+        loss: torch.Tensor,
+        weight: torch.Tensor | float,
+        piece: Piece,
+        keeps_pace: bool,
+        retain_graph: bool,
+        factor: torch.Tensor | None = None,
     ) -> None:
         """Add the gradient of the mean loss over all ranks to the parameters' gradients.
 
@@ -384,6 +391,7 @@ class PiecewiseParallel(Parallel):
             piece: this call.
             keeps_pace: this rank has no samples: its loss counts nothing.
             retain_graph: as `torch.Tensor.backward` takes it.
+            factor: by which a GradScaler has multiplied the loss.
 
         Raises:
             LossError: it is not finite on some rank, or the weights add up to 0.
@@ -398,6 +406,8 @@ class PiecewiseParallel(Parallel):
         self.mine[_WEIGHT] = 0.0 if keeps_pace else weight
         loss = self._left_out(loss)
         detached = loss.detach()
+        if factor is not None:
+            detached = detached / factor
         self.mine[_LOSS] = self.mine[_WEIGHT] * detached
         is_weight = torch.isfinite(self.mine[_WEIGHT]) & (self.mine[_WEIGHT] >= 0)
         self.mine[self._place(_BAD)] = torch.where(is_weight, ~torch.isfinite(detached), _BAD_WEIGHT)
@@ -601,6 +611,16 @@ class PiecewiseParallel(Parallel):
     def scale(self, target: int, factor: torch.Tensor) -> None:
         """Multiply the gradients of an optimizer's parameters, of all if it is 0."""
         scale_gradients(self.gradients_of(target), factor)
+
+    def unscale(self, parameters: Iterable[torch.nn.Parameter], inverse: float) -> bool:
+        """Multiply gradients by `inverse`; return whether one is infinite or NaN on some rank. Collective."""
+        comms = []
+        if self.parts is not None:
+            comms.append(self.comms.axes["shard"])
+        if self.tensor is not None:
+            comms.append(self.comms.axes["tensor"])
+        with torch.no_grad():
+            return unscale(parameters, inverse, self.device, comms)
 
     def gradients_of(self, target: int) -> dict[torch.nn.Parameter, str]:
         """Return the parameters that have a gradient, with their names."""

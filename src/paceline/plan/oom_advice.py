@@ -64,7 +64,7 @@ class Suggestion:
             number = self.way.micro_batch_size
             costs.append(f"kernels on {number} sample{'s' * (number > 1)} at a time")
         if self.way.precision:
-            costs.append("matrix products rounded to bf16")
+            costs.append(f"matrix products rounded to {self.way.precision}")
         if self.way.condition:
             costs.append(self.way.condition)
         return ", ".join(costs) or "none"
@@ -88,6 +88,8 @@ def ways(plan: Plan, micro_batch: int, precision: str, has_bf16: bool | None = T
     smaller = _smaller(micro_batch) if mesh.size("pipeline") == 1 else []
     for size in smaller:
         yield Change(FREE, f"micro_batch_size={size} in the workload", plan, size)
+    if precision == "float32" and has_bf16 is False and _can_skip_updates(plan):
+        yield Change("precision", 'precision="fp16" in the workload', plan, 0, "fp16")
     if precision == "float32" and has_bf16 is not False:
         condition = "" if has_bf16 else "where the GPU has bf16 (NVIDIA: Ampere or newer)"
         yield Change("precision", 'precision="bf16" in the workload', plan, 0, "bf16", condition)
@@ -101,6 +103,11 @@ def ways(plan: Plan, micro_batch: int, precision: str, has_bf16: bool | None = T
     if plan.is_one_process:
         for ranks in (2, 4, 8):
             yield Change("shard", f"shard={ranks} as the plan", _sharded(plan, ranks))
+
+
+def _can_skip_updates(plan: Plan) -> bool:
+    """Return whether all ranks can leave out an update together, as fp16 asks for."""
+    return plan.strategy == "collectives" and plan.compression not in ("topk", "powersgd")
 
 
 def _smaller(micro_batch: int) -> list[int]:

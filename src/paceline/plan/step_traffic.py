@@ -55,6 +55,9 @@ def step_traffic(
     if model["clips"]:  # the norm is summed over the axes that split gradients: one float64 each
         for axis in mesh.used(SPREADING_AXES):
             common.append(Traffic("all_reduce", axis, 1, 8))
+    if model["scales"]:  # whether gradients have overflown under fp16
+        for axis in mesh.used(SPREADING_AXES):
+            common.append(Traffic("all_reduce", axis, 1, 4))
     at = {"shard": shard_rank, "tensor": tensor_rank}
     if "shards" in model:
         return _sharded(plan, mesh, model, common, at)

@@ -77,6 +77,7 @@ def describe(workload: Workload, plan: Plan | None = None, tensor_rank: int = 0,
         "batch_size": workload.batch_size,
         "micro_batch_size": workload.micro_batch_size,
         "clips": workload.clip_norm is not None,
+        "scales": workload.precision == "fp16",
         "batch_norms": batch_norms,
     }
     description |= describe_servers(workload, model, plan)

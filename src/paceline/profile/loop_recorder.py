@@ -111,11 +111,17 @@ class AloneInPieces(PiecewiseParallel):
     counts_its_samples = True  # nobody else does
 
     def backward(
-        self, loss: torch.Tensor, weight: torch.Tensor | float, piece: Piece, keeps_pace: bool, retain_graph: bool
+        self,
+        loss: torch.Tensor,
+        weight: torch.Tensor | float,
+        piece: Piece,
+        keeps_pace: bool,
+        retain_graph: bool,
+        factor: torch.Tensor | None = None,
     ) -> None:
         """Count it, and name the gradients that it has made."""
         self.backwards += 1
-        super().backward(loss, weight, piece, keeps_pace, retain_graph)
+        super().backward(loss, weight, piece, keeps_pace, retain_graph, factor)
         self._name_gradients()
 
     def reduce(self, piece: Piece) -> None:

@@ -99,6 +99,8 @@ def profile_loop(script: str, plan: Plan, rank: int = 0, device: str = "cpu") ->
         ) -> tuple[Any, ...]:
             _check_is_first(recorders)
             found = sort_objects(objects, whole)
+            for scaler in found.scalers:
+                scaler._enabled = False  # fake gradients can't be looked at; scaling them takes no memory
             recorder = LoopAllocations(loads_elsewhere=device != "cpu")
             stack.enter_context(_watching(recorder, device))
             job = LoneJob(found, plan.without_shared_memory(), seed, shard_frozen)

@@ -588,7 +588,7 @@ def _try_without_copy(placed: ModelAdapter, workload: Workload, loader: RankLoad
     """
     dtype = next(iter(placed.updated().values())).dtype
     tolerance = _VALUE_TOLERANCES.get(dtype, _NARROW_TOLERANCE)
-    if workload.precision == "bf16" and placed.is_captured:  # such a graph has its casts in it
+    if workload.precision in ("bf16", "fp16") and placed.is_captured:  # such a graph has its casts in it
         tolerance = _NARROW_TOLERANCE
     mode = _TrialMode(dtype, 0.0, tolerance, gradient_tolerance=math.inf, nudge=0.0)
     to_float64 = workload.precision == "float64"

@@ -21,6 +21,7 @@ from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
 from paceline.nouns.workload import Workload
 from paceline.parallel.apply import Parallel, RankPlace, open_comms, strategy_of
+from paceline.parallel.loss_scale import check_fits_plan
 from paceline.parallel.model_adapter import ModelAdapter
 from paceline.train import prepare
 from paceline.train.before_update import check_gradients_are_whole
@@ -64,6 +65,8 @@ class Assembly:
         self.strategy = self.choose_strategy()
         self.cut_notice = ""
         check_gradients_are_whole(workload.before_update, plan, self.mesh)
+        if workload.precision == "fp16":
+            check_fits_plan(plan, self.strategy.has_gradients)
         self.comms = open_comms(*self.strategy.comm_mesh(self.mesh, place.rank), ledger)
         # After the process groups: of a rank that fails here the others learn in their next collective, while in
         # `torch.distributed.new_group` they would wait for it.

@@ -26,6 +26,7 @@ from paceline.train.generate import (
     generate,
     whole_copy,
 )
+from paceline.train.precision import autocast
 
 if TYPE_CHECKING:
     from paceline.train.job import Job
@@ -45,8 +46,8 @@ def generate_with(job: Job, prompts: Any, max_new_tokens: Any, options: dict[str
     if ranks.world.size > 1:
         check_same_prompts(rows, decoding, ranks.world)
     decoding = _with_cache(decoding, described, job)
-    autocast = torch.autocast(job.device.type, dtype=torch.bfloat16, enabled=job.workload.precision == "bf16")
-    with Evaluating(job.model), autocast:
+    context = autocast(job.workload.precision, job.device.type)
+    with Evaluating(job.model), context:
         return generate(rows, decoding, _step(job, chosen, decoding), ranks)
 
 

@@ -41,6 +41,7 @@ from paceline.train.generate_job import generate_with
 from paceline.train.kept import KeptObjects
 from paceline.train.last_checkpoint import first_failure
 from paceline.train.load_weights import check_flags, read_weights
+from paceline.train.precision import autocast
 from paceline.train.seed import random_state, restore_random_state, seed_everything
 from paceline.train.servers import ServerSteps
 from paceline.train.step import train_step
@@ -318,7 +319,7 @@ class Job:
         if self.before_update is not None:
             self.before_update.step = self.step_number
         try:
-            stats, norm = train_step(
+            stats, norm, is_skipped = train_step(
                 batch.microbatches,
                 self.parallel,
                 self.optimizer,
@@ -338,6 +339,8 @@ class Job:
             self.ledger.total_bytes - sent_before,
             norm,
             peak_memory_bytes(),
+            is_skipped,
+            None if self.parallel.loss_scale is None else self.parallel.loss_scale.value,
         )
         self.is_stepping = False
         self.unchecked = self.step_number - self.loaded_step <= CHECKED
@@ -427,7 +430,7 @@ class Job:
         loader = self.assembly.make_loader(opened, self.steps.evaluation_part)
         score = score or self.workload.score or self._score
         prepare.check_can_score(self.parallel.placed, metrics)
-        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.workload.precision == "bf16"):
+        with autocast(self.workload.precision, self.device.type):
             result: dict[str, Any] = evaluation.evaluate(self.parallel, loader.evaluation(), score, self.comm)
         self.events.write({"event": "evaluation", "step": self.step_number, **result})
         if metrics is not None:
@@ -541,6 +544,8 @@ class Job:
             else:
                 has, lacks = "workload", "checkpoint"
             self.notice(f"the {has} has a learning-rate scheduler, the {lacks} has none: the rate may jump")
+        if self.parallel.loss_scale is not None and manifest.get("loss_scale") is not None:
+            self.parallel.loss_scale.restore(manifest["loss_scale"])
         self.step_number = manifest["step"]
         self.position = manifest["position"]
         self.loader.go_to(manifest)
@@ -952,6 +957,7 @@ class Job:
             "scheduler": snapshot.as_json("the scheduler's state", schedulers.state_of(self.scheduler)),
             "torch": torch.__version__,
             **kept_facts,
+            **self._scale_facts(),
             **self.facts(),
             **self.loader.facts(),
             **snapshot.config_facts(self.model),
@@ -960,6 +966,10 @@ class Job:
         rank_tensors = snapshot.own_tensors(random_state(self.device), self.parallel.state(), kept)
         # `begin` copies the tensors before it returns: training may change them while they are written.
         self.writer.begin(folder, parts, rank_tensors, metadata, keep)
+
+    def _scale_facts(self) -> dict[str, Any]:
+        scale = self.parallel.loss_scale
+        return {} if scale is None else {"loss_scale": scale.state()}
 
     def facts(self) -> dict[str, Any]:
         """Return what else a checkpoint says of the job."""

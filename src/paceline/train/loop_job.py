@@ -46,6 +46,7 @@ from paceline.train.events import peak_memory_bytes
 from paceline.train.job import Job, check_is_first, newest
 from paceline.train.loop_loader import CutLoader, Part, Place, load_pass
 from paceline.train.loop_objects import LoopObjects, check_parameters, sort_objects, updated_by
+from paceline.train.loop_scaler import LoopScaler, factor_of
 from paceline.train.parallelize import Fake
 from paceline.train.step import finite_norm
 
@@ -71,7 +72,8 @@ def prepare(
     ranks together; parameters, gradients and losses are those of one process that takes the whole batch.
 
     Args:
-        objects: modules, torch optimizers, at most one DataLoader and learning-rate schedulers, in any order.
+        objects: modules, torch optimizers, at most one DataLoader, learning-rate schedulers and a torch.amp.GradScaler,
+            in any order.
             Parameters and buffers become those of rank 0. The loader's sampler, batch sampler, collate and workers are
             used as they are.
         seed: of dropout, of the order of samplers without a generator of their own, and of what data sets draw.
@@ -199,6 +201,8 @@ class LoopJob(Job):
         self.shard_frozen = shard_frozen
         self.seed = seed
         self.is_updated = False  # an optimizer has stepped since the last step ended
+        self.is_scaled = False  # a GradScaler has scaled a loss of this step
+        self.is_skipped = False  # gradients have overflown in this step
         self.norm: float | None = None
         self.part: Part | None = None  # the batch that the loop has
         self.samples = 0  # of the batches of this step
@@ -250,6 +254,7 @@ class LoopJob(Job):
         for number, optimizer in enumerate(optimizers, 1):
             self._watch(optimizer, number)
         self._watch_others()
+        self.scalers = [LoopScaler(scaler, self) for scaler in self.objects.scalers]
         self._follow_groups()
         self.scheduler = self.objects.scheduler
         self.began_s = self.clock.now_s()
@@ -280,12 +285,7 @@ class LoopJob(Job):
 
         def after(optimizer: torch.optim.Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
             self.parallel.end_update(number)
-            if self.is_updated:
-                return  # of several optimizers
-            self.is_updated = True
-            self.is_stepping = False
-            self.step_number += 1
-            self.position += self.samples
+            self._note_update()
 
         optimizer.register_step_pre_hook(before)
         optimizer.register_step_post_hook(after)
@@ -405,7 +405,9 @@ class LoopJob(Job):
             >>> optimizer.step()
         """
         _check_loss(loss)
+        factor = factor_of(loss)
         self._begin_piece()
+        self.is_scaled |= factor is not None
         if self.cut is not None:
             self.cut.is_idle = False
         part = self.part
@@ -413,7 +415,7 @@ class LoopJob(Job):
         keeps_pace = part is not None and part.keeps_pace
         piece = Piece(BACKWARD, 0, 0 if part is None else part.check, _OTHER_BATCHES)
         with self._located():
-            self.parallel.backward(loss, weight, piece, keeps_pace, retain_graph)
+            self.parallel.backward(loss, weight, piece, keeps_pace, retain_graph, factor)
 
     def clip(self, max_norm: float, optimizer: torch.optim.Optimizer | None = None) -> float:
         """Scale gradients so that their norm is at most `max_norm`; call it between `backward` and the update.
@@ -426,9 +428,9 @@ class LoopJob(Job):
             The norm before clipping, of all the gradients together, the same on every rank.
 
         Raises:
-            LossError: the norm is not finite.
-            UsageError: `max_norm` is not above 0, the optimizer is not the job's, or something else has changed
-                gradients.
+            LossError: the norm is not finite, and no GradScaler will leave the update out.
+            UsageError: `max_norm` is not above 0, the optimizer is not the job's, something else has changed gradients,
+                or they are those of a loss that a GradScaler has scaled.
 
         Examples:
             >>> model = torch.nn.Linear(4, 1)
@@ -442,6 +444,10 @@ class LoopJob(Job):
                 "job.clip needs the largest norm, a number above 0", f"it is {max_norm!r}", "write job.clip(1.0)"
             )
         target = self._target(optimizer)
+        self._check_unscaled(target, "job.clip")
+        if self._has_overflown(target):  # the update will be left out
+            self.norm = None
+            return math.inf
         self._reduce(target)
         with self._located():
             norm = finite_norm(self.parallel.norm_of(target))
@@ -462,8 +468,8 @@ class LoopJob(Job):
             sees a change in place, or another tensor in `parameter.grad`. Every rank must make the same change.
 
         Raises:
-            UsageError: the optimizer is not the job's, something else has changed gradients, or the plan has `tensor`,
-                which gives this rank pieces of them.
+            UsageError: the optimizer is not the job's, something else has changed gradients, they are those of a loss
+                that a GradScaler has scaled, or the plan has `tensor`, which gives this rank pieces of them.
 
         Examples:
             >>> model = torch.nn.Linear(4, 1)
@@ -476,6 +482,7 @@ class LoopJob(Job):
             >>> optimizer.step()
         """
         target = self._target(optimizer)
+        self._check_unscaled(target, "job.gradients")
         self._reduce(target)
         if self.parallel.has_pieces(target):
             raise UsageError(
@@ -693,10 +700,13 @@ class LoopJob(Job):
             self.ledger.total_bytes - self.sent_before,
             self.norm,
             peak_memory_bytes(),
+            self.is_skipped,
+            self.scalers[0].scaler.get_scale() if self.is_scaled else None,
         )
         self._tell_length()
         self.events.write(self.last.to_json())
         self.norm = None
+        self.is_scaled = self.is_skipped = False
         self.samples = self.batches_seen = 0
         self.parallel.observers.parameters_updated(self.parallel.named(), self.optimizer)
         self._begin_timing()
@@ -768,14 +778,57 @@ class LoopJob(Job):
     def _target(self, optimizer: torch.optim.Optimizer | None) -> int:
         if optimizer is None:
             return 0
-        for number, own in enumerate(self.objects.optimizers, 1):
-            if own is optimizer:
-                return number
+        number = self.number_of(optimizer)
+        if number is not None:
+            return number
         raise UsageError(
             "the optimizer should be one of those that paceline.prepare was handed",
             f"this {type(optimizer).__name__} is not",
             "hand it to paceline.prepare too",
         )
+
+    def _check_unscaled(self, target: int, call: str) -> None:
+        """Raise UsageError if gradients are those of a loss that a GradScaler has scaled."""
+        if not self.is_scaled:
+            return
+        for scaler in self.scalers:
+            for optimizer in self._optimizers_of(target):
+                with self._located():
+                    scaler.check_unscaled(optimizer, call)
+
+    def _has_overflown(self, target: int) -> bool:
+        """Return whether a GradScaler has found that gradients overflow."""
+        if not self.is_scaled:
+            return False
+        optimizers = self._optimizers_of(target)
+        return any(scaler.has_found(optimizer) for scaler in self.scalers for optimizer in optimizers)
+
+    def _optimizers_of(self, target: int) -> list[torch.optim.Optimizer]:
+        return [self.objects.optimizers[target - 1]] if target else self.objects.optimizers
+
+    def number_of(self, optimizer: torch.optim.Optimizer) -> int | None:
+        """Return which of the job's optimizers this is, from 1; None if it is none of them."""
+        for number, own in enumerate(self.objects.optimizers, 1):
+            if own is optimizer:
+                return number
+        return None
+
+    def sum_gradients(self, number: int) -> None:
+        """Make the gradients of an optimizer's parameters sums over the ranks. Collective."""
+        self._reduce(number)
+
+    def skip_update(self) -> None:
+        """Note that gradients have overflown, so an optimizer's update was left out; the step counts all the same."""
+        self.is_skipped = True
+        self._note_update()
+
+    def _note_update(self) -> None:
+        if self.is_updated:
+            return  # of several optimizers
+        self.is_updated = True
+        self.is_stepping = False
+        self.step_number += 1
+        self.position += self.samples
 
     @contextmanager
     def _located(self) -> Iterator[None]:

@@ -18,7 +18,7 @@ from paceline.parallel.optimizer_parts import groups_of
 from paceline.train.loop_loader import check_loader
 
 _EVALUATED = 64  # samples of a batch, where no loader says how many
-_CALL = "paceline.prepare takes modules, optimizers, at most one DataLoader and schedulers"
+_CALL = "paceline.prepare takes modules, optimizers, at most one DataLoader, schedulers and a GradScaler"
 
 
 class SeveralOptimizers(torch.optim.Optimizer):
@@ -61,6 +61,7 @@ class LoopObjects:
     loader: DataLoader[Any] | None
     schedulers: list[Any]
     whole: list[torch.nn.Module]  # models that stay whole on every rank
+    scalers: list[torch.amp.GradScaler]
 
     @property
     def model(self) -> torch.nn.Module:
@@ -127,10 +128,11 @@ class LoopObjects:
 
     @property
     def scheduler(self) -> Any:
-        """Return what checkpoints keep of the schedulers; None without any."""
-        if not self.schedulers:
+        """Return what checkpoints keep of the schedulers and the scalers; None without any."""
+        found = [*self.schedulers, *self.scalers]
+        if not found:
             return None
-        return self.schedulers[0] if len(self.schedulers) == 1 else SeveralSchedulers(self.schedulers)
+        return found[0] if len(found) == 1 else SeveralSchedulers(found)
 
     def workload(self, seed: int) -> Workload:
         """Return the workload of a job of these objects: its loop has the loss."""
@@ -178,9 +180,10 @@ def sort_objects(objects: tuple[Any, ...], whole: Iterable[torch.nn.Module] = ()
     optimizers: list[torch.optim.Optimizer] = []
     loaders: list[DataLoader[Any]] = []
     schedulers: list[Any] = []
+    scalers: list[torch.amp.GradScaler] = []
     for number, each in enumerate(objects, 1):
         kind = _kind_of(number, each)
-        of_kind: dict[str, list[Any]] = {"model": models, "optimizer": optimizers, "loader": loaders}
+        of_kind: dict[str, list[Any]] = {"model": models, "optimizer": optimizers, "loader": loaders, "scaler": scalers}
         of_kind.get(kind, schedulers).append(each)
     for name, found in (("model", models), ("optimizer", optimizers)):
         if not found:
@@ -199,7 +202,8 @@ def sort_objects(objects: tuple[Any, ...], whole: Iterable[torch.nn.Module] = ()
     for each in loaders:
         check_loader(each)
     check_parameters([parameter for model in models for parameter in model.parameters()], optimizers)
-    return LoopObjects(models, optimizers, loaders[0] if loaders else None, schedulers, _known_models(whole, models))
+    loader = loaders[0] if loaders else None
+    return LoopObjects(models, optimizers, loader, schedulers, _known_models(whole, models), scalers)
 
 
 def _known_models(whole: Any, models: list[torch.nn.Module]) -> list[torch.nn.Module]:
@@ -228,6 +232,8 @@ def _kind_of(number: int, value: Any) -> str:
                 )
             return name
     is_object = not inspect.isclass(value)
+    if isinstance(value, torch.amp.GradScaler):
+        return "scaler"
     if is_object and callable(getattr(value, "step", None)) and callable(getattr(value, "state_dict", None)):
         return "scheduler"
     raise WorkloadError(_CALL, f"object {number} is {shown(value)}", _advice(value))

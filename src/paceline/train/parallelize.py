@@ -25,6 +25,7 @@ from paceline.parallel.apply import Comms
 from paceline.parallel.model_adapter import EagerAdapter, ModelAdapter
 from paceline.parallel.replicate.strategy import broadcast_state
 from paceline.train import prepare
+from paceline.train.precision import autocast, autocast_dtype
 
 _MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
 _LARGE_BYTES = 4 * 2**20
@@ -49,17 +50,15 @@ def parallelize_model(
         WorkloadError, PlanError: the model can't be split so.
     """
     mesh = Mesh.parse(plan.mesh)
-    autocast = functools.partial(
-        torch.autocast, device.type, dtype=torch.bfloat16, enabled=workload.precision == "bf16"
-    )
+    context = functools.partial(autocast, workload.precision, device.type)
     is_split = bool(mesh.used(GRAPH_AXES))
     # Before tensors are made: the setting holds for blocks that are allocated after it.
     if is_split or mesh.size("shard") > 1:
         _return_freed_memory()
     if is_split:
-        return _split(workload, comms, plan, device, (autocast, example, fake))  # type: ignore[no-any-return]
+        return _split(workload, comms, plan, device, (context, example, fake))  # type: ignore[no-any-return]
     if mesh.size("shard") > 1:
-        return _sharded(workload, comms, plan, device, (autocast, example, fake))  # type: ignore[no-any-return]
+        return _sharded(workload, comms, plan, device, (context, example, fake))  # type: ignore[no-any-return]
     if fake is None:
         model = prepare.make_model(workload, device, comms.data)
         # A factory need not draw from the seed here: rank 0's values are sent to all.
@@ -68,7 +67,7 @@ def parallelize_model(
         with fake():
             model = prepare.make_model_without_values(workload)
     notices = recompute_and_compile(model, plan)
-    placed = EagerAdapter(model, autocast, _statistics(workload, model, comms), example)
+    placed = EagerAdapter(model, context, _statistics(workload, model, comms), example)
     placed.notices = notices
     return placed
 
@@ -88,7 +87,7 @@ def _split(workload: Workload, comms: Comms, plan: Plan, device: torch.device, r
             "beside tensor the graphs hold collectives, which it can't take in",
             "leave compile out, or use it with replicate, shard or pipeline",
         )
-    autocast, example, fake = run
+    context, example, fake = run
     # Step 1: the model's form; its values are made in step 3, unless its factory can't be deferred.
     values, form = _values_and_form(workload, fake)
     split = split_model(workload, form, comms.axes, plan, device)
@@ -107,7 +106,7 @@ def _split(workload: Workload, comms: Comms, plan: Plan, device: torch.device, r
     if fake is None:
         _check_same_everywhere(digests, comms.step)
     with contextlib.nullcontext() if fake is None else fake():
-        return GraphAdapter(split, comms.axes, plan, comms.step.peers[comms.step.rank], autocast)
+        return GraphAdapter(split, comms.axes, plan, comms.step.peers[comms.step.rank], context)
 
 
 def split_model(
@@ -130,7 +129,7 @@ def split_model(
         stages = axes["pipeline"].size * STAGES_PER_RANK[plan.schedule]
     model = skeleton(form, _dtype(workload)).train()
     split = SplitModel(model, axes["tensor"], axes["pipeline"], plan, device, stages)
-    split.precision = torch.bfloat16 if workload.precision == "bf16" else None
+    split.precision = autocast_dtype(workload.precision)
     return split
 
 
@@ -150,13 +149,13 @@ def _sharded(workload: Workload, comms: Comms, plan: Plan, device: torch.device,
     from paceline.graph.capture import skeleton
     from paceline.parallel.shard.fsdp_adapter import FsdpAdapter
 
-    autocast, example, fake = run
+    context, example, fake = run
     values, form = _values_and_form(workload, fake)
     model = skeleton(form, _dtype(workload)).train()
     shared = _statistics(workload, model, comms)
     notices = recompute_and_compile(model, plan)
     with contextlib.nullcontext() if fake is None else fake():
-        sharded = FsdpAdapter(model, comms.axes, plan, device, (autocast, example, shared))
+        sharded = FsdpAdapter(model, comms.axes, plan, device, (context, example, shared))
     sharded.notices = notices
     digests = []
     for name, tensor in values:

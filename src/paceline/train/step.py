@@ -15,10 +15,17 @@ from paceline.parallel.step_stats import StepStats
 
 
 class StepResult(NamedTuple):
-    """The result of a step."""
+    """The result of a step.
+
+    Attributes:
+        stats: the numbers that all ranks know.
+        gradient_norm: before clipping; None where nothing is clipped.
+        is_skipped: gradients have overflown under fp16, so the parameters are as they were.
+    """
 
     stats: StepStats
     gradient_norm: float | None
+    is_skipped: bool = False
 
 
 def train_step(
@@ -28,6 +35,8 @@ def train_step(
     control: tuple[bool, int],
 ) -> StepResult:
     """Run forward, backward, reduce, check, change, clip, update. Update nothing if the loss is not finite.
+
+    Under fp16 nothing is updated, either, where gradients overflow on some rank.
 
     Args:
         microbatches: this rank's.
@@ -47,10 +56,15 @@ def train_step(
     observer = parallel.observers
     observer.phase_begins(REDUCE)
     stats = parallel.reduce_gradients()
+    has_overflown = parallel.unscale_gradients()
     updated = parallel.placed.updated()
     observer.gradients_reduced(updated)
     # Before the update, and on all ranks from the same sums: all raise, and the parameters stay as they were.
     check_finite(stats)
+    if parallel.loss_scale is not None:
+        parallel.loss_scale.note(has_overflown)
+        if has_overflown:
+            return StepResult(stats, None, is_skipped=True)
     if parallel.change_gradients is not None:
         parallel.change_gradients(updated)
     norm = parallel.norm

@@ -265,10 +265,11 @@ class _Proof:
 def precisions_of(precision: str) -> list[str]:
     """Return the precisions in which steps are taken, widest first, for a workload of `precision`.
 
-    Under bf16 rounding is so large that gradients narrowed by mistake would hide in it; in float32 they do not.
+    Under bf16 and fp16 rounding is so large that gradients narrowed by mistake would hide in it. In float32 they do
+    not.
     """
-    if precision == "bf16":
-        return ["float64", "float32", "bf16"]
+    if precision in ("bf16", "fp16"):
+        return ["float64", "float32", precision]
     if precision == "float64":
         return ["float64"]
     return ["float64", precision]

@@ -26,7 +26,7 @@ from paceline.comm.pytree import signature, tensors_in
 from paceline.nouns.plan import Plan
 from paceline.nouns.schedule import BACKWARD, FORWARD, WEIGHTS, Action, Schedule, make_schedule
 from paceline.parallel.graph_model import Function, Program, SplitModel, StageProgram
-from paceline.parallel.micro_batches import checked_loss
+from paceline.parallel.micro_batches import StepHooks, checked_loss
 from paceline.parallel.pipeline.split_backward import backward_of_inputs, backward_of_weights
 
 Autocast = Callable[[], AbstractContextManager[Any]]
@@ -59,11 +59,11 @@ class Pipeline:
             self.schedules[micro_batches] = make_schedule(self.plan.schedule, self.comm.size, micro_batches)
         return self.schedules[micro_batches]
 
-    def forward_backward(self, loss: Function, microbatches: Sequence[Any], add: Add) -> None:
+    def forward_backward(self, loss: Function, microbatches: Sequence[Any], hooks: StepHooks) -> None:
         """Add up the gradients of the loss sums of `microbatches`, each cut alike (see `same_shapes`)."""
         for run in same_shapes(microbatches):
             program = self.split.program("loss", loss, run[0])
-            _StageRun(self, program, run, add).play(self.schedule(len(run)))
+            _StageRun(self, program, run, hooks.add, hooks.scale).play(self.schedule(len(run)))
 
     def evaluate(self, key: str, function: Function, batch: Any) -> Any:
         """Run a function of the model forwards; return its result on every rank of the pipeline."""
@@ -127,6 +127,7 @@ class _StageRun:
     program: Program
     microbatches: Sequence[Any]
     add: Add
+    scale: float = 1.0  # of the loss, in backward passes
     flights: dict[tuple[int, int], _Flight] = field(default_factory=dict)
     coming: dict[Action, list[tuple[torch.Tensor, Pending]]] = field(default_factory=dict)
     has_halves: bool = False
@@ -183,7 +184,7 @@ class _StageRun:
         program = self.by_index[action.stage]
         if action.stage == self.program.total_stages - 1:
             roots = flight.sent
-            gradients = [torch.ones_like(flight.sent[0])]
+            gradients = [torch.full_like(flight.sent[0], self.scale)]
         else:
             roots = _where_flowing(flight.sent, program.last.sends_gradient)
             gradients = self._received(action)

@@ -20,7 +20,7 @@ from safetensors.numpy import load_file
 from paceline.nouns.shard_spec import FLAT, ShardSpec
 
 Array = np.ndarray[Any, Any]
-EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "bf16": 2.0**-8}
+EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "bf16": 2.0**-8, "fp16": 2.0**-10}
 KINDS = ("gradient", "buffer", "state", "parameter")  # in the order in which a step makes them
 
 

@@ -35,7 +35,7 @@ from paceline.verify.ranks.control_flow_trace import Branches
 from paceline.verify.ranks.dropout_trace import DropoutTrace, MaskPiece, watch_pieces
 from paceline.verify.ranks.fingerprint import prints_of
 from paceline.verify.ranks.randomness import controlled, drawn_state
-from paceline.verify.ranks.reference_step import dense_copy
+from paceline.verify.ranks.reference_step import dense_copy, scale_of
 from paceline.verify.ranks.trace import Trace, begin_heartbeat
 from paceline.verify.ranks.watch import ModuleWatch, watch_graph, watch_modules
 
@@ -97,6 +97,8 @@ class _RankRun:
             if not self.run.get("draws"):
                 stack.enter_context(controlled(is_off))
             job = Job(self.workload, self.plan)
+            if job.parallel.loss_scale is not None:
+                job.parallel.loss_scale.value = scale_of(self.workload)
             first = 1
             if self.run.get("load"):
                 job.load(self.run["load"])

@@ -7,6 +7,7 @@ Paceline it uses the workload, the data order and the seeds, which are promises 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from torch.utils.data import default_collate
 from paceline.nouns.errors import LossError, WorkloadError
 from paceline.nouns.order import DataOrder
 from paceline.nouns.workload import Workload
+from paceline.train.precision import autocast
 from paceline.train.seed import kept_random_state, seed_everything, seed_sample
 from paceline.verify.ranks.control_flow_trace import Branches
 from paceline.verify.ranks.randomness import controlled, watched
@@ -26,6 +28,7 @@ from paceline.verify.ranks.reference_optimizers import as_optimizer, change_grad
 from paceline.verify.ranks.reference_stream import StreamedSamples, opened
 
 Tensors = dict[str, torch.Tensor]
+_SCALE_OF_A_MEAN = 2.0**8
 
 
 @dataclass(slots=True)
@@ -110,6 +113,16 @@ def take_steps(workload: Workload, precision: str, steps: int, variation: Variat
     return result
 
 
+def scale_of(workload: Workload) -> float:
+    """Return the factor of the loss in backward passes: under fp16 one at which few models overflow, else 1.
+
+    It is lower than that of training, which would leave out the first steps of many models.
+    """
+    if workload.precision != "fp16":
+        return 1.0
+    return _SCALE_OF_A_MEAN / 2.0 ** round(math.log2(workload.batch_size))
+
+
 def _updated_names(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     """Return the names of the model's parameters that the optimizer has, in its order."""
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -131,12 +144,15 @@ def _gradients(
     model.zero_grad(set_to_none=True)
     total = 0.0
     weight = 0.0
+    scale = scale_of(workload)
     for number, batch in enumerate(microbatches):
-        with Branches() as branches, torch.autocast("cpu", torch.bfloat16, enabled=workload.precision == "bf16"):
+        with Branches() as branches, autocast(workload.precision, "cpu"):
             with watch(model) if number == 0 else _unwatched(model):
                 returned = workload.loss(model, batch)
             loss_sum, loss_weight = checked(returned)
         result.branches += branches.taken
+        if scale != 1.0:
+            loss_sum = loss_sum.float() * scale
         loss_sum.backward()  # type: ignore[no-untyped-call]
         total += float(loss_sum.detach())
         weight += float(loss_weight)
@@ -144,6 +160,7 @@ def _gradients(
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     for gradient in gradients:
         gradient /= weight
+        gradient /= scale
     if workload.before_update is not None:
         change_gradients(workload, model, len(result.losses))
     if workload.clip_norm is not None:
@@ -261,7 +278,7 @@ def doubled(value: Any) -> Any:
 
 
 def _epsilon(precision: str) -> float:
-    dtype = {"float64": torch.float64, "bf16": torch.bfloat16}.get(precision, torch.float32)
+    dtype = {"float64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
     return torch.finfo(dtype).eps
 
 
