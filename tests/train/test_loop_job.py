@@ -1109,8 +1109,10 @@ job, model, optimizer = paceline.prepare(model, optimizer)
         ("from paceline import prepare\n", "prepare"),
         ("from paceline import prepare as begin\n", "begin"),
         ("import paceline as pl\n", "pl.prepare"),
+        ("from paceline.integrations.transformers import Trainer\n", "Trainer"),
+        ("from paceline.integrations import lightning as pl\n", "pl.Trainer"),
     ],
-    ids=["module", "function", "function-as", "module-as"],
+    ids=["module", "function", "function-as", "module-as", "transformers", "lightning"],
 )
 @pytest.mark.parametrize("command", [["run"], ["verify"], ["plan"]])
 def test_the_command_says_it_before_it_starts_a_process(tmp_path, command, head, call):

@@ -17,6 +17,13 @@ from paceline.nouns.workload import check_part_names, too_small_batch
 # not exist in the forked child, and a lock that it held stays locked there; a CUDA context can't be used there at all.
 _FORK_SAFE = ("torch", "transformers", "tokenizers", "numpy", "safetensors", "torchmetrics", "paceline")
 
+# Which call of which module trains a loop of the user's own.
+_LOOPS = {
+    "paceline": "prepare",
+    "paceline.integrations.transformers": "Trainer",
+    "paceline.integrations.lightning": "Trainer",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class WorkloadFile:
@@ -24,7 +31,7 @@ class WorkloadFile:
 
     path: Path
     imports: tuple[str, ...]  # modules that may be loaded before a fork
-    is_loop: bool = False  # it trains by `paceline.prepare`
+    is_loop: bool = False  # it trains by `paceline.prepare`, or by a Trainer that calls it
 
 
 def read_workload_file(text: str, ranks: int, plan: Plan | None = None) -> WorkloadFile:
@@ -68,28 +75,32 @@ def read_workload_file(text: str, ranks: int, plan: Plan | None = None) -> Workl
 
 
 def _has_loop(tree: ast.Module) -> bool:
-    """True if it calls `paceline.prepare`, and declares no workload."""
+    """True if it calls `paceline.prepare` or what calls that, and declares no workload."""
     calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
     if any(_name(function) == "Workload" for function in calls):
         return False
-    modules, functions = _names_of_prepare(tree)
-    for function in calls:
-        if isinstance(function, ast.Attribute) and function.attr == "prepare" and _name(function.value) in modules:
-            return True
-        if isinstance(function, ast.Name) and function.id in functions:
-            return True
+    for module, function in _LOOPS.items():
+        modules, functions = _names_of(tree, module, function)
+        for called in calls:
+            if isinstance(called, ast.Attribute) and called.attr == function and ast.unparse(called.value) in modules:
+                return True
+            if isinstance(called, ast.Name) and called.id in functions:
+                return True
     return False
 
 
-def _names_of_prepare(tree: ast.Module) -> tuple[set[str], set[str]]:
-    """Return under which names the file has imported paceline, and `prepare` of it."""
-    modules = {"paceline"}
+def _names_of(tree: ast.Module, module: str, function: str) -> tuple[set[str], set[str]]:
+    """Return under which names the file has imported a module, and a function of it."""
+    modules = {module}
     functions = set()
+    package, _, last = module.rpartition(".")
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            modules |= {alias.asname for alias in node.names if alias.name == "paceline" and alias.asname}
-        elif isinstance(node, ast.ImportFrom) and node.module == "paceline":
-            functions |= {alias.asname or alias.name for alias in node.names if alias.name == "prepare"}
+            modules |= {alias.asname for alias in node.names if alias.name == module and alias.asname}
+        elif isinstance(node, ast.ImportFrom) and node.module == module:
+            functions |= {alias.asname or alias.name for alias in node.names if alias.name == function}
+        elif isinstance(node, ast.ImportFrom) and package and node.module == package:
+            modules |= {alias.asname or alias.name for alias in node.names if alias.name == last}
     return modules, functions
 
 
