@@ -44,7 +44,7 @@ IN_A_FILE = {
     "compression beside tensor": ("bf16", "replicate=2,tensor=2", "shard=2,tensor=2"),
     "bucket_bytes": (1024, "replicate=2", "pipeline=2"),
 }
-ANYWHERE = {"checkpointing", "compile", "server", "checkpoint_every", "keep"}
+ANYWHERE = {"checkpointing", "compile", "server", "checkpoint_every", "keep", "copy_to"}
 
 
 def test_every_option_is_in_the_tables():

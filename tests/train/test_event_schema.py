@@ -140,6 +140,29 @@ def without_room(folder):
     assert "the job's last checkpoint" in ended.err
 
 
+LOSES_STORE = """
+if __name__ == "__main__":
+    import shutil
+    job = paceline.distribute(workload)
+    for batch in job.batches():
+        job.step(batch)
+        if job.step_number == 8:
+            while '"copied"' not in (job.run_dir / "events.jsonl").read_text():
+                time.sleep(0.05)
+            shutil.rmtree("store")
+            open("store", "w").close()
+"""
+
+
+def without_store(folder):
+    """A job whose checkpoints can be copied only at first."""
+    file = write_workload(folder, loop=LOSES_STORE)
+    copied = ("--copy-to", f"file://{folder}/store")
+    ended = paceline(folder, "run", "--job", "a", "--checkpoint-every", "4", *copied, file)
+    assert ended.code == 1
+    assert "last checkpoint should be copied" in ended.err
+
+
 def servers(folder):
     """A job with a parameter server whose worker 0 is killed and replaced."""
     file = write_workload(folder, loop=f"print('pid', os.getpid(), flush=True)\n{LOOP}")
@@ -158,7 +181,7 @@ def servers(folder):
 def written(tmp_path_factory):
     """The events of all these jobs."""
     found = []
-    for job in (plain, stopped_and_resumed, without_room, servers):
+    for job in (plain, stopped_and_resumed, without_room, without_store, servers):
         folder = tmp_path_factory.mktemp(job.__name__)
         job(folder)
         found += map(json.loads, (folder / "runs" / "a" / "events.jsonl").read_text().splitlines())

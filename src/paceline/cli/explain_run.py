@@ -62,6 +62,7 @@ def saving_rows(plan: Plan, given: Mapping[str, str], plan_origin: str) -> tuple
     return (
         ("checkpoint every", every, _origin(given, "checkpoint_every", otherwise)),
         ("checkpoints kept", str(plan.keep), _origin(given, "keep", otherwise)),
+        ("copied to", plan.copy_to or "nowhere", _origin(given, "copy_to", otherwise)),
     )
 
 

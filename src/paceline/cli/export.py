@@ -9,12 +9,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a checkpoint, or a run: its newest")
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint, or a run: its newest; or such a URL")
     parser.add_argument("--to", metavar="FORM", default="hf", help="hf (default), or safetensors: no config.json")
     parser.add_argument("folder", type=Path, metavar="DIR", help="the folder to write; new or empty")
     parser.add_argument("--dry-run", action="store_true", help="say what would be written, and write nothing")
@@ -23,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Export the model."""
+    from paceline.checkpoint.copies import is_url
     from paceline.checkpoint.export import FORMS, check_may_export, plan_export, write_export
     from paceline.nouns.errors import UsageError, did_you_mean
 
@@ -31,11 +35,14 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(f"can't export to the form {arguments.to!r}", f"the choices are {', '.join(FORMS)}", fix)
     folder = arguments.folder
     check_may_export(folder)
-    export = plan_export(arguments.checkpoint, arguments.to, lambda text: print(f"paceline: {text}", file=sys.stderr))
-    if not arguments.dry_run:
-        write_export(export, folder)
+    with _on_disk(arguments.checkpoint) as checkpoint:
+        export = plan_export(checkpoint, arguments.to, _print_notice)
+        if not arguments.dry_run:
+            write_export(export, folder)
+    source = arguments.checkpoint if is_url(arguments.checkpoint) else str(export.source)
     if arguments.json:
-        print(json.dumps({**export.to_json(), "folder": str(folder), "written": not arguments.dry_run}))
+        facts = {**export.to_json(), "checkpoint": source}
+        print(json.dumps({**facts, "folder": str(folder), "written": not arguments.dry_run}))
         return 0
     for name, tensors in export.files.items():
         nbytes = sum(export.tensors[tensor].nbytes for tensor in tensors)
@@ -43,5 +50,22 @@ def run(arguments: argparse.Namespace) -> int:
     for name in export.texts:
         print(name)
     word = "would be written" if arguments.dry_run else "written"
-    print(f"paceline export: {word} to {folder}, of {export.source} (step {export.step})", file=sys.stderr)
+    print(f"paceline export: {word} to {folder}, of {source} (step {export.step})", file=sys.stderr)
     return 0
+
+
+def _print_notice(text: str) -> None:
+    print(f"paceline: {text}", file=sys.stderr)
+
+
+@contextmanager
+def _on_disk(checkpoint: str) -> Iterator[Path]:
+    """Have the checkpoint as a folder inside the `with`; one in an object store is read to the disk for that time."""
+    from paceline.checkpoint.copies import check_url, find_copy, is_url
+
+    if not is_url(checkpoint):
+        yield Path(checkpoint)
+        return
+    check_url(checkpoint, "paceline export")
+    with tempfile.TemporaryDirectory(prefix="paceline-export-") as folder:
+        yield find_copy(checkpoint, _print_notice, Path(folder))

@@ -52,6 +52,7 @@ def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"between saves; 0: at the end (default {default.checkpoint_every})",
     )
     parser.add_argument("--keep", type=int, metavar="K", help=f"checkpoints that stay (default {default.keep})")
+    parser.add_argument("--copy-to", metavar="URL", help="copies of checkpoints, as s3://bucket/runs")
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -93,6 +94,7 @@ def plan_request(arguments: argparse.Namespace, ranks: int | None = None) -> Pla
         text=arguments.plan or "",
         checkpoint_every=getattr(arguments, "checkpoint_every", None),  # not every command has it
         keep=getattr(arguments, "keep", None),
+        copy_to=getattr(arguments, "copy_to", None),
     )
 
 

@@ -7,6 +7,7 @@ import difflib
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.nouns import module_names
 from paceline.nouns.errors import PacelineError, ReadError, UsageError, WorkloadError
 from paceline.nouns.loop_plan import check_plan_of_loop
 from paceline.nouns.plan import Plan
@@ -19,9 +20,9 @@ _FORK_SAFE = ("torch", "transformers", "tokenizers", "numpy", "safetensors", "to
 
 # Which call of which module trains a loop of the user's own.
 _LOOPS = {
-    "paceline": "prepare",
-    "paceline.integrations.transformers": "Trainer",
-    "paceline.integrations.lightning": "Trainer",
+    module_names.PACKAGE: "prepare",
+    module_names.TRANSFORMERS: "Trainer",
+    module_names.LIGHTNING: "Trainer",
 }
 
 

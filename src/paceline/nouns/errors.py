@@ -180,7 +180,7 @@ class WorkloadError(PacelineError):
         ... except WorkloadError as error:
         ...     print(error)
         the workload's precision is 'fp32'
-          found: the choices are float32, bf16, float64
+          found: the choices are float32, bf16, fp16, float64
           fix: did you mean 'float32'? Write that
     """
 

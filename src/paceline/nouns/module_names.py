@@ -31,6 +31,11 @@ VERIFY_REFERENCE = "paceline.verify.ranks.reference"
 VERIFY_RANK = "paceline.verify.ranks.rank_main"
 VERIFY_REPLAY = "paceline.verify.ranks.replay"
 
+# What trains a loop of the user's own.
+PACKAGE = "paceline"
+TRANSFORMERS = "paceline.integrations.transformers"
+LIGHTNING = "paceline.integrations.lightning"
+
 # The benchmarks' children.
 CONTESTANTS = "paceline.bench.contestants"
 CONTESTANTS_STRATEGIES = "paceline.bench.contestants_strategies"

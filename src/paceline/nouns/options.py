@@ -50,6 +50,7 @@ SCOPES = {
     "bucket_bytes": Scope(("replicate",)),
     "checkpoint_every": Scope(),
     "keep": Scope(),
+    "copy_to": Scope(neutral=("",)),
 }
 
 

@@ -44,6 +44,7 @@ class Plan:
         bucket_bytes: bytes of gradients that travel together.
         checkpoint_every: steps from one checkpoint to the next; 0 saves only at the end and when stopped.
         keep: number of newest checkpoints that stay.
+        copy_to: URL of a folder in an object store that checkpoints are copied to; "" copies none.
         zero: what `shard` splits: 1 optimizer state, 2 also gradients, 3 also parameters.
         offload: "on" keeps the optimizer state of `shard` in host memory.
         sequence: "on" splits norms and dropout along the sequence, under `tensor`.
@@ -76,6 +77,7 @@ class Plan:
     bucket_bytes: int = BUCKET_BYTES
     checkpoint_every: int = 100
     keep: int = 3
+    copy_to: str = ""
     zero: int = 3
     offload: str = "off"
     sequence: str = "off"

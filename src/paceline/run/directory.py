@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.checkpoint.copies import check_place, check_url, fetch_run
 from paceline.checkpoint.manifest import CHECKPOINTS, find_good, list_checkpoints, publish_left, try_writing
-from paceline.nouns.errors import CheckpointError, ReadError, UsageError, how_to_write
+from paceline.nouns.errors import MEETS_NOT, CheckpointError, ReadError, UsageError, how_to_write
 from paceline.nouns.plan import Plan
 from paceline.nouns.reading import read_json, shown
 
@@ -57,13 +58,24 @@ class RunChoice:
         return self.runs / self.job
 
 
-def choose_run(choice: RunChoice, script: Path, report: Callable[[str], None]) -> tuple[Path, Path | None]:
+def choose_run(
+    choice: RunChoice, script: Path, report: Callable[[str], None], copy_to: str = ""
+) -> tuple[Path, Path | None]:
     """Make or find the run directory, and return it with the checkpoint to go on from.
+
+    Args:
+        choice: what somebody asks for.
+        script: the workload file.
+        report: told what people should know.
+        copy_to: where checkpoints are copied to; a run goes on from the newest there, if that is newer.
 
     Raises:
         UsageError: there is no such run, or a new one can't be made.
-        CheckpointError: the run has checkpoints, but none is whole.
+        CheckpointError: the run has checkpoints, but none is whole; or `copy_to` can't be reached.
     """
+    if copy_to:
+        check_copies(choice, copy_to)
+        fetch_copies(choice, script, report, copy_to)
     # job.json is written when a job starts: without it there is nothing to go on with.
     may_start = False
     if choice.resume_or_start and choice.job:
@@ -79,6 +91,34 @@ def choose_run(choice: RunChoice, script: Path, report: Callable[[str], None]) -
     place = f" at {resume.name}" if resume else ""
     report(f"{folder.name} goes on{place}")
     return folder, resume
+
+
+def check_copies(choice: RunChoice, copy_to: str) -> None:
+    """Raise UsageError or CheckpointError where checkpoints can't be copied to a URL, or are those of an older job."""
+    check_url(copy_to, "--copy-to")
+    try:
+        check_place(copy_to, None if choice.must_go_on else choice.job)
+    except CheckpointError as error:
+        error.exit_code = MEETS_NOT  # nothing has started
+        raise
+
+
+def fetch_copies(choice: RunChoice, script: Path, report: Callable[[str], None], copy_to: str) -> None:
+    """Read the newest copy of a run that goes on, where that is newer than its checkpoints on the disk.
+
+    Raises:
+        CheckpointError: it can't be read.
+    """
+    if not choice.must_go_on:
+        return
+    if choice.job is None and not choice.resume:
+        return
+    folder = find_run(choice.runs, None, script) if choice.job is None else choice.folder
+    try:
+        fetch_run(f"{copy_to}/{folder.name}", folder, report)
+    except CheckpointError as error:
+        error.exit_code = MEETS_NOT
+        raise
 
 
 def new_run(runs: Path, job: str | None, script: Path) -> Path:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from paceline.checkpoint.copies import is_url
 from paceline.checkpoint.load import check_files_together, read_own
 from paceline.checkpoint.manifest import CHECKPOINTS, find_good, folder_name, read_manifest, remove_partial
 from paceline.checkpoint.save import CheckpointWriter
@@ -34,6 +35,7 @@ from paceline.train.assemble import Assembly
 from paceline.train.average import Average
 from paceline.train.before_update import CHECKED, BeforeUpdate, check_same_parameters
 from paceline.train.best import BEST, Best
+from paceline.train.checkpoint_copies import CheckpointCopier, copier_of, fetched, finish_copies, save_copy
 from paceline.train.collective_steps import CollectiveSteps
 from paceline.train.data import Batch, moved, no_data, open_data
 from paceline.train.events import VERSION, open_events, peak_memory_bytes, restart_fact
@@ -166,6 +168,8 @@ class Job:
     loaded_step: int  # at which the job began, or to which `load` went
     loaded_folder: Path | None  # the checkpoint that `load` read last
     left: last_checkpoint.Left | None
+    copier: CheckpointCopier | None = None  # of the run's checkpoints, on rank 0
+    is_staging: bool = False  # a checkpoint is written to be sent elsewhere
     kept: KeptObjects
     best: Best | None = None  # of `save_best`
     closed_step: int | None
@@ -444,6 +448,7 @@ class Job:
 
         Args:
             path: a folder that is new, empty or has a checkpoint, which is replaced. Every rank writes its file there.
+                A URL such as s3://bucket/folder names one in an object store, to which rank 0 copies it.
 
         Raises:
             CheckpointError: `path` holds something else, or can't be written.
@@ -465,8 +470,11 @@ class Job:
             True
         """
         self._settle()
-        folder = Path(path)
         self.board.meet("job.save", self.step_number)
+        if is_url(path):
+            save_copy(self, str(path))
+            return
+        folder = Path(path)
         prepare.check_may_write(folder)
         if not self.steps.is_saving:
             return
@@ -482,6 +490,7 @@ class Job:
 
         Args:
             path: a checkpoint, or a folder of checkpoints, such as `runs/JOB/checkpoints`; every rank must see it.
+                Or the URL of one in an object store, which rank 0 reads for all.
             weights_only: take parameters and buffers alone, and stay at this step: the optimizer, the scheduler, the
                 data and what `keep` and `ema` have stay as they are. Then `path` may also be a file of safetensors, or
                 a folder with model.safetensors. Values are converted to the model's dtypes.
@@ -512,14 +521,22 @@ class Job:
         self.board.meet("job.load", self.step_number)
         self.finish_save()
         self.world.barrier()  # no rank is writing any more: all find the same checkpoints
+        if is_url(path):
+            with fetched(self, str(path), weights_only) as folder:
+                self._load_from(folder, str(path), weights_only, strict)
+            return
+        self._load_from(Path(path), "", weights_only, strict)
+
+    def _load_from(self, path: Path, url: str, weights_only: bool, strict: bool) -> None:
+        """Load from the disk; `url` is where that was read from."""
         if weights_only:
             held = self._held()
             model = snapshot.model_parts(self.model, held, self.world.size), snapshot.names_of_state(self.model)
-            weights = read_weights(Path(path), model, strict, self.world, self.notice)
+            weights = read_weights(path, model, strict, self.world, self.notice)
             snapshot.restore_model(self.model, weights, held)
             return
         # Each rank verifies some of the files; a damaged checkpoint is passed over by all of them.
-        folder = find_good(Path(path), self.notice, partial(check_files_together, comm=self.world))
+        folder = find_good(path, self.notice, partial(check_files_together, comm=self.world))
         manifest = read_manifest(folder)
         prepare.check_same_job(folder, manifest, self.workload, self.loader.samples)
         state = manifest["scheduler"]
@@ -552,7 +569,7 @@ class Job:
         last_checkpoint.go_back(self, folder)
         self.steps.restore_own_state(folder, manifest)
         self.events.write(
-            {"event": "resumed", "step": self.step_number, "position": self.position, "path": str(folder)}
+            {"event": "resumed", "step": self.step_number, "position": self.position, "path": url or str(folder)}
         )
 
     def restore_own_state(self, folder: Path, manifest: dict[str, Any]) -> None:
@@ -768,6 +785,7 @@ class Job:
         if save and self.run_dir is not None:
             self.board.meet("job.close, or the end of the file", self.step_number)
             last_checkpoint.save_last_step(self)
+            finish_copies(self)
         else:
             last_checkpoint.discard_left(self)
         self.closed_step = self.step_number
@@ -849,6 +867,7 @@ class Job:
             self.events.close()
             self.parallel.close()
             raise
+        self.copier = copier_of(self)
         _run_jobs.append(self)
 
     def _find_start(self, run_dir: Path) -> None:
@@ -905,6 +924,7 @@ class Job:
             asked = self._ranks_asked_to_stop()
             self.finish_save()
             last_checkpoint.save_last_step(self)
+            finish_copies(self)
             self.events.write({"event": "stopped", "step": self.step_number, "asked": asked})
             self.world.barrier()  # a launcher may end the others when the first leaves: rank 0 publishes before
             raise Stopped(0)
@@ -987,13 +1007,24 @@ class Job:
             self.notice(str(failure), everywhere=True)
 
     def _report_save(self, event: dict[str, Any]) -> None:
+        if event["event"] == "saved" and self.is_staging:
+            return  # said when it has arrived where it was asked for
         self.events.write(event)
+        if event["event"] == "checkpoint" and self.copier is not None:
+            self.copier.begin(Path(event["path"]))
         removed = event.get("removed")
         if removed:
             self.notice(
                 f"{Path(event['path']).name} is saved, so the checkpoints that the job went back from are removed: "
                 f"{', '.join(removed)}"
             )
+
+    def report_copy(self, event: dict[str, Any]) -> None:
+        """Write an event of the thread that copies checkpoints; say what failed."""
+        self.events.write(event)
+        if event["event"] == "copy_failed":
+            name = Path(event["path"]).name
+            self.notice(f"{name} could not be copied to {event['url']}: {event['found']}; it is on the disk")
 
     def notice(self, text: str, everywhere: bool = False) -> None:
         """Print a line: rank 0 alone, or every rank."""

@@ -248,9 +248,8 @@ def _is_saved(job: Job) -> bool:
 def _save_elsewhere(job: Job) -> Path | None:
     """Save to the run directory itself, or to the folder for temporary files; return the checkpoint, or None."""
     assert job.run_dir is not None
-    # The first is on the same disk as the checkpoints, the second often on another.
-    for parent in (job.run_dir, Path(tempfile.gettempdir())):
-        folder = _new_folder(job, parent)
+    for parent in temporary_folders(job):
+        folder = new_folder(job.world, parent, f"paceline-{job.run_dir.name}-")
         if folder is None:
             continue
         checkpoint = folder / job.checkpoint_folder().name
@@ -262,13 +261,24 @@ def _save_elsewhere(job: Job) -> Path | None:
     return None
 
 
-def _new_folder(job: Job, parent: Path) -> Path | None:
-    """Make a folder in `parent` that all ranks see; return None if that fails. Collective."""
-    assert job.run_dir is not None
+def temporary_folders(job: Job) -> list[Path]:
+    """Return where `new_folder` may be tried: the first is on the same disk as checkpoints, the second often not."""
+    temporary = Path(tempfile.gettempdir())
+    return [temporary] if job.run_dir is None else [job.run_dir, temporary]
+
+
+def new_folder(world: AxisComm, parent: Path, prefix: str) -> Path | None:
+    """Make a folder in `parent` that all ranks see; return None if that fails. Collective.
+
+    Args:
+        world: all ranks.
+        parent: where, on rank 0.
+        prefix: of its name.
+    """
     name = ""
-    if job.rank == 0:
+    if world.rank == 0:
         try:
-            name = tempfile.mkdtemp(prefix=f"paceline-{job.run_dir.name}-", dir=parent)
+            name = tempfile.mkdtemp(prefix=prefix, dir=parent)
         except OSError:
             name = ""
     # Rank 0 sends the name, which is empty where it could make no folder.
@@ -276,14 +286,14 @@ def _new_folder(job: Job, parent: Path) -> Path | None:
     row = torch.zeros(_LONGEST_PATH, dtype=torch.uint8)
     content = name.encode()[:_LONGEST_PATH]
     row[: len(content)] = torch.tensor(list(content), dtype=torch.uint8)
-    job.world.broadcast(row)
+    world.broadcast(row)
     name = bytes(row.tolist()).rstrip(b"\0").decode()
     is_unseen = not name or not Path(name).is_dir()  # ranks on other hosts may have other disks
     flag = torch.tensor([int(is_unseen)])
-    job.world.all_reduce(flag, "max")
+    world.all_reduce(flag, "max")
     if not int(flag):
         return Path(name)
-    if job.rank == 0 and name:
+    if world.rank == 0 and name:
         shutil.rmtree(name, ignore_errors=True)
     return None
 

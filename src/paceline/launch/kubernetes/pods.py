@@ -172,7 +172,7 @@ def ray_entrypoint(job: KubernetesJob) -> str:
 def _run(job: KubernetesJob) -> list[str]:
     command = ["paceline", "run", "--runs", job.runs, "--job", job.name, "--resume-or-start", "--plan", job.plan.line()]
     default = Plan()
-    for name in ("checkpoint_every", "keep"):  # not of the plan's line
+    for name in ("checkpoint_every", "keep", "copy_to"):  # not of the plan's line
         if getattr(job.plan, name) != getattr(default, name):
             command += [f"--{name.replace('_', '-')}", str(getattr(job.plan, name))]
     return command

@@ -87,7 +87,9 @@ def _run_fixed(request: RunRequest, outcome: Outcome, notice: Notice) -> None:
 
 def _job_request(request: RunRequest, plan: Plan, file: WorkloadFile, screen: Screen) -> JobRequest:
     """Make or find the run directory, reach the hosts, and return the job to supervise."""
-    folder, resume = directory.choose_run(request.run, file.path, lambda text: screen.say(f"paceline: {text}"))
+    folder, resume = directory.choose_run(
+        request.run, file.path, lambda text: screen.say(f"paceline: {text}"), plan.copy_to
+    )
     try:
         assignments = assignments_of(request, plan, folder, file.path)
     except BaseException:  # Ctrl-C too: a run that did not begin leaves no folder, and its name stays free
@@ -121,7 +123,7 @@ def _run_elastic(request: RunRequest, outcome: Outcome, notice: Notice) -> None:
         outcome.dry_run = f"# between {rules.least} and {rules.most} hosts; now: {now}"
         return
     screen = screen_of(request)
-    folder, _ = directory.choose_run(request.run, file.path, lambda text: screen.say(f"paceline: {text}"))
+    folder, _ = directory.choose_run(request.run, file.path, lambda text: screen.say(f"paceline: {text}"), plan.copy_to)
     job = JobRequest(
         file.path,
         request.arguments,

@@ -84,9 +84,11 @@ def _open_folder(request: RunRequest, node: NodeInfo, plan: Plan, script: Path, 
     """Return the run directory, which rank 0's node makes or finds."""
     if node.node_rank:
         folder = request.run.folder
+        if plan.copy_to:
+            directory.fetch_copies(request.run, script, lambda text: None, plan.copy_to)
         (folder / "failures").mkdir(parents=True, exist_ok=True)
         return folder
-    folder, _ = directory.choose_run(request.run, script, lambda text: screen.say(f"paceline: {text}"))
+    folder, _ = directory.choose_run(request.run, script, lambda text: screen.say(f"paceline: {text}"), plan.copy_to)
     directory.write_start(folder, plan, script, request.arguments)
     return folder
 

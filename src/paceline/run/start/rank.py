@@ -36,6 +36,8 @@ def become_rank(request: RunRequest, position: LauncherPosition, notice: Callabl
     program = [sys.executable, request.file]
     if request.run.job is not None:
         run_dir = request.run.folder
+        if plan.copy_to:
+            _read_copies(request, plan, file.path, position.rank == 0)
         if position.rank == 0:
             _write_start(request, plan, file.path)
         if request.run.must_go_on and has_resume_point(run_dir / "checkpoints"):
@@ -46,6 +48,13 @@ def become_rank(request: RunRequest, position: LauncherPosition, notice: Callabl
     sys.stdout.flush()  # exec drops what Python has buffered
     # exec, not a child: the launcher's signals and its wait are for this process.
     os.execv(sys.executable, [*program, *request.arguments])
+
+
+def _read_copies(request: RunRequest, plan: Plan, script: Path, is_first: bool) -> None:
+    """Read the newest copy of a run that goes on; every rank comes here, and one of them reads."""
+    if is_first:
+        directory.check_copies(request.run, plan.copy_to)
+    directory.fetch_copies(request.run, script, lambda text: None, plan.copy_to)
 
 
 def _write_start(request: RunRequest, plan: Plan, script: Path) -> None:

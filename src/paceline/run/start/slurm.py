@@ -83,7 +83,7 @@ def send_to_slurm(request: SlurmRequest, notice: Callable[[str], None]) -> Slurm
     # What can't be written is refused before there is a folder; without a job's name that is the file's.
     _render(request, plan, request.run.runs / (request.run.job or script.stem), script)
     check_sbatch(request.options)
-    folder, _ = directory.choose_run(request.run, script, lambda text: notice(f"paceline: {text}"))
+    folder, _ = directory.choose_run(request.run, script, lambda text: notice(f"paceline: {text}"), plan.copy_to)
     try:
         directory.write_start(folder, plan, script, request.arguments)
         environment = {**os.environ, **_environment(request)}

@@ -1,0 +1,261 @@
+"""Copy the run's checkpoints to an object store while training goes on, and read checkpoints from there.
+
+Rank 0 copies, from the disk, in a thread of its own: a slow store delays no step and no checkpoint. Where the next
+checkpoint is written before one is copied, the newer one takes its turn. The last one of a job is waited for.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.checkpoint.copies import CopyFolder, check_url, find_copy
+from paceline.checkpoint.manifest import CHECKPOINTS, MANIFEST, list_checkpoints, step_name, step_of
+from paceline.nouns.errors import CheckpointError
+from paceline.train.last_checkpoint import first_failure, new_folder, temporary_folders
+
+if TYPE_CHECKING:
+    from paceline.train.job import Job
+
+_ATTEMPTS = 2  # of the last checkpoint
+_RETRY_AFTER_S = 2.0
+
+
+class CheckpointCopier:
+    """Copies a run's checkpoints, one at a time, the newest first.
+
+    Args:
+        url: the plan's `copy_to`; the run's copies are in the folder of its name there.
+        run_dir: of the run.
+        keep: how many stay there.
+        report: told of each copy that ended: an event.
+    """
+
+    def __init__(self, url: str, run_dir: Path, keep: int, report: Callable[[dict[str, Any]], None]) -> None:
+        self.url = f"{url}/{run_dir.name}"
+        self.run_dir = run_dir
+        self.keep = keep
+        self.report = report
+        self.copied: Path | None = None  # the last one
+        self.failure: CheckpointError | None = None  # of the last try
+        self._waiting: Path | None = None
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    def begin(self, folder: Path) -> None:
+        """Copy the checkpoint `folder` soon; one that still waits is left out."""
+        with self._lock:
+            self._waiting = folder
+            if self._thread is None:
+                # daemon: a job that is ended does not wait for its copies; one that was begun has no manifest.
+                self._thread = threading.Thread(target=self._work, name="checkpoint-copies", daemon=True)
+                self._thread.start()
+
+    def begin_with_newest(self) -> None:
+        """Copy what an earlier process of this run could not."""
+        newest = list_checkpoints(self.run_dir / CHECKPOINTS)[:1]
+        if newest:
+            self.begin(newest[0])
+
+    def finish(self) -> CheckpointError | None:
+        """Wait until the newest checkpoint is copied; return why it could not be."""
+        self._join()
+        newest = list_checkpoints(self.run_dir / CHECKPOINTS)[:1]
+        if not newest or newest[0] == self.copied:
+            return None
+        for attempt in range(_ATTEMPTS):
+            if attempt:
+                time.sleep(_RETRY_AFTER_S)
+            self.begin(newest[0])
+            self._join()
+            if self.failure is None:
+                return None
+        return self.failure
+
+    def _join(self) -> None:
+        while (thread := self._thread) is not None:
+            thread.join()
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                folder = self._waiting
+                self._waiting = None
+                if folder is None:
+                    self._thread = None
+                    return
+            self._copy(folder)
+
+    def _copy(self, folder: Path) -> None:
+        began_s = time.monotonic()
+        try:
+            name = step_name(folder)
+            step = step_of(name) or 0
+            copies = CopyFolder(self.url)
+            copies.put_run_files(self.run_dir)  # first: who reads the checkpoint needs them
+            (copies / CHECKPOINTS / name).put_checkpoint(folder)
+            # After the new one is there: a copy that fails removes nothing.
+            (copies / CHECKPOINTS).remove_others(step, self.keep)
+        except Exception as error:  # whatever ends this thread, the job must hear of it
+            if not (folder / MANIFEST).exists():
+                return  # removed meanwhile, since there are newer ones
+            self.failure = _as_failure(error, folder, self.url)
+            self.report({"event": "copy_failed", "path": str(folder), "url": self.url, "found": self.failure.found})
+        else:
+            self.failure = None
+            self.copied = folder
+            seconds = round(time.monotonic() - began_s, 3)
+            url = f"{self.url}/{CHECKPOINTS}/{name}"
+            self.report({"event": "copied", "path": str(folder), "url": url, "step": step, "seconds": seconds})
+
+
+def _as_failure(error: Exception, folder: Path, url: str) -> CheckpointError:
+    found, fix = str(error) or type(error).__name__, ""
+    if isinstance(error, CheckpointError):
+        found, fix = f"{error.asked}: {error.found}", error.fix
+    return CheckpointError(f"the checkpoint {folder} should be copied to {url}", found, fix or "see that it is whole")
+
+
+def copier_of(job: Job) -> CheckpointCopier | None:
+    """Return what copies the checkpoints of the job; None where the plan does not ask for it, or another rank does."""
+    if job.run_dir is None or not job.plan.copy_to or job.rank != 0:
+        return None
+    copier = CheckpointCopier(job.plan.copy_to, job.run_dir, job.plan.keep, job.report_copy)
+    copier.begin_with_newest()
+    return copier
+
+
+def finish_copies(job: Job) -> None:
+    """Wait until the run's last checkpoint is copied. Collective, but for workers of servers.
+
+    Raises:
+        CheckpointError: it can't be; it is on the disk.
+    """
+    if job.run_dir is None or not job.plan.copy_to or not job.steps.is_saving:
+        return
+    failure = None if job.copier is None else job.copier.finish()
+    failure = first_failure(failure, job.checkpoint_folder(), job.world)
+    if failure is not None:
+        raise CheckpointError(
+            f"the run's last checkpoint should be copied to {job.plan.copy_to}",
+            failure.found,
+            f"it is in {job.run_dir}; {failure.fix}; then --resume --job {job.run_dir.name} copies it",
+        )
+
+
+def save_copy(job: Job, url: str) -> None:
+    """Save the job to an object store. Collective.
+
+    Raises:
+        CheckpointError: there is something else, or it can't be written.
+    """
+    check_url(url, "job.save")
+    began_s = time.monotonic()
+    failure = None
+    if job.rank == 0:
+        failure = _failure_of(lambda: _check_may_write(CopyFolder(url)))
+    _raise_together(job, failure, url)
+    if not job.steps.is_saving:
+        return
+    with _staging(job, url) as folder:
+        checkpoint = folder / "checkpoint"
+        job.is_staging = True
+        try:
+            failure = job.write_checkpoint(checkpoint)
+        finally:
+            job.is_staging = False
+        if failure is None and job.rank == 0:
+            failure = _failure_of(lambda: CopyFolder(url).put_checkpoint(checkpoint))
+        _raise_together(job, failure, url)
+    job.events.write(
+        {
+            "event": "saved",
+            "path": url,
+            "step": job.step_number,
+            "seconds": round(time.monotonic() - began_s, 3),
+        }
+    )
+
+
+@contextmanager
+def fetched(job: Job, url: str, weights_only: bool) -> Iterator[Path]:
+    """Have the checkpoint at a URL on the disk, in a folder that all ranks see, inside the `with`. Collective.
+
+    Args:
+        job: whose ranks read it.
+        url: of a checkpoint or a folder of them; with `weights_only` also of safetensors.
+        weights_only: parameters and buffers alone are needed.
+
+    Raises:
+        CheckpointError: there is none that is whole, or the store can't be reached.
+    """
+    check_url(url, "job.load")
+    with _staging(job, url) as folder:
+        failure = None
+        if job.rank == 0:
+            failure = _failure_of(lambda: _fetch(url, folder, weights_only, job.notice))
+        _raise_together(job, failure, url)
+        yield next(path for path in folder.iterdir() if not path.name.startswith("."))
+
+
+def _fetch(url: str, folder: Path, weights_only: bool, notice: Callable[[str], None]) -> None:
+    copies = CopyFolder(url)
+    if weights_only and not copies.has(MANIFEST) and (copies.is_file() or copies.has("model.safetensors")):
+        copies.fetch_weights(folder)
+    else:
+        find_copy(url, notice, folder)
+
+
+def _check_may_write(copies: CopyFolder) -> None:
+    if not copies.has(MANIFEST) and not copies.is_empty():
+        raise CheckpointError(
+            f"job.save needs a folder that is new or has a checkpoint, not {copies.url}",
+            "it has something else in it",
+            "name another folder",
+        )
+
+
+@contextmanager
+def _staging(job: Job, url: str) -> Iterator[Path]:
+    """Make a folder that all ranks see, and remove it in the end. Collective."""
+    name = "copy" if job.run_dir is None else job.run_dir.name
+    folder = None
+    for parent in temporary_folders(job):
+        folder = new_folder(job.world, parent, f"paceline-{name}-")
+        if folder is not None:
+            break
+    if folder is None:
+        raise CheckpointError(
+            f"a checkpoint of {url} needs a folder that all ranks see, for a while",
+            "neither the run directory nor the folder for temporary files is one",
+            "name a place that all hosts share with --runs, or set TMPDIR to one",
+        )
+    try:
+        yield folder
+    finally:
+        job.world.barrier()  # no rank reads any more
+        if job.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _failure_of(call: Callable[[], object]) -> CheckpointError | None:
+    try:
+        call()
+    except CheckpointError as error:
+        return error
+    return None
+
+
+def _raise_together(job: Job, failure: CheckpointError | None, url: str) -> None:
+    """Raise the failure of a rank on every rank. Collective."""
+    told = None
+    if failure is not None:
+        told = CheckpointError(failure.asked, f"{failure.asked}: {failure.found}", failure.fix)
+    told = first_failure(told, Path(url), job.world)
+    if told is not None:
+        raise failure or CheckpointError(f"can't use {url}", told.found, told.fix)

@@ -1,0 +1,412 @@
+"""Copies of checkpoints in an object store: a copy is whole or no checkpoint, and a run goes on from it elsewhere."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import socket
+import threading
+
+import pytest
+import torch
+from moto.server import ThreadedMotoServer
+
+import paceline as api
+from paceline.checkpoint import copies
+from paceline.checkpoint.copies import CopyFolder, check_url, fetch_run, find_copy, is_url
+from paceline.checkpoint.manifest import MANIFEST, read_manifest
+from paceline.nouns.errors import CheckpointError, UsageError
+from paceline.nouns.plan import Plan
+from paceline.train.job import Job
+
+from support.jobs import STEPS, events, paceline, write_workload
+from support.ranks import run_ranks
+
+BUCKET = "runs"
+
+
+@pytest.fixture(scope="module")
+def s3():
+    """A local server of S3, with one bucket; whose address is in the variables that its library reads."""
+    import boto3
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server = ThreadedMotoServer("127.0.0.1", port, verbose=False)
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # a line for each request
+    server.start()
+    address = f"http://127.0.0.1:{port}"
+    variables = {
+        "AWS_ENDPOINT_URL": address,
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test-secret-word",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        boto3.client("s3").create_bucket(Bucket=BUCKET)
+        yield boto3.client("s3")
+    server.stop()
+
+
+def keys(s3, prefix=""):
+    return sorted(entry["Key"] for entry in s3.list_objects_v2(Bucket=BUCKET, Prefix=prefix).get("Contents", []))
+
+
+def steps_in(s3, job):
+    return sorted({int(key.split("step-")[1][:8]) for key in keys(s3, f"{job}/") if key.endswith(MANIFEST)})
+
+
+def run(folder, *words, **environment):
+    return paceline(folder, "run", "-n", "2", *words, **environment)
+
+
+KILLED_ONCE_COPIED = """
+    import signal
+    if job and '"copied"' in open(f"{os.environ['PACELINE_RUN_DIR']}/events.jsonl").read():
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_on_another_machine(s3, tmp_path):
+    """The job is killed, its disk is lost, and it ends with the same losses as one that nobody disturbed."""
+    here, there, whole = (tmp_path / name for name in ("here", "there", "whole"))
+    for folder in (here, there, whole):
+        folder.mkdir()
+    file = write_workload(tmp_path)
+    copied = ("--job", "moved", "--checkpoint-every", "4", "--copy-to", f"s3://{BUCKET}/", file)
+    broken = write_workload(tmp_path, hook=KILLED_ONCE_COPIED, name="broken.py")
+    ended = run(here, *copied[:-1], broken, TEST_PAUSE="0.4")
+    assert ended.code == 1
+    shutil.rmtree(here / "runs")
+    began_at = steps_in(s3, "moved")[-1]
+    assert began_at in range(4, STEPS, 4)
+
+    ended = run(there, "--resume", *copied)
+    assert ended.code == 0, ended.err
+    assert f"step-{began_at:08d} was read from s3://{BUCKET}/moved" in ended.err
+    undisturbed = run(whole, "--job", "moved", file)
+    assert undisturbed.code == 0
+    mine, theirs = (
+        {event["step"]: event["loss"] for event in events(folder / "runs" / "moved", "step")}
+        for folder in (there, whole)
+    )
+    assert mine == {step: loss for step, loss in theirs.items() if step > began_at}
+    # The last step is copied before the job ends, and no more stay than on the disk.
+    kept = steps_in(s3, "moved")
+    assert kept[-1] == STEPS
+    assert len(kept) <= 3
+    folder = find_copy(f"s3://{BUCKET}/moved", print, tmp_path)
+    assert (folder / MANIFEST).read_bytes() == (
+        there / "runs" / "moved" / "checkpoints" / folder.name / MANIFEST
+    ).read_bytes()
+    event = events(there / "runs" / "moved", "copied")[-1]
+    assert (event["step"], event["url"]) == (STEPS, f"s3://{BUCKET}/moved/checkpoints/{folder.name}")
+    log = (there / "runs" / "moved" / "events.jsonl").read_text() + ended.out + ended.err
+    assert "test-secret-word" not in log
+
+    # A job of the same name that begins anew would mix its checkpoints with those.
+    again = run(whole, "--job", "other", "--copy-to", f"s3://{BUCKET}", file)
+    assert again.code == 0, again.err
+    shutil.rmtree(whole / "runs")
+    again = run(whole, "--job", "other", "--copy-to", f"s3://{BUCKET}", file)
+    assert again.code == 2
+    assert "checkpoints of such a job are there" in again.err
+    assert not (whole / "runs").exists()
+
+    exported = paceline(whole, "export", f"s3://{BUCKET}/other", "--to", "safetensors", "exported")
+    assert exported.code == 0, exported.err
+    assert (whole / "exported" / "model.safetensors").exists()
+
+
+def small_workload():
+    def loss(model, batch):
+        return model(batch[0]).square().sum(), len(batch[0])
+
+    return api.Workload(
+        model=lambda: torch.nn.Linear(3, 2),
+        loss=loss,
+        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=0.1),
+        data=torch.utils.data.TensorDataset(torch.arange(48.0).view(16, 3) / 10),
+        batch_size=4,
+        epochs=9,
+    )
+
+
+def small_job():
+    api.init()
+    return Job(small_workload(), Plan(mesh=f"replicate={api.size()}"))
+
+
+def take(job, steps):
+    batches = job.batches()
+    return [job.step(next(batches)) for _ in range(steps)]
+
+
+def save_and_load(rank, url):
+    """Save after three steps; go on; load; go on again."""
+    job = small_job()
+    take(job, 3)
+    job.save(url)
+    first = take(job, 2)
+    job.load(url)
+    assert job.step_number == 3
+    second = take(job, 2)
+    job.save(url)  # in place of the other
+    weights = [parameter.detach().clone() for parameter in job.model.parameters()]
+    take(job, 1)
+    job.load(url, weights_only=True)
+    same = all(torch.equal(*pair) for pair in zip(weights, job.model.parameters(), strict=True))
+    job.close()
+    return first, second, same, job.step_number
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_file_saves_to_and_loads_from_a_store(s3, ranks):
+    url = f"s3://{BUCKET}/own/best-{ranks}"
+    for first, second, same, step in run_ranks(ranks, save_and_load, url, timeout_s=120):
+        assert first == second
+        assert same
+        assert step == 6
+    assert keys(s3, f"own/best-{ranks}") == [
+        f"own/best-{ranks}/{name}" for name in (MANIFEST, *(f"rank-{rank:05d}.safetensors" for rank in range(ranks)))
+    ]
+
+
+def saved(folder, steps=3, name="saved"):
+    job = small_job()
+    take(job, steps)
+    job.save(folder / name)
+    job.close()
+    return folder / name
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return saved(tmp_path_factory.mktemp("one"))
+
+
+def in_store(checkpoint, url, steps=(4, 8)):
+    """Copies of a checkpoint as a run has them."""
+    for step in steps:
+        (CopyFolder(url) / "checkpoints" / f"step-{step:08d}").put_checkpoint(checkpoint)
+
+
+def damage(store, how):
+    """Damage the newest copy in a folder that stands for a store."""
+    newest = store / "checkpoints" / "step-00000008"
+    file = newest / "rank-00000.safetensors"
+    if how == "torn":
+        file.write_bytes(file.read_bytes()[:-7])
+    elif how == "altered":
+        content = bytearray(file.read_bytes())
+        content[-3] ^= 1
+        file.write_bytes(content)
+    elif how == "gone":
+        file.unlink()
+    elif how == "the manifest altered":
+        text = (newest / MANIFEST).read_text()
+        (newest / MANIFEST).write_text(text.replace('"step": 3', '"step": 9'))
+    else:
+        (newest / MANIFEST).unlink()
+
+
+@pytest.mark.parametrize("how", ["torn", "altered", "gone", "the manifest altered", "no manifest"])
+def test_a_copy_that_is_not_whole_is_passed_over(checkpoint, tmp_path, how):
+    url = f"file://{tmp_path}/store"
+    in_store(checkpoint, url)
+    damage(tmp_path / "store", how)
+    told = []
+    found = fetch_run(url, tmp_path / "run", told.append)
+    assert found.name == "step-00000004"
+    assert read_manifest(found)["step"] == 3
+    passed_over = [text for text in told if "step-00000008 is passed over" in text]
+    assert len(passed_over) == (how != "no manifest")  # without it there is no checkpoint
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["step-00000004"]
+
+
+def test_where_no_copy_is_whole_nothing_is_left(checkpoint, tmp_path):
+    url = f"file://{tmp_path}/store"
+    in_store(checkpoint, url, [8])
+    damage(tmp_path / "store", "torn")
+    with pytest.raises(CheckpointError, match="none of the 1 there is whole"):
+        fetch_run(url, tmp_path / "run", print)
+    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
+
+
+class Torn:
+    """A file system that drops the end of what it is sent."""
+
+    def __init__(self, plain):
+        self.plain = plain
+
+    def __getattr__(self, name):
+        return getattr(self.plain, name)
+
+    def put_file(self, source, target):
+        with open(source, "rb") as file:
+            self.plain.pipe_file(target, file.read()[:-1])
+
+
+def test_a_torn_upload_becomes_no_checkpoint(checkpoint, tmp_path):
+    folder = CopyFolder(f"file://{tmp_path}/store/step-00000008")
+    folder.files = Torn(folder.files)
+    with pytest.raises(CheckpointError, match=r"of rank-00000.safetensors \d+ of \d+ bytes have arrived"):
+        folder.put_checkpoint(checkpoint)
+    assert CopyFolder(f"file://{tmp_path}/store").steps() == []
+
+
+def test_a_copy_that_is_there_is_not_sent_again(checkpoint, tmp_path):
+    folder = CopyFolder(f"file://{tmp_path}/store/step-00000008")
+    folder.put_checkpoint(checkpoint)
+    folder.files = None_is_sent = Counting(folder.files)
+    folder.put_checkpoint(checkpoint)
+    assert None_is_sent.sent == 0
+
+
+class Counting(Torn):
+    """Counts what it is sent."""
+
+    sent = 0
+
+    def put_file(self, source, target):
+        self.sent += 1
+
+
+def test_a_run_that_is_newer_on_the_disk_reads_nothing(checkpoint, tmp_path):
+    url = f"file://{tmp_path}/store"
+    in_store(checkpoint, url)
+    shutil.copytree(checkpoint, tmp_path / "run" / "checkpoints" / "step-00000008")
+    assert fetch_run(url, tmp_path / "run", print) is None
+
+
+def test_processes_that_read_at_once_read_one_copy(checkpoint, tmp_path, monkeypatch):
+    url = f"file://{tmp_path}/store"
+    in_store(checkpoint, url)
+    found = []
+    plain = CopyFolder.fetch_checkpoint
+    monkeypatch.setattr(CopyFolder, "fetch_checkpoint", lambda *words: found.append(1) or plain(*words))
+    threads = [threading.Thread(target=fetch_run, args=(url, tmp_path / "run", print)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 1
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["checkpoints"]
+
+
+def test_stale_and_old_copies_go(checkpoint, tmp_path):
+    url = f"file://{tmp_path}/store/checkpoints"
+    in_store(checkpoint, f"file://{tmp_path}/store", [1, 2, 3, 9])
+    CopyFolder(url).remove_others(3, 2)
+    assert CopyFolder(url).steps() == [3, 2]
+
+
+def copying_job(folder, monkeypatch, url):
+    (folder / "run" / "checkpoints").mkdir(parents=True)
+    monkeypatch.setenv("PACELINE_RUN_DIR", str(folder / "run"))
+    monkeypatch.setenv("PACELINE_PLAN", json.dumps({"checkpoint_every": 2, "copy_to": url}))
+
+
+def plain_loop():
+    job = api.distribute(small_workload())
+    for batch in job.batches():
+        job.step(batch)
+        if job.step_number == 6:
+            break
+    return job
+
+
+def test_a_store_that_fails_stops_no_step_and_fails_the_job_in_the_end(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("paceline.train.checkpoint_copies._RETRY_AFTER_S", 0.0)
+    (tmp_path / "store").write_text("a file where the folder should be")
+    copying_job(tmp_path, monkeypatch, f"file://{tmp_path}/store")
+    job = plain_loop()
+    with pytest.raises(CheckpointError, match="last checkpoint should be copied") as caught:
+        job.close()
+    assert job.step_number == 6
+    assert "--resume" in caught.value.fix
+    assert (tmp_path / "run" / "checkpoints" / "step-00000006" / MANIFEST).exists()
+    assert "could not be copied" in capsys.readouterr().out
+    assert events(tmp_path / "run", "copy_failed")
+
+
+def test_the_next_process_copies_what_one_before_could_not(tmp_path, monkeypatch):
+    copying_job(tmp_path, monkeypatch, f"file://{tmp_path}/store")
+    monkeypatch.setattr(CopyFolder, "put_checkpoint", fail)
+    monkeypatch.setattr("paceline.train.checkpoint_copies._RETRY_AFTER_S", 0.0)
+    with pytest.raises(CheckpointError):
+        plain_loop().close()
+    monkeypatch.undo()
+    copying_job_again(tmp_path, monkeypatch)
+    job = api.distribute(small_workload())
+    assert job.step_number == 6
+    job.close()
+    assert CopyFolder(f"file://{tmp_path}/store/run/checkpoints").steps() == [6]
+
+
+def copying_job_again(folder, monkeypatch):
+    monkeypatch.setattr("paceline.train.job._run_jobs", [])  # as in another process
+    monkeypatch.setenv("PACELINE_RUN_DIR", str(folder / "run"))
+    monkeypatch.setenv("PACELINE_RESUME", str(folder / "run" / "checkpoints"))
+    monkeypatch.setenv("PACELINE_PLAN", json.dumps({"copy_to": f"file://{folder}/store"}))
+
+
+def fail(*words):
+    raise CheckpointError("can't write", "the store is away", "wait")
+
+
+URLS = {
+    "a path": ("/runs", "it is '/runs'"),
+    "a password": ("s3://me:secret@host/runs", "a user or a password"),
+    "a chain": ("simplecache::s3://runs", "it is 'simplecache"),
+    "a query": ("https://host/runs?token=1", "SCHEME://PLACE"),
+}
+
+
+@pytest.mark.parametrize("name", URLS)
+def test_what_is_no_url_of_a_folder_is_refused(name):
+    url, said = URLS[name]
+    with pytest.raises(UsageError) as caught:
+        check_url(url, "--copy-to")
+    assert said in f"{caught.value.found} {caught.value.fix}"
+    assert "secret" not in str(caught.value)
+
+
+PLACES = {
+    "no such scheme": ("nowhere://bucket/runs", "Protocol not known", "s3://BUCKET"),
+    "a store that is away": ("s3://no-such-bucket/runs", "bucket", "see that the store"),
+    "a library that is not there": ("gs://bucket/runs", "gcsfs is not installed", "pip install gcsfs"),
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_a_place_that_can_not_be_written_is_refused_before_the_job(s3, tmp_path, name):
+    url, found, fix = PLACES[name]
+    ended = run(tmp_path, "--copy-to", url, write_workload(tmp_path))
+    assert ended.code == 2
+    assert found in ended.err
+    assert fix in ended.err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_windows_path_or_a_plain_one_is_no_url():
+    assert not is_url("C:/runs")
+    assert not is_url(os.fspath("runs/a"))
+    assert not is_url(copies)
+    assert is_url("s3://a/b")
+
+
+def test_a_folder_with_something_else_is_not_written_over(tmp_path):
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / "thesis.txt").write_text("years of work")
+    job = small_job()
+    with pytest.raises(CheckpointError, match="something else"):
+        job.save(f"file://{tmp_path}/store")
+    assert [path.name for path in (tmp_path / "store").iterdir()] == ["thesis.txt"]
+    job.close()
