@@ -72,7 +72,8 @@ ANY_MESH = (
 
 def encoder():
     """Two of the encoder's layers: as many as the shortest pipeline of these plans has stages, or more."""
-    return dataclasses.replace(models.workload("encoder", clip_norm=0.5), model=lambda: models.Encoder(layers=2))
+    declared = models.workload("encoder", clip_norm=0.5, precision="fp16")
+    return dataclasses.replace(declared, model=lambda: models.Encoder(layers=2))
 
 
 def rows_of_first_steps(rank, cells, make):

@@ -61,7 +61,7 @@ def test_one_process(name):
     [
         {"precision": "bf16"},
         {"precision": "float64", "optimizer": "sgd"},
-        {"micro_batch_size": 2, "clip_norm": 1.0, "optimizer": "sgd"},
+        {"micro_batch_size": 2, "clip_norm": 1.0, "optimizer": "sgd", "precision": "fp16"},
     ],
     ids=str,
 )

@@ -40,7 +40,7 @@ def verified(facts, plan, precision) -> bool:
 def run_many(examples):
     found = []
 
-    @given(jobs, plans(), st.sampled_from(["float32", "bf16"]))
+    @given(jobs, plans(), st.sampled_from(["float32", "bf16", "fp16"]))
     @settings(RANDOM, max_examples=examples)
     def one(facts, plan, precision):
         found.append(verified(facts, plan, precision))

@@ -191,7 +191,7 @@ class Parallel:
         if self.loss_scale is None:
             return False
         comms = [self.comms.axes[axis] for axis in self.mesh.used(SPREADING_AXES)]
-        return self.loss_scale.unscale(self.placed.updated().values(), comms)
+        return self.peer_values.has_overflown(self.loss_scale.unscale(self.placed.updated().values(), comms))
 
     def gradient_norm(self) -> torch.Tensor:
         """Return the norm of the whole gradient, the same on every rank."""

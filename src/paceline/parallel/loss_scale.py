@@ -51,8 +51,8 @@ def check_fits_plan(plan: Plan, has_gradients: bool) -> None:
 
 def unscale(
     parameters: Iterable[torch.nn.Parameter], inverse: float, device: torch.device, comms: Iterable[AxisComm]
-) -> bool:
-    """Multiply all gradients by `inverse`; return whether one is infinite or NaN on some rank. Collective.
+) -> torch.Tensor:
+    """Multiply all gradients by `inverse`; return above 0, of one element, if one is infinite or NaN. Collective.
 
     Args:
         parameters: those that this rank updates.
@@ -69,16 +69,15 @@ def unscale(
         values = gradient._values() if gradient.is_sparse else gradient
         if values.numel():
             alike.setdefault((values.device, values.dtype), []).append(values)
-    has_overflown = False
+    flag = torch.zeros(1, device=device)
     for gradients in alike.values():
         found = torch.zeros((), dtype=torch.float32, device=gradients[0].device)
         # That of torch.amp.GradScaler: both in one pass over the gradients.
         torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, torch.full_like(found, inverse))
-        has_overflown |= bool(found)
-    flag = torch.tensor([float(has_overflown)], device=device)
+        flag += found.to(device)
     for comm in comms:
         comm.all_reduce(flag)
-    return bool(flag)
+    return flag
 
 
 class LossScale:
@@ -99,8 +98,8 @@ class LossScale:
         self.updates = 0
         self.device = device
 
-    def unscale(self, parameters: Iterable[torch.nn.Parameter], comms: Iterable[AxisComm]) -> bool:
-        """Divide all gradients by the scale; return whether one is infinite or NaN on some rank. Collective.
+    def unscale(self, parameters: Iterable[torch.nn.Parameter], comms: Iterable[AxisComm]) -> torch.Tensor:
+        """Divide all gradients by the scale; return above 0, of one element, if one is infinite or NaN. Collective.
 
         Args:
             parameters: those that this rank updates.

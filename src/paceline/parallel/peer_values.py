@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import torch
+
     from paceline.parallel.shard.grad_usage import GradUsage
     from paceline.parallel.step_stats import StepStats, StepStatsReducer
 
@@ -29,6 +31,14 @@ class PeerValues:
             changed: by buffer, whether this rank's forward passes changed it.
         """
         return stats.read()
+
+    def has_overflown(self, flag: torch.Tensor) -> bool:
+        """Return whether gradients have overflown under fp16.
+
+        Args:
+            flag: above 0 where they have, on any rank.
+        """
+        return bool(flag > 0)
 
     def unused(self, usage: GradUsage) -> list[str]:
         """Return the names of the parameters that no rank used in this step. Collective.

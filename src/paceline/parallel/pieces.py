@@ -620,7 +620,7 @@ class PiecewiseParallel(Parallel):
         if self.tensor is not None:
             comms.append(self.comms.axes["tensor"])
         with torch.no_grad():
-            return unscale(parameters, inverse, self.device, comms)
+            return self.peer_values.has_overflown(unscale(parameters, inverse, self.device, comms))
 
     def gradients_of(self, target: int) -> dict[torch.nn.Parameter, str]:
         """Return the parameters that have a gradient, with their names."""

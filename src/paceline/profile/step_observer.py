@@ -71,6 +71,10 @@ class AbsentPeers(PeerValues):
         ranks_changed = [self.ranks if is_changed else 0 for is_changed in changed]
         return StepStats(1.0, 1.0, False, [], ranks_changed)
 
+    def has_overflown(self, flag: torch.Tensor) -> bool:
+        """Return False: the gradients have no values."""
+        return False
+
     def unused(self, usage: GradUsage) -> list[str]:
         """Send what `GradUsage.find_unused` sends, and return this rank's own answer."""
         usage.comm.all_reduce(torch.zeros(len(usage.used) + 1 + usage.comm.size, dtype=torch.int64))
