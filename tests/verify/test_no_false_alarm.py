@@ -57,3 +57,9 @@ def test_what_is_right_is_not_called_a_bug():
 @pytest.mark.integration
 def test_many_of_them():
     run_many(int(os.environ.get("PACELINE_EXAMPLES", "25")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["replicate=2", "pipeline=2"])
+def test_a_step_in_fp16_is_compared_without_its_loss_scale(plan):
+    assert verify("encoder", plan, what=("step",), precision="fp16").word == "rounding"

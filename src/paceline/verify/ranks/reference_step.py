@@ -151,9 +151,8 @@ def _gradients(
                 returned = workload.loss(model, batch)
             loss_sum, loss_weight = checked(returned)
         result.branches += branches.taken
-        if scale != 1.0:
-            loss_sum = loss_sum.float() * scale
-        loss_sum.backward()  # type: ignore[no-untyped-call]
+        scaled = loss_sum.float() * scale if scale != 1.0 else loss_sum
+        scaled.backward()
         total += float(loss_sum.detach())
         weight += float(loss_weight)
     # The plain form: sums over all micro-batches, divided once by the whole batch's weight.
