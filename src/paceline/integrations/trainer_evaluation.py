@@ -1,7 +1,7 @@
 """Evaluate for a Trainer: whole batches, shared out over the ranks, and what they predicted put together on each rank.
 
-The loss is what transformers' is in one process: a mean over batches, weighted by their samples. So it does not depend on
-the number of ranks, as no batch is cut.
+The loss is what transformers' is in one process: a mean over batches, weighted by their samples. No batch is cut, so it
+does not depend on the number of ranks.
 """
 
 from __future__ import annotations

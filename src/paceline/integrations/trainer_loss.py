@@ -1,7 +1,7 @@
 """The loss of a Trainer's micro-batch, and of how many labels it is the mean.
 
-transformers divides sums by `num_items_in_batch`, the labels of a whole step. Here each rank takes the mean over its own
-labels, and `job.backward` weighs the ranks' means by the labels' numbers, which is the same.
+transformers divides sums by `num_items_in_batch`, the labels of a whole step. Here each rank takes the mean over its
+own labels, and `job.backward` weighs the ranks' means by the labels' numbers, which is the same.
 """
 
 from __future__ import annotations

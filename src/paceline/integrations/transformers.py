@@ -17,11 +17,9 @@ import contextlib
 import inspect
 import math
 import os
-import re
 import shutil
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +27,10 @@ import torch
 import transformers
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
-from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase, default_data_collator
 from transformers.optimization import get_scheduler
 from transformers.trainer_callback import (
     CallbackHandler,
     DefaultFlowCallback,
-    ExportableState,
     PrinterCallback,
     ProgressCallback,
     TrainerControl,
@@ -50,16 +46,24 @@ from transformers.trainer_utils import (
     enable_full_determinism,
     has_length,
     set_seed,
-    speed_metrics,
 )
-from transformers.utils import can_return_loss, find_labels, logging
+from transformers.utils import logging
+from transformers.utils.generic import can_return_loss, find_labels
 
 import paceline
-from paceline.checkpoint.manifest import MANIFEST
 from paceline.integrations.saving import save_model
 from paceline.integrations.trainer_data import SeededOrder, batches_of, steps_of
 from paceline.integrations.trainer_evaluation import Evaluated, Scored, evaluate
 from paceline.integrations.trainer_loss import TrainerLoss, inner_model
+from paceline.integrations.trainer_parts import (
+    KeptState,
+    as_on_rank_0,
+    checked_model,
+    checkpoints,
+    collator_of,
+    logits_of,
+    speed,
+)
 from paceline.integrations.training_arguments import check_arguments
 from paceline.nouns.errors import CheckpointError, UsageError, WorkloadError
 from paceline.nouns.parts import shown
@@ -79,7 +83,6 @@ _OVERRIDABLE = frozenset(
     }
 )
 _BEST = "best"  # the folder of the best model in output_dir
-_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _LOOP = "write the loop yourself, with paceline.prepare: docs/loops.md"
 
 
@@ -172,15 +175,15 @@ class Trainer:
         optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
         preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
     ) -> None:
-        self.args = transformers.TrainingArguments(output_dir="tmp_trainer") if args is None else args
+        self.args: Any = transformers.TrainingArguments(output_dir="tmp_trainer") if args is None else args
         check_arguments(self.args)
         paceline.init()
         self.rank = paceline.rank()
         self._set_log_level()
         seed = enable_full_determinism if self.args.full_determinism else set_seed
         seed(self.args.seed)
-        self.model = _checked_model(model, model_init)
-        self.data_collator = data_collator or _collator_of(processing_class)
+        self.model = checked_model(model, model_init)
+        self.data_collator = data_collator or collator_of(processing_class)
         self.train_dataset = train_dataset
         self.eval_dataset = eval_dataset
         self.processing_class = processing_class
@@ -191,18 +194,19 @@ class Trainer:
         self.loss = TrainerLoss(self.model, compute_loss_func, self.args.label_smoothing_factor)
         inner = inner_model(self.model)
         self.columns = set(inspect.signature(inner.forward).parameters)
-        self.label_names = self.args.label_names
-        if self.label_names is None:
-            self.label_names = find_labels(type(inner))
+        names = self.args.label_names
+        self.label_names: list[str] = list(find_labels(type(inner)) if names is None else names)
         self.can_return_loss = can_return_loss(type(inner))
         self.job: LoopJob | None = None
         self.scaler: torch.amp.GradScaler | None = None
-        self.steps = self.batches = None
+        self.steps: int | None = None  # of a pass
+        self.batches: int | None = None
         self._check_together(optimizers)
         self.control = TrainerControl()
         self._begin_callbacks(callbacks or [])
-        if getattr(inner, "config", None) is not None:
-            inner.config.use_cache = self.args.use_cache
+        config: Any = getattr(inner, "config", None)
+        if config is not None:
+            config.use_cache = self.args.use_cache
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_") and hasattr(transformers.Trainer, name):
@@ -249,15 +253,15 @@ class Trainer:
     # Callbacks.
 
     def _begin_callbacks(self, callbacks: list[Any]) -> None:
-        from transformers.integrations import get_reporting_integration_callbacks
+        from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 
         shows = PrinterCallback if self.args.disable_tqdm else ProgressCallback
         reports = get_reporting_integration_callbacks(self.args.report_to)
         every = [DefaultFlowCallback, *reports, *callbacks, shows]
-        self.callback_handler = CallbackHandler(
+        self.callback_handler: Any = CallbackHandler(
             every, self.model, self.processing_class, self.optimizer, self.lr_scheduler
         )
-        self.state = self._new_state()
+        self.state: Any = self._new_state()
         self.control = self.callback_handler.on_init_end(self.args, self.state, self.control)
 
     def _new_state(self) -> TrainerState:
@@ -332,7 +336,7 @@ class Trainer:
         """Return the loader of an evaluation: whole batches, which the ranks share out.
 
         Args:
-            eval_dataset: a data set, or the name of one in the dict of `eval_dataset`; `eval_dataset` itself where None.
+            eval_dataset: a data set, or the name of one in the trainer's dict of them; the trainer's where None.
 
         Raises:
             WorkloadError: there is none.
@@ -454,7 +458,7 @@ class Trainer:
         self.job = job
         if loader is not None:
             self.loader = prepared[3]
-        self.kept = job.keep("trainer", _KeptState(self, self._samples_of_a_step(parts)))
+        self.kept = job.keep("trainer", KeptState(self, self._samples_of_a_step(parts)))
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
         return job  # type: ignore[no-any-return]
@@ -494,10 +498,10 @@ class Trainer:
         args = self.args
         if self.batches is None:
             return int(args.max_steps)
-        self.steps = max(-(-self.batches // args.gradient_accumulation_steps), 1)
+        self.steps = steps = max(-(-self.batches // args.gradient_accumulation_steps), 1)
         if args.max_steps > 0:
             return int(args.max_steps)
-        return math.ceil(args.num_train_epochs * self.steps)
+        return math.ceil(float(args.num_train_epochs) * steps)
 
     # Training.
 
@@ -544,7 +548,8 @@ class Trainer:
         self.ignored = ignore_keys_for_eval
         self.losses: list[torch.Tensor] = []  # of each step since the last log, its sum and its labels
         self.logged_step, self.total_loss = first, 0.0
-        began_s = time.time()
+        self.rate = self._rate()
+        began_s = job.clock.now_s()
         self._call("on_train_begin")
         if self.args.eval_on_start and not first:
             self.evaluate(ignore_keys=ignore_keys_for_eval)
@@ -557,7 +562,7 @@ class Trainer:
             job.notice(f"goes on from the run's {job.loaded_folder.name}; resume_from_checkpoint is not looked at")
             return
         if folder is True:
-            saved = _checkpoints(Path(self.args.output_dir))
+            saved = checkpoints(Path(self.args.output_dir))
             if not saved:
                 raise CheckpointError(
                     f"a checkpoint in {self.args.output_dir}",
@@ -613,6 +618,7 @@ class Trainer:
         self._call("on_pre_optimizer_step")
         self._update()
         self._call("on_optimizer_step")
+        self.rate = self._rate()  # of this update
         if not job.is_skipped and not self._steps_by_metric():
             self.lr_scheduler.step()
         self.optimizer.zero_grad()
@@ -643,7 +649,7 @@ class Trainer:
         if not largest or largest < 0:
             return None
         if self.scaler is not None:
-            self.scaler.unscale_(self.optimizer)  # type: ignore[arg-type]
+            self.scaler.unscale_(self.optimizer)
         return job.clip(float(largest))
 
     def _update(self) -> None:
@@ -675,7 +681,7 @@ class Trainer:
             logs: dict[str, Any] = {"loss": self._mean_loss(job) / (self.state.global_step - self.logged_step)}
             if norm is not None:
                 logs["grad_norm"] = norm
-            logs["learning_rate"] = self._rate()
+            logs["learning_rate"] = self.rate
             self.logged_step = self.state.global_step
             self.log(logs)
         if self.control.should_evaluate:
@@ -695,7 +701,7 @@ class Trainer:
             return 0.0
         sums, weights = job.all_reduce(torch.stack(self.losses)).T
         self.losses = []
-        (total,) = _as_on_rank_0(job, [float((sums / weights).sum())])
+        total = float(as_on_rank_0(job, {"loss": float((sums / weights).sum())})["loss"])
         self.total_loss += total
         return total
 
@@ -736,7 +742,7 @@ class Trainer:
         job.save(output / f"checkpoint-{self.state.global_step}")
         limit = self.args.save_total_limit
         if job.rank == 0 and limit is not None and limit > 0:
-            for folder in _checkpoints(output)[:-limit]:
+            for folder in checkpoints(output)[:-limit]:
                 shutil.rmtree(folder, ignore_errors=True)
         self._call("on_save")
 
@@ -746,8 +752,7 @@ class Trainer:
         steps = self.state.global_step - first
         loss = self.total_loss / max(steps, 0.001)
         samples = steps * self._samples_of_a_step(job.data_size)
-        metrics = speed_metrics("train", began_s, num_samples=samples, num_steps=steps)
-        metrics = _times_as_on_rank_0(job, metrics)
+        metrics = as_on_rank_0(job, speed("train", job.clock.now_s() - began_s, samples, steps))
         metrics["train_loss"] = loss
         self.log(metrics)
         best = self.state.best_model_checkpoint
@@ -815,7 +820,7 @@ class Trainer:
     ) -> tuple[Evaluated, dict[str, float]]:
         job = self._begin()
         job._settle()  # the step has ended, and its checkpoint waits for what the evaluation changes
-        began_s = time.time()
+        began_s = job.clock.now_s()
         self.callback_handler.eval_dataloader = loader
         if ignored is None:
             config = getattr(inner_model(self.model), "config", None)
@@ -834,8 +839,8 @@ class Trainer:
         named = {
             name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": value for name, value in metrics.items()
         }
-        times = speed_metrics(prefix, began_s, num_samples=found.samples, num_steps=found.batches)
-        return found, named | _times_as_on_rank_0(job, times)
+        times = speed(prefix, job.clock.now_s() - began_s, found.samples, found.batches)
+        return found, as_on_rank_0(job, named | times)
 
     def _score(self, job: LoopJob, inputs: dict[str, Any], wants: bool, ignored: list[str]) -> Scored:
         """Return the loss, the logits and the labels of a batch; logits and labels only if they are wanted."""
@@ -852,7 +857,7 @@ class Trainer:
                 outputs = self.model(**inputs)
         if not wants:
             return loss, None, None
-        logits = _logits_of(outputs, ignored, has_loss)
+        logits = logits_of(outputs, ignored, has_loss)
         truth = (labels[0] if len(labels) == 1 else labels) if has_labels else None
         if self.preprocess_logits_for_metrics is not None:
             logits = self.preprocess_logits_for_metrics(logits, truth)
@@ -938,115 +943,4 @@ class Trainer:
         """
         if self.is_world_process_zero():
             Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)
-        transformers.Trainer.save_metrics(self, split, metrics, combined)  # type: ignore[arg-type]
-
-
-class _KeptState:
-    """What checkpoints keep of a Trainer: its logs, the best metric and the states of callbacks."""
-
-    names = ("log_history", "best_metric", "best_global_step", "best_model_checkpoint", "epoch")
-
-    def __init__(self, trainer: Trainer, samples: int) -> None:
-        self.trainer = trainer
-        self.samples = samples
-
-    def callbacks(self) -> Iterator[tuple[str, Any]]:
-        """Yield callbacks with a state, by a name that is theirs alone."""
-        for number, callback in enumerate(self.trainer.callback_handler.callbacks):
-            if isinstance(callback, ExportableState):
-                yield f"{number} {type(callback).__name__}", callback
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state."""
-        state = {name: getattr(self.trainer.state, name) for name in self.names}
-        return {
-            "state": state,
-            "callbacks": {name: callback.state()["attributes"] for name, callback in self.callbacks()},
-            "samples": self.samples,
-        }
-
-    def load_state_dict(self, kept: Mapping[str, Any]) -> None:
-        """Take a state back."""
-        for name, value in kept["state"].items():
-            setattr(self.trainer.state, name, value)
-        for name, callback in self.callbacks():
-            for attribute, value in kept["callbacks"].get(name, {}).items():
-                setattr(callback, attribute, value)
-        if kept["samples"] != self.samples and self.trainer.job is not None:
-            self.trainer.job.notice(
-                f"the checkpoint's steps had {kept['samples']} samples, those of now have {self.samples}: samples of "
-                "this pass may be left out or taken twice"
-            )
-
-
-def _checked_model(model: Any, make: Callable[[], torch.nn.Module] | None) -> torch.nn.Module:
-    """Return the model.
-
-    Raises:
-        WorkloadError: there is none, or two, or one that can't be trained so.
-    """
-    if (model is None) == (make is None):
-        raise WorkloadError(
-            "Trainer needs either model or model_init",
-            "there is none" if model is None else "both are given",
-            "write Trainer(model=...)",
-        )
-    made = make() if make is not None else model
-    if not isinstance(made, torch.nn.Module):
-        raise WorkloadError(
-            "Trainer trains a torch.nn.Module", f"the model is {shown(made)}", "hand in the model itself"
-        )
-    inner = inner_model(made)
-    if getattr(inner, "is_quantized", False):
-        raise WorkloadError(
-            "Trainer trains parameters of floating-point numbers",
-            f"{type(inner).__name__} was loaded quantized",
-            "load it without quantization_config",
-        )
-    devices = set((getattr(inner, "hf_device_map", None) or {}).values())
-    if len(devices) > 1:
-        raise WorkloadError(
-            "the ranks share out the model as the plan says",
-            f"device_map has put its parts on {len(devices)} devices already",
-            "load it without device_map, and write paceline run --plan shard=4 FILE",
-        )
-    return made
-
-
-def _collator_of(processing_class: Any) -> Callable[[list[Any]], Any]:
-    if isinstance(processing_class, PreTrainedTokenizerBase):
-        return DataCollatorWithPadding(processing_class)  # type: ignore[return-value]
-    return default_data_collator  # type: ignore[return-value]
-
-
-def _logits_of(outputs: Any, ignored: list[str], has_loss: bool) -> Any:
-    """Return what a model predicted: all that it returned but the loss and what is ignored."""
-    if isinstance(outputs, Mapping):
-        logits = tuple(value for name, value in outputs.items() if name not in [*ignored, "loss"])
-    elif isinstance(outputs, tuple | list):
-        logits = tuple(outputs[1:] if has_loss else outputs)
-    else:
-        return outputs
-    return logits[0] if len(logits) == 1 else logits
-
-
-def _checkpoints(folder: Path) -> list[Path]:
-    """Return the whole checkpoints in an output folder, oldest first."""
-    found = []
-    for path in folder.glob("checkpoint-*"):
-        match = _CHECKPOINT.fullmatch(path.name)
-        if match and (path / MANIFEST).exists():
-            found.append((int(match[1]), path))
-    return [path for _, path in sorted(found)]
-
-
-def _as_on_rank_0(job: LoopJob, values: list[float]) -> list[float]:
-    """Return rank 0's numbers on every rank: what is kept and compared must not differ by rounding. Collective."""
-    sent = torch.tensor(values, dtype=torch.float64, device=job.device)
-    job.world.broadcast(sent)
-    return [float(value) for value in sent.tolist()]
-
-
-def _times_as_on_rank_0(job: LoopJob, metrics: dict[str, float]) -> dict[str, float]:
-    names = sorted(metrics)
-    return dict(zip(names, _as_on_rank_0(job, [metrics[name] for name in names]), strict=True))
+        transformers.Trainer.save_metrics(self, split, metrics, combined)
