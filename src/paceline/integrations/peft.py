@@ -9,7 +9,8 @@ save_adapter(job, model, "adapter")  # peft.PeftModel.from_pretrained(base, "ada
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from peft.utils import CONFIG_NAME, get_peft_model_state_dict
 from paceline.integrations.saving import prefix_of, write_folder
 from paceline.nouns.errors import CheckpointError, UsageError, WorkloadError
 from paceline.nouns.parts import shown
+from paceline.nouns.patching import patched
 from paceline.train.loop_job import LoopJob
 from paceline.train.whole_state import whole_state
 
@@ -84,8 +86,9 @@ def write_adapter(
     state = whole_state(job, prefix, _names_of(model).__contains__)
 
     def write(path: Path) -> None:
-        # The embeddings are the base model's: "auto" would ask peft's server whether they were resized.
-        model.save_pretrained(str(path), state_dict=state, save_embedding_layers=False)
+        # The embeddings are the base model's: "auto" would ask a server whether they were resized.
+        with _of_names():
+            model.save_pretrained(str(path), state_dict=state, save_embedding_layers=False)
         others(path)
 
     write_folder(job, folder, write, check)
@@ -104,7 +107,8 @@ def _names_of(model: peft.PeftModel) -> set[str]:
     names = {id(form): name for name, form in forms.items()}
     found = set()
     for adapter in model.peft_config:
-        taken = get_peft_model_state_dict(model, dict(forms), adapter, save_embedding_layers=False)
+        with _of_names():
+            taken = get_peft_model_state_dict(model, dict(forms), adapter, save_embedding_layers=False)
         for key, form in taken.items():
             if id(form) not in names:
                 kind = getattr(model.peft_config[adapter].peft_type, "value", "its kind")
@@ -115,6 +119,18 @@ def _names_of(model: peft.PeftModel) -> set[str]:
                 )
             found.add(names[id(form)])
     return found
+
+
+@contextmanager
+def _of_names() -> Iterator[None]:
+    """Let peft ask modules for the names of their state, which it does by `state_dict()`, though ranks have parts."""
+    plain = torch.nn.Module.state_dict
+
+    def state_dict(module: torch.nn.Module, *arguments: Any, **named: Any) -> Any:
+        return plain(module, *arguments, **{**named, "keep_vars": True})
+
+    with patched(torch.nn.Module, state_dict=state_dict):
+        yield
 
 
 def _check_folder(folder: Path) -> None:
