@@ -83,8 +83,6 @@ def train_all(rank, plan, folder):
 
 
 class Tokenizer:
-    model_input_names = ["input_ids"]
-
     def save_pretrained(self, folder):
         Path(folder, "tokenizer.json").write_text("{}")
 

@@ -92,7 +92,7 @@ def test_a_value_of_an_honoured_field_may_be_refused(name, value):
 def test_a_field_that_nobody_knows_is_refused(monkeypatch):
     monkeypatch.delitem(training_arguments.FIELDS, "weight_decay")
     check_arguments(arguments("out", weight_decay=0.0))
-    with pytest.raises(WorkloadError, match="weight_decay=0.1"):
+    with pytest.raises(WorkloadError, match=r"weight_decay=0\.1"):
         check_arguments(arguments("out"))
 
 

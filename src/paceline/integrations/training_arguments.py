@@ -1,7 +1,7 @@
 """Which fields of `transformers.TrainingArguments` mean here what they mean there, and what to write for the others.
 
-FIELDS has every field of the newest transformers that was read (5.24) and those that 5.0 had besides. A field that is
-not in it is taken at its default alone.
+FIELDS has every field of transformers 5.24, and some that older ones have besides. A field that is not in it is taken
+at its default alone.
 """
 
 from __future__ import annotations

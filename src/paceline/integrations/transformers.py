@@ -66,9 +66,10 @@ from paceline.integrations.trainer_parts import (
 )
 from paceline.integrations.training_arguments import check_arguments
 from paceline.nouns.errors import CheckpointError, UsageError, WorkloadError
+from paceline.nouns.mesh import Mesh
 from paceline.nouns.parts import shown
 from paceline.train.loop_job import LoopJob
-from paceline.train.prepare import data_parts
+from paceline.train.prepare import data_parts, read_plan
 
 _OVERRIDABLE = frozenset(
     {
@@ -141,7 +142,9 @@ class Trainer:
         ...     "out", num_train_epochs=2, learning_rate=1e-2, save_strategy="no", report_to="none", disable_tqdm=True
         ... )
         >>> trainer = Trainer(LlamaForCausalLM(config), args, train_dataset=data)
-        >>> trainer.train().global_step
+        >>> output = trainer.train()
+        {'train_runtime': ...}
+        >>> output.global_step
         8
         >>> trainer.save_model("model")
         >>> type(LlamaForCausalLM.from_pretrained("model")).__name__
@@ -441,18 +444,19 @@ class Trainer:
         if args.activation_checkpointing if hasattr(args, "activation_checkpointing") else args.gradient_checkpointing:
             self._recompute()
         parts = data_parts(os.environ, paceline.size())
+        cuts = min(parts, paceline.size())  # verify's one process has the batches of several, and cuts none
         loader = None
         total = max(args.max_steps, 1)
         if self.train_dataset is not None or type(self).get_train_dataloader is not Trainer.get_train_dataloader:
             plain = self.get_train_dataloader()
             self.batches = batches_of(plain)
-            loader = steps_of(plain, args.gradient_accumulation_steps, parts)
+            loader = steps_of(plain, args.gradient_accumulation_steps, cuts)
             total = self._count_steps()
         self.optimizer = self.create_optimizer()
         self.lr_scheduler = self.create_scheduler(total, self.optimizer)
         if args.fp16:
             self.scaler = torch.amp.GradScaler("cuda" if torch.cuda.is_available() else "cpu")
-        self._check_loss_is_additive(parts)
+        self._check_loss_is_additive(cuts)
         objects = [self.model, self.optimizer, self.lr_scheduler, loader, self.scaler]
         job, *prepared = paceline.prepare(*[each for each in objects if each is not None], seed=args.seed)
         self.job = job
@@ -478,6 +482,12 @@ class Trainer:
     def _recompute(self) -> None:
         """Have the model compute activations again in the backward pass."""
         settings = getattr(self.args, "activation_checkpointing_kwargs", self.args.gradient_checkpointing_kwargs)
+        if "tensor" in Mesh.parse(read_plan(os.environ, paceline.size()).mesh).used():
+            raise WorkloadError(
+                "gradient_checkpointing runs parts of the model a second time",
+                "under tensor the model runs as one graph, which keeps its activations",
+                "leave it out, or write shard=N in the plan",
+            )
         enable = getattr(self.model, "activation_checkpointing_enable", None)
         if enable is not None:
             chosen = dict(settings or {})
@@ -524,6 +534,21 @@ class Trainer:
             CheckpointError: there is nothing to go on from, or it can't be read.
             LossError: the loss is not finite on some rank, or the model has none.
             PeerLostError: another rank has gone.
+
+        Examples:
+            >>> from transformers import TrainingArguments
+            >>> from paceline.integrations.transformers import Trainer
+            >>> class Model(torch.nn.Linear):
+            ...     def forward(self, inputs, labels):
+            ...         outputs = super().forward(inputs)
+            ...         return {"loss": torch.nn.functional.mse_loss(outputs, labels), "logits": outputs}
+            >>> data = [{"inputs": row, "labels": total} for row, total in zip(x, y)]
+            >>> args = TrainingArguments("out", max_steps=4, save_strategy="no", disable_tqdm=True)
+            >>> trainer = Trainer(Model(4, 1), args, train_dataset=data, eval_dataset=data[:16])
+            >>> output = trainer.train()
+            {'train_runtime': ...}
+            >>> output.global_step
+            4
         """
         if trial is not None:
             raise UsageError("Trainer.train takes no trial", f"it is {shown(trial)}", "leave it out")
@@ -610,7 +635,8 @@ class Trainer:
             loss = loss[0] if isinstance(loss, tuple) else loss
             total += torch.where(items[number] > 0, loss.detach() * items[number], 0.0)
             loss = loss * share if len(shares) > 1 else loss
-            job.backward(loss if self.scaler is None else self.scaler.scale(loss), weight=items[number])
+            loss = loss if self.scaler is None else self.scaler.scale(loss)
+            job.backward(loss, weight=items[number], share=share)
             if number < len(shares) - 1:
                 self._call("on_substep_end")
         self.losses.append(torch.stack([total, items.sum()]))
@@ -779,6 +805,21 @@ class Trainer:
         Raises:
             WorkloadError: there is no data set.
             PeerLostError: another rank has gone.
+
+        Examples:
+            >>> from transformers import TrainingArguments
+            >>> from paceline.integrations.transformers import Trainer
+            >>> class Model(torch.nn.Linear):
+            ...     def forward(self, inputs, labels):
+            ...         outputs = super().forward(inputs)
+            ...         return {"loss": torch.nn.functional.mse_loss(outputs, labels), "logits": outputs}
+            >>> data = [{"inputs": row, "labels": total} for row, total in zip(x, y)]
+            >>> args = TrainingArguments("out", max_steps=4, save_strategy="no", disable_tqdm=True)
+            >>> trainer = Trainer(Model(4, 1), args, train_dataset=data, eval_dataset=data[:16])
+            >>> metrics = trainer.evaluate()
+            {'eval_loss': ...}
+            >>> metrics["eval_loss"] > 0
+            True
         """
         data = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(data, dict):
@@ -808,6 +849,19 @@ class Trainer:
 
         Raises:
             PeerLostError: another rank has gone.
+
+        Examples:
+            >>> from transformers import TrainingArguments
+            >>> from paceline.integrations.transformers import Trainer
+            >>> class Model(torch.nn.Linear):
+            ...     def forward(self, inputs, labels):
+            ...         outputs = super().forward(inputs)
+            ...         return {"loss": torch.nn.functional.mse_loss(outputs, labels), "logits": outputs}
+            >>> data = [{"inputs": row, "labels": total} for row, total in zip(x, y)]
+            >>> args = TrainingArguments("out", max_steps=4, save_strategy="no", disable_tqdm=True)
+            >>> trainer = Trainer(Model(4, 1), args, train_dataset=data, eval_dataset=data[:16])
+            >>> trainer.predict(data[:3]).predictions.shape
+            (3, 1)
         """
         loader = self.get_test_dataloader(test_dataset)
         wants = not self.args.prediction_loss_only
@@ -888,6 +942,21 @@ class Trainer:
         Raises:
             CheckpointError: it can't be written.
             PeerLostError: another rank has gone.
+
+        Examples:
+            >>> from transformers import TrainingArguments
+            >>> from paceline.integrations.transformers import Trainer
+            >>> class Model(torch.nn.Linear):
+            ...     def forward(self, inputs, labels):
+            ...         outputs = super().forward(inputs)
+            ...         return {"loss": torch.nn.functional.mse_loss(outputs, labels), "logits": outputs}
+            >>> data = [{"inputs": row, "labels": total} for row, total in zip(x, y)]
+            >>> args = TrainingArguments("out", max_steps=4, save_strategy="no", disable_tqdm=True)
+            >>> trainer = Trainer(Model(4, 1), args, train_dataset=data, eval_dataset=data[:16])
+            >>> trainer.save_model("model")
+            >>> import pathlib
+            >>> [path.name for path in pathlib.Path("model").iterdir()]
+            ['model.safetensors']
         """
         job = self._begin()
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
