@@ -508,7 +508,8 @@ class Trainer:
         args = self.args
         if self.batches is None:
             return int(args.max_steps)
-        self.steps = steps = max(-(-self.batches // args.gradient_accumulation_steps), 1)
+        steps: int = max(-(-self.batches // args.gradient_accumulation_steps), 1)
+        self.steps = steps
         if args.max_steps > 0:
             return int(args.max_steps)
         return math.ceil(float(args.num_train_epochs) * steps)

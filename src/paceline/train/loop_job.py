@@ -376,9 +376,7 @@ class LoopJob(Job):
         assert self.cut is not None
         return LoopLoader(self, self.cut)
 
-    def backward(
-        self, loss: torch.Tensor, weight: Any = None, retain_graph: bool = False, share: float = 1.0
-    ) -> None:
+    def backward(self, loss: torch.Tensor, weight: Any = None, retain_graph: bool = False, share: float = 1.0) -> None:
         """Add the gradient of the mean loss over all ranks to the parameters' gradients.
 
         As `loss.backward()` it adds to what is there: call it as often as the loop needs, for parts of a batch or for
