@@ -54,6 +54,25 @@ INTERNAL = {
     "Plan": ["check_effect", "settled", "of", "of_variable", "strategy", "is_one_process", "without_shared_memory"],
     "Handle": ["join", "step", "take"],
     "TensorBoard": ["write", "close"],
+    # transformers' own names, which do what they do there; docs/transformers.md lists them.
+    "Trainer": [
+        "add_callback",
+        "pop_callback",
+        "remove_callback",
+        "get_train_dataloader",
+        "get_eval_dataloader",
+        "get_test_dataloader",
+        "get_decay_parameter_names",
+        "create_optimizer",
+        "create_scheduler",
+        "compute_loss",
+        "log",
+        "log_metrics",
+        "save_metrics",
+        "save_state",
+        "is_world_process_zero",
+        "is_local_process_zero",
+    ],
 }
 
 

@@ -1163,3 +1163,25 @@ def test_a_checkpoint_has_what_the_loop_does_with_an_evaluation_of_its_step(tmp_
         manifest = json.loads((tmp_path / "checkpoints" / f"step-{step:08d}" / "manifest.json").read_text())
         assert manifest["scheduler"]["last_epoch"] == step
         assert manifest["loop"] == {"pass": 0, "batch": step}
+
+
+def test_a_share_is_in_the_gradient_and_not_in_the_record():
+    """Parts of a batch, of which each adds its share."""
+    model, optimizer = with_optimizer()
+    job, model, optimizer = paceline.prepare(model, optimizer)
+    expected = (net()(INPUTS[0]) - 1).square().mean()
+    for part in (slice(0, 2), slice(2, 6)):
+        rows = INPUTS[0][part]
+        share = len(rows) / 6
+        job.backward((model(rows) - 1).square().mean() * share, weight=len(rows), share=share)
+    gradients = {name: gradient.clone() for name, gradient in job.gradients().items()}
+    optimizer.step()
+    job.end_step()
+    assert job.last.loss == pytest.approx(expected.item(), rel=1e-12)
+    alone = net()
+    (alone(INPUTS[0]) - 1).square().mean().backward()
+    for name, parameter in alone.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad)
+    for share in (0, -1.0, True, float("inf"), None):
+        with pytest.raises(LossError, match="share"):
+            job.backward(model(INPUTS[0]).mean(), weight=6, share=share)

@@ -391,7 +391,7 @@ class PiecewiseParallel(Parallel):
             piece: this call.
             keeps_pace: this rank has no samples: its loss counts nothing.
             retain_graph: as `torch.Tensor.backward` takes it.
-            factor: by which a GradScaler has multiplied the loss.
+            factor: by which a GradScaler, or the loop, has multiplied the loss.
 
         Raises:
             LossError: it is not finite on some rank, or the weights add up to 0.

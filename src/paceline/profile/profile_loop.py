@@ -16,6 +16,7 @@ import sys
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,7 @@ def _be_rank(plan: Plan, rank: int) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     size = plan.world_size
     os.environ.update(variables_of(LauncherPosition(rank, size, rank, size, master=_NOWHERE)))
+    os.environ["PACELINE_PLAN"] = json.dumps(asdict(plan))  # a Trainer asks it how large a batch is
 
 
 @contextmanager

@@ -347,24 +347,14 @@ def whole_copy(
         comm: all ranks.
     """
     from paceline.checkpoint.manifest import MODEL
-    from paceline.checkpoint.reshard import bits_of
-    from paceline.checkpoint.shard_geometry import move
-    from paceline.nouns.shard_spec import ShardSpec
+    from paceline.train.whole_state import put_together
 
     with torch.random.fork_rng():
         model = make()
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
-            if names.get(MODEL + name, MODEL + name) != MODEL + name:
-                continue  # tied: it has its value by the first name
-            sent = torch.zeros_like(bits_of(tensor))
-            part = parts.get(MODEL + name)
-            # Of the holders of a part the first sends it: zeros of all others leave its bits as they are.
-            if part is not None and part.held.holders[0] == comm.peers[comm.rank]:
-                move(sent, ShardSpec(tuple(tensor.shape)), bits_of(part.tensor), part.held.shard_spec)
-            wide = sent.to(torch.int64)  # not every transport adds up narrow numbers
-            comm.all_reduce(wide)
-            bits_of(tensor).copy_(wide)
+            if names.get(MODEL + name, MODEL + name) == MODEL + name:  # a tied one has its value by the first name
+                put_together(tensor, parts.get(MODEL + name), comm)
     return model.eval()
 
 

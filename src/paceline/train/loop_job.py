@@ -376,7 +376,7 @@ class LoopJob(Job):
         assert self.cut is not None
         return LoopLoader(self, self.cut)
 
-    def backward(self, loss: torch.Tensor, weight: Any = None, retain_graph: bool = False) -> None:
+    def backward(self, loss: torch.Tensor, weight: Any = None, retain_graph: bool = False, share: float = 1.0) -> None:
         """Add the gradient of the mean loss over all ranks to the parameters' gradients.
 
         As `loss.backward()` it adds to what is there: call it as often as the loop needs, for parts of a batch or for
@@ -387,9 +387,12 @@ class LoopJob(Job):
             weight: over how many, such as the tokens that count; the samples of this rank's part of the batch where
                 None. The mean over the ranks is weighted by it, which makes it that of the whole batch.
             retain_graph: as `torch.Tensor.backward` takes it.
+            share: by what the loop has multiplied the mean, such as 1 / 4 for one of four parts of a batch. It changes
+                no gradient: the step's record has the mean without it.
 
         Raises:
-            LossError: the loss is no such number, is not finite on some rank, or the weights add up to 0.
+            LossError: the loss is no such number, is not finite on some rank, or the weights add up to 0; or the share
+                is no number above 0.
             UsageError: the job is closed; or there is no loader and no weight.
             CollectiveError: another rank is at another piece of the step.
             PeerLostError: another rank has gone.
@@ -405,9 +408,12 @@ class LoopJob(Job):
             >>> optimizer.step()
         """
         _check_loss(loss)
+        _check_share(share)
         factor = factor_of(loss)
         self._begin_piece()
         self.is_scaled |= factor is not None
+        if share != 1:
+            factor = share * (torch.ones((), device=loss.device) if factor is None else factor)
         if self.cut is not None:
             self.cut.is_idle = False
         part = self.part
@@ -919,6 +925,15 @@ def _check_loss(loss: Any) -> None:
             "the loss should depend on parameters of the models",
             "no gradient leads from it to them",
             "leave out .detach(), torch.no_grad() and numpy between the model and the loss",
+        )
+
+
+def _check_share(share: Any) -> None:
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < math.inf:
+        raise LossError(
+            "the share of a loss should be a number above 0",
+            f"it is {share!r:.60}",
+            "write by what the mean was multiplied: job.backward(loss / 4, share=1 / 4)",
         )
 
 

@@ -33,6 +33,7 @@ from paceline.train.snapshot import as_json, parameter_names
 if TYPE_CHECKING:
     from paceline.parallel.elementwise import LaterParameters
 
+DATA_PARTS = "PACELINE_DATA_PARTS"  # of the process of `verify` that stands for several ranks
 _STATES = 3  # a parameter and Adam's two moments: what a checkpoint holds at most of usual optimizers
 
 
@@ -79,6 +80,19 @@ def read_plan(environment: Mapping[str, str], size: int) -> Plan:
     if folder:
         return Plan.read(folder / "plan.json")
     return Plan(mesh=f"replicate={size}")
+
+
+def data_parts(environment: Mapping[str, str], size: int) -> int:
+    """Return into how many parts the ranks cut a batch.
+
+    Args:
+        environment: of the process. In the one process with which `verify` compares ranks, DATA_PARTS has the ranks'
+            number, so that its batches are as large.
+        size: the number of ranks.
+    """
+    if DATA_PARTS in environment:
+        return int(environment[DATA_PARTS])
+    return Mesh.parse(read_plan(environment, size).mesh).data_size
 
 
 def be_deterministic() -> None:

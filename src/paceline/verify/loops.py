@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.nouns.errors import WorkloadError
+from paceline.nouns.mesh import Mesh
 from paceline.nouns.plan import Plan
 from paceline.verify.judge.verdict import FirstDifference, Verdict
 from paceline.verify.processes import LOOP_RANK, WorldResult, run_world, write_settings
@@ -75,6 +76,7 @@ def _run(request: VerifyRequest, folder: Path, name: str, plan: Plan) -> WorldRe
         steps=request.steps,
         run=name,
         plan=asdict(plan),
+        data_parts=Mesh.parse(request.plan.mesh).data_size,  # in one process too: its batches are as large
     )
     world = run_world(folder, settings, plan.world_size, request.preload, LOOP_RANK)
     refusal = world.refusal()

@@ -23,6 +23,7 @@ from paceline.nouns.patching import patched
 from paceline.parallel.observer import StepObserver
 from paceline.train.loop_job import LoopJob
 from paceline.train.loop_job import prepare as plain_prepare
+from paceline.train.prepare import DATA_PARTS
 from paceline.train.seed import seed_everything
 from paceline.verify.child_setup import read_settings
 from paceline.verify.ranks.randomness import controlled
@@ -63,6 +64,7 @@ def main(path: Path) -> None:
     settings, folder = read_settings(path)
     run_dir = os.environ.pop("PACELINE_RUN_DIR")  # a job of this process keeps no run directory
     os.environ["PACELINE_PLAN"] = json.dumps(settings["plan"])
+    os.environ[DATA_PARTS] = str(settings["data_parts"])
     torch.set_default_dtype(torch.float64)
     recorders: list[_Recorder] = []
 

@@ -1,0 +1,72 @@
+"""Put tensors together of which ranks have parts: one at a time, so that a rank has no second model in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from paceline.checkpoint.manifest import MODEL
+from paceline.checkpoint.reshard import LocalTensor, bits_of
+from paceline.checkpoint.shard_geometry import move
+from paceline.comm.collectives import AxisComm
+from paceline.nouns.shard_spec import ShardSpec
+from paceline.train import snapshot
+
+if TYPE_CHECKING:
+    from paceline.train.job import Job
+
+
+def put_together(whole: torch.Tensor, part: LocalTensor | None, comm: AxisComm) -> None:
+    """Write to `whole` the tensor that all ranks together have. Collective.
+
+    Args:
+        whole: of the tensor's shape and dtype, on the device of the collectives.
+        part: this rank's, or None.
+        comm: all ranks.
+    """
+    sent = torch.zeros_like(bits_of(whole))
+    # Of the holders of a part the first sends it: zeros of all others leave its bits as they are.
+    if part is not None and part.held.holders[0] == comm.peers[comm.rank]:
+        move(sent, ShardSpec(tuple(whole.shape)), bits_of(part.tensor), part.held.shard_spec)
+    wide = sent.to(torch.int64)  # not every transport adds up narrow numbers
+    comm.all_reduce(wide)
+    bits_of(whole).copy_(wide)
+
+
+def whole_state(job: Job, prefix: str, wants: Callable[[str], bool]) -> dict[str, torch.Tensor]:
+    """Return parameters and persistent buffers whole, on the CPU of rank 0; the other ranks get nothing. Collective.
+
+    Args:
+        job: under any plan of a loop.
+        prefix: of one model's names in the job's.
+        wants: whether a tensor is wanted, by its name in that model.
+
+    Returns:
+        By the name in that model. Names of one tied tensor have the same tensor.
+    """
+    parts = snapshot.model_parts(job.model, job.parallel.held(), job.size)
+    names = snapshot.names_of_state(job.model)
+    found: dict[str, torch.Tensor] = {}
+    result: dict[str, torch.Tensor] = {}
+    for name, first in names.items():
+        own = name.removeprefix(MODEL)
+        if not own.startswith(prefix) or not wants(own.removeprefix(prefix)):
+            continue
+        if first not in found:
+            found[first] = _whole(parts[first], job.world, job.rank)
+        if job.rank == 0:
+            result[own.removeprefix(prefix)] = found[first]
+    return result
+
+
+def _whole(part: LocalTensor, comm: AxisComm, rank: int) -> torch.Tensor:
+    """Return the tensor on rank 0, and an empty one elsewhere."""
+    spec = part.held.shard_spec
+    if spec.cuts:  # every rank has a part of it, and knows so
+        whole = torch.empty(spec.shape, dtype=part.tensor.dtype, device=part.tensor.device)
+        put_together(whole, part, comm)
+    else:
+        whole = part.tensor
+    return whole.detach().cpu().clone() if rank == 0 else torch.empty(0)

@@ -1,0 +1,117 @@
+"""examples/finetune.py and lora.py: transformers itself ends where the ported script does, by the command, too."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from support.jobs import marked, paceline
+from support.shown import ROOT
+
+EXAMPLES = ROOT / "examples"
+PAGE = (ROOT / "docs" / "transformers.md").read_text()
+AFTER = (EXAMPLES / "finetune.py").read_text()
+OURS = "from paceline.integrations.transformers import Trainer  # from transformers import Trainer"
+BEFORE = AFTER.replace(OURS, "from transformers import Trainer")
+# In float32, and sums of 40 steps in another order.
+TOLERANCE = 2e-3
+# Ends as kill -9 does, in the middle of the training.
+KILL = """
+import os, signal
+from paceline.train.loop_job import LoopJob
+plain_end_step = LoopJob.end_step
+def end_step(job):
+    plain_end_step(job)
+    if job.step_number == 25 and "KILLED" in os.environ:
+        os.kill(os.getpid(), signal.SIGKILL)
+LoopJob.end_step = end_step
+"""
+
+
+def test_the_script_changes_one_line():
+    changed = [line for line in difflib.ndiff(BEFORE.splitlines(), AFTER.splitlines()) if line[0] in "+-"]
+    assert len(changed) == 2  # one is another
+    assert OURS in PAGE
+
+
+def test_the_page_shows_the_example():
+    (shown,) = re.findall(r"^<!-- test: lora.py -->\n```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    _, _, code = (EXAMPLES / "lora.py").read_text().partition('"""\n\n')
+    assert shown == code
+
+
+def python(folder, text):
+    (folder / "script.py").write_text(text)
+    environment = marked(folder, {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=folder, capture_output=True, text=True, timeout=300, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    return load_file(folder / "model" / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def before(tmp_path_factory):
+    return python(tmp_path_factory.mktemp("before"), BEFORE)
+
+
+def check_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.integration
+def test_one_process_ends_as_before(before, tmp_path):
+    check_same(python(tmp_path, AFTER), before)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("plan", ["replicate=2", "shard=2"])
+def test_ranks_end_as_before_also_after_a_kill(plan, before, tmp_path):
+    (tmp_path / "finetune.py").write_text(KILL + AFTER)
+    words = ("run", "--plan", plan, "--job", "killed", "--checkpoint-every", "10")
+    killed = paceline(tmp_path, *words, "finetune.py", KILLED="1")
+    assert killed.code != 0
+    assert not (tmp_path / "model").exists()
+    resumed = paceline(tmp_path, *words, "--resume", "finetune.py")
+    assert resumed.code == 0, resumed.err
+    check_same(load_file(tmp_path / "model" / "model.safetensors"), before)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"checkpoint-20", "checkpoint-40"}
+    exported = paceline(tmp_path, "export", "out/checkpoint-40", "--to", "hf", "exported")
+    assert exported.code == 0, exported.err
+    check_same(load_file(tmp_path / "exported" / "model.safetensors"), before)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("split", [True, False])
+def test_verify_and_plan_take_the_script(split, tmp_path):
+    text = AFTER if split else re.sub(r" *accelerator_config=.*\n", "", AFTER)
+    (tmp_path / "finetune.py").write_text(text)
+    verified = paceline(tmp_path, "verify", "-n", "2", "finetune.py")
+    assert verified.code == 0, verified.out + verified.err
+    for plan, samples in (("replicate=4", (32, 8) if split else (128, 32)), ("tensor=2", (32, 32))):
+        planned = paceline(tmp_path, "plan", "--plan", plan, "finetune.py")
+        assert planned.code == 0, planned.err
+        assert "batch       {} samples, {} on a rank".format(*samples) in planned.out
+
+
+@pytest.mark.integration
+def test_the_adapter_by_the_command(tmp_path):
+    shutil.copy(EXAMPLES / "lora.py", tmp_path)
+    saved = []
+    for words in (("-n", "1"), ("-n", "2"), ("--plan", "tensor=2")):
+        done = paceline(tmp_path, "run", *words, "lora.py")
+        assert done.code == 0, done.err
+        saved.append(load_file(tmp_path / "adapter" / "adapter_model.safetensors"))
+    for each in saved[1:]:
+        check_same(each, saved[0])
+    assert os.listdir(tmp_path / "adapter")

@@ -1,0 +1,244 @@
+"""`paceline.integrations.transformers.Trainer` ends where transformers' own does in one process, under every plan."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+import transformers
+from transformers import EarlyStoppingCallback
+
+from paceline.integrations.trainer_loss import TrainerLoss, shifts_labels
+from paceline.integrations.transformers import Trainer
+from paceline.nouns.plan import Plan
+from paceline.train.whole_state import whole_state
+
+from support.fine_tuning import CLASSES, arguments, bert, classes, exact_loss, llama, texts
+from support.ranks import preload, run_ranks
+
+pytestmark = [
+    # transformers' own trainer and modules warn of what they do themselves.
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning:transformers"),
+    pytest.mark.filterwarnings("ignore::UserWarning:torch"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+preload("paceline.integrations.transformers", "support.fine_tuning", "transformers.models.llama.modeling_llama")
+PLANS = ["replicate=2", "shard=2,zero=1", "shard=2,zero=2", "shard=2", "tensor=2"]
+CELLS = {
+    "causal": {},
+    "accumulated": {"gradient_accumulation_steps": 2},
+    "scheduled": {
+        "optim": "sgd",
+        "learning_rate": 0.1,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 3,
+        "max_steps": 8,
+    },
+    "smoothed": {"label_smoothing_factor": 0.1, "max_grad_norm": 0.0},
+    "classes": {"eval_strategy": "epoch", "seed": 7},
+    "own loss": {"num_train_epochs": 1.5, "gradient_accumulation_steps": 3},
+    "adafactor": {"optim": "adafactor", "lr_scheduler_type": "constant"},
+}
+# Adafactor and label smoothing sum in float32, whatever the model's precision.
+TOLERANCES = {"smoothed": 1e-5, "adafactor": 1e-5}
+
+
+def accuracy(found):
+    assert found.predictions.shape == (22, CLASSES)
+    return {"accuracy": (found.predictions.argmax(-1) == found.label_ids).mean(), "mean": found.predictions.mean()}
+
+
+def own_loss(outputs, labels, num_items_in_batch=None):
+    return exact_loss(outputs["logits"], labels, num_items_in_batch=num_items_in_batch)
+
+
+def objects(cell):
+    """The model, and what else a Trainer is handed."""
+    if cell == "classes":
+        return bert(), {"train_dataset": classes(), "eval_dataset": classes(), "compute_metrics": accuracy}
+    own = {"compute_loss_func": own_loss} if cell == "own loss" else {}
+    return llama(), {"train_dataset": texts(), "eval_dataset": texts(9), **own}
+
+
+def trained(kind, cell, folder, **changes):
+    model, data = objects(cell)
+    trainer = kind(model=model, args=arguments(folder, **{**CELLS[cell], **changes}), **data)
+    output = trainer.train()
+    return trainer, (output.global_step, output.training_loss), trainer.evaluate()
+
+
+def logs(trainer):
+    """The numbers of a trainer's history, without times."""
+    found = []
+    for row in trainer.state.log_history:
+        found.append({name: value for name, value in row.items() if "per_second" not in name and "time" not in name})
+    return found
+
+
+@functools.cache
+def expected(cell):
+    with tempfile.TemporaryDirectory() as folder:
+        trainer, output, metrics = trained(transformers.Trainer, cell, folder)
+        return {name: p.detach() for name, p in trainer.model.named_parameters()}, output, metrics, logs(trainer)
+
+
+def train_all(rank, plan, folder):
+    os.environ["PACELINE_PLAN"] = json.dumps(asdict(Plan.parse(plan)))
+    results = {}
+    for cell in CELLS:
+        trainer, output, metrics = trained(Trainer, cell, folder)
+        trainer.save_model(Path(folder, cell))
+        state = whole_state(trainer.job, "", lambda name: True)
+        results[cell] = state, output, metrics, logs(trainer)
+        trainer.job.close()
+    return results
+
+
+@functools.cache
+def results(plan, folder):
+    return run_ranks(Plan.parse(plan).world_size, train_all, plan, folder, timeout_s=300)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    made = {}
+    return lambda plan: made.setdefault(plan, str(tmp_path_factory.mktemp("plan")))
+
+
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("plan", ["replicate=1", *PLANS])
+def test_it_ends_where_transformers_does(plan, cell, folders):
+    parameters, output, metrics, history = expected(cell)
+    tolerance = TOLERANCES.get(cell, 1e-9)
+    answers = results(plan, folders(plan))
+    for name, parameter in parameters.items():
+        torch.testing.assert_close(answers[0][cell][0][name], parameter, rtol=tolerance, atol=tolerance)
+    for _, steps, found, own in (answer[cell] for answer in answers):
+        assert steps == (output[0], pytest.approx(output[1], rel=1e-5))  # transformers adds up float32
+        assert {"eval_loss", "eval_runtime", "epoch"} <= found.keys()
+        for name in ("eval_loss", "eval_accuracy", "eval_mean", "epoch"):
+            assert found.get(name) == (pytest.approx(metrics[name], rel=1e-5) if name in metrics else None)
+        for row, other in zip(own, history, strict=True):
+            wanted = {name: pytest.approx(value, rel=1e-4) for name, value in other.items() if name in row}
+            assert row == wanted
+            assert set(other) - set(row) <= {"total_flos", "grad_norm", "eval_model_preparation_time"}
+
+
+@pytest.mark.parametrize("cell", ["causal", "classes"])
+@pytest.mark.parametrize("plan", ["replicate=1", *PLANS])
+def test_a_saved_model_is_one_of_transformers(plan, cell, folders):
+    answers = results(plan, folders(plan))
+    kind = type(objects(cell)[0])
+    loaded = kind.from_pretrained(Path(folders(plan), cell))
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, answers[0][cell][0][name])
+    assert loaded.config.architectures == [kind.__name__]
+
+
+def test_without_split_batches_a_rank_has_its_own_batch(tmp_path):
+    parameters, output, _, _ = expected("causal")
+    changes = {"per_device_train_batch_size": 2, "accelerator_config": None}
+    for answer in run_ranks(2, train_one, "replicate=2", tmp_path, changes):
+        for name, value in answer[0].items():
+            torch.testing.assert_close(value, parameters[name], rtol=1e-9, atol=1e-9)
+        assert answer[1][0] == output[0]
+
+
+def train_one(rank, plan, folder, changes):
+    os.environ["PACELINE_PLAN"] = json.dumps(asdict(Plan.parse(plan)))
+    trainer, output, _ = trained(Trainer, "causal", folder, **changes)
+    return whole_state(trainer.job, "", lambda name: True), output
+
+
+def train_resumed(rank, plan, folder):
+    """A training in one go; and one that stops at step 4 of 12, in the middle of a pass, and goes on."""
+    os.environ["PACELINE_PLAN"] = json.dumps(asdict(Plan.parse(plan)))
+    found = {}
+    for name, changes in (("whole", {}), ("first", {"save_strategy": "steps", "save_steps": 2}), ("rest", {})):
+        model, data = objects("causal")
+        stopper = EarlyStoppingCallback(5)
+        evaluates = {"eval_strategy": "steps", "eval_steps": 3, "metric_for_best_model": "loss"}
+        args = arguments(Path(folder, "run"), **evaluates, save_total_limit=2, **changes)
+        trainer = Trainer(model, args, callbacks=[stopper, *([StopAt(4)] if name == "first" else [])], **data)
+        output = trainer.train(resume_from_checkpoint=name == "rest")
+        found[name] = whole_state(trainer.job, "", lambda name: True), output, logs(trainer)[:-1], stopper.state()
+        trainer.job.close()
+    return found, sorted(path.name for path in Path(folder, "run").iterdir())
+
+
+class StopAt(transformers.TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **named):
+        control.should_training_stop |= state.global_step == self.step
+
+
+@pytest.mark.parametrize("plan", ["replicate=2", "shard=2", "tensor=2"])
+def test_a_resumed_training_ends_as_the_whole(plan, tmp_path):
+    for found, saved in run_ranks(2, train_resumed, plan, tmp_path, timeout_s=200):
+        assert saved == ["checkpoint-2", "checkpoint-4"]
+        assert found["first"][1].global_step == 4
+        assert found["rest"][1].global_step == found["whole"][1].global_step == 12
+        for name, value in found["whole"][0].items():
+            assert torch.equal(found["rest"][0][name], value)
+        assert found["rest"][2] == found["whole"][2]
+        assert found["rest"][3] == found["whole"][3]
+
+
+def test_labels_that_count():
+    loss = TrainerLoss(llama(), None, 0.0)
+    labels = torch.tensor([[5, 6, -100], [7, -100, -100]])
+    assert int(loss.items({"labels": labels})) == 1  # the first of a row is predicted from nothing
+    assert int(loss.items({"shift_labels": labels})) == 3
+    assert loss.items({"input_ids": labels}) == 2
+    assert int(TrainerLoss(bert(), None, 0.0).items({"labels": torch.tensor([1, -100, 2])})) == 2
+    assert not shifts_labels(bert())
+
+
+class SpoilThird(transformers.TrainerCallback):
+    """Keep the model of the second pass, and clear it before the third."""
+
+    def __init__(self):
+        self.metrics, self.kept = [], {}
+
+    def on_evaluate(self, args, state, control, metrics, **named):
+        self.metrics.append(metrics["eval_loss"])
+
+    def on_epoch_begin(self, args, state, control, model, **named):
+        if state.epoch == 2:
+            self.kept.update({name: value.clone() for name, value in model.state_dict().items()})
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.zero_()
+
+
+def test_the_best_model_is_loaded_at_the_end(tmp_path):
+    spoiler = SpoilThird()
+    model, data = objects("causal")
+    changes = {"eval_strategy": "epoch", "save_strategy": "best", "load_best_model_at_end": True, "num_train_epochs": 3}
+    trainer = Trainer(model, arguments(tmp_path, **changes), callbacks=[spoiler], **data)
+    trainer.train()
+    assert trainer.state.best_metric == min(spoiler.metrics) == spoiler.metrics[1] < spoiler.metrics[2]
+    assert (trainer.state.best_global_step, trainer.state.best_model_checkpoint) == (12, str(tmp_path / "best"))
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, spoiler.kept[name])
+
+
+def test_predictions_are_those_of_transformers(tmp_path):
+    theirs, ours = (_predicted(kind, tmp_path) for kind in (transformers.Trainer, Trainer))
+    numpy.testing.assert_allclose(ours.predictions, theirs.predictions, rtol=1e-12)
+    assert (ours.label_ids == theirs.label_ids).all()
+    assert ours.metrics["test_loss"] == pytest.approx(theirs.metrics["test_loss"], rel=1e-6)
+
+
+def _predicted(kind, folder):
+    return kind(bert(), arguments(folder), train_dataset=classes()).predict(classes(9))
