@@ -380,10 +380,10 @@ class Trainer:
             self._set_up("fit")
             self._check_automatic()
             loader = self._prepare(self._train_loader(train), val_dataloaders)
-            self.call("on_fit_start")
-            self._log_hyperparameters()
             loop = FitLoop(self, loader)
             self.job.keep("lightning.logged", loop.log)
+            self.call("on_fit_start")
+            self._log_hyperparameters()
             loop.run()
             if not self.should_stop and not self.has_all_steps:
                 self.current_epoch = self.num_epochs
@@ -610,6 +610,8 @@ class Trainer:
         if self.log is None:
             raise UsageError("self.log is for hooks of a loop", f"{name!r} is logged in {self.hook}", "log it later")
         self.log.add(self.hook, name, value, options)
+        if str(self.hook).endswith("_epoch_end"):
+            self.take_values(self.log.of_epoch())  # for what the hook does next
 
     def take_values(self, values: Values) -> None:
         """Show what was logged, over all ranks."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from paceline.comm.fully_shard import gathered
 from paceline.nouns.errors import CollectiveError, UsageError
 from paceline.nouns.parts import shown
 from paceline.train.evaluate import reduce_metric
@@ -85,11 +86,13 @@ class Entry:
         weight: what they are divided by for a mean.
         step: the value of this batch; None before it is logged in it.
         metric: a torchmetrics Metric, which adds up by itself.
-        computed: over all ranks, since it was logged last.
+        dtype: in which the value over all ranks is shown.
+        computed: the value over all ranks, since it was logged last.
     """
 
     total: torch.Tensor
     weight: float = 0.0
+    dtype: torch.dtype = torch.float32
     step: torch.Tensor | None = None
     step_weight: float = 0.0
     metric: Any = None
@@ -127,12 +130,16 @@ class Log:
         self.counts = True  # this rank has samples of the batch
         self.dataloader: int | None = None
         self.last_step = Values()  # of the last batch
+        # Totals before the batches since the last update, which a resumed job takes again.
+        self.before: dict[Key, tuple[torch.Tensor, float]] | None = None
 
     def begin_batch(self, samples: int, counts: bool, dataloader: int | None = None) -> None:
         """Take values as those of a batch from here on."""
         self.samples, self.counts, self.dataloader = samples, counts, dataloader
         for entry in self.entries.values():
             entry.step = None
+        if self.is_training and self.job.batches_seen == 1:
+            self.before = self._totals()
 
     def end_batches(self) -> None:
         """Take values as those of the whole epoch, the same on every rank, from here on."""
@@ -154,7 +161,7 @@ class Log:
         if key not in self.entries:
             self._check_is_new(key)
             neutral = torch.tensor(_NEUTRAL[key.reduction], dtype=torch.float64, device=self.job.device)
-            self.entries[key] = Entry(neutral)
+            self.entries[key] = Entry(neutral, dtype=torch.get_default_dtype())
         entry = self.entries[key]
         entry.computed = None
         given = options.get("batch_size")
@@ -165,6 +172,8 @@ class Log:
             if value is None:
                 return
         number = self._number(name, value)
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            entry.dtype = torch.promote_types(entry.dtype, value.dtype)
         if not self.counts:
             number = torch.full_like(number, _NEUTRAL[key.reduction])
         if key.on_step:
@@ -220,7 +229,8 @@ class Log:
                 "log value.mean(), or each value of a dict by self.log_dict",
             )
         if isinstance(value, torch.Tensor):
-            return value.detach().to(self.job.device, torch.float64).reshape(())
+            value = gathered(value.detach())  # the norm of a gradient in parts is in parts too
+            return value.to(self.job.device, torch.float64).reshape(())
         return torch.tensor(float(value), dtype=torch.float64, device=self.job.device)
 
     def of_step(self) -> Values:
@@ -249,7 +259,7 @@ class Log:
             metric = self.entries[key].metric
             if metric is not None:
                 computed = compute_over(metric, self.job)
-                self.entries[key].computed = self._number(key.name, computed).to(torch.get_default_dtype())
+                self.entries[key].computed = self._number(key.name, computed).to(self.entries[key].dtype)
         values = Values()
         for key in keys:
             computed = self.entries[key].computed
@@ -287,7 +297,7 @@ class Log:
         found = []
         for number, key in enumerate(keys):
             value = _over(key.reduction, table[:, number, 1], table[:, number, 2])
-            found.append(value.to(torch.get_default_dtype()))
+            found.append(value.to(self.entries[key].dtype))
         return found
 
     def clear(self) -> None:
@@ -296,21 +306,31 @@ class Log:
             if entry.metric is not None:
                 entry.metric.reset()
         self.entries.clear()
+        self.before = None
+
+    def _totals(self) -> dict[Key, tuple[torch.Tensor, float]]:
+        """Return total and weight of what adds up over the epoch."""
+        found = {}
+        for key, entry in self.entries.items():
+            if entry.metric is None and key.on_epoch:
+                found[key] = entry.total, entry.weight
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """Return what every rank has, for a checkpoint; counts of torchmetrics are not in it. Collective."""
-        keys = [key for key, entry in self.entries.items() if entry.metric is None and key.on_epoch]
-        if not keys:
+        totals = self._totals() if self.before is None or not self.job.batches_seen else self.before
+        if not totals:
             return {"keys": []}
-        mine = torch.stack([self.entries[key].total for key in keys])
-        weights = torch.tensor([self.entries[key].weight for key in keys], dtype=torch.float64, device=mine.device)
+        mine = torch.stack([total for total, _ in totals.values()])
+        weights = torch.tensor([weight for _, weight in totals.values()], dtype=torch.float64, device=mine.device)
         rows = self.job.all_gather(torch.stack([mine, weights])[None])
-        fields = [[getattr(key, name) for name in Key.__dataclass_fields__] for key in keys]
+        fields = [[getattr(key, name) for name in Key.__dataclass_fields__] for key in totals]
         return {"keys": fields, "rows": rows.cpu()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with what a checkpoint has. On another number of ranks the first one has it all."""
         self.entries.clear()
+        self.before = None
         for number, fields in enumerate(state["keys"]):
             key = Key(*fields)
             totals = state["rows"][:, 0, number].to(self.job.device)
@@ -323,7 +343,7 @@ class Log:
                 total, weight = _over(reduction, totals, weights), float(weights.sum())
             else:
                 total, weight = torch.full_like(totals[0], _NEUTRAL[key.reduction]), 0.0
-            self.entries[key] = Entry(total.clone(), weight)
+            self.entries[key] = Entry(total.clone(), weight, torch.get_default_dtype())
 
 
 def _over(reduction: str, values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

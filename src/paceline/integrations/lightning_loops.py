@@ -19,7 +19,6 @@ from paceline.nouns.errors import LossError, UsageError
 from paceline.nouns.parts import shown
 from paceline.train.data import moved
 from paceline.train.loop_loader import Place, load_pass
-from paceline.train.seed import kept_random_state
 
 if TYPE_CHECKING:
     from paceline.integrations.lightning import Trainer
@@ -38,7 +37,11 @@ class FitLoop:
         self.job = trainer.job
         self.module = trainer.lightning_module
         self.loader = loader
+        assert trainer.job.cut is not None
+        self.cut = trainer.job.cut
         self.log = Log(self.job, is_training=True)
+        if not math.isinf(trainer.num_training_batches):
+            self.cut.limit = int(trainer.num_training_batches)
         self.takes_index = len(parameters_of(self.module.training_step)) > 1
 
     def run(self) -> None:
@@ -51,18 +54,12 @@ class FitLoop:
             trainer.current_epoch = epoch
             if self._is_done():
                 break
-            begin = self._place()
-            if begin < trainer.num_training_batches:  # else a limit ended the pass before the job resumed
-                self._run_epoch(begin)
+            if self.cut.batch < trainer.num_training_batches:  # else a limit ended the pass before the job resumed
+                self._run_epoch(self.cut.batch)
             if self._is_done():
                 break
         self.job.end_step()
         trainer.call("on_train_end")
-
-    def _place(self) -> int:
-        """Return how many batches of this pass were taken before the job resumed."""
-        assert self.job.cut is not None
-        return self.job.cut.batch
 
     def _is_done(self) -> bool:
         trainer = self.trainer
@@ -241,14 +238,8 @@ class EvaluationLoop:
     def _parts(self, number: int) -> Iterator[Any]:
         job = self.trainer.job
         place = Place(job.data_rank, job.data_size, job.seed, self.trainer.current_epoch)
-        if self.limits[number] == 0:
-            return
-        with kept_random_state():  # what a loader draws is no part of what the training draws
-            parts = load_pass(self.loaders[number], place, 0)
-        for taken, part in enumerate(parts, 1):
-            yield part
-            if taken >= self.limits[number]:
-                return
+        limit = None if math.isinf(self.limits[number]) else int(self.limits[number])
+        yield from load_pass(self.loaders[number], place, 0, limit)
 
     def _by_loader(self, values: dict[str, float]) -> list[dict[str, float]]:
         """Return the values of each loader; those of no loader are in every dict."""

@@ -884,7 +884,7 @@ class LoopLoader:
         self.job.returned_to = None
         place = Place(self.job.data_part, self.job.mesh.data_size, self.cut.seed, self.cut.number)
         jumps = self.cut.jumps
-        for part in load_pass(self.cut.loader, place, self.cut.batch):
+        for part in load_pass(self.cut.loader, place, self.cut.batch, self.cut.limit):
             # Whatever the loop does with a batch, the step ends here.
             self.job.end_step()
             self.cut.note_batch()
