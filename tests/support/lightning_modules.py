@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
 
 SAMPLES, HELD_OUT, BATCH = 37, 17, 8  # the last batches have 5 and 1 samples
 
@@ -19,6 +19,14 @@ SAMPLES, HELD_OUT, BATCH = 37, 17, 8  # the last batches have 5 and 1 samples
 def numbers(count, seed):
     x = torch.randn(count, 6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return TensorDataset(x, x[:, :1].sin() + 0.1 * x[:, 1:2])
+
+
+class Stream(IterableDataset):
+    """Nobody knows which batch is the last one."""
+
+    def __iter__(self):
+        data = numbers(SAMPLES, 0)
+        return iter([data[index] for index in range(SAMPLES)])
 
 
 def training_loader():
@@ -207,6 +215,8 @@ class Single(Regression):
 
 def data(cell):
     train, held_out = training_loader(), held_out_loader()
+    if cell == "stream":
+        train = DataLoader(Stream(), BATCH)
     return train, [held_out, held_out_loader(3)] if cell == "metrics" else held_out
 
 
@@ -229,6 +239,7 @@ CELLS = {
     "64-true": (Single, {"max_epochs": 2, "precision": "64-true"}),
     "quick": (Regression, {"fast_dev_run": 2}),
     "stopped": (Regression, {"max_epochs": 9, "min_epochs": 2}),
+    "stream": (Plateau, {"max_epochs": 3}),
     "watched": (Watched, {"max_epochs": 2}),
 }
 NOT_UNDER_TENSOR = ("watched",)  # a rank has pieces of the gradients

@@ -46,6 +46,7 @@ INTERNAL = {
         "facts",
         "take",
         "end_step",
+        "settle",
     ],
     "Plan": ["check_effect", "settled", "of", "of_variable", "strategy", "is_one_process", "without_shared_memory"],
     "Handle": ["join", "step", "take"],
