@@ -66,7 +66,7 @@ def assert_same(found, expected):
     expected_state, (expected_history, expected_counts, expected_rates) = expected
     assert state.keys() == expected_state.keys()
     for name, value in expected_state.items():
-        torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-12, msg=lambda text: f"{name}: {text}")
+        torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-12, msg=name)
     assert len(history) == len(expected_history)
     for values, others in zip(history, expected_history, strict=True):
         assert values == pytest.approx(others, rel=1e-9)

@@ -16,7 +16,7 @@ from support.jobs import events, paceline
 from support.shown import ROOT
 
 PAGE = (ROOT / "docs" / "lightning.md").read_text()
-EXAMPLE = ROOT / "examples" / "lightning" / "train.py"
+EXAMPLE = ROOT / "examples" / "lightning" / "lightning_module.py"
 ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in PAGE.splitlines() if line.startswith("| `")]
 STOPPED = """
     def on_train_batch_start(self, batch, batch_idx):

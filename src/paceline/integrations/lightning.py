@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 
 import paceline
 from paceline.integrations.lightning_arguments import PRECISIONS, checked
-from paceline.integrations.lightning_callbacks import BestCheckpoint, CheckpointHooks, checked_callbacks, keeps
+from paceline.integrations.lightning_callbacks import CheckpointHooks, checked_callbacks, keeps
 from paceline.integrations.lightning_hooks import (
     REFUSED_OF_DATA,
     base_of,
@@ -35,7 +35,7 @@ from paceline.integrations.lightning_hooks import (
 from paceline.integrations.lightning_log import Log, Values
 from paceline.integrations.lightning_loops import EvaluationLoop, FitLoop
 from paceline.integrations.lightning_optimizers import SchedulerConfig, read_optimizers
-from paceline.integrations.lightning_strategy import Precision, Strategy, plain
+from paceline.integrations.lightning_strategy import Precision, Strategy
 from paceline.nouns.errors import PlanError, UsageError, WorkloadError
 from paceline.nouns.parts import shown
 from paceline.train.loop_job import LoopJob
@@ -164,7 +164,7 @@ class Trainer:
         names = ("limit_train_batches", "limit_val_batches", "limit_test_batches")
         for name in names:
             setattr(self, name, batches or (1.0 if values[name] is None else values[name]))
-        self.max_steps = batches or values["max_steps"]
+        self.max_steps: int = batches or values["max_steps"]
         self.max_epochs = values["max_epochs"]
         if batches:
             self.max_epochs = 1
@@ -294,15 +294,16 @@ class Trainer:
         if math.isinf(self.num_training_batches):
             return sys.maxsize
         steps = math.ceil(self.num_training_batches / self.accumulate_grad_batches)
-        return math.ceil(self.max_steps / steps)
+        epochs: int = math.ceil(self.max_steps / steps)
+        return epochs
 
     @property
     def estimated_stepping_batches(self) -> float:
         """Return how many steps the whole training takes; infinite where the loader has no length."""
         if math.isinf(self.num_training_batches):
-            return math.inf if self.max_steps == -1 else self.max_steps
+            return math.inf if self.max_steps == -1 else float(self.max_steps)
         steps = math.ceil(self.num_training_batches / self.accumulate_grad_batches) * self.num_epochs
-        return steps if self.max_steps == -1 else min(steps, self.max_steps)
+        return steps if self.max_steps == -1 else int(min(steps, self.max_steps))
 
     @property
     def has_all_steps(self) -> bool:
@@ -487,7 +488,7 @@ class Trainer:
         self._check_unused("test", weights_only)
         return self._evaluate("test", model, dataloaders, ckpt_path, verbose, datamodule)
 
-    def predict(self, *arguments: Any, **named: Any) -> Any:
+    def predict(self, *arguments: Any, **named: Any) -> None:
         """Raise UsageError: predictions are made by Lightning, or in a loop.
 
         Args:
@@ -801,13 +802,15 @@ class Trainer:
             )
         if math.isinf(length):
             self._check_without_length()
-        elif isinstance(self.val_check_interval, int) and self.check_val_every_n_epoch is not None:
-            if self.val_check_interval > self.num_training_batches:
-                raise UsageError(
-                    "val_check_interval is a number of batches of one epoch",
-                    f"it is {self.val_check_interval}, and an epoch has {self.num_training_batches}",
-                    "write check_val_every_n_epoch=None too, to count over all epochs",
-                )
+            return loader
+        is_by_epoch = self.check_val_every_n_epoch is not None
+        every = self.val_check_interval if isinstance(self.val_check_interval, int) else 0
+        if is_by_epoch and every > self.num_training_batches:
+            raise UsageError(
+                "val_check_interval is a number of batches of one epoch",
+                f"it is {every}, and an epoch has {self.num_training_batches}",
+                "write check_val_every_n_epoch=None too, to count over all epochs",
+            )
         return loader
 
     def _check_without_length(self) -> None:

@@ -58,7 +58,7 @@ class Argument:
     Attributes:
         default: Lightning's.
         way: TAKEN, WITHOUT_EFFECT or REFUSED.
-        text: what to write instead; of one that is taken, what values there are; of one without effect, why it has none.
+        text: what to write instead; of one that is taken, what values there are; of one without effect, why.
         fits: whether a value is one that is taken.
     """
 
@@ -68,7 +68,7 @@ class Argument:
     fits: Callable[[Any], bool] = lambda value: True
 
 
-_RANKS = "leave it out, and write in the command: paceline run -n 2 --plan shard=2 train.py"
+_RANKS = "leave it out, and write in the command: paceline run --plan shard=2 train.py"
 _LIMIT = "write a number of batches, or a share of them from 0.0 to 1.0"
 ARGUMENTS = {
     "accelerator": Argument("auto", REFUSED, "leave it out: each rank takes the device of its host that is its own"),
@@ -78,7 +78,7 @@ ARGUMENTS = {
     "precision": Argument(
         None,
         TAKEN,
-        'write "32-true", "64-true", "bf16-mixed" or "16-mixed"; for other dtypes convert the module: module.bfloat16()',
+        'write "32-true", "64-true", "bf16-mixed" or "16-mixed"; for other dtypes convert it: module.bfloat16()',
         _is_precision,
     ),
     "logger": Argument(
@@ -158,7 +158,7 @@ ARGUMENTS = {
     "reload_dataloaders_every_n_epochs": Argument(
         0, REFUSED, "leave it out, and have the data set or the sampler change what it gives"
     ),
-    "default_root_dir": Argument(None, REFUSED, "leave it out; the command names the folder: --run-dir FOLDER"),
+    "default_root_dir": Argument(None, REFUSED, "leave it out; with --job NAME in the command the run is in runs/NAME"),
     "enable_autolog_hparams": Argument(True, TAKEN, "write True or False", _is_flag),
     "model_registry": Argument(None, REFUSED, "leave it out, and upload what `paceline export` writes"),
 }

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from paceline.integrations.lightning import Trainer
 
 _RUN = ("EarlyStopping", "LambdaCallback")  # of Lightning's own: they ask for nothing but the hooks
+_AVERAGE = "leave it out, and write a callback with ema = trainer.job.ema(0.999) and ema.update()"
 _INSTEAD = {
     "LearningRateMonitor": "log the rate in training_step: self.log('rate', self.optimizers().param_groups[0]['lr'])",
     "ModelSummary": "leave it out: `paceline plan` prints what a model has",
@@ -24,9 +25,9 @@ _INSTEAD = {
     "RichProgressBar": "leave it out: `paceline run` shows the progress",
     "Timer": "leave it out: a job that gets SIGTERM saves and stops, and goes on by --resume",
     "OnExceptionCheckpoint": "leave it out, and write in the command: --checkpoint-every 100",
-    "EMAWeightAveraging": "leave it out, and write a callback with ema = trainer.job.ema(0.999) and ema.update()",
-    "StochasticWeightAveraging": "leave it out, and write a callback with ema = trainer.job.ema(0.999) and ema.update()",
-    "WeightAveraging": "leave it out, and write a callback with ema = trainer.job.ema(0.999) and ema.update()",
+    "EMAWeightAveraging": _AVERAGE,
+    "StochasticWeightAveraging": _AVERAGE,
+    "WeightAveraging": _AVERAGE,
     "GradientAccumulationScheduler": "leave it out, and write Trainer(accumulate_grad_batches=4)",
 }
 # Arguments of ModelCheckpoint that `job.save_best` has no counterpart of: the attribute, what it may be, what to write.

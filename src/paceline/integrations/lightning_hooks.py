@@ -200,7 +200,7 @@ def checked_module(module: Any) -> type:
         raise WorkloadError(
             "Trainer needs a LightningModule, of lightning or pytorch_lightning",
             f"it is {shown(module)}",
-            "for other modules write the loop: job, model, optimizer, loader = paceline.prepare(model, optimizer, loader)",
+            "for other modules: job, model, optimizer, loader = paceline.prepare(model, optimizer, loader)",
         )
     check_hooks(module, base, REFUSED)
     for name in ("training_step", "validation_step", "test_step"):

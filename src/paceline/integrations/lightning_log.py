@@ -229,8 +229,8 @@ class Log:
                 "log value.mean(), or each value of a dict by self.log_dict",
             )
         if isinstance(value, torch.Tensor):
-            value = gathered(value.detach())  # the norm of a gradient in parts is in parts too
-            return value.to(self.job.device, torch.float64).reshape(())
+            whole: torch.Tensor = gathered(value.detach())  # the norm of a gradient in parts is in parts too
+            return whole.to(self.job.device, torch.float64).reshape(())
         return torch.tensor(float(value), dtype=torch.float64, device=self.job.device)
 
     def of_step(self) -> Values:

@@ -138,7 +138,7 @@ class FitLoop:
                 continue
             metric = None
             if on_plateau:
-                metric = trainer.callback_metrics.get(config.monitor)
+                metric = trainer.callback_metrics.get(str(config.monitor))
                 if metric is None and not config.strict:
                     continue
                 if metric is None:
@@ -229,9 +229,9 @@ class EvaluationLoop:
             batch = trainer.data_hook("on_after_batch_transfer", batch, number)
             place = (index, number) if is_one_of_several else (index,)
             trainer.call(f"on_{self.stage}_batch_start", batch, *place)
-            with kept_counts(trainer.lightning_module) if part.keeps_pace else nullcontext():
-                with trainer.precision_plugin.forward_context():
-                    output = trainer.call_module(f"{self.stage}_step", batch, *place[: count - 1])
+            counts = kept_counts(trainer.lightning_module) if part.keeps_pace else nullcontext()
+            with counts, trainer.precision_plugin.forward_context():
+                output = trainer.call_module(f"{self.stage}_step", batch, *place[: count - 1])
             trainer.call(f"on_{self.stage}_batch_end", output, batch, *place)
             trainer.take_values(self.log.of_step())
 

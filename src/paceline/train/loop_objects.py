@@ -129,7 +129,7 @@ class LoopObjects:
 
     def prefixed(self) -> dict[str, torch.nn.Module]:
         """Return what the loop calls, by the prefix of its names in `model`: models, or their parts."""
-        found = {}
+        found: dict[str, torch.nn.Module] = {}
         for number, model in enumerate(self.models):
             prefix = "" if len(self.models) == 1 else f"{number}."
             if any(model is each for each in self.by_part):
