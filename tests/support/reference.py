@@ -22,6 +22,7 @@ _DIRECTIVE = re.compile(r"^::: (paceline[\w.]*)\n((?: {4}.*\n)*)", re.MULTILINE)
 _SECTION = re.compile(r"^(Args|Attributes|Returns|Yields|Raises|Examples):\n((?: {4}.*\n|\n)*)", re.MULTILINE)
 _ITEM = re.compile(r"^ {4}(\w+)(?: \([^)]*\))?: ", re.MULTILINE)
 # Public by their spelling alone: Paceline's own modules call them.
+# By name, or by the path of a name that stands twice.
 INTERNAL = {
     "Average": ["parts", "restore"],
     "Decoding": ["choose", "end_tokens", "of"],
@@ -47,15 +48,60 @@ INTERNAL = {
         "facts",
         "take",
         "end_step",
+        "settle",
         "number_of",
         "sum_gradients",
         "skip_update",
+    ],
+    "paceline.integrations.lightning.Trainer": [
+        # Attributes of lightning.Trainer, which modules read.
+        "global_rank",
+        "local_rank",
+        "world_size",
+        "num_devices",
+        "is_global_zero",
+        "logger",
+        "model",
+        "training",
+        "validating",
+        "testing",
+        "evaluating",
+        "predicting",
+        "state",
+        "early_stopping_callbacks",
+        "early_stopping_callback",
+        "checkpoint_callbacks",
+        "checkpoint_callback",
+        "val_dataloaders",
+        "estimated_stepping_batches",
+        # What its loops call.
+        "num_epochs",
+        "has_all_steps",
+        "may_stop",
+        "enter",
+        "call",
+        "call_callbacks",
+        "call_module",
+        "call_data",
+        "data_hook",
+        "log_value",
+        "take_values",
+        "write_step",
+        "write",
+        "accumulates",
+        "looks_at_gradients",
+        "update",
+        "is_validation_due",
+        "is_validation_due_with_epoch",
+        "validate_in_fit",
+        "save_best",
+        "sanity_check",
     ],
     "Plan": ["check_effect", "settled", "of", "of_variable", "strategy", "is_one_process", "without_shared_memory"],
     "Handle": ["join", "step", "take"],
     "TensorBoard": ["write", "close"],
     # transformers' own names, which do what they do there; docs/transformers.md lists them.
-    "Trainer": [
+    "paceline.integrations.transformers.Trainer": [
         "add_callback",
         "pop_callback",
         "remove_callback",
@@ -152,7 +198,11 @@ def undocumented_members(one: Public) -> list[str]:
     """Methods and properties of a class that its page does not show, and that are not Paceline's own."""
     if not inspect.isclass(one.what):
         return []
-    named = {*one.members, *INTERNAL.get(one.name, []), *items(one.what.__doc__ or "", "Args", "Attributes")}
+    named = {
+        *one.members,
+        *INTERNAL.get(one.name, INTERNAL.get(one.path, [])),
+        *items(one.what.__doc__ or "", "Args", "Attributes"),
+    }
     kinds = (property, classmethod, staticmethod)
     return [
         name

@@ -111,6 +111,27 @@ if __name__ == "__main__":
     for _ in range(3):
         job.step(samples)
 """
+LOGGED = """
+import lightning
+import torch
+from paceline.integrations.lightning import Trainer
+
+class Line(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 1)
+    def training_step(self, batch):
+        loss = self.layer(batch).square().mean()
+        self.log("step", loss, on_step=True, on_epoch=True)
+        return loss
+    def validation_step(self, batch):
+        self.log("loss", self.layer(batch).square().mean())
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+loader = torch.utils.data.DataLoader(torch.ones(12, 3), batch_size=4)
+Trainer(max_epochs=2, log_every_n_steps=2).fit(Line(), loader, loader)
+"""
 
 
 def plain(folder):
@@ -177,11 +198,18 @@ def servers(folder):
     assert process.returncode == 0, out
 
 
+def logged(folder):
+    """A LightningModule that logs a value named as a field, and validates."""
+    (folder / "module.py").write_text(LOGGED)
+    ended = paceline(folder, "run", "-n", "2", "--job", "a", "module.py")
+    assert ended.code == 0, ended.err
+
+
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     """The events of all these jobs."""
     found = []
-    for job in (plain, stopped_and_resumed, without_room, without_store, servers):
+    for job in (plain, stopped_and_resumed, without_room, without_store, servers, logged):
         folder = tmp_path_factory.mktemp(job.__name__)
         job(folder)
         found += map(json.loads, (folder / "runs" / "a" / "events.jsonl").read_text().splitlines())

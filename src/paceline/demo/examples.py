@@ -1,9 +1,9 @@
 """Find the examples, and copy one to where somebody trains with it. No torch.
 
 They are the files of `examples/` in the repository. A built package has them in `paceline/example_files`, where
-`tool.hatch` in pyproject.toml puts them; in a clone they are read where they are. An example is a file of `examples/`
-or `examples/loops/`, a folder with a workload.py, or a notebook. The docstring of that file, or the first cell of the
-notebook, says in its first line what it shows, and may show the commands to run it, indented.
+`tool.hatch` in pyproject.toml puts them; in a clone they are read where they are. An example is a file of `examples/`,
+`examples/loops/` or `examples/lightning/`, a folder with a workload.py, or a notebook. The docstring of that file, or
+the first cell of the notebook, says in its first line what it shows, and may show the commands to run it, indented.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ def examples_folder() -> Path:
 def find_examples() -> dict[str, Example]:
     """Return every example by its name, in alphabetical order."""
     folder = examples_folder()
-    found = [_of_file(path) for path in (*folder.glob("*.py"), *(folder / "loops").glob("*.py"))]
+    files = (*folder.glob("*.py"), *(folder / "loops").glob("*.py"), *(folder / "lightning").glob("*.py"))
+    found = [_of_file(path) for path in files]
     found += [_of_folder(path.parent) for path in folder.glob(f"*/{_MAIN}")]
     found += [_of_file(path) for path in folder.glob(f"*/*{_NOTEBOOK}")]
     return {example.name: example for example in sorted(found, key=lambda example: example.name)}

@@ -96,10 +96,14 @@ def profile_loop(script: str, plan: Plan, rank: int = 0, device: str = "cpu") ->
         _be_rank(plan, rank)
 
         def prepare(
-            *objects: Any, seed: int = 0, shard_frozen: bool = False, whole: Iterable[torch.nn.Module] = ()
+            *objects: Any,
+            seed: int = 0,
+            shard_frozen: bool = False,
+            whole: Iterable[torch.nn.Module] = (),
+            by_part: Iterable[torch.nn.Module] = (),
         ) -> tuple[Any, ...]:
             _check_is_first(recorders)
-            found = sort_objects(objects, whole)
+            found = sort_objects(objects, whole, by_part)
             for scaler in found.scalers:
                 scaler._enabled = False  # fake gradients can't be looked at; scaling them takes no memory
             recorder = LoopAllocations(loads_elsewhere=device != "cpu")

@@ -63,7 +63,11 @@ _COMPARED_STEPS = 3  # the first ones: a loop that makes ranks differ does so fr
 
 
 def prepare(
-    *objects: Any, seed: int = 0, shard_frozen: bool = False, whole: Iterable[torch.nn.Module] = ()
+    *objects: Any,
+    seed: int = 0,
+    shard_frozen: bool = False,
+    whole: Iterable[torch.nn.Module] = (),
+    by_part: Iterable[torch.nn.Module] = (),
 ) -> tuple[Any, ...]:
     """Make this process one rank of the job of a plain training loop, and its objects parts of that job.
 
@@ -81,6 +85,9 @@ def prepare(
             blocks are gathered as it is called, so every rank must call it equally often.
         whole: models that stay whole on every rank where the plan cuts the others (`tensor`, `shard` with zero=2 or 3):
             one that is small, or that the loop uses in ways that parts don't allow.
+        by_part: models of which the loop calls the modules that they are made of, `model.encoder(x)`, instead of
+            `model(x)`: each of these modules is cut by itself, under the names that it has in the model. Parameters
+            that such a model has itself stay whole.
 
     Returns:
         The job, and then the objects in their order. Models and optimizers are the same objects; the loader is one that
@@ -89,8 +96,8 @@ def prepare(
     Raises:
         UsageError: this process has a job in the same run directory, or the launcher's variables contradict each other.
         WorkloadError: there is no model or no optimizer, or an object is none of these kinds, or can't be split; or
-            `whole` has something else than these models, or leaves nothing to cut; or, under `shard` with zero=2 or 3,
-            an optimizer has state, or two models share a parameter.
+            `whole` or `by_part` has something else than these models, or leaves nothing to cut; or, under `shard` with
+            zero=2 or 3, an optimizer has state, or two models share a parameter.
         PlanError: the plan has another axis than `replicate`, `shard` and `tensor`, or both `shard` and `tensor`; or an
             optimizer's updates can't be shared out.
         CheckpointError: the job resumes, and its checkpoint can't be used.
@@ -111,7 +118,7 @@ def prepare(
         >>> print(f"{loss.item():.3f}")
         0.000
     """
-    sorted_objects = sort_objects(objects, whole)
+    sorted_objects = sort_objects(objects, whole, by_part)
     api.init()
     try:
         check_is_first(preparing.run_dir(os.environ))
@@ -618,6 +625,13 @@ class LoopJob(Job):
             "write job.evaluate(data, score), where score(model, batch) returns a dict of (sum, weight)",
         )
 
+    def settle(self) -> None:
+        """End the step that is under way, and leave its checkpoint until the loop goes on. Collective.
+
+        Call it before an evaluation that the loop makes itself: buffers are equal on all ranks then.
+        """
+        self._settle()
+
     def _settle(self) -> None:
         """End the step that is under way, and leave its checkpoint until the loop goes on.
 
@@ -876,7 +890,7 @@ class LoopLoader:
         self.job.returned_to = None
         place = Place(self.job.data_part, self.job.mesh.data_size, self.cut.seed, self.cut.number)
         jumps = self.cut.jumps
-        for part in load_pass(self.cut.loader, place, self.cut.batch):
+        for part in load_pass(self.cut.loader, place, self.cut.batch, self.cut.limit):
             # Whatever the loop does with a batch, the step ends here.
             self.job.end_step()
             self.cut.note_batch()

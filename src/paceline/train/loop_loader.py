@@ -11,6 +11,7 @@ sampler again for the batches that were taken before, and loads none of them.
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -91,6 +92,7 @@ class CutLoader:
         batch: batches taken in it.
         begun: passes that the loop has begun since the start of the process.
         passes: of the whole training; None where only the loop knows.
+        limit: batches of each pass that are taken; None: all.
         is_idle: the pass has given batches, and none of them was trained on.
         epoch: the number that `job.epochs` yielded last; None outside of its loop.
         jumps: counts what makes earlier iterators useless.
@@ -104,6 +106,7 @@ class CutLoader:
         self.batch = 0
         self.begun = 0
         self.passes: int | None = None
+        self.limit: int | None = None
         self.replayed = 0  # passes for which the sampler was asked
         self.is_open = False
         self.is_idle = False
@@ -149,7 +152,7 @@ class CutLoader:
             return False
         # A sampler with a generator of its own has moved on in earlier passes.
         while self.replayed < self.number:
-            replay(self.loader, Place(0, 1, self.seed, self.replayed))
+            replay(self.loader, Place(0, 1, self.seed, self.replayed), self.limit)
             self.replayed += 1
         self.begun += 1
         self.replayed += 1
@@ -172,6 +175,8 @@ class CutLoader:
             each = len(self.loader)
         except TypeError:  # an iterable data set
             return None
+        if self.limit is not None:
+            each = min(each, self.limit)
         return (self.passes - self.number) * each - self.batch
 
 
@@ -186,34 +191,35 @@ def _generators(loader: DataLoader[Any]) -> list[torch.Generator]:
     return found
 
 
-def load_pass(loader: DataLoader[Any], place: Place, skip: int) -> Iterator[Part]:
+def load_pass(loader: DataLoader[Any], place: Place, skip: int, limit: int | None = None) -> Iterator[Part]:
     """Yield this rank's part of each batch of one pass, without the first `skip` batches.
 
     Args:
         loader: the user's.
         place: the rank and the pass.
         skip: batches that were taken before the job resumed.
+        limit: batches of the pass, those left out included; the sampler is not asked for more. None: all.
     """
     check_loader(loader)
     if isinstance(loader.dataset, IterableDataset):
-        yield from _load_stream(loader, place, skip)
+        yield from itertools.islice(_load_stream(loader, place, skip), None if limit is None else max(limit - skip, 0))
     else:
-        yield from _load_items(loader, place, skip)
+        yield from _load_items(loader, place, skip, limit)
 
 
-def replay(loader: DataLoader[Any], place: Place) -> None:
+def replay(loader: DataLoader[Any], place: Place, limit: int | None = None) -> None:
     """Ask the sampler for a pass that was taken before: one with a generator of its own has moved on by it."""
     if not isinstance(loader.dataset, IterableDataset):
-        for _ in _indices(loader, place):
+        for _ in itertools.islice(_indices(loader, place), limit):
             pass
 
 
-def _load_items(loader: DataLoader[Any], place: Place, skip: int) -> Iterator[Part]:
+def _load_items(loader: DataLoader[Any], place: Place, skip: int, limit: int | None) -> Iterator[Part]:
     """Load from a data set with `[]`."""
     asked: deque[tuple[int, int, int, bool]] = deque()  # of batches that the new loader has asked for
 
     def own_indices() -> Iterator[list[Any]]:
-        for number, indices in enumerate(_indices(loader, place)):
+        for number, indices in enumerate(itertools.islice(_indices(loader, place), limit)):
             if number < skip:
                 continue
             own = place.own(len(indices))

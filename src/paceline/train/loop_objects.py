@@ -62,6 +62,7 @@ class LoopObjects:
     schedulers: list[Any]
     whole: list[torch.nn.Module]  # models that stay whole on every rank
     scalers: list[torch.amp.GradScaler]
+    by_part: list[torch.nn.Module]  # models of which the loop calls the parts
 
     @property
     def model(self) -> torch.nn.Module:
@@ -115,16 +116,27 @@ class LoopObjects:
                 "whole has all of these",
                 "leave one out of whole, or write replicate in the plan",
             )
+        if self.by_part and not found:
+            raise WorkloadError(
+                "the plan gives each rank a part of the modules that a model is made of",
+                f"the {type(self.by_part[0]).__name__} has its trained parameters itself, and no module that has some",
+                "make them parameters of a module that the model calls, or write replicate in the plan",
+            )
         return found
 
     def _stays_whole(self, model: torch.nn.Module) -> bool:
         return any(model is each for each in self.whole)
 
     def prefixed(self) -> dict[str, torch.nn.Module]:
-        """Return the models by the prefix of their names in `model`."""
-        if len(self.models) == 1:
-            return {"": self.models[0]}
-        return {f"{number}.": model for number, model in enumerate(self.models)}
+        """Return what the loop calls, by the prefix of its names in `model`: models, or their parts."""
+        found: dict[str, torch.nn.Module] = {}
+        for number, model in enumerate(self.models):
+            prefix = "" if len(self.models) == 1 else f"{number}."
+            if any(model is each for each in self.by_part):
+                found |= _parts_with_parameters(prefix, model)
+            else:
+                found[prefix] = model
+        return found
 
     @property
     def scheduler(self) -> Any:
@@ -154,6 +166,17 @@ class LoopObjects:
         )
 
 
+def _parts_with_parameters(prefix: str, model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Return the children of a model by the prefix of their names; of lists and dicts of modules, those in them."""
+    found: dict[str, torch.nn.Module] = {}
+    for name, child in model.named_children():
+        if isinstance(child, torch.nn.ModuleList | torch.nn.ModuleDict):
+            found |= _parts_with_parameters(f"{prefix}{name}.", child)
+        elif next(child.parameters(), None) is not None:
+            found[f"{prefix}{name}."] = child
+    return found
+
+
 def _is_trained(model: torch.nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in model.parameters())
 
@@ -166,15 +189,19 @@ def _no_loss(model: Any, batch: Any) -> Any:
     )
 
 
-def sort_objects(objects: tuple[Any, ...], whole: Iterable[torch.nn.Module] = ()) -> LoopObjects:
+def sort_objects(
+    objects: tuple[Any, ...], whole: Iterable[torch.nn.Module] = (), by_part: Iterable[torch.nn.Module] = ()
+) -> LoopObjects:
     """Return the objects by their kind.
 
     Args:
         objects: that `paceline.prepare` was handed.
         whole: those of the models that stay whole.
+        by_part: those of the models of which the loop calls the parts.
 
     Raises:
-        WorkloadError: one is of no known kind, there are too many or too few of a kind, or `whole` has another object.
+        WorkloadError: one is of no known kind, there are too many or too few of a kind, or `whole` or `by_part` has
+            another object.
     """
     models: list[torch.nn.Module] = []
     optimizers: list[torch.optim.Optimizer] = []
@@ -203,19 +230,21 @@ def sort_objects(objects: tuple[Any, ...], whole: Iterable[torch.nn.Module] = ()
         check_loader(each)
     check_parameters([parameter for model in models for parameter in model.parameters()], optimizers)
     loader = loaders[0] if loaders else None
-    return LoopObjects(models, optimizers, loader, schedulers, _known_models(whole, models), scalers)
+    kept_whole = _known_models("whole", whole, models)
+    parted = _known_models("by_part", by_part, models)
+    return LoopObjects(models, optimizers, loader, schedulers, kept_whole, scalers, parted)
 
 
-def _known_models(whole: Any, models: list[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Return the models that are to stay whole."""
-    is_list = isinstance(whole, Iterable) and not isinstance(whole, torch.nn.Module)  # a Sequential is both
-    found = list(whole) if is_list else [whole]
+def _known_models(name: str, value: Any, models: list[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Return the models that an argument lists."""
+    is_list = isinstance(value, Iterable) and not isinstance(value, torch.nn.Module)  # a Sequential is both
+    found = list(value) if is_list else [value]
     for each in found:
         if not is_list or not any(each is model for model in models):
             raise WorkloadError(
-                "whole is a list of models that paceline.prepare is handed too",
+                f"{name} is a list of models that paceline.prepare is handed too",
                 f"it is {shown(each)}" if not is_list else f"it has {shown(each)}, which is none of them",
-                "write paceline.prepare(student, critic, optimizer, whole=[critic])",
+                f"write paceline.prepare(student, critic, optimizer, {name}=[critic])",
             )
     return found
 
