@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from paceline.nouns.errors import UsageError, WorkloadError
 from paceline.nouns.parts import shown
 
-_FORMS = "return an optimizer, a list of them, lists of optimizers and schedulers, or {'optimizer': ..., 'lr_scheduler': ...}"
+_FORMS = "return an optimizer, several, lists of optimizers and schedulers, or {'optimizer': ..., 'lr_scheduler': ...}"
 _KEYS = ("scheduler", "interval", "frequency", "monitor", "strict", "reduce_on_plateau", "name")
 
 
