@@ -254,6 +254,18 @@ def test_the_best_state_is_saved_and_tested(tmp_path):
     trainer.job.close()
 
 
+def test_a_training_that_has_stopped_early_does_not_go_on(tmp_path):
+    stop = of_lightning.EarlyStopping("val_loss", min_delta=9.0, patience=1)
+    with fitted(held_out=modules.held_out_loader(), max_epochs=9, callbacks=stop) as trainer:
+        assert (trainer.global_step, trainer.should_stop) == (10, True)
+        trainer.save_checkpoint(tmp_path / "saved")
+    again = of_lightning.EarlyStopping("val_loss", min_delta=9.0, patience=1)
+    hooked = [again, modules.Loads(str(tmp_path / "saved"))]
+    with fitted(held_out=modules.held_out_loader(), max_epochs=9, callbacks=hooked) as trainer:
+        assert trainer.global_step == 10
+        assert (again.wait_count, float(again.best_score)) == (stop.wait_count, float(stop.best_score))
+
+
 def test_what_is_logged_is_in_the_events_and_in_loggers(tmp_path, monkeypatch):
     monkeypatch.setenv("PACELINE_EVENTS", str(tmp_path))
     written = []

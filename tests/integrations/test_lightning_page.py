@@ -71,6 +71,14 @@ def test_the_example_trains(tmp_path, words):
 
 
 @pytest.mark.slow
+def test_the_script_of_the_migration_page_ends_as_the_one_by_ddp(tmp_path):
+    done = paceline(tmp_path, "run", "-n", "2", ROOT / "docs" / "migrate" / "lightning_trainer.py")
+    assert done.code == 0, done.err
+    # RESULT of tests/examples/test_migrate.py, where the script by DDP ends.
+    assert float(re.search(r"result ([\d.]+)", done.out).group(1)) == pytest.approx(24.172092311368083, rel=1e-12)
+
+
+@pytest.mark.slow
 def test_the_example_is_the_same_without_the_command(tmp_path):
     done = subprocess.run([sys.executable, str(EXAMPLE)], cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr

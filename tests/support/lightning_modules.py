@@ -205,6 +205,15 @@ class Watched(Regression):
         optimizer.zero_grad(set_to_none=False)
 
 
+class Halved(Regression):
+    """Changes gradients before the update alone."""
+
+    def on_before_optimizer_step(self, optimizer):
+        weight = self.net[0].weight
+        self.log("norm", weight.grad.norm(), on_step=True)
+        weight.grad.mul_(0.5)
+
+
 class Single(Regression):
     """Trains in float64 on what comes as float32."""
 
@@ -241,8 +250,9 @@ CELLS = {
     "stopped": (Regression, {"max_epochs": 9, "min_epochs": 2}),
     "stream": (Plateau, {"max_epochs": 3}),
     "watched": (Watched, {"max_epochs": 2}),
+    "halved": (Halved, {"max_epochs": 2, "accumulate_grad_batches": 3}),
 }
-NOT_UNDER_TENSOR = ("watched",)  # a rank has pieces of the gradients
+NOT_UNDER_TENSOR = ("watched", "halved")  # a rank has pieces of the gradients
 
 
 class Saves(Callback):
