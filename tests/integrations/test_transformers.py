@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 from transformers import EarlyStoppingCallback
+from transformers.trainer_callback import ExportableState
 
 from paceline.integrations.trainer_loss import TrainerLoss, shifts_labels
 from paceline.integrations.transformers import Trainer
@@ -164,14 +165,32 @@ def train_resumed(rank, plan, folder):
     found = {}
     for name, changes in (("whole", {}), ("first", {"save_strategy": "steps", "save_steps": 2}), ("rest", {})):
         model, data = objects("causal")
-        stopper = EarlyStoppingCallback(5)
+        counter = StepCounter()
         evaluates = {"eval_strategy": "steps", "eval_steps": 3, "metric_for_best_model": "loss"}
         args = arguments(Path(folder, "run"), **evaluates, save_total_limit=2, **changes)
-        trainer = Trainer(model, args, callbacks=[stopper, *([StopAt(4)] if name == "first" else [])], **data)
+        trainer = Trainer(
+            model,
+            args,
+            callbacks=[counter, EarlyStoppingCallback(5), *([StopAt(4)] if name == "first" else [])],
+            **data,
+        )
         output = trainer.train(resume_from_checkpoint=name == "rest")
-        found[name] = whole_state(trainer.job, "", lambda name: True), output, logs(trainer)[:-1], stopper.state()
+        found[name] = whole_state(trainer.job, "", lambda name: True), output, logs(trainer)[:-1], counter.count
         trainer.job.close()
     return found, sorted(path.name for path in Path(folder, "run").iterdir())
+
+
+class StepCounter(transformers.TrainerCallback, ExportableState):
+    """A callback with a state, which checkpoints should have."""
+
+    def __init__(self):
+        self.count = 0
+
+    def on_step_end(self, args, state, control, **named):
+        self.count += 1
+
+    def state(self):
+        return {"args": {}, "attributes": {"count": self.count}}
 
 
 class StopAt(transformers.TrainerCallback):
@@ -191,7 +210,7 @@ def test_a_resumed_training_ends_as_the_whole(plan, tmp_path):
         for name, value in found["whole"][0].items():
             assert torch.equal(found["rest"][0][name], value)
         assert found["rest"][2] == found["whole"][2]
-        assert found["rest"][3] == found["whole"][3]
+        assert (found["first"][3], found["rest"][3], found["whole"][3]) == (4, 12, 12)
 
 
 def test_labels_that_count():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from paceline.nouns.errors import CheckpointError, PacelineError, UsageError, WorkloadError
+from paceline.nouns.errors import CheckpointError, PacelineError, UsageError
 from paceline.train.loop_job import LoopJob
 from paceline.train.whole_state import whole_state
 
@@ -109,8 +108,8 @@ def _write(folder: Path, write: Callable[[Path], None]) -> None:
     try:
         partial.mkdir(parents=True)
         write(partial)
-        with contextlib.suppress(FileNotFoundError):
-            os.rmdir(folder) if folder.is_dir() and not any(folder.iterdir()) else None
+        if folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
         if folder.is_dir():
             _move_files(partial, folder)
         else:
@@ -138,9 +137,3 @@ def _of_rank_0(job: LoopJob, failure: PacelineError | None) -> PacelineError | N
         return None
     asked, found, fix = answer.split("\0")
     return CheckpointError(asked, found, fix)
-
-
-def check_is_model(model: Any, call: str) -> None:
-    """Raise WorkloadError unless it is a module."""
-    if not isinstance(model, torch.nn.Module):
-        raise WorkloadError(f"{call} takes a model", f"it is a {type(model).__name__}", "hand in a torch.nn.Module")

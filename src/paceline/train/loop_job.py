@@ -420,7 +420,8 @@ class LoopJob(Job):
         self._begin_piece()
         self.is_scaled |= factor is not None
         if share != 1:
-            factor = share * (torch.ones((), device=loss.device) if factor is None else factor)
+            one = torch.ones((), dtype=torch.float64, device=loss.device)
+            factor = share * (one if factor is None else factor)
         if self.cut is not None:
             self.cut.is_idle = False
         part = self.part
