@@ -388,3 +388,10 @@ def test_an_interrupt_ends_the_ranks_and_saves_where_there_is_a_place(kept, numb
         assert err.count("KeyboardInterrupt") == 1
     assert bool(list(tmp_path.glob("kept/checkpoints/step-*"))) == kept
     assert ("resume=True goes on" in err) == (kept and number == signal.SIGINT)
+
+
+def test_code_that_is_sent_keeps_the_name_of_its_file():
+    names = {}
+    exec(compile("def outer():\n    def inner():\n        pass\n    return inner\n", "Cell In[9]", "exec"), names)
+    function, _ = pack(names["outer"], (), False).load()
+    assert (function.__code__.co_filename, function().__code__.co_filename) == ("Cell In[9]", "Cell In[9]")

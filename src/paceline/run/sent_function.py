@@ -9,11 +9,13 @@ line of the children, or the memory of this process. What comes back is plain da
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import linecache
 import os
 import sys
 import tempfile
+import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +25,12 @@ from paceline.nouns.reading import parse_json
 
 _FORM = {"path": [str], "sources": {str: [str]}, "is_kept": bool}
 LIBRARY = "cloudpickle"
+# All that makes a code object: what its `replace` takes.
+_OF_CODE = (
+    *("co_argcount", "co_posonlyargcount", "co_kwonlyargcount", "co_nlocals", "co_stacksize", "co_flags"),
+    *("co_firstlineno", "co_code", "co_consts", "co_names", "co_varnames", "co_freevars", "co_cellvars"),
+    *("co_filename", "co_name", "co_qualname", "co_linetable", "co_exceptiontable"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +102,7 @@ def pack(function: Callable[..., Any], arguments: Sequence[Any], is_kept: bool) 
             "pip install 'paceline[notebook]'",
         ) from None
     try:
-        pickled = library.dumps((function, tuple(arguments)))
+        pickled = _pickled(library, (function, tuple(arguments)))
     except Exception as error:
         raise UsageError(
             f"can't send {name_of(function)} and what it refers to to the ranks",
@@ -102,6 +110,28 @@ def pack(function: Callable[..., Any], arguments: Sequence[Any], is_kept: bool) 
             "make in the function what can't be pickled, such as an open file or a connection",
         ) from error
     return Sent(list(sys.path), _unsaved_sources(), is_kept, pickled)
+
+
+def _pickled(library: Any, value: Any) -> bytes:
+    """Return `value` pickled by cloudpickle, with the names of files in code, which tracebacks show.
+
+    cloudpickle 3.1.3 writes "<dynamic-code>" in their place.
+    """
+
+    class Pickler(library.Pickler):  # type: ignore[misc]
+        def reducer_override(self, value: Any) -> Any:
+            if isinstance(value, types.CodeType):
+                return _make_code, ({name: getattr(value, name) for name in _OF_CODE},)
+            return super().reducer_override(value)
+
+    file = io.BytesIO()
+    Pickler(file).dump(value)
+    return file.getvalue()
+
+
+def _make_code(values: dict[str, Any]) -> types.CodeType:
+    """Return the code object with these values; a rank calls it when it loads a function."""
+    return _make_code.__code__.replace(**values)
 
 
 def name_of(function: Callable[..., Any]) -> str:
