@@ -237,8 +237,9 @@ def _staging(job: Job, url: str) -> Iterator[Path]:
         )
     try:
         yield folder
-    finally:
+        # Not after an error, which may be of one rank alone: the others would be in another collective.
         job.world.barrier()  # no rank reads any more
+    finally:
         if job.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
 
