@@ -21,7 +21,7 @@ from paceline.nouns.errors import CheckpointError, UsageError
 from paceline.nouns.plan import Plan
 from paceline.train.job import Job
 
-from support.jobs import STEPS, events, paceline, write_workload
+from support.jobs import STEPS, events, paceline, wait_for, write_workload
 from support.ranks import run_ranks
 
 BUCKET = "runs"
@@ -348,8 +348,9 @@ def test_the_next_process_copies_what_one_before_could_not(tmp_path, monkeypatch
     copying_job_again(tmp_path, monkeypatch)
     job = api.distribute(small_workload())
     assert job.step_number == 6
+    wait_for(lambda: CopyFolder(f"file://{tmp_path}/store/run/checkpoints").steps() == [6], 30)
+    assert CopyFolder(f"file://{tmp_path}/store/run/checkpoints").steps() == [6]  # not only at its end
     job.close()
-    assert CopyFolder(f"file://{tmp_path}/store/run/checkpoints").steps() == [6]
 
 
 def copying_job_again(folder, monkeypatch):
