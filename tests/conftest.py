@@ -6,6 +6,8 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
+
 TESTS = Path(__file__).parent
 # Measured with `--durations`; the other files follow as they are found.
 LONGEST = (
@@ -62,3 +64,16 @@ def pytest_collection_modifyitems(config, items):
         return len(longest) + is_last
 
     items.sort(key=place)  # stable: the others as they were found
+
+
+@pytest.fixture(autouse=True)
+def forget_open_jobs():
+    """Forget the jobs that a test left open, so that the next test in this process doesn't end them."""
+    yield
+    jobs = sys.modules.get("paceline.train.job")
+    if jobs is None:
+        return
+    for job in jobs._run_jobs:
+        job.events.close()
+        job.board.close()
+    jobs._run_jobs.clear()
