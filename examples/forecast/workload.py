@@ -3,6 +3,7 @@
     python workload.py
     paceline run -n 2 workload.py
     paceline run -n 2 workload.py --task etth1 --data DIR
+    paceline verify -n 2 workload.py
 
 Without --data it generates seasonal series. DIR holds ETTh1.csv. The scores are those of all ranks' windows: the same
 on any number of ranks.
@@ -192,12 +193,14 @@ def table(found: dict[str, dict[str, float]]) -> str:
     return "\n".join(lines)
 
 
+arguments = parse_arguments()
+panel = series.read_panel(check_arguments(arguments), arguments.data, arguments.seed, arguments.column or "OT")
+workload = make_workload(panel, arguments)  # at the top level, for `paceline verify`
+
+
 def main() -> None:
     """Train, then sample forecasts and say how good they are."""
-    arguments = parse_arguments()
-    task = check_arguments(arguments)
-    panel = series.read_panel(task, arguments.data, arguments.seed, arguments.column or "OT")
-    job = paceline.distribute(make_workload(panel, arguments))
+    job = paceline.distribute(workload)
     began_s = time.monotonic()
     for batch in job.batches():
         job.step(batch)
@@ -207,10 +210,9 @@ def main() -> None:
     if job.rank != 0:
         return
     found["DeepAR"]["nll"] = lost
+    task = panel.task
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    print(
-        f"{panel.description}: {job.step_number} steps, {train_s:.1f} s; {task.likelihood}, {task.horizon} steps ahead"
-    )
+    print(f"{panel.description}: {job.step_number} steps, {train_s:.1f} s; {task.likelihood}, {task.horizon} ahead")
     print(table(found))
     if arguments.output:
         result = {
