@@ -8,9 +8,9 @@ import numpy as np
 from series import Panel, Task, naive_error
 
 QUANTILES = np.arange(1, 10) / 10
-BANDS = {"coverage 50 %": (0.25, 0.75), "coverage 90 %": (0.05, 0.95)}
+BANDS = {"coverage_50": (0.25, 0.75), "coverage_90": (0.05, 0.95)}
 POINTS = ("mse", "rmse", "mae", "smape", "mase")
-LOSSES = ("quantile loss", "quantile loss 0.5", "quantile loss 0.9")
+LOSSES = ("quantile_loss", "quantile_loss_0.5", "quantile_loss_0.9")
 NAMES = (*POINTS, "crps", *LOSSES, *BANDS, "nll")  # in the order in which they are shown
 Sums = dict[str, tuple[float, float]]
 
@@ -30,7 +30,7 @@ def ratios(total: Sums, task: Task) -> dict[str, float]:
     found |= {"rmse": found["mse"] ** 0.5} if "mse" in found else {}
     left_out = {*POINTS} - {*task.points}
     if "rmse" not in task.points:  # there the two quantiles are
-        left_out |= {"quantile loss 0.5", "quantile loss 0.9"}
+        left_out |= {"quantile_loss_0.5", "quantile_loss_0.9"}
     return {name: value for name, value in found.items() if name not in left_out}
 
 
@@ -71,8 +71,8 @@ def score_paths(panel: Panel, number: int, start: int, paths: np.ndarray) -> Sum
     above = truth - np.quantile(paths, QUANTILES, axis=0)
     losses = np.maximum(QUANTILES[:, None] * above, (QUANTILES[:, None] - 1) * above).sum(1)
     size = float(np.abs(truth).sum())
-    found["quantile loss"] = (float(2 * losses.mean()), size)
-    for at, name in ((4, "quantile loss 0.5"), (8, "quantile loss 0.9")):
+    found["quantile_loss"] = (float(2 * losses.mean()), size)
+    for at, name in ((4, "quantile_loss_0.5"), (8, "quantile_loss_0.9")):
         found[name] = (float(2 * losses[at]), size)
     return found
 

@@ -364,11 +364,11 @@ def test_scores_of_a_window():
     offsets = np.linspace(-10, 10, 21)[:, None]
     found = scores.score_paths(panel, number, start, truth + offsets + np.array([0, 0, 0, 8.0, 0, 99.0]))
     ratio = {name: over / under for name, (over, under) in found.items()}
-    assert ratio["coverage 50 %"] == pytest.approx(4 / 6)
-    assert ratio["coverage 90 %"] == pytest.approx(5 / 6)
+    assert ratio["coverage_50"] == pytest.approx(4 / 6)
+    assert ratio["coverage_90"] == pytest.approx(5 / 6)
     assert ratio["mse"] == pytest.approx((8**2 + 99**2) / 6 / panel.units[number] ** 2)
     assert ratio["mae"] == pytest.approx((8 + 99) / 6 / panel.units[number])
-    assert ratio["quantile loss 0.5"] == pytest.approx((8 + 99) / np.abs(truth).sum())
+    assert ratio["quantile_loss_0.5"] == pytest.approx((8 + 99) / np.abs(truth).sum())
     train = panel.values[number][: panel.ends[number]]
     assert ratio["mase"] == pytest.approx((8 + 99) / 6 / np.abs(train[24:] - train[:-24]).mean())
 
@@ -458,7 +458,7 @@ def test_it_learns_the_season_and_how_sure_it_is():
     ((found, _, losses),) = run_ranks(1, train, "replicate=1", words)
     assert np.mean(losses[-5:]) < losses[0] - 1
     assert found["DeepAR"]["mse"] < 0.3 * found["naive"]["mse"]
-    assert 0.3 < found["DeepAR"]["coverage 50 %"] < 0.7 < found["DeepAR"]["coverage 90 %"] < 1
+    assert 0.3 < found["DeepAR"]["coverage_50"] < 0.7 < found["DeepAR"]["coverage_90"] < 1
 
 
 # Whole jobs
@@ -472,7 +472,7 @@ def test_a_plain_run_writes_result_and_picture(tmp_path):
     assert done.out.count("40 generated series of 840 hours: 4 steps") == 1
     result = json.loads((tmp_path / "result.json").read_text())
     assert (result["data"], result["steps"]) == ("40 generated series of 840 hours", 4)
-    assert {"mse", "crps", "coverage 50 %", "coverage 90 %", "nll"} <= {*result["scores"]}
+    assert {"mse", "crps", "coverage_50", "coverage_90", "nll"} <= {*result["scores"]}
     assert {*result["others"]} == {"naive", "seasonal naive"}
     assert result["seconds"] > 0
     assert (tmp_path / "fan.png").read_bytes()[:4] == b"\x89PNG"
