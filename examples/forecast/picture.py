@@ -26,7 +26,7 @@ def draw(path: Path, panel: Panel, chosen: Sequence[tuple[int, int]], paths: np.
 
     columns = 2
     rows = -(-len(chosen) // columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(9, 2.4 * rows + 0.5), squeeze=False, layout="constrained")
+    figure, axes = plt.subplots(rows, columns, figsize=(8, 2.1 * rows + 0.5), squeeze=False, layout="constrained")
     for axis in axes.flat[len(chosen) :]:
         axis.axis("off")
     task = panel.task
@@ -47,5 +47,5 @@ def draw(path: Path, panel: Panel, chosen: Sequence[tuple[int, int]], paths: np.
     for axis in axes[-1]:
         axis.set_xlabel("steps ahead", fontsize=8)
     figure.suptitle(title, fontsize=10)
-    figure.savefig(path, dpi=60)
+    figure.savefig(path, dpi=64)
     plt.close(figure)

@@ -331,8 +331,8 @@ def generate(task: Task, seed: int, counts: bool, series: int = 40, days: int = 
     hours = np.arange(length)
     clock = np.stack([hours / 24, hours / 168], axis=1)
     values = []
-    for number_ in range(series):
-        random = np.random.default_rng([seed, number_])
+    for at in range(series):
+        random = np.random.default_rng([seed, at])
         size = np.exp(random.uniform(1, 4))
         daily, weekly = random.uniform(0.3, 0.7), random.uniform(0.1, 0.3)
         wave = 1 + daily * np.sin(2 * np.pi * (clock[:, 0] - random.uniform(0.2, 0.3)))
@@ -347,9 +347,9 @@ def generate(task: Task, seed: int, counts: bool, series: int = 40, days: int = 
         values=values,
         covariates=[_waves(clock)] * series,
         ends=[end] * series,
-        test=[(number_, end + at * task.horizon) for number_ in range(series) for at in range(test_windows)],
+        test=[(at, end + turn * task.horizon) for at in range(series) for turn in range(test_windows)],
         units=[float(each[:end].std()) for each in values],
-        names=[str(number_) for number_ in range(series)],
+        names=[str(at) for at in range(series)],
     )
 
 

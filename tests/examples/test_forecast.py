@@ -362,13 +362,17 @@ def test_scores_of_a_window():
     number, start = panel.test[0]
     truth = panel.values[number][start : start + 6]
     offsets = np.linspace(-10, 10, 21)[:, None]
-    found = scores.score_paths(panel, number, start, truth + offsets + np.array([0, 0, 0, 8.0, 0, 99.0]))
+    shift = np.array([0, 0, 0, 8.0, 0, 99.0])
+    found = scores.score_paths(panel, number, start, truth + offsets + shift)
     ratio = {name: over / under for name, (over, under) in found.items()}
     assert ratio["coverage_50"] == pytest.approx(4 / 6)
     assert ratio["coverage_90"] == pytest.approx(5 / 6)
     assert ratio["mse"] == pytest.approx((8**2 + 99**2) / 6 / panel.units[number] ** 2)
     assert ratio["mae"] == pytest.approx((8 + 99) / 6 / panel.units[number])
     assert ratio["quantile_loss_0.5"] == pytest.approx((8 + 99) / np.abs(truth).sum())
+    above = truth - np.quantile(truth + offsets + shift, 0.9, axis=0)
+    pinball = np.where(above > 0, 0.9 * above, -0.1 * above)
+    assert ratio["quantile_loss_0.9"] == pytest.approx(2 * pinball.sum() / np.abs(truth).sum())
     train = panel.values[number][: panel.ends[number]]
     assert ratio["mase"] == pytest.approx((8 + 99) / 6 / np.abs(train[24:] - train[:-24]).mean())
 
@@ -491,6 +495,17 @@ def test_verify_agrees(tmp_path, plan):
     done = paceline(tmp_path, "verify", "--plan", plan, EXAMPLE / "workload.py", "--", *words)
     assert done.code == 0, done.out + done.err
     assert re.search(r"^step float64 +ok ", done.out, re.MULTILINE), done.out
+
+
+@pytest.mark.integration
+def test_workers_of_servers_end_where_one_rank_does(tmp_path):
+    found = {}
+    for plan in ("replicate=1", "replicate=2,server=1"):
+        words = [*TINY, "--output", f"{plan}.json"]
+        done = paceline(tmp_path, "run", "--plan", plan, EXAMPLE / "workload.py", *words)
+        assert done.code == 0, done.err
+        found[plan] = json.loads((tmp_path / f"{plan}.json").read_text())["scores"]
+    assert found["replicate=2,server=1"] == pytest.approx(found["replicate=1"], rel=1e-8)
 
 
 KILL = """        job.step(batch)
