@@ -68,12 +68,12 @@ ENTRIES: tuple[Entry, ...] = (
         name="forecast",
         example="forecast",
         data="forecast/ett",
-        arguments=("--task", "etth1", "--steps", "300", "--windows", "500", "--precision", "float64"),
+        arguments=("--task", "etth1", "--steps", "400", "--windows", "600"),
         scores={"mse": ".4f", "mae": ".4f", "crps": ".4f", "coverage_50": ".3f", "coverage_90": ".3f"},
         reference="DeepAR in Zhou et al. 2021 (Informer), table 1, 24 hours: MSE 0.107, MAE 0.280; "
         "the last value repeated: 0.034, 0.139",
         plans=("replicate=1", "shard=2", "shard=2,zero=1", "pipeline=2"),
-        tolerance=1e-5,
+        tolerance=1e-2,
     ),
 )
 
