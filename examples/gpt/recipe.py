@@ -12,7 +12,7 @@ def make_optimizer(model: torch.nn.Module, peak: float) -> torch.optim.Optimizer
     decayed = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     others = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.99))
+    return torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.99), fused=True)
 
 
 def make_schedule(optimizer: torch.optim.Optimizer, steps: int, warmup: int) -> torch.optim.lr_scheduler.LambdaLR:

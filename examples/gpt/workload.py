@@ -52,7 +52,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--block", type=int, help="tokens that the model sees (default 64; of --model its own, at most 512)")
     add("--steps", type=int, default=2000, help="0 only evaluates and generates (default 2000)")
     add("--batch-size", type=int, default=12, help="blocks of all ranks together (default 12)")
-    add("--lr", type=float, help="peak learning rate (default 1e-3; 1e-4 with --model)")
+    add("--lr", type=float, help="peak learning rate (default 1e-3; 3e-5 with --model)")
     add("--warmup", type=int, help="steps (default: a twentieth)")
     add("--dropout", type=float, default=0.0, help="default 0: then the result does not depend on the ranks")
     add("--precision", default="float32", help=f"{', '.join(PRECISIONS)} (default float32)")
@@ -190,7 +190,7 @@ def choose_tokenizer(arguments: argparse.Namespace, text: texts.Text) -> Any:
 def make_workload(arguments: argparse.Namespace, task: Task) -> paceline.Workload:
     """What is trained."""
     warmup = arguments.steps // 20 if arguments.warmup is None else arguments.warmup
-    peak = arguments.lr or (1e-4 if arguments.model else 1e-3)
+    peak = arguments.lr or (3e-5 if arguments.model else 1e-3)
     return paceline.Workload(
         model=lambda: decoder.make_model(task.config, arguments.model),
         loss=blocks.loss_of(are_padded=task.begin is not None),
@@ -281,6 +281,7 @@ def main(arguments: argparse.Namespace, task: Task, workload: paceline.Workload)
         "seconds": round(seconds, 3),
         "steps": job.step_number,
         "ranks": job.size,
+        "curves": {name: curves[name] for name in ("training", "held out")},
         "text": sample,
     }
     print(f"{result['data']}; {result['size']}; {job.step_number} steps on {job.size} ranks, {seconds:.1f} s")
@@ -291,7 +292,7 @@ def main(arguments: argparse.Namespace, task: Task, workload: paceline.Workload)
         arguments.output.write_text(json.dumps(result, indent=1) + "\n")
     if arguments.picture:
         is_shakespeare = "of 1,115,394 characters" in str(task.text) and task.tokenizer.get_vocab_size() == 65
-        figure.draw(curves, task.text.name, sample, is_shakespeare, arguments.picture)
+        figure.draw(result["curves"], task.text.name, sample, is_shakespeare, arguments.picture)
 
 
 # At the top level, so that `paceline verify` and `paceline plan` find the workload too.
