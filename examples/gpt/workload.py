@@ -50,9 +50,9 @@ def parse_arguments() -> argparse.Namespace:
     add("--heads", type=int, help="default 4")
     add("--width", type=int, help="default 128")
     add("--block", type=int, help="tokens that the model sees (default 64; of --model its own, at most 512)")
-    add("--steps", type=int, default=2000, help="0 only evaluates and generates (default 2000)")
+    add("--steps", type=int, default=1200, help="0 only evaluates and generates (default 1200)")
     add("--batch-size", type=int, default=12, help="blocks of all ranks together (default 12)")
-    add("--lr", type=float, help="peak learning rate (default 1e-3; 3e-5 with --model)")
+    add("--lr", type=float, help="peak learning rate (default 4e-3; 3e-5 with --model)")
     add("--warmup", type=int, help="steps (default: a twentieth)")
     add("--dropout", type=float, default=0.0, help="default 0: then the result does not depend on the ranks")
     add("--precision", default="float32", help=f"{', '.join(PRECISIONS)} (default float32)")
@@ -190,7 +190,7 @@ def choose_tokenizer(arguments: argparse.Namespace, text: texts.Text) -> Any:
 def make_workload(arguments: argparse.Namespace, task: Task) -> paceline.Workload:
     """What is trained."""
     warmup = arguments.steps // 20 if arguments.warmup is None else arguments.warmup
-    peak = arguments.lr or (3e-5 if arguments.model else 1e-3)
+    peak = arguments.lr or (3e-5 if arguments.model else 4e-3)
     return paceline.Workload(
         model=lambda: decoder.make_model(task.config, arguments.model),
         loss=blocks.loss_of(are_padded=task.begin is not None),
