@@ -73,9 +73,14 @@ def open_folder(folder: Path) -> Tokenizer:
     )
 
 
+def are_characters(tokenizer: Tokenizer) -> bool:
+    """Whether each token is a character."""
+    return isinstance(tokenizer.model, models.WordLevel)
+
+
 def encode(tokenizer: Tokenizer, piece: str) -> np.ndarray:
     """The token numbers of a text."""
-    if isinstance(tokenizer.model, models.WordLevel):  # characters; the library would make an object of each
+    if are_characters(tokenizer):  # the library would make an object of each
         points = np.frombuffer(piece.encode("utf-32-le"), np.uint32)
         table = np.zeros(int(points.max(initial=0)) + 1, np.int64)
         for character, number in tokenizer.get_vocab().items():
@@ -112,7 +117,7 @@ def save(tokenizer: Tokenizer, folder: Path, positions: int, end: int | None) ->
 
 
 def _knows(tokenizer: Tokenizer, character: str) -> bool:
-    if isinstance(tokenizer.model, models.WordLevel):
+    if are_characters(tokenizer):
         return tokenizer.token_to_id(character) is not None
     with contextlib.suppress(Exception):  # the library has no class of its own for a token that is missing
         return character in tokenizer.decode(tokenizer.encode(character, add_special_tokens=False).ids)

@@ -272,8 +272,9 @@ def main(arguments: argparse.Namespace, task: Task, workload: paceline.Workload)
         save(job, task, arguments.save)
     if job.rank != 0:
         return
-    word_perplexity = math.exp(min(loss * task.tokens_of_a_word, 700.0))
-    scores = {"validation loss": loss, "word perplexity": word_perplexity, "first loss": curves["held out"][0][1]}
+    scores = {"validation loss": loss, "first loss": curves["held out"][0][1]}
+    if not vocabulary.are_characters(task.tokenizer):
+        scores["word perplexity"] = math.exp(min(loss * task.tokens_of_a_word, 700.0))
     result = {
         "data": str(task.text),
         "size": f"{parameters / 1e6:.2f} million parameters",
