@@ -210,7 +210,9 @@ def make_workload(arguments: argparse.Namespace, task: Task) -> paceline.Workloa
 def train(job: Any, task: Task, steps: int) -> tuple[dict[str, Any], float]:
     """Train; the losses on the way, which a resumed job goes on with, and the seconds of this process's steps."""
     every = max(steps // LOOKS, 1)
-    curves = job.keep("curves", {"training": [], "held out": [], "sum": 0.0, "count": 0})
+    curves: dict[str, Any] = {"training": [], "held out": [], "sum": 0.0, "count": 0}
+    if not job.plan.server:  # workers of servers are at steps of their own, and a resumed job has the losses from there
+        curves = job.keep("curves", curves)
     seconds = 0.0
     if not curves["held out"]:
         curves["held out"].append((0, job.evaluate(task.looked_at)["loss"]))

@@ -445,3 +445,14 @@ def test_verify_finds_the_step_of_two_ranks_that_of_one(tmp_path, data, plan):
     ended = paceline(tmp_path, "verify", "--plan", plan, EXAMPLE / "workload.py", "--", *words)
     assert ended.code == 0, ended.out + ended.err
     assert "step float64  ok" in ended.out
+
+
+@pytest.mark.integration
+def test_servers_train_it_too(tmp_path, data):
+    words = ("--data", data, *SIZES, "--steps", "8", "--tokens", "20", "--output", tmp_path / "result.json")
+    plan = ("--plan", "replicate=2,server=1")
+    ended = paceline(tmp_path, "run", *plan, EXAMPLE / "workload.py", *words, "--save", tmp_path / "saved")
+    assert ended.code == 0, ended.err
+    scores = json.loads((tmp_path / "result.json").read_text())["scores"]
+    assert scores["validation loss"] < scores["first loss"] - 0.1
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved").num_parameters() > 5000
