@@ -90,6 +90,7 @@ NEITHER = {
     "python lightning_module.py": "tests/integrations/test_lightning_page.py runs it",
     "python letters.py": "tests/examples/test_tutorial.py runs it",
     "python scripts/tutorial_pictures.py": "the same test draws its pictures",
+    "python benchmarks/train_examples.py": "hours; tests/examples/test_examples_page.py checks what it wrote",
     "make test": "this is it",
     "make docs": "scripts/check builds the documentation",
     "pip install": "it would change the installation that the tests run in",
