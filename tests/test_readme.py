@@ -64,6 +64,9 @@ NOT_RUN = {
     "paceline submit": "it sends a job to a scheduler: tests/integration, tests/launch",
     "paceline explain submit": "it reads a cluster file: tests/cli/test_explain.py",
     "paceline run -n 2 examples/glue": "tests/examples trains it",
+    "paceline run -n 2 examples/distil": "tests/examples/test_distil.py trains it",
+    "paceline run --plan shard=2 examples/distil": "the same",
+    "paceline verify -n 2 examples/distil": "the same",
     "mpirun -n 4 paceline": "tests/integration/test_launchers.py starts ranks with mpirun",
     "srun paceline": "the same, with srun",
     "paceline doctor -H": "it asks other hosts",
@@ -100,6 +103,7 @@ NEITHER = {
     "ssh h1 true": "it needs another host",
     "python contrastive.py": "tests/comm/test_collectives_page.py runs it",
     "python examples/glue": "tests/examples trains it",
+    "python examples/distil": "tests/examples/test_distil.py trains it",
 }
 # Options that are another program's, or are no option.
 NOT_OURS = {"--gang-scheduling": "the MPI Operator's", "--share-packages": "scripts/release's"}

@@ -1,6 +1,6 @@
 """The losses, each a mean over the sentences of a batch: so the mean over the ranks is that of the whole batch.
 
-Of the tokens of a sentence a mean is taken first. A mean over all tokens of the batch would weigh ranks by their tokens.
+A sentence's tokens are averaged first. A mean over all tokens of the batch would weigh ranks by their tokens.
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ class Weights(NamedTuple):
 def hard_loss(made: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
     """Cross entropy of the masked tokens and of the class: what the teacher, and a student without one, learns by."""
     wanted = batch["wanted"]
-    tokens = F.cross_entropy(
-        made["tokens"].transpose(1, 2), wanted, ignore_index=texts.NOT_PREDICTED, reduction="none"
-    )
+    tokens = F.cross_entropy(made["tokens"].transpose(1, 2), wanted, ignore_index=texts.NOT_PREDICTED, reduction="none")
     return _mean(tokens, wanted != texts.NOT_PREDICTED) + F.cross_entropy(made["classes"], batch["labels"])
 
 

@@ -39,7 +39,7 @@ class Encoder(BertPreTrainedModel):
         return self.cls.predictions.decoder
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, places: Tensor | None = None) -> dict[str, Tensor]:
-        """Return `hidden` (batch, tokens, width), `classes` (batch, 2) and, of `places`, `tokens` (batch, places, all)."""
+        """Return `hidden` (batch, length, width), `classes` (batch, 2) and, of `places`, logits `tokens`."""
         made = self.bert(input_ids, attention_mask)
         hidden = made.last_hidden_state
         found = {"hidden": hidden, "classes": self.classifier(made.pooler_output)}

@@ -1,4 +1,4 @@
-"""Sentences with a label: SST-2's files or made-up ones, the vocabulary, masked samples and batches of similar length."""
+"""Sentences with a label: SST-2's files or made-up ones, their vocabulary, masks, and batches of similar length."""
 
 from __future__ import annotations
 
@@ -73,10 +73,9 @@ def read_rows(path: Path, limit: int | None = None) -> Rows:
         DataError: the file can't be read, has no rows, or a row is broken.
     """
     texts, labels = [], []
-    opened = lzma.open(path, "rt", encoding="utf-8") if path.suffix == ".xz" else path.open(encoding="utf-8")
     try:
-        with opened as file:
-            lines = file.read().split("\n")
+        content = path.read_bytes()
+        lines = (lzma.decompress(content) if path.suffix == ".xz" else content).decode().split("\n")
     except (OSError, EOFError, lzma.LZMAError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: text in UTF-8", f"it can't be read: {error}", f"take it from {SOURCE}") from error
     if lines[0].rstrip("\r").split("\t") != ["sentence", "label"]:
@@ -89,7 +88,9 @@ def read_rows(path: Path, limit: int | None = None) -> Rows:
         text, _, label = line.rstrip("\r").rpartition("\t")
         if label not in ("0", "1") or not text.strip() or "\t" in text:
             raise DataError(
-                f"{path}, line {number}: a sentence, a tab, and 0 or 1", f"{line[:60]!r}", "mend the line, or leave it out"
+                f"{path}, line {number}: a sentence, a tab, and 0 or 1",
+                f"{line[:60]!r}",
+                "mend the line, or leave it out",
             )
         texts.append(text.strip())
         labels.append(int(label))
@@ -100,10 +101,15 @@ def read_rows(path: Path, limit: int | None = None) -> Rows:
     return Rows(texts, labels)
 
 
-_GOOD = "good great fine charming moving clever warm funny brilliant lovely honest fresh rich bright graceful".split()
-_BAD = "bad awful dull flat clumsy cold tired stale dreary empty bland lazy noisy crude shallow".split()
-_THINGS = "film plot cast script music ending story humor dialogue camera scene hero villain pace tone".split()
-_DEGREES = "very quite rather truly often always".split()
+_GOOD, _BAD, _THINGS, _DEGREES = map(
+    str.split,
+    (
+        "good great fine charming moving clever warm funny brilliant lovely honest fresh rich bright graceful",
+        "bad awful dull flat clumsy cold tired stale dreary empty bland lazy noisy crude shallow",
+        "film plot cast script music ending story humor dialogue camera scene hero villain pace tone",
+        "very quite rather truly often always",
+    ),
+)
 
 
 def make_up(count: int, seed: int) -> Rows:
@@ -185,8 +191,8 @@ def read_vocabulary(path: Path) -> list[str]:
 class Sentences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """Sentences as token numbers; `[]` masks some of them, to be predicted.
 
-    What `[]` draws depends on the seed and the sample's place alone, on any number of ranks. A collate_fn would draw for
-    the samples of one rank.
+    What `[]` draws depends on the seed and the sample's place alone, on any number of ranks. A collate_fn would draw
+    for the samples of one rank.
 
     Args:
         rows: sentences and classes.

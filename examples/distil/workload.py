@@ -17,7 +17,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,7 +48,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--lr", type=float, help="peak learning rate (default 1e-3, with --teacher 1e-4)")
     add("--layers", type=int, default=4, help="of a teacher that is trained here (default 4)")
     add("--width", type=int, default=128, help="of it (default 128)")
-    add("--tokens", type=int, default=6000, metavar="N", help="of a vocabulary that is made here (default 6000)")
+    add("--tokens", type=int, default=8000, metavar="N", help="of a vocabulary that is made here (default 8000)")
     add("--vocabulary", type=Path, metavar="FILE", help="a BERT vocab.txt; else one is made of the training text")
     add("--max-length", type=int, default=48, metavar="N", help="tokens at which a sentence is cut (default 48)")
     add("--temperature", type=float, default=2.0, help="of the soft targets (default 2)")
@@ -70,16 +70,15 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     for name, least in {**least_of, "teacher_steps": 0 if arguments.teacher else 1}.items():
         value = getattr(arguments, name)
         if value is not None and value < least:
-            flag = f"--{name.replace('_', '-')}"
+            flag = flag_of(name)
             raise UsageError(f"{flag} {value}", f"it should be at least {least}", f"write {flag} {least} or more")
-    for name in ("temperature", "lr"):
+    for name, usual in (("temperature", 2), ("lr", 0.001)):
         value = getattr(arguments, name)
         if value is not None and not 0 < value < math.inf:
-            raise UsageError(f"--{name} {value}", "it should be a number above 0", f"write e.g. --{name} {2 if name == 'temperature' else 0.001}")
-    weights = arguments.weights
-    if min(weights) < 0 or not 0 < sum(weights) < math.inf:
+            raise UsageError(f"--{name} {value}", "it should be a number above 0", f"write e.g. --{name} {usual}")
+    if not (min(arguments.weights) >= 0 and 0 < sum(arguments.weights) < math.inf):
         raise UsageError(
-            f"--weights {' '.join(map(str, weights))}",
+            f"--weights {' '.join(map(str, arguments.weights))}",
             "they should be 0 or more, and one of them above 0",
             "write the weights of soft targets, the teacher's own losses and hidden states, such as --weights 5 2 1",
         )
@@ -87,17 +86,30 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         raise UsageError(
             f"--width {arguments.width}", "a head of attention is 64 wide", "write a multiple of 64, or less than 64"
         )
-    if arguments.teacher is not None:
-        for name, unset in (("layers", 4), ("width", 128), ("tokens", 6000), ("vocabulary", None)):
-            if getattr(arguments, name) != unset:
-                raise UsageError(
-                    f"--{name} with --teacher", "the teacher has its own", f"leave --{name} or --teacher out"
-                )
+    check_teachers_own(arguments)
+    check_folders(arguments)
+
+
+def check_teachers_own(arguments: argparse.Namespace) -> None:
+    """Raise UsageError where a flag asks for what --teacher has itself."""
+    if arguments.teacher is None:
+        return
+    for name, unset in (("layers", 4), ("width", 128), ("tokens", 8000), ("vocabulary", None)):
+        if getattr(arguments, name) != unset:
+            raise UsageError(f"--{name} with --teacher", "the teacher has its own", f"leave --{name} or --teacher out")
+
+
+def check_folders(arguments: argparse.Namespace) -> None:
+    """Raise UsageError where what is to be written has no folder to be in."""
     for name in ("output", "picture", "save_teacher", "save_student"):
         path = getattr(arguments, name)
         if path is not None and not path.resolve().parent.is_dir():
-            flag = f"--{name.replace('_', '-')}"
-            raise UsageError(f"{flag} {path}", f"there is no folder {path.parent}", "make the folder first")
+            raise UsageError(f"{flag_of(name)} {path}", f"there is no folder {path.parent}", "make the folder first")
+
+
+def flag_of(name: str) -> str:
+    """Return a flag as it is written."""
+    return f"--{name.replace('_', '-')}"
 
 
 class Setting(NamedTuple):
@@ -159,7 +171,13 @@ def train(setting: Setting, arguments: argparse.Namespace) -> tuple[Any, dict[st
     loader = torch.utils.data.DataLoader(setting.train, batch_sampler=batches, collate_fn=texts.pad)
     # A teacher that is frozen from the beginning is in parts: each rank keeps some, and gathers a layer to compute it.
     job, *_, loader = paceline.prepare(
-        teacher, *students.values(), *optimizers, *schedulers, loader, seed=arguments.seed, shard_frozen=setting.is_frozen
+        teacher,
+        *students.values(),
+        *optimizers,
+        *schedulers,
+        loader,
+        seed=arguments.seed,
+        shard_frozen=setting.is_frozen,
     )
     # In checkpoints: a resumed job knows in which phase it is, and its curve goes on.
     progress = job.keep("progress", {"students_began": False, "seconds": 0.0, "curve": []})
@@ -224,7 +242,7 @@ def schedule(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_sch
 
 
 def is_point(done: int, steps: int) -> bool:
-    """Return whether the curve has a point after so many steps of a phase: ten, spread evenly, the last one among them."""
+    """Return whether the curve has a point after so many steps of a phase: ten, the last one among them."""
     return done * POINTS // steps > (done - 1) * POINTS // steps
 
 
@@ -259,7 +277,7 @@ def evaluate(job: Any, dev: texts.Sentences, candidates: dict[str, nn.Module]) -
 
 
 def measure_speeds(job: Any, dev: texts.Sentences, candidates: dict[str, nn.Module]) -> dict[str, float]:
-    """Return how many sentences of the dev set each model classifies in a second on one rank: the median of some rounds."""
+    """Return how many sentences of the dev set a model classifies in a second on one rank: the median of rounds."""
     order = dev.lengths.argsort(stable=True)  # little is padded
     batches = [texts.pad([dev[int(index)] for index in part]) for part in order.split(64)]
     batches = [{name: value.to(job.device) for name, value in batch.items()} for batch in batches]
@@ -315,9 +333,14 @@ def main() -> None:
     setting = prepare(arguments)
     job, progress = train(setting, arguments)
     result = report(setting, arguments, job, progress)
-    for model, folder in ((setting.teacher, arguments.save_teacher), (setting.students["student"], arguments.save_student)):
+    for model, folder in (
+        (setting.teacher, arguments.save_teacher),
+        (setting.students["student"], arguments.save_student),
+    ):
         if folder is not None:
-            save_model(job, model, folder, lambda path: (path / "vocab.txt").write_text("\n".join(setting.vocabulary) + "\n"))
+            save_model(
+                job, model, folder, lambda path: (path / "vocab.txt").write_text("\n".join(setting.vocabulary) + "\n")
+            )
     if job.rank != 0:
         return
     show(result)

@@ -21,12 +21,13 @@ from support.jobs import paceline
 from support.ranks import preload, run_ranks
 
 pytest.importorskip("transformers")
-preload("paceline.train.loop_job", "tokenizers")
+preload("paceline.train.loop_job", "tokenizers", "paceline.integrations.saving")
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "distil"
 SST_2 = ROOT.parent / "shared" / "data" / "glue" / "SST-2"
 MODULES = ("texts", "model", "losses", "picture", "workload")
-TINY = "--limit-train 60 --width 16 --tokens 150 --max-length 16 --batch-size 6 --teacher-steps 3 --steps 3".split()
+SMALL = ("--limit-train", "60", "--width", "16", "--tokens", "150", "--max-length", "16", "--batch-size", "6")
+TINY = (*SMALL, "--teacher-steps", "3", "--steps", "3")
 HEADER = "sentence\tlabel\n"
 
 
@@ -46,6 +47,15 @@ def example():
             if module is not None:
                 sys.modules[name] = module
     return type("Example", (), found)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Several would wait for each other where cores are few."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 # Reading
@@ -91,7 +101,7 @@ def test_files_that_are_none(example, tmp_path, files, asked, found):
         (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
         if name.startswith("train") and len(files) == 1 and "SST" not in asked and "dev" not in asked:
             (folder / "dev.tsv").write_text(HEADER + "fine\t1\n")
-    error = UsageError if files is None or "or" in asked and ".xz" in asked else DataError
+    error = UsageError if "or train" in asked or "or dev" in asked else DataError
     with pytest.raises(error, match=rf"(?s){asked}.*found: {found}.*fix: "):
         example.texts.read(folder)
 
@@ -106,7 +116,7 @@ def test_the_vocabulary_has_words_endings_and_all_characters(example):
     assert len(vocabulary) == len(set(vocabulary)) <= 130
     tokenizer = example.texts.open_tokenizer(vocabulary, 16)
     assert tokenizer.encode("the film zfz").tokens == ["[CLS]", "the", "film", "z", "##f", "##z", "[SEP]"]
-    assert "##zz" in example.texts.make_vocabulary(["film film film filmzz"], 26)
+    assert "##zz" in example.texts.make_vocabulary(["film film film filmzz"], 17)
 
 
 def test_masks_hide_eight_of_ten_and_spare_the_ends(example):
@@ -134,7 +144,8 @@ def test_buckets_have_every_row_once_in_a_round(example):
     buckets = example.texts.Buckets(lengths, 8, 26)
     batches = list(buckets)
     assert len(batches) == len(buckets) == 26
-    assert sorted(sum(batches[:13], [])) == sorted(sum(batches[13:], [])) == list(range(100))
+    rounds = [sorted(row for batch in part for row in batch) for part in (batches[:13], batches[13:])]
+    assert rounds == [list(range(100))] * 2
     spread = [int(lengths[batch].max() - lengths[batch].min()) for batch in batches[:13]]
     assert max(spread) <= 2
 
@@ -183,17 +194,29 @@ def test_a_student_that_is_its_teacher_has_no_soft_loss_and_no_angle(example):
     [
         ("--temperature 0", "--temperature 0.0", "it should be a number above 0", "write e.g. --temperature 2"),
         ("--temperature nan", "--temperature nan", "it should be a number above 0", "write e.g. --temperature 2"),
-        ("--weights 0 0 0", "--weights 0.0 0.0 0.0", "they should be 0 or more, and one of them above 0", "--weights 5 2 1"),
+        (
+            "--weights 0 0 0",
+            "--weights 0.0 0.0 0.0",
+            "they should be 0 or more, and one of them above 0",
+            "--weights 5 2 1",
+        ),
         ("--weights 5 -1 1", "--weights 5.0 -1.0 1.0", "they should be 0 or more", "--weights 5 2 1"),
         ("--teacher-steps 0", "--teacher-steps 0", "it should be at least 1", "write --teacher-steps 1 or more"),
         ("--batch-size 0", "--batch-size 0", "it should be at least 1", "write --batch-size 1 or more"),
-        ("--teacher t --layers 6", "--layers with --teacher", "the teacher has its own", "leave --layers or --teacher out"),
+        (
+            "--teacher t --layers 6",
+            "--layers with --teacher",
+            "the teacher has its own",
+            "leave --layers or --teacher out",
+        ),
         ("--output no/o.json", "--output no/o.json", "there is no folder no", "make the folder first"),
         ("--width 100", "--width 100", "a head of attention is 64 wide", "write a multiple of 64"),
     ],
 )
 def test_flags_that_are_refused(example, words, asked, found, fix):
-    with pytest.raises(UsageError, match=rf"{re.escape(asked)}\n  found: {re.escape(found)}.*\n  fix: .*{re.escape(fix)}"):
+    with pytest.raises(
+        UsageError, match=rf"{re.escape(asked)}\n  found: {re.escape(found)}.*\n  fix: .*{re.escape(fix)}"
+    ):
         example.workload.parse_arguments(words.split())
 
 
@@ -251,13 +274,13 @@ def check_same(results, alone):
         torch.testing.assert_close(parameters, alone[2], rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("plan", ["replicate=2", "shard=2", "shard=2,zero=1"])
+@pytest.mark.parametrize("plan", ["replicate=2", "shard=2"])
 def test_two_ranks_end_as_one_does(alone, plan):
     check_same(run_ranks(2, train_on_rank, plan, TINY), alone)
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("plan", ["tensor=2", "replicate=4", "replicate=2,shard=2"])
+@pytest.mark.parametrize("plan", ["shard=2,zero=1", "tensor=2", "replicate=4", "replicate=2,shard=2"])
 def test_other_plans_end_as_one_rank_does(alone, plan):
     check_same(run_ranks(Plan.parse(plan).world_size, train_on_rank, plan, TINY), alone)
 
@@ -309,7 +332,7 @@ print("ends at", job.step_number, [point["step"] for point in progress["curve"]]
 def test_a_job_that_is_killed_in_either_phase_sees_each_batch_once(tmp_path, at, plan):
     file = tmp_path / "killed.py"
     file.write_text(KILL.replace("FOLDER", repr(str(EXAMPLE))))
-    words = (*TINY[:-4], "--teacher-steps", "6", "--steps", "8")
+    words = (*SMALL, "--teacher-steps", "6", "--steps", "8")
 
     def run(name, *flags, **environment):
         seen = tmp_path / f"{name}.seen"
@@ -334,10 +357,15 @@ def test_a_job_that_is_killed_in_either_phase_sees_each_batch_once(tmp_path, at,
 
 
 @pytest.mark.parametrize(
-    "plan", ["replicate=2", pytest.param("shard=2", marks=pytest.mark.integration), pytest.param("tensor=2", marks=pytest.mark.integration)]
+    "plan",
+    [
+        "replicate=2",
+        pytest.param("shard=2", marks=pytest.mark.integration),
+        pytest.param("tensor=2", marks=pytest.mark.integration),
+    ],
 )
 def test_verify_agrees_across_both_phases(tmp_path, plan):
-    words = [*TINY[:-4], "--teacher-steps", "1"]
+    words = [*SMALL, "--teacher-steps", "1"]
     ended = paceline(tmp_path, "verify", "--plan", plan, "--steps", "3", EXAMPLE / "workload.py", "--", *words)
     assert ended.code == 0, ended.out + ended.err
     assert re.search(r"^step float64 +ok ", ended.out, re.MULTILINE), ended.out
@@ -345,19 +373,29 @@ def test_verify_agrees_across_both_phases(tmp_path, plan):
 
 @pytest.mark.integration
 def test_a_teacher_that_was_saved_teaches_in_parts(tmp_path):
-    words = [*TINY[:-4], "--steps", "2"]
+    words = [*SMALL, "--steps", "2"]
     files = ("--output", "o.json", "--picture", "f.png")
+    saved = ("--save-teacher", "teacher", "--save-student", "student")
     first = paceline(
-        tmp_path, "run", "-n", "2", EXAMPLE / "workload.py", *words, "--teacher-steps", "4", "--save-teacher", "teacher",
-        "--save-student", "student", *files,
-    )  # fmt: skip
+        tmp_path, "run", "-n", "2", EXAMPLE / "workload.py", *words, "--teacher-steps", "4", *saved, *files
+    )
     assert first.code == 0, first.err
     made = json.loads((tmp_path / "o.json").read_text())
     assert (made["steps"], made["data"]) == (6, "made-up reviews, 36 of 60 rows")
     assert (tmp_path / "f.png").read_bytes().startswith(b"\x89PNG")
     kept = [word for word in words if word not in ("--width", "16", "--tokens", "150", "--max-length")]
     again = paceline(
-        tmp_path, "run", "-n", "2", EXAMPLE / "workload.py", *kept, "--max-length", "16", "--teacher", "teacher", *files[:2]
+        tmp_path,
+        "run",
+        "-n",
+        "2",
+        EXAMPLE / "workload.py",
+        *kept,
+        "--max-length",
+        "16",
+        "--teacher",
+        "teacher",
+        *files[:2],
     )
     assert again.code == 0, again.err
     found = json.loads((tmp_path / "o.json").read_text())
@@ -373,8 +411,8 @@ def test_a_teacher_that_was_saved_teaches_in_parts(tmp_path):
 
 @pytest.mark.integration
 def test_the_students_learn(example):
-    arguments = example.workload.parse_arguments("--width 64 --tokens 200 --teacher-steps 150 --steps 100".split())
+    arguments = example.workload.parse_arguments(["--width", "64", "--teacher-steps", "150", "--steps", "100"])
     setting = example.workload.prepare(arguments)
-    job, progress = example.workload.train(setting, arguments)
+    _, progress = example.workload.train(setting, arguments)
     scores = progress["curve"][-1]
     assert scores["student"] > 0.85
