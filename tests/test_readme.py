@@ -106,7 +106,12 @@ NEITHER = {
     "python examples/distil": "tests/examples/test_distil.py trains it",
 }
 # Options that are another program's, or are no option.
-NOT_OURS = {"--gang-scheduling": "the MPI Operator's", "--share-packages": "scripts/release's"}
+NOT_OURS = {
+    "--conf": "Airflow's",
+    "--no-deps": "pip's",
+    "--gang-scheduling": "the MPI Operator's",
+    "--share-packages": "scripts/release's",
+}
 # What README's table adds in brackets or after "or", to the option before it.
 ALTERNATIVES = {
     "--plan shard=4": ["--plan shard=4,zero=1", "--plan shard=4,zero=2", "--plan shard=4,zero=3"],
