@@ -54,7 +54,7 @@ def small_config(layers: int, width: int, tokens: int, max_length: int) -> Any:
         vocab_size=tokens,
         hidden_size=width,
         num_hidden_layers=layers,
-        num_attention_heads=max(width // 64, 1),
+        num_attention_heads=max(width // 32, 1),
         intermediate_size=4 * width,
         max_position_embeddings=max_length,
         hidden_dropout_prob=0.0,

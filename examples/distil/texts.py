@@ -231,7 +231,7 @@ class Sentences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 def predictions_of(length: int) -> int:
     """Return how many tokens of a sentence are predicted at most: one number for each length of a batch."""
-    return max(length * 2 // 8, 1)
+    return max(length * 3 // 16, 1)
 
 
 def pad(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

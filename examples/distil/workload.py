@@ -42,13 +42,13 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--data", type=Path, metavar="DIR", help="SST-2's train.tsv and dev.tsv, or .xz; else sentences are made up")
     add("--limit-train", type=int, metavar="N", help="only the first N training rows")
     add("--teacher", type=Path, metavar="DIR", help="a BERT of transformers on this disk; else one is trained")
-    add("--teacher-steps", type=int, metavar="N", help="default 600; none with a --teacher that is fine-tuned already")
-    add("--steps", type=int, default=400, metavar="N", help="of the students (default 400)")
-    add("--batch-size", type=int, default=64, metavar="N", help="of all ranks together (default 64)")
+    add("--teacher-steps", type=int, metavar="N", help="default 1000; none with a --teacher that is fine-tuned already")
+    add("--steps", type=int, default=600, metavar="N", help="of the students (default 600)")
+    add("--batch-size", type=int, default=32, metavar="N", help="of all ranks together (default 32)")
     add("--lr", type=float, help="peak learning rate (default 1e-3, with --teacher 1e-4)")
     add("--layers", type=int, default=4, help="of a teacher that is trained here (default 4)")
-    add("--width", type=int, default=128, help="of it (default 128)")
-    add("--tokens", type=int, default=8000, metavar="N", help="of a vocabulary that is made here (default 8000)")
+    add("--width", type=int, default=64, help="of it (default 64)")
+    add("--tokens", type=int, default=4000, metavar="N", help="of a vocabulary that is made here (default 4000)")
     add("--vocabulary", type=Path, metavar="FILE", help="a BERT vocab.txt; else one is made of the training text")
     add("--max-length", type=int, default=48, metavar="N", help="tokens at which a sentence is cut (default 48)")
     add("--temperature", type=float, default=2.0, help="of the soft targets (default 2)")
@@ -82,9 +82,9 @@ def check_arguments(arguments: argparse.Namespace) -> None:
             "they should be 0 or more, and one of them above 0",
             "write the weights of soft targets, the teacher's own losses and hidden states, such as --weights 5 2 1",
         )
-    if arguments.width > 64 and arguments.width % 64:
+    if arguments.width > 32 and arguments.width % 32:
         raise UsageError(
-            f"--width {arguments.width}", "a head of attention is 64 wide", "write a multiple of 64, or less than 64"
+            f"--width {arguments.width}", "a head of attention is 32 wide", "write a multiple of 32, or less than 32"
         )
     check_teachers_own(arguments)
     check_folders(arguments)
@@ -94,7 +94,7 @@ def check_teachers_own(arguments: argparse.Namespace) -> None:
     """Raise UsageError where a flag asks for what --teacher has itself."""
     if arguments.teacher is None:
         return
-    for name, unset in (("layers", 4), ("width", 128), ("tokens", 8000), ("vocabulary", None)):
+    for name, unset in (("layers", 4), ("width", 64), ("tokens", 4000), ("vocabulary", None)):
         if getattr(arguments, name) != unset:
             raise UsageError(f"--{name} with --teacher", "the teacher has its own", f"leave --{name} or --teacher out")
 
@@ -143,7 +143,7 @@ def prepare(arguments: argparse.Namespace) -> Setting:
     train = texts.Sentences(rows, tokenizer, texts.MASKED)
     steps = arguments.teacher_steps
     if steps is None:
-        steps = 0 if is_tuned else 600
+        steps = 0 if is_tuned else 1000
     return Setting(
         data=f"{name}, {len(train):,} rows",
         train=train,

@@ -210,7 +210,7 @@ def test_a_student_that_is_its_teacher_has_no_soft_loss_and_no_angle(example):
             "leave --layers or --teacher out",
         ),
         ("--output no/o.json", "--output no/o.json", "there is no folder no", "make the folder first"),
-        ("--width 100", "--width 100", "a head of attention is 64 wide", "write a multiple of 64"),
+        ("--width 100", "--width 100", "a head of attention is 32 wide", "write a multiple of 32"),
     ],
 )
 def test_flags_that_are_refused(example, words, asked, found, fix):
