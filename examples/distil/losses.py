@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+# The masked tokens' share beside the class: with 1 the class is learned much later, as their gradients are far larger.
+TOKENS = 0.1
+
 
 class Weights(NamedTuple):
     """How much each part of the student's loss counts; those of Sanh et al. are 5, 2 and 1."""
@@ -25,7 +28,7 @@ def hard_loss(made: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
     """Cross entropy of the masked tokens and of the class: what the teacher, and a student without one, learns by."""
     wanted = batch["wanted"]
     tokens = F.cross_entropy(made["tokens"].transpose(1, 2), wanted, ignore_index=texts.NOT_PREDICTED, reduction="none")
-    return _mean(tokens, wanted != texts.NOT_PREDICTED) + F.cross_entropy(made["classes"], batch["labels"])
+    return TOKENS * _mean(tokens, wanted != texts.NOT_PREDICTED) + F.cross_entropy(made["classes"], batch["labels"])
 
 
 def student_loss(
@@ -33,7 +36,7 @@ def student_loss(
 ) -> Tensor:
     """The three parts: soft targets, the teacher's own losses, and the direction of the hidden states."""
     is_wanted = batch["wanted"] != texts.NOT_PREDICTED
-    soft = _mean(_divergence(made["tokens"], teacher["tokens"], temperature), is_wanted)
+    soft = TOKENS * _mean(_divergence(made["tokens"], teacher["tokens"], temperature), is_wanted)
     soft = soft + _divergence(made["classes"], teacher["classes"], temperature).mean()
     cosine = 1 - F.cosine_similarity(made["hidden"], teacher["hidden"], dim=-1)
     along = _mean(cosine, batch["attention_mask"].bool())

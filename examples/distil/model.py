@@ -57,6 +57,7 @@ def small_config(layers: int, width: int, tokens: int, max_length: int) -> Any:
         num_attention_heads=max(width // 32, 1),
         intermediate_size=4 * width,
         max_position_embeddings=max_length,
+        initializer_range=0.1,  # BERT's 0.02 is for 768 values: narrow layers begin to learn the class much later by it
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
     )

@@ -45,7 +45,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--teacher-steps", type=int, metavar="N", help="default 1000; none with a --teacher that is fine-tuned already")
     add("--steps", type=int, default=600, metavar="N", help="of the students (default 600)")
     add("--batch-size", type=int, default=32, metavar="N", help="of all ranks together (default 32)")
-    add("--lr", type=float, help="peak learning rate (default 1e-3, with --teacher 1e-4)")
+    add("--lr", type=float, help="peak learning rate (default 2e-3, with --teacher 1e-4)")
     add("--layers", type=int, default=4, help="of a teacher that is trained here (default 4)")
     add("--width", type=int, default=64, help="of it (default 64)")
     add("--tokens", type=int, default=4000, metavar="N", help="of a vocabulary that is made here (default 4000)")
@@ -162,7 +162,7 @@ def train(setting: Setting, arguments: argparse.Namespace) -> tuple[Any, dict[st
     if setting.is_frozen:
         teacher.requires_grad_(False).eval()
     trained = [*([] if setting.is_frozen else [teacher]), *students.values()]
-    peak = arguments.lr or (1e-4 if arguments.teacher else 1e-3)
+    peak = arguments.lr or (1e-4 if arguments.teacher else 2e-3)
     optimizers = [torch.optim.AdamW(each.parameters(), lr=peak, weight_decay=0.01) for each in trained]
     lengths = [setting.teacher_steps] * (not setting.is_frozen) + [arguments.steps] * len(students)
     schedulers = [schedule(optimizer, steps) for optimizer, steps in zip(optimizers, lengths, strict=True)]

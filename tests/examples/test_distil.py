@@ -328,7 +328,7 @@ print("ends at", job.step_number, [point["step"] for point in progress["curve"]]
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize(("at", "plan"), [(5, "replicate=2"), (9, "replicate=2"), (6, "shard=2"), (11, "tensor=2")])
+@pytest.mark.parametrize(("at", "plan"), [(5, "replicate=2"), (6, "shard=2"), (9, "replicate=2")])
 def test_a_job_that_is_killed_in_either_phase_sees_each_batch_once(tmp_path, at, plan):
     file = tmp_path / "killed.py"
     file.write_text(KILL.replace("FOLDER", repr(str(EXAMPLE))))
@@ -411,8 +411,10 @@ def test_a_teacher_that_was_saved_teaches_in_parts(tmp_path):
 
 @pytest.mark.integration
 def test_the_students_learn(example):
-    arguments = example.workload.parse_arguments(["--width", "64", "--teacher-steps", "150", "--steps", "100"])
+    arguments = example.workload.parse_arguments(["--teacher-steps", "250", "--steps", "80"])
     setting = example.workload.prepare(arguments)
     _, progress = example.workload.train(setting, arguments)
     scores = progress["curve"][-1]
-    assert scores["student"] > 0.85
+    teacher = [point["teacher"] for point in progress["curve"] if "teacher" in point][-1]
+    assert teacher > 0.7
+    assert scores["student"] > teacher - 0.03
