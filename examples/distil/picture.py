@@ -27,7 +27,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     left.set_xlabel("steps of the job")
     left.set_ylabel("accuracy on the dev set, %")
     left.set_title(result["data"], fontsize="medium")
-    left.legend(frameon=False, loc="lower right", fontsize="small")
+    left.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=3, fontsize="small")
     speeds = result["sentences_per_s"]
     bars = right.bar(list(speeds), list(speeds.values()), color=[COLORS[name] for name in speeds])
     right.bar_label(bars, fmt="{:,.0f}", fontsize="small")
