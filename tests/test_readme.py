@@ -65,8 +65,12 @@ NOT_RUN = {
     "paceline explain submit": "it reads a cluster file: tests/cli/test_explain.py",
     "paceline run -n 2 examples/glue": "tests/examples trains it",
     "paceline run -n 2 examples/distil": "tests/examples/test_distil.py trains it",
-    "paceline run --plan shard=2 examples/distil": "the same",
     "paceline verify -n 2 examples/distil": "the same",
+    "paceline run -n 2 examples/forecast": "tests/examples/test_forecast.py trains it",
+    "paceline run --plan shard=2 examples/forecast": "the same",
+    "paceline verify -n 2 examples/forecast": "the same",
+    "paceline run -n 2 examples/gpt": "tests/examples/test_gpt.py trains it",
+    "paceline verify -n 2 examples/gpt": "the same",
     "mpirun -n 4 paceline": "tests/integration/test_launchers.py starts ranks with mpirun",
     "srun paceline": "the same, with srun",
     "paceline doctor -H": "it asks other hosts",
@@ -104,6 +108,8 @@ NEITHER = {
     "python contrastive.py": "tests/comm/test_collectives_page.py runs it",
     "python examples/glue": "tests/examples trains it",
     "python examples/distil": "tests/examples/test_distil.py trains it",
+    "python examples/forecast": "tests/examples/test_forecast.py trains it",
+    "python examples/gpt": "tests/examples/test_gpt.py trains it",
 }
 # Options that are another program's, or are no option.
 NOT_OURS = {
@@ -240,7 +246,8 @@ def test_every_option_that_a_page_names_is_a_commands():
         parser = argparse.ArgumentParser(allow_abbrev=False)
         importlib.import_module(f"paceline.cli.{verb}").add_arguments(parser)
         known |= set(flags_of(parser))
-    known |= set(re.findall(r'"(--[a-z-]+)"', (ROOT / "examples/glue/workload.py").read_text()))
+    for main_file in (ROOT / "examples").glob("*/workload.py"):
+        known |= set(re.findall(r'"(--[a-z-]+)"', main_file.read_text()))
     named = {word.split("=")[0]: one for one in OPTIONS for word in one.words if word.startswith("-")}
     assert {flag: one.page for flag, one in named.items() if flag not in known and flag not in NOT_OURS} == {}
 
