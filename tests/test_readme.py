@@ -64,6 +64,8 @@ NOT_RUN = {
     "paceline submit": "it sends a job to a scheduler: tests/integration, tests/launch",
     "paceline explain submit": "it reads a cluster file: tests/cli/test_explain.py",
     "paceline run -n 2 examples/glue": "tests/examples trains it",
+    "paceline run -n 2 examples/distil": "tests/examples/test_distil.py trains it",
+    "paceline verify -n 2 examples/distil": "the same",
     "paceline run -n 2 examples/forecast": "tests/examples/test_forecast.py trains it",
     "paceline run --plan shard=2 examples/forecast": "the same",
     "paceline verify -n 2 examples/forecast": "the same",
@@ -105,6 +107,7 @@ NEITHER = {
     "ssh h1 true": "it needs another host",
     "python contrastive.py": "tests/comm/test_collectives_page.py runs it",
     "python examples/glue": "tests/examples trains it",
+    "python examples/distil": "tests/examples/test_distil.py trains it",
     "python examples/forecast": "tests/examples/test_forecast.py trains it",
     "python examples/gpt": "tests/examples/test_gpt.py trains it",
 }

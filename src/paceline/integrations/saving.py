@@ -39,17 +39,33 @@ def prefix_of(job: LoopJob, model: torch.nn.Module, call: str) -> str:
     )
 
 
-def save_model(job: LoopJob, model: torch.nn.Module, folder: Path, others: Callable[[Path], Any]) -> None:
-    """Write a model of transformers by its `save_pretrained`, or any other as `model.safetensors`. Collective.
+def save_model(
+    job: LoopJob, model: torch.nn.Module, folder: str | Path, others: Callable[[Path], Any] = lambda path: None
+) -> None:
+    """Write one of the models of a loop, whole, under every plan. Collective.
+
+    A model of transformers is written by its `save_pretrained`, as `from_pretrained` reads it; any other as
+    `model.safetensors`. `job.save` writes a checkpoint, to go on from.
 
     Args:
-        job: that trains it.
-        model: one of the job's.
-        folder: files of the same names in it are replaced.
-        others: writes what else belongs there.
+        job: of `paceline.prepare`.
+        model: one of those that `prepare` was handed.
+        folder: is made if need be; files of the same names in it are replaced.
+        others: writes what else belongs there, such as a tokenizer, to the folder that it is handed. Rank 0 calls it.
 
     Raises:
+        UsageError: the job has no such model.
         CheckpointError: rank 0 can't write.
+        PeerLostError: another rank has gone.
+
+    Examples:
+        >>> from paceline.integrations.saving import save_model
+        >>> model = torch.nn.Linear(4, 1)
+        >>> job, model, optimizer = paceline.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> save_model(job, model, "model")
+        >>> from safetensors.torch import load_file
+        >>> sorted(load_file("model/model.safetensors"))
+        ['bias', 'weight']
     """
     state = whole_state(job, prefix_of(job, model, "save_model"), lambda name: True)
 
@@ -60,7 +76,7 @@ def save_model(job: LoopJob, model: torch.nn.Module, folder: Path, others: Calla
             save_file(_without_ties(state), path / WEIGHTS, {"format": "pt"})
         others(path)
 
-    write_folder(job, folder, write)
+    write_folder(job, Path(folder), write)
 
 
 def _without_ties(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -41,6 +41,7 @@ from paceline.parallel.pieces import BACKWARD, END, REDUCE, Piece, PiecewisePara
 from paceline.parallel.replicate.strategy import broadcast_state
 from paceline.train import prepare as preparing
 from paceline.train.assemble import Assembly
+from paceline.train.copy_weights import copy_weights
 from paceline.train.data import RankLoader, moved
 from paceline.train.events import peak_memory_bytes
 from paceline.train.job import Job, check_is_first, newest
@@ -543,6 +544,33 @@ class LoopJob(Job):
         """
         with self._located(), self.parallel.gathered():
             yield
+
+    def copy_weights(self, source: torch.nn.Module, target: torch.nn.Module) -> None:
+        """Copy parameters and persistent buffers from one module to another, under every plan. Collective.
+
+        It does what `target.load_state_dict(source.state_dict())` does in one process, also where each rank has a part
+        of the two: for a student that begins as every second layer of its teacher, or a target network.
+
+        Args:
+            source: one of the models that `prepare` was handed, or a module in one.
+            target: the same; with the same names and shapes.
+
+        Raises:
+            UsageError: one is none of these, or they have other names or shapes.
+            PeerLostError: another rank has gone.
+
+        Examples:
+            >>> teacher = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(4)])
+            >>> student = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(2)])
+            >>> optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
+            >>> job, teacher, student, optimizer = paceline.prepare(teacher, student, optimizer)
+            >>> for number, layer in enumerate(student):
+            ...     job.copy_weights(teacher[2 * number + 1], layer)
+            >>> torch.equal(student[1].weight, teacher[3].weight)
+            True
+        """
+        with self._located():
+            copy_weights(self, source, target)
 
     @property
     def data_rank(self) -> int:
