@@ -75,6 +75,15 @@ ENTRIES: tuple[Entry, ...] = (
         plans=("replicate=1", "shard=2", "shard=2,zero=1", "pipeline=2"),
         tolerance=1e-2,
     ),
+    Entry(
+        name="gpt",
+        example="gpt",
+        data="tinyshakespeare",
+        scores={"validation loss": ".3f"},
+        reference="nanoGPT's setting for CPUs, 2,000 steps: 1.88 (its README)",
+        plans=("replicate=1", "shard=2", "tensor=2"),
+        tolerance=0.02,
+    ),
 )
 
 

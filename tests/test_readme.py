@@ -67,6 +67,8 @@ NOT_RUN = {
     "paceline run -n 2 examples/forecast": "tests/examples/test_forecast.py trains it",
     "paceline run --plan shard=2 examples/forecast": "the same",
     "paceline verify -n 2 examples/forecast": "the same",
+    "paceline run -n 2 examples/gpt": "tests/examples/test_gpt.py trains it",
+    "paceline verify -n 2 examples/gpt": "the same",
     "mpirun -n 4 paceline": "tests/integration/test_launchers.py starts ranks with mpirun",
     "srun paceline": "the same, with srun",
     "paceline doctor -H": "it asks other hosts",
@@ -104,6 +106,7 @@ NEITHER = {
     "python contrastive.py": "tests/comm/test_collectives_page.py runs it",
     "python examples/glue": "tests/examples trains it",
     "python examples/forecast": "tests/examples/test_forecast.py trains it",
+    "python examples/gpt": "tests/examples/test_gpt.py trains it",
 }
 # Options that are another program's, or are no option.
 NOT_OURS = {
