@@ -328,11 +328,12 @@ def test_the_figure_is_small_and_colours_what_is_said(tmp_path):
     figure.draw(tmp_path / "figure.png", "made-up digits", (seen, labels, written), guesses, scores)
     from PIL import Image
 
-    assert (tmp_path / "figure.png").stat().st_size < 60_000
+    assert (tmp_path / "figure.png").stat().st_size < 50_000
     with Image.open(tmp_path / "figure.png") as picture:
         colours = {colour for _, colour in picture.convert("RGB").getcolors(1 << 20)}
     for colour in (figure.RIGHT, figure.FOOLED):
-        assert tuple(bytes.fromhex(colour[1:])) in colours
+        asked = bytes.fromhex(colour[1:])  # and some colour of the file is nearly that
+        assert min(max(abs(a - b) for a, b in zip(asked, there, strict=True)) for there in colours) < 12
 
 
 # Whole jobs
