@@ -166,14 +166,14 @@ def draw_digits(count: int, seed: int) -> Digits:
         font_manager.findfont(font_manager.FontProperties(family=family, style=style, weight=weight))
         for family, style, weight in _FONTS
     ]
-    fonts = [ImageFont.truetype(file, size) for file in files for size in (30, 34, 38)]
+    fonts = [ImageFont.truetype(file, size) for file in files for size in (52, 60, 68)]
     labels = random.integers(10, size=count)
     pictures = np.empty((count, SIDE, SIDE), np.float32)
     for row, label in enumerate(labels):
         large = Image.new("L", (3 * SIDE, 3 * SIDE))
         font = fonts[random.integers(len(fonts))]
         place = tuple(3 * SIDE / 2 + random.uniform(-4, 4, size=2))
-        stroke = int(random.integers(3))
+        stroke = int(random.integers(4))
         ImageDraw.Draw(large).text(place, str(label), 255, font, anchor="mm", stroke_width=stroke)
         large = large.rotate(random.uniform(-20, 20), Image.Resampling.BILINEAR)
         pictures[row] = np.asarray(large.resize((SIDE, SIDE), Image.Resampling.BOX), np.float32) / 255
