@@ -43,7 +43,7 @@ def draw(
     pictures, labels, written = rows
     count = len(labels)
     figure = pyplot.figure(figsize=(13, 3.6), dpi=80)
-    grid = figure.add_gridspec(2, count, left=0.04, right=0.7, top=0.87, bottom=0.14, wspace=0.12, hspace=0.5)
+    grid = figure.add_gridspec(2, count, left=0.04, right=0.69, top=0.87, bottom=0.14, wspace=0.12, hspace=0.5)
     for kind, name in enumerate(("digit", "digit and\nwrong word")):
         for column in range(count):
             axes = figure.add_subplot(grid[kind, column])
