@@ -104,7 +104,12 @@ NEITHER = {
     "python examples/typographic": "tests/examples/test_typographic.py trains it, with fewer data",
 }
 # Options that are another program's, or are no option.
-NOT_OURS = {"--gang-scheduling": "the MPI Operator's", "--share-packages": "scripts/release's"}
+NOT_OURS = {
+    "--conf": "Airflow's",
+    "--no-deps": "pip's",
+    "--gang-scheduling": "the MPI Operator's",
+    "--share-packages": "scripts/release's",
+}
 # What README's table adds in brackets or after "or", to the option before it.
 ALTERNATIVES = {
     "--plan shard=4": ["--plan shard=4,zero=1", "--plan shard=4,zero=2", "--plan shard=4,zero=3"],
