@@ -94,6 +94,20 @@ ENTRIES: tuple[Entry, ...] = (
         plans=("replicate=1", "shard=2", "tensor=2"),
         tolerance=0.02,
     ),
+    Entry(
+        name="typographic",
+        example="typographic",
+        data="images/usps",
+        scores={
+            "accuracy, no defence": ".1%",
+            "attack success, no defence": ".1%",
+            "accuracy, random words": ".1%",
+            "attack success, random words": ".1%",
+        },
+        reference="accuracy of 1 nearest neighbour 94.4 % (Hastie et al. 2009); none is published of the attack on it",
+        plans=("replicate=1", "shard=2", "shard=2,zero=1", "tensor=2"),
+        tolerance=0.02,
+    ),
 )
 
 

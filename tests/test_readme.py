@@ -71,6 +71,7 @@ NOT_RUN = {
     "paceline verify -n 2 examples/forecast": "the same",
     "paceline run -n 2 examples/gpt": "tests/examples/test_gpt.py trains it",
     "paceline verify -n 2 examples/gpt": "the same",
+    "paceline run -n 2 examples/typographic": "tests/examples/test_typographic.py trains it, with fewer data",
     "mpirun -n 4 paceline": "tests/integration/test_launchers.py starts ranks with mpirun",
     "srun paceline": "the same, with srun",
     "paceline doctor -H": "it asks other hosts",
@@ -110,6 +111,7 @@ NEITHER = {
     "python examples/distil": "tests/examples/test_distil.py trains it",
     "python examples/forecast": "tests/examples/test_forecast.py trains it",
     "python examples/gpt": "tests/examples/test_gpt.py trains it",
+    "python examples/typographic": "tests/examples/test_typographic.py trains it, with fewer data",
 }
 # Options that are another program's, or are no option.
 NOT_OURS = {

@@ -41,11 +41,11 @@ def workload():
     )
 
 
-def evaluate(rank):
+def evaluate(rank, axis="replicate={}"):
     from torchmetrics.classification import BinaryF1Score, BinaryMatthewsCorrCoef
 
     api.init()
-    job = Job(workload(), Plan(mesh=f"replicate={api.size()}"))
+    job = Job(workload(), Plan.parse(axis.format(api.size())))
     f1 = {"f1": BinaryF1Score(), "mcc": BinaryMatthewsCorrCoef()}
     from torchmetrics import MetricCollection
 
@@ -63,6 +63,8 @@ def evaluate(rank):
     again = job.evaluate(score=score, metrics=collection)
     assert again == result, "counts of the first evaluation were kept"
     assert job.model.training
+    if "shard" in axis:
+        return result, job.evaluate()["loss"], None
     guesses = job.model(torch.stack([x for x, _ in dataset()])).argmax(-1)
     return result, job.evaluate()["loss"], guesses.tolist()
 
@@ -76,6 +78,18 @@ def test_measures_are_those_of_the_whole_set(ranks):
         assert result["accuracy"] == sum(g == t for g, t in zip(guesses, truth, strict=True)) / SAMPLES
         assert float(result["metrics"]["f1"]) == pytest.approx(f1_score(truth, guesses), abs=1e-6)
         assert float(result["metrics"]["mcc"]) == pytest.approx(matthews_corrcoef(truth, guesses), abs=1e-6)
+        assert loss == pytest.approx(alone[1], rel=1e-6)
+
+
+@pytest.mark.parametrize("plan", ["shard={}", "shard={},zero=2", "shard={},zero=1"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_fills_up_the_micro_batches_of_a_rank_counts_in_no_measure(ranks, plan):
+    """Under `shard` every rank runs as many micro-batches: of the last 7 samples, 3 ranks have 3, 2 and 2."""
+    alone = run_ranks(1, evaluate)[0]
+    for result, loss, _ in run_ranks(ranks, evaluate, plan):
+        assert result["accuracy"] == alone[0]["accuracy"]
+        for name, value in alone[0]["metrics"].items():
+            assert float(result["metrics"][name]) == pytest.approx(float(value), abs=1e-6)
         assert loss == pytest.approx(alone[1], rel=1e-6)
 
 

@@ -7,6 +7,7 @@ added up over the ranks before they compute: never a mean of the ranks' values.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -40,7 +41,9 @@ _MAX_DIMS = 8  # of a measure's state; an image has four
 Score = Callable[[Any, Any], dict[str, tuple[Any, Any]]]
 
 
-def evaluate(parallel: Parallel, batches: Iterable[Batch], score: Score, comm: AxisComm) -> dict[str, float]:
+def evaluate(
+    parallel: Parallel, batches: Iterable[Batch], score: Score, comm: AxisComm, metrics: Any = None
+) -> dict[str, float]:
     """Return the global ratio of every name that `score` returns; NaN where nothing counted.
 
     Args:
@@ -48,6 +51,7 @@ def evaluate(parallel: Parallel, batches: Iterable[Batch], score: Score, comm: A
         batches: this rank's parts of the data.
         score: `score(model, batch)`, a dict of (sum, weight).
         comm: the axis over which the data is split.
+        metrics: the torchmetrics object that `score` updates, if any.
 
     Raises:
         WorkloadError: `score` returned no dict, or the ranks' dicts have different names.
@@ -61,10 +65,13 @@ def evaluate(parallel: Parallel, batches: Iterable[Batch], score: Score, comm: A
         with torch.no_grad():
             for batch in batches:
                 for number, microbatch in enumerate(parallel.in_step(batch.microbatches, batch.longest)):
-                    scores = _checked(parallel.evaluate("score", score, microbatch))
                     # `in_step` fills up where every rank must run as many; what it adds does not count.
-                    if number < len(batch.microbatches):
+                    is_own = number < len(batch.microbatches)
+                    kept = [] if is_own else _states(metrics)
+                    scores = _checked(parallel.evaluate("score", score, microbatch))
+                    if is_own:
                         _add(scores, totals, parallel.device)
+                    _put_back(kept)
     finally:
         for module, was_training in modes:
             module.training = was_training
@@ -79,6 +86,27 @@ def evaluate(parallel: Parallel, batches: Iterable[Batch], score: Score, comm: A
     for name, (total, weight) in zip(names, table.tolist(), strict=True):
         ratios[name] = total / weight if weight else float("nan")
     return ratios
+
+
+def _members(metrics: Any) -> list[Any]:
+    """Return the metrics of a MetricCollection, or the one; none for None."""
+    if metrics is None:
+        return []
+    return list(metrics.values()) if hasattr(metrics, "items") else [metrics]
+
+
+def _states(metrics: Any) -> list[tuple[Any, dict[str, Any], int]]:
+    """Return each metric with a copy of what it has counted, as `score` may count in place."""
+    members = _members(metrics)
+    return [(member, copy.deepcopy(member.metric_state), member._update_count) for member in members]
+
+
+def _put_back(kept: list[tuple[Any, dict[str, Any], int]]) -> None:
+    """Have metrics count what they had counted when `_states` was called."""
+    for member, state, updates in kept:
+        for name, value in state.items():
+            setattr(member, name, value)
+        member._update_count = updates
 
 
 def _add(scores: dict[str, Any], totals: dict[str, torch.Tensor], device: torch.device) -> None:
@@ -120,7 +148,7 @@ def _described(value: Any) -> str:
 
 def reduce_metric(metric: Any, comm: AxisComm) -> Any:
     """Compute a torchmetrics Metric or MetricCollection from the counts of all ranks, and reset it."""
-    metrics = list(metric.values()) if hasattr(metric, "items") else [metric]
+    metrics = _members(metric)
     # torchmetrics gathers its counts in `compute` by these functions; `_to_sync` is its private switch.
     for member in metrics:
         member.distributed_available_fn = lambda: comm.size > 1

@@ -435,7 +435,8 @@ class Job:
         score = score or self.workload.score or self._score
         prepare.check_can_score(self.parallel.placed, metrics)
         with autocast(self.workload.precision, self.device.type):
-            result: dict[str, Any] = evaluation.evaluate(self.parallel, loader.evaluation(), score, self.comm)
+            batches = loader.evaluation()
+            result: dict[str, Any] = evaluation.evaluate(self.parallel, batches, score, self.comm, metrics)
         self.events.write({"event": "evaluation", "step": self.step_number, **result})
         if metrics is not None:
             result["metrics"] = evaluation.reduce_metric(metrics, self.comm)
