@@ -159,8 +159,16 @@ def _free_port() -> int:
 def _model() -> tuple[Bert, torch.optim.Optimizer]:
     """Return the model, with the same values on all ranks and in all contestants, and its optimizer."""
     torch.manual_seed(SEED)
-    model = Bert(BertConfig())
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
+    model = _bert()
+    return model, _adamw(model)
+
+
+def _bert() -> Bert:
+    return Bert(BertConfig())
+
+
+def _adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
 
 
 def _loader(folder: Path, rank: int, ranks: int) -> DataLoader[Any]:
@@ -262,7 +270,7 @@ def _paceline(folder: Path, ranks: int, transport: str) -> Step:
     api.init()
     # The peers' loops have none of these.
     omitted: dict[str, Any] = {"scheduler": None, "clip_norm": None, "evaluation": None}
-    workload = make_workload(folder, 10**6, BATCH * ranks, **omitted)
+    workload = make_workload(folder, 10**6, BATCH * ranks, model=_bert, optimizer=_adamw, **omitted)
     job = Job(workload, Plan(mesh=f"replicate={ranks}", transport=transport))
     batches = job.batches()
 

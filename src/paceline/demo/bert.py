@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True, slots=True)
 class BertConfig:
-    """Sizes, named as transformers names them. The demo's BERT has 4.5 million parameters."""
+    """Sizes, named as transformers names them. The defaults are the benchmarks'; the demo's BERT is smaller."""
 
     vocab_size: int = 4096
     hidden_size: int = 256
@@ -135,6 +135,7 @@ class Bert(nn.Module):
         self.bert = nn.ModuleDict({"embeddings": embeddings, "encoder": nn.ModuleDict({"layer": layers})})
         self.cls = nn.ModuleDict({"predictions": Predictions(config, embeddings.word_embeddings)})
         self.apply(self._initialise)
+        self._place()
 
     def forward(self, input_ids: Tensor, chosen: Tensor | None = None) -> Tensor:
         """Return scores over the vocabulary.
@@ -157,6 +158,20 @@ class Bert(nn.Module):
             nn.init.normal_(module.weight, std=self.config.initializer_range)
         if isinstance(module, nn.Linear):
             nn.init.zeros_(module.bias)
+        if isinstance(module, SelfAttention):
+            # Keys as queries: a token first attends to its like, by content and by position, and training goes on from
+            # there. From unrelated values it takes a small model thousands of steps to find its neighbours.
+            with torch.no_grad():
+                module.key.weight.copy_(module.query.weight)
+
+    def _place(self) -> None:
+        """Start positions as sinusoids (Vaswani et al. 2017), as large as the other embeddings: near ones are alike."""
+        weight = self.bert["embeddings"].position_embeddings.weight  # type: ignore[union-attr]
+        length, width = weight.shape
+        rates = 10_000.0 ** -(torch.arange(width) // 2 * 2 / width)
+        angles = torch.arange(length).unsqueeze(-1) * rates + torch.pi / 2 * (torch.arange(width) % 2)
+        with torch.no_grad():
+            weight.copy_(2**0.5 * self.config.initializer_range * torch.sin(angles))
 
 
 def _picked(hidden: Tensor, chosen: Tensor | None) -> Tensor:
