@@ -30,7 +30,16 @@ from paceline.demo.corpus import (
 )
 from paceline.demo.lines import LINES, LONGEST, SHORTEST, Line, choose_lines, first_line, read_lines, write_lines
 from paceline.demo.report import draw_curve, filled_in, next_commands, summary, table, terminal_curve
-from paceline.demo.workload import EVALUATED, IGNORED, SIZES, MaskedSequences, guess, save_for_transformers
+from paceline.demo.workload import (
+    EVALUATED,
+    IGNORED,
+    MASKED,
+    MASKED_HELD_OUT,
+    SIZES,
+    MaskedSequences,
+    guess,
+    save_for_transformers,
+)
 from paceline.nouns.errors import DataError
 
 from support.jobs import paceline
@@ -74,19 +83,20 @@ def test_text_of_other_sizes_is_made_again(tmp_path, monkeypatch):
 
 def test_evaluation_takes_sequences_of_every_held_out_file(text):
     folder, corpus = text
-    rows, taken = np.load(folder / "held_out.npy"), MaskedSequences(folder / "held_out.npy", EVALUATED).rows
+    rows, taken = np.load(folder / "held_out.npy"), MaskedSequences(folder / "held_out.npy", limit=EVALUATED).rows
     every = corpus.held_out_sequences // EVALUATED
     assert every >= 2
     assert len(taken) == EVALUATED
     assert (taken == rows[: EVALUATED * every : every]).all()
 
 
-def test_hidden_tokens_are_a_seventh_and_never_the_special_ones(text):
+@pytest.mark.parametrize(("share", "hidden"), [(MASKED, 13), (MASKED_HELD_OUT, 10)])
+def test_as_many_tokens_are_hidden_as_asked_and_never_the_special_ones(text, share, hidden):
     folder, _ = text
-    data = MaskedSequences(folder / "train.npy")
+    data = MaskedSequences(folder / "train.npy", share)
     torch.manual_seed(0)
     rows = [data[index] for index in range(400)]
-    assert 0.13 < float((torch.stack([row["labels"] for row in rows]) != IGNORED).float().mean()) * 10 / 64 < 0.17
+    assert {int((row["labels"] != IGNORED).sum()) for row in rows} == {hidden}
     for row, tokens in zip(rows, data.rows, strict=False):
         was = torch.from_numpy(tokens.astype("int64"))
         places, counts = row["chosen"], row["labels"] != IGNORED

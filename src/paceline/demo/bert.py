@@ -135,7 +135,6 @@ class Bert(nn.Module):
         self.bert = nn.ModuleDict({"embeddings": embeddings, "encoder": nn.ModuleDict({"layer": layers})})
         self.cls = nn.ModuleDict({"predictions": Predictions(config, embeddings.word_embeddings)})
         self.apply(self._initialise)
-        self._place()
 
     def forward(self, input_ids: Tensor, chosen: Tensor | None = None) -> Tensor:
         """Return scores over the vocabulary.
@@ -158,20 +157,22 @@ class Bert(nn.Module):
             nn.init.normal_(module.weight, std=self.config.initializer_range)
         if isinstance(module, nn.Linear):
             nn.init.zeros_(module.bias)
+        if isinstance(module, Embeddings):  # after its parts: `apply` comes to a module's children first
+            with torch.no_grad():
+                module.position_embeddings.weight.copy_(self._positions())
         if isinstance(module, SelfAttention):
-            # Keys as queries: a token first attends to its like, by content and by position, and training goes on from
-            # there. From unrelated values it takes a small model thousands of steps to find its neighbours.
+            # A token first attends to its like, by content and position. From unrelated values a small model takes
+            # thousands of steps to find its neighbours.
             with torch.no_grad():
                 module.key.weight.copy_(module.query.weight)
 
-    def _place(self) -> None:
-        """Start positions as sinusoids (Vaswani et al. 2017), as large as the other embeddings: near ones are alike."""
-        weight = self.bert["embeddings"].position_embeddings.weight  # type: ignore[union-attr]
-        length, width = weight.shape
-        rates = 10_000.0 ** -(torch.arange(width) // 2 * 2 / width)
-        angles = torch.arange(length).unsqueeze(-1) * rates + torch.pi / 2 * (torch.arange(width) % 2)
-        with torch.no_grad():
-            weight.copy_(2**0.5 * self.config.initializer_range * torch.sin(angles))
+    def _positions(self) -> Tensor:
+        """Return sinusoids (Vaswani et al. 2017), as large as the other embeddings: near positions are alike."""
+        config = self.config
+        columns = torch.arange(config.hidden_size)
+        rates = 10_000.0 ** -(columns // 2 * 2 / config.hidden_size)
+        angles = torch.arange(config.max_position_embeddings).unsqueeze(-1) * rates + torch.pi / 2 * (columns % 2)
+        return 2**0.5 * config.initializer_range * torch.sin(angles)
 
 
 def _picked(hidden: Tensor, chosen: Tensor | None) -> Tensor:

@@ -32,9 +32,9 @@ SIZES = BertConfig(
     max_position_embeddings=LENGTH,
     initializer_range=0.05,
 )
-# Of the tokens. All become [MASK]: Devlin et al. 2019 leave one in ten as it is, and a model that sees a token has not
-# filled it in.
-MASKED = 0.15
+# Of the tokens, in training and in held-out text. All become [MASK]: Devlin et al. 2019 leave one in ten as it is, but
+# a model that sees a token has not filled it in. More in training: a step then teaches more for nearly the same time.
+MASKED, MASKED_HELD_OUT = 0.20, 0.15
 EVALUATED = 1024  # held-out sequences: with some 10,000 hidden tokens the share that is right is known to 0.5 %
 IGNORED = -100  # a label that counts nothing: cross_entropy's default
 
@@ -42,10 +42,11 @@ IGNORED = -100  # a label that counts nothing: cross_entropy's default
 class MaskedSequences(torch.utils.data.Dataset[dict[str, Tensor]]):
     """Sequences with some tokens hidden, which depend on the seed and the position alone."""
 
-    def __init__(self, path: Path, limit: int | None = None) -> None:
+    def __init__(self, path: Path, share: float = MASKED, limit: int | None = None) -> None:
         rows = np.load(path, mmap_mode="r")  # mapped: the ranks of a host share its pages
         every = 1 if limit is None else max(1, len(rows) // limit)  # some of every file, not all of the first ones
         self.rows = rows[::every][:limit]
+        self.share = share
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -56,7 +57,7 @@ class MaskedSequences(torch.utils.data.Dataset[dict[str, Tensor]]):
         # As many in every sequence, as BERT's own data has them: shapes must not depend on a draw. The places of the
         # highest random numbers are a sample without repetition; special tokens have -1 and are drawn last.
         draws = torch.where(ordinary, torch.rand(tokens.shape), -1.0)
-        chosen = draws.topk(round(MASKED * len(tokens))).indices
+        chosen = draws.topk(round(self.share * len(tokens))).indices
         originals = tokens[chosen]
         is_ordinary = ordinary[chosen]  # a very short sequence has fewer ordinary tokens
         input_ids = tokens.index_put((chosen,), torch.where(is_ordinary, MASK, originals))
@@ -87,9 +88,9 @@ def score_against(frequent: int) -> Any:
     return score
 
 
-def make_workload(data: Path, steps: int, batch_size: int = 32, **parts: Any) -> paceline.Workload:
-    """Return the demo's workload on prepared text in `data`; `parts` replace or add parts."""
-    most_frequent_id = read_most_frequent_id(data)
+def make_workload(folder: Path, steps: int, batch_size: int = 32, **parts: Any) -> paceline.Workload:
+    """Return the demo's workload on prepared text in `folder`; `parts` replace or add parts."""
+    most_frequent_id = read_most_frequent_id(folder)
     warm_up = max(1, steps // 10)
 
     def rate_factor(step: int) -> float:
@@ -104,10 +105,12 @@ def make_workload(data: Path, steps: int, batch_size: int = 32, **parts: Any) ->
     defaults: dict[str, Any] = {
         "model": lambda: Bert(SIZES),
         "loss": loss,
-        "optimizer": lambda model: torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01, fused=True),
+        "optimizer": lambda model: torch.optim.AdamW(
+            model.parameters(), lr=2e-3, betas=(0.9, 0.98), weight_decay=0.01, fused=True
+        ),
         "scheduler": schedule,
-        "data": lambda: MaskedSequences(data / "train.npy"),
-        "evaluation": lambda: MaskedSequences(data / "held_out.npy", EVALUATED),
+        "data": lambda: MaskedSequences(folder / "train.npy"),
+        "evaluation": lambda: MaskedSequences(folder / "held_out.npy", MASKED_HELD_OUT, EVALUATED),
         "score": score_against(most_frequent_id),
         "batch_size": batch_size,
         "steps": steps,
