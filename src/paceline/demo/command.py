@@ -24,8 +24,8 @@ from paceline.run.supervise.supervisor import JobRequest
 WORKLOAD = Path(__file__).with_name("workload.py")
 # Imported once, before the ranks are forked.
 PRELOAD = ("numpy", "torch.utils.data", module_names.DEMO_WORKLOAD)
-_SPEED_STEPS = 16
-_WARM_UP = 3  # steps that a speed leaves out
+_SPEED_STEPS = 64
+_WARM_UP = 8  # steps that a speed leaves out
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +106,8 @@ def _fill_in(
     answers = [tokenizer.id_to_token(line.answer) for line in lines]
     say("")
     say(report.filled_in(lines, before, after, answers, encoding))
-    say(
-        f"  (of each held-out file the first statement in a function of {SHORTEST} to {LONGEST} characters, "
-        "without its last whole word)"
-    )
+    say(f"  Chosen by a rule: in each of {len(lines)} files the first statement of {SHORTEST} to {LONGEST} characters")
+    say("  in a function; hidden is its last whole word.")
     return [
         {"file": line.file, "line": line.left + line.hidden + line.right, "hidden": answer, "before": a, "after": b}
         for line, answer, a, b in zip(lines, answers, before, after, strict=True)
@@ -148,6 +146,7 @@ def _close(
         "steps": steps[-1]["step"],
         "loss_first": evaluations[0]["loss"],
         "loss_last": evaluations[-1]["loss"],
+        "accuracy_first": evaluations[0]["accuracy"],
         "accuracy": evaluations[-1]["accuracy"],
         "baseline_accuracy": evaluations[-1]["baseline"],
         "samples_per_s": {str(ranks): round(rate, 2) for ranks, rate in speeds.items()},

@@ -180,7 +180,7 @@ def _tokenizers() -> Any:
         import tokenizers
     except ImportError:
         raise UsageError(
-            "can't train the demo's tokenizer", "the library tokenizers is missing", "pip install 'paceline[demo]'"
+            "can't prepare the demo's text", "the library tokenizers is missing", "pip install 'paceline[demo]'"
         ) from None
     return tokenizers
 

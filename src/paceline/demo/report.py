@@ -54,12 +54,12 @@ def draw_curve(steps: Sequence[dict[str, Any]], evaluations: Sequence[dict[str, 
     losses.lines[0].set_label("training batch")
     losses.plot(at, [one["loss"] for one in evaluations], color="#c1440e", marker="o", markersize=4)
     losses.lines[1].set_label("held-out text")
-    losses.set_title("loss of a hidden token (nats)", fontsize=11)
+    losses.set_title("loss of a masked token (nats)", fontsize=11)
     shares.plot(at, [100 * one["accuracy"] for one in evaluations], color="#c1440e", marker="o", markersize=4)
     shares.lines[0].set_label("the model")
     shares.plot(at, [100 * one["baseline"] for one in evaluations], color="#6b7a81", linestyle="--")
     shares.lines[1].set_label("always the most frequent token")
-    shares.set_title("hidden tokens of held-out text filled in right (%)", fontsize=11)
+    shares.set_title("masked tokens of held-out text filled in right (%)", fontsize=11)
     shares.set_ylim(bottom=0)
     for axes in (losses, shares):
         axes.set_xlabel("optimizer step")
@@ -141,11 +141,10 @@ def _cut(text: str, columns: int) -> str:
 
 def next_commands(text_folder: str, workload: Path) -> list[str]:
     """Return commands to go on with; `workload` is the demo's own file."""
-    program, script = _program(), _near(workload)
-    train = shlex.join([str(script), text_folder])
+    program, file, text = _program(), shlex.quote(str(_near(workload))), shlex.quote(text_folder)
     return [
-        f"{program} verify --plan tensor=2 {train}",
-        f"{program} plan --plan shard=2 --explain-memory {train}",
+        f"{program} verify --plan tensor=2 {file} -- {text} --batch-size 4",
+        f"{program} plan --plan shard=2 --explain-memory {file} {text}",
         f"{program} examples copy train",
     ]
 

@@ -186,7 +186,7 @@ def main() -> None:
 def _evaluate(job: Any) -> None:
     found = job.evaluate()
     if job.rank == 0:
-        print(f"step {job.step_number}: {100 * found['accuracy']:.1f} % of the hidden tokens right", flush=True)
+        print(f"step {job.step_number}: {100 * found['accuracy']:.1f} % of the masked tokens right", flush=True)
 
 
 if __name__ == "paceline_workload":  # asked for by `paceline plan` and `paceline verify`
