@@ -18,7 +18,7 @@ from paceline.nouns.plan import Plan
 from paceline.run import directory
 from paceline.run.failures import format_failure
 from paceline.run.supervise.job import run_job
-from paceline.run.supervise.progress import Screen, speed
+from paceline.run.supervise.progress import Screen
 from paceline.run.supervise.supervisor import JobRequest
 
 WORKLOAD = Path(__file__).with_name("workload.py")
@@ -181,10 +181,9 @@ def _job(
 
 
 def _speed_of_steps(folder: Path) -> float:
-    """Return samples per second of the steps alone: evaluations and the first steps are left out."""
-    steps = report.read_events(folder, "step")[_WARM_UP:]
-    if not steps:
-        return speed(steps) or 0.0
+    """Return samples per second of the steps alone: evaluations and, of enough steps, the first are left out."""
+    steps = report.read_events(folder, "step")
+    steps = steps[_WARM_UP:] or steps
     samples = sum(step["samples"] for step in steps)
     seconds = sum(step["seconds"] for step in steps)
     return float(samples / seconds)
