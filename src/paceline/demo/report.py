@@ -51,9 +51,9 @@ def draw_curve(steps: Sequence[dict[str, Any]], evaluations: Sequence[dict[str, 
     figure, (losses, shares) = pyplot.subplots(1, 2, figsize=(10, 4), dpi=110)
     at = [evaluation["step"] for evaluation in evaluations]
     losses.plot([step["step"] for step in steps], [step["loss"] for step in steps], color="#9db4c0", linewidth=0.6)
-    losses.lines[0].set_label("training batch")
+    losses.lines[0].set_label("training batch, 20 % masked")
     losses.plot(at, [one["loss"] for one in evaluations], color="#c1440e", marker="o", markersize=4)
-    losses.lines[1].set_label("held-out text")
+    losses.lines[1].set_label("held-out text, 15 % masked")
     losses.set_title("loss of a masked token (nats)", fontsize=11)
     shares.plot(at, [100 * one["accuracy"] for one in evaluations], color="#c1440e", marker="o", markersize=4)
     shares.lines[0].set_label("the model")
