@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from paceline.demo.corpus import MASKED, MASKED_HELD_OUT
 from paceline.demo.lines import Line
 from paceline.nouns.table import aligned
 from paceline.run.supervise.progress import decoded
@@ -51,9 +52,9 @@ def draw_curve(steps: Sequence[dict[str, Any]], evaluations: Sequence[dict[str, 
     figure, (losses, shares) = pyplot.subplots(1, 2, figsize=(10, 4), dpi=110)
     at = [evaluation["step"] for evaluation in evaluations]
     losses.plot([step["step"] for step in steps], [step["loss"] for step in steps], color="#9db4c0", linewidth=0.6)
-    losses.lines[0].set_label("training batch, 20 % masked")
+    losses.lines[0].set_label(f"training batch, {MASKED:.0%} masked")
     losses.plot(at, [one["loss"] for one in evaluations], color="#c1440e", marker="o", markersize=4)
-    losses.lines[1].set_label("held-out text, 15 % masked")
+    losses.lines[1].set_label(f"held-out text, {MASKED_HELD_OUT:.0%} masked")
     losses.set_title("loss of a masked token (nats)", fontsize=11)
     shares.plot(at, [100 * one["accuracy"] for one in evaluations], color="#c1440e", marker="o", markersize=4)
     shares.lines[0].set_label("the model")

@@ -19,7 +19,17 @@ from torch.nn import functional as F
 
 import paceline
 from paceline.demo.bert import Bert, BertConfig
-from paceline.demo.corpus import CLS, LENGTH, MASK, PAD, SEP, VOCABULARY, read_most_frequent_id
+from paceline.demo.corpus import (
+    CLS,
+    LENGTH,
+    MASK,
+    MASKED,
+    MASKED_HELD_OUT,
+    PAD,
+    SEP,
+    VOCABULARY,
+    read_most_frequent_id,
+)
 from paceline.demo.lines import GUESSES_AFTER, GUESSES_BEFORE, read_lines
 
 # Small, so that two cores take thousands of steps in two minutes.
@@ -32,9 +42,6 @@ SIZES = BertConfig(
     max_position_embeddings=LENGTH,
     initializer_range=0.05,
 )
-# Of the tokens, in training and in held-out text. All become [MASK]: Devlin et al. 2019 leave one in ten as it is, but
-# a model that sees a token has not filled it in. More in training: a step then teaches more for nearly the same time.
-MASKED, MASKED_HELD_OUT = 0.20, 0.15
 EVALUATED = 1024  # held-out sequences: with some 10,000 hidden tokens the share that is right is known to 0.5 %
 IGNORED = -100  # a label that counts nothing: cross_entropy's default
 
