@@ -498,7 +498,7 @@ def _runs() -> Iterator[Target]:
 
 
 def _corpus() -> dict[str, Any]:
-    return dataclasses.asdict(Corpus("a", 1, 1, 1, 1, 1, "the", 5))
+    return dataclasses.asdict(Corpus("a", 1, 1, 1, 1, 1, "the", 5, 9, 8))
 
 
 # --- parameter servers

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from paceline.comm import api
-from paceline.demo.bert import Bert, BertConfig
-from paceline.demo.workload import loss, make_workload
+from paceline.demo.bert import Bert
+from paceline.demo.corpus import VOCABULARY
+from paceline.demo.workload import SIZES, loss, make_workload
 from paceline.nouns.plan import Plan
 from paceline.train.job import Job
 
@@ -26,7 +27,7 @@ class BertWithUnused(Bert):
     """The demo's BERT with a parameter that nobody uses."""
 
     def __init__(self) -> None:
-        super().__init__(BertConfig())
+        super().__init__(SIZES)
         self.unused = torch.nn.Parameter(torch.ones(7))
 
 
@@ -42,7 +43,7 @@ def train(rank, folder, micro, transport):
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     folder = tmp_path_factory.mktemp("text")
-    rows = np.random.default_rng(0).integers(5, 4096, (SEQUENCES, 32)).astype(np.uint16)
+    rows = np.random.default_rng(0).integers(5, VOCABULARY, (SEQUENCES, 32)).astype(np.uint16)
     np.save(folder / "train.npy", rows)
     np.save(folder / "held_out.npy", rows[:8])
     (folder / "corpus.json").write_text(json.dumps({"most_frequent_id": 5}))

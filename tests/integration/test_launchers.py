@@ -18,6 +18,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from paceline.demo.corpus import VOCABULARY
+
 from support import namespaces, slurm
 from support.jobs import LOOP, command, events, leftovers, losses, marked, wait_for, write_workload
 
@@ -77,7 +79,7 @@ def bert(tmp_path_factory):
 
 
 def write_bert(folder: Path) -> Path:
-    rows = np.random.default_rng(0).integers(5, 4096, (96, 32)).astype(np.uint16)
+    rows = np.random.default_rng(0).integers(5, VOCABULARY, (96, 32)).astype(np.uint16)
     np.save(folder / "train.npy", rows)
     np.save(folder / "held_out.npy", rows[:8])
     (folder / "corpus.json").write_text(json.dumps({"most_frequent_id": 5}))

@@ -18,6 +18,7 @@ import psutil
 import pytest
 import torch
 
+from paceline.demo.corpus import VOCABULARY
 from paceline.nouns.errors import PacelineError
 from paceline.server.status import look
 from paceline.server.transport.address import Address
@@ -40,7 +41,7 @@ workload = make_workload(Path({folder!r}), 20, 8, deterministic=True, micro_batc
 @pytest.fixture(scope="module")
 def bert(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bert")
-    rows = np.random.default_rng(0).integers(5, 4096, (96, 32)).astype(np.uint16)  # whole batches
+    rows = np.random.default_rng(0).integers(5, VOCABULARY, (96, 32)).astype(np.uint16)  # whole batches
     np.save(folder / "train.npy", rows)
     np.save(folder / "held_out.npy", rows[:8])
     (folder / "corpus.json").write_text(json.dumps({"most_frequent_id": 5}))

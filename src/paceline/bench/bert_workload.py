@@ -1,4 +1,4 @@
-"""Define what both sides of `bench strategies` train: the demo's BERT on made-up tokens, in the same batches.
+"""Define what both sides of `bench strategies` train: the benchmarks' BERT on made-up tokens, in the same batches.
 
 Like the demo, every sequence hides as many tokens, named by position, as Google's original does.
 """

@@ -36,6 +36,7 @@ BATCH = 8  # samples of a process
 STEPS = 4  # of a turn
 WARM_UP = 3  # steps before the first turn
 SEED = 0
+HIDDEN = 0.15  # of the tokens
 Step = Callable[[], float | None]  # takes a step and returns its mean loss, where this rank knows it
 Contestant = Callable[[Path, int, int], Step]  # arguments: the data's folder, the rank, the number of ranks
 # These share a process and take turns step by step: a difference of 1 % must be seen.
@@ -159,12 +160,24 @@ def _free_port() -> int:
 def _model() -> tuple[Bert, torch.optim.Optimizer]:
     """Return the model, with the same values on all ranks and in all contestants, and its optimizer."""
     torch.manual_seed(SEED)
-    model = Bert(BertConfig())
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
+    model = _bert()
+    return model, _adamw(model)
+
+
+def _bert() -> Bert:
+    return Bert(BertConfig())
+
+
+def _adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
+
+
+def _data(folder: Path) -> MaskedSequences:
+    return MaskedSequences(folder / "train.npy", HIDDEN)
 
 
 def _loader(folder: Path, rank: int, ranks: int) -> DataLoader[Any]:
-    data = MaskedSequences(folder / "train.npy")
+    data = _data(folder)
     sampler: Any = DistributedSampler(data, ranks, rank, seed=SEED)
     return DataLoader(data, BATCH, sampler=sampler, drop_last=True)
 
@@ -240,7 +253,7 @@ def _accelerate(folder: Path, rank: int, ranks: int) -> Step:
     if accelerator.num_processes != ranks:  # it would train alone, and look fast
         raise RuntimeError(f"Accelerate runs {accelerator.num_processes} processes, not {ranks}")
     model, optimizer = _model()
-    loader = DataLoader(MaskedSequences(folder / "train.npy"), BATCH, shuffle=True, drop_last=True)
+    loader = DataLoader(_data(folder), BATCH, shuffle=True, drop_last=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     return _loop(model, optimizer, _forever(loader), accelerator.backward)
 
@@ -254,7 +267,7 @@ def _lightning(folder: Path, rank: int, ranks: int) -> Step:
         raise RuntimeError(f"Fabric runs {fabric.world_size} processes, not {ranks}")
     plain, plain_optimizer = _model()
     model, optimizer = fabric.setup(plain, plain_optimizer)
-    loader = DataLoader(MaskedSequences(folder / "train.npy"), BATCH, shuffle=True, drop_last=True)
+    loader = DataLoader(_data(folder), BATCH, shuffle=True, drop_last=True)
     return _loop(model, optimizer, _forever(fabric.setup_dataloaders(loader)), fabric.backward)
 
 
@@ -262,7 +275,7 @@ def _paceline(folder: Path, ranks: int, transport: str) -> Step:
     api.init()
     # The peers' loops have none of these.
     omitted: dict[str, Any] = {"scheduler": None, "clip_norm": None, "evaluation": None}
-    workload = make_workload(folder, 10**6, BATCH * ranks, **omitted)
+    workload = make_workload(folder, 10**6, BATCH * ranks, model=_bert, optimizer=_adamw, data=_data(folder), **omitted)
     job = Job(workload, Plan(mesh=f"replicate={ranks}", transport=transport))
     batches = job.batches()
 
@@ -275,7 +288,7 @@ def _paceline(folder: Path, ranks: int, transport: str) -> Step:
 def _paceline_prepare(folder: Path, rank: int, ranks: int) -> Step:
     """Train by a plain loop with `paceline.prepare`. Its loader has the batches of all ranks together."""
     plain, plain_optimizer = _model()
-    data = DataLoader(MaskedSequences(folder / "train.npy"), BATCH * ranks, shuffle=True, drop_last=True)
+    data = DataLoader(_data(folder), BATCH * ranks, shuffle=True, drop_last=True)
     job, model, optimizer, loader = prepare(plain, plain_optimizer, data)
     return _loop(model, optimizer, _forever(loader), job.backward)
 

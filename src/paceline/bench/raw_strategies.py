@@ -1,4 +1,4 @@
-"""Train the demo's BERT on two ranks with each strategy by hand in raw torch, as torch's tutorials do.
+"""Train the benchmarks' BERT on two ranks with each strategy by hand in raw torch, as torch's tutorials do.
 
 raw_shard       `fully_shard` on every layer and on the model (FSDP2)
 raw_tensor      `parallelize_module`: attention and feed-forward by columns, then rows (Megatron's plan);

@@ -1,4 +1,4 @@
-"""`paceline bench step`: samples per second of the demo's BERT under Paceline and its peers, in turn in one run.
+"""`paceline bench step`: samples per second of a BERT under Paceline and its peers, in turn in one run.
 
 Every contestant's processes start once and wait; each round gives each contestant a turn, so that a change in
 the machine's speed hits all of them. A ratio is the median over the rounds of that round's ratio.
@@ -21,7 +21,7 @@ from paceline.launch.local import rank_environment
 from paceline.nouns import module_names
 from paceline.nouns.errors import UsageError
 
-# Of the made-up data: as many tokens in a sequence, and in the vocabulary, as the demo's prepared text has.
+# Of the made-up data, in the form of the demo's prepared text. The vocabulary is that of the default BertConfig.
 SEQUENCES = 4096
 LENGTH = 64
 VOCABULARY = 4096

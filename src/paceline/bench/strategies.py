@@ -1,6 +1,6 @@
 """`paceline bench strategies`: the step of each strategy on two ranks, against the same by hand in raw torch.
 
-Both sides train the demo's BERT from the same values on the same batches with the same optimizer, so their losses
+Both sides train the same BERT from the same values on the same batches with the same optimizer, so their losses
 must agree: a comparison in which they don't is void, and an error. As in `bench step` all processes start once and
 wait; the two sides of a strategy take their turns one after the other, the first of them by turns, so that both meet
 the same moods of the machine. A ratio is Paceline's time over the other's: the median over the turns.

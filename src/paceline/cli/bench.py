@@ -1,6 +1,6 @@
 """Measure Paceline against what else there is, alternating in one run.
 
-bench step: samples per second of the demo's BERT with one process, Paceline, raw DDP, one flat all_reduce by
+bench step: samples per second of a BERT with one process, Paceline, raw DDP, one flat all_reduce by
 hand, no communication at all (the ceiling), Hugging Face Accelerate and Lightning Fabric; and the time from
 the command to the first step against torchrun.
 

@@ -1,7 +1,8 @@
 """Pre-train a small BERT (masked language model) with two processes, from nothing but this Python.
 
 It trains a tokenizer on the standard library's source, holds out files, measures one process, trains with
-two, evaluates, saves a model that transformers can load, and prints what came out. Some minutes on two cores.
+two, evaluates, saves a model that transformers can load, and prints what came out: how many hidden tokens of the
+held-out files it fills in right, and some of these lines. About two minutes on two cores.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("-n", type=int, default=2, metavar="N", help="processes to train with (default 2)")
-    parser.add_argument("--steps", type=int, default=256, help="optimizer steps (default 256)")
+    parser.add_argument("--steps", type=int, default=2000, help="optimizer steps (default 2000)")
     parser.add_argument("--batch-size", type=int, default=32, help="samples per step over all processes (default 32)")
     parser.add_argument(
         "--runs", type=Path, default=Path("runs"), metavar="DIR", help="where results go (default runs)"

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True, slots=True)
 class BertConfig:
-    """Sizes, named as transformers names them. The demo's BERT has 4.5 million parameters."""
+    """Sizes, named as transformers names them. The defaults are the benchmarks'; the demo's BERT is smaller."""
 
     vocab_size: int = 4096
     hidden_size: int = 256
@@ -157,6 +157,22 @@ class Bert(nn.Module):
             nn.init.normal_(module.weight, std=self.config.initializer_range)
         if isinstance(module, nn.Linear):
             nn.init.zeros_(module.bias)
+        if isinstance(module, Embeddings):  # after its parts: `apply` comes to a module's children first
+            with torch.no_grad():
+                module.position_embeddings.weight.copy_(self._positions())
+        if isinstance(module, SelfAttention):
+            # A token first attends to its like, by content and position. From unrelated values a small model takes
+            # thousands of steps to find its neighbours.
+            with torch.no_grad():
+                module.key.weight.copy_(module.query.weight)
+
+    def _positions(self) -> Tensor:
+        """Return sinusoids (Vaswani et al. 2017), as large as the other embeddings: near positions are alike."""
+        config = self.config
+        columns = torch.arange(config.hidden_size)
+        rates = 10_000.0 ** -(columns // 2 * 2 / config.hidden_size)
+        angles = torch.arange(config.max_position_embeddings).unsqueeze(-1) * rates + torch.pi / 2 * (columns % 2)
+        return 2**0.5 * config.initializer_range * torch.sin(angles)
 
 
 def _picked(hidden: Tensor, chosen: Tensor | None) -> Tensor:

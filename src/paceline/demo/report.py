@@ -1,18 +1,23 @@
-"""Show the demo's results: a short table and the loss curve, on the terminal and as a picture."""
+"""Show the demo's results: a table, the lines that the model filled in, and the curve as text and as a picture."""
 
 from __future__ import annotations
 
 import itertools
+import shlex
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from paceline.demo.corpus import MASKED, MASKED_HELD_OUT
+from paceline.demo.lines import Line
 from paceline.nouns.table import aligned
 from paceline.run.supervise.progress import decoded
 
-_LEVELS = "▁▂▃▄▅▆▇█"
+LEVELS = "▁▂▃▄▅▆▇█"
 _COLUMNS = 60
+_NARROWEST = 60  # columns; what is narrower still wraps
 
 
 def read_events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
@@ -30,13 +35,13 @@ def terminal_curve(losses: Sequence[float], columns: int = _COLUMNS) -> str:
     span = (high - low) or 1.0  # all losses alike: the lowest block
     blocks = ""
     for mean in means:
-        level = int((mean - low) / span * len(_LEVELS))
-        blocks += _LEVELS[min(len(_LEVELS) - 1, level)]  # the highest mean would be one level more
+        level = int((mean - low) / span * len(LEVELS))
+        blocks += LEVELS[min(len(LEVELS) - 1, level)]  # the highest mean would be one level more
     return f"{high:.2f} {blocks} {low:.2f}"
 
 
 def draw_curve(steps: Sequence[dict[str, Any]], evaluations: Sequence[dict[str, Any]], path: Path) -> bool:
-    """Write the training and held-out loss as a PNG; False where matplotlib is missing."""
+    """Write the losses, and the share of hidden tokens that is right, as a PNG; False where matplotlib is missing."""
     try:
         import matplotlib
     except ImportError:
@@ -44,19 +49,24 @@ def draw_curve(steps: Sequence[dict[str, Any]], evaluations: Sequence[dict[str, 
     matplotlib.use("Agg")  # needs no display; chosen before pyplot is imported
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=120)
-    numbers = [step["step"] for step in steps]
-    losses = [step["loss"] for step in steps]
-    axes.plot(numbers, losses, color="#9db4c0", linewidth=1, label="training batch")
-    numbers = [evaluation["step"] for evaluation in evaluations]
-    losses = [evaluation["loss"] for evaluation in evaluations]
-    axes.plot(numbers, losses, color="#c1440e", marker="o", markersize=4, label="held-out text")
-    axes.set_xlabel("optimizer step")
-    axes.set_ylabel("masked-token loss (nats)")
-    axes.set_title("A small BERT on Python's own source, two processes")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", alpha=0.3)
-    axes.legend(frameon=False)
+    figure, (losses, shares) = pyplot.subplots(1, 2, figsize=(10, 4), dpi=110)
+    at = [evaluation["step"] for evaluation in evaluations]
+    losses.plot([step["step"] for step in steps], [step["loss"] for step in steps], color="#9db4c0", linewidth=0.6)
+    losses.lines[0].set_label(f"training batch, {MASKED:.0%} masked")
+    losses.plot(at, [one["loss"] for one in evaluations], color="#c1440e", marker="o", markersize=4)
+    losses.lines[1].set_label(f"held-out text, {MASKED_HELD_OUT:.0%} masked")
+    losses.set_title("loss of a masked token (nats)", fontsize=11)
+    shares.plot(at, [100 * one["accuracy"] for one in evaluations], color="#c1440e", marker="o", markersize=4)
+    shares.lines[0].set_label("the model")
+    shares.plot(at, [100 * one["baseline"] for one in evaluations], color="#6b7a81", linestyle="--")
+    shares.lines[1].set_label("always the most frequent token")
+    shares.set_title("masked tokens of held-out text filled in right (%)", fontsize=11)
+    shares.set_ylim(bottom=0)
+    for axes in (losses, shares):
+        axes.set_xlabel("optimizer step")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", alpha=0.3)
+        axes.legend(frameon=False)
     figure.tight_layout()
     figure.savefig(path)
     pyplot.close(figure)
@@ -92,10 +102,76 @@ def summary(first: dict[str, Any], last: dict[str, Any], speeds: dict[int, float
     return rows
 
 
-def can_show_blocks() -> bool:
-    """Return True if the terminal's encoding has block characters."""
+def filled_in(
+    lines: Sequence[Line], before: Sequence[str], after: Sequence[str], answers: Sequence[str], encoding: str | None
+) -> str:
+    """Return a table of lines with the hidden token marked, and what the model filled in for it.
+
+    Args:
+        lines: of held-out files.
+        before: the token filled in before training, for every line.
+        after: the one filled in after it.
+        answers: the hidden token as the tokenizer writes it.
+        encoding: of the stream that the table is printed to.
+    """
+    tick, *marks = ("\u2713", "\u00ab", "\u00bb") if can_show("\u2713\u00ab\u00bb", encoding) else ("yes", "<<", ">>")
+    widths = [max(map(len, column)) for column in (["before", *before], ["after", *after], [tick])]
+    columns = max(_NARROWEST, shutil.get_terminal_size().columns) - sum(widths) - len("    ") - len("   ")
+    rows = [(f"held-out code, a token {marks[0]}hidden{marks[1]}", "before", "after", "")]
+    for line, first, last, answer in zip(lines, before, after, answers, strict=True):
+        rows.append((_marked(line, marks, columns), first, last, tick if last == answer else ""))
+    return "\n".join(row.rstrip() for row in aligned(rows, "  {:<}  {:<}  {:<} {}"))
+
+
+def _marked(line: Line, marks: Sequence[str], columns: int) -> str:
+    """Return the line with its hidden token between marks; of a line too long, what is around the token."""
+    left, right = line.left, line.right
+    token = f"{marks[0]}{line.hidden}{marks[1]}"
+    spare = max(0, columns - len(token))
+    if len(left) + len(right) > spare:
+        kept_right = min(len(right), max(spare // 3, spare - len(left)))
+        left = _cut(left[::-1], spare - kept_right)[::-1]
+        right = _cut(right, kept_right)
+    return left + token + right
+
+
+def _cut(text: str, columns: int) -> str:
+    """Return the text's beginning, with dots for what is left out."""
+    return text if len(text) <= columns else (text[: max(0, columns - 3)] + "..."[: max(0, columns)])
+
+
+def next_commands(text_folder: str, workload: Path) -> list[str]:
+    """Return commands to go on with; `workload` is the demo's own file."""
+    program, file, text = _program(), shlex.quote(str(_near(workload))), shlex.quote(text_folder)
+    return [
+        f"{program} verify --plan tensor=2 {file} -- {text} --batch-size 4",
+        f"{program} plan --plan shard=2 --explain-memory {file} {text}",
+        f"{program} examples copy train",
+    ]
+
+
+def _program() -> str:
+    """Return what starts Paceline in this shell as it was started now."""
+    called = Path(sys.argv[0])
+    if called.name == "__main__.py":
+        return shlex.join([str(_near(Path(sys.executable))), "-m", "paceline"])
+    found = shutil.which("paceline")
+    if found and Path(found).resolve() == called.resolve():
+        return "paceline"
+    return shlex.quote(str(_near(called)))
+
+
+def _near(path: Path) -> Path:
+    """Return the path as seen from here, if it is below."""
+    path = path.absolute()  # without `resolve`: a virtual environment's Python is a link
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
+
+
+def can_show(text: str, encoding: str | None) -> bool:
+    """Return True if a stream's encoding has every character of the text."""
     try:
-        _LEVELS.encode(sys.stdout.encoding or "ascii")
+        text.encode(encoding or "ascii")
     except UnicodeEncodeError:
         return False
     return True
