@@ -50,7 +50,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--heads", type=int, help="default 4")
     add("--width", type=int, help="default 128")
     add("--block", type=int, help="tokens that the model sees (default 64; of --model its own, at most 512)")
-    add("--steps", type=int, default=1200, help="0 only evaluates and generates (default 1200)")
+    add("--steps", type=int, default=1600, help="0 only evaluates and generates (default 1600)")
     add("--batch-size", type=int, default=12, help="blocks of all ranks together (default 12)")
     add("--lr", type=float, help="peak learning rate (default 4e-3; 3e-5 with --model)")
     add("--warmup", type=int, help="steps (default: a twentieth)")
