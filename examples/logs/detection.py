@@ -1,4 +1,4 @@
-"""From scores to alarms: histograms of sessions, the threshold, precision and recall, the linear reference, the picture.
+"""From scores to alarms: histograms, the threshold, precision and recall, the references, the picture.
 
 A score is put into a bin; sessions are counted by bin and group. Counts add up over ranks, under every plan, and all
 that is reported follows from them. A threshold is the first bin that raises an alarm.
@@ -73,7 +73,7 @@ def quality(normal: Sequence[int], anomalous: Sequence[int], threshold: int) -> 
 
 
 def threshold_of_normal(counts: Sequence[int], false_alarms: float) -> int:
-    """Return the first bin above which at most a share of normal sessions lies; at least 1: the top key is predicted."""
+    """Return the first bin, from 1, such that at most this share of normal sessions is in it or above."""
     total = sum(counts)
     return next((at for at in range(1, len(counts)) if sum(counts[at:]) <= false_alarms * total), len(counts) - 1)
 
@@ -97,20 +97,20 @@ def linear_reference(data: Data, keys: Keys) -> Quality:
         UsageError: scikit-learn is not installed.
     """
     try:
-        from sklearn.feature_extraction import DictVectorizer
+        from sklearn.feature_extraction.text import CountVectorizer
         from sklearn.linear_model import LogisticRegression
     except ImportError:
         raise UsageError("--linear", "scikit-learn is not installed", "pip install scikit-learn") from None
     train = [*data.train, *data.threshold]
-    vectors = DictVectorizer()
-    features = vectors.fit_transform([_features(row, keys) for row in train])
+    vectors = CountVectorizer(analyzer=keys.tokens)
+    features = vectors.fit_transform(train)
     model = LogisticRegression(solver="liblinear", max_iter=1000).fit(features, [row.is_anomaly for row in train])
-    guesses = model.predict(vectors.transform([_features(row, keys) for row in data.test])).tolist()
+    guesses = model.predict(vectors.transform(data.test)).tolist()
     return quality_of(guesses, data.test)
 
 
 def unseen_pair_reference(data: Data) -> Quality:
-    """Return what an alarm does at each pair of consecutive keys that no training session has, start and end included."""
+    """Return what an alarm at each pair of consecutive keys does that no training session has; start and end count."""
     seen = {pair for row in [*data.train, *data.threshold] for pair in _pairs(row)}
     return quality_of([not seen.issuperset(_pairs(row)) for row in data.test], data.test)
 
@@ -124,13 +124,6 @@ def quality_of(alarms: Sequence[bool], rows: Sequence[Session]) -> Quality:
     return quality(normal, anomalous, 1)
 
 
-def _features(row: Session, keys: Keys) -> dict[str, int]:
-    features: dict[str, int] = {}
-    for token in keys.tokens(row):
-        features[str(token)] = features.get(str(token), 0) + 1
-    return features
-
-
 def _pairs(row: Session) -> set[tuple[int, int]]:
     return {*zip((-1, *row.keys), (*row.keys, -1), strict=True)}
 
@@ -142,7 +135,9 @@ def table(rows: dict[str, Quality]) -> str:
     """Return the measures, aligned."""
     lines = [f"{'':<22} {'precision':>9} {'recall':>9} {'F1':>9} {'false alarms':>13}"]
     for name, one in rows.items():
-        lines.append(f"{name:<22} {one.precision:>9.4f} {one.recall:>9.4f} {one.f1:>9.4f} {one.false_alarm_rate:>13.4%}")
+        lines.append(
+            f"{name:<22} {one.precision:>9.4f} {one.recall:>9.4f} {one.f1:>9.4f} {one.false_alarm_rate:>13.4%}"
+        )
     return "\n".join(lines)
 
 
@@ -168,7 +163,9 @@ def draw(path: Path, counts: Histograms, threshold: int, rows: dict[str, Quality
     left.legend(fontsize=8)
     curve = [quality(normal, anomalous, at) for at in range(len(normal))]
     curve = [one for one in curve if one.recall > 0]
-    right.plot([one.recall for one in curve], [one.precision for one in curve], color="tab:gray", label="all thresholds")
+    right.plot(
+        [one.recall for one in curve], [one.precision for one in curve], color="tab:gray", label="all thresholds"
+    )
     for (title, one), marker in zip(rows.items(), ("o", "x", "+"), strict=False):
         right.plot([one.recall], [one.precision], marker, color="black", label=f"{title}: F1 {one.f1:.3f}")
     right.set(xlabel="recall", ylabel="precision", xlim=(0, 1.03), ylim=(0, 1.05), title="test set")

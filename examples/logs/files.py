@@ -39,7 +39,9 @@ def read_text(path: Path) -> str:
     except lzma.LZMAError as error:
         raise DataError(f"{path} should be xz-compressed", f"it is not whole ({error})", "take it anew") from None
     except UnicodeDecodeError as error:
-        raise DataError(f"{path} should be text in UTF-8", f"byte {error.start + 1} is no part of it", "mend it") from None
+        raise DataError(
+            f"{path} should be text in UTF-8", f"byte {error.start + 1} is no part of it", "mend it"
+        ) from None
 
 
 def open_lines(path: Path) -> Iterator[tuple[int, str]]:

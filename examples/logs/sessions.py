@@ -85,7 +85,7 @@ def load(task: Task, folder: Path | None, options: Options, seed: int) -> Data:
         UsageError: a file is missing.
         DataError: a line can't be read, or there are no sessions of a kind that is needed.
     """
-    data = make_up(task, seed) if folder is None else task.read(folder, options)
+    data = make_up(task, options, seed) if folder is None else task.read(folder, options)
     check(data, task)
     return data
 
@@ -145,11 +145,11 @@ def keys_of(text: str, where: str) -> tuple[int, ...]:
 
 
 def read_deeplog(folder: Path, options: Options) -> Data:
-    """Read DeepLog's HDFS sessions. Its normal test sessions are optional: without them every fifth of train is held out."""
+    """Read DeepLog's HDFS sessions. Without its normal test sessions, every fifth of the training set is held out."""
     get = "take the folder data of https://github.com/wuyifan18/DeepLog"
-    normal = _lines(present(folder, "hdfs_train", get) if _has(folder, "hdfs_train") else _txt(folder, "hdfs_train", get))
+    normal = _lines(_txt(folder, "hdfs_train", get))
     anomalies = _lines(_txt(folder, "hdfs_test_abnormal", get), is_anomaly=True)
-    if _has(folder, "hdfs_test_normal.txt"):
+    if _has(folder, "hdfs_test_normal") or _has(folder, "hdfs_test_normal.txt"):
         train, held_out = list(normal), _lines(_txt(folder, "hdfs_test_normal", get))
     else:
         train, held_out = split_off(normal, 5)
@@ -291,16 +291,18 @@ def made_up_sessions(count: int, share: float, draw: random.Random) -> list[Sess
     return rows
 
 
-def make_up(task: Task, seed: int) -> Data:
+def make_up(task: Task, options: Options, seed: int) -> Data:
     """Return made-up sessions of the same kinds as the task's."""
     draw = random.Random(seed)
     if task.name == "lines":
         lines = list(enumerate(made_up_lines(draw), start=1))
         form = templates.Format(line=r"(?P<label>\S+) \d+ (?P<content>.*)", masks=(r"blk_\d+",))
         numbers, alerts, drain = templates.parse_lines(lines, form, "made-up lines")
-        return lines_to_data(numbers, alerts or [], 20, f"made-up log, {len(numbers):,} lines, {len(drain.groups)} templates")
-    rows = made_up_sessions(5000, 0.0 if task.is_next_key else 0.1, draw)
-    test = made_up_sessions(2000, 0.1, draw)
+        return lines_to_data(
+            numbers, alerts or [], options.lines, f"made-up log, {len(numbers):,} lines, {len(drain.groups)} templates"
+        )
+    rows = made_up_sessions(4000, 0.0 if task.is_next_key else 0.1, draw)
+    test = made_up_sessions(1000, 0.1, draw)
     return parts_of(f"made up, {len(rows):,} sessions", rows, test, next_key=task.is_next_key)
 
 

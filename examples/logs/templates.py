@@ -143,7 +143,9 @@ def find_format(name: str) -> Format:
         UsageError: its format is not known.
     """
     if name not in FORMATS:
-        raise UsageError(f"--log {name}", f"its format is not known; known are {', '.join(FORMATS)}", "name one of them")
+        raise UsageError(
+            f"--log {name}", f"its format is not known; known are {', '.join(FORMATS)}", "name one of them"
+        )
     return FORMATS[name]
 
 
@@ -159,7 +161,9 @@ def parse(name: str, folder: Path) -> tuple[list[int], list[bool] | None, Drain]
     return parse_lines(open_lines(path), form, str(path))
 
 
-def parse_lines(lines: Iterable[tuple[int, str]], form: Format, path: str) -> tuple[list[int], list[bool] | None, Drain]:
+def parse_lines(
+    lines: Iterable[tuple[int, str]], form: Format, path: str
+) -> tuple[list[int], list[bool] | None, Drain]:
     """Do the same with lines and their numbers."""
     pattern = re.compile(form.line)
     masks = [re.compile(mask) for mask in form.masks]

@@ -85,7 +85,7 @@ def check_arguments(arguments: argparse.Namespace) -> sessions.Task:
 
 
 def window_of(arguments: argparse.Namespace, data: sessions.Data, keys: models.Keys) -> int:
-    """Return how many tokens of a session the model sees: the default, or what is asked for if a session has as many."""
+    """Return how many tokens of a session the model sees: what is asked for, or the default."""
     longest = max(len(keys.tokens(row)) for rows in (data.train, data.threshold, data.test) for row in rows)
     if arguments.window is None:
         return min(longest, DEFAULTS[arguments.task][3])
@@ -113,7 +113,7 @@ class Prepared:
 def prepare(arguments: argparse.Namespace) -> Prepared:
     """Read and check everything; what is left is to train."""
     task = check_arguments(arguments)
-    epochs, batch_size, peak, most = DEFAULTS[task.name]
+    epochs, batch_size, peak, _ = DEFAULTS[task.name]
     options = sessions.Options(
         fold=arguments.fold or 0, log=arguments.log or "BGL", lines=arguments.window or DEFAULTS["lines"][3]
     )
