@@ -90,6 +90,7 @@ NEITHER = {
     "python lightning_module.py": "tests/integrations/test_lightning_page.py runs it",
     "python letters.py": "tests/examples/test_tutorial.py runs it",
     "python scripts/tutorial_pictures.py": "the same test draws its pictures",
+    "python benchmarks/train_examples.py": "hours; tests/examples/test_examples_page.py checks what it wrote",
     "make test": "this is it",
     "make docs": "scripts/check builds the documentation",
     "pip install": "it would change the installation that the tests run in",
@@ -101,7 +102,12 @@ NEITHER = {
     "python examples/glue": "tests/examples trains it",
 }
 # Options that are another program's, or are no option.
-NOT_OURS = {"--gang-scheduling": "the MPI Operator's", "--share-packages": "scripts/release's"}
+NOT_OURS = {
+    "--conf": "Airflow's",
+    "--no-deps": "pip's",
+    "--gang-scheduling": "the MPI Operator's",
+    "--share-packages": "scripts/release's",
+}
 # What README's table adds in brackets or after "or", to the option before it.
 ALTERNATIVES = {
     "--plan shard=4": ["--plan shard=4,zero=1", "--plan shard=4,zero=2", "--plan shard=4,zero=3"],

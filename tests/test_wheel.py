@@ -27,6 +27,9 @@ def files(folder, *patterns):
     return {path.relative_to(ROOT / folder).as_posix() for path in found if "__pycache__" not in path.parts}
 
 
+OF_EXAMPLES = ("*.py", "*.md", "*.ipynb", "*.png", ".airflowignore")
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     folder = tmp_path_factory.mktemp("built")
@@ -43,7 +46,7 @@ def metadata(built):
 
 def test_the_wheel_has_the_package_and_the_examples_alone(built):
     source = {f"paceline/{name}" for name in files("src/paceline", "*.py", "py.typed")}
-    examples = {f"paceline/example_files/{name}" for name in files("examples", "*.py", "*.md", "*.ipynb")}
+    examples = {f"paceline/example_files/{name}" for name in files("examples", *OF_EXAMPLES)}
     about = {f"{NAME}.dist-info/{name}" for name in ("METADATA", "WHEEL", "RECORD", "entry_points.txt")}
     with zipfile.ZipFile(built[0]) as wheel:
         assert set(wheel.namelist()) == {*source, *examples, *about, f"{NAME}.dist-info/licenses/LICENSE"}
@@ -54,7 +57,7 @@ def test_the_wheel_has_the_package_and_the_examples_alone(built):
 
 def test_the_source_distribution_has_what_a_build_needs(built):
     source = {f"src/paceline/{name}" for name in files("src/paceline", "*.py", "py.typed")}
-    examples = {f"examples/{name}" for name in files("examples", "*.py", "*.md", "*.ipynb")}
+    examples = {f"examples/{name}" for name in files("examples", *OF_EXAMPLES)}
     about = {"README.md", "CHANGELOG.md", "LICENSE", "constraints.txt", "pyproject.toml", "PKG-INFO", ".gitignore"}
     with tarfile.open(built[1]) as sdist:
         assert set(sdist.getnames()) == {f"{NAME}/{name}" for name in (*source, *examples, *about)}

@@ -164,10 +164,21 @@ def _of_folder(folder: Path) -> Example:
     return Example(
         name=folder.name,
         summary=_summary(main),
-        needs=_needs([path for path in files.values() if path.suffix == ".py"]),
+        needs=_needs(_imported(main)),
         files=files,
         commands=_commands(main),
     )
+
+
+def _imported(main: Path) -> list[Path]:
+    """Return a file and those beside it that it imports, directly or not."""
+    found = [main]
+    for path in found:
+        for name in _imports(path):
+            beside = path.with_name(f"{name}.py")
+            if beside.exists() and beside not in found:
+                found.append(beside)  # its imports are looked at in turn
+    return found
 
 
 def _docstring(path: Path) -> str:
@@ -195,9 +206,16 @@ def _needs(paths: list[Path]) -> tuple[str, ...]:
     for path in paths:
         if path.suffix == _NOTEBOOK:
             return _FOR_NOTEBOOKS
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.Import):
-                found.update(alias.name.partition(".")[0] for alias in node.names)
-            elif isinstance(node, ast.ImportFrom) and node.module is not None:
-                found.add(node.module.partition(".")[0])
+        found |= _imports(path)
     return tuple(sorted(found - known))
+
+
+def _imports(path: Path) -> set[str]:
+    """Return the modules and packages that a file imports at once, by their first names."""
+    found: set[str] = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Import):
+            found.update(alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            found.add(node.module.partition(".")[0])
+    return found
