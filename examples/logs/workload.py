@@ -184,11 +184,14 @@ def report(arguments: argparse.Namespace, prepared: Prepared, ratios: dict[str, 
         detection.draw(arguments.picture, counts, threshold, rows, (data.name, axis))
 
 
+arguments = parse_arguments()
+prepared = prepare(arguments)
+workload = prepared.workload  # `paceline verify` and `paceline plan` find it by this name
+
+
 def main() -> None:
     """Train, then say how good it is."""
-    arguments = parse_arguments()
-    prepared = prepare(arguments)
-    job = paceline.distribute(prepared.workload)
+    job = paceline.distribute(workload)
     began_s = time.monotonic()
     for batch in job.batches():
         job.step(batch)
