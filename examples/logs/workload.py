@@ -27,12 +27,12 @@ from paceline.nouns.workload import PRECISIONS
 
 # Of each task: epochs, batch size, peak learning rate, the most keys of a session that the model sees.
 DEFAULTS = {
-    "hdfs-next": (15, 128, 5e-3, 64),
-    "hdfs": (8, 64, 1e-3, 64),
+    "hdfs-next": (20, 64, 1e-2, 64),
+    "hdfs": (4, 64, 1e-3, 64),
     "adfa": (5, 64, 2e-3, 160),
     "lines": (60, 16, 5e-3, 20),
 }
-FALSE_ALARMS = 0.002  # of normal sessions, where the threshold is set without anomalies
+FALSE_ALARMS = 0.01  # of normal sessions, where the threshold is set without anomalies
 LSTM_AXIS = "keys found likelier than the one that came, at the worst place"
 
 
