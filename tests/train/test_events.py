@@ -141,6 +141,25 @@ def test_progress_passes_over_events_without_their_keys(tmp_path):
     assert progress.evaluation is None
 
 
+@pytest.mark.parametrize(
+    ("total", "loaded", "line"),
+    [
+        (6, [], "first step"),
+        (6, [4], "first step"),
+        (6, [6], "step 6/6  all were taken before"),
+        (0, [6], "first step"),  # a loop that does not say how many it takes
+    ],
+)
+def test_a_resumed_job_that_was_done_announces_no_step(tmp_path, total, loaded, line):
+    progress = Progress(tmp_path)
+    assert progress.line() == "starting"
+    lines = [{"event": "start", "total_steps": total}]
+    lines += [{"event": "resumed", "step": step, "position": 8 * step} for step in loaded]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    progress.read()
+    assert progress.line() == line
+
+
 def test_a_time_that_is_none_is_shown_as_one_that_is_not_known(tmp_path):
     progress = Progress(tmp_path)
     steps = [{"event": "start", "total_steps": 2**62}, {**STEP, "at": 0.0}, {**STEP, "at": 1e300}]

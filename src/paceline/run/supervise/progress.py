@@ -108,7 +108,7 @@ class Progress:
         """Return the line, or what the job is doing before its first step."""
         last = self.last
         if last is None:
-            return "starting" if not self.started else "first step"
+            return self._before_a_step()
         total = self.total_steps if self.total_steps >= last["step"] else 0  # a loop of one's own may have no end
         of_total = f"/{total}" if total else ""
         fields = [f"step {last['step']}{of_total}", f"loss {last['loss']:.4f}"]
@@ -123,6 +123,14 @@ class Progress:
         if self.restarts:
             fields.append(f"restart {self.restarts}")
         return "  ".join(fields)
+
+    def _before_a_step(self) -> str:
+        if not self.started:
+            return "starting"
+        done = max(self.loaded, default=0)
+        if 0 < self.total_steps <= done:
+            return f"step {done}/{self.total_steps}  all were taken before"
+        return "first step"
 
 
 def decoded(content: bytes) -> Iterator[dict[str, Any]]:
