@@ -6,6 +6,7 @@ that is reported follows from them. A threshold is the first bin that raises an 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from paceline.nouns.errors import UsageError
 
 GROUPS = ("threshold_normal", "threshold_anomalous", "test_normal", "test_anomalous")
 LOGIT_BINS, LARGEST_LOGIT = 64, 8.0  # bins of 0.25; what is beyond is in the first or the last
+_NEIGHBOURS = 4  # bins on each side: a logit up and down
 Histograms = dict[str, list[int]]
 
 
@@ -79,9 +81,16 @@ def threshold_of_normal(counts: Sequence[int], false_alarms: float) -> int:
 
 
 def threshold_of_both(normal: Sequence[int], anomalous: Sequence[int]) -> int:
-    """Return the bin with the best F1; of several that are equally good the one in the middle."""
+    """Return the bin with the best F1, averaged over its neighbours; of several equally good ones that in the middle.
+
+    Few anomalies set it, and the F1 of single bins depends on one or two of them.
+    """
     scores = [quality(normal, anomalous, at).f1 for at in range(len(normal))]
-    best = [at for at, score in enumerate(scores) if score == max(scores)]
+    smooth = []
+    for at in range(len(scores)):
+        near = scores[max(0, at - _NEIGHBOURS) : at + _NEIGHBOURS + 1]
+        smooth.append(sum(near) / len(near))
+    best = [at for at, score in enumerate(smooth) if math.isclose(score, max(smooth))]
     return best[len(best) // 2]
 
 

@@ -27,9 +27,9 @@ from paceline.nouns.workload import PRECISIONS
 
 # Of each task: epochs, batch size, peak learning rate, the most keys of a session that the model sees.
 DEFAULTS = {
-    "hdfs-next": (20, 64, 1e-2, 64),
-    "hdfs": (4, 64, 1e-3, 64),
-    "adfa": (5, 64, 2e-3, 160),
+    "hdfs-next": (12, 64, 1e-2, 64),
+    "hdfs": (3, 64, 1e-3, 64),
+    "adfa": (3, 32, 3e-3, 159),
     "lines": (60, 16, 5e-3, 20),
 }
 FALSE_ALARMS = 0.01  # of normal sessions, where the threshold is set without anomalies

@@ -298,7 +298,8 @@ def test_thresholds_are_of_the_counts():
     assert detection.threshold_of_normal([500, 400, 98, 2, 0], 0.002) == 3
     assert detection.threshold_of_normal([500, 400, 98, 2, 0], 0.0) == 4
     assert detection.threshold_of_normal([10, 0, 0], 0.5) == 1
-    assert detection.threshold_of_both([5, 5, 0, 0, 0, 0], [0, 0, 0, 0, 0, 4]) == 4
+    assert detection.threshold_of_both([5] * 20 + [0] * 44, [0] * 50 + [5] * 14) == 35
+    assert detection.threshold_of_both([9] * 64, [0] * 30 + [9] + [0] * 33) <= 30
     one = detection.quality([6, 2], [1, 3], 1)
     assert (one.precision, one.recall, one.f1, one.false_alarm_rate) == (0.6, 0.75, pytest.approx(2 / 3), 0.25)
     assert detection.quality([3], [0], 1) == detection.Quality(0.0, 0.0, 0.0, 0.0)
