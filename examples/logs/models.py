@@ -52,9 +52,16 @@ class Keys:
 
 
 class Sessions(torch.utils.data.Dataset[dict[str, Any]]):
-    """Sessions as tensors; of a longer one the first `window` tokens."""
+    """Sessions as tensors; of a longer one the first `window` tokens.
 
-    def __init__(self, rows: Sequence[Session], groups: Sequence[int], keys: Keys, window: int) -> None:
+    `hidden` is the share of tokens that are replaced by UNKNOWN, others each time. What is drawn in `[]` depends on the
+    seed and the sample's position alone, so that it is the same on any number of ranks.
+    """
+
+    def __init__(
+        self, rows: Sequence[Session], groups: Sequence[int], keys: Keys, window: int, hidden: float = 0.0
+    ) -> None:
+        self.hidden = hidden
         self.rows = [torch.tensor(keys.encode(row)[:window]) for row in rows]
         self.ends = [len(keys.tokens(row)) <= window for row in rows]
         self.labels = [float(row.is_anomaly) for row in rows]
@@ -64,7 +71,10 @@ class Sessions(torch.utils.data.Dataset[dict[str, Any]]):
         return len(self.rows)
 
     def __getitem__(self, at: int) -> dict[str, Any]:
-        return {"keys": self.rows[at], "ends": self.ends[at], "label": self.labels[at], "group": self.groups[at]}
+        keys = self.rows[at]
+        if self.hidden:
+            keys = keys.masked_fill(torch.rand(len(keys)) < self.hidden, UNKNOWN)
+        return {"keys": keys, "ends": self.ends[at], "label": self.labels[at], "group": self.groups[at]}
 
 
 def padded(keys: int) -> int:

@@ -29,9 +29,10 @@ from paceline.nouns.workload import PRECISIONS
 DEFAULTS = {
     "hdfs-next": (12, 64, 1e-2, 64),
     "hdfs": (3, 64, 1e-3, 64),
-    "adfa": (3, 32, 3e-3, 159),
+    "adfa": (4, 32, 3e-3, 159),
     "lines": (60, 16, 5e-3, 20),
 }
+HIDDEN = {"adfa": 0.3}  # of the tokens in training: without it the model learns its traces by heart
 FALSE_ALARMS = 0.01  # of normal sessions, where the threshold is set without anomalies
 LSTM_AXIS = "keys found likelier than the one that came, at the worst place"
 
@@ -121,7 +122,7 @@ def prepare(arguments: argparse.Namespace) -> Prepared:
     keys = models.Keys(data.train, gram=3 if task.name == "adfa" else 1)
     window = window_of(arguments, data, keys)
     rows, groups = models.groups_of(data)
-    train = models.Sessions(data.train, [0] * len(data.train), keys, window)
+    train = models.Sessions(data.train, [0] * len(data.train), keys, window, HIDDEN.get(task.name, 0.0))
     batch_size = arguments.batch_size or batch_size
     steps = arguments.steps or (arguments.epochs or epochs) * -(-len(train) // batch_size)
     peak = arguments.lr or peak

@@ -286,6 +286,17 @@ def test_a_cut_session_has_no_end():
     assert models.END in models.collate([samples(rows, keys)[0]])["targets"].tolist()[0]
 
 
+def test_hidden_keys_are_unknown_and_drawn_anew():
+    rows, keys = made_up()
+    data = models.Sessions(rows, [0] * len(rows), keys, 64, hidden=0.5)
+    whole = samples(rows, keys)[0]["keys"]
+    torch.manual_seed(0)
+    drawn = [data[0]["keys"] for _ in range(200)]
+    hidden = torch.stack([one == models.UNKNOWN for one in drawn])
+    assert 0.4 < hidden.double().mean().item() < 0.6
+    assert all(torch.equal(one[one != models.UNKNOWN], whole[one != models.UNKNOWN]) for one in drawn)
+
+
 def test_grams_are_the_different_ones_in_their_order():
     keys = models.Keys([sessions.Session((1, 2, 1, 2, 1, 3))] * 2, gram=3)
     row = sessions.Session((1, 2, 1, 2, 1, 3))
