@@ -28,8 +28,8 @@ from paceline.nouns.workload import PRECISIONS
 # Of each task: epochs, batch size, peak learning rate, the most keys of a session that the model sees.
 DEFAULTS = {
     "hdfs-next": (12, 64, 1e-2, 64),
-    "hdfs": (3, 64, 1e-3, 64),
-    "adfa": (4, 32, 3e-3, 159),
+    "hdfs": (2, 64, 1e-3, 64),
+    "adfa": (4, 32, 3e-3, 127),
     "lines": (60, 16, 5e-3, 20),
 }
 HIDDEN = {"adfa": 0.3}  # of the tokens in training: without it the model learns its traces by heart
