@@ -65,6 +65,26 @@ class Entry:
 
 ENTRIES: tuple[Entry, ...] = (
     Entry(
+        name="forecast",
+        example="forecast",
+        data="forecast/ett",
+        arguments=("--task", "etth1", "--steps", "400", "--windows", "600"),
+        scores={"mse": ".4f", "mae": ".4f", "crps": ".4f", "coverage_50": ".3f", "coverage_90": ".3f"},
+        reference="DeepAR in Zhou et al. 2021 (Informer), table 1, 24 hours: MSE 0.107, MAE 0.280; "
+        "the last value repeated: 0.034, 0.139",
+        plans=("replicate=1", "shard=2", "shard=2,zero=1", "pipeline=2"),
+        tolerance=1e-2,
+    ),
+    Entry(
+        name="gpt",
+        example="gpt",
+        data="tinyshakespeare",
+        scores={"validation loss": ".3f"},
+        reference="nanoGPT's setting for CPUs, 2,000 steps: 1.88 (its README)",
+        plans=("replicate=1", "shard=2", "tensor=2"),
+        tolerance=0.02,
+    ),
+    Entry(
         name="logs",
         example="logs",
         data="logs/deeplog_hdfs",

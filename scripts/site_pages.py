@@ -22,6 +22,7 @@ PATTERNS = (
     "docs/**/*.svg",
     "docs/**/*.css",
     "examples/*/*.md",
+    "examples/*/*.png",
     "benchmarks/*.md",
     "benchmarks/*.json",
 )

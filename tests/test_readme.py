@@ -64,6 +64,11 @@ NOT_RUN = {
     "paceline submit": "it sends a job to a scheduler: tests/integration, tests/launch",
     "paceline explain submit": "it reads a cluster file: tests/cli/test_explain.py",
     "paceline run -n 2 examples/glue": "tests/examples trains it",
+    "paceline run -n 2 examples/forecast": "tests/examples/test_forecast.py trains it",
+    "paceline run --plan shard=2 examples/forecast": "the same",
+    "paceline verify -n 2 examples/forecast": "the same",
+    "paceline run -n 2 examples/gpt": "tests/examples/test_gpt.py trains it",
+    "paceline verify -n 2 examples/gpt": "the same",
     "paceline run -n 2 examples/logs": "tests/examples/test_logs.py trains it",
     "paceline plan --plan tensor=2 --explain-layout examples/logs": "the same file is verified there",
     "mpirun -n 4 paceline": "tests/integration/test_launchers.py starts ranks with mpirun",
@@ -102,6 +107,8 @@ NEITHER = {
     "ssh h1 true": "it needs another host",
     "python contrastive.py": "tests/comm/test_collectives_page.py runs it",
     "python examples/glue": "tests/examples trains it",
+    "python examples/forecast": "tests/examples/test_forecast.py trains it",
+    "python examples/gpt": "tests/examples/test_gpt.py trains it",
     "python examples/logs": "tests/examples/test_logs.py trains it, and checks the parser",
 }
 # Options that are another program's, or are no option.
@@ -239,8 +246,8 @@ def test_every_option_that_a_page_names_is_a_commands():
         parser = argparse.ArgumentParser(allow_abbrev=False)
         importlib.import_module(f"paceline.cli.{verb}").add_arguments(parser)
         known |= set(flags_of(parser))
-    for path in ROOT.glob("examples/*/workload.py"):
-        known |= set(re.findall(r'"(--[a-z-]+)"', path.read_text()))
+    for main_file in (ROOT / "examples").glob("*/workload.py"):
+        known |= set(re.findall(r'"(--[a-z-]+)"', main_file.read_text()))
     named = {word.split("=")[0]: one for one in OPTIONS for word in one.words if word.startswith("-")}
     assert {flag: one.page for flag, one in named.items() if flag not in known and flag not in NOT_OURS} == {}
 

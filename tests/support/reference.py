@@ -39,6 +39,7 @@ INTERNAL = {
         "models",
     ],
     "LoopJob": [
+        "whole_model",
         "models",
         "assembly_class",
         "batches",

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import json
 import os
+import warnings
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from paceline.comm import api
 from paceline.nouns.decoding import Decoding
 from paceline.nouns.errors import PacelineError, UsageError, WorkloadError
 from paceline.nouns.plan import Plan
+from paceline.train.generate import call_model, call_with_cache
 from paceline.train.job import Job
 
 from support.decoders import DECODERS, LENGTH, WORDS, Decoder, loss, model_of, samples, workload
@@ -280,3 +283,28 @@ def test_draws_are_of_the_logits_shares():
     assert shares(temperature=1.0, top_p=0.6).tolist() == [0, 1, 0, 0]
     with pytest.raises(UsageError):
         Decoding(max_new_tokens=1, temperature=True)
+
+
+class OfOlderTransformers(torch.nn.Module):
+    """As models of transformers are called whose cache is `past_key_values`."""
+
+    config = None
+    prepare_inputs_for_generation = print
+
+    def forward(self, input_ids, past_key_values=None, use_cache=None):
+        past = [*(past_key_values or []), *input_ids[0].tolist()]
+        return SimpleNamespace(logits=torch.zeros(*input_ids.shape, 2), past_key_values=past)
+
+
+def test_a_cache_has_the_name_that_the_installed_transformers_gives_it():
+    cache = {}
+    for token in (3, 4):
+        call_with_cache(OfOlderTransformers(), torch.tensor([[token]]), cache)
+    assert cache["past"] == [3, 4]
+    model = model_of("gpt2").eval()
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("error")  # none about a name that will go
+        cache = {}
+        call_with_cache(model, torch.tensor([[3]]), cache)
+        last = call_with_cache(model, torch.tensor([[4]]), cache)[:, -1]
+        torch.testing.assert_close(last, call_model(model, torch.tensor([[3, 4]]))[:, -1])

@@ -300,13 +300,19 @@ def call_with_cache(model: nn.Module, tokens: torch.Tensor, cache: dict[Any, Any
     """
     try:
         if is_of_transformers(model):
-            result = model(input_ids=tokens, past_key_values=cache.get("past"), use_cache=True)
-            cache["past"] = result.past_key_values
+            name = _name_of_cache(model)
+            result = model(input_ids=tokens, use_cache=True, **{name: cache.get("past")})
+            cache["past"] = getattr(result, name)
         else:
             result = model(tokens, cache=cache)
     except (IndexError, TypeError, ValueError) as error:
         raise _fails(tokens, error) from error
     return _checked(result, tokens)
+
+
+def _name_of_cache(model: nn.Module) -> str:
+    """Return what a model of transformers calls its cache: newer versions warn of the older name."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def _fails(tokens: torch.Tensor, error: Exception) -> WorkloadError:

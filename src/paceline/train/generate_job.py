@@ -112,8 +112,7 @@ def _step(job: Job, chosen: nn.Module | None, decoding: Decoding) -> Step:
     if not decoding.cache:
         return WholeStep(evaluate, choose, job.device)
     if job.parallel.placed.is_captured:
-        parts = snapshot.model_parts(job.model, job.parallel.held(), job.comms.step.size)
-        whole = whole_copy(lambda: _made(job), parts, snapshot.names_of_state(job.model), job.comms.step)
+        whole = whole_model(job, "job.generate(cache=True)", "make it in the function, or leave cache out")
 
         def evaluate(name: str, function: Any, batch: Any) -> Any:
             return function(whole, batch)
@@ -121,14 +120,27 @@ def _step(job: Job, chosen: nn.Module | None, decoding: Decoding) -> Step:
     return CachedStep(evaluate, choose, job.device)
 
 
-def _made(job: Job) -> nn.Module:
-    model: nn.Module = job.workload.model().to(job.device)
-    if any(parameter.is_meta for parameter in model.parameters()):
+def whole_model(job: Job, asked: str, fix: str) -> nn.Module:
+    """Return a copy of a workload's model, whole on this rank, in evaluation mode. Collective.
+
+    Args:
+        job: under any plan.
+        asked: what needs it, for an error.
+        fix: what to do where the workload does not make a new model.
+    """
+    parts = snapshot.model_parts(job.model, job.parallel.held(), job.comms.step.size)
+    return whole_copy(lambda: _made(job, asked, fix), parts, snapshot.names_of_state(job.model), job.comms.step)
+
+
+def _made(job: Job, asked: str, fix: str) -> nn.Module:
+    model: nn.Module = job.workload.model()
+    if model is job.model or any(parameter.is_meta for parameter in model.parameters()):
         raise WorkloadError(
-            "job.generate(cache=True) makes the whole model anew on each rank",
-            "the workload's `model` returns one and the same model, which is split",
-            "make it in the function: model=lambda: Model(...); or leave cache out",
+            f"{asked} makes the whole model anew on each rank",
+            "the workload's `model` returns one and the same model each time",
+            f"write model=lambda: Model(...): {fix}",
         )
+    model = model.to(job.device)
     return model.double() if job.workload.precision == "float64" else model
 
 

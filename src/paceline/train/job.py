@@ -39,7 +39,7 @@ from paceline.train.checkpoint_copies import CheckpointCopier, copier_of, fetche
 from paceline.train.collective_steps import CollectiveSteps
 from paceline.train.data import Batch, moved, no_data, open_data
 from paceline.train.events import VERSION, open_events, peak_memory_bytes, restart_fact
-from paceline.train.generate_job import generate_with
+from paceline.train.generate_job import generate_with, whole_model
 from paceline.train.kept import KeptObjects
 from paceline.train.last_checkpoint import first_failure
 from paceline.train.load_weights import check_flags, read_weights
@@ -749,6 +749,34 @@ class Job:
         self._settle()
         self.board.meet("job.generate", self.step_number)
         return generate_with(self, prompts, max_new_tokens, options)
+
+    def whole_model(self) -> torch.nn.Module:
+        """Return a copy of the model with whole parameters on this rank, in evaluation mode. Every rank calls it.
+
+        It is a plain module, made by the workload's `model`, for what no `job.step` or `job.evaluate` can do: to sample
+        from an autoregressive model, or to search. Calls of it are no collectives, so each rank may call it as often as
+        it needs. Training goes on as if it had not been made. Under parameter servers a worker's copy has the
+        parameters that it pulled last.
+
+        Returns:
+            The copy. It takes the memory of the whole model on each rank, and does not follow later steps.
+
+        Raises:
+            WorkloadError: the workload's `model` returns one and the same model each time.
+            CollectiveError: another rank goes on with its steps.
+            PeerLostError: another rank has gone.
+
+        Examples:
+            >>> job = paceline.distribute(workload)
+            >>> copy = job.whole_model()
+            >>> with torch.no_grad():
+            ...     outputs = copy(torch.randn(2, 4))
+            >>> copy.training
+            False
+        """
+        self._settle()
+        self.board.meet("job.whole_model", self.step_number)
+        return whole_model(self, "job.whole_model", "each call makes a new one")
 
     def models(self) -> list[torch.nn.Module]:
         """Return the job's models, as the user's code calls them."""

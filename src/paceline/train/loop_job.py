@@ -619,6 +619,14 @@ class LoopJob(Job):
             "write job.backward(loss) and optimizer.step()",
         )
 
+    def whole_model(self) -> torch.nn.Module:
+        """Raise UsageError: nothing that `prepare` is handed makes another model."""
+        raise UsageError(
+            "job.whole_model makes the model anew by the `model` of a paceline.Workload",
+            "paceline.prepare is handed a model that is made already",
+            "inside `with job.gathered():` load model.state_dict() into a model of your own",
+        )
+
     def _score(self, model: Any, batch: Any) -> dict[str, Any]:
         raise UsageError(
             "job.evaluate needs a function that scores a batch",

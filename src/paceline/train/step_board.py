@@ -16,7 +16,15 @@ from pathlib import Path
 from paceline.comm.process_group import RankInfo
 from paceline.nouns.errors import CollectiveError
 
-CALLS = ("job.close, or the end of the file", "job.save", "job.load", "job.evaluate", "job.save_best", "job.generate")
+CALLS = (
+    "job.close, or the end of the file",
+    "job.save",
+    "job.load",
+    "job.evaluate",
+    "job.save_best",
+    "job.generate",
+    "job.whole_model",
+)
 WAIT_S = 5.0  # then the collective itself waits: a rank may be late, or gone
 _POLL_S = 0.002
 _SLOT = struct.Struct("=qq")  # steps begun; 16 times the number of the call, plus its index in CALLS
