@@ -108,6 +108,35 @@ ENTRIES: tuple[Entry, ...] = (
         plans=("replicate=1", "shard=2", "shard=2,zero=1", "tensor=2"),
         tolerance=0.02,
     ),
+    Entry(
+        name="logs",
+        example="logs",
+        data="logs/deeplog_hdfs",
+        scores={"precision": ".4f", "recall": ".4f", "f1": ".4f", "false_alarm_rate": ".4f"},
+        reference="DeepLog on the full test set (Du et al. 2017): precision 0.95, recall 0.96, F1 0.96",
+        plans=("replicate=1", "shard=2", "tensor=2"),
+        tolerance=0.02,
+    ),
+    Entry(
+        name="logs-hdfs",
+        example="logs",
+        data="logs/hdfs_sessions",
+        arguments=("--task", "hdfs", "--linear"),
+        scores={"precision": ".3f", "recall": ".3f", "f1": ".3f"},
+        reference="logistic regression of event counts, same split: F1 0.690",
+        plans=("replicate=1", "shard=2,zero=1", "pipeline=2"),
+        tolerance=0.02,
+    ),
+    Entry(
+        name="logs-adfa",
+        example="logs",
+        data="logs/adfa_ld",
+        arguments=("--task", "adfa", "--linear"),
+        scores={"precision": ".3f", "recall": ".3f", "f1": ".3f"},
+        reference="logistic regression of 3-grams, same fold: F1 0.888",
+        plans=("replicate=1", "shard=2", "shard=2,zero=1"),
+        tolerance=0.03,
+    ),
 )
 
 

@@ -72,6 +72,8 @@ NOT_RUN = {
     "paceline run -n 2 examples/gpt": "tests/examples/test_gpt.py trains it",
     "paceline verify -n 2 examples/gpt": "the same",
     "paceline run -n 2 examples/typographic": "tests/examples/test_typographic.py trains it, with fewer data",
+    "paceline run -n 2 examples/logs": "tests/examples/test_logs.py trains it",
+    "paceline plan --plan tensor=2 --explain-layout examples/logs": "the same file is verified there",
     "mpirun -n 4 paceline": "tests/integration/test_launchers.py starts ranks with mpirun",
     "srun paceline": "the same, with srun",
     "paceline doctor -H": "it asks other hosts",
@@ -112,11 +114,11 @@ NEITHER = {
     "python examples/forecast": "tests/examples/test_forecast.py trains it",
     "python examples/gpt": "tests/examples/test_gpt.py trains it",
     "python examples/typographic": "tests/examples/test_typographic.py trains it, with fewer data",
+    "python examples/logs": "tests/examples/test_logs.py trains it, and checks the parser",
 }
 # Options that are another program's, or are no option.
 NOT_OURS = {
     "--conf": "Airflow's",
-    "--no-deps": "pip's",
     "--gang-scheduling": "the MPI Operator's",
     "--share-packages": "scripts/release's",
 }
