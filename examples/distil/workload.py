@@ -42,10 +42,10 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--data", type=Path, metavar="DIR", help="SST-2's train.tsv and dev.tsv, or .xz; else sentences are made up")
     add("--limit-train", type=int, metavar="N", help="only the first N training rows")
     add("--teacher", type=Path, metavar="DIR", help="a BERT of transformers on this disk; else one is trained")
-    add("--teacher-steps", type=int, metavar="N", help="default 1000; none with a --teacher that is fine-tuned already")
+    add("--teacher-steps", type=int, metavar="N", help="default 1500; none with a --teacher that is fine-tuned already")
     add("--steps", type=int, default=600, metavar="N", help="of the students (default 600)")
     add("--batch-size", type=int, default=32, metavar="N", help="of all ranks together (default 32)")
-    add("--lr", type=float, help="peak learning rate (default 2e-3, with --teacher 1e-4)")
+    add("--lr", type=float, help="peak learning rate (default 1e-3, with --teacher 1e-4)")
     add("--layers", type=int, default=4, help="of a teacher that is trained here (default 4)")
     add("--width", type=int, default=64, help="of it (default 64)")
     add("--tokens", type=int, default=4000, metavar="N", help="of a vocabulary that is made here (default 4000)")
@@ -143,7 +143,7 @@ def prepare(arguments: argparse.Namespace) -> Setting:
     train = texts.Sentences(rows, tokenizer, texts.MASKED)
     steps = arguments.teacher_steps
     if steps is None:
-        steps = 0 if is_tuned else 1000
+        steps = 0 if is_tuned else 1500
     return Setting(
         data=f"{name}, {len(train):,} rows",
         train=train,
@@ -162,7 +162,7 @@ def train(setting: Setting, arguments: argparse.Namespace) -> tuple[Any, dict[st
     if setting.is_frozen:
         teacher.requires_grad_(False).eval()
     trained = [*([] if setting.is_frozen else [teacher]), *students.values()]
-    peak = arguments.lr or (1e-4 if arguments.teacher else 2e-3)
+    peak = arguments.lr or (1e-4 if arguments.teacher else 1e-3)
     optimizers = [torch.optim.AdamW(each.parameters(), lr=peak, weight_decay=0.01) for each in trained]
     lengths = [setting.teacher_steps] * (not setting.is_frozen) + [arguments.steps] * len(students)
     schedulers = [schedule(optimizer, steps) for optimizer, steps in zip(optimizers, lengths, strict=True)]
