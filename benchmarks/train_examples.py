@@ -205,7 +205,9 @@ def train(entry: Entry, data: Path, plan: str, seed: int) -> dict[str, Any]:
         if entry.data is not None:
             words += ["--data", str(data / entry.data)]
         words += ["--seed", str(seed), "--output", str(output)]
-        done = subprocess.run(words, check=False, capture_output=True, text=True)
+        # One thread, as each of two processes has: with several, a core that is busy otherwise holds all of them up.
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(words, check=False, capture_output=True, text=True, env=environment)
         if done.returncode != 0:
             sys.exit(
                 f"train_examples.py: {entry.name} failed under {plan} with seed {seed}\n{done.stdout}{done.stderr}"

@@ -163,7 +163,8 @@ def train(setting: Setting, arguments: argparse.Namespace) -> tuple[Any, dict[st
         teacher.requires_grad_(False).eval()
     trained = [*([] if setting.is_frozen else [teacher]), *students.values()]
     peak = arguments.lr or (1e-4 if arguments.teacher else 1e-3)
-    optimizers = [torch.optim.AdamW(each.parameters(), lr=peak, weight_decay=0.01) for each in trained]
+    # BERT's eps: the gradient of a key's bias is 0 but for rounding, which a smaller one would make an update of.
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=peak, eps=1e-6, weight_decay=0.01) for each in trained]
     lengths = [setting.teacher_steps] * (not setting.is_frozen) + [arguments.steps] * len(students)
     schedulers = [schedule(optimizer, steps) for optimizer, steps in zip(optimizers, lengths, strict=True)]
     total = setting.teacher_steps + arguments.steps
