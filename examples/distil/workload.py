@@ -325,7 +325,8 @@ def show(result: dict[str, Any]) -> None:
             label = {"alone": "student without a teacher"}.get(name, name)
             print(f"{label:26} accuracy {accuracy:.4f}" + (f"  {speed:6,} sentences/s on a rank" if speed else ""))
     lost = 100 * (result["scores"]["teacher"] - result["scores"]["student"])
-    print(f"the student is {lost:.1f} points below its teacher, and {result['faster']} times as fast")
+    side = "below" if lost >= 0 else "above"
+    print(f"the student is {abs(lost):.1f} points {side} its teacher, and {result['faster']} times as fast")
 
 
 def main() -> None:
