@@ -261,6 +261,7 @@ def test_a_narrow_terminal_shows_the_code_around_the_hidden_token(monkeypatch):
 @pytest.mark.parametrize("number", [0, 1])
 def test_the_next_commands_end_well(text, monkeypatch, tmp_path, number):
     monkeypatch.setattr(sys, "argv", ["/usr/bin/paceline"])
+    monkeypatch.chdir(tmp_path)  # the commands name files as seen from here
     shutil.copytree(text[0], tmp_path / "demo-text")
     words = shlex.split(next_commands("demo-text", WORKLOAD)[number])[1:]
     ended = paceline(tmp_path, *words, timeout=600)
