@@ -110,12 +110,29 @@ def test_evaluation_has_a_batch_size_of_its_own():
     assert job.evaluate()["loss"] > 0
 
 
-@pytest.mark.parametrize("text", ["tensor=2", "pipeline=2", "replicate=2,server=1"])
-def test_a_plan_that_must_see_a_batch_first_is_refused(text):
+@pytest.mark.parametrize(
+    "text",
+    [
+        "tensor=2",
+        "pipeline=2",
+        "replicate=2,server=1",
+        "replicate=3,server=1,mode=quorum,quorum=2",
+        "replicate=2,server=1,mode=deadline,deadline=1",
+    ],
+)
+def test_a_plan_that_must_see_a_batch_first_or_again_is_refused(text):
     plan = Plan.parse(text)
     with pytest.raises(PlanError, match="found: the workload's data is None"):
-        prepare.check_plan_without_data(make(), plan, Mesh.parse(plan.mesh))
+        prepare.check_plan_without_data(make(steps=3), plan, Mesh.parse(plan.mesh))
     prepare.check_plan_without_data(make(data=[1], batch_size=2), plan, Mesh.parse(plan.mesh))
+
+
+@pytest.mark.parametrize("text", ["replicate=2,server=1,mode=async", "replicate=2,server=1,mode=stale,staleness=2"])
+def test_workers_of_servers_may_make_their_batches_where_each_gradient_is_an_update(text):
+    plan = Plan.parse(text)
+    prepare.check_plan_without_data(make(steps=3), plan, Mesh.parse(plan.mesh))
+    with pytest.raises(PlanError, match="so is its steps\n  fix: write steps="):
+        prepare.check_plan_without_data(make(), plan, Mesh.parse(plan.mesh))
 
 
 @pytest.mark.parametrize(

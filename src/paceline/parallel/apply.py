@@ -70,8 +70,14 @@ class Parallel:
         place: this rank.
     """
 
-    # What must see samples before the first step, and why; tensor and pipeline have reasons of their own.
-    why_samples: ClassVar[dict[str, str]] = {}
+    @staticmethod
+    def check_own_batches(workload: Workload, plan: Plan) -> None:
+        """Raise PlanError where the loop may not make its own batches; tensor and pipeline have reasons of their own.
+
+        Args:
+            workload: its data is None.
+            plan: the job's.
+        """
 
     @staticmethod
     def comm_mesh(mesh: Mesh, rank: int) -> tuple[Mesh, int]:

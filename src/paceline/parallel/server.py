@@ -59,7 +59,27 @@ class ServerParallel(Parallel):
 
     has_gradients: ClassVar[bool] = False
     takes_metrics: ClassVar[bool] = False
-    why_samples: ClassVar[dict[str, str]] = {"server": "shows every worker its samples"}
+
+    @staticmethod
+    def check_own_batches(workload: Workload, plan: Plan) -> None:
+        """Raise PlanError where a worker that takes a lost one's place has to make that one's batch again.
+
+        Also where nobody says how many steps there are.
+        """
+        if JobSettings.of(plan).admission().is_by_rounds:
+            raise PlanError(
+                f"servers that update by all workers' gradients (mode={plan.mode})",
+                "the workload's data is None: a worker that takes a lost one's place has to push the same gradient, "
+                "and nobody knows what the training loop made it of",
+                "write mode=async or mode=stale, where each gradient is an update of its own; or replicate or shard; "
+                "or hand in data=... with samples like those of your batches",
+            )
+        if workload.steps is None:
+            raise PlanError(
+                "servers, which end when every worker has taken its steps",
+                "the workload's data is None, and so is its steps",
+                "write steps=... in the Workload: those of each worker",
+            )
 
     @staticmethod
     def comm_mesh(mesh: Mesh, rank: int) -> tuple[Mesh, int]:

@@ -325,7 +325,7 @@ def check_plan_without_data(workload: Workload, plan: Plan, mesh: Mesh) -> None:
     needs = {}
     for axis in mesh.used(GRAPH_AXES):
         needs[axis] = "splits the model by what the loss does to a batch"
-    needs.update(strategy_of(plan).why_samples)
+    strategy_of(plan).check_own_batches(workload, plan)
     if needs:
         name, reason = next(iter(needs.items()))
         raise PlanError(

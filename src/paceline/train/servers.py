@@ -95,7 +95,9 @@ class ServerSteps(CollectiveSteps):
     def begin_step(self) -> None:
         """Seed the step's random numbers: a worker that takes a lost one's place draws what that would have drawn."""
         self._join()
-        seed_everything(self.job.workload.seed, 1 + self.job.data_part, self.job.position)
+        job = self.job
+        place = job.step_number if job.workload.data is None else job.position
+        seed_everything(job.workload.seed, 1 + job.data_part, place)
 
     def end_step(self, batch: Batch) -> None:
         """Go to the step that the servers have come to: usually the next."""
@@ -120,8 +122,7 @@ class ServerSteps(CollectiveSteps):
         job = self.job
         stats = self.parallel.stats_of_answer()
         if stats is not None and job.events.last_step() < job.step_number:
-            order = job.loader.order(job.workload.batch_size)
-            samples = job.position - order.position_after(job.step_number - 1)
+            samples = job.position - self._position_after(job.step_number - 1)
             # Of this process's time and traffic the step took nothing.
             record = StepRecord(
                 job.step_number,
@@ -144,4 +145,11 @@ class ServerSteps(CollectiveSteps):
             for _ in range(step - job.step_number):
                 step_all(job.scheduler)
         job.step_number = step
-        job.position = job.loader.order(job.workload.batch_size).position_after(step)
+        job.position = self._position_after(step)
+
+    def _position_after(self, steps: int) -> int:
+        """Return the position in the data order; it stays where the loop makes its own batches."""
+        job = self.job
+        if job.workload.data is None:
+            return job.position
+        return job.loader.order(job.workload.batch_size).position_after(steps)
