@@ -3,9 +3,8 @@
     paceline run -n 2 --plan server=1,mode=async actors.py
     paceline run -n 4 --plan server=2,mode=stale,staleness=4 actors.py --data deepracer
 
-A slow actor holds nobody up. By when its gradient arrives the others may have changed the policy: the ratio of the
-likelihoods corrects for what changed between playing and the gradient, within one actor that is nothing, and the
-servers lower the learning rate of a late gradient.
+A slow actor holds nobody up: by the time its gradient arrives, others may have changed the parameters that it is of.
+With mode=async the servers lower the learning rate of such a gradient; with mode=stale no actor gets further ahead.
 """
 
 from __future__ import annotations
