@@ -123,10 +123,10 @@ ENTRIES: tuple[Entry, ...] = (
         example="racer",
         data=None,
         arguments=("--task", "cartpole", "--precision", "float64"),
-        scores={"mean return": ".1f", "lowest return": ".0f"},
+        scores={"mean return": ".1f"},
         reference="gymnasium calls CartPole-v1 solved at 475 of 500",
         plans=("replicate=1", "shard=2", "shard=2,zero=1"),
-        tolerance=0.02,
+        tolerance=30,
     ),
     Entry(
         name="logs",
