@@ -73,6 +73,7 @@ NOT_RUN = {
     "paceline verify -n 2 examples/gpt": "the same",
     "paceline run -n 2 examples/typographic": "tests/examples/test_typographic.py trains it, with fewer data",
     "paceline run -n 2 examples/logs": "tests/examples/test_logs.py trains it",
+    "paceline run -n 2 examples/contracts": "tests/examples/test_contracts.py trains it",
     "paceline plan --plan tensor=2 --explain-layout examples/logs": "the same file is verified there",
     "mpirun -n 4 paceline": "tests/integration/test_launchers.py starts ranks with mpirun",
     "srun paceline": "the same, with srun",
@@ -114,6 +115,7 @@ NEITHER = {
     "python examples/forecast": "tests/examples/test_forecast.py trains it",
     "python examples/gpt": "tests/examples/test_gpt.py trains it",
     "python examples/typographic": "tests/examples/test_typographic.py trains it, with fewer data",
+    "python examples/contracts": "tests/examples/test_contracts.py trains it, with fewer contracts",
     "python examples/logs": "tests/examples/test_logs.py trains it, and checks the parser",
 }
 # Options that are another program's, or are no option.
