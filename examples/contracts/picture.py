@@ -98,7 +98,7 @@ def draw(path: Path, shown: Shown, judged: Mapping[str, scores.Scored]) -> None:
         text = shown.lines[number].expandtabs(2).rstrip()[:WIDEST].replace("$", r"\$")
         left.text(0.01, row, f"{number:3d}  {text}", va="center", fontsize=7, family="monospace")
     left.set(xlim=(0, 1), ylim=(max(len(numbers), 1) - 0.5, -0.5), xticks=[], yticks=[])
-    left.set_title(f"{shown.name}: logit {shown.logit:+.1f}, and its fall when a line is hidden", fontsize=9)
+    left.set_title(f"a contract with logit {shown.logit:+.1f}, and its fall when a line is hidden", fontsize=9)
     for (name, scored), colour in zip(judged.items(), ("tab:blue", "tab:red", "tab:orange"), strict=False):
         low, high = scores.intervals(scored)["auc"]
         area = scores.quality(scored).auc
