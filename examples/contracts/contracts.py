@@ -44,8 +44,8 @@ class Data:
     tests: dict[str, list[Contract]]
 
 
-def load(folder: Path | None, seed: int) -> Data:
-    """Return the contracts of a folder, or made-up ones, with near duplicates in groups.
+def load(folder: Path | None, seed: int, exact: bool = False) -> Data:
+    """Return the contracts of a folder, or made-up ones, with near duplicates in groups; with `exact`, copies alone.
 
     Raises:
         UsageError: a file is missing.
@@ -57,7 +57,7 @@ def load(folder: Path | None, seed: int) -> Data:
         if not 0 < count < len(rows):
             asked = f"{name} needs reentrant and safe contracts"
             raise DataError(asked, f"{count} of its {len(rows)} contracts are reentrant", "take the files anew")
-    return grouped(data)
+    return grouped(data, exact)
 
 
 def read(folder: Path) -> Data:
@@ -140,20 +140,21 @@ def _read_source(path: Path) -> str:
 # Near duplicates and folds
 
 
-def grouped(data: Data) -> Data:
+def grouped(data: Data, exact: bool = False) -> Data:
     """Return the data with near duplicates in groups, over all sets; what has a group already keeps it."""
     rows = [*data.train, *itertools.chain.from_iterable(data.tests.values())]
     if any(row.group < 0 for row in rows):
-        rows = [replace(row, group=group) for row, group in zip(rows, groups_of(rows), strict=True)]
+        rows = [replace(row, group=group) for row, group in zip(rows, groups_of(rows, exact), strict=True)]
     parts = iter(rows)
     train = list(itertools.islice(parts, len(data.train)))
     return Data(data.name, train, {name: list(itertools.islice(parts, len(of))) for name, of in data.tests.items()})
 
 
-def groups_of(rows: Sequence[Contract]) -> list[int]:
+def groups_of(rows: Sequence[Contract], exact: bool = False) -> list[int]:
     """Return a number for each contract, the same for near duplicates: those that a chain of them links, too.
 
-    Near duplicates have a function with an external call in common, or four fifths of their shingles.
+    Near duplicates have a function with an external call in common, or four fifths of their shingles. With `exact`
+    only contracts with the same tokens are in one group.
     """
     group = list(range(len(rows)))
 
@@ -163,9 +164,16 @@ def groups_of(rows: Sequence[Contract]) -> list[int]:
         return at
 
     tokens = [solidity.read_tokens(row.source) for row in rows]
-    for at, other in itertools.chain(_with_a_call_in_common(tokens), _alike(tokens)):
+    pairs = _copies(tokens) if exact else itertools.chain(_with_a_call_in_common(tokens), _alike(tokens))
+    for at, other in pairs:
         group[max(first(at), first(other))] = min(first(at), first(other))
     return [first(at) for at in range(len(rows))]
+
+
+def _copies(tokens: Sequence[list[solidity.Token]]) -> Iterator[tuple[int, int]]:
+    seen: dict[tuple[str, ...], int] = {}
+    for at, each in enumerate(tokens):
+        yield at, seen.setdefault(tuple(token.text for token in each), at)
 
 
 def _with_a_call_in_common(tokens: Sequence[list[solidity.Token]]) -> Iterator[tuple[int, int]]:

@@ -40,6 +40,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--data", type=Path, metavar="DIR", help="folder of the two data sets; else contracts are made up")
     add("--folds", type=int, default=5, metavar="N", help="of the cross-validation (default 5)")
     add("--fold", type=int, metavar="K", help="train and test only the model of fold K, from 0")
+    add("--groups", default="near", choices=("near", "exact"), help="what is never on both sides (default near)")
     add("--epochs", type=int, help="passes over the training set (default 6)")
     add("--steps", type=int, help="optimizer steps, instead of --epochs")
     add("--batch-size", type=int, default=16, help="contracts, of all ranks together (default 16)")
@@ -76,6 +77,9 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         raise UsageError(f"--hidden {arguments.hidden}", "it is a share of the tokens", "write a number from 0 to 0.9")
     if not 0 < arguments.lr < float("inf"):
         raise UsageError(f"--lr {arguments.lr}", "it should be a number above 0", "write --lr 2e-3")
+    if arguments.groups == "exact" and arguments.data is None:
+        found = "made-up contracts are in groups by their templates"
+        raise UsageError("--groups exact", found, "leave it out, or hand in --data DIR")
     if arguments.linear:
         scores.linear_parts()
     check_folders(arguments)
@@ -107,7 +111,7 @@ class Setting(NamedTuple):
 def prepare(arguments: argparse.Namespace) -> Setting:
     """Read and check the contracts, and make the models."""
     torch.set_default_dtype(getattr(torch, arguments.precision))
-    data = contracts.load(arguments.data, seed=0)
+    data = contracts.load(arguments.data, seed=0, exact=arguments.groups == "exact")
     if len(data.train) < arguments.batch_size:
         found = f"there are {len(data.train)} training contracts"
         raise UsageError(f"--batch-size {arguments.batch_size}", found, "choose a smaller batch")
@@ -256,8 +260,9 @@ def main() -> None:
             for parameter in models.Encoder(arguments.length, arguments.width, arguments.layers).parameters()
         )
         groups = len({row.group for row in setting.data.train})
+        kind = {"near": "near duplicates", "exact": "copies"}[arguments.groups]
         result = {
-            "data": f"{name}, {count} contracts in {groups} groups of near duplicates",
+            "data": f"{name}, {count} contracts in {groups} groups of {kind}",
             "size": f"{len(setting.chosen)} models of {size:,} parameters",
             **found,
             "seconds": round(train_s, 1),
