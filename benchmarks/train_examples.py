@@ -151,10 +151,10 @@ ENTRIES: tuple[Entry, ...] = (
             "f1, SmartBugs": ".3f",
             "auc, SmartBugs": ".3f",
         },
-        reference="F1 in other folds: tf-idf and logistic regression 0.874, Slither 0.889; trained on the same, on RSD: "
-        "accuracy 0.497, F1 0.596 (chance)",
+        reference="F1 where only copies are in one fold: tf-idf and logistic regression 0.874, Slither 0.889; "
+        "the former on RSD: accuracy 0.497, F1 0.596 (chance)",
         plans=("replicate=1", "shard=2,zero=1", "shard=2"),
-        tolerance=0.05,
+        tolerance=0.02,
     ),
 )
 

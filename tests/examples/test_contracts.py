@@ -205,6 +205,15 @@ def test_a_flag_is_refused_before_training(case, data, monkeypatch):
     assert fix in caught.value.fix
 
 
+def test_made_up_contracts_are_not_regrouped(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["workload.py", "--groups", "exact"])
+    with (
+        on_path(),
+        pytest.raises(UsageError, match=r"--groups exact\n  found: made-up .*\n  fix: leave it out, or hand"),
+    ):
+        runpy.run_path(str(EXAMPLE / "workload.py"), run_name="__main__")
+
+
 def test_without_scikit_learn_its_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn", None)
     monkeypatch.setitem(sys.modules, "sklearn.feature_extraction.text", None)
@@ -317,8 +326,9 @@ def test_near_duplicates_are_in_one_group():
         "contract E { function w(uint n) public { msg.sender.transfer(n); } bool d; bool e; string s = 'x'; }",
         "interface F { } contract G { modifier m { _; } function v(uint k) public { msg.sender.transfer(k); } }",
     ]
-    groups = contracts.groups_of([Contract(str(at), source, False) for at, source in enumerate(rows)])
-    assert groups == [0, 0, 2, 3, 3]
+    rows = [Contract(str(at), source, False) for at, source in enumerate([*rows, rows[0] + "// copied"])]
+    assert contracts.groups_of(rows) == [0, 0, 2, 3, 3, 0]
+    assert contracts.groups_of(rows, exact=True) == [0, 1, 2, 3, 4, 0]
 
 
 def test_a_group_is_in_one_fold_and_folds_have_both_classes():
@@ -603,7 +613,7 @@ def test_plans_that_need_a_declared_loss_are_refused(tmp_path, data, plan):
     assert "fix:" in ended.err
 
 
-# Ends as kill -9 does, after its second step, once.
+# Ends as kill -9 does, in the middle of the training, once.
 KILL = f"""
 import os, runpy, signal, sys
 from paceline.train.loop_job import LoopJob
@@ -631,11 +641,11 @@ print("ends with", repr(total))
 def test_a_killed_job_goes_on_where_it_was(tmp_path, data):
     file = tmp_path / "killed.py"
     file.write_text(KILL)
-    words = (file, "--data", data, *SMALL)
+    words = (file, "--data", data, *SMALL, "--steps", "12")
     whole = paceline(tmp_path, "run", "-n", "2", "--job", "whole", *words, "--output", tmp_path / "whole.json")
     assert whole.code == 0, whole.err
-    flags = ("-n", "2", "--job", "killed", "--checkpoint-every", "2")
-    killed = paceline(tmp_path, "run", *flags, *words, KILL_AT="3")
+    flags = ("-n", "2", "--job", "killed", "--checkpoint-every", "3")
+    killed = paceline(tmp_path, "run", *flags, *words, KILL_AT="11")
     assert killed.code == 1, killed.err
     ended = paceline(tmp_path, "run", "-n", "2", "--job", "killed", "--resume", *words, "--output", tmp_path / "b.json")
     assert ended.code == 0, ended.err
