@@ -196,10 +196,10 @@ def _alike(tokens: Sequence[list[solidity.Token]]) -> Iterator[tuple[int, int]]:
                 yield small, large
 
 
-def shingles_of(tokens: Sequence[solidity.Token]) -> set[tuple[int, ...]]:
-    """Return each five consecutive tokens, without names."""
-    kinds = solidity.kinds_of(tokens)
-    return set(zip(*(kinds[at:] for at in range(SHINGLE)), strict=False)) or {tuple(kinds)}
+def shingles_of(tokens: Sequence[solidity.Token]) -> set[bytes]:
+    """Return each five consecutive tokens, a byte each, without names."""
+    kinds = bytes(solidity.kinds_of(tokens))
+    return {kinds[at : at + SHINGLE] for at in range(max(1, len(kinds) - SHINGLE + 1))}
 
 
 def folds_of(rows: Sequence[Contract], folds: int) -> list[int]:

@@ -493,7 +493,7 @@ def test_it_learns_the_order_of_call_and_update(one_thread):
     loader = torch.utils.data.DataLoader(
         model.Contracts(rows, weights, 64), batch_size=8, shuffle=True, collate_fn=model.collate
     )
-    for _ in range(12):
+    for _ in range(8):
         for batch in loader:
             optimizer.zero_grad()
             model.loss_of([encoder], batch).backward()
