@@ -571,7 +571,7 @@ def test_two_ranks_end_as_one_does(tmp_path, data):
 
 @pytest.mark.integration
 def test_more_ranks_end_as_one_does(tmp_path, data):
-    check_plan(tmp_path, data, ("replicate=4", "tensor=2", "replicate=2,shard=2"))
+    check_plan(tmp_path, data, ("replicate=4", "tensor=2", "shard=2,zero=2", "replicate=2,shard=2"))
 
 
 @pytest.mark.slow
