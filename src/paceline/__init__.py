@@ -64,9 +64,9 @@ if TYPE_CHECKING:
     from paceline.nouns.sink import Sink
     from paceline.nouns.workload import Workload
     from paceline.run.notebook import launch
+    from paceline.sinks.tensorboard import TensorBoard
     from paceline.train.job import Job, distribute
     from paceline.train.loop_job import LoopJob, prepare
-    from paceline.train.tensorboard import TensorBoard
 
 __version__ = "0.1.0"
 
@@ -99,7 +99,7 @@ _HOME = {
     "LoopJob": "paceline.train.loop_job",
     "prepare": "paceline.train.loop_job",
     "Sink": "paceline.nouns.sink",
-    "TensorBoard": "paceline.train.tensorboard",
+    "TensorBoard": "paceline.sinks.tensorboard",
     **{word: "paceline.comm.api" for word in _API},
 }
 

@@ -101,6 +101,10 @@ INTERNAL = {
     "Plan": ["check_effect", "settled", "of", "of_variable", "strategy", "is_one_process", "without_shared_memory"],
     "Handle": ["join", "step", "take"],
     "TensorBoard": ["write", "close"],
+    "paceline.sinks.wandb.WandB": ["write", "close"],
+    "paceline.sinks.mlflow.MLflow": ["write", "close"],
+    "paceline.sinks.prometheus.Prometheus": ["write", "close"],
+    "paceline.sinks.opentelemetry.OpenTelemetry": ["write", "close"],
     # transformers' own names, which do what they do there; docs/transformers.md lists them.
     "paceline.integrations.transformers.Trainer": [
         "add_callback",

@@ -99,6 +99,9 @@ if __name__ == "__main__":
         job.step(batch)
     job.save("saved")
     job.evaluate(Numbers(), lambda model, batch: {"loss": loss(model, batch), "nothing": (loss(model, batch)[0], 0)})
+    job.log(step=job.step_number, nothing=(0, 0))
+    job.log_text("said", "it")
+    job.log_picture("weights", torch.rand(3, 4))
 """
 NO_ROOM = """
 if __name__ == "__main__":

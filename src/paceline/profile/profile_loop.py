@@ -14,7 +14,7 @@ import os
 import runpy
 import sys
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -30,10 +30,12 @@ from paceline.launch.orphans import die_with_parent
 from paceline.nouns.errors import PacelineError, WorkloadError
 from paceline.nouns.loop_plan import check_plan_of_loop
 from paceline.nouns.loop_profile import LoopProfile
+from paceline.nouns.parts import check_sinks
 from paceline.nouns.patching import patched
 from paceline.nouns.plan import Plan
 from paceline.nouns.profile import Profile
 from paceline.nouns.reading import read_json
+from paceline.nouns.sink import MakeSink
 from paceline.profile.gpu_dispatch import as_on_gpu
 from paceline.profile.loop_recorder import (
     AllStepsRecorded,
@@ -101,7 +103,9 @@ def profile_loop(script: str, plan: Plan, rank: int = 0, device: str = "cpu") ->
             shard_frozen: bool = False,
             whole: Iterable[torch.nn.Module] = (),
             by_part: Iterable[torch.nn.Module] = (),
+            sinks: Sequence[MakeSink] = (),
         ) -> tuple[Any, ...]:
+            check_sinks(sinks)  # none is made
             _check_is_first(recorders)
             found = sort_objects(objects, whole, by_part)
             for scaler in found.scalers:

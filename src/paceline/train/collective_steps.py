@@ -15,6 +15,7 @@ from paceline.train.schedulers import step_all
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from paceline.comm.collectives import AxisComm
     from paceline.comm.process_group import RankInfo
     from paceline.train.job import Job
 
@@ -49,6 +50,11 @@ class CollectiveSteps:
     def evaluation_part(self) -> tuple[int, int]:
         """Return which part of the evaluation's samples this rank takes, of how many."""
         return self.job.data_part, self.job.mesh.data_size
+
+    @property
+    def log_comm(self) -> AxisComm:
+        """Return the ranks over which `job.log` adds up: all. Those of one sample add equal ones."""
+        return self.job.world
 
     def check_start(self, resume: str | None) -> None:
         """Raise UsageError where ranks start from different checkpoints. Collective."""

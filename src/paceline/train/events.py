@@ -65,9 +65,14 @@ class Events:
         self.is_torn = self._ends_torn()
         self.has_warned = False
 
+    @property
+    def is_open(self) -> bool:
+        """True where events go to a file or a sink."""
+        return self.file is not None or bool(self.sinks)
+
     def write(self, event: dict[str, Any]) -> None:
         """Append one event, with the wall-clock time. Where that can't be, warn once and go on."""
-        if self.file is None and not self.sinks:
+        if not self.is_open:
             return
         if self.takes_over and event["event"] in ("start", "resumed"):
             event = {**event, "takes_over": True}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -29,7 +29,7 @@ from paceline.nouns.workload import Workload
 from paceline.parallel.apply import RankPlace
 from paceline.parallel.model_adapter import ModelAdapter
 from paceline.train import evaluate as evaluation
-from paceline.train import last_checkpoint, prepare, schedulers, snapshot
+from paceline.train import last_checkpoint, log, prepare, schedulers, snapshot
 from paceline.train.agree import check_same_data_everywhere
 from paceline.train.assemble import Assembly
 from paceline.train.average import Average
@@ -441,6 +441,79 @@ class Job:
         if metrics is not None:
             result["metrics"] = evaluation.reduce_metric(metrics, self.comm)
         return result
+
+    def log(self, values: Mapping[str, Any] | None = None, /, **more: Any) -> dict[str, float]:
+        """Write numbers of the loop's own to the job's events and sinks, over all ranks. Call it on every rank.
+
+        Args:
+            values: by name: a pair, a sum and its weight, which are added up over the ranks and divided, as the loss
+                is; or a number, which counts once on each rank: the mean over the ranks. For names that are no Python
+                names.
+            more: the same, by keyword.
+
+        Returns:
+            The numbers as they are written, the same on every rank; NaN where weights add up to 0. Under `server` each
+            worker's own; worker 0's are written.
+
+        Raises:
+            UsageError: a value is neither, or a name is empty, too long or has characters that don't print.
+            WorkloadError: ranks have other names.
+            CollectiveError: another rank goes on with its steps.
+            PeerLostError: another rank has gone.
+
+        Examples:
+            Three of four right. With a second rank that has one of two it is 4 / 6:
+
+            >>> job = paceline.distribute(workload)
+            >>> predictions, labels = torch.tensor([1, 2, 0, 1]), torch.tensor([1, 2, 0, 0])
+            >>> job.log({"held out/accuracy": ((predictions == labels).sum(), len(labels))}, lr=0.1)
+            {'held out/accuracy': 0.75, 'lr': 0.1}
+        """
+        self.board.meet("job.log", self.step_number)
+        numbers = log.reduced({**(values or {}), **more}, self.steps.log_comm)
+        if numbers:
+            fields = {log.field_of(name): number for name, number in numbers.items()}
+            self.events.write({"event": "logged", "step": self.step_number, **fields})
+        return numbers
+
+    def log_text(self, name: str, text: str) -> None:
+        """Write a text to the job's events and sinks: rank 0's; on other ranks it does nothing.
+
+        Args:
+            name: of the text.
+            text: at most 100,000 characters.
+
+        Raises:
+            UsageError: the text or the name is none, or too long.
+
+        Examples:
+            >>> job = paceline.distribute(workload)
+            >>> job.log_text("generated", "ROMEO: What is it?")
+        """
+        event = {"event": "text", "name": log.checked_name(name), "text": log.checked_text(name, text)}
+        self.events.write({**event, "step": self.step_number})
+
+    def log_picture(self, name: str, picture: Any) -> None:
+        """Write a picture to the run directory's `pictures` and to the sinks: rank 0's; on other ranks it does nothing.
+
+        Args:
+            name: of the picture.
+            picture: a figure of matplotlib, an image of Pillow, or an array or tensor, (height, width) or
+                (height, width, 3 or 4), of uint8 or of numbers from 0 to 1.
+
+        Raises:
+            UsageError: it is none of these, or Pillow is not installed.
+
+        Examples:
+            >>> job = paceline.distribute(workload)
+            >>> job.log_picture("weights", torch.rand(16, 16))
+        """
+        log.checked_name(name)
+        if not self.events.is_open:
+            return
+        path = log.write_picture(name, picture, self.step_number, self.run_dir)
+        shown_path = path if self.run_dir is None else path.relative_to(self.run_dir)
+        self.events.write({"event": "picture", "name": name, "path": str(shown_path), "step": self.step_number})
 
     def save(self, path: str | Path) -> None:
         """Write a checkpoint to the folder `path` and wait until it is on the disk.

@@ -15,10 +15,11 @@ what the loop did after the update too, such as `scheduler.step()`. `parallel/pi
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,10 @@ from paceline.comm.batch_norm import share_statistics, statistics_to_share
 from paceline.nouns.errors import LossError, PacelineError, UsageError
 from paceline.nouns.loop_plan import check_plan_of_loop
 from paceline.nouns.mesh import CUTTING_AXES
+from paceline.nouns.parts import check_sinks
 from paceline.nouns.plan import Plan
 from paceline.nouns.record import StepRecord
+from paceline.nouns.sink import MakeSink
 from paceline.parallel.apply import Parallel
 from paceline.parallel.model_adapter import EagerAdapter, ModelAdapter
 from paceline.parallel.optimizer_parts import contains, groups_of, parts_of
@@ -69,6 +72,7 @@ def prepare(
     shard_frozen: bool = False,
     whole: Iterable[torch.nn.Module] = (),
     by_part: Iterable[torch.nn.Module] = (),
+    sinks: Sequence[MakeSink] = (),
 ) -> tuple[Any, ...]:
     """Make this process one rank of the job of a plain training loop, and its objects parts of that job.
 
@@ -89,6 +93,8 @@ def prepare(
         by_part: models of which the loop calls the modules that they are made of, `model.encoder(x)`, instead of
             `model(x)`: each of these modules is cut by itself, under the names that it has in the model. Parameters
             that such a model has itself stay whole.
+        sinks: functions that make event sinks, such as `[paceline.TensorBoard]`: rank 0 calls each with the run
+            directory (None where there is none) and hands it every event of the job.
 
     Returns:
         The job, and then the objects in their order. Models and optimizers are the same objects; the loader is one that
@@ -119,7 +125,8 @@ def prepare(
         >>> print(f"{loss.item():.3f}")
         0.000
     """
-    sorted_objects = sort_objects(objects, whole, by_part)
+    check_sinks(sinks)
+    sorted_objects = dataclasses.replace(sort_objects(objects, whole, by_part), sinks=tuple(sinks))
     api.init()
     try:
         check_is_first(preparing.run_dir(os.environ))

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from paceline.nouns.errors import LossError, WorkloadError
 from paceline.nouns.parts import shown
+from paceline.nouns.sink import MakeSink
 from paceline.nouns.workload import Workload
 from paceline.parallel.optimizer_parts import groups_of
 from paceline.train.loop_loader import check_loader
@@ -63,6 +64,7 @@ class LoopObjects:
     whole: list[torch.nn.Module]  # models that stay whole on every rank
     scalers: list[torch.amp.GradScaler]
     by_part: list[torch.nn.Module]  # models of which the loop calls the parts
+    sinks: tuple[MakeSink, ...] = ()
 
     @property
     def model(self) -> torch.nn.Module:
@@ -163,6 +165,7 @@ class LoopObjects:
             batch_size=batch_size,
             collate=collate,
             seed=seed,
+            sinks=self.sinks,
         )
 
 

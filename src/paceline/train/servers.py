@@ -18,6 +18,7 @@ from paceline.train.seed import seed_everything
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from paceline.comm.collectives import AxisComm
     from paceline.comm.process_group import RankInfo
     from paceline.parallel.server import ServerParallel
 
@@ -54,6 +55,11 @@ class ServerSteps(CollectiveSteps):
     def evaluation_part(self) -> tuple[int, int]:
         """Return all: the others may be at other steps, with other parameters."""
         return 0, 1
+
+    @property
+    def log_comm(self) -> AxisComm:
+        """Return this worker alone: the others may be at other steps. Worker 0's numbers are written."""
+        return self.job.comm
 
     def check_start(self, resume: str | None) -> None:
         """Do nothing: the servers refuse a worker that begins with another checkpoint."""

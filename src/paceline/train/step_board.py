@@ -24,6 +24,7 @@ CALLS = (
     "job.save_best",
     "job.generate",
     "job.whole_model",
+    "job.log",
 )
 WAIT_S = 5.0  # then the collective itself waits: a rank may be late, or gone
 _POLL_S = 0.002

@@ -72,7 +72,7 @@ def main(path: Path) -> None:
         for each in objects:
             if isinstance(each, torch.nn.Module):
                 each.double()
-        prepared = plain_prepare(*objects, **options)
+        prepared = plain_prepare(*objects, **{**options, "sinks": ()})  # they are for training
         job: LoopJob = prepared[0]
         job.to_float64 = True
         recorder = _Recorder(job, settings["steps"])

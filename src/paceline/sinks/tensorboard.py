@@ -1,4 +1,4 @@
-"""A sink that writes a job's numbers for TensorBoard."""
+"""A sink for TensorBoard."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from paceline.nouns.errors import UsageError
+from paceline.sinks.numbers import numbers_of, picture_of
 
 _FLUSH_S = 10  # a process that is killed loses no more
-# Fields of the event `step` that become curves.
-_STEP_FIELDS = ("loss", "gradient_norm", "seconds", "sent_bytes", "memory_bytes")
 
 
 class TensorBoard:
-    """Writes scalars of each step and evaluation: `Workload(..., sinks=[paceline.TensorBoard])`.
+    """Writes a job's numbers, texts and pictures: `sinks=[paceline.TensorBoard]`.
 
     Under `paceline run` they go to `tensorboard/` in the run directory; a job that resumes continues its curves there,
     and the steps that it takes again replace the old ones. A file run alone gets `tensorboard/DATE-TIME`.
@@ -46,6 +45,7 @@ class TensorBoard:
                 "the package tensorboard is not installed",
                 "pip install 'paceline[tensorboard]', or leave paceline.TensorBoard out of the workload's sinks",
             ) from None
+        self.run_dir = run_dir
         self.folder = Path("tensorboard", time.strftime("%Y%m%d-%H%M%S"))
         if run_dir is not None:
             self.folder = run_dir / "tensorboard"
@@ -53,25 +53,28 @@ class TensorBoard:
         self.writer: Any = SummaryWriter(str(self.folder), flush_secs=_FLUSH_S)
 
     def write(self, event: Mapping[str, Any]) -> None:
-        """Write the numbers of an event; events without any are passed over."""
+        """Write what an event has of numbers, text and pictures."""
         kind = event["event"]
+        for name, value in numbers_of(event).items():
+            self.writer.add_scalar(name, value, global_step=event["step"], walltime=event["at"])
         if kind == "resumed" and not event.get("takes_over"):
             # TensorBoard then drops what an earlier process wrote of the steps that are taken again.
             self.writer.close()
             self.writer = self.make_writer(str(self.folder), purge_step=event["step"] + 1, flush_secs=_FLUSH_S)
-        elif kind == "step":
-            for name in _STEP_FIELDS:
-                self._scalar(f"train/{name}", event[name], event)
-            if event["seconds"]:
-                self._scalar("train/samples_per_s", event["samples"] / event["seconds"], event)
-        elif kind == "evaluation":
-            for name in event.keys() - {"event", "step", "at"}:
-                self._scalar(f"evaluation/{name}", event[name], event)
+        elif kind == "text":
+            self.writer.add_text(event["name"], event["text"], global_step=event["step"], walltime=event["at"])
+        elif kind == "picture":
+            self._picture(event)
 
     def close(self) -> None:
         """Flush and close the file."""
         self.writer.close()
 
-    def _scalar(self, tag: str, value: Any, event: Mapping[str, Any]) -> None:
-        if isinstance(value, int | float):
-            self.writer.add_scalar(tag, value, global_step=event["step"], walltime=event["at"])
+    def _picture(self, event: Mapping[str, Any]) -> None:
+        import numpy as np
+        from PIL import Image
+
+        with Image.open(picture_of(event, self.run_dir)) as image:
+            pixels = np.asarray(image.convert("RGB"))
+        place = {"global_step": event["step"], "walltime": event["at"]}
+        self.writer.add_image(event["name"], pixels, dataformats="HWC", **place)

@@ -1,0 +1,37 @@
+"""The numbers of an event, by the names that all sinks give them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+# Fields of the event `step` that become curves.
+STEP_FIELDS = ("loss", "gradient_norm", "seconds", "sent_bytes", "memory_bytes")
+
+
+def numbers_of(event: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of an event: `train/...` of a step, `evaluation/...`, and what was logged as it is called."""
+    kind = event["event"]
+    if kind == "step":
+        found = {f"train/{name}": event[name] for name in STEP_FIELDS}
+        if event["seconds"] and event["samples"]:
+            found["train/samples_per_s"] = event["samples"] / event["seconds"]
+    elif kind == "evaluation":
+        found = {f"evaluation/{name}": event[name] for name in event.keys() - {"event", "step", "at"}}
+    elif kind == "logged":
+        names = event.keys() - {"event", "step", "epoch", "at"}
+        found = {name.removeprefix("logged_"): event[name] for name in names}
+    else:
+        return {}
+    return {name: value for name, value in found.items() if type(value) in (int, float)}
+
+
+def name_of(run_dir: Path | None) -> str:
+    """Return the run's name."""
+    return "paceline" if run_dir is None else run_dir.resolve().name
+
+
+def picture_of(event: Mapping[str, Any], run_dir: Path | None) -> Path:
+    """Return where the file of an event `picture` is."""
+    return Path(event["path"]) if run_dir is None else run_dir / event["path"]

@@ -1,0 +1,211 @@
+"""A sink for Prometheus: a file for its node exporter, or an endpoint that it scrapes."""
+
+from __future__ import annotations
+
+import hmac
+import re
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+from paceline.nouns.errors import UsageError
+from paceline.sinks.numbers import name_of, numbers_of
+
+FILE = "metrics.prom"  # in the run directory
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_SHORTEST_TOKEN = 16
+
+
+class Prometheus:
+    """Shows a job's newest numbers to Prometheus: `sinks=[Prometheus]`.
+
+    One place for the whole job, on rank 0; no worker and no cluster is asked. Without `port` it is a file for the node
+    exporter's textfile collector, replaced as a whole, `metrics.prom` in the run directory. With `port` it is an
+    endpoint, `http://HOST:PORT/metrics`, on this host alone. For other hosts set `host`, and a token, which Prometheus
+    sends with `authorization: credentials_file:` of its scrape configuration.
+
+    Gauges: `paceline_step`, `paceline_train{name="loss"}`, `paceline_evaluation{name=...}` and
+    `paceline_logged{name=...}`, each with the label `job`; `paceline_ended` is 1 once the job has ended.
+
+    Args:
+        run_dir: of the job; None where there is none.
+        file: in place of `metrics.prom`; its folder must exist.
+        port: of an endpoint; 0 takes a free one.
+        host: the address to listen at.
+        token_file: a file with the token, of 16 characters or more; needed beyond loopback.
+
+    Raises:
+        UsageError: the package prometheus-client is not installed; options contradict each other; the port is taken;
+            the token is missing, short or unreadable.
+
+    Examples:
+        >>> from dataclasses import replace
+        >>> from pathlib import Path
+        >>> from paceline.sinks.prometheus import Prometheus
+        >>> sinks = [lambda run_dir: Prometheus(run_dir, file=Path("job.prom"))]
+        >>> job = paceline.distribute(replace(workload, sinks=sinks))
+        >>> for batch in job.batches():
+        ...     mean = job.step(batch)
+        >>> job.close()
+        >>> [line for line in Path("job.prom").read_text().splitlines() if line.startswith("paceline_step{")]
+        ['paceline_step{job="paceline"} 8.0']
+    """
+
+    def __init__(
+        self,
+        run_dir: Path | None,
+        file: Path | None = None,
+        port: int | None = None,
+        host: str = LOOPBACK[0],
+        token_file: Path | None = None,
+    ) -> None:
+        try:
+            import prometheus_client
+        except ImportError:
+            raise UsageError(
+                "can't show numbers to Prometheus",
+                "the package prometheus-client is not installed",
+                "pip install 'paceline[prometheus]', or leave Prometheus out of sinks",
+            ) from None
+        _check(file, port, host, token_file)
+        self.client = prometheus_client
+        self.job = name_of(run_dir)
+        self.registry = prometheus_client.CollectorRegistry()
+        self.gauges: dict[str, Any] = {}
+        self.file = None
+        self.server: WSGIServer | None = None
+        if port is None:
+            self.file = file or (run_dir or Path()) / FILE
+        else:
+            token = None if token_file is None else _read_token(token_file)
+            self.server = _serve(prometheus_client.make_wsgi_app(self.registry), host, port, token)
+        self._gauge("ended").labels(job=self.job).set(0)
+        self._write_file()
+
+    @property
+    def port(self) -> int | None:
+        """Where the endpoint listens.
+
+        Returns:
+            The port, also where a free one was asked for by 0; None where there is a file.
+
+        Examples:
+            >>> from paceline.sinks.prometheus import Prometheus
+            >>> endpoint = Prometheus(None, port=0)
+            >>> endpoint.port > 0
+            True
+            >>> endpoint.close()
+        """
+        return None if self.server is None else self.server.server_port
+
+    def write(self, event: Mapping[str, Any]) -> None:
+        """Set the gauges of an event's numbers."""
+        numbers = numbers_of(event)
+        for name, value in numbers.items():
+            kind = name.partition("/")[0] if event["event"] != "logged" else "logged"
+            label = name if kind == "logged" else name.partition("/")[2]
+            self._gauge(kind, "name").labels(job=self.job, name=label).set(value)
+        if event["event"] == "end":
+            self._gauge("ended").labels(job=self.job).set(1)
+        elif event["event"] == "step":
+            self._gauge("step").labels(job=self.job).set(event["step"])
+        elif not numbers:
+            return
+        self._write_file()
+
+    def close(self) -> None:
+        """Close the endpoint; a file stays."""
+        if self.server is not None:
+            self.server.shutdown()
+            self.server.server_close()
+
+    def _gauge(self, name: str, *labels: str) -> Any:
+        if name not in self.gauges:
+            said = {"ended": "whether the job has ended", "step": "steps done"}.get(name, f"newest values of {name}")
+            self.gauges[name] = self.client.Gauge(f"paceline_{name}", said, ["job", *labels], registry=self.registry)
+        return self.gauges[name]
+
+    def _write_file(self) -> None:
+        if self.file is not None:
+            # It writes another file and renames it: whoever reads sees the old one or the new one.
+            self.client.write_to_textfile(str(self.file), self.registry)
+
+
+def _check(file: Path | None, port: int | None, host: str, token_file: Path | None) -> None:
+    """Raise UsageError where options contradict each other."""
+    asked = f"Prometheus(host={host!r}, port={port})"
+    if port is None:
+        for name, value, unset in (("host", host, LOOPBACK[0]), ("token_file", token_file, None)):
+            if value != unset:
+                raise UsageError(
+                    f"Prometheus({name}=...)", "without port there is no endpoint", f"write port=, or no {name}"
+                )
+    elif file is not None:
+        raise UsageError("Prometheus(file=..., port=...)", "it is a file or an endpoint", "leave one of them out")
+    elif not 0 <= port < 65536:
+        raise UsageError(asked, "a port is a number from 0 to 65535", "write such as port=9400")
+    elif host not in LOOPBACK and token_file is None:
+        raise UsageError(
+            asked,
+            "whoever reaches this host could read the job's numbers",
+            "write token_file=, a file that others can't read; or leave host out",
+        )
+
+
+def _read_token(path: Path) -> str:
+    """Return the token of a file.
+
+    Raises:
+        UsageError: it can't be read, is short, or others can read it.
+    """
+    asked = f"Prometheus(token_file={str(path)!r})"
+    try:
+        token = path.read_text().strip()
+        mode = path.stat().st_mode
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(asked, str(error), "write a file with a token") from error
+    if mode & 0o077:
+        raise UsageError(asked, "others can read it", f"chmod 600 {path}")
+    if len(token) < _SHORTEST_TOKEN or not re.fullmatch(r"[\x21-\x7e]+", token):
+        found = f"it has {len(token)} characters, or some that no header can have"
+        fix = "write one of 16 printable characters or more: python -c 'import secrets; print(secrets.token_urlsafe())'"
+        raise UsageError(asked, found, fix)
+    return token
+
+
+class _Quiet(WSGIRequestHandler):
+    """Answers without a line on standard error for each request."""
+
+    timeout = 10  # s that a client may take to ask
+
+    def log_message(self, *_: Any) -> None:
+        """Say nothing."""
+
+
+def _serve(app: Callable[..., Any], host: str, port: int, token: str | None) -> WSGIServer:
+    """Serve numbers in a thread.
+
+    Raises:
+        UsageError: the address can't be listened at.
+    """
+
+    def guarded(environment: dict[str, Any], start: Callable[..., Any]) -> Any:
+        said = environment.get("HTTP_AUTHORIZATION", "")
+        if token is not None and not hmac.compare_digest(said.encode(), f"Bearer {token}".encode()):
+            start("401 Unauthorized", [("WWW-Authenticate", "Bearer"), ("Content-Type", "text/plain")])
+            return [b"a token is needed\n"]
+        if environment.get("PATH_INFO") not in ("/metrics", "/"):
+            start("404 Not Found", [("Content-Type", "text/plain")])
+            return [b"the numbers are at /metrics\n"]
+        return app(environment, start)
+
+    try:
+        server = make_server(host, port, guarded, handler_class=_Quiet)
+    except (OSError, OverflowError) as error:
+        raise UsageError(
+            f"Prometheus(host={host!r}, port={port})", f"{error}", "choose a free port, or port=0 for any"
+        ) from error
+    threading.Thread(target=server.serve_forever, name="prometheus", daemon=True).start()
+    return server

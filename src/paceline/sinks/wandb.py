@@ -1,0 +1,90 @@
+"""A sink for Weights & Biases."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from paceline.nouns.errors import UsageError
+from paceline.sinks.numbers import name_of, numbers_of, picture_of
+
+_STEP = "train/step"
+
+
+class WandB:
+    """Writes a job's numbers, texts and pictures to Weights & Biases: `sinks=[WandB]`.
+
+    A job that resumes goes on in the same run of W&B. The x axis is `train/step`; steps that are taken again appear
+    again. With the environment's `WANDB_MODE=offline` everything stays in `wandb/` of the run directory, and
+    `wandb sync` sends it later.
+
+    Args:
+        run_dir: of the job; None where there is none.
+        project: of W&B.
+        settings: more arguments of `wandb.init`.
+
+    Raises:
+        UsageError: the package wandb is not installed, or it is to send and has no key.
+
+    Examples:
+        >>> import os
+        >>> from dataclasses import replace
+        >>> from paceline.sinks.wandb import WandB
+        >>> os.environ["WANDB_MODE"] = "disabled"
+        >>> job = paceline.distribute(replace(workload, sinks=[lambda run_dir: WandB(run_dir, project="letters")]))
+        >>> for batch in job.batches():
+        ...     mean = job.step(batch)
+        >>> job.close()
+    """
+
+    def __init__(self, run_dir: Path | None, project: str = "paceline", **settings: Any) -> None:
+        try:
+            import wandb
+        except ImportError:
+            raise UsageError(
+                "can't write to Weights & Biases",
+                "the package wandb is not installed",
+                "pip install 'paceline[wandb]', or leave WandB out of sinks",
+            ) from None
+        mode = settings.get("mode") or os.environ.get("WANDB_MODE", "online")
+        if mode not in ("offline", "disabled", "dryrun") and not wandb.login(prompt=False):
+            raise UsageError(
+                "can't send to Weights & Biases",
+                "there is no key for it",
+                "run `wandb login` on the first host, or set WANDB_API_KEY; "
+                "or set WANDB_MODE=offline and send later by `wandb sync`",
+            )
+        self.run_dir = run_dir
+        self.wandb = wandb
+        same_run: dict[str, Any] = {}
+        if run_dir is not None:
+            # Of the place, so that a job that resumes finds its run, and two jobs of one name are two.
+            key = hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:16]
+            same_run = {"id": key, "resume": "allow", "name": name_of(run_dir)}
+        # It would pass on what the rank prints, through a thread of its own.
+        same_run["settings"] = wandb.Settings(console="off")
+        folder = str(run_dir or Path.cwd())
+        self.run = wandb.init(**{"project": project, "dir": folder, **same_run, **settings})
+        self.run.define_metric("*", step_metric=_STEP)
+
+    def write(self, event: Mapping[str, Any]) -> None:
+        """Write what an event has of numbers, text and pictures."""
+        kind = event["event"]
+        values: dict[str, Any] = dict(numbers_of(event))
+        if kind == "start":
+            facts = ("total_steps", "samples", "batch_size", "world_size")
+            config: Any = self.run.config
+            config.update({name: event[name] for name in facts}, allow_val_change=True)
+        elif kind == "text":
+            values = {event["name"]: self.wandb.Table(columns=["text"], data=[[event["text"]]])}
+        elif kind == "picture":
+            values = {event["name"]: self.wandb.Image(str(picture_of(event, self.run_dir)))}
+        if values:
+            self.run.log({**values, _STEP: event["step"]})
+
+    def close(self) -> None:
+        """Send or write what is left."""
+        self.run.finish()
