@@ -256,7 +256,7 @@ def test_every_option_that_a_page_names_is_a_commands():
         parser = argparse.ArgumentParser(allow_abbrev=False)
         importlib.import_module(f"paceline.cli.{verb}").add_arguments(parser)
         known |= set(flags_of(parser))
-    for main_file in (ROOT / "examples").glob("*/workload.py"):
+    for main_file in (ROOT / "examples").glob("*/*.py"):
         known |= set(re.findall(r'"(--[a-z-]+)"', main_file.read_text()))
     named = {word.split("=")[0]: one for one in OPTIONS for word in one.words if word.startswith("-")}
     assert {flag: one.page for flag, one in named.items() if flag not in known and flag not in NOT_OURS} == {}
