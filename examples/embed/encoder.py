@@ -11,13 +11,15 @@ from torch.nn import functional as F
 class Encoder(nn.Module):
     """Features (batch, LENGTH) to unit vectors (batch, width).
 
-    At the beginning the layer adds nothing and features weigh what they are rare, so the cosine is that of words in
-    common: the training begins there.
+    Without training the layer adds nothing, features weigh what they are rare, and their vectors are nearly orthogonal,
+    so the cosine is that of words in common. The training begins there.
     """
 
     def __init__(self, width: int, rarity: torch.Tensor | None = None) -> None:
         super().__init__()
         self.vectors = nn.Embedding(BUCKETS, width)
+        # Small, as Adam's steps are of one size: with 1 they would move a vector by too little.
+        nn.init.normal_(self.vectors.weight, std=0.1)
         self.weights = nn.Embedding(BUCKETS, 1)
         self.up = nn.Linear(width, 2 * width)
         self.down = nn.Linear(2 * width, width)

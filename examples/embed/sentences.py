@@ -126,7 +126,7 @@ def padded(features: list[int]) -> torch.Tensor:
 
 
 def rarity(sentences: Iterable[str]) -> torch.Tensor:
-    """The logarithm of the inverse document frequency of every feature, (BUCKETS,)."""
+    """The logarithm of 1 + the inverse document frequency's of every feature, (BUCKETS,): a softmax's weights."""
     counted = [set(features_of(sentence)) for sentence in sentences]
     seen = Counter(itertools.chain.from_iterable(counted))
     counts = torch.tensor([float(seen[number]) for number in range(BUCKETS)])
@@ -134,14 +134,24 @@ def rarity(sentences: Iterable[str]) -> torch.Tensor:
 
 
 class Pairs(torch.utils.data.Dataset):
-    """Each item: the features of both sentences, (2, LENGTH), and the score from 0 to 1."""
+    """Each item: the features of both sentences, (2, LENGTH), and the score from 0 to 1.
 
-    def __init__(self, pairs: list[Pair]) -> None:
+    A share `drop` of the features is left out of each sentence, others each time: drawn here, it depends on the seed
+    and the sample alone, not on the number of ranks.
+    """
+
+    def __init__(self, pairs: list[Pair], drop: float = 0.0) -> None:
         self.features = [[features_of(pair.first), features_of(pair.second)] for pair in pairs]
         self.scores = [pair.score / 5 for pair in pairs]
+        self.drop = drop
 
     def __len__(self) -> int:
         return len(self.scores)
 
     def __getitem__(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.stack([padded(one) for one in self.features[row]]), torch.tensor(self.scores[row])
+        features = torch.stack([padded(one) for one in self.features[row]])
+        if self.drop > 0:
+            is_left_out = torch.rand(features.shape, dtype=torch.float64) < self.drop
+            is_left_out[:, 0] = False  # something is left of every sentence
+            features = features.masked_fill(is_left_out, 0)
+        return features, torch.tensor(self.scores[row])

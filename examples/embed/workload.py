@@ -3,16 +3,16 @@
     paceline run -n 2 workload.py --index index
     python search.py index "A man plays a guitar."
 
-Two losses: the cosine of a pair should be its score, and a pair of a high score should find each other among all
-sentences of the global batch.
+Two losses: the cosine of a pair should be its score, and the first sentence of a pair of a high score should find the
+second among those of the global batch.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import paceline
-from paceline.checkpoint.export import check_may_export, plan_export, write_export
+from paceline.integrations.saving import save_model
 from paceline.nouns.errors import UsageError
 
 HIGH = 0.8  # pairs of this score or more, 4 of 5, mean the same
@@ -34,22 +34,23 @@ NEIGHBOURS = 10
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Return the command line."""
     parser = argparse.ArgumentParser(description="Train sentence embeddings, and write an index to search.")
     add = parser.add_argument
     add("--data", type=Path, metavar="DIR", help="folder with sts-train.csv, sts-dev.csv, sts-test.csv; else made up")
-    add("--epochs", type=int, default=8)
+    add("--epochs", type=int, default=12)
     add("--steps", type=int, help="optimizer steps, instead of --epochs")
     add("--batch-size", type=int, default=64, help="of all ranks together (default 64)")
     add("--lr", type=float, default=1e-3, help="peak learning rate (default 1e-3)")
     add("--width", type=int, default=128, help="numbers of an embedding (default 128)")
+    add("--drop", type=float, default=0.2, help="share of a sentence's features left out in training (default 0.2)")
     add("--temperature", type=float, default=0.05, help="of the in-batch negatives (default 0.05)")
     add("--negatives", type=float, default=0.1, help="weight of the in-batch negatives (default 0.1)")
     add("--precision", default="float32", choices=("float32", "float64"))
     add("--seed", type=int, default=0)
-    add("--index", type=Path, metavar="DIR", help="write the index of all sentences to this folder, new or empty")
+    add("--index", type=Path, metavar="DIR", help="write the index and the model to this folder")
     add("--output", type=Path, metavar="FILE", help="write the result as JSON")
-    add("--picture", type=Path, metavar="FILE", help="draw predicted against given scores")
+    add("--picture", type=Path, metavar="FILE", help="draw the cosines of the test pairs against their scores")
     return parser.parse_args()
 
 
@@ -64,6 +65,8 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         if not getattr(arguments, flag) > 0:
             found, fix = "it should be above 0", f"write --{flag} {usual}"
             raise UsageError(f"--{flag} {getattr(arguments, flag)}", found, fix)
+    if not 0 <= arguments.drop < 1:
+        raise UsageError(f"--drop {arguments.drop}", "it is a share below 1", "write --drop 0.2")
     if not arguments.negatives >= 0:
         raise UsageError(f"--negatives {arguments.negatives}", "it should be 0 or more", "write --negatives 0.1")
     for flag in ("output", "picture", "index"):
@@ -71,11 +74,11 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         if path is not None and not path.parent.is_dir():
             raise UsageError(f"--{flag} {path}", f"there is no folder {path.parent}", "make the folder first")
     if arguments.index is not None:
-        check_may_export(arguments.index)
+        vectors.check_may_write(arguments.index)
 
 
 def loss_of(job: Any, model: torch.nn.Module, batch: Any, temperature: float, negatives: float) -> torch.Tensor:
-    """This rank's part of the loss: of the mean over its samples, as `job.backward` takes it."""
+    """Return this rank's part of the loss, of which `job.backward` takes the mean over the samples of all ranks."""
     features, scores = batch
     first, second = model(features.flatten(0, 1)).unflatten(0, (-1, 2)).unbind(1)
     regression = F.mse_loss((first * second).sum(1), scores)
@@ -91,55 +94,68 @@ def loss_of(job: Any, model: torch.nn.Module, batch: Any, temperature: float, ne
     return regression + negatives * found
 
 
-def evaluate(job: Any, model: torch.nn.Module, pairs: list[sentences.Pair]) -> float:
-    """Spearman's correlation of cosines and scores over all ranks."""
-    metric = torchmetrics.SpearmanCorrCoef().to(job.device)
-
-    def score(_: Any, batch: Any) -> dict[str, tuple[torch.Tensor, int]]:
-        features, scores = batch
-        first, second = model(features.flatten(0, 1)).unflatten(0, (-1, 2)).unbind(1)
-        cosines = (first * second).sum(1)
-        # Equal sentences have equal cosines but for rounding, which depends on the ranks; they should share a place.
-        metric.update(cosines.double().round(decimals=6), scores.double())
-        return {"loss": (F.mse_loss(cosines, scores, reduction="sum"), len(scores))}
-
-    return float(job.evaluate(sentences.Pairs(pairs), score, metric)["metrics"])
+def embed(job: Any, model: torch.nn.Module, texts: list[str]) -> torch.Tensor:
+    """Return the embeddings of all sentences (N, width) on every rank. Each computes its part of them."""
+    begin, end = (len(texts) * rank // job.data_size for rank in (job.data_rank, job.data_rank + 1))
+    with job.gathered():  # under `shard` ranks call the model equally often otherwise
+        own = vectors.encode(model, texts[begin:end], job.device)
+    return job.all_gather(own).cpu()
 
 
-def write_index(job: Any, folder: Path, index: Any, texts: list[str]) -> None:
-    """Write index, sentences and model. Call it on every rank: each writes its part of the checkpoint."""
-    checkpoint = folder.with_name(f".{folder.name}-checkpoint")
-    job.save(checkpoint)
-    if job.rank == 0:
-        write_export(plan_export(checkpoint, "safetensors", print), folder)
-        vectors.write(folder, index, texts)
-        shutil.rmtree(checkpoint)
+def distinct(*parts: list[sentences.Pair]) -> list[str]:
+    """Return the sentences of these pairs, each once."""
+    return sorted({text for pairs in parts for pair in pairs for text in pair[:2]})
 
 
-def report(job: Any, model: torch.nn.Module, parts: dict[str, Any], arguments: Any, result: dict[str, Any]) -> None:
-    """Find the scores, and write what is asked for. Call it on every rank."""
-    scores = {f"spearman_{part}": evaluate(job, model, parts[part]) for part in ("dev", "test")}
-    texts = sorted({text for pairs in parts.values() for pair in pairs for text in pair[:2]})
-    embedded = vectors.encode(model, texts, job.device)
-    asked = {text for pair in parts["test"] for text in pair[:2]}
-    index = vectors.build(embedded)
-    queries = embedded[[row for row, text in enumerate(texts) if text in asked]]
-    scores["recall_at_10"] = vectors.recall(index, embedded, queries, NEIGHBOURS)
-    if arguments.index is not None:
-        write_index(job, arguments.index, index, texts)
-    if job.rank != 0:
-        return
-    print(f"{result['data']}: {result['steps']} steps, {result['seconds']:.1f} s")
-    print("\n".join(f"{score:<16}{value:8.4f}" for score, value in scores.items()))
-    if arguments.index is not None:
-        print(f"{arguments.index}: {len(texts):,} sentences")
-    if arguments.picture:
-        place = {text: row for row, text in enumerate(texts)}
-        cosines = [float(embedded[place[one]] @ embedded[place[other]]) for one, other, _ in parts["test"]]
-        title = result["data"].partition(",")[0]
-        figure.draw(arguments.picture, title, [pair.score for pair in parts["test"]], cosines, scores)
-    if arguments.output:
-        arguments.output.write_text(json.dumps({**result, "scores": scores}, indent=1) + "\n")
+def cosines_of(pairs: list[sentences.Pair], embedding_of: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return the cosine of each pair, (N,)."""
+    first, second = (torch.stack([embedding_of[pair[side]] for pair in pairs]) for side in (0, 1))
+    return (first * second).sum(1)
+
+
+def spearman(pairs: list[sentences.Pair], cosines: torch.Tensor) -> float:
+    """Return the rank correlation of cosines and scores."""
+    # Rounded: equal sentences have equal cosines but for rounding, and should share a place.
+    rounded = cosines.double().round(decimals=6)
+    scores = torch.tensor([pair.score for pair in pairs], dtype=torch.float64)
+    return float(torchmetrics.functional.spearman_corrcoef(rounded, scores))
+
+
+class Report:
+    """What is found of a model, before and after training."""
+
+    def __init__(self, parts: Mapping[str, list[sentences.Pair]], model: torch.nn.Module) -> None:
+        self.parts = parts
+        texts = distinct(parts["test"])
+        self.untrained = cosines_of(parts["test"], dict(zip(texts, vectors.encode(model, texts), strict=True)))
+
+    def write(self, job: Any, model: torch.nn.Module, arguments: argparse.Namespace, result: dict[str, Any]) -> None:
+        """Find the scores, and write what is asked for. Call it on every rank."""
+        texts = distinct(self.parts["train"], self.parts["dev"])
+        known = {*texts}
+        queries = [text for text in distinct(self.parts["test"]) if text not in known]
+        embedded = embed(job, model, texts + queries)
+        index = vectors.build(embedded[: len(texts)]) if job.rank == 0 else None
+        if arguments.index is not None:
+            save_model(job, model, arguments.index, lambda folder: vectors.write(folder, index, texts))
+        if job.rank != 0:
+            return
+        embedding_of = dict(zip(texts + queries, embedded, strict=True))
+        cosines = {part: cosines_of(self.parts[part], embedding_of) for part in ("dev", "test")}
+        scores = {f"spearman_{part}": spearman(self.parts[part], found) for part, found in cosines.items()}
+        scores["spearman_test_untrained"] = spearman(self.parts["test"], self.untrained)
+        scores["recall_at_10"] = vectors.recall(index, embedded[: len(texts)], embedded[len(texts) :], NEIGHBOURS)
+        print(f"{result['data']}: {result['steps']} steps on {job.size} rank{'s' * (job.size > 1)}, ", end="")
+        print(f"{result['seconds']:.1f} s")
+        print("\n".join(f"{score:<24}{value:8.4f}" for score, value in scores.items()))
+        if arguments.index is not None:
+            print(f"{arguments.index}: {len(texts):,} sentences")
+        if arguments.picture:
+            given = [pair.score for pair in self.parts["test"]]
+            shown = {"before training": self.untrained.tolist(), "after": cosines["test"].tolist()}
+            figure.draw(arguments.picture, result["data"].partition(",")[0], given, shown)
+        if arguments.output:
+            arguments.output.write_text(json.dumps({**result, "scores": scores}, indent=1) + "\n")
 
 
 def main() -> None:
@@ -148,7 +164,7 @@ def main() -> None:
     check_arguments(arguments)
     torch.set_default_dtype(getattr(torch, arguments.precision))
     name, parts = sentences.read_pairs(arguments.data)
-    data = sentences.Pairs(parts["train"])
+    data = sentences.Pairs(parts["train"], arguments.drop)
     if len(data) < arguments.batch_size:
         found = f"there are {len(data)} training pairs"
         raise UsageError(f"--batch-size {arguments.batch_size}", found, "choose a smaller batch")
@@ -156,8 +172,9 @@ def main() -> None:
     steps = arguments.steps or arguments.epochs * a_pass
 
     torch.manual_seed(arguments.seed)
-    known = [text for pair in parts["train"] for text in pair[:2]]
-    model = encoder.Encoder(arguments.width, sentences.rarity(known))
+    model = encoder.Encoder(arguments.width, sentences.rarity(distinct(parts["train"])))
+    size = sum(parameter.numel() for parameter in model.parameters())
+    report = Report(parts, model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / steps))
     # Without a short last batch: a rank without a sample would take part with one that does not count.
@@ -176,16 +193,13 @@ def main() -> None:
             schedule.step()
             if job.step_number == steps:
                 break
-    train_s = time.monotonic() - began_s
-
-    size = sum(parameter.numel() for parameter in encoder.Encoder(arguments.width).parameters())
     result = {
         "data": f"{name}, {len(data):,} training and {len(parts['test']):,} test pairs",
         "size": f"{size / 1e6:.1f} million parameters",
-        "seconds": round(train_s, 3),
+        "seconds": round(time.monotonic() - began_s, 3),
         "steps": steps,
     }
-    report(job, model, parts, arguments, result)
+    report.write(job, model, arguments, result)
 
 
 if __name__ == "__main__":

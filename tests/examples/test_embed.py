@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 import lzma
 import os
 import re
 import runpy
-import subprocess
 import sys
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -31,7 +31,7 @@ preload("paceline.train.loop_job", "torchmetrics")
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "embed"
 SHARED = ROOT.parent / "shared" / "data" / "glue" / "STS-B"
-FILES = ("sentences", "encoder", "vectors", "figure", "workload")
+FILES = ("sentences", "encoder", "vectors", "figure", "search", "workload")
 COUNTS = {"train": 45, "dev": 13, "test": 12}
 SMALL = ("--batch-size", "11", "--epochs", "2", "--width", "4", "--precision", "float64")
 STEPS = 8
@@ -57,7 +57,7 @@ def load() -> tuple[ModuleType, ...]:
         return tuple(importlib.import_module(name) for name in FILES)
 
 
-sentences, encoder, vectors, figure, workload = load()
+sentences, encoder, vectors, figure, search, workload = load()
 
 
 def row_of(pair: Any, more: str = "") -> str:
@@ -132,7 +132,10 @@ REFUSED = {
     "a batch larger than the data": (["--batch-size", "99"], "--batch-size 99", "45 training pairs", "smaller batch"),
     "cold": (["--temperature", "0"], "--temperature 0.0", "above 0", "--temperature 0.05"),
     "no weight": (["--negatives", "nan"], "--negatives nan", "0 or more", "--negatives 0.1"),
-    "a full folder": (["--index", "."], "can't export to .", "something else", "name a new folder"),
+    "nothing left": (["--drop", "1"], "--drop 1.0", "a share below 1", "--drop 0.2"),
+    "no steps": (["--steps", "0"], "--steps 0", "at least 1", "--steps 1 or more"),
+    "no rate": (["--lr", "0"], "--lr 0.0", "above 0", "--lr 0.001"),
+    "a full folder": (["--index", "."], "--index .", "something else", "name a new folder"),
     "no folder": (["--output", "no/o.json"], "--output no/o.json", "there is no folder no", "make the folder"),
 }
 
@@ -197,21 +200,169 @@ def test_the_loss_is_that_of_the_whole_batch_and_gradients_flow_to_the_candidate
     torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)
 
 
+def test_features_are_left_out_by_chance_but_never_all():
+    torch.manual_seed(0)
+    pairs = sentences.make_up(300, "a")
+    whole, some = sentences.Pairs(pairs), sentences.Pairs(pairs, drop=0.3)
+    kept = {True: 0, False: 0}
+    for row in range(len(whole)):
+        (before, score), (after, same) = whole[row], some[row]
+        assert score == same
+        assert torch.equal(before[:, 0], after[:, 0])
+        assert bool(((after == before) | (after == 0)).all())
+        for is_kept in (after == before)[:, 1:][before[:, 1:] > 0].tolist():
+            kept[is_kept] += 1
+    assert kept[False] / sum(kept.values()) == pytest.approx(0.3, abs=0.01)
+    assert not torch.equal(some[0][0], some[0][0])
+
+
+def test_the_untrained_cosine_is_that_of_words_in_common():
+    torch.manual_seed(0)
+    texts = ["A dog runs.", "A dog sleeps.", "The moon is bright tonight."]
+    model = encoder.Encoder(256, sentences.rarity(texts))
+    dog, other_dog, moon = vectors.encode(model, texts)
+    assert dog.norm() == pytest.approx(1, abs=1e-5)
+    assert dog @ other_dog > 0.3
+    assert abs(dog @ moon) < 0.3
+
+
+def test_spearman_is_scipys_with_ties():
+    stats = pytest.importorskip("scipy.stats")
+    cosines, scores = [0.1, 0.1 + 1e-9, 0.5, 0.2, 0.2, 0.9], [0, 1, 3, 2, 2, 5]
+    pairs = [sentences.Pair("a", "b", score) for score in scores]
+    asked = stats.spearmanr([round(cosine, 6) for cosine in cosines], scores).statistic
+    assert workload.spearman(pairs, torch.tensor(cosines)) == pytest.approx(asked, abs=1e-6)
+
+
 def test_the_index_finds_what_brute_force_finds():
     torch.manual_seed(0)
     embedded = torch.nn.functional.normalize(torch.randn(300, 16), dim=1)
+    queries = torch.nn.functional.normalize(torch.randn(50, 16), dim=1)
     index = vectors.build(embedded)
-    assert vectors.recall(index, embedded, embedded[:50], 10) > 0.95
-    worse = torch.nn.functional.normalize(torch.randn(300, 16), dim=1)
-    assert vectors.recall(index, worse, worse[:50], 10) < 0.2
+    assert vectors.recall(index, embedded, queries, 10) > 0.95
+    others = torch.nn.functional.normalize(torch.randn(300, 16), dim=1)
+    assert vectors.recall(index, others, queries, 10) < 0.2
+    # Fifteen that are equally near: any ten of them are right.
+    assert vectors.recall(vectors.build(embedded[:1].expand(15, -1)), embedded[:1].expand(15, -1), queries, 10) == 1
+    # Fewer than are asked for.
+    assert vectors.recall(vectors.build(embedded[:3]), embedded[:3], queries, 10) == 1
 
 
-def test_a_folder_that_is_no_index_is_named(tmp_path, capsys, monkeypatch):
-    words = [sys.executable, EXAMPLE / "search.py", tmp_path, "a query"]
-    done = subprocess.run(words, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "it has no index.usearch, sentences.txt, model.safetensors" in done.stderr
-    assert "fix: write one with `python workload.py --index" in done.stderr
+TEXTS = ["A man plays a guitar.", "Two  spaces,\u2028one \rline", "El niño canta."]
+
+
+def write_index(folder: Path, seed: int = 0) -> Path:
+    from safetensors.torch import save_file
+
+    folder.mkdir()
+    torch.manual_seed(seed)
+    model = encoder.Encoder(8)
+    save_file(model.state_dict(), folder / vectors.MODEL)
+    vectors.write(folder, vectors.build(vectors.encode(model, TEXTS)), TEXTS)
+    return folder
+
+
+def test_a_search_finds_the_sentence_itself_as_it_was_written(tmp_path):
+    found = vectors.Search(write_index(tmp_path / "index"))
+    assert found.texts == TEXTS
+    for text in TEXTS:
+        (cosine, best), *others = found.nearest(text, 10)
+        assert best == text
+        assert cosine == pytest.approx(1, abs=1e-5)
+        assert len(others) == 2
+
+
+def cut(name: str, end: int | None):
+    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:end])
+
+
+def put(name: str, content: bytes):
+    return lambda folder: (folder / name).write_bytes(content)
+
+
+def resum(name: str, content: bytes):
+    """Another content, and its checksum in the manifest."""
+
+    def spoil(folder: Path) -> None:
+        (folder / name).write_bytes(content)
+        manifest = json.loads((folder / vectors.MANIFEST).read_text())
+        manifest["sha256"][name] = hashlib.sha256(content).hexdigest()
+        (folder / vectors.MANIFEST).write_text(json.dumps(manifest))
+
+    return spoil
+
+
+def of_another_model(folder: Path) -> None:
+    other = write_index(folder.with_name("other"), seed=1)
+    (other / vectors.MODEL).replace(folder / vectors.MODEL)
+
+
+# How the folder is spoilt, the exit code, and what the error says: asked and found.
+SPOILT = {
+    "no folder": (lambda folder: folder.rename(folder.with_name("x")), 2, "should be an index", "no such folder"),
+    "no file": (lambda folder: (folder / vectors.INDEX).unlink(), 2, "should be an index", "no index.usearch"),
+    "another model": (of_another_model, 1, "the model that made its index", "model.safetensors is another one"),
+    "torn index": (cut(vectors.INDEX, -9), 1, "index.usearch is damaged", "SHA-256"),
+    "other sentences": (put(vectors.TEXTS, b"a\nb\nc\n"), 1, "sentences.txt is damaged", "SHA-256"),
+    "no manifest": (put(vectors.MANIFEST, b"[1"), 1, "manifest.json can't be read", "not what workload.py"),
+    "a newer manifest": (
+        put(vectors.MANIFEST, b'{"version": 2, "sha256": {}}'),
+        1,
+        "of version 1",
+        "its version is 2",
+    ),
+    "no index": (resum(vectors.INDEX, b"hello" * 30), 1, "can't be read as an index", "Not a dense USearch index"),
+    "no model": (resum(vectors.MODEL, b"hello" * 30), 1, "can't be read as an index", "eader"),
+    "fewer sentences": (resum(vectors.TEXTS, b"a\nb\n"), 1, "should be an index", "has 3 of 8 numbers"),
+}
+
+
+@pytest.mark.parametrize("case", SPOILT)
+def test_a_spoilt_index_is_one_error(case, tmp_path, capsys, monkeypatch):
+    spoil, code, asked, found = SPOILT[case]
+    folder = write_index(tmp_path / "index")
+    spoil(folder)
+    monkeypatch.setattr(sys, "argv", ["search.py", str(folder), "a query"])
+    assert search.main() == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    lines = err.splitlines()
+    assert len(lines) == 3
+    assert asked in lines[0]
+    assert found in lines[1]
+    assert lines[2] == f"  fix: write it anew: paceline run workload.py --index {folder}"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"), [(["a", "--count", "0"], "--count 0"), ([" "], "a query\n  found: it is empty")]
+)
+def test_a_query_is_refused(words, told, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["search.py", "index", *words])
+    assert search.main() == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_search_prints_an_aligned_table(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["search.py", str(write_index(tmp_path / "index")), TEXTS[0], "--count", "1"])
+    assert search.main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [" no  similarity  sentence", "  1       1.000  A man plays a guitar."]
+    long = search.table([(0.5, "word " * 20), (-0.25, "short")], width=60).splitlines()
+    assert all(len(line) <= 60 for line in long)
+    assert [line.index("word") for line in long[1:-1]] == [17] * 3
+    assert long[-1] == "  2      -0.250  short"
+
+
+def test_the_figure_is_small(tmp_path):
+    pytest.importorskip("matplotlib")
+    given = [0.0, 0.4, 2.5, 5.0, 4.9, 2.6]
+    cosines = {"before training": [0.1, 0.2, 0.3, 0.9, 0.8, 0.5], "after": [0.0, 0.1, 0.5, 1.0, 0.9, 0.6]}
+    figure.draw(tmp_path / "figure.png", "made-up", given, cosines)
+    from PIL import Image
+
+    assert (tmp_path / "figure.png").stat().st_size < 60_000
+    with Image.open(tmp_path / "figure.png") as picture:
+        assert picture.size == (630, 324)
 
 
 # Whole jobs
@@ -326,5 +477,12 @@ def test_a_killed_job_goes_on_where_it_was(tmp_path, data):
         ended = paceline(tmp_path, "run", *flags, *words)
         assert ended.code == 0, ended.err
     assert "goes on at step-0000000" in ended.err
-    models = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "killed")]
-    assert models[0] == models[1]
+    for file in (vectors.MODEL, vectors.INDEX, vectors.TEXTS, vectors.MANIFEST):
+        assert (tmp_path / "whole" / file).read_bytes() == (tmp_path / "killed" / file).read_bytes()
+
+
+@pytest.mark.slow
+def test_a_batch_smaller_than_the_ranks_is_refused(tmp_path, data):
+    words = ["--data", str(data), *SMALL, "--batch-size", "2"]
+    with pytest.raises(AssertionError, match="3 ranks share it, and each needs a sample of its own\n  fix: write 3 or"):
+        run_ranks(3, play, words, "replicate=3")
