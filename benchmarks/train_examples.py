@@ -109,6 +109,20 @@ ENTRIES: tuple[Entry, ...] = (
         tolerance=0.02,
     ),
     Entry(
+        name="embed",
+        example="embed",
+        data="glue/STS-B",
+        scores={
+            "spearman_dev": ".3f",
+            "spearman_test": ".3f",
+            "spearman_test_untrained": ".3f",
+            "recall_at_10": ".3f",
+        },
+        reference="Spearman on test: all-MiniLM-L6-v2 0.820, pre-trained on a billion pairs; mean of GloVe vectors 0.580",
+        plans=("replicate=1", "shard=2", "shard=2,zero=1", "tensor=2"),
+        tolerance=0.01,
+    ),
+    Entry(
         name="logs",
         example="logs",
         data="logs/deeplog_hdfs",

@@ -231,7 +231,7 @@ def test_spearman_is_scipys_with_ties():
     cosines, scores = [0.1, 0.1 + 1e-9, 0.5, 0.2, 0.2, 0.9], [0, 1, 3, 2, 2, 5]
     pairs = [sentences.Pair("a", "b", score) for score in scores]
     asked = stats.spearmanr([round(cosine, 6) for cosine in cosines], scores).statistic
-    assert workload.spearman(pairs, torch.tensor(cosines)) == pytest.approx(asked, abs=1e-6)
+    assert workload.spearman(pairs, torch.tensor(cosines, dtype=torch.float64)) == pytest.approx(asked, abs=1e-6)
 
 
 def test_the_index_finds_what_brute_force_finds():
