@@ -17,7 +17,7 @@ import torch
 
 from paceline.nouns.errors import DataError, UsageError
 
-BUCKETS, LENGTH = 16384, 192  # features, and the most of a sentence
+BUCKETS, LENGTH = 16384, 128  # features, and the most of a sentence
 PARTS = ("train", "dev", "test")
 _WHERE = (
     "take Stsbenchmark.tar.gz from https://ixa2.si.ehu.eus/stswiki/index.php/STSbenchmark; "

@@ -38,11 +38,11 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train sentence embeddings, and write an index to search.")
     add = parser.add_argument
     add("--data", type=Path, metavar="DIR", help="folder with sts-train.csv, sts-dev.csv, sts-test.csv; else made up")
-    add("--epochs", type=int, default=12)
+    add("--epochs", type=int, default=8)
     add("--steps", type=int, help="optimizer steps, instead of --epochs")
     add("--batch-size", type=int, default=64, help="of all ranks together (default 64)")
     add("--lr", type=float, default=1e-3, help="peak learning rate (default 1e-3)")
-    add("--width", type=int, default=128, help="numbers of an embedding (default 128)")
+    add("--width", type=int, default=384, help="numbers of an embedding (default 384)")
     add("--drop", type=float, default=0.2, help="share of a sentence's features left out in training (default 0.2)")
     add("--temperature", type=float, default=0.05, help="of the in-batch negatives (default 0.05)")
     add("--negatives", type=float, default=0.1, help="weight of the in-batch negatives (default 0.1)")
@@ -175,7 +175,7 @@ def main() -> None:
     model = encoder.Encoder(arguments.width, sentences.rarity(distinct(parts["train"])))
     size = sum(parameter.numel() for parameter in model.parameters())
     report = Report(parts, model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr, weight_decay=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr, weight_decay=0.01, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / steps))
     # Without a short last batch: a rank without a sample would take part with one that does not count.
     loader = DataLoader(data, batch_size=arguments.batch_size, shuffle=True, drop_last=True)
