@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 
 import paceline
 from paceline.integrations.saving import save_model
-from paceline.nouns.errors import UsageError
+from paceline.nouns.errors import DataError, UsageError
 
 HIGH = 0.8  # pairs of this score or more, 4 of 5, mean the same
 NEIGHBOURS = 10
@@ -122,18 +122,27 @@ def spearman(pairs: list[sentences.Pair], cosines: torch.Tensor) -> float:
 
 
 class Report:
-    """What is found of a model, before and after training."""
+    """What is found of a model, before and after training.
+
+    Raises:
+        DataError: the index would have every test sentence.
+    """
 
     def __init__(self, parts: Mapping[str, list[sentences.Pair]], model: torch.nn.Module) -> None:
         self.parts = parts
+        self.texts = distinct(parts["train"], parts["dev"])
+        known = {*self.texts}
+        # The index is asked for sentences that it does not have.
+        self.queries = [text for text in distinct(parts["test"]) if text not in known]
+        if not self.queries:
+            found = "all of them are in training or dev pairs"
+            raise DataError("test pairs with new sentences", found, "use the parts as they were published")
         texts = distinct(parts["test"])
         self.untrained = cosines_of(parts["test"], dict(zip(texts, vectors.encode(model, texts), strict=True)))
 
     def write(self, job: Any, model: torch.nn.Module, arguments: argparse.Namespace, result: dict[str, Any]) -> None:
         """Find the scores, and write what is asked for. Call it on every rank."""
-        texts = distinct(self.parts["train"], self.parts["dev"])
-        known = {*texts}
-        queries = [text for text in distinct(self.parts["test"]) if text not in known]
+        texts, queries = self.texts, self.queries
         embedded = embed(job, model, texts + queries)
         index = vectors.build(embedded[: len(texts)]) if job.rank == 0 else None
         if arguments.index is not None:

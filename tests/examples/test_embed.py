@@ -152,6 +152,12 @@ def test_a_flag_is_refused_before_training(case, data, monkeypatch):
     assert fix in caught.value.fix
 
 
+def test_test_pairs_without_a_new_sentence_are_refused_before_training():
+    pairs = sentences.make_up(9, "a")
+    with pytest.raises(DataError, match="test pairs with new sentences\n  found: all of them are in training"):
+        workload.Report({"train": pairs, "dev": [], "test": pairs[3:]}, encoder.Encoder(4))
+
+
 # The model, the loss and the index
 
 
