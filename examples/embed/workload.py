@@ -38,7 +38,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train sentence embeddings, and write an index to search.")
     add = parser.add_argument
     add("--data", type=Path, metavar="DIR", help="folder with sts-train.csv, sts-dev.csv, sts-test.csv; else made up")
-    add("--epochs", type=int, default=8)
+    add("--epochs", type=int, default=6)
     add("--steps", type=int, help="optimizer steps, instead of --epochs")
     add("--batch-size", type=int, default=64, help="of all ranks together (default 64)")
     add("--lr", type=float, default=1e-3, help="peak learning rate (default 1e-3)")
