@@ -271,6 +271,7 @@ def write_index(folder: Path, seed: int = 0) -> Path:
 def test_a_search_finds_the_sentence_itself_as_it_was_written(tmp_path):
     found = vectors.Search(write_index(tmp_path / "index"))
     assert found.texts == TEXTS
+    assert found.index.expansion_search == vectors.EXPANSION
     for text in TEXTS:
         (cosine, best), *others = found.nearest(text, 10)
         assert best == text
