@@ -97,7 +97,8 @@ def loss_of(job: Any, model: torch.nn.Module, batch: Any, temperature: float, ne
 def embed(job: Any, model: torch.nn.Module, texts: list[str]) -> torch.Tensor:
     """Return the embeddings of all sentences (N, width) on every rank. Each computes its part of them."""
     begin, end = (len(texts) * rank // job.data_size for rank in (job.data_rank, job.data_rank + 1))
-    with job.gathered():  # under `shard` ranks call the model equally often otherwise
+    # Under `shard` ranks call the model equally often otherwise.
+    with torch.no_grad(), job.gathered():
         own = vectors.encode(model, texts[begin:end], job.device)
     return job.all_gather(own).cpu()
 
