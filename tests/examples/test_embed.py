@@ -475,7 +475,7 @@ LoopJob.end_step = end_step
 def test_a_killed_job_goes_on_where_it_was(tmp_path, data):
     file = small(tmp_path, data, KILL)
     for name in ("whole", "killed"):
-        flags = ("-n", "2", "--job", name)
+        flags = ("--plan", "shard=2", "--job", name)
         words = (file, "--index", tmp_path / name)
         if name == "killed":
             killed = paceline(tmp_path, "run", *flags, "--checkpoint-every", "2", *words, KILL_AT="5")
