@@ -129,6 +129,21 @@ ENTRIES: tuple[Entry, ...] = (
         tolerance=30,
     ),
     Entry(
+        name="embed",
+        example="embed",
+        data="glue/STS-B",
+        scores={
+            "spearman_dev": ".3f",
+            "spearman_test": ".3f",
+            "spearman_test_untrained": ".3f",
+            "recall_at_10": ".3f",
+        },
+        reference="Spearman on test: tf-idf of three-letter parts 0.703, untrained too; mean of GloVe vectors 0.580 "
+        "(sbert.net); all-MiniLM-L6-v2, trained on a billion pairs, 0.820",
+        plans=("replicate=1", "shard=2", "tensor=2"),
+        tolerance=0.01,
+    ),
+    Entry(
         name="logs",
         example="logs",
         data="logs/deeplog_hdfs",

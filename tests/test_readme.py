@@ -75,6 +75,8 @@ NOT_RUN = {
     "paceline run -n 2 examples/racer": "tests/examples/test_racer.py trains it",
     "paceline run -n 2 --plan server=1,mode=async examples/racer": "the same, with servers",
     "paceline run -n 4 --plan server=2,mode=stale,staleness=4 examples/racer": "the same, with two actors",
+    "paceline run -n 2 examples/embed": "tests/examples/test_embed.py trains it, with fewer data",
+    "paceline verify -n 2 examples/embed": "the same",
     "paceline run -n 2 examples/logs": "tests/examples/test_logs.py trains it",
     "paceline run -n 2 examples/contracts": "tests/examples/test_contracts.py trains it",
     "paceline plan --plan tensor=2 --explain-layout examples/logs": "the same file is verified there",
@@ -120,6 +122,7 @@ NEITHER = {
     "python examples/typographic": "tests/examples/test_typographic.py trains it, with fewer data",
     "python examples/racer": "tests/examples/test_racer.py trains it",
     "python examples/contracts": "tests/examples/test_contracts.py trains it, with fewer contracts",
+    "python examples/embed": "tests/examples/test_embed.py trains it, and searches",
     "python examples/logs": "tests/examples/test_logs.py trains it, and checks the parser",
 }
 # Options that are another program's, or are no option.
