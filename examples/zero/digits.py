@@ -49,7 +49,6 @@ class Digits:
         programs = ["x" + "".join(each) for count in counts for each in itertools.product(OPERATIONS, repeat=count)]
         pairs = [(program, digit) for program in programs for digit in DIGITS]
         held = draw.sample(pairs, round(_HELD_OUT * len(pairs)))
-        known = draw.sample(sorted({*pairs} - {*held}), len(held))
         chosen = [(program, tuple(draw.sample(DIGITS, PAIRS))) for program in draw.choices(programs, k=len(held))]
         self._held_pairs = {*held}
         self._held_sets = {(program, frozenset(digits)) for program, digits in chosen}
@@ -58,7 +57,6 @@ class Digits:
             "abduction": [Task("abduction", program, (digit,)) for program, digit in held],
             "induction": [Task("induction", program, digits) for program, digits in chosen],
         }
-        self.known = [Task(kind, program, (digit,)) for kind in KINDS[:2] for program, digit in known]
 
     def is_held_out(self, task: Task) -> bool:
         """Return whether a pair of program and input, or a set of inputs for induction, is one of those."""
@@ -136,7 +134,8 @@ class Digits:
     def encode(self, row: Row) -> tuple[list[int], list[int]]:
         """Return the characters' numbers; the prompt is filled up on its left."""
         length = self._prompt["pairs" if self.group(row.role, row.kind) == "pairs" else row.role]
-        return [CHARACTERS.index(each) for each in row.prompt.rjust(length)], [*map(CHARACTERS.index, row.answer)]
+        prompt = [CHARACTERS.index(each) for each in row.prompt.rjust(length)]
+        return prompt, [*row.tokens] or [CHARACTERS.index(each) for each in row.answer]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the characters."""
@@ -151,6 +150,12 @@ class Digits:
         if role == PROPOSE:
             return max(self.most + 4, 2 * PAIRS)
         return self.most + 2 if kind == "induction" else 2
+
+    def padded(self, group: str, length: int) -> int:
+        """Return one length for all rows of a group."""
+        kind = KINDS[2] if group == "pairs" else KINDS[0]
+        role = PROPOSE if group == PROPOSE else SOLVE
+        return self._prompt[group] + self.longest(role, kind)
 
     @property
     def positions(self) -> int:

@@ -6,9 +6,9 @@
 Two processes of `sandboxed.py` run every program, so that one whose value changes from run to run is found. They are
 started by `python -I -S`, with an empty environment, no file descriptor of this process, a session of their own and an
 empty folder as theirs, in namespaces without a network where the kernel lets them. Each fork that runs a program has
-limits of memory, time and output, no right to write a file, and may make no system call but those that computing needs:
-no open, socket, fork, exec or kill. Where the kernel can't filter calls, only programs of the strict grammar (`expression`)
-run; all others are refused.
+limits of memory, time and output, no right to write a file, and may make no system call but those that computing
+needs: no open, socket, fork, exec or kill. Where the kernel can't filter calls, only programs of the strict grammar
+(`expression`) run; all others are refused.
 
 Answers come back as JSON and are checked to be what they should be; nothing that a program returns is ever unpickled or
 evaluated in this process.
@@ -16,6 +16,7 @@ evaluated in this process.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -140,8 +141,10 @@ class Executor:
             return []
         for process in self.processes:  # both compute at once
             process.ask(jobs)
-        first, second = ([_checked(each, run) for each, run in zip(process.answers(), different, strict=True)]
-                         for process in self.processes)
+        first, second = (
+            [_checked(each, run) for each, run in zip(process.answers(), different, strict=True)]
+            for process in self.processes
+        )
         found = {}
         for run, one, other in zip(different, first, second, strict=True):
             differs = one.error is None and other.error is None and one != other
@@ -199,10 +202,8 @@ class _Process:
     def ask(self, jobs: list[dict[str, Any]]) -> None:
         """Send jobs; `answers` returns what comes of them."""
         self.jobs = jobs
-        try:
+        with contextlib.suppress(BrokenPipeError):  # `answers` finds that it has ended
             self._send(jobs)
-        except BrokenPipeError:  # `answers` finds that it has ended
-            pass
 
     def answers(self) -> list[dict[str, Any]]:
         """Return one for each job; a job during which the process itself ended or hung has an error."""
@@ -242,10 +243,8 @@ class _Process:
 
     def end(self) -> None:
         """Kill it with its whole group; forks of it are killed by the kernel then."""
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
@@ -257,8 +256,10 @@ def _checked(answer: Any, run: Run) -> Answer:
     if isinstance(answer, dict) and isinstance(answer.get("error"), str):
         return Answer(error=answer["error"][:20], message=str(answer.get("message", ""))[:300])
     outputs, equal = (answer.get(name) if isinstance(answer, dict) else None for name in ("outputs", "equal"))
-    is_list = isinstance(outputs, list) and isinstance(equal, list)
-    if is_list and len(outputs) == len(run.inputs) and len(equal) == (len(run.inputs) if run.wanted else 0):
-        if all(isinstance(each, str) for each in outputs) and all(isinstance(each, bool) for each in equal):
-            return Answer(tuple(outputs), tuple(equal))
+    if not isinstance(outputs, list) or not isinstance(equal, list):
+        return Answer(error="died", message="the answer is none")
+    counts = len(outputs), len(equal)
+    is_whole = counts == (len(run.inputs), len(run.inputs) if run.wanted else 0)
+    if is_whole and all(isinstance(each, str) for each in outputs) and all(isinstance(each, bool) for each in equal):
+        return Answer(tuple(outputs), tuple(equal))
     return Answer(error="died", message="the answer is none")

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import ast
 import bisect
+import builtins as python_builtins
 import collections
+import contextlib
 import ctypes
 import functools
 import heapq
@@ -123,10 +125,12 @@ class Kernel:
 
 # What may be written --------------------------------------------------------------------------------------------------
 
-_BUILTINS = """abs all any bin bool bytes chr complex dict divmod enumerate filter float format frozenset hex int
-isinstance issubclass iter len list map max min next oct ord pow print range repr reversed round set slice sorted str
-sum tuple type zip __build_class__ Exception ArithmeticError AssertionError AttributeError IndexError KeyError
-LookupError NotImplementedError OverflowError RuntimeError StopIteration TypeError ValueError ZeroDivisionError""".split()
+_BUILTINS = (
+    "abs all any bin bool bytes chr complex dict divmod enumerate filter float format frozenset hex int isinstance "
+    "issubclass iter len list map max min next oct ord pow print range repr reversed round set slice sorted str sum "
+    "tuple type zip __build_class__ Exception ArithmeticError AssertionError AttributeError IndexError KeyError "
+    "LookupError NotImplementedError OverflowError RuntimeError StopIteration TypeError ValueError ZeroDivisionError"
+)
 _MODULES = (math, itertools, functools, collections, heapq, bisect, string, re, typing)
 # Attributes by which a value leads to the frames, and so to the globals, of what called it.
 _FRAMES = {"gi_frame", "gi_code", "gi_yieldfrom", "cr_frame", "cr_code", "ag_frame", "ag_code", "tb_frame", "tb_next"}
@@ -244,8 +248,8 @@ class Runner:
         self.longest = longest
         self.operations = {name: eval(f"lambda x: {text}", {}) for name, text in operations.items()}
         builtins: dict[str, object] = {}
-        everything: dict[str, object] = vars(__builtins__) if isinstance(__builtins__, types.ModuleType) else __builtins__
-        for name in _BUILTINS:
+        everything = vars(python_builtins)
+        for name in _BUILTINS.split():
             builtins[name] = everything[name]
         self.builtins = {**builtins, "__import__": _import} if mode == PYTHON else everything
 
@@ -314,10 +318,8 @@ def _same(output: str, wanted: str) -> bool:
 
 def _failed(kind: str, error: BaseException) -> dict[str, object]:
     message = ""
-    try:
+    with contextlib.suppress(BaseException):  # a program's own error may have a __str__ of its own
         message = str(error)[:LONGEST_MESSAGE]
-    except BaseException:  # a program's own error may have a __str__ of its own
-        pass
     return {"error": kind, "message": f"{type(error).__name__}: {message}"}
 
 
@@ -383,10 +385,8 @@ class Zygote:
         finally:
             os.close(ours)
             for kill in (os.killpg, os.kill):  # its group, and itself where it has none yet
-                try:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
                     kill(pid, signal.SIGKILL)
-                except (ProcessLookupError, PermissionError):
-                    pass
             _, status = os.waitpid(pid, 0)
         answers = [_read(line) for line in lines]
         if len(answers) == len(jobs):

@@ -45,6 +45,7 @@ class Round:
     advantages: list[float] = field(default_factory=list)
     accepted: list[Task] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)  # of the accepted: the share of attempts that solved it
+    earned: list[float] = field(default_factory=list)  # of the accepted: the proposer's reward
     outcomes: dict[str, dict[str, int]] = field(default_factory=dict)  # of proposals, by kind and what became of them
     solved: dict[str, float] = field(default_factory=dict)  # by kind: of all attempts
 
@@ -127,7 +128,17 @@ class Player:
         chosen = self._with_earlier(tasks, buffer, sizes, draw)
         attempts = [(place, task) for place, task in chosen for _ in range(sizes.attempts)]
         solutions, are_right = self.attempt([task for _, task in attempts], f"{number}/solve", 1.0)
-        self._reward(proposed, tasks, refused, attempts, solutions, are_right, result)
+        by_place: dict[int, list[bool]] = {}
+        by_kind: dict[str, list[bool]] = {}
+        for (place, task), is_right in zip(attempts, are_right, strict=True):
+            by_kind.setdefault(task.kind, []).append(bool(is_right))
+            if place is not None:
+                by_place.setdefault(place, []).append(bool(is_right))
+        result.solved = {kind: sum(each) / len(each) for kind, each in by_kind.items()}
+        result.rates = [sum(by_place[place]) / len(by_place[place]) for place in sorted(by_place)]
+        self._reward_proposals(proposed, tasks, refused, result)
+        result.rows += solutions
+        result.rewards += [NO_FORM if each is None else RIGHT if each else WRONG for each in are_right]
         result.advantages = advantages_of(result.rows, result.rewards)
         return result
 
@@ -192,39 +203,32 @@ class Player:
         answers = self.each_once(runs)
         return rows, [None if answer is None else answer.is_right for answer in answers]
 
-    def _reward(
-        self,
-        proposed: Sequence[Row],
-        tasks: Sequence[Task | None],
-        refused: Sequence[float],
-        attempts: Sequence[tuple[int | None, Task]],
-        solutions: Sequence[Row],
-        are_right: Sequence[bool | None],
-        result: Round,
+    def _reward_proposals(
+        self, proposed: Sequence[Row], tasks: Sequence[Task | None], refused: Sequence[float], result: Round
     ) -> None:
-        by_place: dict[int, list[bool]] = {}
-        by_kind: dict[str, list[bool]] = {}
-        for (place, task), is_right in zip(attempts, are_right, strict=True):
-            by_kind.setdefault(task.kind, []).append(bool(is_right))
-            if place is not None:
-                by_place.setdefault(place, []).append(bool(is_right))
-        result.solved = {kind: sum(each) / len(each) for kind, each in by_kind.items()}
-        for place, (row, task) in enumerate(zip(proposed, tasks, strict=True)):
+        """Add the proposals' rows; `result.rates` has those of accepted tasks, in their order."""
+        rates = iter(result.rates)
+        for row, task, reward in zip(proposed, tasks, refused, strict=True):
+            earned = reward
+            if task is not None:
+                earned = learnability(next(rates))
+                result.accepted.append(task)
+                result.earned.append(earned)
             result.rows.append(row)
-            if task is None:
-                result.rewards.append(refused[place])
-                continue
-            rate = sum(by_place[place]) / len(by_place[place])
-            result.accepted.append(task)
-            result.rates.append(rate)
-            result.rewards.append(learnability(rate))
-        for row, is_right in zip(solutions, are_right, strict=True):
-            result.rows.append(row)
-            result.rewards.append(NO_FORM if is_right is None else RIGHT if is_right else WRONG)
+            result.rewards.append(earned)
+
+    def with_outputs(self, tasks: Sequence[Task]) -> list[Task]:
+        """Return tasks with the outputs that the executor finds, without those that have none. Collective."""
+        answers = self.each_once([run_of(self.language, task) for task in tasks])
+        return [
+            replace(task, outputs=answer.outputs)
+            for task, answer in zip(tasks, answers, strict=True)
+            if answer is not None and answer.error is None
+        ]
 
     def generate(self, prompts: Sequence[tuple[str, str, str]], seed: str, temperature: float) -> list[Row]:
         """Return the model's answer to each prompt (role, kind, text), the same on every rank. Collective."""
-        answers: dict[int, str] = {}
+        answers: dict[int, Row] = {}
         groups: dict[str, list[int]] = {}
         for place, (role, kind, _) in enumerate(prompts):
             groups.setdefault(self.language.group(role, kind), []).append(place)
@@ -236,8 +240,9 @@ class Player:
                 encoded, max_new_tokens=longest, temperature=temperature, end=self.language.end, **drawn
             )
             for place, prompt, row in zip(places, encoded, found, strict=True):
-                answers[place] = self.language.decode(row.tolist()[len(prompt) :])
-        return [Row(*prompt, answers[place]) for place, prompt in enumerate(prompts)]
+                tokens = row.tolist()[len(prompt) :]
+                answers[place] = Row(*prompts[place], self.language.decode(tokens), tuple(tokens))
+        return [answers[place] for place in range(len(prompts))]
 
     def each_once(self, runs: Sequence[Run | None]) -> list[Answer | None]:
         """Return what came of each run, on every rank; each runs on one rank. Collective."""
@@ -245,7 +250,10 @@ class Player:
         part, parts = self.job.data_rank, self.job.data_size
         own = range(part, len(different), parts)
         answers = self.executor.run([different[at] for at in own])
-        lines = [[at, answer.outputs, answer.equal, answer.error, answer.message] for at, answer in zip(own, answers, strict=True)]
+        lines = [
+            [at, answer.outputs, answer.equal, answer.error, answer.message]
+            for at, answer in zip(own, answers, strict=True)
+        ]
         found: dict[Run, Answer] = {}
         for at, outputs, equal, error, message in gather(self.job, lines):
             found[different[at]] = Answer(tuple(outputs), tuple(equal), error, message)

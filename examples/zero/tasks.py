@@ -43,12 +43,13 @@ class Task:
 
 @dataclass(frozen=True)
 class Row:
-    """A prompt and its answer, as text."""
+    """A prompt and its answer, as text; and the answer's tokens, where the model has made them."""
 
     role: str
     kind: str
     prompt: str
     answer: str
+    tokens: tuple[int, ...] = ()
 
 
 class Language(Protocol):
@@ -58,7 +59,8 @@ class Language(Protocol):
     mode: str  # of the executor
     operations: dict[str, str]
     seeds: list[Task]
-    held_out: dict[str, list[Task]]  # by name of a set; none of these is ever trained on
+    held_out: dict[str, list[Task]]  # by kind; nothing is trained on these
+    end: int | None  # the token that ends an answer
 
     def propose(self, kind: str, references: Sequence[Task]) -> str:
         """Return the prompt that asks for a task like, and unlike, others; for induction, for inputs of a program."""
@@ -93,9 +95,8 @@ class Language(Protocol):
     def longest(self, role: str, kind: str) -> int:
         """Return how many tokens an answer may have."""
 
-    @property
-    def end(self) -> int | tuple[int, ...]:
-        """The tokens that end an answer."""
+    def padded(self, group: str, length: int) -> int:
+        """Return to which length rows of a group are filled up whose longest is `length`."""
 
 
 def run_of(language: Language, task: Task) -> Run | None:

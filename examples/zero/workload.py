@@ -17,7 +17,6 @@ import argparse
 import json
 import math
 import random
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,13 +25,13 @@ import torch
 from digits import Digits
 from executor import Executor, Limits
 from model import Decoder
+from progress import Progress
 from selfplay import Buffer, Player, Round, Sizes
-from tasks import KINDS, Language, Row, Task, run_of
+from tasks import KINDS, Language, Row, Task
 
 import paceline
 from paceline.nouns.errors import UsageError
 
-POINTS = 20  # of the curve
 RISE = 20  # steps in which the learning rate rises
 WARM_UP_ROWS = 64  # pairs of a proposal and a solution
 
@@ -74,31 +73,40 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     for name, least in {**least_of, "max_tokens": 8}.items():
         value = getattr(arguments, name)
         if value is not None and value < least:
-            flag = f"--{name.replace('_', '-')}"
+            flag = flag_of(name)
             raise UsageError(f"{flag} {value}", f"it should be at least {least}", f"write {flag} {least} or more")
-    for name, lowest in (("lr", "above 0"), ("entropy", "0 or more")):
-        value = getattr(arguments, name)
-        is_number = value is None or (0 <= value < math.inf and (value > 0 or name == "entropy"))
-        if not is_number:
-            raise UsageError(f"--{name} {value}", f"it should be a number {lowest}", f"write a number {lowest}")
-    if arguments.batch_size is not None and arguments.batch_size % 3:
+    if arguments.lr is not None and not 0 < arguments.lr < math.inf:
+        raise UsageError(f"--lr {arguments.lr}", "it should be a number above 0", "write --lr 0.001")
+    if arguments.entropy is not None and not 0 <= arguments.entropy < math.inf:
+        raise UsageError(f"--entropy {arguments.entropy}", "it should be a number, 0 or more", "write --entropy 0.2")
+    if arguments.batch_size is not None and arguments.batch_size % len(KINDS):
         found = "each of three kinds of task has a third of them"
         raise UsageError(f"--batch-size {arguments.batch_size}", found, "write a multiple of 3")
     if arguments.width % 4:
         raise UsageError(f"--width {arguments.width}", "it is shared by 4 heads", "write a multiple of 4")
-    own = {"data": None, "seeds": "7b_coder", "max_tokens": 200}, {"operations": 3, "layers": 2, "width": 64}
-    for name, unset in own[arguments.model is not None].items():
-        if getattr(arguments, name) != unset:
-            flag = f"--{name.replace('_', '-')}"
-            if arguments.model is None:
-                raise UsageError(f"{flag} without --model", "the tiny language makes its own tasks", f"leave {flag} out")
-            raise UsageError(f"{flag} with --model", "it is of the tiny language and model", f"leave {flag} out")
-    if arguments.seeds != "7b_coder" and arguments.data is None:
-        raise UsageError("--seeds without --data", "there are no files to choose from", "write --data DIR too")
+    check_belongs(arguments)
     for name in ("output", "picture"):
         path = getattr(arguments, name)
         if path is not None and not path.resolve().parent.is_dir():
             raise UsageError(f"--{name} {path}", f"there is no folder {path.parent}", "make the folder first")
+
+
+def check_belongs(arguments: argparse.Namespace) -> None:
+    """Raise UsageError where a flag has no effect with the model that is asked for."""
+    of_python = {"data": None, "seeds": "7b_coder", "max_tokens": 200}
+    of_digits = {"operations": 3, "layers": 2, "width": 64}
+    for name, unset in (of_python if arguments.model is None else of_digits).items():
+        if getattr(arguments, name) != unset:
+            where = "without" if arguments.model is None else "with"
+            found = "the tiny language makes its own tasks" if where == "without" else "it is of the small model"
+            raise UsageError(f"{flag_of(name)} {where} --model", found, f"leave {flag_of(name)} out")
+    if arguments.seeds != "7b_coder" and arguments.data is None:
+        raise UsageError("--seeds without --data", "there are no files to choose from", "write --data DIR too")
+
+
+def flag_of(name: str) -> str:
+    """Return a flag as it is written."""
+    return f"--{name.replace('_', '-')}"
 
 
 class Setting(NamedTuple):
@@ -127,64 +135,48 @@ def prepare(arguments: argparse.Namespace) -> Setting:
     return Setting(language, model, sizes, [task for kind in KINDS for task in language.held_out[kind]])
 
 
-def train(setting: Setting, arguments: argparse.Namespace, executor: Executor) -> tuple[Any, Player, dict[str, Any]]:
-    """Show the form, and then play. Return the job, the player and what is known of the progress."""
+def train(setting: Setting, arguments: argparse.Namespace, executor: Executor) -> tuple[Any, dict[str, Any]]:
+    """Show the form, and then play. Return the job, and what is known of its progress."""
     model, language = setting.model, setting.language
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr, betas=(0.9, 0.98), weight_decay=0.01)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / RISE, 1.0))
     job, model, optimizer, scheduler = paceline.prepare(model, optimizer, scheduler, seed=arguments.seed)
     player = Player(job, language, executor, arguments.seed)
     # In checkpoints: a resumed job plays on with the tasks that were accepted before, and its curve goes on.
-    buffer = Buffer(job.keep("buffer", {}), language.seeds)
-    progress = job.keep("progress", {"seconds": 0.0, "curve": [], "outcomes": {}, "solved": {}, "rounds": 0})
-    held_out = with_outputs(player, setting.held_out)
-    began = time.monotonic() - progress["seconds"]
-    total = arguments.warm_up + arguments.steps
-    while job.step_number < total:
+    buffer = Buffer(job.keep("buffer", {}), player.with_outputs(language.seeds))
+    progress = Progress(job, job.keep("progress", {}), player, setting.held_out, arguments)
+    while job.step_number < arguments.warm_up + arguments.steps:
         number = job.step_number
         played: Round | None = None
         if number < arguments.warm_up:
-            draw = random.Random(f"{arguments.seed}/warm-up/{number}")
-            rows = language.warm_up(draw, WARM_UP_ROWS)
+            rows = language.warm_up(random.Random(f"{arguments.seed}/warm-up/{number}"), WARM_UP_ROWS)
             advantages, entropy = [1.0] * len(rows), 0.0
         else:
-            if number == arguments.warm_up and not progress["curve"]:
-                note(job, player, held_out, progress, None, buffer, arguments, began)
+            progress.begin(buffer)
             played = player.play(number, buffer, setting.sizes)
             rows, advantages, entropy = played.rows, played.advantages, arguments.entropy
-        loss, tokens = loss_of(job, model, language, rows, advantages, entropy)
+        loss, tokens = loss_of(job, model, language, rows, Weights(advantages, entropy))
         optimizer.zero_grad()
-        # A checkpoint of the step before is written here, so what it keeps changes below, after the update.
+        # The checkpoint of the step before is written here. What it keeps is changed below, after the update.
         job.backward(loss, weight=tokens)
         job.clip(1.0)
         optimizer.step()
         scheduler.step()
         if played is not None:
             buffer.add(played.accepted)
-            count(progress, played)
-            done = number + 1 - arguments.warm_up
-            if done * POINTS // arguments.steps > (done - 1) * POINTS // arguments.steps:
-                note(job, player, held_out, progress, played, buffer, arguments, began)
-    return job, player, progress
+            progress.add(played, buffer)
+    return job, progress.state
 
 
-def with_outputs(player: Player, tasks: Sequence[Task]) -> list[Task]:
-    """Return tasks with the outputs that the executor finds."""
-    runs = [run_of(player.language, task) for task in tasks]
-    answers = player.each_once(runs)
-    for task, answer in zip(tasks, answers, strict=True):
-        if answer is None or answer.error is not None:
-            message = "it is no program" if answer is None else f"{answer.error}: {answer.message}"
-            raise UsageError(f"the held-out program {task.program:.100} should run", message, "leave it out")
-    return [
-        Task(task.kind, task.program, task.inputs, answer.outputs, task.message)
-        for task, answer in zip(tasks, answers, strict=True)
-        if answer is not None
-    ]
+class Weights(NamedTuple):
+    """What the rows of an update count."""
+
+    advantages: Sequence[float]
+    entropy: float
 
 
 def loss_of(
-    job: Any, model: torch.nn.Module, language: Language, rows: Sequence[Row], advantages: Sequence[float], entropy: float
+    job: Any, model: torch.nn.Module, language: Language, rows: Sequence[Row], weighed: Weights
 ) -> tuple[torch.Tensor, int]:
     """Return REINFORCE's loss of this rank's rows, a mean over the tokens of their answers, and how many these are.
 
@@ -195,10 +187,9 @@ def loss_of(
         groups.setdefault(language.group(row.role, row.kind), []).append(place)
     total = torch.zeros((), device=job.device)
     tokens = 0
-    for places in groups.values():
+    for name, places in groups.items():
         encoded = {place: language.encode(rows[place]) for place in places}
-        longest = max(len(prompt) + len(answer) for prompt, answer in encoded.values())
-        longest = max(longest, *(len(prompt) + language.longest(rows[place].role, rows[place].kind) for place, (prompt, _) in encoded.items()))
+        longest = language.padded(name, max(len(prompt) + len(answer) for prompt, answer in encoded.values()))
         # A rank without a row of this group computes one all the same, with the weight 0: ranks call the model alike.
         own = places[job.data_rank :: job.data_size]
         computed = own or places[:1]
@@ -210,7 +201,7 @@ def loss_of(
             inputs[number, : len(prompt) + len(answer)] = torch.tensor([*prompt, *answer])
             if own:
                 answered = slice(len(prompt) - 1, len(prompt) + len(answer) - 1)
-                weights[number, answered] = advantages[place]
+                weights[number, answered] = weighed.advantages[place]
                 is_answer[number, answered] = 1
                 tokens += len(answer)
         inputs, weights, is_answer = (each.to(job.device) for each in (inputs, weights, is_answer))
@@ -218,73 +209,9 @@ def loss_of(
         chances = getattr(logits, "logits", logits).log_softmax(-1)
         chosen = chances.gather(-1, inputs[:, 1:, None])[..., 0]
         total = total - (chosen * weights).sum()
-        if entropy:
-            total = total + entropy * ((chances.exp() * chances).sum(-1) * is_answer).sum()
+        if weighed.entropy:
+            total = total + weighed.entropy * ((chances.exp() * chances).sum(-1) * is_answer).sum()
     return total / max(tokens, 1), tokens
-
-
-def count(progress: dict[str, Any], played: Round) -> None:
-    """Add up what the rounds since the last point of the curve gave."""
-    progress["rounds"] += 1
-    for kind, outcomes in played.outcomes.items():
-        counts = progress["outcomes"].setdefault(kind, {})
-        for why, times in outcomes.items():
-            counts[why] = counts.get(why, 0) + times
-    for kind, rate in played.solved.items():
-        progress["solved"][kind] = progress["solved"].get(kind, 0.0) + rate
-
-
-def note(
-    job: Any,
-    player: Player,
-    held_out: Sequence[Task],
-    progress: dict[str, Any],
-    played: Round | None,
-    buffer: Buffer,
-    arguments: argparse.Namespace,
-    began: float,
-) -> None:
-    """Add a point to the curve."""
-    rates = evaluate(player, held_out)
-    # What checkpoints keep has to be the same number on every rank.
-    progress["seconds"] = float(paceline.broadcast(torch.tensor(time.monotonic() - began, dtype=torch.float64), 0))
-    rounds = max(progress["rounds"], 1)
-    point = {
-        "step": max(job.step_number - arguments.warm_up, 0),
-        "held_out": rates,
-        "attempts": {kind: rate / rounds for kind, rate in progress["solved"].items()},
-        "proposals": {kind: dict(counts) for kind, counts in progress["outcomes"].items()},
-        "tasks": len(buffer),
-    }
-    if played is not None:
-        point["examples"] = examples_of(played)
-        lengths = [len(task.program) for task in played.accepted if task.kind != "induction"]
-        point["program_length"] = sum(lengths) / max(len(lengths), 1)
-    progress["curve"].append(point)
-    progress.update(rounds=0, outcomes={}, solved={})
-    if job.rank == 0:
-        shown = "  ".join(f"{kind} {rate:.2f}" for kind, rate in rates.items())
-        print(f"step {point['step']:4}  held out: {shown}  {len(buffer):,} tasks", flush=True)
-
-
-def examples_of(played: Round) -> list[dict[str, Any]]:
-    """Return the accepted task of each kind that taught the most: the largest reward of the proposer."""
-    found = []
-    for kind in KINDS:
-        own = [(rate, task) for rate, task in zip(played.rates, played.accepted, strict=True) if task.kind == kind]
-        if own:
-            rate, task = min(own, key=lambda each: (abs(each[0] - 0.4), each[1].program))
-            found.append({"kind": kind, "program": task.program, "inputs": [*task.inputs], "outputs": [*task.outputs], "rate": rate})
-    return found
-
-
-def evaluate(player: Player, tasks: Sequence[Task]) -> dict[str, float]:
-    """Return the share of tasks of each kind that the model solves at temperature 0. Collective."""
-    _, are_right = player.attempt(tasks, "evaluate", 0.0)
-    found: dict[str, list[bool]] = {}
-    for task, is_right in zip(tasks, are_right, strict=True):
-        found.setdefault(task.kind, []).append(bool(is_right))
-    return {kind: sum(each) / len(each) for kind, each in found.items()}
 
 
 def report(setting: Setting, arguments: argparse.Namespace, job: Any, progress: dict[str, Any]) -> dict[str, Any]:
@@ -311,7 +238,7 @@ def main() -> None:
     arguments = parse_arguments()
     setting = prepare(arguments)
     with Executor(Limits(), setting.language.mode, setting.language.operations) as executor:
-        job, _, progress = train(setting, arguments, executor)
+        job, progress = train(setting, arguments, executor)
     result = report(setting, arguments, job, progress)
     if job.rank != 0:
         return
