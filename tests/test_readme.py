@@ -74,6 +74,8 @@ NOT_RUN = {
     "paceline run -n 2 examples/typographic": "tests/examples/test_typographic.py trains it, with fewer data",
     "paceline run -n 2 examples/logs": "tests/examples/test_logs.py trains it",
     "paceline plan --plan tensor=2 --explain-layout examples/logs": "the same file is verified there",
+    "paceline run -n 2 examples/zero": "tests/examples/test_zero.py trains it, with fewer steps",
+    "paceline verify -n 2 examples/zero": "the same",
     "mpirun -n 4 paceline": "tests/integration/test_launchers.py starts ranks with mpirun",
     "srun paceline": "the same, with srun",
     "paceline doctor -H": "it asks other hosts",
@@ -114,6 +116,7 @@ NEITHER = {
     "python examples/forecast": "tests/examples/test_forecast.py trains it",
     "python examples/gpt": "tests/examples/test_gpt.py trains it",
     "python examples/typographic": "tests/examples/test_typographic.py trains it, with fewer data",
+    "python examples/zero": "tests/examples/test_zero.py trains it, with fewer steps",
     "python examples/logs": "tests/examples/test_logs.py trains it, and checks the parser",
 }
 # Options that are another program's, or are no option.

@@ -1,13 +1,13 @@
-"""The tiny language, for a model of characters: operations on a digit, one behind the other.
+"""The tiny language, for a model of characters: operations on two digits, one behind the other.
 
-`x` is the identity, and `xin` is n(i(x)): one more, and then 5 less that. Programs become Python expressions for the
-executor. A prompt is filled up on its left, so that all of one kind have one length.
+`x` is the identity, and `xsn` is n(s(x)): the digits are swapped, and then each is one more. Programs become Python
+expressions for the executor. A prompt is filled up on its left, so that all of one kind have one length.
 
-    propose  Pd xi|3>     xin|0;     a program and its input, unlike the one shown; Pa the same, for abduction
-             Pi xi>       0,3,1,5;   inputs of the program that is shown
-    solve    Sd xi|3>     4;         the output
-             Sa xi|4>     3;         an input
-             Si 0=1,3=4>  xi;        a program
+    propose  Pd xs|03>       xsn|20;        a program and its input, unlike the one shown; Pa the same, for abduction
+             Pi xs>          03,12,20,31;   inputs of the program that is shown
+    solve    Sd xs|03>       30;            the output
+             Sa xs|30>       03;            an input
+             Si 03=30,12=21> xs;            a program
 """
 
 from __future__ import annotations
@@ -18,28 +18,33 @@ from collections.abc import Sequence
 
 from tasks import KINDS, PROPOSE, SOLVE, Row, Task
 
-BASE = 6
-OPERATIONS = {"i": f"(x + 1) % {BASE}", "n": f"{BASE - 1} - x", "h": "x // 2"}
-DIGITS = [str(digit) for digit in range(BASE)]
-CHARACTERS = " ;|>=,xPSdai" + "".join(sorted({*OPERATIONS} - {"i"})) + "".join(DIGITS)
+DIGITS = "0123"
+OPERATIONS = {
+    "s": "x[1] + x[0]",
+    "n": "''.join(str((int(c) + 1) % 4) for c in x)",
+    "d": "x[0] + x[0]",
+}
+VALUES = [first + second for first in DIGITS for second in DIGITS]
+CHARACTERS = " ;|>=,xPSai" + "".join(OPERATIONS) + DIGITS
 END = CHARACTERS.index(";")
 PAIRS = 4  # of an induction
 _HELD_OUT = 0.2  # the share of pairs of program and input
+_EVALUATED = 60  # tasks of each kind
 
 
 class Digits:
     """The language with programs of at most `operations` operations."""
 
-    name = "digits"
+    name = "two digits"
     mode = "expression"
     operations = OPERATIONS
 
     def __init__(self, operations: int) -> None:
         self.most = operations
-        self.seeds = [Task(kind, "x", ("0",), ("0",)) for kind in KINDS[:2]]
+        self.seeds = [Task(kind, "x", (quoted("03"),)) for kind in KINDS[:2]]
         self.characters = CHARACTERS
         self.end = END
-        self._prompt = {PROPOSE: 2 + 1 + operations + 3, SOLVE: 2 + 1 + operations + 3, "pairs": 2 + 4 * (PAIRS // 2)}
+        self._prompt = {PROPOSE: 2 + 1 + operations + 4, SOLVE: 2 + 1 + operations + 4, "pairs": 2 + 6 * (PAIRS // 2)}
         self._hold_out()
 
     def _hold_out(self) -> None:
@@ -47,15 +52,16 @@ class Digits:
         draw = random.Random(0)
         counts = range(1, self.most + 1)
         programs = ["x" + "".join(each) for count in counts for each in itertools.product(OPERATIONS, repeat=count)]
-        pairs = [(program, digit) for program in programs for digit in DIGITS]
+        pairs = [(program, value) for program in programs for value in VALUES]
         held = draw.sample(pairs, round(_HELD_OUT * len(pairs)))
-        chosen = [(program, tuple(draw.sample(DIGITS, PAIRS))) for program in draw.choices(programs, k=len(held))]
-        self._held_pairs = {*held}
-        self._held_sets = {(program, frozenset(digits)) for program, digits in chosen}
+        self._held_pairs = {(program, quoted(value)) for program, value in held}
+        chosen = [(program, draw.sample(VALUES, PAIRS)) for program in draw.choices(programs, k=_EVALUATED)]
+        sets = [(program, tuple(map(quoted, values))) for program, values in chosen]
+        self._held_sets = {(program, frozenset(values)) for program, values in sets}
+        evaluated = [(program, (quoted(value),)) for program, value in held[:_EVALUATED]]
         self.held_out = {
-            "deduction": [Task("deduction", program, (digit,)) for program, digit in held],
-            "abduction": [Task("abduction", program, (digit,)) for program, digit in held],
-            "induction": [Task("induction", program, digits) for program, digits in chosen],
+            kind: [Task(kind, program, values) for program, values in (sets if kind == "induction" else evaluated)]
+            for kind in KINDS
         }
 
     def is_held_out(self, task: Task) -> bool:
@@ -65,38 +71,41 @@ class Digits:
         return (task.program, task.inputs[0]) in self._held_pairs
 
     def propose(self, kind: str, references: Sequence[Task]) -> str:
-        """Return `Pd xi|3>`, or for induction `Pi xi>`."""
+        """Return `Pd xs|03>`, or for induction `Pi xs>`."""
         task = references[0]
-        return f"P{kind[0]}{task.program}>" if kind == "induction" else f"P{kind[0]}{task.program}|{task.inputs[0]}>"
+        if kind == "induction":
+            return f"P{kind[0]}{task.program}>"
+        return f"P{kind[0]}{task.program}|{bare(task.inputs[0])}>"
 
     def read_proposal(self, kind: str, text: str, references: Sequence[Task]) -> Task | None:
-        """Read `xin|0;`, or for induction `0,3,1,5;`, which are four different digits."""
+        """Read `xsn|20;`, or for induction `03,12,20,31;`, which are four different values."""
         if not text.endswith(";"):
             return None
         if kind == "induction":
-            inputs = tuple(text[:-1].split(","))
-            is_task = len(inputs) == PAIRS == len({*inputs}) and {*inputs} <= {*DIGITS}
-            return Task(kind, references[0].program, inputs) if is_task else None
-        program, _, digit = text[:-1].partition("|")
-        return Task(kind, program, (digit,)) if self.python(program) and digit in DIGITS else None
+            inputs = text[:-1].split(",")
+            is_task = len(inputs) == PAIRS == len({*inputs}) and {*inputs} <= {*VALUES}
+            return Task(kind, references[0].program, tuple(map(quoted, inputs))) if is_task else None
+        program, _, value = text[:-1].partition("|")
+        return Task(kind, program, (quoted(value),)) if self.python(program) and value in VALUES else None
 
     def solve(self, task: Task) -> str:
-        """Return `Sd xi|3>`, `Sa xi|4>` or `Si 0=1,3=4>`."""
+        """Return `Sd xs|03>`, `Sa xs|30>` or `Si 03=30,12=21>`."""
         if task.kind == "induction":
             pairs = zip(task.inputs[: task.shown], task.outputs, strict=False)
-            return "Si" + ",".join(f"{digit}={output}" for digit, output in pairs) + ">"
+            return "Si" + ",".join(f"{bare(value)}={bare(output)}" for value, output in pairs) + ">"
         given = task.inputs if task.kind == "deduction" else task.outputs
-        return f"S{task.kind[0]}{task.program}|{given[0]}>"
+        return f"S{task.kind[0]}{task.program}|{bare(given[0])}>"
 
     def read_solution(self, kind: str, text: str) -> str | None:
-        """Read a digit, or for induction a program."""
+        """Read a value, as Python writes it, or for induction a program."""
         if not text.endswith(";"):
             return None
-        is_solution = self.python(text[:-1]) is not None if kind == "induction" else text[:-1] in DIGITS
-        return text[:-1] if is_solution else None
+        if kind == "induction":
+            return None if self.python(text[:-1]) is None else text[:-1]
+        return quoted(text[:-1]) if text[:-1] in VALUES else None
 
     def python(self, program: str) -> str | None:
-        """Return n(i(x)) for `xin`."""
+        """Return n(s(x)) for `xsn`."""
         if program[:1] != "x" or len(program) > 1 + self.most or not {*program[1:]} <= {*OPERATIONS}:
             return None
         expression = "x"
@@ -114,19 +123,19 @@ class Digits:
         return rows
 
     def _drawn_proposal(self, draw: random.Random, kind: str) -> Row:
-        prompt = self.propose(kind, [Task(kind, self._program(draw), (draw.choice(DIGITS),))])
-        answer = f"{self._program(draw)}|{draw.choice(DIGITS)};"
-        return Row(PROPOSE, kind, prompt, ",".join(draw.sample(DIGITS, PAIRS)) + ";" if kind == "induction" else answer)
+        prompt = self.propose(kind, [Task(kind, self._program(draw), (quoted(draw.choice(VALUES)),))])
+        if kind == "induction":
+            return Row(PROPOSE, kind, prompt, ",".join(draw.sample(VALUES, PAIRS)) + ";")
+        return Row(PROPOSE, kind, prompt, f"{self._program(draw)}|{draw.choice(VALUES)};")
 
     def _drawn_solution(self, draw: random.Random, kind: str) -> Row:
         program = self._program(draw)
-        inputs = tuple(draw.sample(DIGITS, PAIRS))
-        outputs = inputs if program == "x" else tuple(draw.choice(DIGITS) for _ in inputs)
-        task = Task(kind, program, inputs, outputs)
+        inputs = draw.sample(VALUES, PAIRS)
+        outputs = inputs if program == "x" else [draw.choice(VALUES) for _ in inputs]
+        task = Task(kind, program, tuple(map(quoted, inputs)), tuple(map(quoted, outputs)))
         if kind == "induction":
             return Row(SOLVE, kind, self.solve(task), f"{program};")
-        answer = task.outputs[0] if kind == "deduction" else task.inputs[0]
-        return Row(SOLVE, kind, self.solve(task), f"{answer};")
+        return Row(SOLVE, kind, self.solve(task), f"{outputs[0] if kind == 'deduction' else inputs[0]};")
 
     def _program(self, draw: random.Random) -> str:
         return "x" + "".join(draw.choice([*OPERATIONS]) for _ in range(draw.randint(0, self.most)))
@@ -148,8 +157,8 @@ class Digits:
     def longest(self, role: str, kind: str) -> int:
         """Return how many characters an answer has at most."""
         if role == PROPOSE:
-            return max(self.most + 4, 2 * PAIRS)
-        return self.most + 2 if kind == "induction" else 2
+            return max(self.most + 5, 3 * PAIRS)
+        return self.most + 2 if kind == "induction" else 3
 
     def padded(self, group: str, length: int) -> int:
         """Return one length for all rows of a group."""
@@ -161,3 +170,13 @@ class Digits:
     def positions(self) -> int:
         """How many characters a prompt and its answer have at most."""
         return max(self._prompt.values()) + max(self.longest(PROPOSE, KINDS[0]), self.most + 2)
+
+
+def quoted(value: str) -> str:
+    """Return a value as Python writes it, which it is everywhere but in the model's text."""
+    return f"'{value}'"
+
+
+def bare(text: str) -> str:
+    """Return the value in what `quoted` returned."""
+    return text.strip("'")

@@ -27,12 +27,13 @@ from executor import Executor, Limits
 from model import Decoder
 from progress import Progress
 from selfplay import Buffer, Player, Round, Sizes
-from tasks import KINDS, Language, Row, Task
+from tasks import KINDS, SOLVE, Language, Row, Task
 
 import paceline
 from paceline.nouns.errors import UsageError
 
 RISE = 20  # steps in which the learning rate rises
+PROPOSERS_ENTROPY = 0.25  # of the solver's: most characters of a proposal are its form, which has to stay
 WARM_UP_ROWS = 64  # pairs of a proposal and a solution
 
 
@@ -210,7 +211,8 @@ def loss_of(
         chosen = chances.gather(-1, inputs[:, 1:, None])[..., 0]
         total = total - (chosen * weights).sum()
         if weighed.entropy:
-            total = total + weighed.entropy * ((chances.exp() * chances).sum(-1) * is_answer).sum()
+            share = 1.0 if rows[places[0]].role == SOLVE else PROPOSERS_ENTROPY
+            total = total + share * weighed.entropy * ((chances.exp() * chances).sum(-1) * is_answer).sum()
     return total / max(tokens, 1), tokens
 
 
