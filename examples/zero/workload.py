@@ -44,11 +44,11 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--model", type=Path, metavar="DIR", help="a causal model of transformers on this disk; else a small one")
     add("--data", type=Path, metavar="DIR", help="with --model: seeds of Absolute Zero; else the identity function")
     add("--seeds", default="7b_coder", metavar="NAME", help="with --data: whose (default 7b_coder)")
-    add("--steps", type=int, metavar="N", help="of self-play (default 800; with --model 100)")
-    add("--warm-up", type=int, metavar="N", help="steps that show the form of tasks (default 100; with --model 0)")
+    add("--steps", type=int, metavar="N", help="of self-play (default 1000; with --model 100)")
+    add("--warm-up", type=int, metavar="N", help="steps that show the form of tasks (default 150; with --model 0)")
     add("--batch-size", type=int, metavar="N", help="proposals of a step (default 48), a multiple of 3")
     add("--attempts", type=int, default=4, metavar="N", help="at each task (default 4)")
-    add("--operations", type=int, default=3, metavar="N", help="the most of a program of the tiny language (default 3)")
+    add("--operations", type=int, default=2, metavar="N", help="the most of a program of the tiny language (default 2)")
     add("--layers", type=int, default=2, help="of the small model (default 2)")
     add("--width", type=int, default=64, help="of the small model (default 64)")
     add("--max-tokens", type=int, default=200, metavar="N", help="with --model: of an answer (default 200)")
@@ -61,7 +61,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     check_arguments(arguments)
     usual = {"steps": 100, "warm_up": 0, "batch_size": 12, "lr": 1e-6, "entropy": 0.0}
     if arguments.model is None:
-        usual = {"steps": 800, "warm_up": 100, "batch_size": 48, "lr": 1e-3, "entropy": 0.2}
+        usual = {"steps": 1000, "warm_up": 150, "batch_size": 48, "lr": 1e-3, "entropy": 0.2}
     for name, value in usual.items():
         if getattr(arguments, name) is None:
             setattr(arguments, name, value)
@@ -95,7 +95,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
 def check_belongs(arguments: argparse.Namespace) -> None:
     """Raise UsageError where a flag has no effect with the model that is asked for."""
     of_python = {"data": None, "seeds": "7b_coder", "max_tokens": 200}
-    of_digits = {"operations": 3, "layers": 2, "width": 64}
+    of_digits = {"operations": 2, "layers": 2, "width": 64}
     for name, unset in (of_python if arguments.model is None else of_digits).items():
         if getattr(arguments, name) != unset:
             where = "without" if arguments.model is None else "with"
