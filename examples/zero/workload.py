@@ -54,6 +54,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--max-tokens", type=int, default=200, metavar="N", help="with --model: of an answer (default 200)")
     add("--lr", type=float, help="default 1e-3, with --model 1e-6")
     add("--entropy", type=float, help="weight of the entropy of the answers (default 0.2, with --model 0)")
+    add("--precision", default="float32", choices=("float32", "float64"))
     add("--seed", type=int, default=0)
     add("--output", type=Path, metavar="FILE", help="write the result as JSON")
     add("--picture", type=Path, metavar="FILE", help="draw the solve rates, and tasks that were proposed")
@@ -122,6 +123,8 @@ class Setting(NamedTuple):
 def prepare(arguments: argparse.Namespace) -> Setting:
     """Read the files and make the model."""
     torch.manual_seed(arguments.seed)
+    if arguments.precision == "float64":
+        torch.set_default_dtype(torch.float64)
     sizes = Sizes(arguments.batch_size // 3, arguments.attempts, 1 if arguments.model is None else 2)
     if arguments.model is not None:
         import python_tasks
