@@ -27,13 +27,14 @@ from executor import Executor, Limits
 from model import Decoder
 from progress import Progress
 from selfplay import Buffer, Player, Round, Sizes
-from tasks import KINDS, SOLVE, Language, Row, Task
+from tasks import KINDS, PROPOSE, SOLVE, Language, Row, Task
 
 import paceline
 from paceline.nouns.errors import UsageError
 
 RISE = 20  # steps in which the learning rate rises
-PROPOSERS_ENTROPY = 0.25  # of the solver's: most characters of a proposal are its form, which has to stay
+# A proposal has far more tokens than a solution, and most of them are its form, which has to stay.
+PROPOSERS_SHARE, PROPOSERS_ENTROPY = 0.2, 0.05  # of the solver's
 WARM_UP_ROWS = 64  # pairs of a proposal and a solution
 
 
@@ -158,7 +159,9 @@ def train(setting: Setting, arguments: argparse.Namespace, executor: Executor) -
         else:
             progress.begin(buffer)
             played = player.play(number, buffer, setting.sizes)
-            rows, advantages, entropy = played.rows, played.advantages, arguments.entropy
+            rows, entropy = played.rows, arguments.entropy
+            shares = [PROPOSERS_SHARE if row.role == PROPOSE else 1.0 for row in rows]
+            advantages = [share * each for share, each in zip(shares, played.advantages, strict=True)]
         loss, tokens = loss_of(job, model, language, rows, Weights(advantages, entropy))
         optimizer.zero_grad()
         # The checkpoint of the step before is written here. What it keeps is changed below, after the update.
