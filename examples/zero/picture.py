@@ -17,7 +17,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
     curve = result["curve"]
     figure, (rates, proposals, tasks) = pyplot.subplots(
-        1, 3, figsize=(11, 3.4), width_ratios=[3, 2, 2.6], layout="constrained"
+        1, 3, figsize=(11, 3.2), width_ratios=[3, 2, 2.6], layout="constrained"
     )
     for kind, color in COLORS.items():
         points = [(point["step"], 100 * point["held_out"][kind]) for point in curve if kind in point["held_out"]]
@@ -31,11 +31,11 @@ def draw(result: dict[str, Any], path: Path) -> None:
         proposals.plot(*zip(*points, strict=True), color=color)
     proposals.set(xlabel="steps of self-play", ylabel="proposals accepted, %", ylim=(0, 100))
     tasks.axis("off")
-    tasks.set_title("proposed, and the share of attempts that solved it", fontsize="medium")
+    tasks.set_title("proposed tasks, and how many attempts solved them", fontsize="small", loc="left")
     tasks.text(0, 1, "\n".join(_lines(curve)), va="top", family="monospace", fontsize=8, transform=tasks.transAxes)
     for axes in (rates, proposals):
         axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=80, metadata={"Software": None})
+    figure.savefig(path, dpi=75, metadata={"Software": None})
     pyplot.close(figure)
 
 
@@ -53,6 +53,6 @@ def _lines(curve: list[dict[str, Any]]) -> list[str]:
                 f"{given}->{output}" for given, output in zip(each["inputs"], each["outputs"], strict=True)
             )
             program = each["program"].strip().splitlines()
-            lines.append(f"  {each['kind'][:3]}  {program[-1].strip()[:18]:8} {pairs[:24]:16} {each['rate']:4.0%}")
+            lines.append(f"  {each['kind'][:3]}  {program[-1].strip()[:18]:5} {pairs[:20]:20} {each['rate']:4.0%}")
         lines.append("")
     return lines
