@@ -141,7 +141,7 @@ ENTRIES: tuple[Entry, ...] = (
         name="zero",
         example="zero",
         data=None,
-        arguments=("--steps", "250", "--precision", "float64"),
+        arguments=("--warm-up", "100", "--steps", "150", "--precision", "float64"),
         scores={"deduction": ".2f", "abduction": ".2f", "induction": ".2f", "valid proposals": ".2f"},
         reference="before the self-play: REFERENCE; Absolute Zero's models have 3 to 14 billion parameters",
         plans=("replicate=1", "shard=2", "shard=2,zero=1"),

@@ -4,11 +4,11 @@
         answers = executor.run([Run("def f(a):\\n    return a + 1", ("1",))])
 
 Two processes of `sandboxed.py` run every program, so that one whose value changes from run to run is found. They are
-started by `python -I -S`, with an empty environment, no file descriptor of this process, a session of their own and an
-empty folder as theirs, in namespaces without a network where the kernel lets them. Each fork that runs a program has
-limits of memory, time and output, no right to write a file, and may make no system call but those that computing
-needs: no open, socket, fork, exec or kill. Where the kernel can't filter calls, only programs of the strict grammar
-(`expression`) run; all others are refused.
+started by `python -I -S`, with an empty environment, no file descriptor of this process, a session of their own and a
+folder that is removed as theirs, in namespaces without a network where the kernel lets them. Each fork that runs a
+program has limits of memory, time and output, no right to write a file, and may make no system call but those that
+computing needs: no open, socket, fork, exec or kill. Where the kernel can't filter calls, only programs of the strict
+grammar (`expression`) run; all others are refused.
 
 Answers come back as JSON and are checked to be what they should be; nothing that a program returns is ever unpickled or
 evaluated in this process.
@@ -119,11 +119,10 @@ class Executor:
         self.limits = limits or Limits()
         limited = {"wall_s": self.limits.wall_s, "memory": self.limits.memory, "longest": self.limits.longest}
         self.setting = {"mode": mode, "operations": dict(operations or {}), "group": group, **limited}
-        self.folder = tempfile.TemporaryDirectory(prefix="paceline-programs-")
         self.processes: list[_Process] = []
         try:
             for _ in range(2):
-                self.processes.append(_Process(self.setting, self.folder.name))
+                self.processes.append(_Process(self.setting))
         except BaseException:
             self.close()
             raise
@@ -156,7 +155,6 @@ class Executor:
         """End the processes."""
         for process in self.processes:
             process.end()
-        self.folder.cleanup()
 
     def __enter__(self) -> Executor:
         return self
@@ -170,13 +168,13 @@ class Executor:
 class _Process:
     """One process of `sandboxed.py`, which is started anew if it ends or stays silent."""
 
-    def __init__(self, setting: dict[str, Any], folder: str) -> None:
+    def __init__(self, setting: dict[str, Any]) -> None:
         self.setting = setting
-        self.folder = folder
         self._start()
 
     def _start(self) -> None:
         self.received = b""
+        folder = tempfile.mkdtemp(prefix="paceline-programs-")
         self.process = subprocess.Popen(
             [sys.executable, "-I", "-S", str(_FILE)],
             stdin=subprocess.PIPE,
@@ -184,12 +182,13 @@ class _Process:
             stderr=subprocess.DEVNULL,
             bufsize=0,
             close_fds=True,
-            cwd=self.folder,
+            cwd=folder,
             env={},
             start_new_session=True,
         )
         self._send(self.setting)
         line = self._line(_START_S)
+        os.rmdir(folder)  # nothing can be made in it, and nothing is left if this process is killed
         if line is None:
             self.end()
             raise UsageError(

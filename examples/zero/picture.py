@@ -31,7 +31,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
         proposals.plot(*zip(*points, strict=True), color=color)
     proposals.set(xlabel="steps of self-play", ylabel="proposals accepted, %", ylim=(0, 100))
     tasks.axis("off")
-    tasks.set_title("proposed tasks, and how many attempts solved them", fontsize="small", loc="left")
+    tasks.set_title("proposed tasks, and the attempts that solved them", fontsize="small", loc="left")
     tasks.text(0, 1, "\n".join(_lines(curve)), va="top", family="monospace", fontsize=8, transform=tasks.transAxes)
     for axes in (rates, proposals):
         axes.spines[["top", "right"]].set_visible(False)
@@ -49,9 +49,7 @@ def _lines(curve: list[dict[str, Any]]) -> list[str]:
     for at in sorted({0, len(points) // 2, len(points) - 1} if points else ()):
         lines.append(f"step {points[at]['step']}")
         for each in points[at]["examples"]:
-            pairs = " ".join(
-                f"{given}->{output}" for given, output in zip(each["inputs"], each["outputs"], strict=True)
-            )
+            pairs = " ".join(map("{}->{}".format, each["inputs"], each["outputs"])).replace("'", "")
             program = each["program"].strip().splitlines()
             lines.append(f"  {each['kind'][:3]}  {program[-1].strip()[:18]:5} {pairs[:20]:20} {each['rate']:4.0%}")
         lines.append("")
