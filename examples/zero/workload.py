@@ -119,6 +119,7 @@ class Setting(NamedTuple):
     model: torch.nn.Module
     sizes: Sizes
     held_out: list[Task]
+    size: int  # parameters, before a plan cuts them
 
 
 def prepare(arguments: argparse.Namespace) -> Setting:
@@ -137,7 +138,8 @@ def prepare(arguments: argparse.Namespace) -> Setting:
         language = Digits(arguments.operations)
         size = len(language.characters), language.positions
         model = Decoder(*size, layers=arguments.layers, width=arguments.width)
-    return Setting(language, model, sizes, [task for kind in KINDS for task in language.held_out[kind]])
+    held_out = [task for kind in KINDS for task in language.held_out[kind]]
+    return Setting(language, model, sizes, held_out, sum(parameter.numel() for parameter in model.parameters()))
 
 
 def train(setting: Setting, arguments: argparse.Namespace, executor: Executor) -> tuple[Any, dict[str, Any]]:
@@ -225,7 +227,6 @@ def loss_of(
 def report(setting: Setting, arguments: argparse.Namespace, job: Any, progress: dict[str, Any]) -> dict[str, Any]:
     """Return the result, the same on every rank."""
     first, last = progress["curve"][0], progress["curve"][-1]
-    size = sum(parameter.numel() for parameter in setting.model.parameters())
     scores = {kind: last["held_out"][kind] for kind in last["held_out"]}
     scores.update({f"{kind} before": rate for kind, rate in first["held_out"].items()})
     accepted = [counts.get("accepted", 0) for counts in last["proposals"].values()]
@@ -233,7 +234,7 @@ def report(setting: Setting, arguments: argparse.Namespace, job: Any, progress: 
     scores["valid proposals"] = sum(accepted) / max(sum(proposed), 1)
     return {
         "data": setting.language.name,
-        "size": f"{size / 1e6:.2f} million parameters",
+        "size": f"{setting.size / 1e6:.2f} million parameters",
         "scores": scores,
         "seconds": round(progress["seconds"], 1),
         "steps": job.step_number,
