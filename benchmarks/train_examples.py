@@ -143,9 +143,10 @@ ENTRIES: tuple[Entry, ...] = (
         data=None,
         arguments=("--warm-up", "100", "--steps", "150", "--precision", "float64"),
         scores={"deduction": ".2f", "abduction": ".2f", "induction": ".2f", "valid proposals": ".2f"},
-        reference="before the self-play: REFERENCE; Absolute Zero's models have 3 to 14 billion parameters",
+        reference="before the self-play: deduction 0.17, abduction 0.26, induction 0.17; Absolute Zero's own models have "
+        "3 to 14 billion parameters",
         plans=("replicate=1", "shard=2", "shard=2,zero=1"),
-        tolerance=1e-9,  # in float64 all plans play the same game
+        tolerance=0.15,  # of few held-out tasks, after games that part once a plan draws another token
     ),
 )
 

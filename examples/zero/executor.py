@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -43,12 +43,14 @@ class Limits:
     """What one program may use.
 
     Args:
-        wall_s: seconds; those of the processor are the same, rounded up.
+        cpu_s: seconds of the processor. They don't depend on what else the machine does.
+        wall_s: seconds after which it is killed, whatever it waits for.
         memory: bytes of address space.
         longest: characters of a program, and of each of its values.
     """
 
-    wall_s: float = 2.0
+    cpu_s: int = 2
+    wall_s: float = 30.0
     memory: int = 512 * 2**20
     longest: int = 4000
 
@@ -117,7 +119,7 @@ class Executor:
         if not hasattr(os, "fork"):
             raise UsageError("an executor of programs", "this system has no fork", "run it on Linux")
         self.limits = limits or Limits()
-        limited = {"wall_s": self.limits.wall_s, "memory": self.limits.memory, "longest": self.limits.longest}
+        limited = asdict(self.limits)
         self.setting = {"mode": mode, "operations": dict(operations or {}), "group": group, **limited}
         self.processes: list[_Process] = []
         try:

@@ -393,7 +393,7 @@ class Zygote:
             return answers, None
         if why is None:
             code = os.waitstatus_to_exitcode(status)
-            is_cpu = code == -signal.SIGXCPU
+            is_cpu = code in (-signal.SIGXCPU, -signal.SIGKILL)  # the second where it ignores the first
             why = {"error": "time" if is_cpu else "died", "message": f"the process ended with {code}"}
         return answers, why
 
@@ -430,10 +430,8 @@ class Zygote:
         sys.stdin = sys.stdout = sys.stderr = None  # print writes nowhere
         os.closerange(0, pipe)
         os.closerange(pipe + 1, 1024)
-        seconds = max(1, math.ceil(self.setting["wall_s"]))
         limits = {
             resource.RLIMIT_AS: self.setting["memory"],
-            resource.RLIMIT_CPU: seconds,
             resource.RLIMIT_FSIZE: 0,
             resource.RLIMIT_NOFILE: 0,
             resource.RLIMIT_NPROC: 0,
@@ -441,6 +439,7 @@ class Zygote:
         }
         for kind, limit in limits.items():
             resource.setrlimit(kind, (limit, limit))
+        resource.setrlimit(resource.RLIMIT_CPU, (self.setting["cpu_s"], self.setting["cpu_s"] + 1))
         is_filtered = self.kernel.refuse_calls()
         if not is_filtered and self.setting["mode"] != EXPRESSION:
             os._exit(1)

@@ -555,7 +555,7 @@ print("ends at", job.step_number, job.kept.kept["buffer"].target, curve, repr(to
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize(("at", "plan"), [(11, "replicate=2"), (35, "replicate=2"), (36, "shard=2")])
+@pytest.mark.parametrize(("at", "plan"), [(35, "replicate=2"), (36, "shard=2")])
 def test_a_job_that_is_killed_goes_on_as_if_it_had_not_been(tmp_path, at, plan):
     file = tmp_path / "killed.py"
     file.write_text(KILL.replace("FOLDER", repr(str(EXAMPLE))))
