@@ -80,6 +80,8 @@ NOT_RUN = {
     "paceline run -n 2 examples/logs": "tests/examples/test_logs.py trains it",
     "paceline run -n 2 examples/contracts": "tests/examples/test_contracts.py trains it",
     "paceline plan --plan tensor=2 --explain-layout examples/logs": "the same file is verified there",
+    "paceline run -n 2 examples/zero": "tests/examples/test_zero.py trains it, with fewer steps",
+    "paceline verify -n 2 examples/zero": "the same",
     "mpirun -n 4 paceline": "tests/integration/test_launchers.py starts ranks with mpirun",
     "srun paceline": "the same, with srun",
     "paceline doctor -H": "it asks other hosts",
@@ -123,6 +125,7 @@ NEITHER = {
     "python examples/racer": "tests/examples/test_racer.py trains it",
     "python examples/contracts": "tests/examples/test_contracts.py trains it, with fewer contracts",
     "python examples/embed": "tests/examples/test_embed.py trains it, and searches",
+    "python examples/zero": "tests/examples/test_zero.py trains it, with fewer steps",
     "python examples/logs": "tests/examples/test_logs.py trains it, and checks the parser",
 }
 # Options that are another program's, or are no option.

@@ -616,3 +616,27 @@ def test_state_dicts_of_parts_are_whole_or_refused():
         assert not torch.equal(first["weight"], net().first.weight)
         assert len(said) == 4
         assert all("this rank's rows alone" in each for each in said)
+
+
+def save_before_the_backward_pass(rank, plan, folder):
+    os.environ["PACELINE_PLAN"] = json.dumps(asdict(Plan.parse(plan)))
+    model = net()
+    optimizer = adamw(model)
+    job, model, optimizer = paceline.prepare(model, optimizer)
+    for step in range(STEPS):
+        own = INPUTS[step][PARTS[job.size][job.rank]]
+        loss = model(own).square().mean()  # the scalar of the whole model stays gathered from here on
+        if step == 2:
+            job.save(folder)
+        optimizer.zero_grad()
+        job.backward(loss, weight=len(own))
+        optimizer.step()
+        job.settle()
+    return {name: job.parallel.whole(each).clone() for name, each in job.parallel.named().items()}
+
+
+@pytest.mark.parametrize("plan", ["shard=2", "shard=2,zero=2"])
+def test_a_step_is_saved_between_a_models_call_and_its_backward_pass(tmp_path, plan):
+    (alone,) = run_ranks(1, save_before_the_backward_pass, "replicate=1", tmp_path / "alone")
+    for found in run_ranks(2, save_before_the_backward_pass, plan, tmp_path / "both"):
+        torch.testing.assert_close(found, alone, rtol=1e-9, atol=1e-10)

@@ -540,15 +540,19 @@ class PiecewiseParallel(Parallel):
         # Ranks of `tensor` change the same buffers: each change was counted by all of them.
         copies = self.comms.axes["tensor"].size
         self.buffers.reduce([ranks // copies for ranks in agreed.changed])
-        for shard in self.sharded.values():
-            shard.reshard()
-        if self.parts is not None:
-            self.parts.reshard()
+        self.reshard()
         self.buffers.begin_step()
         weight = sum(each.weight for each in self.losses)
         loss = sum(each.loss for each in self.losses)
         self.losses = []
         return agreed._replace(weight=weight, loss=loss)
+
+    def reshard(self) -> None:
+        """Leave parts alone of parameters that a call has gathered; a backward pass of it gathers them again."""
+        for shard in self.sharded.values():
+            shard.reshard()
+        if self.parts is not None:
+            self.parts.reshard()
 
     @contextmanager
     def gathered(self) -> Iterator[None]:

@@ -685,6 +685,11 @@ class LoopJob(Job):
             self._finish_step()
             self.late = self._end_step()
 
+    def _begin_save(self, folder: Path, keep: int) -> None:
+        # The loop may have called a model since the step ended, whose gradients it is about to take.
+        self.parallel.reshard()
+        super()._begin_save(folder, keep)
+
     def restore_own_state(self, folder: Path, manifest: dict[str, Any]) -> None:
         """Restore random states and the place in the data, now and again when the loop comes to the place."""
         super().restore_own_state(folder, manifest)
